@@ -1,0 +1,593 @@
+"""Distil a frozen teacher into a student that may have another tokenizer.
+
+    deepspeed distill.py --ds_config ds_configs/zero2.json --student S --teacher T --data corpus.jsonl --steps 1000
+    deepspeed distill.py --ds_config ds_configs/zero3.json --student S --teacher T --data org/name --streaming \\
+        --eval_rows 200 --eval_every 500 --save_every 500 --output_dir runs/a --export runs/a/student
+    deepspeed --num_gpus 2 distill.py --ds_config ds_configs/zero2.json --student S --data corpus.txt --kd_weight 0
+
+Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags below.
+The step is `train_step`.  Works on CPU ranks as on GPUs.
+"""
+
+import difflib
+import hashlib
+import itertools
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import datasets
+import deepspeed
+import fire
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from align import TokenTable
+from checkpoint import export_model, find_checkpoint, load_checkpoint, save_checkpoint, write_atomically
+from data import (Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows, load_rows, loader,
+                  split_rows)
+from ds_config import read_ds_config, resolve_ds_config
+from evaluate import evaluate
+from losses import Spelling, next_token_cross_entropy, piece_kl, projection_kl, teacher_importance
+from projection_tools.build import cached_projection, load_projection
+from projection_tools.spell import cached_spelling
+from teacher import load_teacher, teacher_logits
+
+# --- flags ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Distil a frozen teacher into a student.
+
+    Args:
+        student: hub id or directory of the model to train; its tokenizer needs an eos token.
+        teacher: hub id or directory of the frozen teacher; not needed with kd_weight 0.
+        data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet .arrow .csv.
+        text_key: column that holds the text.
+        split: split of a hub data set.
+        streaming: read the data as a stream instead of preparing it on disk first.
+        eval_rows: rows held out of training, the first ones of the data; 0: none.
+        steps: optimiser steps in all, 1 or more.
+        max_length: student positions per sample, 2 or more; longer texts are cut, both sides at the same byte.
+        teacher_max_length: teacher positions per sample; 0: the teacher's context.
+        loss: piece_kl or projection_kl.
+        kd_weight: weight of the distillation loss, >= 0; 0 loads no teacher.
+        ce_weight: weight of the student's next-token cross-entropy, >= 0; 0 computes none in training.
+        temperature: softens both models in the distillation loss, > 0.
+        projection: file of projection_tools.build for projection_kl; empty: built in flight and cached.
+        projection_topk: teacher columns that projection_kl keeps, the most likely ones of the step's batch.
+        teacher_dtype: auto (as in the checkpoint), float32, bfloat16 or float16.
+        activation_checkpointing: recompute the student's activations in backward instead of keeping them.
+        ds_config: DeepSpeed JSON; see ds_configs/README.md.
+        learning_rate: fills "lr": "auto" of the ds_config; 0: the ds_config states it.
+        seed: of data order and of dropout.
+        output_dir: metrics.jsonl, run.json and checkpoints go here.
+        eval_every: steps between held-out evaluations; 0: only before the first and after the last step.
+        save_every: steps between checkpoints; 0: only on SIGTERM.
+        keep_checkpoints: how many of them to keep, 1 or more.
+        resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a checkpoint.
+        export: directory for the trained student in Hugging Face format; empty: none.
+        wandb_project: log to this Weights & Biases project; empty: do not.
+        num_workers: processes per rank that tokenise and align; 0: the training process does it.
+        local_rank: set by the launcher.
+    """
+
+    student: str = ""
+    teacher: str = ""
+    data: str = ""
+    text_key: str = "text"
+    split: str = "train"
+    streaming: bool = False
+    eval_rows: int = 0
+    steps: int = 1000
+    max_length: int = 512
+    teacher_max_length: int = 0
+    loss: str = "piece_kl"
+    kd_weight: float = 1.0
+    ce_weight: float = 1.0
+    temperature: float = 1.0
+    projection: str = ""
+    projection_topk: int = 8192
+    teacher_dtype: str = "auto"
+    activation_checkpointing: bool = False
+    ds_config: str = "ds_configs/zero2.json"
+    learning_rate: float = 0.0
+    seed: int = 0
+    output_dir: str = "runs/default"
+    eval_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    resume: str = "auto"
+    export: str = ""
+    wandb_project: str = ""
+    num_workers: int = 1
+    local_rank: int = -1
+
+    def __post_init__(self):
+        for field in fields(self):
+            setattr(self, field.name, _typed(field.name, getattr(self, field.name), field.type))
+        for name, low in LOWEST.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected {low} or more")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected one of {', '.join(known)}")
+        if self.temperature <= 0:
+            raise ValueError(f"--temperature {self.temperature}: expected more than 0")
+        if self.kd_weight == self.ce_weight == 0:
+            raise ValueError("--kd_weight 0 and --ce_weight 0: nothing would be learned; set one of them above 0")
+        for name in ("student", "data") + ("teacher",) * (self.kd_weight > 0):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is missing: give a hub id or a local path")
+        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
+            raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a checkpoint")
+
+
+LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0, projection_topk=1,
+              learning_rate=0, seed=0, eval_every=0, save_every=0, keep_checkpoints=1, num_workers=0)
+CHOICES = dict(loss=("piece_kl", "projection_kl"), teacher_dtype=("auto", "float32", "bfloat16", "float16"))
+# flags that may change when a run goes on; all others decide what is learned
+FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
+                  "wandb_project", "num_workers", "local_rank", "ds_config"}
+
+
+def _typed(name, value, kind):
+    """The value as `kind`; fire reads 1e3 as a float and passes `=false` as text."""
+    if kind is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"--{name}={value}: expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def parse_flags(argv):
+    """Config from the command line; an unknown flag is refused before fire sees it, and the nearest one named."""
+    names = [field.name for field in fields(Config)]
+    after_flag = False
+    for word in argv:
+        if word in ("-h", "--help", "--"):
+            break
+        if word.startswith("--"):
+            name = word[2:].split("=")[0].replace("-", "_")
+            if name not in names and name.removeprefix("no") not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"; did you mean --{near[0]}?" if near else "; --help lists them all"
+                raise ValueError(f"unknown flag --{name}{hint}")
+        elif not after_flag:
+            raise ValueError(f"unexpected argument {word!r}: every value belongs to a flag, as in --student {word}")
+        after_flag = word.startswith("--") and "=" not in word
+    as_text = {field.name: str for field in fields(Config) if field.type is str}  # --text_key=2024 stays text
+    cfg = fire.Fire(fire.decorators.SetParseFns(**as_text)(Config), command=argv, serialize=lambda _: None)
+    assert isinstance(cfg, Config), cfg
+    return cfg
+
+
+# --- models, data, loss ---------------------------------------------------------------------------------------
+
+
+def load_side(role, path, max_length):
+    """(Side, AutoConfig) of the student or the teacher, checked against each other.
+
+    Raises:
+        ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
+    """
+    local = Path(path).expanduser()
+    if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a directory with config.json")
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"--{role} {path}: cannot be loaded ({reason})") from None
+    try:
+        table = TokenTable.from_tokenizer(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"--{role} {path}: {error}") from None
+    if role == "student" and table.eos < 0:
+        raise ValueError(f"--student {path}: its tokenizer has no eos token, so it could not learn to end; set eos_token")
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if max_length > context:
+        flag = "max_length" if role == "student" else "teacher_max_length"
+        raise ValueError(f"--{flag} {max_length}: the context of {path} is {context} positions; use at most that")
+    if config.vocab_size < len(table):
+        raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, fewer than the {len(table)} ids of "
+                         "its tokenizer; resize the embeddings or use the tokenizer that it was trained with")
+    return Side(tokenizer, table, max_length or context), config
+
+
+def build_loss(cfg, student, teacher, device):
+    """The distillation loss that --loss names.
+
+    Returns:
+        (kd_loss, spelling): kd_loss(student_logits, teacher_logits, batch, kept_K=None) -> (sum, count); spelling
+        holds the tables from which the data workers list the terms of piece_kl, None for other losses.
+    """
+    pair = student.tokenizer, teacher.tokenizer, student.table, teacher.table
+    if cfg.loss == "piece_kl":
+        tables = cached_spelling(*pair)
+        spelling = Spelling(*[tables[name] for name in Spelling._fields])
+        on_device = to_device(spelling, device)
+
+        def kd_loss(x, y, batch, kept_K=None):
+            return piece_kl(x, y, batch["student_labels"], batch["teacher_labels"], batch["terms"], on_device,
+                            cfg.temperature)
+
+        return kd_loss, spelling
+    tables = load_projection(cfg.projection, *pair) if cfg.projection else cached_projection(*pair)
+    indices, likelihoods = tables["indices"].to(device), tables["likelihoods"].to(device)
+
+    def kd_loss(x, y, batch, kept_K=None):
+        return projection_kl(x, y, batch["student_chunk"], batch["teacher_chunk"], indices, likelihoods, kept_K,
+                             cfg.temperature)
+
+    return kd_loss, None
+
+
+def load_student(cfg, ds_config):
+    """The student in float32 (DeepSpeed casts it); under ZeRO-3 every rank loads just its own part."""
+    stage3 = HfDeepSpeedConfig(ds_config) if ds_config.get("zero_optimization", {}).get("stage") == 3 else None
+    model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32)
+    if stage3:
+        unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
+    model.config.use_cache = False
+    if cfg.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def start_engine(model, ds_config):
+    """DeepSpeed engine; weight decay spares vectors (norms and biases), as is the custom."""
+    def is_matrix(p):
+        return len(getattr(p, "ds_shape", p.shape)) > 1
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if is_matrix(p)]},
+              {"params": [p for p in trained if not is_matrix(p)], "weight_decay": 0.0}]
+    return deepspeed.initialize(model=model, model_parameters=[g for g in groups if g["params"]], config=ds_config)[0]
+
+
+def to_device(value, device):
+    """Tensors in dicts and named tuples, moved; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return type(value)(*[to_device(item, device) for item in value])
+    return value
+
+
+# --- one step -------------------------------------------------------------------------------------------------
+
+COUNTS = "ce", "kd", "text_bytes", "aligned_bytes", "unaligned_texts", "aligned_tokens"
+
+
+@dataclass
+class Job:
+    """What a step needs: engine, the teacher's and the student's logits as functions of a batch, the loss."""
+
+    cfg: Config
+    engine: object
+    student_logits: object
+    teacher_logits: object
+    kd_loss: object
+    keeps_columns: bool
+    device: torch.device
+
+
+def train_step(job, window, stop=False):
+    """One optimiser step over a window of micro-batches.
+
+    Args:
+        window: this rank's micro-batches, one per accumulation step.
+        stop: whether this rank was told to end.
+    Returns:
+        dict of global means, equal on every rank (see docs/metrics.md), and `stop`, true if any rank was told.
+    """
+    cfg, ranks = job.cfg, dist.get_world_size()
+    counts = global_sums([sum(batch["counts"][key] for batch in window) for key in COUNTS] + [stop], job.device)
+    counts = dict(zip(COUNTS + ("stop",), counts.tolist()))
+    # the engine divides by micro-steps and averages over ranks; this makes it a mean over the whole window instead
+    share = {term: ranks * len(window) / max(counts[term], 1) for term in ("ce", "kd")}
+    kept_K = kept_columns(job, window) if job.keeps_columns else None
+    lr, ce_sum, kd_sum = job.engine.get_lr()[0], 0.0, 0.0
+    for batch in window:
+        batch = to_device(batch, job.device)
+        logits_BSV = job.student_logits(batch)
+        loss = 0.0
+        if cfg.ce_weight:
+            ce, _ = next_token_cross_entropy(logits_BSV, batch["student_labels"])
+            loss, ce_sum = loss + cfg.ce_weight * share["ce"] * ce, ce_sum + ce.detach()
+        if cfg.kd_weight:
+            kd, _ = job.kd_loss(logits_BSV, job.teacher_logits(batch), batch, kept_K)
+            loss, kd_sum = loss + cfg.kd_weight * share["kd"] * kd, kd_sum + kd.detach()
+        job.engine.backward(loss)
+        grad_norm = gradient_norm(job.engine)
+        job.engine.step()
+    ce, kd = global_sums([ce_sum, kd_sum], job.device).tolist()
+    ce, kd = ce / max(counts["ce"], 1), kd / max(counts["kd"], 1)
+    metrics = {"loss": cfg.ce_weight * ce + cfg.kd_weight * kd, "lr": lr}
+    metrics["grad_norm"] = float(job.engine.get_global_grad_norm() or grad_norm)
+    metrics |= {"ce": ce} if cfg.ce_weight else {}
+    if cfg.kd_weight:
+        metrics |= {"kd": kd, "aligned_bytes": counts["aligned_bytes"] / max(counts["text_bytes"], 1),
+                    "aligned_tokens": counts["aligned_tokens"] / max(counts["ce"], 1),
+                    "unaligned_texts": int(counts["unaligned_texts"])}
+    return metrics | {"tokens": int(counts["ce"]), "stop": counts["stop"] > 0}
+
+
+def global_sums(values, device):
+    """(n,) float64 on the CPU: the sum over all ranks, equal on every rank."""
+    total = torch.as_tensor(values, dtype=torch.float64).to(device, copy=True)
+    dist.all_reduce(total)
+    return total.cpu()
+
+
+def kept_columns(job, window):
+    """Sorted teacher columns that projection_kl compares in this step, equal on every rank and micro-batch."""
+    importance = None
+    for batch in window:
+        batch = to_device(batch, job.device)
+        found = teacher_importance(job.teacher_logits(batch), batch["teacher_chunk"])
+        importance = found if importance is None else torch.maximum(importance, found)
+    dist.all_reduce(importance, op=dist.ReduceOp.MAX)
+    return importance.topk(job.cfg.projection_topk).indices.sort().values
+
+
+def gradient_norm(engine):
+    """Norm of the averaged gradient where the engine does not report it (ZeRO stage 0 in float32), else 0."""
+    if engine.zero_optimization() or not engine.is_gradient_accumulation_boundary():
+        return 0.0
+    return float(torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
+
+
+# --- once in a while: evaluate, save --------------------------------------------------------------------------
+
+
+def run_evaluation(job, batches):
+    """Held-out metrics; all ranks take part."""
+    job.engine.eval()
+    batches = (to_device(batch, job.device) for batch in batches)
+    with_teacher = (job.teacher_logits, job.kd_loss) if job.cfg.kd_weight else ()
+    result = evaluate(batches, job.student_logits, *with_teacher)
+    job.engine.train()
+    return {f"eval/{key}": value for key, value in result.items()}
+
+
+def save(job, step):
+    """All ranks take part."""
+    cfg = job.cfg
+    save_checkpoint(job.engine, checkpoint_folder(cfg), step, run_identity(cfg), cfg.keep_checkpoints)
+
+
+def checkpoint_folder(cfg):
+    return Path(cfg.output_dir) / "checkpoints"
+
+
+def run_identity(cfg):
+    """What has to be the same when a run goes on, else its next loss would be another."""
+    flags = {key: value for key, value in asdict(cfg).items() if key not in FREE_ON_RESUME}
+    return flags | {"ranks": dist.get_world_size(), "ds_config": read_ds_config(cfg.ds_config)}
+
+
+# --- logs -----------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """metrics.jsonl, the progress bar and wandb; everything but rank 0 is silent."""
+
+    def __init__(self, cfg, start, resolved):
+        self.on = dist.get_rank() == 0
+        if not self.on:
+            return
+        folder = Path(cfg.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        lines = self.path.read_text().splitlines() if start and self.path.exists() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= start]
+        write_atomically(self.path, "".join(line + "\n" for line in kept))
+        write_atomically(folder / (f"run_{start:07d}.json" if start else "run.json"), run_record(cfg, start, resolved))
+        self.bar = tqdm(total=cfg.steps, initial=start, desc=cfg.loss if cfg.kd_weight else "text only", unit="step",
+                        mininterval=0.5 if sys.stderr.isatty() else 10)
+        self.wandb = None
+        if cfg.wandb_project:
+            import wandb  # a second to import, and rarely wanted
+
+            name = folder.name
+            self.wandb = wandb.init(project=cfg.wandb_project, name=name, dir=folder, config=asdict(cfg),
+                                    id=f"{name}-{cfg.seed}", resume="allow")
+
+    def write(self, step, metrics):
+        if not self.on:
+            return
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step} | metrics) + "\n")
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+
+    def advance(self, metrics):
+        if self.on:
+            shown = {"loss": metrics["loss"], "kd": metrics.get("kd"), "tok/s": metrics["tokens_per_second"]}
+            self.bar.set_postfix({k: f"{v:.4g}" for k, v in shown.items() if v is not None}, refresh=False)
+            self.bar.update()
+
+    def close(self):
+        if self.on:
+            self.bar.close()
+            if self.wandb:
+                self.wandb.finish()
+
+
+def run_record(cfg, start, resolved):
+    """JSON text of all that is needed to run this again."""
+    def git(*words):
+        here = Path(__file__).parent
+        found = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True)
+        return found.stdout.strip() if found.returncode == 0 else None
+
+    record = {
+        "argv": sys.argv, "config": asdict(cfg), "start_step": start, "ranks": dist.get_world_size(),
+        "ds_config_text": Path(cfg.ds_config).read_text(), "ds_config": resolved, "seed": cfg.seed,
+        "commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD"), "python": platform.python_version(),
+        "versions": {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets, np)},
+        "hardware": {"device": get_accelerator().device_name(), "count": get_accelerator().device_count(),
+                     "name": getattr(torch.cuda, "get_device_name", str)() if torch.cuda.is_available() else
+                     platform.processor() or platform.machine(), "cores": os.cpu_count(), "host": platform.platform()},
+        "projection_sha256": sha256(cfg.projection) if cfg.projection else None,
+    }
+    return json.dumps(record, indent=1)
+
+
+def sha256(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+# --- main -----------------------------------------------------------------------------------------------------
+
+
+def start_distributed():
+    """Join the job's process group (a group of one without a launcher); returns the device of this rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free.getsockname()[1])
+    for key, value in alone.items():
+        os.environ.setdefault(key, str(value))
+    if get_accelerator().device_name() == "cpu":  # its all-reduce takes every group for the world, and compiles first
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed()
+    return torch.device(get_accelerator().current_device_name())
+
+
+@contextmanager
+def agree():
+    """A ValueError on any rank ends all ranks with its one line, before anything was trained or written."""
+    message = None
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+    messages = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    for found in messages:
+        if found:
+            fail(found)
+
+
+def fail(message):
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("distill.py: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def quieten():
+    """Warnings and errors of the libraries, not their progress reports."""
+    deepspeed.utils.logger.setLevel("ERROR")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are forked
+
+
+def main(cfg):
+    quieten()
+    device = start_distributed()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with agree():  # everything that can be wrong is found here
+        raw = read_ds_config(cfg.ds_config)
+        student, student_config = load_side("student", cfg.student, cfg.max_length)
+        teacher = load_side("teacher", cfg.teacher, cfg.teacher_max_length)[0] if cfg.kd_weight else None
+        resolved = resolve_ds_config(raw, cfg, ranks, student_config.hidden_size, get_accelerator().is_bf16_supported()
+                                     and device.type != "cpu")
+        rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
+        train_rows, held_out = split_rows(rows, cfg.eval_rows)
+        kd_loss, spelling = build_loss(cfg, student, teacher, device) if teacher else (None, None)
+        checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
+        if Path(cfg.export).is_dir() and cfg.export and not (Path(cfg.export) / "config.json").exists():
+            raise ValueError(f"--export {cfg.export}: a directory that holds no model; choose another")
+
+    transformers.set_seed(cfg.seed + rank)
+    engine = start_engine(load_student(cfg, resolved), resolved)
+    frozen = load_teacher(cfg.teacher, cfg.teacher_dtype, device) if teacher else None
+    job = Job(cfg, engine, lambda batch: engine(input_ids=batch["student_ids"]).logits[..., : len(student.table)],
+              lambda batch: teacher_logits(frozen, batch["teacher_ids"], len(teacher.table)), kd_loss,
+              cfg.loss == "projection_kl" and bool(teacher) and len(teacher.table) > cfg.projection_topk, device)
+    start = load_checkpoint(engine, checkpoint) if checkpoint else 0
+
+    collate = Collate(student, teacher, spelling)
+    micro, micro_steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    stream = (StreamedRows if cfg.streaming else ShuffledRows)(train_rows, cfg.text_key, cfg.seed)
+    batches = iter(loader(MicroBatches(stream, collate, micro, micro_steps, rank, ranks, start), cfg.num_workers))
+    held_out = HeldOutBatches(held_out, cfg.text_key, collate, micro, rank, ranks)
+    train(job, batches, held_out, start, micro_steps, resolved)
+    if cfg.export:
+        export_model(engine, student.tokenizer, cfg.export)
+
+
+def train(job, batches, held_out, start, micro_steps, resolved):
+    """From step `start` to the last one; ends early, with a checkpoint, when a rank gets SIGTERM."""
+    cfg, told = job.cfg, []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    log = Log(cfg, start, resolved)
+    evaluated = None
+
+    def evaluate_now(step):
+        if cfg.eval_rows and evaluated != step:
+            log.write(step, run_evaluation(job, loader(held_out, 0)))
+        return step
+
+    if start == 0:
+        evaluated = evaluate_now(0)
+    for step in range(start + 1, cfg.steps + 1):
+        begin = time.perf_counter()
+        window = [next(batches) for _ in range(micro_steps)]
+        metrics = train_step(job, window, stop=bool(told))
+        stop, seconds = metrics.pop("stop"), time.perf_counter() - begin
+        metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
+        log.write(step, metrics)
+        log.advance(metrics)
+        if cfg.eval_every and step % cfg.eval_every == 0:
+            evaluated = evaluate_now(step)
+        if stop or (cfg.save_every and step % cfg.save_every == 0):
+            save(job, step)
+        if stop:
+            log.close()
+            raise SystemExit(128 + signal.SIGTERM)
+    if start < cfg.steps:
+        evaluate_now(cfg.steps)
+    log.close()
+
+
+def cli(argv=None):
+    """Command line: wrong input ends with one line and exit code 2."""
+    try:
+        cfg = parse_flags(sys.argv[1:] if argv is None else argv)
+    except ValueError as error:
+        fail(str(error))
+    main(cfg)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,98 @@
+"""The DeepSpeed configuration: read it, check it, fill its "auto" values.
+
+DeepSpeed accepts unknown keys in silence and drops "auto" inside zero_optimization; here both are errors or are
+resolved, before anything starts.  What may be "auto" is listed in ds_configs/README.md.
+"""
+
+import difflib
+import json
+from pathlib import Path
+
+DS_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16
+    torch_autocast data_types gradient_clipping zero_optimization zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown memory_breakdown dump_state
+    communication_data_type seq_parallel_communication_data_type sequence_parallel_size prescale_gradients
+    gradient_predivide_factor gradient_allreduce_op disable_allgather disable_python_gc checkpoint
+    activation_checkpointing flops_profiler comms_logger csv_monitor tensorboard wandb comet aio compile
+    tensor_parallel log_level graph_harvesting use_data_before_expert_parallelism hybrid_engine pipeline
+    sparse_gradients timers""".split()
+
+
+def read_ds_config(path):
+    """The ds_config as a dict.
+
+    Raises:
+        ValueError: missing, not JSON, or with a key that DeepSpeed would silently ignore.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"--ds_config {path}: no such file; ready-made ones are in ds_configs/")
+    try:
+        config = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--ds_config {path}: not JSON ({error})") from None
+    for key in config if isinstance(config, dict) else ["(not an object)"]:
+        if key not in DS_KEYS:
+            near = difflib.get_close_matches(key, DS_KEYS, 1)
+            raise ValueError(f"--ds_config {path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return config
+
+
+def resolve_ds_config(config, cfg, ranks, hidden_size, bf16):
+    """Fill every "auto" and check the batch sizes; the values that DeepSpeed will see.
+
+    Args:
+        config: of `read_ds_config`; hidden_size: the student's; bf16: whether the device computes in it.
+    """
+    config = json.loads(json.dumps(config))
+    total, micro, steps = _batch_sizes(config, ranks, cfg.ds_config)
+    config |= {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}})
+    stated = optimizer.get("params", {}).get("lr", "auto")
+    if stated != "auto" and cfg.learning_rate:
+        raise ValueError(f"--learning_rate {cfg.learning_rate}: {cfg.ds_config} says lr {stated}; remove one of the two")
+    if stated == "auto" and not cfg.learning_rate:
+        raise ValueError(f'--learning_rate is missing: {cfg.ds_config} leaves "lr" to it')
+    lr = cfg.learning_rate if stated == "auto" else stated
+    values = {
+        "optimizer.params.lr": lr, "scheduler.params.warmup_max_lr": lr,
+        "scheduler.params.total_num_steps": cfg.steps, "scheduler.params.warmup_num_steps": max(1, cfg.steps // 20),
+        "bf16.enabled": bf16,
+        # as in the Hugging Face Trainer, but never so small that a bucket holds less than a small layer
+        "zero_optimization.reduce_bucket_size": max(hidden_size**2, 1 << 20),
+        "zero_optimization.stage3_prefetch_bucket_size": max(int(0.9 * hidden_size**2), 1 << 20),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    _fill_auto(config, values, cfg.ds_config)
+    return config
+
+
+def _fill_auto(config, values, path, prefix=""):
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _fill_auto(value, values, path, f"{prefix}{key}.")
+        elif value == "auto":
+            if prefix + key not in values:
+                raise ValueError(f'--ds_config {path}: {prefix}{key} is "auto", which is filled only in '
+                                 f"{', '.join(values)} and the batch sizes; write a value")
+            config[key] = values[prefix + key]
+
+
+def _batch_sizes(config, ranks, path):
+    """(samples a step, a micro-batch, micro-steps): any two give the third, one alone is enough."""
+    keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    total, micro, steps = (None if config.get(key) == "auto" else config.get(key) for key in keys)
+    for key, value in zip(keys, (total, micro, steps)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"--ds_config {path}: {key} is {value!r}, expected a whole number of 1 or more")
+    if total is None and micro is None:
+        raise ValueError(f"--ds_config {path}: neither train_batch_size nor train_micro_batch_size_per_gpu is given")
+    if total is None:
+        return micro * (steps or 1) * ranks, micro, steps or 1
+    known = ranks * (micro or 1) * (steps or 1)
+    if total % known or (micro and steps and total != known):
+        raise ValueError(
+            f"--ds_config {path}: train_batch_size {total} is not {ranks} ranks x micro batch {micro or 'any'} x "
+            f"{steps or 'any'} accumulation steps; change one of them or the number of ranks")
+    if micro is None:
+        return total, total // known, steps or 1
+    return total, micro, steps or total // known
