@@ -108,8 +108,8 @@ def _family(tokenizer):
     if METASPACE in parts:
         return "sentencepiece"
     raise ValueError(
-        f"a {type(backend.model).__name__} tokenizer that is neither byte-level nor SentencePiece: the bytes of "
-        "its tokens are unknown; use a tokenizer of one of these two families"
+        f"a {type(backend.model).__name__} tokenizer that is neither byte-level nor SentencePiece: the bytes "
+        "of its tokens are unknown; use a tokenizer of one of these two families"
     )
 
 
@@ -188,7 +188,9 @@ DIFFERENT = 2
 
 @njit(cache=True)
 def _leading_space(s_ids, t_ids, s_lengths, t_lengths, s_data, s_starts, t_data, t_starts):
-    """Compare the bytes of both sides: 0 equal, 1 / -1 one space more before the student / teacher, 2 different."""
+    """Compare the bytes of both sides: 0 equal, 1 / -1 one space more before the student / teacher, 2
+    different.
+    """
     s_total, t_total = 0, 0
     for n in s_lengths:
         s_total += max(n, 0)

@@ -1,8 +1,9 @@
 """Checkpoints that are complete or absent, and the export to Hugging Face format.
 
-A checkpoint holds the engine (weights, optimiser, schedule), the random state of every rank and the position of
-the run, which is its step number: data.py derives the samples from it.  It is written under a scratch name and
-renamed when every rank is done, so whatever bears a final name is complete.
+A checkpoint holds the engine (weights, optimiser, schedule), the random state of every rank and the
+position of
+the run, which is its step number: data.py derives the samples from it.  It is written under a scratch name
+and renamed when every rank is done, so whatever bears a final name is complete.
 """
 
 import itertools
@@ -73,25 +74,25 @@ def find_checkpoint(wish, folder, identity):
     Args:
         wish: auto, never, or the path of a checkpoint.
     Raises:
-        ValueError: never would mix two runs in one directory; the path is no checkpoint, or that of a run with
-            another identity.
+        ValueError: never would mix two runs in one directory; the path is no checkpoint, or that of a run
+            with another identity.
     """
     found = complete_checkpoints(folder)
     if wish == "never":
         if found:
-            raise ValueError(f"--resume=never: {folder} already holds {found[-1].name}; choose another --output_dir "
-                             "or remove it")
+            raise ValueError(f"--resume=never: {folder} already holds {found[-1].name}; choose another "
+                             "--output_dir or remove it")
         return None
     if wish == "auto" and not found:
         return None
     checkpoint = found[-1] if wish == "auto" else Path(wish)
     if not (checkpoint / "position.json").is_file():
-        raise ValueError(f"--resume={wish}: {checkpoint} is no complete checkpoint; expected a directory step_*")
+        raise ValueError(f"--resume={wish}: {checkpoint} is no complete checkpoint; expected a folder step_*")
     then = json.loads((checkpoint / "position.json").read_text())["run"]
     differ = [f"{k} was {then.get(k)!r}, is {v!r}" for k, v in identity.items() if then.get(k) != v]
     if differ:
-        raise ValueError(f"--resume={wish}: {checkpoint} belongs to another run ({'; '.join(differ)}); use the same "
-                         "settings or another --output_dir")
+        raise ValueError(f"--resume={wish}: {checkpoint} belongs to another run ({'; '.join(differ)}); use "
+                         "the same settings or another --output_dir")
     return checkpoint
 
 
@@ -104,8 +105,8 @@ def load_checkpoint(engine, checkpoint):
 
 def random_state():
     name, keys, *rest = np.random.get_state()
-    return {"torch": torch.get_rng_state(), "device": get_accelerator().get_rng_state(), "python": random.getstate(),
-            "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
+    return {"torch": torch.get_rng_state(), "device": get_accelerator().get_rng_state(),
+            "python": random.getstate(), "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
 
 
 def set_random_state(state):

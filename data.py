@@ -1,12 +1,12 @@
 """Text -> pairs of tokenisations, aligned, truncated at the same byte, padded.
 
 One sample is read by the student and by the teacher, each through its own tokenizer.  Tokenising and aligning
-happen inside DataLoader workers.  A position t of a batch row predicts the token at t + 1, so labels and chunk
-ids are shifted by one, here and nowhere else (`shift`).
+happen inside DataLoader workers.  A position t of a batch row predicts the token at t + 1, so labels and
+chunk ids are shifted by one, here and nowhere else (`shift`).
 
-The order of samples depends on the seed alone: sample i of an endless stream of shuffled epochs.  A step reads
-the next ``micro * ranks * micro_steps`` of it, so the data position of a run is its step number, whatever the
-number of ranks and workers.
+The order of samples depends on the seed alone: sample i of an endless stream of shuffled epochs.  A step
+reads the next ``micro * ranks * micro_steps`` of it, so the data position of a run is its step number,
+whatever the number of ranks and workers.
 
 Shapes: B samples, S student positions, T teacher positions.
 """
@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from align import TokenTable, align
 from losses import Spelling, find_chunks, piece_terms
 
-READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
+           ".csv": "csv"}
 SHUFFLE_BUFFER = 10_000  # samples; streaming only
 
 
@@ -45,7 +46,9 @@ class Side:
     max_length: int
 
     def encode(self, texts):
-        """A list of int64 arrays: [bos] text eos.  bos only if the tokenizer has one and does not refuse it."""
+        """A list of int64 arrays: [bos] text eos.  bos only if the tokenizer has one and does not refuse
+        it.
+        """
         bos = [self.table.bos] if self.table.bos >= 0 and self._adds_bos() else []
         batch = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         return [np.array(bos + ids + [self.table.eos] * (self.table.eos >= 0), np.int64) for ids in batch]
@@ -54,7 +57,9 @@ class Side:
         return getattr(self.tokenizer, "init_kwargs", {}).get("add_bos_token") is not False
 
     def text_bytes(self, ids, text):
-        """Bytes of the text that each id stands for, -1 for control tokens; an added leading space counts 0."""
+        """Bytes of the text that each id stands for, -1 for control tokens; an added leading space counts
+        0.
+        """
         lengths = self.table.lengths[ids]
         first = np.flatnonzero(lengths >= 0)[:1]
         if len(first) and self.table.bytes_of(ids[first[0]])[:1] == b" " and not text.startswith(" "):
@@ -64,7 +69,9 @@ class Side:
 
 @dataclass
 class Sample:
-    """One text on both sides; entry t of labels, chunk and bytes speaks of the token that position t predicts."""
+    """One text on both sides; entry t of labels, chunk and bytes speaks of the token that position t
+    predicts.
+    """
 
     student: tuple  # (ids, labels, chunk, bytes), see `shift`
     teacher: tuple
@@ -142,7 +149,8 @@ class Collate:
         """Texts (None: no sample) to a dict.
 
         Returns:
-            student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* likewise;
+            student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_*
+            likewise;
             student_bytes, teacher_bytes: (B, S), (B, T) bytes of the predicted token, -1 for eos and padding;
             terms: `PieceTerms` or None; counts: dict of ints about the batch.
         """
@@ -188,15 +196,16 @@ def _pad(side, samples, table):
     return out
 
 
-# --- rows -----------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def load_rows(source, text_key, split="train", streaming=False):
     """Open a data set and check that it holds text.
 
     Args:
-        source: hub id ("org/name" or "org/name:config"), or a local file, directory or glob of files ending in
-            .txt (one sample a line), .jsonl, .json, .parquet, .arrow or .csv; or a directory of save_to_disk.
+        source: hub id ("org/name" or "org/name:config"), or a local file, directory or glob of files
+            ending in .txt (one sample a line), .jsonl, .json, .parquet, .arrow or .csv; or a directory of
+            save_to_disk.
         text_key: column to read.
     Returns:
         datasets.Dataset or IterableDataset.
@@ -214,7 +223,8 @@ def load_rows(source, text_key, split="train", streaming=False):
     if not columns:
         raise ValueError(f"--data {source}: the data set is empty; at least one row of text is needed")
     if text_key not in columns:
-        raise ValueError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; name one by --text_key")
+        raise ValueError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; name "
+                         "one of them by --text_key")
     if not streaming:
         _check_text(source, rows, text_key)
     return rows
@@ -236,9 +246,10 @@ def _open(source, split, streaming):
         if all(Path(f).stat().st_size == 0 for f in files):
             raise ValueError(f"--data {source}: the data set is empty; at least one row of text is needed")
         return datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=streaming)
-    if path.is_dir() or path.suffix in READERS or source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise ValueError(f"--data {source}: no such file, directory or glob match; expected {', '.join(READERS)} files "
-                         "or a hub id like org/name")
+    is_path = path.is_dir() or path.suffix in READERS or source.startswith((".", "/", "~"))
+    if is_path or source.count("/") != 1:
+        raise ValueError(f"--data {source}: no such file, directory or glob match; expected files of kind "
+                         f"{', '.join(READERS)} or a hub id like org/name")
     name, _, config = source.partition(":")
     return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
 
@@ -248,10 +259,11 @@ def _check_text(source, rows, text_key):
         raise ValueError(f"--data {source}: the data set is empty; at least one row of text is needed")
     dtype = getattr(rows.features[text_key], "dtype", str(rows.features[text_key]))
     if dtype not in ("string", "large_string"):
-        raise ValueError(f"--data {source}: column {text_key!r} holds {dtype}, expected text; name another by --text_key")
+        raise ValueError(f"--data {source}: column {text_key!r} holds {dtype}, expected text in every row; "
+                         "mend it or name another column by --text_key")
     if rows.data.column(text_key).null_count:
         row = next(i for i, text in enumerate(rows[text_key]) if text is None)
-        raise ValueError(f"--data {source}: row {row} of column {text_key!r} is empty (null), expected text; remove it")
+        raise ValueError(f"--data {source}: row {row} of {text_key!r} is null, expected text; remove it")
 
 
 def split_rows(rows, eval_rows):
@@ -259,7 +271,7 @@ def split_rows(rows, eval_rows):
     if isinstance(rows, datasets.IterableDataset):
         return rows.skip(eval_rows), list(rows.take(eval_rows))
     if eval_rows >= len(rows):
-        raise ValueError(f"--eval_rows {eval_rows}: the data set has {len(rows)} rows, none would be left to train on")
+        raise ValueError(f"--eval_rows {eval_rows}: the data has {len(rows)} rows, none is left to train on")
     return rows.select(range(eval_rows, len(rows))), rows.select(range(eval_rows))
 
 

@@ -3,8 +3,9 @@
     python demo.py                    # what `make demo` runs; SEEDS="0 1 2" for three seeds
 
 Everything is made here, nothing is downloaded: the corpus is the documentation inside the running Python, two
-tokenizers of different kinds are trained on it, then a small teacher.  Each student is trained by the ordinary
-`deepspeed distill.py`, once on text alone and once per distillation loss, from the same weights on the same data.
+tokenizers of different kinds are trained on it, then a small teacher.  Each student is trained by the
+ordinary `deepspeed distill.py`, once on text alone and once per distillation loss, from the same weights
+on the same data.
 """
 
 import ast
@@ -43,11 +44,13 @@ ARMS = {  # what is trained, and how
 }
 
 
-# --- corpus ---------------------------------------------------------------------------------------------------
+# --- corpus ---------------------------------------------------------------------------------------
 
 
 def documents():
-    """(name, text) of the language reference that pydoc carries, and of every docstring of the standard library."""
+    """(name, text) of the language reference that pydoc carries, and of every docstring of the standard
+    library.
+    """
     from pydoc_data import topics
 
     yield from ((f"topic {name}", text) for name, text in sorted(topics.topics.items()))
@@ -102,7 +105,7 @@ def read_corpus(folder):
     return rows[: RECIPE["held_out_rows"]], rows[RECIPE["held_out_rows"] :]
 
 
-# --- tokenizers -----------------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 def byte_level_bpe(texts, size):
@@ -143,7 +146,7 @@ def unigram(texts, size):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-# --- models ---------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def llama(tokenizer, shape, seed):

@@ -1,17 +1,18 @@
 """Distil a frozen teacher into a student that may have another tokenizer.
 
-    deepspeed distill.py --ds_config ds_configs/zero2.json --student S --teacher T --data corpus.jsonl --steps 1000
-    deepspeed distill.py --ds_config ds_configs/zero3.json --student S --teacher T --data org/name --streaming \\
-        --eval_rows 200 --eval_every 500 --save_every 500 --output_dir runs/a --export runs/a/student
-    deepspeed --num_gpus 2 distill.py --ds_config ds_configs/zero2.json --student S --data corpus.txt --kd_weight 0
+    deepspeed distill.py --ds_config ds_configs/zero2.json --student S --teacher T --data corpus.jsonl
+    --steps 1000 deepspeed distill.py --ds_config ds_configs/zero3.json --student S --teacher T --data
+        org/name --streaming \\ --eval_rows 200 --eval_every 500 --save_every 500 --output_dir runs/a
+        --export runs/a/student
+    deepspeed --num_gpus 2 distill.py --ds_config ds_configs/zero2.json --student S --data corpus.txt
+    --kd_weight 0
 
-Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags below.
-The step is `train_step`.  Works on CPU ranks as on GPUs.
+Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags
+below. The step is `train_step`.  Works on CPU ranks as on GPUs.
 """
 
 import difflib
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -27,7 +28,6 @@ from pathlib import Path
 import datasets
 import deepspeed
 import fire
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -47,7 +47,7 @@ from projection_tools.build import cached_projection, load_projection
 from projection_tools.spell import cached_spelling
 from teacher import load_teacher, teacher_logits
 
-# --- flags ----------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -57,13 +57,15 @@ class Config:
     Args:
         student: hub id or directory of the model to train; its tokenizer needs an eos token.
         teacher: hub id or directory of the frozen teacher; not needed with kd_weight 0.
-        data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet .arrow .csv.
+        data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet
+            .arrow .csv.
         text_key: column that holds the text.
         split: split of a hub data set.
         streaming: read the data as a stream instead of preparing it on disk first.
         eval_rows: rows held out of training, the first ones of the data; 0: none.
         steps: optimiser steps in all, 1 or more.
-        max_length: student positions per sample, 2 or more; longer texts are cut, both sides at the same byte.
+        max_length: student positions per sample, 2 or more; longer texts are cut, both sides at the same
+            byte.
         teacher_max_length: teacher positions per sample; 0: the teacher's context.
         loss: piece_kl or projection_kl.
         kd_weight: weight of the distillation loss, >= 0; 0 loads no teacher.
@@ -130,7 +132,7 @@ class Config:
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature}: expected more than 0")
         if self.kd_weight == self.ce_weight == 0:
-            raise ValueError("--kd_weight 0 and --ce_weight 0: nothing would be learned; set one of them above 0")
+            raise ValueError("--kd_weight 0 and --ce_weight 0: nothing would be learned; raise one of them")
         for name in ("student", "data") + ("teacher",) * (self.kd_weight > 0):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
@@ -138,8 +140,9 @@ class Config:
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a checkpoint")
 
 
-LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0, projection_topk=1,
-              learning_rate=0, seed=0, eval_every=0, save_every=0, keep_checkpoints=1, num_workers=0)
+LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
+              projection_topk=1, learning_rate=0, seed=0, eval_every=0, save_every=0, keep_checkpoints=1,
+              num_workers=0)
 CHOICES = dict(loss=("piece_kl", "projection_kl"), teacher_dtype=("auto", "float32", "bfloat16", "float16"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
@@ -160,7 +163,9 @@ def _typed(name, value, kind):
 
 
 def parse_flags(argv):
-    """Config from the command line; an unknown flag is refused before fire sees it, and the nearest one named."""
+    """Config from the command line; an unknown flag is refused before fire sees it, and the nearest one
+    named.
+    """
     names = [field.name for field in fields(Config)]
     after_flag = False
     for word in argv:
@@ -173,7 +178,7 @@ def parse_flags(argv):
                 hint = f"; did you mean --{near[0]}?" if near else "; --help lists them all"
                 raise ValueError(f"unknown flag --{name}{hint}")
         elif not after_flag:
-            raise ValueError(f"unexpected argument {word!r}: every value belongs to a flag, as in --student {word}")
+            raise ValueError(f"unexpected argument {word!r}: a value belongs to a flag, as in --student S")
         after_flag = word.startswith("--") and "=" not in word
     as_text = {field.name: str for field in fields(Config) if field.type is str}  # --text_key=2024 stays text
     cfg = fire.Fire(fire.decorators.SetParseFns(**as_text)(Config), command=argv, serialize=lambda _: None)
@@ -181,37 +186,37 @@ def parse_flags(argv):
     return cfg
 
 
-# --- models, data, loss ---------------------------------------------------------------------------------------
+# --- models, data, loss ---------------------------------------------------------------------------
 
 
 def load_side(role, path, max_length):
     """(Side, AutoConfig) of the student or the teacher, checked against each other.
 
+    Args:
+        max_length: positions per sample; 0: the model's context.
     Raises:
         ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
     """
     local = Path(path).expanduser()
     if not local.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a directory with config.json")
+        raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model directory")
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(path)
+        table = TokenTable.from_tokenizer(tokenizer)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"--{role} {path}: cannot be loaded ({reason})") from None
-    try:
-        table = TokenTable.from_tokenizer(tokenizer)
-    except ValueError as error:
-        raise ValueError(f"--{role} {path}: {error}") from None
     if role == "student" and table.eos < 0:
-        raise ValueError(f"--student {path}: its tokenizer has no eos token, so it could not learn to end; set eos_token")
+        raise ValueError(f"--student {path}: its tokenizer has no eos token, so the student could not "
+                         "learn to end; set eos_token in tokenizer_config.json")
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     if max_length > context:
         flag = "max_length" if role == "student" else "teacher_max_length"
-        raise ValueError(f"--{flag} {max_length}: the context of {path} is {context} positions; use at most that")
+        raise ValueError(f"--{flag} {max_length}: {path} has a context of {context} positions; use no more")
     if config.vocab_size < len(table):
-        raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, fewer than the {len(table)} ids of "
-                         "its tokenizer; resize the embeddings or use the tokenizer that it was trained with")
+        raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, but its tokenizer "
+                         f"{len(table)} ids; use the tokenizer that the model was trained with")
     return Side(tokenizer, table, max_length or context), config
 
 
@@ -219,8 +224,8 @@ def build_loss(cfg, student, teacher, device):
     """The distillation loss that --loss names.
 
     Returns:
-        (kd_loss, spelling): kd_loss(student_logits, teacher_logits, batch, kept_K=None) -> (sum, count); spelling
-        holds the tables from which the data workers list the terms of piece_kl, None for other losses.
+        (kd_loss, spelling): kd_loss(student_logits, teacher_logits, batch, kept_K=None) -> (sum, count);
+        spelling holds the tables from which the data workers list the terms of piece_kl, else None.
     """
     pair = student.tokenizer, teacher.tokenizer, student.table, teacher.table
     if cfg.loss == "piece_kl":
@@ -229,25 +234,60 @@ def build_loss(cfg, student, teacher, device):
         on_device = to_device(spelling, device)
 
         def kd_loss(x, y, batch, kept_K=None):
-            return piece_kl(x, y, batch["student_labels"], batch["teacher_labels"], batch["terms"], on_device,
-                            cfg.temperature)
+            labels = batch["student_labels"], batch["teacher_labels"]
+            return piece_kl(x, y, *labels, batch["terms"], on_device, cfg.temperature)
 
         return kd_loss, spelling
     tables = load_projection(cfg.projection, *pair) if cfg.projection else cached_projection(*pair)
-    indices, likelihoods = tables["indices"].to(device), tables["likelihoods"].to(device)
+    projection = tables["indices"].to(device), tables["likelihoods"].to(device)
 
     def kd_loss(x, y, batch, kept_K=None):
-        return projection_kl(x, y, batch["student_chunk"], batch["teacher_chunk"], indices, likelihoods, kept_K,
-                             cfg.temperature)
+        chunks = batch["student_chunk"], batch["teacher_chunk"]
+        return projection_kl(x, y, *chunks, *projection, kept_K, cfg.temperature)
 
     return kd_loss, None
 
 
+@dataclass
+class Inputs:
+    """All that the flags name, read and checked; the teacher's part is None where none takes part."""
+
+    student: Side
+    teacher: Side | None
+    ds_config: dict
+    train_rows: object
+    held_out_rows: object
+    kd_loss: object
+    spelling: Spelling | None
+    checkpoint: Path | None
+
+
+def check_inputs(cfg, device):
+    """Read everything but the weights.  Whatever can be wrong is found here, before the first step.
+
+    Raises:
+        ValueError: what arrived, what was expected, what to do.
+    """
+    raw = read_ds_config(cfg.ds_config)
+    student, student_config = load_side("student", cfg.student, cfg.max_length)
+    teacher = load_side("teacher", cfg.teacher, cfg.teacher_max_length)[0] if cfg.kd_weight else None
+    bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
+    ds_config = resolve_ds_config(raw, cfg, dist.get_world_size(), student_config.hidden_size, bf16)
+    rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
+    train_rows, held_out_rows = split_rows(rows, cfg.eval_rows)
+    kd_loss, spelling = build_loss(cfg, student, teacher, device) if teacher else (None, None)
+    checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
+    if cfg.export and Path(cfg.export).is_dir() and not (Path(cfg.export) / "config.json").exists():
+        raise ValueError(f"--export {cfg.export}: holds something else than a model; name another directory")
+    return Inputs(student, teacher, ds_config, train_rows, held_out_rows, kd_loss, spelling, checkpoint)
+
+
 def load_student(cfg, ds_config):
     """The student in float32 (DeepSpeed casts it); under ZeRO-3 every rank loads just its own part."""
-    stage3 = HfDeepSpeedConfig(ds_config) if ds_config.get("zero_optimization", {}).get("stage") == 3 else None
+    partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
+    keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
     model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32)
-    if stage3:
+    if keep_alive:
         unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
     model.config.use_cache = False
     if cfg.activation_checkpointing:
@@ -263,7 +303,8 @@ def start_engine(model, ds_config):
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if is_matrix(p)]},
               {"params": [p for p in trained if not is_matrix(p)], "weight_decay": 0.0}]
-    return deepspeed.initialize(model=model, model_parameters=[g for g in groups if g["params"]], config=ds_config)[0]
+    groups = [group for group in groups if group["params"]]
+    return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)[0]
 
 
 def to_device(value, device):
@@ -277,22 +318,36 @@ def to_device(value, device):
     return value
 
 
-# --- one step -------------------------------------------------------------------------------------------------
+# --- one step -------------------------------------------------------------------------------------
 
 COUNTS = "ce", "kd", "text_bytes", "aligned_bytes", "unaligned_texts", "aligned_tokens"
 
 
 @dataclass
 class Job:
-    """What a step needs: engine, the teacher's and the student's logits as functions of a batch, the loss."""
+    """What a step needs: the engine, both models as functions of a batch, the loss."""
 
     cfg: Config
     engine: object
     student_logits: object
     teacher_logits: object
     kd_loss: object
-    keeps_columns: bool
+    keeps_columns: bool  # does the loss compare the most important teacher columns only?
     device: torch.device
+
+
+def build_job(cfg, inputs, device):
+    """Load both models and start the engine; all ranks take part."""
+    engine = start_engine(load_student(cfg, inputs.ds_config), inputs.ds_config)
+    V, teacher, W = len(inputs.student.table), None, 0
+    if inputs.teacher:
+        teacher, W = load_teacher(cfg.teacher, cfg.teacher_dtype, device), len(inputs.teacher.table)
+    return Job(
+        cfg, engine, device=device, kd_loss=inputs.kd_loss,
+        student_logits=lambda batch: engine(input_ids=batch["student_ids"]).logits[..., :V],
+        teacher_logits=lambda batch: teacher_logits(teacher, batch["teacher_ids"], W),
+        keeps_columns=cfg.loss == "projection_kl" and W > cfg.projection_topk,
+    )
 
 
 def train_step(job, window, stop=False):
@@ -302,12 +357,14 @@ def train_step(job, window, stop=False):
         window: this rank's micro-batches, one per accumulation step.
         stop: whether this rank was told to end.
     Returns:
-        dict of global means, equal on every rank (see docs/metrics.md), and `stop`, true if any rank was told.
+        dict of global means, equal on every rank (see docs/metrics.md), and `stop`, true if any rank was
+        told.
     """
     cfg, ranks = job.cfg, dist.get_world_size()
-    counts = global_sums([sum(batch["counts"][key] for batch in window) for key in COUNTS] + [stop], job.device)
-    counts = dict(zip(COUNTS + ("stop",), counts.tolist()))
-    # the engine divides by micro-steps and averages over ranks; this makes it a mean over the whole window instead
+    mine = [sum(batch["counts"][key] for batch in window) for key in COUNTS]
+    counts = dict(zip((*COUNTS, "stop"), global_sums([*mine, stop], job.device).tolist()))
+    # the engine divides by micro-steps and averages over ranks; this makes it a mean over the whole window
+    # instead
     share = {term: ranks * len(window) / max(counts[term], 1) for term in ("ce", "kd")}
     kept_K = kept_columns(job, window) if job.keeps_columns else None
     lr, ce_sum, kd_sum = job.engine.get_lr()[0], 0.0, 0.0
@@ -344,7 +401,9 @@ def global_sums(values, device):
 
 
 def kept_columns(job, window):
-    """Sorted teacher columns that projection_kl compares in this step, equal on every rank and micro-batch."""
+    """Sorted teacher columns that projection_kl compares in this step, equal on every rank and
+    micro-batch.
+    """
     importance = None
     for batch in window:
         batch = to_device(batch, job.device)
@@ -358,10 +417,11 @@ def gradient_norm(engine):
     """Norm of the averaged gradient where the engine does not report it (ZeRO stage 0 in float32), else 0."""
     if engine.zero_optimization() or not engine.is_gradient_accumulation_boundary():
         return 0.0
-    return float(torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
+    grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(grads))
 
 
-# --- once in a while: evaluate, save --------------------------------------------------------------------------
+# --- once in a while: evaluate, save --------------------------------------------------------------
 
 
 def run_evaluation(job, batches):
@@ -390,7 +450,7 @@ def run_identity(cfg):
     return flags | {"ranks": dist.get_world_size(), "ds_config": read_ds_config(cfg.ds_config)}
 
 
-# --- logs -----------------------------------------------------------------------------------------------------
+# --- logs -----------------------------------------------------------------------------------------
 
 
 class Log:
@@ -406,9 +466,10 @@ class Log:
         lines = self.path.read_text().splitlines() if start and self.path.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= start]
         write_atomically(self.path, "".join(line + "\n" for line in kept))
-        write_atomically(folder / (f"run_{start:07d}.json" if start else "run.json"), run_record(cfg, start, resolved))
-        self.bar = tqdm(total=cfg.steps, initial=start, desc=cfg.loss if cfg.kd_weight else "text only", unit="step",
-                        mininterval=0.5 if sys.stderr.isatty() else 10)
+        record = folder / (f"run_{start:07d}.json" if start else "run.json")  # one more for every resume
+        write_atomically(record, run_record(cfg, start, resolved))
+        self.bar = tqdm(total=cfg.steps, initial=start, desc=cfg.loss if cfg.kd_weight else "text only",
+                        unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
         self.wandb = None
         if cfg.wandb_project:
             import wandb  # a second to import, and rarely wanted
@@ -448,31 +509,28 @@ def run_record(cfg, start, resolved):
     record = {
         "argv": sys.argv, "config": asdict(cfg), "start_step": start, "ranks": dist.get_world_size(),
         "ds_config_text": Path(cfg.ds_config).read_text(), "ds_config": resolved, "seed": cfg.seed,
-        "commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD"), "python": platform.python_version(),
-        "versions": {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets, np)},
-        "hardware": {"device": get_accelerator().device_name(), "count": get_accelerator().device_count(),
-                     "name": getattr(torch.cuda, "get_device_name", str)() if torch.cuda.is_available() else
-                     platform.processor() or platform.machine(), "cores": os.cpu_count(), "host": platform.platform()},
-        "projection_sha256": sha256(cfg.projection) if cfg.projection else None,
+        "commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD"),
+        "versions": {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets)},
+        "python": platform.python_version(), "platform": platform.platform(), "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "projection_sha256": cfg.projection and hashlib.sha256(Path(cfg.projection).read_bytes()).hexdigest(),
     }
     return json.dumps(record, indent=1)
 
 
-def sha256(path):
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-# --- main -----------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
 
 
 def start_distributed():
     """Join the job's process group (a group of one without a launcher); returns the device of this rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free.getsockname()[1])
+        port = free.getsockname()[1]
+    alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     for key, value in alone.items():
         os.environ.setdefault(key, str(value))
-    if get_accelerator().device_name() == "cpu":  # its all-reduce takes every group for the world, and compiles first
+    if get_accelerator().device_name() == "cpu":
+        # DeepSpeed's shared-memory all-reduce takes every group for the world, and is compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
@@ -514,68 +572,50 @@ def main(cfg):
     quieten()
     device = start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    with agree():  # everything that can be wrong is found here
-        raw = read_ds_config(cfg.ds_config)
-        student, student_config = load_side("student", cfg.student, cfg.max_length)
-        teacher = load_side("teacher", cfg.teacher, cfg.teacher_max_length)[0] if cfg.kd_weight else None
-        resolved = resolve_ds_config(raw, cfg, ranks, student_config.hidden_size, get_accelerator().is_bf16_supported()
-                                     and device.type != "cpu")
-        rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
-        train_rows, held_out = split_rows(rows, cfg.eval_rows)
-        kd_loss, spelling = build_loss(cfg, student, teacher, device) if teacher else (None, None)
-        checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
-        if Path(cfg.export).is_dir() and cfg.export and not (Path(cfg.export) / "config.json").exists():
-            raise ValueError(f"--export {cfg.export}: a directory that holds no model; choose another")
-
+    with agree():
+        inputs = check_inputs(cfg, device)
     transformers.set_seed(cfg.seed + rank)
-    engine = start_engine(load_student(cfg, resolved), resolved)
-    frozen = load_teacher(cfg.teacher, cfg.teacher_dtype, device) if teacher else None
-    job = Job(cfg, engine, lambda batch: engine(input_ids=batch["student_ids"]).logits[..., : len(student.table)],
-              lambda batch: teacher_logits(frozen, batch["teacher_ids"], len(teacher.table)), kd_loss,
-              cfg.loss == "projection_kl" and bool(teacher) and len(teacher.table) > cfg.projection_topk, device)
-    start = load_checkpoint(engine, checkpoint) if checkpoint else 0
+    job = build_job(cfg, inputs, device)
+    start = load_checkpoint(job.engine, inputs.checkpoint) if inputs.checkpoint else 0
 
-    collate = Collate(student, teacher, spelling)
-    micro, micro_steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    stream = (StreamedRows if cfg.streaming else ShuffledRows)(train_rows, cfg.text_key, cfg.seed)
-    batches = iter(loader(MicroBatches(stream, collate, micro, micro_steps, rank, ranks, start), cfg.num_workers))
-    held_out = HeldOutBatches(held_out, cfg.text_key, collate, micro, rank, ranks)
-    train(job, batches, held_out, start, micro_steps, resolved)
+    collate = Collate(inputs.student, inputs.teacher, inputs.spelling)
+    micro = job.engine.train_micro_batch_size_per_gpu()
+    stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, cfg.text_key, cfg.seed)
+    micro_steps = job.engine.gradient_accumulation_steps()
+    batches = MicroBatches(stream, collate, micro, micro_steps, rank, ranks, start)
+    held_out = HeldOutBatches(inputs.held_out_rows, cfg.text_key, collate, micro, rank, ranks)
+    train(job, iter(loader(batches, cfg.num_workers)), loader(held_out, 0), start, inputs.ds_config)
     if cfg.export:
-        export_model(engine, student.tokenizer, cfg.export)
+        export_model(job.engine, inputs.student.tokenizer, cfg.export)
 
 
-def train(job, batches, held_out, start, micro_steps, resolved):
-    """From step `start` to the last one; ends early, with a checkpoint, when a rank gets SIGTERM."""
+def train(job, batches, held_out, start, ds_config):
+    """From step `start` to the last one; ends early, with a checkpoint, when a rank gets SIGTERM.
+
+    Args:
+        batches: iterator over this rank's micro-batches, from `start` on.
+        held_out: iterable over its held-out batches.
+    """
     cfg, told = job.cfg, []
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
-    log = Log(cfg, start, resolved)
-    evaluated = None
-
-    def evaluate_now(step):
-        if cfg.eval_rows and evaluated != step:
-            log.write(step, run_evaluation(job, loader(held_out, 0)))
-        return step
-
-    if start == 0:
-        evaluated = evaluate_now(0)
+    log = Log(cfg, start, ds_config)
+    if cfg.eval_rows and start == 0:
+        log.write(0, run_evaluation(job, held_out))
     for step in range(start + 1, cfg.steps + 1):
         begin = time.perf_counter()
-        window = [next(batches) for _ in range(micro_steps)]
+        window = [next(batches) for _ in range(job.engine.gradient_accumulation_steps())]
         metrics = train_step(job, window, stop=bool(told))
         stop, seconds = metrics.pop("stop"), time.perf_counter() - begin
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
         log.write(step, metrics)
         log.advance(metrics)
-        if cfg.eval_every and step % cfg.eval_every == 0:
-            evaluated = evaluate_now(step)
+        if cfg.eval_rows and (step == cfg.steps or (cfg.eval_every and step % cfg.eval_every == 0)):
+            log.write(step, run_evaluation(job, held_out))
         if stop or (cfg.save_every and step % cfg.save_every == 0):
             save(job, step)
         if stop:
             log.close()
             raise SystemExit(128 + signal.SIGTERM)
-    if start < cfg.steps:
-        evaluate_now(cfg.steps)
     log.close()
 
 

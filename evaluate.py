@@ -1,7 +1,7 @@
 """Held-out quality: bits per byte of student and teacher, and the divergence between them.
 
-Bits per byte compares models with different tokenizers: the negative log2-likelihood of all text tokens, divided
-by the UTF-8 bytes that they spell.  End-of-text tokens count on neither side of the fraction.
+Bits per byte compares models with different tokenizers: the negative log2-likelihood of all text tokens,
+divided by the UTF-8 bytes that they spell.  End-of-text tokens count on neither side of the fraction.
 """
 
 import math
@@ -18,10 +18,12 @@ def evaluate(batches, student_logits, teacher_logits=None, kd_loss=None):
 
     Args:
         batches: of `data.Collate`, on the device.
-        student_logits, teacher_logits: batch -> (B, S, V) / (B, T, W); without a teacher only the student counts.
+        student_logits, teacher_logits: batch -> (B, S, V) / (B, T, W); without a teacher only the student
+            counts.
         kd_loss: (student_logits, teacher_logits, batch) -> (sum, count).
     Returns:
-        dict, equal on every rank: student_bits_per_byte; with a teacher also teacher_bits_per_byte, kd (nats per
+        dict, equal on every rank: student_bits_per_byte; with a teacher also teacher_bits_per_byte, kd
+            (nats per
         term of the loss) and aligned_bytes (share of the text in chunks that the loss used).
     """
     sums = torch.zeros(8, dtype=torch.float64)

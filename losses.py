@@ -1,15 +1,16 @@
 """Divergences between a teacher and a student whose vocabularies differ, and the student's own cross-entropy.
 
-Two models with different tokenizers are compared chunk by chunk: a chunk is a span of text that starts and ends
-on a token boundary of both sides (align.py finds them).  `piece_kl` compares the two next-token distributions on
-events that both vocabularies can express; `projection_kl` maps the student's distribution into the teacher's
-vocabulary.  Every loss returns (sum, count) in at least float32, also under autocast: the caller divides by the
-count over the *whole* batch, so that neither micro-batches nor ranks change the result.
+Two models with different tokenizers are compared chunk by chunk: a chunk is a span of text that starts and
+ends on a token boundary of both sides (align.py finds them).  `piece_kl` compares the two next-token
+distributions on events that both vocabularies can express; `projection_kl` maps the student's distribution
+into the teacher's vocabulary.  Every loss returns (sum, count) in at least float32, also under autocast:
+the caller divides by the count over the *whole* batch, so that neither micro-batches nor ranks change the
+result.
 
 Shapes: B samples, S student tokens, T teacher tokens, C chunks, V student vocabulary, W teacher vocabulary,
 K kept entries, P pieces of a spelling, N rows of terms.  Logits at position t predict token t + 1, and every
-``*_next`` and ``*_chunk`` argument is *shifted already*: entry t speaks of the token that position t predicts.
-Logits must be cut to the tokenizer's own vocabulary (no padding rows of the lm_head).
+``*_next`` and ``*_chunk`` argument is *shifted already*: entry t speaks of the token that position t
+predicts. Logits must be cut to the tokenizer's own vocabulary (no padding rows of the lm_head).
 
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_losses.py.
 """
@@ -42,13 +43,14 @@ def next_token_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Ten
     return F.cross_entropy(rows, labels_BS[keep], reduction="sum"), keep.sum()
 
 
-# --- chunks ---------------------------------------------------------------------------------------------------
+# --- chunks ---------------------------------------------------------------------------------------
 
 
 class Chunks(NamedTuple):
     """Where the chunks of a batch begin, and how long they are; only chunks with tokens on both sides.
 
-    first_S, first_T: (C,) int64 row in the flattened (B * S) / (B * T) positions that predicts the first token.
+    first_S, first_T: (C,) int64 row in the flattened (B * S) / (B * T) positions that predicts the first
+        token.
     count_S, count_T: (C,) int64, tokens of the chunk on either side.
     id_S, id_T: (B * S,) / (B * T,) int64, number of the chunk, -1 where there is none.
     """
@@ -65,8 +67,8 @@ def find_chunks(student_chunk_BS: Tensor, teacher_chunk_BT: Tensor) -> Chunks:
     """Number the chunks of a batch and measure them.
 
     Args:
-        student_chunk_BS, teacher_chunk_BT: (B, S) and (B, T) int64, shifted chunk ids, -1 for none; the tokens
-            of a chunk are neighbours.
+        student_chunk_BS, teacher_chunk_BT: (B, S) and (B, T) int64, shifted chunk ids, -1 for none; the
+            tokens of a chunk are neighbours.
     """
     B = student_chunk_BS.shape[0]
     most = 1 + max([int(x.max()) for x in (student_chunk_BS, teacher_chunk_BT) if x.numel()], default=-1)
@@ -92,7 +94,7 @@ def chunk_mean(rows_NX: Tensor, id_N: Tensor, count_C: Tensor) -> Tensor:
     return total / count_C[:, None]
 
 
-# --- projection -----------------------------------------------------------------------------------------------
+# --- projection -----------------------------------------------------------------------------------
 
 
 def teacher_importance(teacher_logits_BTW: Tensor, teacher_chunk_BT: Tensor) -> Tensor:
@@ -120,13 +122,13 @@ def projection_kl(
 ) -> tuple[Tensor, Tensor]:
     """P-KL: sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary; reverse: KL(r || target).
 
-    r = mean over the student positions of the chunk of softmax(x / tau) @ W, renormalised over the kept columns;
-    target = mean over its teacher positions of softmax(y / tau) over the kept columns.  Averaging probabilities
-    keeps the target normalised, so the loss is never negative and zero when the models agree.
+    r = mean over the student positions of the chunk of softmax(x / tau) @ W, renormalised over the kept
+    columns; target = mean over its teacher positions of softmax(y / tau) over the kept columns.  Averaging
+    probabilities keeps the target normalised, so the loss is never negative and zero when the models agree.
 
     Args:
-        student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may hold NaN where
-            there is no chunk.
+        student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may hold NaN
+            where there is no chunk.
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
         indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.
         kept_K: (K,) int64 sorted teacher columns; None keeps all.
@@ -151,18 +153,21 @@ def projection_kl(
     return temperature**2 * kl_C.sum(), torch.tensor(len(kl_C), device=kl_C.device)
 
 
-def _project(p_CV: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor, W: int, kept_K: Tensor | None) -> Tensor:
+def _project(
+    p_CV: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor, W: int, kept_K: Tensor | None
+) -> Tensor:
     """p @ W restricted to the kept columns, one slot of the sparse rows at a time."""
-    width = W if kept_K is None else len(kept_K)
+    kept_K = torch.arange(W, device=p_CV.device) if kept_K is None else kept_K
+    width = len(kept_K)
     column = torch.full((W + 1,), width, device=p_CV.device)  # one column more collects all that is dropped
-    column[torch.arange(W, device=p_CV.device) if kept_K is None else kept_K] = torch.arange(width, device=p_CV.device)
+    column[kept_K] = torch.arange(width, device=p_CV.device)
     r = p_CV.new_zeros(len(p_CV), width + 1)
     for slot in range(indices_VK.shape[1]):
         r.index_add_(1, column[indices_VK[:, slot]], p_CV * likelihoods_VK[:, slot])  # -1 is the last column
     return r[:, :width]
 
 
-# --- pieces ---------------------------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 class Spelling(NamedTuple):
@@ -190,7 +195,8 @@ class Spelling(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Positions inside a chunk: the fine side is at `fine_row`, k >= 1 tokens into the one token of the coarse side.
+    """Positions inside a chunk: the fine side is at `fine_row`, k >= 1 tokens into the one token of the
+    coarse side.
 
     fine_row, coarse_row: (N,) int64, row of the fine side and row of the coarse side's first position.
     low, high: (N,) int64, range (see Spelling) of the coarse tokens that begin with the k fine tokens seen.
@@ -232,8 +238,8 @@ def piece_terms(
     """List the terms of `piece_kl`.
 
     Args:
-        student_next_BS, teacher_next_BT: int64, the token that each position predicts; anything where there is
-            no chunk.
+        student_next_BS, teacher_next_BT: int64, the token that each position predicts; anything where
+            there is no chunk.
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
     """
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
@@ -244,16 +250,19 @@ def piece_terms(
     inside_student = _inside(teacher_next, student_next, chunks.first_T[one_S], chunks.first_S[one_S],
                              chunks.count_T[one_S], spelling.pieces_V, spelling.low_V, spelling.high_V)
     many = (chunks.count_S > 1) & (chunks.count_T > 1)
-    number = torch.cat([torch.where(many, many.cumsum(0) - 1, -1), many.new_full((1,), -1, dtype=torch.int64)])
+    number = F.pad(torch.where(many, many.cumsum(0) - 1, -1), (0, 1), value=-1)
     many_S, many_T = number[chunks.id_S], number[chunks.id_T]  # id -1 reads the last entry, -1
     rows = [torch.stack([(m >= 0).nonzero().squeeze(1), m[m >= 0]], 1) for m in (many_S, many_T)]
     count_many = int(many.sum())
     count = torch.tensor(len(chunks.first_S) + len(inside_teacher.low) + count_many, device=number.device)
-    return PieceTerms(chunks.first_S, chunks.first_T, inside_teacher, inside_student, *rows, count_many, count)
+    starts = chunks.first_S, chunks.first_T
+    return PieceTerms(*starts, inside_teacher, inside_student, *rows, count_many, count)
 
 
 def _inside(fine_next, coarse_next, fine_first, coarse_first, fine_count, pieces, low, high) -> Ranges:
-    """Positions k >= 1 of chunks with one coarse token, as far as its spelling is the one that was realised."""
+    """Positions k >= 1 of chunks with one coarse token, as far as its spelling is the one that was
+    realised.
+    """
     P = pieces.shape[1]
     k = torch.arange(P, device=pieces.device)
     coarse = coarse_next[coarse_first] if len(coarse_first) else coarse_first
@@ -262,8 +271,8 @@ def _inside(fine_next, coarse_next, fine_first, coarse_first, fine_count, pieces
     # the k-th token must match too: in context a tokenizer may spell a token otherwise than alone
     chunk, level = (same.cumprod(1)[:, 1:] > 0).nonzero(as_tuple=True)
     level = level + 1
-    token = coarse[chunk]
-    return Ranges(fine_first[chunk] + level, coarse_first[chunk], low[token, level], high[token, level], level)
+    token, rows = coarse[chunk], (fine_first[chunk] + level, coarse_first[chunk])
+    return Ranges(*rows, low[token, level], high[token, level], level)
 
 
 def piece_kl(
@@ -272,21 +281,24 @@ def piece_kl(
 ) -> tuple[Tensor, Tensor]:
     """KL(teacher || student) on events that both vocabularies can express; needs no weights.
 
-    With p = softmax(student / tau), q = softmax(teacher / tau), A[w] the student's spelling of teacher token w
-    and B[v] the teacher's of student token v, the sum, times tau^2, of
+    With p = softmax(student / tau), q = softmax(teacher / tau), A[w] the student's spelling of teacher
+    token w and B[v] the teacher's of student token v, the sum, times tau^2, of
       1. at the start of every chunk: KL over events, the connected components of w -- A[w][0], v -- B[v][0];
       2. inside one teacher token, after k student tokens: KL(T_k || p_k), where T_k(v) is the teacher's mass,
          normalised, on tokens w whose spelling begins with the k tokens seen and goes on with v;
       3. inside one student token, after k teacher tokens: KL(q_k || S_k), where S_k(w) is the student's mass,
          normalised, on tokens v whose spelling begins with the k tokens seen and goes on with w, and q_k is
          restricted to the w that occur;
-      4. in chunks of several tokens on both sides: KL between the two probabilities (chain rule) of the chunk.
-    Every term is >= 0; equal tokenizers give the forward KL exactly.  T_k knows that the teacher's token goes on
-    and the start of the next chunk knows that it stopped: over the data the two average to the teacher's belief.
+      4. in chunks of several tokens on both sides: KL between the two probabilities (chain rule) of the
+          chunk.
+    Every term is >= 0; equal tokenizers give the forward KL exactly.  T_k knows that the teacher's token
+    goes on
+    and the start of the next chunk knows that it stopped: over the data the two average to the teacher's
+        belief.
 
     Args:
-        student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may hold NaN where
-            there is no chunk.
+        student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may hold NaN
+            where there is no chunk.
         student_next_BS, teacher_next_BT: int64, the token that each position predicts.
         terms: from `piece_terms` of the same batch.
     Returns:
@@ -294,7 +306,8 @@ def piece_kl(
     """
     x = student_logits_BSV.flatten(0, 1)
     y = teacher_logits_BTW.detach().flatten(0, 1)
-    total = _event_kl(_rows(x, terms.start_S, temperature), _rows(y, terms.start_T, temperature), spelling).sum()
+    starts = _rows(x, terms.start_S, temperature), _rows(y, terms.start_T, temperature)
+    total = _event_kl(*starts, spelling).sum()
     if len(terms.inside_teacher.low):
         total = total + _inside_teacher_kl(x, y, terms.inside_teacher, spelling, temperature)
     if len(terms.inside_student.low):
@@ -363,7 +376,9 @@ def _flatten(ranges: Ranges) -> tuple[Tensor, Tensor]:
     return term, ranges.low[term] + torch.arange(len(term), device=sizes.device) - begin[term]
 
 
-def _inside_teacher_kl(x: Tensor, y: Tensor, ranges: Ranges, spelling: Spelling, temperature: float) -> Tensor:
+def _inside_teacher_kl(
+    x: Tensor, y: Tensor, ranges: Ranges, spelling: Spelling, temperature: float
+) -> Tensor:
     logp_NV = _rows(x, ranges.fine_row, temperature).log_softmax(-1)
     with torch.no_grad():
         N, V = logp_NV.shape
@@ -378,7 +393,9 @@ def _inside_teacher_kl(x: Tensor, y: Tensor, ranges: Ranges, spelling: Spelling,
     return _kl(target.log(), logp_NV).sum()
 
 
-def _inside_student_kl(x: Tensor, y: Tensor, ranges: Ranges, spelling: Spelling, temperature: float) -> Tensor:
+def _inside_student_kl(
+    x: Tensor, y: Tensor, ranges: Ranges, spelling: Spelling, temperature: float
+) -> Tensor:
     N = len(ranges.level)
     term, place = _flatten(ranges)
     v = spelling.order_V[place]

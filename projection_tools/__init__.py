@@ -1,8 +1,9 @@
 """Maps between a student's and a teacher's vocabulary: build, refine, inspect.
 
-Everything here is sparse and explained by bytes: a weight or a spelling exists because the bytes of two tokens
-say so.  Files are written by atomic rename, hold the fingerprints of both tokenizers, and are read with
-``torch.load(weights_only=True)``.  Shapes: V student vocabulary, W teacher vocabulary, P pieces, K kept entries.
+Everything here is sparse and explained by bytes: a weight or a spelling exists because the bytes of two
+tokens say so.  Files are written by atomic rename, hold the fingerprints of both tokenizers, and are read
+with ``torch.load(weights_only=True)``.  Shapes: V student vocabulary, W teacher vocabulary, P pieces, K
+kept entries.
 """
 
 import fcntl
@@ -39,11 +40,12 @@ def load_tables(path):
         ValueError: missing or unreadable.
     """
     if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file; build it with python -m projection_tools.build --output {path}")
+        raise ValueError(f"{path}: no such file; make it with python -m projection_tools.build")
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises half a dozen types for a damaged file
-        raise ValueError(f"{path}: not a readable file of tables ({type(error).__name__}); build it again") from None
+        reason = type(error).__name__
+        raise ValueError(f"{path}: not a readable file of tables ({reason}); make it again") from None
 
 
 def cached(name, build, directory=None):

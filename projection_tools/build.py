@@ -2,9 +2,9 @@
 
     python -m projection_tools.build --student-model A --teacher-model B --output projection.pt [--top-k 4]
 
-From bytes alone: a teacher token with the same bytes -> one entry of weight 1; otherwise the teacher's pieces of
-the student token with weights 0.9 * 0.1^i, normalised ('201' -> '2' .9009, '0' .0901, '1' .0090); control tokens
-by role.  Training builds it in flight when no file is given.
+From bytes alone: a teacher token with the same bytes -> one entry of weight 1; otherwise the teacher's
+pieces of the student token with weights 0.9 * 0.1^i, normalised ('201' -> '2' .9009, '0' .0901, '1'
+.0090); control tokens by role.  Training builds it in flight when no file is given.
 """
 
 import sys
@@ -40,7 +40,7 @@ def build_projection(student_tokenizer, teacher_tokenizer, student=None, teacher
         pieces = spell(student, teacher_tokenizer, teacher, max_pieces=top_k)
         indices[:, : pieces.shape[1]] = pieces
         same = {teacher.bytes_of(w): w for w in reversed(range(len(teacher))) if not teacher.special[w]}
-        multi = np.flatnonzero((indices >= 0).sum(1) > 1)  # tokens that the teacher has, yet never writes itself
+        multi = np.flatnonzero((indices >= 0).sum(1) > 1)  # the teacher may have them, yet never write them
         pins = [(v, same[student.bytes_of(v)]) for v in multi if student.bytes_of(v) in same]
         for v, w in pins + link_special_tokens(student, teacher):
             indices[v] = [w] + [-1] * (top_k - 1)
@@ -60,8 +60,8 @@ def cached_projection(student_tokenizer, teacher_tokenizer, student, teacher, to
     """`build_projection`, kept on disk under the fingerprints of the two tokenizers and the flags."""
     prints = fingerprint(student_tokenizer)[:16], fingerprint(teacher_tokenizer)[:16]
     name = f"projection-1-{prints[0]}-{prints[1]}-k{top_k}.pt"
-    build = lambda: build_projection(student_tokenizer, teacher_tokenizer, student, teacher, top_k)  # noqa: E731
-    return cached(name, build, directory)
+    pair = student_tokenizer, teacher_tokenizer, student, teacher
+    return cached(name, lambda: build_projection(*pair, top_k), directory)
 
 
 def load_projection(path, student_tokenizer, teacher_tokenizer, student, teacher):
@@ -74,7 +74,7 @@ def load_projection(path, student_tokenizer, teacher_tokenizer, student, teacher
     """
     tables = load_tables(path)
     if not isinstance(tables, dict) or not {"indices", "likelihoods"} <= tables.keys():
-        raise ValueError(f"{path}: holds no projection (keys indices and likelihoods); use projection_tools.build")
+        raise ValueError(f"{path}: no projection (keys indices, likelihoods); use projection_tools.build")
     for role, tokenizer in (("student", student_tokenizer), ("teacher", teacher_tokenizer)):
         found, expected = tables.get(f"{role}_fingerprint"), fingerprint(tokenizer)
         if found not in (None, expected):
@@ -82,16 +82,16 @@ def load_projection(path, student_tokenizer, teacher_tokenizer, student, teacher
                              f"{expected}); build it again for this pair")
     indices, rows = tables["indices"], len(student)
     if indices.shape[0] < rows or int(indices[:rows].max()) >= len(teacher):
-        raise ValueError(f"{path}: {indices.shape[0]} rows with teacher ids up to {int(indices.max())}, but these "
-                         f"tokenizers have {rows} student and {len(teacher)} teacher ids; build it again")
+        raise ValueError(f"{path}: {indices.shape[0]} rows with teacher ids up to {int(indices.max())}, but "
+                         f"the tokenizers have {rows} student and {len(teacher)} teacher ids; build it again")
     return tables | {"indices": indices[:rows].long(), "likelihoods": tables["likelihoods"][:rows].float()}
 
 
 def describe(tables):
     """One line of facts about a projection."""
     used = (tables["indices"] >= 0).sum(1)
-    return (f"{len(used)} rows: {int((used == 1).sum())} of one teacher token, {int((used > 1).sum())} of several, "
-            f"{int((used == 0).sum())} empty")
+    return (f"{len(used)} rows: {int((used == 1).sum())} of one teacher token, {int((used > 1).sum())} of "
+            f"several, {int((used == 0).sum())} empty")
 
 
 @dataclass(kw_only=True)

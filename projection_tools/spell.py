@@ -2,8 +2,8 @@
 
     python -m projection_tools.spell --student-model A --teacher-model B [--output spelling.pt]
 
-`piece_kl` (losses.py) reads these.  A spelling is made from bytes, in mid-text context: no bos, no added prefix
-space.  A token and the first piece of its spelling are linked; connected components are the events.
+`piece_kl` (losses.py) reads these.  A spelling is made from bytes, in mid-text context: no bos, no added
+prefix space.  A token and the first piece of its spelling are linked; connected components are the events.
 """
 
 import json
@@ -26,7 +26,9 @@ ROLES = ("eos", "bos", "pad", "unk")  # in order of precedence, where one token 
 
 
 def mid_text_backend(tokenizer):
-    """A copy of the tokenizer's backend that continues a text: no normaliser, no prefix space, no control tokens."""
+    """A copy of the tokenizer's backend that continues a text: no normaliser, no prefix space, no control
+    tokens.
+    """
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
 
     def never_prepend(part):
@@ -51,7 +53,8 @@ def spell(source, tokenizer, target, max_pieces=16):
         tokenizer: the fast tokenizer that spells.
         target: TokenTable of that tokenizer.
     Returns:
-        (N, P) int32 ids, -1 behind the last piece; all -1 where the bytes cannot be spelled; cut at max_pieces.
+        (N, P) int32 ids, -1 behind the last piece; all -1 where the bytes cannot be spelled; cut at
+        max_pieces.
     """
     backend = mid_text_backend(tokenizer)
     wanted = [source.bytes_of(i) if not source.special[i] else b"" for i in range(len(source))]
@@ -61,7 +64,8 @@ def spell(source, tokenizer, target, max_pieces=16):
     batch = backend.encode_batch([t.replace(" ", space) if ok else "" for t, ok in zip(texts, clean)],
                                  add_special_tokens=False)
     byte_ids = {token: i for i, token in enumerate(target.tokens)}
-    rows = [e.ids if ok else _spell_bytes(t, backend, target, byte_ids) for e, t, ok in zip(batch, texts, clean)]
+    rows = [e.ids if ok else _spell_bytes(t, backend, target, byte_ids)
+            for e, t, ok in zip(batch, texts, clean)]
     pieces = np.full((len(rows), max_pieces), -1, np.int32)
     for i, (row, bytes_) in enumerate(zip(rows, wanted)):
         if row and b"".join([target.bytes_of(j) for j in row]) == bytes_ and not target.special[row].any():
@@ -85,7 +89,9 @@ def _spell_bytes(text, backend, target, byte_ids):
 
 
 def link_special_tokens(student, teacher):
-    """Pairs (student id, teacher id) of control tokens: by role first, by equal name second; each used once."""
+    """Pairs (student id, teacher id) of control tokens: by role first, by equal name second; each used
+    once.
+    """
     pairs, used = {}, set()
     by_role = [(getattr(student, role), getattr(teacher, role)) for role in ROLES]
     names = {teacher.tokens[w]: int(w) for w in np.flatnonzero(teacher.special)}
@@ -123,7 +129,8 @@ def events(student_pieces_WP, teacher_pieces_VP):
     """
     W, V = len(student_pieces_WP), len(teacher_pieces_VP)
     w, v = np.flatnonzero(student_pieces_WP[:, 0] >= 0), np.flatnonzero(teacher_pieces_VP[:, 0] >= 0)
-    links = np.concatenate([np.stack([student_pieces_WP[w, 0], V + w], 1), np.stack([v, V + teacher_pieces_VP[v, 0]], 1)])
+    links = np.concatenate([np.stack([student_pieces_WP[w, 0], V + w], 1),
+                            np.stack([v, V + teacher_pieces_VP[v, 0]], 1)])
     linked = np.zeros(V + W, bool)
     linked[links.reshape(-1)] = True
     roots = _components(links.astype(np.int64), V + W)
@@ -178,7 +185,8 @@ def build_spelling(student_tokenizer, teacher_tokenizer, student=None, teacher=N
 def cached_spelling(student_tokenizer, teacher_tokenizer, student, teacher, directory=None):
     """`build_spelling`, kept on disk under the fingerprints of the two tokenizers."""
     name = f"spelling-1-{fingerprint(student_tokenizer)[:16]}-{fingerprint(teacher_tokenizer)[:16]}.pt"
-    return cached(name, lambda: build_spelling(student_tokenizer, teacher_tokenizer, student, teacher), directory)
+    pair = student_tokenizer, teacher_tokenizer, student, teacher
+    return cached(name, lambda: build_spelling(*pair), directory)
 
 
 def describe(tables):
@@ -189,8 +197,10 @@ def describe(tables):
     lengths = [(tables[f"pieces_{side}"] >= 0).sum(1) for side in "WV"]
     largest = int((sizes[0] + sizes[1]).max()) if count else 0
     return (f"{count} events, {int(single.sum())} of one token a side, largest {largest} tokens; "
-            f"unspelled {int((lengths[0] == 0).sum())} teacher / {int((lengths[1] == 0).sum())} student tokens; "
-            f"{lengths[0].float().mean():.2f} student pieces a teacher token, {lengths[1].float().mean():.2f} the reverse")
+            f"unspelled: {int((lengths[0] == 0).sum())} teacher, "
+            f"{int((lengths[1] == 0).sum())} student tokens; "
+            f"{lengths[0].float().mean():.2f} student pieces a teacher token, "
+            f"{lengths[1].float().mean():.2f} the other way")
 
 
 @dataclass(kw_only=True)

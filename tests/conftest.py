@@ -1,0 +1,73 @@
+"""Shared by all tests: small real tokenizers and models, the shared assets, and groups of ranks."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+               "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"), "WANDB_MODE": "offline"}
+ROOT = Path(__file__).resolve().parent.parent
+for folder in (ROOT, ROOT / "tests"):
+    sys.path.insert(0, str(folder))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for ranks and command lines
+
+import pytest
+import torch
+
+import demo
+from align import TokenTable
+
+torch.set_num_threads(1)
+ASSETS = ROOT.parent / "shared" / "assets"
+GOLDEN = ROOT.parent / "shared" / "golden"
+
+
+def asset(*parts):
+    """A path among the shared assets; the test skips where they are absent."""
+    path = ASSETS.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"the shared assets are absent ({path.name})")
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Projections and spelling tables of this session stay out of the user's cache."""
+    import projection_tools
+
+    projection_tools.CACHE = tmp_path_factory.mktemp("cache")
+    os.environ["ISOGLOSS_CACHE"] = str(projection_tools.CACHE)
+
+
+@pytest.fixture(scope="session")
+def texts():
+    """300 passages of English and code from the interpreter's own documentation."""
+    from pydoc_data import topics
+
+    found = [p for _, text in sorted(topics.topics.items()) for p in demo.passages(text, 200) if len(p) > 40]
+    return found[:300]
+
+
+@pytest.fixture(scope="session")
+def tokenizers(texts):
+    """(student, teacher): SentencePiece Unigram of 350 pieces, byte-level BPE of 500."""
+    return demo.unigram(texts, 350), demo.byte_level_bpe(texts, 500)
+
+
+@pytest.fixture(scope="session")
+def tables(tokenizers):
+    return tuple(TokenTable.from_tokenizer(t) for t in tokenizers)
+
+
+@pytest.fixture(scope="session")
+def models(tokenizers, tmp_path_factory):
+    """Directories of a student and a teacher with random weights; both lm_heads are padded beyond the tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
+    for name, tokenizer, seed in (("student", tokenizers[0], 1), ("teacher", tokenizers[1], 2)):
+        model = demo.llama(tokenizer, shape, seed)
+        model.resize_token_embeddings(len(tokenizer) + 10)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder / "student", folder / "teacher"
