@@ -57,12 +57,15 @@ class Side:
         return getattr(self.tokenizer, "init_kwargs", {}).get("add_bos_token") is not False
 
     def text_bytes(self, ids, text):
-        """Bytes of the text that each id stands for, -1 for control tokens; an added leading space counts
-        0.
+        """Bytes of `text` that each id stands for, -1 for control tokens; an added leading space counts 0.
+
+        Args:
+            ids: of the whole text, not cut yet.
         """
         lengths = self.table.lengths[ids]
         first = np.flatnonzero(lengths >= 0)[:1]
-        if len(first) and self.table.bytes_of(ids[first[0]])[:1] == b" " and not text.startswith(" "):
+        surplus = lengths[lengths >= 0].sum() - len(text.encode(errors="replace"))
+        if surplus == 1 and self.table.bytes_of(ids[first[0]])[:1] == b" ":
             lengths[first] -= 1
         return lengths
 
@@ -91,16 +94,16 @@ def make_sample(text, student_ids, teacher_ids, student, teacher):
         student, teacher: the Side of each.
     """
     if teacher_ids is None:
-        ids = student_ids[: student.max_length + 1]
-        return Sample(shift(ids, np.full(len(ids), -1), student.text_bytes(ids, text)), NOTHING, 0, True)
+        parts = student_ids, np.full(len(student_ids), -1), student.text_bytes(student_ids, text)
+        return Sample(shift(*parts, student.max_length + 1), NOTHING, 0, True)
     alignment = align(student_ids, teacher_ids, student.table, teacher.table)
     chunks = [alignment.student_chunk, alignment.teacher_chunk]
     cuts = common_cut(chunks, [student.max_length + 1, teacher.max_length + 1])
     # a chunk needs a position that predicts its first token; without bos the very first token has none
     lost = list({chunk[0] for chunk in chunks if len(chunk)} - {-1})
     sides = [
-        shift(ids[:cut], np.where(np.isin(chunk, lost), -1, chunk)[:cut], side.text_bytes(ids[:cut], text))
-        for ids, chunk, cut, side in zip((student_ids, teacher_ids), chunks, cuts, (student, teacher))
+        shift(ids, np.where(np.isin(chunk, lost), -1, chunk), side.text_bytes(ids, text), cut)
+        for ids, chunk, side, cut in zip((student_ids, teacher_ids), chunks, (student, teacher), cuts)
     ]
     used = np.unique(sides[0][2][sides[0][2] >= 0])
     return Sample(*sides, int(alignment.chunk_bytes[used].sum()), alignment.same_text)
@@ -127,9 +130,9 @@ def _chunk_ends(chunk):
     return last + 1
 
 
-def shift(ids, chunk, bytes_):
-    """(ids, labels, chunk, bytes): position t reads ids[t] and predicts ids[t + 1]."""
-    return ids[:-1], ids[1:], chunk[1:], bytes_[1:]
+def shift(ids, chunk, bytes_, cut):
+    """(ids, labels, chunk, bytes) of the first `cut` tokens: position t reads ids[t] and predicts ids[t + 1]."""
+    return ids[: cut - 1], ids[1:cut], chunk[1:cut], bytes_[1:cut]
 
 
 @dataclass

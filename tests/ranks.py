@@ -1,0 +1,77 @@
+"""Groups of real ranks for tests: gloo processes that run functions of the test file, forked from one warm server.
+
+The server has torch, deepspeed and transformers imported, so that a group costs a second, not a minute.
+"""
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import traceback
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["distill"])
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(world, function, *args):
+    """Start `function(*args)` on `world` ranks; returns [(process, pipe)]."""
+    port, group = free_port(), []
+    for rank in range(world):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank, args=(rank, world, port, theirs, function, args))
+        process.start()
+        theirs.close()
+        group.append((process, ours))
+    return group
+
+
+def results(group, timeout=900):
+    """What every rank returned; raises what a rank raised."""
+    found = []
+    try:
+        for process, pipe in group:
+            if not pipe.poll(timeout):
+                raise TimeoutError(f"a rank said nothing for {timeout} s")
+            kind, value = pickle.loads(pipe.recv_bytes())
+            if kind == "error":
+                raise AssertionError(value)
+            found.append(value)
+        for process, _ in group:
+            process.join(timeout)
+    finally:
+        for process, _ in group:
+            if process.is_alive():
+                process.kill()
+    return found
+
+
+def run(world, function, *args):
+    return results(start(world, function, *args))
+
+
+def kill(group):
+    """SIGKILL, as the machine going away."""
+    for process, _ in group:
+        os.kill(process.pid, signal.SIGKILL)
+    for process, _ in group:
+        process.join()
+
+
+def _rank(rank, world, port, pipe, function, args):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answer = "result", function(*args)
+    except BaseException:
+        answer = "error", f"rank {rank}: {traceback.format_exc()}"
+    pipe.send_bytes(pickle.dumps(answer))  # a plain pickle copies tensors; the pipe's own would share them

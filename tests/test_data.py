@@ -1,0 +1,175 @@
+"""data.py: the right tokens meet the right predictions, and the order of samples depends on the seed alone."""
+
+import itertools
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from data import Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows, load_rows, loader, split_rows
+
+
+@pytest.fixture
+def sides(tokenizers, tables):
+    return [Side(tokenizer, table, 400) for tokenizer, table in zip(tokenizers, tables)]
+
+
+def spelled(table, labels, chunk, c):
+    return b"".join(table.bytes_of(i) for i in labels[chunk == c].tolist() if not table.special[i])
+
+
+def test_chunks_speak_of_the_predicted_token(sides, texts):
+    batch = Collate(*sides, None)(texts[:6])
+    for b in range(6):
+        for side in sides:
+            name = "student" if side is sides[0] else "teacher"
+            ids, labels = batch[f"{name}_ids"][b], batch[f"{name}_labels"][b]
+            real = int((labels >= 0).sum())
+            assert torch.equal(labels[: real - 1], ids[1:real]) and labels[real - 1] == side.table.eos
+            assert ids[0] == side.table.bos and (labels[real:] == -100).all()
+        s, t = batch["student_chunk"][b], batch["teacher_chunk"][b]
+        for c in set(s.tolist()) - {-1}:
+            assert spelled(sides[0].table, batch["student_labels"][b], s, c) == spelled(
+                sides[1].table, batch["teacher_labels"][b], t, c)
+    assert batch["counts"]["kd"] == len({(b, c) for b in range(6) for c in batch["student_chunk"][b].tolist()}) - 6
+
+
+def test_both_sides_are_cut_at_the_same_byte(tokenizers, tables, texts):
+    text = " ".join(texts[:5])
+    for student_max, teacher_max in ((40, 400), (400, 25), (33, 30)):
+        sides = [Side(*pair, n) for *pair, n in zip(tokenizers, tables, (student_max, teacher_max))]
+        batch = Collate(*sides, None)([text])
+        read = []
+        for name, side in zip(("student", "teacher"), sides):
+            labels = batch[f"{name}_labels"][0]
+            assert len(labels) <= side.max_length and side.table.eos not in labels
+            read.append(side.table.decode(labels[labels >= 0].tolist()).lstrip())
+            assert batch[f"{name}_chunk"][0, -1] >= 0  # no unaligned tail
+        assert read[0] == read[1] and text.encode().startswith(read[0])
+        assert batch["counts"]["text_bytes"] == len(read[0])
+
+
+def test_bytes_count_the_text_once(sides, texts):
+    """The space that SentencePiece puts before a text is none of its bytes; the end of text has none."""
+    for text in (texts[0], " leading", "", "é"):
+        batch = Collate(*sides, None)([text])
+        for name in ("student", "teacher"):
+            assert batch[f"{name}_bytes"].clamp(min=0).sum() == len(text.encode()), (name, text)
+
+
+def test_without_bos_the_first_chunk_has_no_predictor(tokenizers, tables, texts):
+    import copy
+
+    table = copy.copy(tables[1])
+    table.bos = -1
+    whole, without = [Side(tokenizers[1], t, 400) for t in (tables[1], table)]
+    assert 0 in Collate(whole, whole, None)(texts[:1])["student_chunk"]
+    batch = Collate(whole, without, None)(texts[:1])
+    assert 0 not in batch["student_chunk"] and 0 not in batch["teacher_chunk"]
+    assert 1 in batch["student_chunk"] and 1 in batch["teacher_chunk"]
+    assert batch["teacher_bytes"].clamp(min=0).sum() < batch["student_bytes"].clamp(min=0).sum()
+
+
+def test_texts_that_do_not_survive_are_counted_and_still_read(sides):
+    class Lossy:
+        def __call__(self, texts, **_):
+            return sides[0].tokenizer([t.lower() for t in texts], add_special_tokens=False)
+
+    lossy = Side(Lossy(), sides[0].table, 400)
+    batch = Collate(lossy, sides[1], None)(["Upper", "lower"])
+    assert batch["counts"]["unaligned_texts"] == 1
+    assert (batch["student_chunk"][0] == -1).all() and (batch["student_labels"][0] >= 0).any()
+
+
+def test_a_rank_without_samples_gives_an_empty_batch(sides):
+    batch = Collate(*sides, None)([None, None])
+    assert batch["student_ids"].shape == (2, 1) and (batch["student_labels"] == -100).all()
+    assert batch["counts"]["ce"] == batch["counts"]["kd"] == 0
+
+
+class Texts:
+    """A collate function that gives the texts back."""
+
+    def __call__(self, texts):
+        return texts
+
+
+@pytest.fixture
+def rows():
+    return datasets.Dataset.from_dict({"text": [f"t{i}" for i in range(7)]})
+
+
+def stream_of(rows, ranks, micro, micro_steps, workers=0, start=0, steps=6, seed=3):
+    """Samples of the first steps, step by step, each sorted: what the optimiser sees."""
+    iterators = [iter(loader(MicroBatches(ShuffledRows(rows, "text", seed), Texts(), micro, micro_steps, rank, ranks,
+                                          start), workers)) for rank in range(ranks)]
+    return [sorted(text for it in iterators for batch in itertools.islice(it, micro_steps) for text in batch)
+            for _ in range(steps - start)]
+
+
+def test_order_depends_on_the_seed_alone(rows):
+    one = stream_of(rows, 1, 4, 1)
+    assert one == stream_of(rows, 2, 2, 1) == stream_of(rows, 4, 1, 1) == stream_of(rows, 2, 1, 2)
+    assert one == stream_of(rows, 2, 1, 2, workers=2) != stream_of(rows, 1, 4, 1, seed=4)
+    assert one[2:] == stream_of(rows, 2, 2, 1, workers=1, start=2)
+    flat = [text for step in stream_of(rows, 1, 1, 1, steps=14) for text in step]
+    assert sorted(flat[:7]) == sorted(flat[7:]) == sorted(rows["text"]) and flat[:7] != flat[7:]  # epochs
+
+
+def test_a_stream_gives_the_same_again(rows):
+    def read(start):
+        stream = StreamedRows(rows.to_iterable_dataset(), "text", 3)
+        batches = MicroBatches(stream, Texts(), 2, 1, 0, 1, start)
+        return list(itertools.islice(iter(loader(batches, 1)), 8 - start))
+
+    whole = read(0)
+    assert whole[3:] == read(3) and sorted(sum(whole, [])[:7]) == sorted(rows["text"])
+
+
+def test_held_out_rows_are_read_once_by_equally_many_batches(rows):
+    for ranks, micro in ((1, 2), (2, 2), (4, 3)):
+        parts = [list(loader(HeldOutBatches(rows, "text", Texts(), micro, r, ranks), 0)) for r in range(ranks)]
+        assert len({len(p) for p in parts}) == 1
+        assert sorted(t for p in parts for batch in p for t in batch if t) == sorted(rows["text"])
+
+
+def test_loading_leaves_the_random_state_alone(rows):
+    torch.manual_seed(5)
+    expected = torch.get_rng_state()
+    next(iter(loader(MicroBatches(ShuffledRows(rows, "text", 0), Texts(), 1, 1, 0, 1), 0)))
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_files_of_every_kind(tmp_path):
+    lines = ["one", "two", "three"]
+    frame = datasets.Dataset.from_dict({"text": lines})
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in lines))
+    (tmp_path / "c.json").write_text(json.dumps(lines))
+    frame.to_parquet(tmp_path / "d.parquet")
+    frame.to_csv(tmp_path / "e.csv", index=False)
+    frame.save_to_disk(tmp_path / "disk")
+    sources = [tmp_path / name for name in ("a.txt", "b.jsonl", "c.json", "d.parquet", "e.csv", "disk")]
+    sources.append(next((tmp_path / "disk").glob("*.arrow")))
+    for source in sources:
+        assert list(load_rows(str(source), "text")["text"]) == lines, source
+    more = tmp_path / "more"
+    more.mkdir()
+    for name in ("x.jsonl", "y.jsonl"):
+        (more / name).write_text((tmp_path / "b.jsonl").read_text())
+    assert len(load_rows(str(more), "text")) == len(load_rows(f"{more}/*.jsonl", "text")) == 6
+    stream = load_rows(str(more), "text", streaming=True)
+    train, held_out = split_rows(stream, 2)
+    assert [row["text"] for row in held_out] == lines[:2] and len(list(train)) == 4
+    train, held_out = split_rows(load_rows(str(more), "text"), 2)
+    assert list(held_out["text"]) == lines[:2] and len(train) == 4
+
+
+def test_numpy_tables_survive_a_worker(sides, texts):
+    rows = datasets.Dataset.from_dict({"text": texts[:8]})
+    batches = MicroBatches(ShuffledRows(rows, "text", 0), Collate(*sides, None), 2, 1, 0, 1)
+    here, there = [next(iter(loader(batches, workers))) for workers in (0, 1)]
+    assert all(torch.equal(here[key], there[key]) for key in here if isinstance(here[key], torch.Tensor))
+    assert np.isfinite(here["counts"]["ce"])

@@ -1,0 +1,263 @@
+"""The same loss and gradient in every layout, whole checkpoints, exact resume, export: on real gloo ranks."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import distill
+from data import Collate
+from losses import next_token_cross_entropy
+
+SAMPLES = 8
+
+
+def ds_config(path, stage, micro, micro_steps, **more):
+    """A ds_config file; float32, AdamW unless `more` says otherwise."""
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": micro_steps,
+              "gradient_clipping": 0.5, "zero_optimization": {"stage": stage}, "optimizer": optimizer}
+    path.write_text(json.dumps(config | more))
+    return str(path)
+
+
+def write_corpus(folder, texts, count):
+    path = Path(folder) / f"corpus{count}.jsonl"
+    path.write_text("\n".join(json.dumps({"text": t}) for t in texts[:count]))
+    return str(path)
+
+
+# --- invariance ---
+
+
+def job_for(flags):
+    device = distill.start_distributed()
+    distill.quieten()
+    cfg = distill.Config(**flags)
+    inputs = distill.check_inputs(cfg, device)
+    return distill.build_job(cfg, inputs, device), inputs
+
+
+def batch_texts(texts):
+    """Eight samples of very uneven length, one of them without a single token."""
+    return [texts[0] * 2, None, texts[1][:9], texts[2], "", texts[3][:60], texts[4], texts[5][:30]]
+
+
+def layout_results(flags, texts, cases):
+    """[(name, loss metrics, gradients)] of one train_step per case; runs on every rank."""
+    from deepspeed.utils import safe_get_full_grad
+
+    out = []
+    for stage, micro, micro_steps, loss in cases:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps}"
+        config = ds_config(Path(flags["output_dir"]) / f"ds-{world}-{rank}-{stage}.json", stage, micro, micro_steps)
+        job, inputs = job_for(flags | {"ds_config": config, "loss": loss})
+        collate = Collate(inputs.student, inputs.teacher, inputs.spelling)
+        mine = [texts[(m * world + rank) * micro :][:micro] for m in range(micro_steps)]
+        gradients, step = {}, job.engine.step
+
+        def spy(job=job, gradients=gradients, step=step):
+            if job.engine.is_gradient_accumulation_boundary():
+                for key, p in job.engine.module.named_parameters():
+                    gradients[key] = safe_get_full_grad(p).clone()
+            step()
+
+        job.engine.step = spy
+        metrics = distill.train_step(job, [collate(part) for part in mine])
+        out.append((name, metrics, gradients if rank == 0 else None))
+        job.engine.destroy()
+    return out
+
+
+def plain_reference(flags, texts, loss):
+    """One process, one batch, torch alone: no engine, no ranks, no micro-batches."""
+    distill.start_distributed()
+    cfg = distill.Config(**flags | {"loss": loss})
+    student, teacher = [distill.load_side(role, getattr(cfg, role), n)[0] for role, n in
+                        (("student", cfg.max_length), ("teacher", 0))]
+    kd_loss, spelling = distill.build_loss(cfg, student, teacher, torch.device("cpu"))
+    model = distill.AutoModelForCausalLM.from_pretrained(cfg.student)
+    frozen = distill.load_teacher(cfg.teacher, "auto", "cpu")
+    batch = Collate(student, teacher, spelling)(texts)
+    x = model(input_ids=batch["student_ids"]).logits[..., : len(student.table)]
+    y = distill.teacher_logits(frozen, batch["teacher_ids"], len(teacher.table))
+    kept = None
+    if loss == "projection_kl":
+        importance = distill.teacher_importance(y, batch["teacher_chunk"])
+        kept = importance.topk(cfg.projection_topk).indices.sort().values
+    (ce, n), (kd, m) = next_token_cross_entropy(x, batch["student_labels"]), kd_loss(x, y, batch, kept)
+    value = cfg.ce_weight * ce / n + cfg.kd_weight * kd / m
+    value.backward()
+    return value.item(), {key: p.grad for key, p in model.named_parameters()}
+
+
+LAYOUTS = {
+    1: [(0, 8, 1), (2, 2, 4), (3, 4, 2)],
+    2: [(0, 4, 1), (0, 2, 2), (1, 1, 4), (2, 4, 1), (2, 2, 2), (3, 4, 1), (3, 1, 4)],
+    4: [(0, 1, 2), (1, 2, 1), (2, 1, 2), (3, 2, 1), (3, 1, 2)],
+}
+
+
+def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
+    data = write_corpus(tmp_path, texts, 20)
+    flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250, kd_weight=0.7, ce_weight=0.3,
+                 temperature=2.0, projection_topk=100, output_dir=str(tmp_path), seed=1)
+    samples = batch_texts(texts)
+    losses = "piece_kl", "projection_kl"
+    expected = {loss: ranks.run(1, plain_reference, flags, samples, loss)[0] for loss in losses}
+    for world, layouts in LAYOUTS.items():
+        cases = [(*layout, loss) for loss in losses for layout in (layouts if loss == "piece_kl" else layouts[-2:])]
+        for name, metrics, gradients in ranks.run(world, layout_results, flags, samples, cases)[0]:
+            value, reference = expected[name.split(",")[0]]
+            assert abs(metrics["loss"] - value) <= 1e-5 * value, name
+            square = sum((g**2).sum() for g in reference.values())
+            error = sum(((gradients[key] - g) ** 2).sum() for key, g in reference.items())
+            assert error <= 1e-10 * square, (name, float((error / square) ** 0.5))
+            assert abs(metrics["grad_norm"] - square**0.5) <= 1e-5 * square**0.5, name
+
+
+# --- runs that stop and go on ---
+
+
+def run_distill(argv_list):
+    """Several command lines in one process; their exit codes."""
+    codes = []
+    for argv in argv_list:
+        try:
+            distill.cli(argv + ["--local_rank=" + os.environ["LOCAL_RANK"]])
+            codes.append(0)
+        except SystemExit as end:
+            codes.append(end.code)
+    return codes
+
+
+@pytest.fixture(scope="module")
+def flags(models, texts, tmp_path_factory):
+    """A small run that crosses epochs in mid-step, with dropout, schedule, accumulation and clipping."""
+    folder = tmp_path_factory.mktemp("runs")
+    student = folder / "student"
+    shutil.copytree(models[0], student)
+    config = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    schedule = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    for stage in range(4):
+        ds_config(folder / f"zero{stage}.json", stage, 1, 2, scheduler=schedule)
+    ds_config(folder / "bf16.json", 2, 1, 2, scheduler=schedule, bf16={"enabled": True})
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    ds_config(folder / "offload.json", 2, 1, 2, scheduler=schedule, zero_optimization=offload,
+              zero_force_ds_cpu_optimizer=False)
+    return folder, [f"--student={student}", f"--teacher={models[1]}", f"--data={write_corpus(folder, texts, 11)}",
+                    "--eval_rows=2", "--max_length=120"]
+
+
+def losses_of(output, start=0):
+    """{step: everything but times} of a run."""
+    lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    times = {"seconds", "tokens_per_second"}
+    return [{k: v for k, v in line.items() if k not in times} for line in lines if line["step"] > start]
+
+
+def test_resume_is_exact_and_export_equals_the_engine(flags, texts):
+    """For every ZeRO stage, for bf16 and for offload: 6 steps at once, and 2 + 4 steps, give the same bits."""
+    folder, common = flags
+    kinds = ["zero0", "zero1", "zero2", "zero3", "bf16", "offload"]
+    first, second = [], []
+    for kind in kinds:
+        base = [*common, f"--ds_config={folder / kind}.json", "--steps=6", "--eval_every=3"]
+        base += ["--activation_checkpointing"] * (kind == "zero1")
+        whole, part = [f"--output_dir={folder / name / kind}" for name in ("whole", "part")]
+        first.append([*base, whole, "--save_every=2", "--keep_checkpoints=9", f"--export={folder / 'export' / kind}"])
+        second.append([*base, part, f"--resume={folder / 'whole' / kind / 'checkpoints' / 'step_0000002'}"])
+    assert ranks.run(2, run_distill, first) == [[0] * len(kinds)] * 2
+    assert ranks.run(2, run_distill, second) == [[0] * len(kinds)] * 2
+    for kind in kinds:
+        whole, part = losses_of(folder / "whole" / kind, 2), losses_of(folder / "part" / kind)
+        assert whole == part and len(part) == 6, kind  # four steps, evaluated after 3 and 6
+        assert part[-1]["eval/kd"] > 0 and part[0]["loss"] != part[1]["loss"]
+        run = json.loads((folder / "whole" / kind / "run.json").read_text())
+        assert run["ranks"] == 2 and run["ds_config"]["scheduler"]["params"]["total_num_steps"] == 6
+    exported = {kind: held_out_bits(folder / "export" / kind, texts) for kind in kinds}
+    for kind in kinds:
+        logged = losses_of(folder / "whole" / kind)[-1]["eval/student_bits_per_byte"]
+        assert abs(exported[kind] / logged - 1) < (1e-6 if kind != "bf16" else 1e-3), kind
+
+
+def held_out_bits(directory, texts):
+    """Bits per byte of an exported student, with transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = [kind.from_pretrained(directory) for kind in (AutoModelForCausalLM, AutoTokenizer)]
+    nats = size = 0
+    for text in texts[:2]:
+        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]][:121]])
+        logp = model(ids).logits[0, :-1, : len(tokenizer)].double().log_softmax(-1)
+        nats -= logp.gather(1, ids[0, 1:, None]).sum().item()
+        size += len(tokenizer.decode(ids[0, 1:]).encode())
+    return nats / size / 0.6931471805599453
+
+
+def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(flags):
+    """SIGKILL in the middle of a step, and in the middle of a save; no incomplete checkpoint is ever picked up."""
+    folder, common = flags
+    argv = [*common, f"--ds_config={folder / 'zero2.json'}", "--steps=12", "--save_every=1", "--num_workers=0"]
+    expected = [*argv, f"--output_dir={folder / 'unkilled'}"]
+    assert ranks.run(2, run_distill, [expected]) == [[0], [0]]
+    killed = folder / "killed"
+    checkpoints = killed / "checkpoints"
+    for moment in ("step_0000003", ".step_0000006.incomplete", ".step_0000008.incomplete/random_0.pt"):
+        group = ranks.start(2, run_distill, [[*argv, f"--output_dir={killed}"]])
+        while not (checkpoints / moment).exists():
+            assert all(process.is_alive() for process, _ in group)
+            time.sleep(0.001)
+        ranks.kill(group)
+        assert (checkpoints / moment).name.startswith("step") or (checkpoints / moment.split("/")[0]).exists()
+    assert ranks.run(2, run_distill, [[*argv, f"--output_dir={killed}"]]) == [[0], [0]]
+    assert losses_of(killed) == losses_of(folder / "unkilled")
+    assert sorted(os.listdir(checkpoints)) == ["step_0000011", "step_0000012"] + [
+        name for name in sorted(os.listdir(checkpoints)) if name.startswith("zero_to")]
+
+
+def test_sigterm_on_one_rank_saves_and_ends_all(flags):
+    folder, common = flags
+    argv = [*common, f"--ds_config={folder / 'zero1.json'}", "--steps=400", f"--output_dir={folder / 'told'}"]
+    group = ranks.start(2, run_distill, [argv])
+    metrics = folder / "told" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        time.sleep(0.01)
+    os.kill(group[0][0].pid, signal.SIGTERM)
+    assert ranks.results(group) == [[128 + signal.SIGTERM]] * 2
+    last = losses_of(folder / "told")[-1]["step"]
+    assert [p.name for p in (folder / "told" / "checkpoints").glob("step_*")] == [f"step_{last:07d}"]
+    other = [*argv[:-2], "--steps=400", f"--output_dir={folder / 'told'}", "--seed=9"]
+    assert ranks.run(2, run_distill, [other]) == [[2], [2]]  # another seed is another run
+
+
+def test_text_only_loads_no_teacher_and_kd_only_computes_no_cross_entropy(flags):
+    folder, common = flags
+    without = [flag for flag in common if not flag.startswith("--teacher")]
+    base = [f"--ds_config={folder / 'zero2.json'}", "--steps=2"]
+    text_only = [*without, *base, f"--output_dir={folder / 'text'}", "--kd_weight=0"]
+    kd_only = [*common, *base, f"--output_dir={folder / 'kd'}", "--ce_weight=0", "--loss=projection_kl",
+               "--wandb_project=isogloss-test"]
+    assert ranks.run(2, run_distill, [text_only, kd_only]) == [[0, 0]] * 2
+    text, kd = losses_of(folder / "text"), losses_of(folder / "kd")
+    assert "kd" not in text[1] and text[1]["loss"] == text[1]["ce"] and "eval/teacher_bits_per_byte" not in text[0]
+    assert "ce" not in kd[1] and kd[1]["loss"] == kd[1]["kd"] and kd[0]["eval/teacher_bits_per_byte"] > 0
+    assert list((folder / "kd" / "wandb").glob("offline-run-*"))  # logs without a network
+
+
+def gather_sums():
+    distill.start_distributed()
+    return distill.global_sums([1.0, dist.get_rank()], torch.device("cpu")).tolist()
+
+
+def test_global_sums_are_equal_on_every_rank():
+    assert ranks.run(4, gather_sums) == [[4.0, 6.0]] * 4
