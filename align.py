@@ -188,9 +188,7 @@ DIFFERENT = 2
 
 @njit(cache=True)
 def _leading_space(s_ids, t_ids, s_lengths, t_lengths, s_data, s_starts, t_data, t_starts):
-    """Compare the bytes of both sides: 0 equal, 1 / -1 one space more before the student / teacher, 2
-    different.
-    """
+    """Compare the bytes: 0 equal, 1 / -1 one space more before the student / teacher, 2 different."""
     s_total, t_total = 0, 0
     for n in s_lengths:
         s_total += max(n, 0)

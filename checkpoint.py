@@ -1,8 +1,7 @@
 """Checkpoints that are complete or absent, and the export to Hugging Face format.
 
-A checkpoint holds the engine (weights, optimiser, schedule), the random state of every rank and the
-position of
-the run, which is its step number: data.py derives the samples from it.  It is written under a scratch name
+A checkpoint holds the engine (weights, optimiser, schedule), the random state of every rank and the position
+of the run, which is its step number: data.py derives the samples from it.  It is written under a scratch name
 and renamed when every rank is done, so whatever bears a final name is complete.
 """
 

@@ -46,9 +46,7 @@ class Side:
     max_length: int
 
     def encode(self, texts):
-        """A list of int64 arrays: [bos] text eos.  bos only if the tokenizer has one and does not refuse
-        it.
-        """
+        """A list of int64 arrays: [bos] text eos; bos only if the tokenizer has one and does not refuse it."""
         bos = [self.table.bos] if self.table.bos >= 0 and self._adds_bos() else []
         batch = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         return [np.array(bos + ids + [self.table.eos] * (self.table.eos >= 0), np.int64) for ids in batch]
@@ -72,9 +70,7 @@ class Side:
 
 @dataclass
 class Sample:
-    """One text on both sides; entry t of labels, chunk and bytes speaks of the token that position t
-    predicts.
-    """
+    """One text on both sides; entry t of labels, chunk and bytes speaks of the token that t predicts."""
 
     student: tuple  # (ids, labels, chunk, bytes), see `shift`
     teacher: tuple
@@ -131,7 +127,7 @@ def _chunk_ends(chunk):
 
 
 def shift(ids, chunk, bytes_, cut):
-    """(ids, labels, chunk, bytes) of the first `cut` tokens: position t reads ids[t] and predicts ids[t + 1]."""
+    """(ids, labels, chunk, bytes) of the first `cut` tokens; position t reads ids[t], predicts ids[t + 1]."""
     return ids[: cut - 1], ids[1:cut], chunk[1:cut], bytes_[1:cut]
 
 
@@ -152,8 +148,7 @@ class Collate:
         """Texts (None: no sample) to a dict.
 
         Returns:
-            student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_*
-            likewise;
+            student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* too;
             student_bytes, teacher_bytes: (B, S), (B, T) bytes of the predicted token, -1 for eos and padding;
             terms: `PieceTerms` or None; counts: dict of ints about the batch.
         """

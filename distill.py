@@ -1,14 +1,13 @@
 """Distil a frozen teacher into a student that may have another tokenizer.
 
-    deepspeed distill.py --ds_config ds_configs/zero2.json --student S --teacher T --data corpus.jsonl
-    --steps 1000 deepspeed distill.py --ds_config ds_configs/zero3.json --student S --teacher T --data
-        org/name --streaming \\ --eval_rows 200 --eval_every 500 --save_every 500 --output_dir runs/a
-        --export runs/a/student
-    deepspeed --num_gpus 2 distill.py --ds_config ds_configs/zero2.json --student S --data corpus.txt
-    --kd_weight 0
+    deepspeed distill.py --student S --teacher T --data corpus.jsonl --learning_rate 1e-4 --steps 1000
+    deepspeed distill.py --student S --teacher T --data org/name --streaming --learning_rate 1e-4 \\
+        --ds_config ds_configs/zero3_bf16.json --eval_rows 200 --eval_every 500 --save_every 500 \\
+        --output_dir runs/a --export runs/a/student
+    deepspeed --num_gpus 2 distill.py --student S --data corpus.txt --learning_rate 1e-4 --kd_weight 0
 
-Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags
-below. The step is `train_step`.  Works on CPU ranks as on GPUs.
+Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags below.
+The step is `train_step`.  Works on CPU ranks as on GPUs.
 """
 
 import difflib
@@ -163,9 +162,7 @@ def _typed(name, value, kind):
 
 
 def parse_flags(argv):
-    """Config from the command line; an unknown flag is refused before fire sees it, and the nearest one
-    named.
-    """
+    """Config from the command line; an unknown flag is refused before fire sees it, the nearest one named."""
     names = [field.name for field in fields(Config)]
     after_flag = False
     for word in argv:
@@ -357,14 +354,12 @@ def train_step(job, window, stop=False):
         window: this rank's micro-batches, one per accumulation step.
         stop: whether this rank was told to end.
     Returns:
-        dict of global means, equal on every rank (see docs/metrics.md), and `stop`, true if any rank was
-        told.
+        dict of global means, equal on every rank (see docs/metrics.md), and `stop`: was any rank told to end?
     """
     cfg, ranks = job.cfg, dist.get_world_size()
     mine = [sum(batch["counts"][key] for batch in window) for key in COUNTS]
     counts = dict(zip((*COUNTS, "stop"), global_sums([*mine, stop], job.device).tolist()))
     # the engine divides by micro-steps and averages over ranks; this makes it a mean over the whole window
-    # instead
     share = {term: ranks * len(window) / max(counts[term], 1) for term in ("ce", "kd")}
     kept_K = kept_columns(job, window) if job.keeps_columns else None
     lr, ce_sum, kd_sum = job.engine.get_lr()[0], 0.0, 0.0
@@ -401,9 +396,7 @@ def global_sums(values, device):
 
 
 def kept_columns(job, window):
-    """Sorted teacher columns that projection_kl compares in this step, equal on every rank and
-    micro-batch.
-    """
+    """Sorted teacher columns that projection_kl compares in this step, the same on every rank."""
     importance = None
     for batch in window:
         batch = to_device(batch, job.device)
@@ -565,6 +558,7 @@ def quieten():
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises is reported once, by us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are forked
 
 

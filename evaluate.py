@@ -18,13 +18,11 @@ def evaluate(batches, student_logits, teacher_logits=None, kd_loss=None):
 
     Args:
         batches: of `data.Collate`, on the device.
-        student_logits, teacher_logits: batch -> (B, S, V) / (B, T, W); without a teacher only the student
-            counts.
+        student_logits, teacher_logits: batch -> (B, S, V) / (B, T, W); the teacher may be None.
         kd_loss: (student_logits, teacher_logits, batch) -> (sum, count).
     Returns:
-        dict, equal on every rank: student_bits_per_byte; with a teacher also teacher_bits_per_byte, kd
-            (nats per
-        term of the loss) and aligned_bytes (share of the text in chunks that the loss used).
+        dict, equal on every rank: student_bits_per_byte; with a teacher also teacher_bits_per_byte, kd (nats
+        per term of the loss) and aligned_bytes (share of the text in chunks that the loss used).
     """
     sums = torch.zeros(8, dtype=torch.float64)
     for batch in batches:

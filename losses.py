@@ -49,8 +49,7 @@ def next_token_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Ten
 class Chunks(NamedTuple):
     """Where the chunks of a batch begin, and how long they are; only chunks with tokens on both sides.
 
-    first_S, first_T: (C,) int64 row in the flattened (B * S) / (B * T) positions that predicts the first
-        token.
+    first_S, first_T: (C,) int64 row, of the flattened (B * S) / (B * T), that predicts the first token.
     count_S, count_T: (C,) int64, tokens of the chunk on either side.
     id_S, id_T: (B * S,) / (B * T,) int64, number of the chunk, -1 where there is none.
     """
@@ -195,8 +194,7 @@ class Spelling(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Positions inside a chunk: the fine side is at `fine_row`, k >= 1 tokens into the one token of the
-    coarse side.
+    """Positions inside a chunk: the fine side is at `fine_row`, k >= 1 tokens into the coarse side's one token.
 
     fine_row, coarse_row: (N,) int64, row of the fine side and row of the coarse side's first position.
     low, high: (N,) int64, range (see Spelling) of the coarse tokens that begin with the k fine tokens seen.
@@ -260,9 +258,7 @@ def piece_terms(
 
 
 def _inside(fine_next, coarse_next, fine_first, coarse_first, fine_count, pieces, low, high) -> Ranges:
-    """Positions k >= 1 of chunks with one coarse token, as far as its spelling is the one that was
-    realised.
-    """
+    """Positions k >= 1 of chunks with one coarse token, as far as its spelling is the realised one."""
     P = pieces.shape[1]
     k = torch.arange(P, device=pieces.device)
     coarse = coarse_next[coarse_first] if len(coarse_first) else coarse_first
@@ -289,12 +285,10 @@ def piece_kl(
       3. inside one student token, after k teacher tokens: KL(q_k || S_k), where S_k(w) is the student's mass,
          normalised, on tokens v whose spelling begins with the k tokens seen and goes on with w, and q_k is
          restricted to the w that occur;
-      4. in chunks of several tokens on both sides: KL between the two probabilities (chain rule) of the
-          chunk.
-    Every term is >= 0; equal tokenizers give the forward KL exactly.  T_k knows that the teacher's token
-    goes on
-    and the start of the next chunk knows that it stopped: over the data the two average to the teacher's
-        belief.
+      4. in chunks of several tokens on both sides: KL between the two probabilities (chain rule) of the chunk.
+    Every term is >= 0; equal tokenizers give the forward KL exactly.  T_k knows that the teacher's token goes
+    on, and the start of the next chunk knows that it stopped: over the data the two average to the teacher's
+    belief.
 
     Args:
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may hold NaN

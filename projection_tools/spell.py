@@ -26,9 +26,7 @@ ROLES = ("eos", "bos", "pad", "unk")  # in order of precedence, where one token 
 
 
 def mid_text_backend(tokenizer):
-    """A copy of the tokenizer's backend that continues a text: no normaliser, no prefix space, no control
-    tokens.
-    """
+    """A copy of the tokenizer's backend that continues a text: no normaliser, prefix space, control tokens."""
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
 
     def never_prepend(part):
@@ -89,9 +87,7 @@ def _spell_bytes(text, backend, target, byte_ids):
 
 
 def link_special_tokens(student, teacher):
-    """Pairs (student id, teacher id) of control tokens: by role first, by equal name second; each used
-    once.
-    """
+    """Pairs (student id, teacher id) of control tokens: by role, then by equal name; each used once."""
     pairs, used = {}, set()
     by_role = [(getattr(student, role), getattr(teacher, role)) for role in ROLES]
     names = {teacher.tokens[w]: int(w) for w in np.flatnonzero(teacher.special)}

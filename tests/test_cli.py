@@ -1,0 +1,150 @@
+"""The command line: wrong input ends with one line, and a real job runs through the real launcher."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import ranks
+from conftest import ROOT, asset
+from test_distributed import ds_config, losses_of, run_distill, write_corpus
+
+from projection_tools import save_atomically
+from projection_tools.build import build_projection
+
+WRONG = {  # what is changed in a good command line -> what the one line has to say
+    "unknown flag": ("--max_lenght=9", "unknown flag --max_lenght; did you mean --max_length?"),
+    "unknown flag like no other": ("--qqq=1", "unknown flag --qqq; --help lists them all"),
+    "a word without a flag": ("student", "unexpected argument 'student'"),
+    "text for a number": ("--steps=many", "--steps=many: expected int, got str"),
+    "half a step": ("--steps=1.5", "--steps=1.5: expected int, got float"),
+    "no step": ("--steps=0", "--steps 0: expected 1 or more"),
+    "resume=false": ("--resume=false", "--resume=false: expected auto, never or the directory"),
+    "resume from nothing": ("--resume={folder}", "is no complete checkpoint; expected a folder step_*"),
+    "no such loss": ("--loss=kl", "--loss kl: expected one of piece_kl, projection_kl"),
+    "cold": ("--temperature=0", "--temperature 0.0: expected more than 0"),
+    "nothing to learn": ("--kd_weight=0 --ce_weight=0", "nothing would be learned"),
+    "no teacher": ("--teacher=", "--teacher is missing: give a hub id or a local path"),
+    "missing model directory": ("--student=./nowhere", "--student ./nowhere: no such directory"),
+    "directory without a model": ("--teacher={folder}", "cannot be loaded"),
+    "missing file": ("--data={folder}/nowhere.jsonl", "no such file, directory or glob match"),
+    "file of another kind": ("--data={folder}/notes.pdf", "files of kind .pdf; expected one of .txt"),
+    "missing column": ("--text_key=body", "no column 'body'; it has text; name one of them by --text_key"),
+    "empty data": ("--data={folder}/empty.jsonl", "the data set is empty"),
+    "a row that is null": ("--data={folder}/null.jsonl", "row 1 of 'text' is null, expected text"),
+    "rows of numbers": ("--data={folder}/numbers.jsonl", "holds int64, expected text in every row"),
+    "broken lines": ("--data={folder}/broken.jsonl", "cannot be read"),
+    "all held out": ("--eval_rows=20", "the data has 20 rows, none is left to train on"),
+    "no eos": ("--student={folder}/no_eos", "its tokenizer has no eos token"),
+    "short student": ("--max_length=257", "has a context of 256 positions; use no more"),
+    "short teacher": ("--teacher_max_length=257", "--teacher_max_length 257"),
+    "small head": ("--student={folder}/small_head", "its lm_head has 340 rows, but its tokenizer 350 ids"),
+    "no ds_config": ("--ds_config={folder}/nowhere.json", "no such file; ready-made ones are in ds_configs/"),
+    "ds_config is no JSON": ("--ds_config={folder}/text.json", "text.json: not JSON"),
+    "ds_config with a typo": ("--ds_config={folder}/typo.json", "did you mean 'gradient_clipping'?"),
+    "contradicting batch keys": ("--ds_config={folder}/contradict.json", "16 is not 2 ranks x micro batch 4 x 1"),
+    "ranks that do not divide": ("--ds_config={folder}/odd.json", "train_batch_size 15 is not 2 ranks"),
+    "unknown auto": ("--ds_config={folder}/auto.json", 'gradient_clipping is "auto", which is filled only in'),
+    "two learning rates": ("--learning_rate=1e-3", "says lr 0.001; drop one"),
+    "no learning rate": ("--ds_config={folder}/no_lr.json", "--learning_rate is missing"),
+    "other tokenizers": ("--loss=projection_kl --projection={folder}/swapped.pt", "made for another student"),
+    "no projection": ("--loss=projection_kl --projection={folder}/text.json", "text.json"),
+    "export over something else": ("--export={folder}", "holds something else than a model"),
+}
+
+
+def outcomes(folder, base, cases):
+    """{name: (exit code, stderr)} of command lines, one after the other on every rank."""
+    found = {}
+    for name, (change, _) in cases.items():
+        with tempfile.TemporaryFile("w+") as file:
+            kept = os.dup(2)
+            os.dup2(file.fileno(), 2)
+            code = run_distill([[*base, *change.format(folder=folder).split()]])[0]
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            file.seek(0)
+            found[name] = code, file.read()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wrong(models, tokenizers, texts, tmp_path_factory):
+    """[outcome on rank 0, on rank 1] of every wrong command line."""
+    folder = tmp_path_factory.mktemp("wrong")
+    files = {"empty": "", "null": '{"text": "a"}\n{"text": null}', "numbers": '{"text": 1}\n{"text": 2}',
+             "broken": '{"text": "a"}\n{"text":'}
+    for name, content in files.items():
+        (folder / f"{name}.jsonl").write_text(content)
+    (folder / "notes.pdf").write_text("%PDF")
+    (folder / "text.json").write_text("stage: 2")
+    good = ds_config(folder / "good.json", 2, 4, 1)
+    ds_config(folder / "typo.json", 2, 4, 1, gradient_cliping=1.0)
+    ds_config(folder / "contradict.json", 2, 4, 1, train_batch_size=16)
+    ds_config(folder / "odd.json", 2, "auto", "auto", train_batch_size=15)
+    ds_config(folder / "auto.json", 2, 4, 1, gradient_clipping="auto")
+    ds_config(folder / "no_lr.json", 2, 4, 1, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    save_atomically(build_projection(*reversed(tokenizers)), folder / "swapped.pt")
+    for name in ("no_eos", "small_head"):
+        (folder / name).mkdir()
+        for file in models[0].iterdir():
+            (folder / name / file.name).symlink_to(file)
+    edit_json(folder / "no_eos" / "tokenizer_config.json", eos_token=None)
+    edit_json(folder / "small_head" / "config.json", vocab_size=340)
+    base = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(folder, texts, 20)}",
+            f"--ds_config={good}", "--steps=1", "--max_length=120", f"--output_dir={folder / 'run'}"]
+    results = ranks.run(2, outcomes, folder, base, WRONG)
+    assert not (folder / "run").exists()  # nothing was written before the first step
+    return results
+
+
+def edit_json(path, **changes):
+    content = json.loads(path.read_text()) | changes
+    path.unlink()
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_ends_with_one_line_and_code_2(wrong, case):
+    (code, message), (other_code, other_message) = [result[case] for result in wrong]
+    assert code == other_code == 2
+    assert message.startswith("distill.py: ") and message.count("\n") == 1, message
+    assert WRONG[case][1] in message, message
+    assert other_message == ""  # one rank speaks for all
+
+
+def launch(*flags):
+    """The real launcher on two ranks."""
+    command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus=2", f"--master_port={ranks.free_port()}"]
+    return subprocess.run([*command, "distill.py", *flags], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_real_models_through_the_launcher(tmp_path):
+    """GPT-Neo with a byte-level vocabulary of 14k teaches Llama with 512 SentencePiece pieces, on real stories."""
+    models = f"--student={asset('models', 'stories260K')}", f"--teacher={asset('models', 'tinytalk_neo_3M')}"
+    config = ds_config(tmp_path / "ds.json", 2, 4, 1)
+    flags = [*models, f"--data={asset('text', 'tinystories_1000.json')}", f"--ds_config={config}", "--steps=12",
+             "--eval_rows=16", "--max_length=128", f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
+    done = launch(*flags)
+    assert done.returncode == 0, done.stderr
+    assert "piece_kl: 100%" in done.stderr and "kd=" in done.stderr and "tok/s=" in done.stderr
+    first, *steps, last = losses_of(tmp_path)
+    assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 13), 12]
+    assert last["eval/kd"] < first["eval/kd"]
+    assert first["eval/teacher_bits_per_byte"] < last["eval/student_bits_per_byte"] < 3
+    assert first["eval/aligned_bytes"] > 0.9 and steps[0]["tokens"] > 8 * 60
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["ranks"] == 2 and record["config"]["steps"] == 12 and record["versions"]["deepspeed"]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "student")) == 512
+
+
+def test_the_launcher_passes_on_the_exit_code():
+    done = launch("--stepz=3")
+    assert done.returncode == 2
+    assert "distill.py: unknown flag --stepz; did you mean --steps?" in done.stderr
