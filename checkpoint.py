@@ -24,14 +24,6 @@ def scratch_of(path):
     return path.with_name(f".{path.name}.incomplete")
 
 
-def remove(path):
-    """Take a directory away in one step, then delete it: nothing half-deleted keeps its name."""
-    if path.exists():
-        shutil.rmtree(scratch_of(path), ignore_errors=True)
-        os.rename(path, scratch_of(path))
-    shutil.rmtree(scratch_of(path), ignore_errors=True)
-
-
 def write_atomically(path, text):
     scratch_of(path).write_text(text)
     os.replace(scratch_of(path), path)
@@ -58,7 +50,9 @@ def save_checkpoint(engine, folder, step, identity, keep):
         shutil.rmtree(target, ignore_errors=True)  # the same step, saved before and loaded since
         os.rename(scratch, target)
         for old in complete_checkpoints(folder)[:-keep]:
-            remove(old)
+            os.rename(old, scratch_of(old))  # nothing half-deleted keeps its name
+        for left in Path(folder).glob(".step_*.incomplete"):  # of this moment, or of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
     dist.barrier()
 
 

@@ -346,12 +346,13 @@ class HeldOutBatches(IterableDataset):
             yield self.collate([self.rows[i][self.text_key] if i < len(self.rows) else None for i in rows])
 
 
-def loader(batches, num_workers, pin_memory=False):
+def loader(batches, num_workers):
     """A DataLoader over ready-made batches that leaves the global random state alone."""
     if isinstance(getattr(batches, "stream", None), StreamedRows):
         num_workers = min(num_workers, 1)  # more would split the stream between them
+    context = "fork" if num_workers else None  # workers inherit tokenizers and rows; they use no device
     return DataLoader(batches, batch_size=None, num_workers=num_workers, worker_init_fn=_ignore_sigterm,
-                      pin_memory=pin_memory, generator=torch.Generator().manual_seed(0))
+                      multiprocessing_context=context, generator=torch.Generator().manual_seed(0))
 
 
 def _ignore_sigterm(worker_id):

@@ -109,6 +109,10 @@ def read_corpus(path):
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
+SENTENCEPIECE = dict(model_type="unigram", byte_fallback=True, split_digits=True, minloglevel=2, num_threads=1,
+                     normalization_rule_name="identity", remove_extra_whitespaces=False,
+                     allow_whitespace_only_pieces=True, max_sentence_length=1 << 16)
+
 
 def byte_level_bpe(texts, size):
     """The teacher's: GPT-2 style, numbers stay whole where they are frequent."""
@@ -132,12 +136,8 @@ def unigram(texts, size):
     from transformers import PreTrainedTokenizerFast
 
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=model, model_type="unigram", vocab_size=size,
-        byte_fallback=True, split_digits=True, normalization_rule_name="identity", num_threads=1,
-        remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
-        max_sentence_length=1 << 16,
-    )
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model,
+                                             vocab_size=size, **SENTENCEPIECE)
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     # a byte token must not match text that merely looks like one, so its score is out of reach
     vocab = [(pieces.id_to_piece(i), -1e4 if pieces.is_byte(i) else pieces.get_score(i)) for i in range(size)]

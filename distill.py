@@ -287,6 +287,7 @@ def load_student(cfg, ds_config):
     if keep_alive:
         unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
     model.config.use_cache = False
+    model.train()  # it comes in evaluation mode, without dropout
     if cfg.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -620,8 +621,8 @@ def cli(argv=None):
     except ValueError as error:
         fail(str(error))
     main(cfg)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     cli()
+    dist.destroy_process_group()

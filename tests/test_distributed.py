@@ -58,7 +58,8 @@ def layout_results(flags, texts, cases):
     for stage, micro, micro_steps, loss in cases:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps}"
-        config = ds_config(Path(flags["output_dir"]) / f"ds-{world}-{rank}-{stage}.json", stage, micro, micro_steps)
+        config = Path(flags["output_dir"]) / f"ds-{world}-{rank}-{stage}.json"
+        config = ds_config(config, stage, micro, micro_steps)
         job, inputs = job_for(flags | {"ds_config": config, "loss": loss})
         collate = Collate(inputs.student, inputs.teacher, inputs.spelling)
         mine = [texts[(m * world + rank) * micro :][:micro] for m in range(micro_steps)]
@@ -108,13 +109,14 @@ LAYOUTS = {
 
 def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
     data = write_corpus(tmp_path, texts, 20)
-    flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250, kd_weight=0.7, ce_weight=0.3,
-                 temperature=2.0, projection_topk=100, output_dir=str(tmp_path), seed=1)
+    flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250, kd_weight=0.7,
+                 ce_weight=0.3, temperature=2.0, projection_topk=100, output_dir=str(tmp_path), seed=1)
     samples = batch_texts(texts)
     losses = "piece_kl", "projection_kl"
     expected = {loss: ranks.run(1, plain_reference, flags, samples, loss)[0] for loss in losses}
     for world, layouts in LAYOUTS.items():
-        cases = [(*layout, loss) for loss in losses for layout in (layouts if loss == "piece_kl" else layouts[-2:])]
+        cases = [(*layout, "piece_kl") for layout in layouts]
+        cases += [(*layout, "projection_kl") for layout in layouts[-2:]]
         for name, metrics, gradients in ranks.run(world, layout_results, flags, samples, cases)[0]:
             value, reference = expected[name.split(",")[0]]
             assert abs(metrics["loss"] - value) <= 1e-5 * value, name
@@ -154,8 +156,9 @@ def flags(models, texts, tmp_path_factory):
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     ds_config(folder / "offload.json", 2, 1, 2, scheduler=schedule, zero_optimization=offload,
               zero_force_ds_cpu_optimizer=False)
-    return folder, [f"--student={student}", f"--teacher={models[1]}", f"--data={write_corpus(folder, texts, 11)}",
-                    "--eval_rows=2", "--max_length=120"]
+    data = write_corpus(folder, texts, 11)
+    return folder, [f"--student={student}", f"--teacher={models[1]}", f"--data={data}", "--eval_rows=2",
+                    "--max_length=120"]
 
 
 def losses_of(output, start=0):
@@ -166,7 +169,7 @@ def losses_of(output, start=0):
 
 
 def test_resume_is_exact_and_export_equals_the_engine(flags, texts):
-    """For every ZeRO stage, for bf16 and for offload: 6 steps at once, and 2 + 4 steps, give the same bits."""
+    """For every ZeRO stage, bf16 and offload: 6 steps at once, and 2 + 4 steps, give the same bits."""
     folder, common = flags
     kinds = ["zero0", "zero1", "zero2", "zero3", "bf16", "offload"]
     first, second = [], []
@@ -174,14 +177,15 @@ def test_resume_is_exact_and_export_equals_the_engine(flags, texts):
         base = [*common, f"--ds_config={folder / kind}.json", "--steps=6", "--eval_every=3"]
         base += ["--activation_checkpointing"] * (kind == "zero1")
         whole, part = [f"--output_dir={folder / name / kind}" for name in ("whole", "part")]
-        first.append([*base, whole, "--save_every=2", "--keep_checkpoints=9", f"--export={folder / 'export' / kind}"])
+        export = f"--export={folder / 'export' / kind}"
+        first.append([*base, whole, "--save_every=2", "--keep_checkpoints=9", export])
         second.append([*base, part, f"--resume={folder / 'whole' / kind / 'checkpoints' / 'step_0000002'}"])
     assert ranks.run(2, run_distill, first) == [[0] * len(kinds)] * 2
     assert ranks.run(2, run_distill, second) == [[0] * len(kinds)] * 2
     for kind in kinds:
         whole, part = losses_of(folder / "whole" / kind, 2), losses_of(folder / "part" / kind)
         assert whole == part and len(part) == 6, kind  # four steps, evaluated after 3 and 6
-        assert part[-1]["eval/kd"] > 0 and part[0]["loss"] != part[1]["loss"]
+        assert part[-1]["eval/kd"] > 0 and part[0]["loss"] != part[-2]["loss"]
         run = json.loads((folder / "whole" / kind / "run.json").read_text())
         assert run["ranks"] == 2 and run["ds_config"]["scheduler"]["params"]["total_num_steps"] == 6
     exported = {kind: held_out_bits(folder / "export" / kind, texts) for kind in kinds}
@@ -197,7 +201,8 @@ def held_out_bits(directory, texts):
     model, tokenizer = [kind.from_pretrained(directory) for kind in (AutoModelForCausalLM, AutoTokenizer)]
     nats = size = 0
     for text in texts[:2]:
-        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]][:121]])
+        ids = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        ids = torch.tensor([ids[:121]])
         logp = model(ids).logits[0, :-1, : len(tokenizer)].double().log_softmax(-1)
         nats -= logp.gather(1, ids[0, 1:, None]).sum().item()
         size += len(tokenizer.decode(ids[0, 1:]).encode())
@@ -205,7 +210,7 @@ def held_out_bits(directory, texts):
 
 
 def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(flags):
-    """SIGKILL in the middle of a step, and in the middle of a save; no incomplete checkpoint is ever picked up."""
+    """SIGKILL in mid-step and in mid-save; no incomplete checkpoint is ever picked up."""
     folder, common = flags
     argv = [*common, f"--ds_config={folder / 'zero2.json'}", "--steps=12", "--save_every=1", "--num_workers=0"]
     expected = [*argv, f"--output_dir={folder / 'unkilled'}"]
@@ -218,11 +223,10 @@ def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(flags):
             assert all(process.is_alive() for process, _ in group)
             time.sleep(0.001)
         ranks.kill(group)
-        assert (checkpoints / moment).name.startswith("step") or (checkpoints / moment.split("/")[0]).exists()
     assert ranks.run(2, run_distill, [[*argv, f"--output_dir={killed}"]]) == [[0], [0]]
     assert losses_of(killed) == losses_of(folder / "unkilled")
-    assert sorted(os.listdir(checkpoints)) == ["step_0000011", "step_0000012"] + [
-        name for name in sorted(os.listdir(checkpoints)) if name.startswith("zero_to")]
+    left = {path.name for path in checkpoints.iterdir() if path.is_dir()}
+    assert left == {"step_0000011", "step_0000012"}  # nothing half-written or half-deleted stays behind
 
 
 def test_sigterm_on_one_rank_saves_and_ends_all(flags):
@@ -231,13 +235,13 @@ def test_sigterm_on_one_rank_saves_and_ends_all(flags):
     group = ranks.start(2, run_distill, [argv])
     metrics = folder / "told" / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert all(process.is_alive() for process, _ in group)
         time.sleep(0.01)
     os.kill(group[0][0].pid, signal.SIGTERM)
     assert ranks.results(group) == [[128 + signal.SIGTERM]] * 2
     last = losses_of(folder / "told")[-1]["step"]
     assert [p.name for p in (folder / "told" / "checkpoints").glob("step_*")] == [f"step_{last:07d}"]
-    other = [*argv[:-2], "--steps=400", f"--output_dir={folder / 'told'}", "--seed=9"]
-    assert ranks.run(2, run_distill, [other]) == [[2], [2]]  # another seed is another run
+    assert ranks.run(2, run_distill, [[*argv, "--seed=9"]]) == [[2], [2]]  # another seed is another run
 
 
 def test_text_only_loads_no_teacher_and_kd_only_computes_no_cross_entropy(flags):
@@ -249,8 +253,9 @@ def test_text_only_loads_no_teacher_and_kd_only_computes_no_cross_entropy(flags)
                "--wandb_project=isogloss-test"]
     assert ranks.run(2, run_distill, [text_only, kd_only]) == [[0, 0]] * 2
     text, kd = losses_of(folder / "text"), losses_of(folder / "kd")
-    assert "kd" not in text[1] and text[1]["loss"] == text[1]["ce"] and "eval/teacher_bits_per_byte" not in text[0]
-    assert "ce" not in kd[1] and kd[1]["loss"] == kd[1]["kd"] and kd[0]["eval/teacher_bits_per_byte"] > 0
+    assert "kd" not in text[0] and text[0]["loss"] == text[0]["ce"]
+    assert "ce" not in kd[0] and kd[0]["loss"] == kd[0]["kd"]
+    assert kd[-1]["eval/teacher_bits_per_byte"] > 0 and "eval/teacher_bits_per_byte" not in text[-1]
     assert list((folder / "kd" / "wandb").glob("offline-run-*"))  # logs without a network
 
 

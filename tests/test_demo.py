@@ -1,0 +1,59 @@
+"""demo.py: the corpus is split once and for all, its tokenizers differ as they should, and it runs to its table."""
+
+import io
+import re
+
+import sentencepiece
+
+import demo
+from conftest import ROOT
+
+
+def test_the_split_is_fixed_and_nothing_is_in_both_parts(tmp_path):
+    for name in ("a", "b"):
+        demo.make_corpus(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    held_out, train = demo.read_corpus(tmp_path / "a")
+    assert len(held_out) == demo.RECIPE["held_out_rows"] and len(train) > 4000
+    assert not set(held_out) & set(train)
+    size = sum(len(text.encode()) for text in held_out + train)
+    assert 1.5e6 < size < 4e6 and max(len(text) for text in train) < 2000
+
+
+def test_the_tokenizers_differ_in_kind_and_in_digits(tokenizers, texts):
+    student, teacher = tokenizers
+    assert len(student) != len(teacher)
+    assert student.tokenize("x 2010")[-4:] == list("2010")
+    teacher = demo.byte_level_bpe(["in 2010 and 2010 and 2010"] * 50, 300)
+    assert teacher.tokenize("in 2010")[-1] == "Ġ2010"
+    for text in [*texts[:50], "Größe  é\n\tx", "日本 12"]:
+        assert student.decode(student(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+
+
+def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, tokenizers):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=350, **demo.SENTENCEPIECE)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    for text in texts[:100]:
+        assert tokenizers[0](text)["input_ids"] == reference.encode(text), text
+
+
+def test_the_demo_runs_to_its_table(tmp_path, monkeypatch, capsys):
+    """A recipe that learns nothing in a few steps, but every part of the real one: real ranks, real launcher."""
+    tiny = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=2, max_position_embeddings=512)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(demo, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(demo, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(demo, "ARMS", {arm: demo.ARMS[arm] for arm in ("text only", "piece_kl")})
+    monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 2, "eval_rows": 16})
+    changes = dict(teacher_steps=2, teacher=tiny, student=tiny, teacher_vocab=600, student_vocab=400)
+    monkeypatch.setattr(demo, "RECIPE", demo.RECIPE | changes)
+    demo.main()
+    shown = capsys.readouterr().out
+    assert re.search(r"\| +\| teacher +\| \d\.\d{3} +\|", shown)
+    assert re.search(r"\| 0 +\| text only +\| \d\.\d{3} +\| +\| +\| +\| \d+ +\|", shown)
+    assert re.search(r"\| 0 +\| piece_kl +\| \d\.\d{3} +\| \d\.\d{3} +\| \d\.\d{3} +\| 100.0% +\| \d+ +\|", shown)
+    assert re.search(r"piece_kl: better than text only for [01] of 1 seeds, by [+-]\d\.\d{3} bits", shown)
+    assert (demo.RUNS / demo.recipe_folder().name / "curves.png").stat().st_size > 10_000
