@@ -46,7 +46,7 @@ class Side:
     max_length: int
 
     def encode(self, texts):
-        """A list of int64 arrays: [bos] text eos; bos only if the tokenizer has one and does not refuse it."""
+        """int64 arrays: [bos] text eos; bos only if the tokenizer has one and does not refuse it."""
         bos = [self.table.bos] if self.table.bos >= 0 and self._adds_bos() else []
         batch = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         return [np.array(bos + ids + [self.table.eos] * (self.table.eos >= 0), np.int64) for ids in batch]

@@ -39,7 +39,7 @@ RECIPE = {  # of what is made here and cached; raise `version` when the code tha
     "teacher_batch": 16,
     "teacher_lr": 3e-3,
 }
-DISTILL = {"steps": 240, "eval_every": 60, "learning_rate": 3e-3, "max_length": 448,
+DISTILL = {"steps": 120, "eval_every": 30, "learning_rate": 3e-3, "max_length": 448,
            "eval_rows": RECIPE["held_out_rows"]}
 ARMS = {  # what is trained, and how
     "text only": {"kd_weight": 0},
@@ -109,9 +109,9 @@ def read_corpus(path):
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
-SENTENCEPIECE = dict(model_type="unigram", byte_fallback=True, split_digits=True, minloglevel=2, num_threads=1,
+SENTENCEPIECE = dict(model_type="unigram", byte_fallback=True, split_digits=True, max_sentence_length=1 << 16,
                      normalization_rule_name="identity", remove_extra_whitespaces=False,
-                     allow_whitespace_only_pieces=True, max_sentence_length=1 << 16)
+                     allow_whitespace_only_pieces=True, num_threads=1, minloglevel=2)
 
 
 def byte_level_bpe(texts, size):

@@ -6,8 +6,8 @@
         --output_dir runs/a --export runs/a/student
     deepspeed --num_gpus 2 distill.py --student S --data corpus.txt --learning_rate 1e-4 --kd_weight 0
 
-Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags below.
-The step is `train_step`.  Works on CPU ranks as on GPUs.
+Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags
+below. The step is `train_step`.  Works on CPU ranks as on GPUs.
 """
 
 import difflib
@@ -526,6 +526,8 @@ def start_distributed():
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed's shared-memory all-reduce takes every group for the world, and is compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "OMP_NUM_THREADS" not in os.environ:  # else every rank would start a thread per core
+            torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
     else:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()

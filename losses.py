@@ -194,7 +194,7 @@ class Spelling(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Positions inside a chunk: the fine side is at `fine_row`, k >= 1 tokens into the coarse side's one token.
+    """Positions inside a chunk: the fine side is at `fine_row`, k >= 1 tokens into the coarse token.
 
     fine_row, coarse_row: (N,) int64, row of the fine side and row of the coarse side's first position.
     low, high: (N,) int64, range (see Spelling) of the coarse tokens that begin with the k fine tokens seen.
@@ -285,7 +285,7 @@ def piece_kl(
       3. inside one student token, after k teacher tokens: KL(q_k || S_k), where S_k(w) is the student's mass,
          normalised, on tokens v whose spelling begins with the k tokens seen and goes on with w, and q_k is
          restricted to the w that occur;
-      4. in chunks of several tokens on both sides: KL between the two probabilities (chain rule) of the chunk.
+      4. in chunks of several tokens on both sides: KL between its two (chain rule) probabilities.
     Every term is >= 0; equal tokenizers give the forward KL exactly.  T_k knows that the teacher's token goes
     on, and the start of the next chunk knows that it stopped: over the data the two average to the teacher's
     belief.

@@ -26,7 +26,7 @@ ROLES = ("eos", "bos", "pad", "unk")  # in order of precedence, where one token 
 
 
 def mid_text_backend(tokenizer):
-    """A copy of the tokenizer's backend that continues a text: no normaliser, prefix space, control tokens."""
+    """A copy of the backend that continues a text: no normaliser, no prefix space, no control tokens."""
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
 
     def never_prepend(part):

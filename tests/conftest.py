@@ -61,7 +61,7 @@ def tables(tokenizers):
 
 @pytest.fixture(scope="session")
 def models(tokenizers, tmp_path_factory):
-    """Directories of a student and a teacher with random weights; both lm_heads are padded beyond the tokenizer."""
+    """Directories of a student and a teacher with random weights and lm_heads padded beyond the tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)

@@ -1,6 +1,7 @@
-"""Groups of real ranks for tests: gloo processes that run functions of the test file, forked from one warm server.
+"""Groups of real ranks for tests: gloo processes that run functions of the test file.
 
-The server has torch, deepspeed and transformers imported, so that a group costs a second, not a minute.
+They are forked from one warm server, which has torch, deepspeed and transformers imported, so that a group
+costs a second, not a minute.
 """
 
 import multiprocessing as mp
@@ -65,8 +66,8 @@ def kill(group):
 
 
 def _rank(rank, world, port, pipe, function, args):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                   "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import torch
 
     torch.set_num_threads(1)

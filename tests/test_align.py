@@ -67,7 +67,8 @@ def test_bpe_against_unigram(texts, tokenizers, tables):
 
 def test_the_end_of_text_pairs_up_and_a_leading_space_is_left_out(tokenizers, tables):
     text = "The value 201 is"
-    ids = [[table.bos, *tokenizer(text)["input_ids"], table.eos] for tokenizer, table in zip(tokenizers, tables)]
+    ids = [[table.bos, *tokenizer(text)["input_ids"], table.eos]
+           for tokenizer, table in zip(tokenizers, tables)]
     found = align(*ids, *tables)
     assert found.student_chunk[-1] == found.teacher_chunk[-1] == len(found.chunk_bytes) - 1
     assert found.chunk_bytes[-1] == 0 and found.student_chunk[0] == found.teacher_chunk[0] == -1
@@ -78,7 +79,8 @@ def test_the_end_of_text_pairs_up_and_a_leading_space_is_left_out(tokenizers, ta
 
 
 def test_other_text_is_never_aligned(tokenizers, tables):
-    ids = [tokenizer(text)["input_ids"] for tokenizer, text in zip(tokenizers, ("good morning", "good evening"))]
+    texts = "good morning", "good evening"
+    ids = [tokenizer(text)["input_ids"] for tokenizer, text in zip(tokenizers, texts)]
     found = align(*ids, *tables)
     assert not found.same_text and (found.student_chunk == -1).all() and len(found.chunk_bytes) == 0
     assert align([], [], *tables).same_text
@@ -88,7 +90,7 @@ def test_other_text_is_never_aligned(tokenizers, tables):
 def test_ids_that_no_encoder_would_produce(tables):
     """A model may sample any spelling, bytes of half a character included."""
     student, teacher = tables
-    byte = {student.bytes_of(i): i for i in reversed(range(len(student))) if student.tokens[i].startswith("<0x")}
+    byte = {student.bytes_of(i): i for i, token in enumerate(student.tokens) if token.startswith("<0x")}
     letters = {teacher.bytes_of(i): i for i in range(len(teacher)) if not teacher.special[i]}
     text = "aé".encode() + b"\xe6\x97"
     found = align([byte[bytes([b])] for b in text], [letters[bytes([b])] for b in text], student, teacher)
@@ -99,11 +101,13 @@ def test_ids_that_no_encoder_would_produce(tables):
 def test_real_tokenizers(name, texts):
     from transformers import AutoTokenizer
 
-    pair = [AutoTokenizer.from_pretrained(asset("tokenizers", n)) for n in (name, "llama2" if name != "llama2" else "gpt2")]
+    names = name, "gpt2" if name == "llama2" else "llama2"
+    pair = [AutoTokenizer.from_pretrained(asset("tokenizers", n)) for n in names]
     both = [TokenTable.from_tokenizer(tokenizer) for tokenizer in pair]
-    for text in [*texts[:20], HARD.replace("e\u0301", "")]:  # qwen2 composes characters: that text is not the same
+    for text in [*texts[:20], HARD.replace("e\u0301", "")]:  # qwen2 composes: that text is not the same
         assert check(text, *pair, *both) is not None
-        assert both[0].decode(pair[0](text, add_special_tokens=False)["input_ids"]).strip() == text.encode().strip()
+        ids = pair[0](text, add_special_tokens=False)["input_ids"]
+        assert both[0].decode(ids).strip() == text.encode().strip()
 
 
 def test_real_stories():
@@ -116,7 +120,7 @@ def test_real_stories():
     both = [TokenTable.from_tokenizer(tokenizer) for tokenizer in pair]
     shares = [check(story, *pair, *both) for story in stories]
     different = [story for story, share in zip(stories, shares) if share is None]
-    assert all("  " in story for story in different)  # tok512 collapses runs of spaces; such texts are left out
+    assert all("  " in story for story in different)  # tok512 collapses runs of spaces: these are left out
     assert np.mean([s for s in shares if s is not None]) > 0.99
 
 
@@ -131,6 +135,7 @@ def test_a_tokenizer_of_another_family_is_refused():
 
 def test_the_file_works_alone(tmp_path):
     shutil.copy(ROOT / "align.py", tmp_path)
-    code = "import sys; sys.path.insert(0, '.'); import numpy, align; print(align.merge_boundaries(*[numpy.ones(2, int)] * 2))"
+    code = ("import sys; sys.path.insert(0, '.'); import numpy, align; "
+            "print(align.merge_boundaries(*[numpy.ones(2, int)] * 2))")
     found = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert "array([0, 1])" in found.stdout, found.stderr

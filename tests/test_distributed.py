@@ -212,7 +212,8 @@ def held_out_bits(directory, texts):
 def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(flags):
     """SIGKILL in mid-step and in mid-save; no incomplete checkpoint is ever picked up."""
     folder, common = flags
-    argv = [*common, f"--ds_config={folder / 'zero2.json'}", "--steps=12", "--save_every=1", "--num_workers=0"]
+    argv = [*common, f"--ds_config={folder / 'zero2.json'}"]
+    argv += ["--steps=12", "--save_every=1", "--num_workers=0"]
     expected = [*argv, f"--output_dir={folder / 'unkilled'}"]
     assert ranks.run(2, run_distill, [expected]) == [[0], [0]]
     killed = folder / "killed"

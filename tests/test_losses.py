@@ -11,7 +11,8 @@ import torch
 from conftest import GOLDEN, ROOT
 
 import losses
-from losses import (Spelling, next_token_cross_entropy, piece_kl, piece_terms, projection_kl, teacher_importance)
+from losses import (Spelling, next_token_cross_entropy, piece_kl, piece_terms, projection_kl,
+                    teacher_importance)
 from projection_tools.spell import events, prefix_ranges
 
 F64 = torch.float64
@@ -29,7 +30,8 @@ def spelling_of(A, B):
     pieces_W, pieces_V = table(A), table(B)
     event_V, event_W, count = events(pieces_W.numpy(), pieces_V.numpy())
     ranges = [[torch.from_numpy(x).long() for x in prefix_ranges(p.numpy())] for p in (pieces_W, pieces_V)]
-    return Spelling(torch.from_numpy(event_V), torch.from_numpy(event_W), count, pieces_W, *ranges[0], pieces_V, *ranges[1])
+    first = torch.from_numpy(event_V), torch.from_numpy(event_W), count
+    return Spelling(*first, pieces_W, *ranges[0], pieces_V, *ranges[1])
 
 
 def greedy(text, vocab):
@@ -42,7 +44,7 @@ def greedy(text, vocab):
 
 
 class Case:
-    """A batch of texts with logits, chunk ids (shifted already: entry t is the predicted token) and tables."""
+    """A batch of texts with logits, tables and chunk ids, shifted already: entry t is the predicted token."""
 
     def __init__(self, seed, samples=2, length=14, sizes=(9, 12), dtype=F64):
         rng = random.Random(seed)
@@ -77,11 +79,12 @@ class Case:
 
     def piece(self, tau=1.0, x=None, y=None):
         terms = piece_terms(*self.next, *self.chunk, self.spelling)
-        return piece_kl(self.x if x is None else x, self.y if y is None else y, *self.next, terms, self.spelling, tau)
+        x, y = self.x if x is None else x, self.y if y is None else y
+        return piece_kl(x, y, *self.next, terms, self.spelling, tau)
 
     def projection(self, tau=1.0, x=None, y=None, kept=None):
-        return projection_kl(self.x if x is None else x, self.y if y is None else y, *self.chunk, self.indices,
-                             self.likelihoods, kept, tau)
+        x, y = self.x if x is None else x, self.y if y is None else y
+        return projection_kl(x, y, *self.chunk, self.indices, self.likelihoods, kept, tau)
 
 
 def gradient(value, x):
@@ -101,7 +104,8 @@ def test_piece_kl_equals_brute_force(tau):
         kinds |= {name for name in ("inside_teacher", "inside_student") if len(getattr(terms, name).low)}
         kinds |= {"many"} if terms.count_many else set()
         value, count = case.piece(tau)
-        expected, expected_count = oracle.piece_kl(case.x, case.y, *case.next, *case.chunk, case.A, case.B, tau)
+        ids = *case.next, *case.chunk
+        expected, expected_count = oracle.piece_kl(case.x, case.y, *ids, case.A, case.B, tau)
         assert count == expected_count
         assert abs(value - expected) <= 1e-12 * expected
         assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
@@ -114,8 +118,8 @@ def test_projection_kl_equals_brute_force(tau):
         case = Case(seed)
         kept = None if seed % 2 else torch.tensor(sorted(random.Random(seed).sample(range(12), 6)))
         value, count = case.projection(tau, kept=kept)
-        expected, expected_count = oracle.projection_kl(case.x, case.y, *case.chunk, case.indices, case.likelihoods,
-                                                        kept, tau)
+        projection = case.indices, case.likelihoods
+        expected, expected_count = oracle.projection_kl(case.x, case.y, *case.chunk, *projection, kept, tau)
         assert count == expected_count
         assert abs(value - expected) <= 1e-12 * expected
         assert close(gradient(value, case.x), gradient(expected, case.x), 1e-10)
@@ -262,8 +266,8 @@ def test_projection_kl_equals_the_public_implementation():
         chunks = [torch.where((c >= 0) & valid.gather(1, c.clamp(min=0)), c, -1) for c in chunks]
         kept = teacher.amax((0, 1)).topk(min(cfg["vocab_topk"], teacher.shape[-1])).indices.sort().values
         x = data["student_logits"].clone().requires_grad_()
-        kd, n = projection_kl(x, teacher, *chunks, *data["projection"].values(), kept, cfg["temperature"], "logp",
-                              cfg["reverse_kl"])
+        how = kept, cfg["temperature"], "logp", cfg["reverse_kl"]
+        kd, n = projection_kl(x, teacher, *chunks, *data["projection"].values(), *how)
         keep = shift(data["token_mask"]) * data["sample_mask"][:, None] > 0
         ce, m = next_token_cross_entropy(x, torch.where(keep, shift(data["input_ids"]), -100))
         loss = cfg["kl_loss_weight"] * kd / n + cfg["ce_loss_scale"] * ce / m
@@ -275,9 +279,8 @@ def test_projection_kl_equals_the_public_implementation():
 
 def test_the_file_works_alone(tmp_path):
     shutil.copy(ROOT / "losses.py", tmp_path)
-    code = ("import torch, losses; x = torch.zeros(1, 2, 3); "
+    code = ("import sys; sys.path.insert(0, '.'); import torch, losses; x = torch.zeros(1, 2, 3); "
             "print(losses.next_token_cross_entropy(x, torch.tensor([[1, -100]])))")
-    found = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, '.'); {code}"], cwd=tmp_path,
-                           capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert "1.0986" in found.stdout, found.stderr
     assert losses.__doc__

@@ -25,7 +25,7 @@ def rows_explained(student, teacher, tables):
 
 
 def test_spellings_say_the_same_bytes(tokenizers, tables):
-    for source, tokenizer, target in ((tables[0], tokenizers[1], tables[1]), (tables[1], tokenizers[0], tables[0])):
+    for source, tokenizer, target in zip(tables, reversed(tokenizers), reversed(tables)):
         pieces = torch.from_numpy(spell.spell(source, tokenizer, target, max_pieces=64))
         for i in range(len(source)):
             expected = b"" if source.special[i] else source.bytes_of(i)
@@ -54,7 +54,8 @@ def test_events_equal_a_brute_force_union(tokenizers, tables):
     assert count == len(set(expected.values()))
     names = {}
     for (side, i), name in expected.items():
-        assert names.setdefault(name, (event_V if side == "s" else event_W)[i]) == (event_V if side == "s" else event_W)[i]
+        event = (event_V if side == "s" else event_W)[i]
+        assert names.setdefault(name, event) == event
     assert (event_V >= 0).sum() + (event_W >= 0).sum() == len(expected)
 
 
@@ -75,7 +76,8 @@ def test_control_tokens_pair_by_role(tables):
 
 def test_one_tokenizer_gives_the_identity(tokenizers, tables):
     same = build.build_projection(tokenizers[0], tokenizers[0])
-    assert torch.equal(same["indices"][:, 0], torch.arange(len(tables[0]))) and (same["likelihoods"][:, 0] == 1).all()
+    assert torch.equal(same["indices"][:, 0], torch.arange(len(tables[0])))
+    assert (same["likelihoods"][:, 0] == 1).all()
     tables_ = spell.build_spelling(tokenizers[0], tokenizers[0])
     assert tables_["num_events"] == len(tables[0])
     assert torch.equal(tables_["event_V"], tables_["event_W"])
@@ -87,7 +89,7 @@ def test_projection_of_two_kinds(tokenizers, tables):
     student, teacher = tables
     assert found["indices"][student.eos].tolist() == [teacher.eos, -1, -1, -1]
     again = build.build_projection(*tokenizers)
-    assert torch.equal(found["indices"], again["indices"]) and torch.equal(found["likelihoods"], again["likelihoods"])
+    assert all(torch.equal(found[key], again[key]) for key in ("indices", "likelihoods"))
 
 
 def test_weights_of_a_known_row():
@@ -146,4 +148,5 @@ def test_command_lines(models, tmp_path, capsys):
     spell.main(spell.Args(**pair, output=str(tmp_path / "s.pt")))
     out = capsys.readouterr().out
     assert "rows" in out and "events" in out
-    assert load_tables(tmp_path / "p.pt")["indices"].shape[1] == 3 and load_tables(tmp_path / "s.pt")["num_events"] > 100
+    assert load_tables(tmp_path / "p.pt")["indices"].shape[1] == 3
+    assert load_tables(tmp_path / "s.pt")["num_events"] > 100
