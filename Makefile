@@ -1,11 +1,12 @@
 PYTHON ?= python3
-export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1# large pages for large tensors: up to a third faster on a CPU
+# glibc keeps what a step frees, in large pages, for the next one: on a CPU this saves thousands of page faults a step
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592
 
 demo: .venv/installed
 	.venv/bin/python demo.py
 
 test: .venv/installed
-	.venv/bin/python -m pytest -q tests
+	.venv/bin/python -m pytest -q --durations=10 tests
 
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

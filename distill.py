@@ -2,7 +2,7 @@
 
     deepspeed distill.py --student S --teacher T --data corpus.jsonl --learning_rate 1e-4 --steps 1000
     deepspeed distill.py --student S --teacher T --data org/name --streaming --learning_rate 1e-4 \\
-        --ds_config ds_configs/zero3_bf16.json --eval_rows 200 --eval_every 500 --save_every 500 \\
+        --ds_config ds_configs/zero3.json --eval_rows 200 --eval_every 500 --save_every 500 \\
         --output_dir runs/a --export runs/a/student
     deepspeed --num_gpus 2 distill.py --student S --data corpus.txt --learning_rate 1e-4 --kd_weight 0
 
@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -562,6 +563,7 @@ def quieten():
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises is reported once, by us
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are forked
 
 
