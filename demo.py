@@ -237,21 +237,26 @@ def prepare(folder, seeds):
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def distill(folder, arm, seed, ranks):
-    """Train one student by the command line; its held-out evaluations, as metrics.jsonl has them."""
+def launch(ranks, flags):
+    """`deepspeed distill.py` with these flags; its exit code."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [launcher, "--quiet", f"--num_gpus={ranks}", f"--master_port={port}", "distill.py", *flags]
+    return subprocess.run(command).returncode
+
+
+def distill(folder, arm, seed, ranks):
+    """Train one student by the command line; its held-out evaluations, as metrics.jsonl has them."""
     output = RUNS / folder.name / f"{arm.replace(' ', '_')}_{seed}"
     shutil.rmtree(output, ignore_errors=True)
-    flags = {"ds_config": "ds_configs/zero2.json", "student": folder / f"student_{seed}", "seed": seed,
-             "teacher": folder / "teacher", "data": folder / "corpus.jsonl", "output_dir": output}
-    command = [Path(sys.executable).with_name("deepspeed"), "--quiet", f"--num_gpus={ranks}",
-               f"--master_port={port}", "distill.py"]
-    command += [f"--{key}={value}" for key, value in (flags | DISTILL | ARMS[arm]).items()]
+    values = {"ds_config": "ds_configs/zero2.json", "student": folder / f"student_{seed}", "seed": seed,
+              "teacher": folder / "teacher", "data": folder / "corpus.jsonl", "output_dir": output}
+    flags = [f"--{key}={value}" for key, value in (values | DISTILL | ARMS[arm]).items()]
     begin = time.perf_counter()
-    if subprocess.run(command).returncode:
-        raise SystemExit(f"demo.py: the run {output} failed; its command was\n{' '.join(map(str, command))}")
+    if launch(ranks, flags):
+        raise SystemExit(f"demo.py: the run {output} failed; its flags were\n{' '.join(flags)}")
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if "eval/student_bits_per_byte" in line]
     return {"arm": arm, "seed": seed, "seconds": time.perf_counter() - begin, "evaluations": found}

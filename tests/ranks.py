@@ -7,12 +7,11 @@ costs a second, not a minute.
 import multiprocessing as mp
 import os
 import pickle
-import signal
 import socket
 import traceback
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["distill"])
+_context.set_forkserver_preload(["warm"])
 
 
 def free_port():
@@ -60,7 +59,7 @@ def run(world, function, *args):
 def kill(group):
     """SIGKILL, as the machine going away."""
     for process, _ in group:
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
     for process, _ in group:
         process.join()
 

@@ -3,13 +3,22 @@
 import io
 import re
 
+import pytest
+import ranks
 import sentencepiece
 
 import demo
 from conftest import ROOT
+from test_distributed import run_distill
 
 
-def test_the_split_is_fixed_and_nothing_is_in_both_parts(tmp_path):
+@pytest.fixture(scope="module")
+def documents():
+    return list(demo.documents())
+
+
+def test_the_split_is_fixed_and_nothing_is_in_both_parts(documents, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "documents", lambda: documents)
     for name in ("a", "b"):
         demo.make_corpus(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -39,16 +48,23 @@ def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, toke
         assert sorted(tokenizers[0](text)["input_ids"]) == sorted(reference.encode(text)), text
 
 
-def test_the_demo_runs_to_its_table(tmp_path, monkeypatch, capsys):
-    """A recipe too small to learn, but every part of the real one: real ranks, real launcher."""
+def test_the_demo_runs_to_its_table(documents, tmp_path, monkeypatch, capsys):
+    """A recipe too small to learn, but every part of the real one, on real ranks; test_cli has the launcher."""
+
+    def launch(world, flags):
+        return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))
+
     tiny = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
                 num_key_value_heads=2, max_position_embeddings=512)
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(demo, "launch", launch)
+    monkeypatch.setattr(demo, "documents", lambda: documents[:60])
     monkeypatch.setattr(demo, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(demo, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(demo, "ARMS", {arm: demo.ARMS[arm] for arm in ("text only", "piece_kl")})
-    monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 2, "eval_rows": 16})
-    changes = dict(teacher_steps=2, teacher=tiny, student=tiny, teacher_vocab=600, student_vocab=400)
+    monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 2, "eval_rows": 8})
+    changes = dict(held_out_rows=8, teacher_steps=2, teacher=tiny, student=tiny, teacher_vocab=600,
+                   student_vocab=400)
     monkeypatch.setattr(demo, "RECIPE", demo.RECIPE | changes)
     demo.main()
     shown = capsys.readouterr().out

@@ -1,5 +1,6 @@
 """The same loss and gradient in every layout, whole checkpoints, exact resume, export: on real gloo ranks."""
 
+import itertools
 import json
 import os
 import shutil
@@ -209,6 +210,29 @@ def held_out_bits(directory, texts):
     return nats / size / 0.6931471805599453
 
 
+def run_until(argv, moment):
+    """A job whose rank 0 gets SIGKILL in the backward of step 4, or once it has written a file of that name."""
+    if os.environ["RANK"] == "0":
+        calls = itertools.count(1)
+        if moment == "mid-step":
+            die_after(distill, "gradient_norm", lambda engine: next(calls) == 7)
+        else:
+            die_after(torch, "save", lambda content, path, **_: moment in str(path))
+    run_distill([argv])
+
+
+def die_after(module, name, now):
+    function = getattr(module, name)
+
+    def call(*args, **options):
+        result = function(*args, **options)
+        if now(*args, **options):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(module, name, call)
+
+
 def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(flags):
     """SIGKILL in mid-step and in mid-save; no incomplete checkpoint is ever picked up."""
     folder, common = flags
@@ -217,16 +241,14 @@ def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(flags):
     expected = [*argv, f"--output_dir={folder / 'unkilled'}"]
     assert ranks.run(2, run_distill, [expected]) == [[0], [0]]
     killed = folder / "killed"
-    checkpoints = killed / "checkpoints"
-    for moment in ("step_0000003", ".step_0000006.incomplete", ".step_0000008.incomplete/random_0.pt"):
-        group = ranks.start(2, run_distill, [[*argv, f"--output_dir={killed}"]])
-        while not (checkpoints / moment).exists():
-            assert all(process.is_alive() for process, _ in group)
-            time.sleep(0.001)
+    for moment in ("mid-step", ".step_0000006.incomplete", ".step_0000008.incomplete/random_0.pt"):
+        group = ranks.start(2, run_until, [*argv, f"--output_dir={killed}"], moment)
+        group[0][0].join()
         ranks.kill(group)
+        assert group[0][0].exitcode == -signal.SIGKILL
     assert ranks.run(2, run_distill, [[*argv, f"--output_dir={killed}"]]) == [[0], [0]]
     assert losses_of(killed) == losses_of(folder / "unkilled")
-    left = {path.name for path in checkpoints.iterdir() if path.is_dir()}
+    left = {path.name for path in (killed / "checkpoints").iterdir() if path.is_dir()}
     assert left == {"step_0000011", "step_0000012"}  # nothing half-written or half-deleted stays behind
 
 

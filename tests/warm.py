@@ -1,0 +1,25 @@
+"""What the ranks of the tests share, imported and compiled once in the server that they are forked from.
+
+Else every rank imports 1,800 modules more on first use and loads numba's compiled functions, which costs it
+more than its test.  `freeze` keeps the collector from touching, and so copying, all that they share.
+"""
+
+import gc
+
+import deepspeed.module_inject.auto_ep_layer  # noqa: F401
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  looked at for every optimizer, starts a compiler
+import transformers.conversion_mapping  # noqa: F401
+import transformers.trainer_utils  # noqa: F401
+
+import demo
+import distill  # noqa: F401
+from align import TokenTable
+from data import Collate, Side
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # probes them all
+tokenizer = demo.byte_level_bpe(["warm"], 256)
+demo.llama(tokenizer, dict(hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1), 0)
+side = Side(tokenizer, TokenTable.from_tokenizer(tokenizer), 9)
+Collate(side, side, None)(["warm"])
+gc.collect()
+gc.freeze()
