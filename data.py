@@ -216,10 +216,10 @@ def find_parts(messages, text, template):
                 found[m, "content"] = at, content[: content.rindex(form)], form
                 at += len(form)
                 break
-    borders = sorted([(start, m) for (m, _), (start, _, _) in found.items()] + [(len(text), len(messages))])
-    for m, message in enumerate(messages):
-        low = max([start for start, k in borders if k < m], default=0)
-        high = min(start for start, k in borders if k > m)
+    contents = [(m, start, start + len(kept)) for (m, _), (start, _, kept) in found.items()]
+    for m, message in enumerate(messages):  # the rest stands between the contents of its neighbours
+        low = max([end for k, _, end in contents if k < m], default=0)
+        high = min([start for k, start, _ in contents if k > m], default=len(text))
         for key, part in _other_parts(message):
             start = text.find(part, low, high)
             if part and start >= 0:

@@ -221,7 +221,7 @@ def trained(kind, texts):
         return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
     letters = {c: i for i, c in enumerate(["[UNK]", *sorted(set("".join(texts)))])}
     backend = Tokenizer(models.WordLevel(letters, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
 

@@ -114,4 +114,4 @@ def test_long_texts_find_their_anchors(tokenizers, tables, texts):
     both = text, text.replace("the ", "the the ", 50)
     ids = [tokenizer(x, verbose=False)["input_ids"] for tokenizer, x in zip(tokenizers, both)]
     found = align_dp(*ids, *tables)
-    assert coverage(found)["bytes"] > 0.98
+    assert coverage(found)["bytes"] > 0.97  # next to a word put in, n:m chunks are lost

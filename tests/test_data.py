@@ -128,7 +128,7 @@ def test_chats_meet_message_by_message(chat_sides):
         parts = [spelled(table, row, chunk, c) for table, row, chunk in zip(tables, labels, (s, t))]
         assert parts[0] == parts[1]
         shared += parts[0]
-    assert b"It is the index." in shared and b"value" in shared and b"201" not in shared  # assistant only
+    assert b" is the index." in shared and b"value" in shared and b"201" not in shared  # assistant only
     learned = tables[0].decode(labels[0][labels[0] >= 0].tolist())
     assert learned == b" the value \n<think>\nlong\n</think>\n\nIt is the index."
     ends = [row == stop for row, stop in zip(labels, (tables[0].end_of_turn, tables[1].eos))]
