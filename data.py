@@ -13,6 +13,8 @@ Shapes: B samples, S student positions, T teacher positions.
 
 import glob
 import itertools
+import json
+import re
 import signal
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +25,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from align import TokenTable, align
+from align import (Alignment, Located, TokenTable, align_located, align_regions, character_starts, common_cut,
+                   coverage, locate)
 from losses import Spelling, find_chunks, piece_terms
 
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
@@ -54,18 +57,15 @@ class Side:
     def _adds_bos(self):
         return getattr(self.tokenizer, "init_kwargs", {}).get("add_bos_token") is not False
 
-    def text_bytes(self, ids, text):
-        """Bytes of `text` that each id stands for, -1 for control tokens; an added leading space counts 0.
+    def offsets(self, text):
+        """(tokens, 2) characters of the text for each token of `encode`, by the tokenizer itself."""
+        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        bos = [(0, 0)] * (self.table.bos >= 0 and self._adds_bos())
+        return np.array([*bos, *coded["offset_mapping"], *[(0, 0)] * (self.table.eos >= 0)]).reshape(-1, 2)
 
-        Args:
-            ids: of the whole text, not cut yet.
-        """
-        lengths = self.table.lengths[ids]
-        first = np.flatnonzero(lengths >= 0)[:1]
-        surplus = lengths[lengths >= 0].sum() - len(text.encode(errors="replace"))
-        if surplus == 1 and self.table.bytes_of(ids[first[0]])[:1] == b" ":
-            lengths[first] -= 1
-        return lengths
+    def place(self, ids, text):
+        """Located: where in the text the tokens of `encode` stand; by offsets where bytes do not tell."""
+        return locate(ids, self.table, text) or locate(ids, self.table, text, self.offsets(text))
 
 
 @dataclass
@@ -74,12 +74,12 @@ class Sample:
 
     student: tuple  # (ids, labels, chunk, bytes), see `shift`
     teacher: tuple
+    alignment: Alignment | None  # before the cut
     aligned_bytes: int
-    same_text: bool
 
 
 NOTHING = (np.zeros(0, np.int64),) * 4
-EMPTY = Sample(NOTHING, NOTHING, 0, True)  # fills the last evaluation batch
+EMPTY = Sample(NOTHING, NOTHING, None, 0)  # fills the last evaluation batch
 
 
 def make_sample(text, student_ids, teacher_ids, student, teacher):
@@ -89,46 +89,207 @@ def make_sample(text, student_ids, teacher_ids, student, teacher):
         student_ids, teacher_ids: with bos and eos; teacher_ids is None when no teacher takes part.
         student, teacher: the Side of each.
     """
+    places = [student.place(student_ids, text)]
     if teacher_ids is None:
-        parts = student_ids, np.full(len(student_ids), -1), student.text_bytes(student_ids, text)
-        return Sample(shift(*parts, student.max_length + 1), NOTHING, 0, True)
-    alignment = align(student_ids, teacher_ids, student.table, teacher.table)
-    chunks = [alignment.student_chunk, alignment.teacher_chunk]
-    cuts = common_cut(chunks, [student.max_length + 1, teacher.max_length + 1])
-    # a chunk needs a position that predicts its first token; without bos the very first token has none
-    lost = list({chunk[0] for chunk in chunks if len(chunk)} - {-1})
-    sides = [
-        shift(ids, np.where(np.isin(chunk, lost), -1, chunk), side.text_bytes(ids, text), cut)
-        for ids, chunk, side, cut in zip((student_ids, teacher_ids), chunks, (student, teacher), cuts)
-    ]
-    used = np.unique(sides[0][2][sides[0][2] >= 0])
-    return Sample(*sides, int(alignment.chunk_bytes[used].sum()), alignment.same_text)
+        return finish_sample((student_ids,), [part_bytes(*places)], None, (student,))
+    places.append(teacher.place(teacher_ids, text))
+    size = len(text.encode(errors="replace"))
+    alignment = align_located(student_ids, teacher_ids, *places, student.table, teacher.table, size)
+    return finish_sample((student_ids, teacher_ids), [part_bytes(p) for p in places], alignment,
+                         (student, teacher))
 
 
-def common_cut(chunks, limits):
-    """Tokens to keep on either side: whole chunks only, so that no unaligned tail remains.
+def part_bytes(place):
+    """(S,) bytes of the text that each token stands for, -1 for a control token."""
+    return np.where(place.begin < 0, -1, place.end - place.begin)
+
+
+def finish_sample(ids, bytes_, alignment, sides, learned=None):
+    """Truncate and shift what was aligned.
 
     Args:
-        chunks: chunk id per token, of student and teacher.
-        limits: the most tokens that each may keep.
+        ids, bytes_: of the student and, with a teacher, of the teacher.
+        learned: (S,) bool, student tokens to learn from; None: all.
     """
-    if all(len(chunk) <= limit for chunk, limit in zip(chunks, limits)):
-        return [len(chunk) for chunk in chunks]
-    ends = [_chunk_ends(chunk) for chunk in chunks]  # one more than the last token of every chunk
-    fits = np.flatnonzero((ends[0] <= limits[0]) & (ends[1] <= limits[1]))
-    if len(fits) == 0:  # nothing aligned fits: the student still learns from the text
-        return [min(len(chunk), limit) for chunk, limit in zip(chunks, limits)]
-    return [int(end[fits[-1]]) for end in ends]
+    labels = ids[0] if learned is None else np.where(learned, ids[0], -100)
+    if alignment is None:
+        parts = ids[0], labels, np.full(len(ids[0]), -1), bytes_[0]
+        return Sample(shift(*parts, sides[0].max_length + 1), NOTHING, None, 0)
+    # where one side alone spells a space that the text does not have, the models speak of other words
+    used = np.append(np.where(alignment.same_bytes, np.arange(len(alignment.same_bytes)), -1), -1)
+    chunks = [used[alignment.student_chunk], used[alignment.teacher_chunk]]
+    cuts = common_cut(chunks, [side.max_length + 1 for side in sides])
+    # a chunk needs a position that predicts its first token; without bos the very first token has none
+    lost = {int(chunk[0]) for chunk in chunks if len(chunk)}
+    if learned is not None:
+        lost |= set(chunks[0][~learned].tolist())
+    chunks = [np.where(np.isin(chunk, list(lost)), -1, chunk) for chunk in chunks]
+    student, teacher = [shift(i, l, c, b, cut) for i, l, c, b, cut
+                        in zip(ids, (labels, ids[1]), chunks, bytes_, cuts)]
+    found = np.unique(student[2][student[2] >= 0])
+    return Sample(student, teacher, alignment, int(alignment.chunk_bytes[found].sum()))
 
 
-def _chunk_ends(chunk):
-    last = np.flatnonzero((chunk >= 0) & np.append(chunk[1:] != chunk[:-1], True))
-    return last + 1
-
-
-def shift(ids, chunk, bytes_, cut):
+def shift(ids, labels, chunk, bytes_, cut):
     """(ids, labels, chunk, bytes) of the first `cut` tokens; position t reads ids[t], predicts ids[t + 1]."""
-    return ids[: cut - 1], ids[1:cut], chunk[1:cut], bytes_[1:cut]
+    return ids[: cut - 1], labels[1:cut], chunk[1:cut], bytes_[1:cut]
+
+
+# --- chats ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rendering:
+    """A chat as one model's template writes it.
+
+    Attributes:
+        ids: (S,) int64.
+        place: Located, in the rendering.
+        spans: {(message, part): (byte of the rendering, byte of the part, bytes)}, what the template kept of
+            each part of each message; part: "content", "reasoning" or (number, "name" or "arguments") of a
+            tool call.
+        ends: {message: token that ends its turn}.
+    """
+
+    ids: np.ndarray
+    place: Located
+    spans: dict
+    ends: dict
+
+
+def render(messages, side):
+    """Write a chat by the template of one side and find its messages again.
+
+    Raises:
+        ValueError: the template refuses the chat.
+    """
+    def template(chat):
+        try:
+            return side.tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception as error:  # templates raise whatever they like
+            name = side.tokenizer.name_or_path
+            raise ValueError(f"the chat template of {name} refuses a chat: {error}") from None
+
+    text = template(messages)
+    coded = side.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = np.array(coded["input_ids"], np.int64)
+    place = locate(ids, side.table, text, coded["offset_mapping"])
+    at, spans, ends = character_starts(text), {}, {}
+    for key, (start, skipped, part) in find_parts(messages, text, template).items():
+        spans[key] = int(at[start]), len(skipped.encode()), len(part.encode())
+    stops = {side.table.eos, side.table.end_of_turn} - {-1}
+    for m in {m for m, _ in spans}:
+        stop = max(begin + size for (k, _), (begin, _, size) in spans.items() if k == m)
+        after = np.flatnonzero(place.begin >= stop)
+        if len(after) and int(ids[after[0]]) in stops:
+            ends[m] = int(after[0])
+    return Rendering(ids, place, spans, ends)
+
+
+MARK = "\ue000{}\ue001"  # of the private use area: in no chat
+
+
+def find_parts(messages, text, template):
+    """Where a rendering holds the parts of each message.
+
+    A second rendering with marks instead of contents tells what the template writes around them, so a
+    content like "user" is not mistaken for a header.  What the template rewrote is not found.
+
+    Returns:
+        {(message, part): (character of the rendering, what is cut off before, what the template kept)}.
+    """
+    wanted = {m for m, message in enumerate(messages) if message.get("content")}
+    marked = [dict(message, content=MARK.format(m)) if m in wanted else message
+              for m, message in enumerate(messages)]
+    skeleton = re.split(MARK.format(r"(\d+)"), template(marked))
+    found, at = {}, 0
+    for before, m, after in zip(skeleton[::2], map(int, skeleton[1::2]), skeleton[2::2]):
+        start = text.find(before, at)
+        if start < 0:
+            continue
+        at = start + len(before)
+        content = messages[m]["content"]
+        thought, _, answer = content.rpartition("</think>")
+        for form in (content, content.strip(), content.rstrip(), content.lstrip(),
+                     *([answer, answer.strip()] if thought else [])):  # some leave out what was thought
+            if form and text.startswith(form + after, at):
+                found[m, "content"] = at, content[: content.rindex(form)], form
+                at += len(form)
+                break
+    contents = [(m, start, start + len(kept)) for (m, _), (start, _, kept) in found.items()]
+    for m, message in enumerate(messages):  # the rest stands between the contents of its neighbours
+        low = max([end for k, _, end in contents if k < m], default=0)
+        high = min([start for k, start, _ in contents if k > m], default=len(text))
+        for key, part in _other_parts(message):
+            start = text.find(part, low, high)
+            if part and start >= 0:
+                found[m, key], low = (start, "", part), start + len(part)
+    return found
+
+
+def _other_parts(message):
+    """(key, text) of what a message holds beside its content."""
+    yield "reasoning", (message.get("reasoning_content") or "").strip()
+    for n, call in enumerate(message.get("tool_calls") or []):
+        function = call.get("function", call)
+        arguments = function.get("arguments", "")
+        yield (n, "name"), function.get("name", "")
+        yield (n, "arguments"), arguments if isinstance(arguments, str) else json.dumps(
+            arguments, ensure_ascii=False)
+
+
+def make_chat_sample(messages, student, teacher, train_on):
+    """A chat, rendered by either side's own template, aligned part by part of every message.
+
+    Args:
+        messages: list of {"role": ..., "content": ...}.
+        train_on: "assistant": learn what the assistant says, and to end; "all": the whole rendering.
+    """
+    sides = (student, teacher) if teacher else (student,)
+    views = [render(messages, side) for side in sides]
+    roles = [message["role"] for message in messages]
+    learned = np.zeros(len(views[0].ids), bool)
+    for m, role in enumerate(roles):
+        if role == "assistant" and m in views[0].ends:
+            learned[views[0].ends[m]] = True
+    for (m, _), (begin, _, size) in views[0].spans.items():
+        if roles[m] == "assistant":
+            learned |= (views[0].place.begin < begin + size) & (views[0].place.end > begin)
+    learned = np.ones_like(learned) if train_on == "all" else learned
+    bytes_ = [part_bytes(view.place) for view in views]
+    for b, side, view in zip(bytes_, sides, views):
+        b[side.table.special[view.ids]] = -1
+    bytes_[0] = np.where(learned, bytes_[0], -1)
+    ids = tuple(view.ids for view in views)
+    if teacher is None:
+        return finish_sample(ids, bytes_, None, sides, learned)
+    regions = common_regions(*views)
+    pair = student.table, teacher.table
+    alignment = align_regions(*ids, views[0].place, views[1].place, regions, *pair)
+    told = [text for m in messages for text in (m.get("content") or "", *dict(_other_parts(m)).values())]
+    told = sum(len(text.encode()) for text in told)
+    alignment.dropped["different"] += told - alignment.text_bytes  # what a template left out or rewrote
+    return finish_sample(ids, bytes_, alignment._replace(text_bytes=told), sides, learned)
+
+
+def common_regions(student, teacher):
+    """Regions for `align_regions`: what both renderings kept of each part, in the order of both."""
+    regions, at = [], 0
+    keys = sorted(student.spans.keys() & teacher.spans.keys(), key=lambda key: student.spans[key])
+    last = {m: key for key in keys for m in [key[0]]}
+    for key in keys:
+        (s, s_skip, s_size), (t, t_skip, t_size) = student.spans[key], teacher.spans[key]
+        low, high = max(s_skip, t_skip), min(s_skip + s_size, t_skip + t_size)
+        if low >= high or t < at:
+            continue
+        at, m = t + t_size, key[0]
+        ends = m in student.ends and m in teacher.ends and last[m] == key
+        pair = (student.ends[m], teacher.ends[m]) if ends else None
+        regions.append((s + low - s_skip, t + low - t_skip, high - low, pair))
+    return regions
+
+
+# --- batches --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -138,14 +299,16 @@ class Collate:
     Attributes:
         student, teacher: Side; teacher None: the text alone.
         spelling: tables for the terms of piece_kl, or None for losses that work on whole chunks.
+        train_on: what to learn of a chat: "assistant" or "all".
     """
 
     student: Side
     teacher: Side | None
     spelling: Spelling | None
+    train_on: str = "assistant"
 
     def __call__(self, texts):
-        """Texts (None: no sample) to a dict.
+        """Texts, or chats (lists of messages); None: no sample.
 
         Returns:
             student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* too;
@@ -160,8 +323,8 @@ class Collate:
         counts = {"ce": int((batch["student_labels"] >= 0).sum()), "kd": 0,
                   "text_bytes": int(batch["student_bytes"].clamp(min=0).sum()),
                   "aligned_bytes": sum(s.aligned_bytes for s in samples),
-                  "unaligned_texts": sum(not s.same_text for s in samples),
                   "aligned_tokens": int((batch["student_chunk"] >= 0).sum())}
+        counts |= _chunk_counts([s.alignment for s in samples if s.alignment])
         if self.teacher is not None:
             batch |= _pad("teacher", samples, self.teacher.table)
             chunks = batch["student_chunk"], batch["teacher_chunk"]
@@ -174,10 +337,29 @@ class Collate:
         return batch | {"counts": counts}
 
     def _samples(self, texts):
-        student_ids = self.student.encode(texts) if texts else []
-        teacher_ids = self.teacher.encode(texts) if texts and self.teacher else [None] * len(texts)
-        for text, s, t in zip(texts, student_ids, teacher_ids):
-            yield make_sample(text, s, t, self.student, self.teacher)
+        plain = [text for text in texts if isinstance(text, str)]
+        student_ids = iter(self.student.encode(plain) if plain else [])
+        teacher_ids = iter(self.teacher.encode(plain) if plain and self.teacher else [None] * len(plain))
+        for text in texts:
+            if isinstance(text, str):
+                yield make_sample(text, next(student_ids), next(teacher_ids), self.student, self.teacher)
+            else:
+                yield make_chat_sample(text, self.student, self.teacher, self.train_on)
+
+
+DROPPED = "altered_bytes", "unspelled_bytes", "different_bytes"
+CHUNKS = "chunks", "chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"
+
+
+def _chunk_counts(alignments):
+    """Counts of `align.coverage` that can be summed over batches; of whole texts, before any cut."""
+    found = {"source_bytes": sum(a.text_bytes for a in alignments)}
+    found |= {key: sum(a.dropped[key.removesuffix("_bytes")] for a in alignments) for key in DROPPED}
+    shares = coverage(alignments)
+    found["chunks"] = shares["chunks"]
+    for name, key in zip(CHUNKS[1:], ("1:1", "1:n", "n:1", "n:m")):
+        found[name] = round(shares[key] * shares["chunks"])
+    return found
 
 
 def _pad(side, samples, table):
@@ -252,11 +434,21 @@ def _open(source, split, streaming):
     return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
 
 
+def holds_chats(rows, text_key):
+    """Does the column hold lists of messages?"""
+    features = rows.features
+    if features is None:  # a stream whose columns are known by its rows only
+        first = next(iter(rows.take(1)))[text_key]
+        return isinstance(first, list) and {"role", "content"} <= set(first[0])
+    return {"role", "content"} <= set(getattr(features[text_key], "feature", None) or {})
+
+
 def _check_text(source, rows, text_key):
     if len(rows) == 0:
         raise ValueError(f"--data {source}: the data set is empty; at least one row of text is needed")
-    dtype = getattr(rows.features[text_key], "dtype", str(rows.features[text_key]))
-    if dtype not in ("string", "large_string"):
+    feature = rows.features[text_key]
+    dtype = getattr(feature, "dtype", str(feature))
+    if not holds_chats(rows, text_key) and dtype not in ("string", "large_string"):
         raise ValueError(f"--data {source}: column {text_key!r} holds {dtype}, expected text in every row; "
                          "mend it or name another column by --text_key")
     if rows.data.column(text_key).null_count:
@@ -296,7 +488,7 @@ class StreamedRows:
         self.iterator = self.iterator or self._forever()
         row = next(itertools.islice(self.iterator, i - self.position, None))
         self.position = i + 1
-        if not isinstance(row[self.text_key], str):
+        if not isinstance(row[self.text_key], (str, list)):
             raise ValueError(f"sample {i} of the stream holds {row[self.text_key]!r:.40}, expected text")
         return row[self.text_key]
 

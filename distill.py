@@ -38,8 +38,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from align import TokenTable
 from checkpoint import export_model, find_checkpoint, load_checkpoint, save_checkpoint, write_atomically
-from data import (Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows, load_rows, loader,
-                  split_rows)
+from data import (CHUNKS, DROPPED, Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows,
+                  holds_chats, load_rows, loader, split_rows)
 from ds_config import read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from losses import Spelling, next_token_cross_entropy, piece_kl, projection_kl, teacher_importance
@@ -59,7 +59,8 @@ class Config:
         teacher: hub id or directory of the frozen teacher; not needed with kd_weight 0.
         data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet
             .arrow .csv.
-        text_key: column that holds the text.
+        text_key: column that holds the text, or chats: lists of {"role", "content"}.
+        train_on: what to learn of a chat: assistant (what it says, and to end its turn) or all.
         split: split of a hub data set.
         streaming: read the data as a stream instead of preparing it on disk first.
         eval_rows: rows held out of training, the first ones of the data; 0: none.
@@ -93,6 +94,7 @@ class Config:
     teacher: str = ""
     data: str = ""
     text_key: str = "text"
+    train_on: str = "assistant"
     split: str = "train"
     streaming: bool = False
     eval_rows: int = 0
@@ -143,7 +145,8 @@ class Config:
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, learning_rate=0, seed=0, eval_every=0, save_every=0, keep_checkpoints=1,
               num_workers=0)
-CHOICES = dict(loss=("piece_kl", "projection_kl"), teacher_dtype=("auto", "float32", "bfloat16", "float16"))
+CHOICES = dict(loss=("piece_kl", "projection_kl"), train_on=("assistant", "all"),
+               teacher_dtype=("auto", "float32", "bfloat16", "float16"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
                   "wandb_project", "num_workers", "local_rank", "ds_config"}
@@ -272,6 +275,11 @@ def check_inputs(cfg, device):
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     ds_config = resolve_ds_config(raw, cfg, dist.get_world_size(), student_config.hidden_size, bf16)
     rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
+    if holds_chats(rows, cfg.text_key):
+        for role, side in (("student", student), ("teacher", teacher)):
+            if side and not side.tokenizer.chat_template:
+                raise ValueError(f"--{role} {getattr(cfg, role)}: its tokenizer has no chat template, and "
+                                 f"{cfg.text_key!r} holds chats; set chat_template in tokenizer_config.json")
     train_rows, held_out_rows = split_rows(rows, cfg.eval_rows)
     kd_loss, spelling = build_loss(cfg, student, teacher, device) if teacher else (None, None)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
@@ -319,7 +327,7 @@ def to_device(value, device):
 
 # --- one step -------------------------------------------------------------------------------------
 
-COUNTS = "ce", "kd", "text_bytes", "aligned_bytes", "unaligned_texts", "aligned_tokens"
+COUNTS = "ce", "kd", "text_bytes", "aligned_bytes", "aligned_tokens", "source_bytes", *DROPPED, *CHUNKS
 
 
 @dataclass
@@ -385,8 +393,9 @@ def train_step(job, window, stop=False):
     metrics |= {"ce": ce} if cfg.ce_weight else {}
     if cfg.kd_weight:
         metrics |= {"kd": kd, "aligned_bytes": counts["aligned_bytes"] / max(counts["text_bytes"], 1),
-                    "aligned_tokens": counts["aligned_tokens"] / max(counts["ce"], 1),
-                    "unaligned_texts": int(counts["unaligned_texts"])}
+                    "aligned_tokens": counts["aligned_tokens"] / max(counts["ce"], 1)}
+        metrics |= {key: counts[key] / max(counts["source_bytes"], 1) for key in DROPPED}
+        metrics |= {key: counts[key] / max(counts["chunks"], 1) for key in CHUNKS[1:]}
     return metrics | {"tokens": int(counts["ce"]), "stop": counts["stop"] > 0}
 
 
@@ -577,7 +586,7 @@ def main(cfg):
     job = build_job(cfg, inputs, device)
     start = load_checkpoint(job.engine, inputs.checkpoint) if inputs.checkpoint else 0
 
-    collate = Collate(inputs.student, inputs.teacher, inputs.spelling)
+    collate = Collate(inputs.student, inputs.teacher, inputs.spelling, cfg.train_on)
     micro = job.engine.train_micro_batch_size_per_gpu()
     stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, cfg.text_key, cfg.seed)
     micro_steps = job.engine.gradient_accumulation_steps()

@@ -59,7 +59,7 @@ def build_projection(student_tokenizer, teacher_tokenizer, student=None, teacher
 def cached_projection(student_tokenizer, teacher_tokenizer, student, teacher, top_k=4, directory=None):
     """`build_projection`, kept on disk under the fingerprints of the two tokenizers and the flags."""
     prints = fingerprint(student_tokenizer)[:16], fingerprint(teacher_tokenizer)[:16]
-    name = f"projection-1-{prints[0]}-{prints[1]}-k{top_k}.pt"
+    name = f"projection-2-{prints[0]}-{prints[1]}-k{top_k}.pt"
     pair = student_tokenizer, teacher_tokenizer, student, teacher
     return cached(name, lambda: build_projection(*pair, top_k), directory)
 

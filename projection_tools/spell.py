@@ -22,7 +22,7 @@ from projection_tools import cached, fingerprint, save_atomically
 
 CHARACTER_OF_BYTE = {b: c for c, b in BYTE_OF_CHARACTER.items()}
 SURROGATES = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # bytes that are no UTF-8, and the text between
-ROLES = ("eos", "bos", "pad", "unk")  # in order of precedence, where one token plays several roles
+ROLES = "eos", "end_of_turn", "bos", "pad", "unk"  # the first one counts where one token plays several
 
 
 def mid_text_backend(tokenizer):
@@ -180,7 +180,7 @@ def build_spelling(student_tokenizer, teacher_tokenizer, student=None, teacher=N
 
 def cached_spelling(student_tokenizer, teacher_tokenizer, student, teacher, directory=None):
     """`build_spelling`, kept on disk under the fingerprints of the two tokenizers."""
-    name = f"spelling-1-{fingerprint(student_tokenizer)[:16]}-{fingerprint(teacher_tokenizer)[:16]}.pt"
+    name = f"spelling-2-{fingerprint(student_tokenizer)[:16]}-{fingerprint(teacher_tokenizer)[:16]}.pt"
     pair = student_tokenizer, teacher_tokenizer, student, teacher
     return cached(name, lambda: build_spelling(*pair), directory)
 

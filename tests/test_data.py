@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from data import (Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows, load_rows, loader,
-                  split_rows)
+from data import (Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows, holds_chats,
+                  load_rows, loader, render, split_rows)
 
 
 @pytest.fixture
@@ -74,15 +74,112 @@ def test_without_bos_the_first_chunk_has_no_predictor(tokenizers, tables, texts)
     assert batch["teacher_bytes"].clamp(min=0).sum() < batch["student_bytes"].clamp(min=0).sum()
 
 
-def test_texts_that_do_not_survive_are_counted_and_still_read(sides):
-    class Lossy:
-        def __call__(self, texts, **_):
-            return sides[0].tokenizer([t.lower() for t in texts], add_special_tokens=False)
+def test_altered_text_is_counted_and_still_read(sides, tokenizers):
+    """A tokenizer that lower-cases: what it alters is learned from as text alone, the rest is aligned."""
+    import copy
 
-    lossy = Side(Lossy(), sides[0].table, 400)
-    batch = Collate(lossy, sides[1], None)(["Upper", "lower"])
-    assert batch["counts"]["unaligned_texts"] == 1
-    assert (batch["student_chunk"][0] == -1).all() and (batch["student_labels"][0] >= 0).any()
+    from tokenizers import normalizers
+
+    lower = copy.deepcopy(tokenizers[0])
+    backend = lower.backend_tokenizer
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
+    lossy = Side(lower, sides[0].table, 400)
+    batch = Collate(lossy, sides[1], None)(["the Upper value", "the value"])
+    assert (batch["student_labels"][0] >= 0).any() and (batch["student_chunk"][0] >= 0).any()
+    assert 0 < batch["counts"]["altered_bytes"] < len("the Upper value")
+    assert batch["counts"]["different_bytes"] == 0
+    assert batch["counts"]["source_bytes"] == len("the Upper valuethe value")
+    s, t = batch["student_chunk"][0], batch["teacher_chunk"][0]
+    for c in set(s.tolist()) - {-1}:
+        assert spelled(lossy.table, batch["student_labels"][0], s, c) == spelled(
+            sides[1].table, batch["teacher_labels"][0], t, c)
+
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+          "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}<|im_end|>\n"
+          "{% endfor %}")
+PLAIN = ("{% if messages[0].role != 'system' %}Be good.\n{% endif %}{% for m in messages %}{{ m.role }}: "
+         "{% if '</think>' in m.content %}{{ m.content.split('</think>')[1] | trim }}{% else %}"
+         "{{ m.content | trim }}{% endif %}{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}")
+CHAT = [{"role": "user", "content": "user"}, {"role": "assistant", "content": " the value \n"},
+        {"role": "user", "content": "assistant: the 201?"},
+        {"role": "assistant", "content": "<think>\nlong\n</think>\n\nIt is the index."}]
+
+
+@pytest.fixture
+def chat_sides(tokenizers):
+    import copy
+
+    from align import TokenTable
+
+    student, teacher = map(copy.deepcopy, tokenizers)
+    student.chat_template, teacher.chat_template = CHATML, PLAIN
+    student.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return [Side(t, TokenTable.from_tokenizer(t), 400) for t in (student, teacher)]
+
+
+def test_chats_meet_message_by_message(chat_sides):
+    batch = Collate(*chat_sides, None)([CHAT])
+    tables = [side.table for side in chat_sides]
+    s, t = batch["student_chunk"][0], batch["teacher_chunk"][0]
+    labels = [batch[f"{name}_labels"][0] for name in ("student", "teacher")]
+    shared = b""
+    for c in sorted(set(s.tolist()) - {-1}):
+        parts = [spelled(table, row, chunk, c) for table, row, chunk in zip(tables, labels, (s, t))]
+        assert parts[0] == parts[1]
+        shared += parts[0]
+    assert b" is the index." in shared and b"value" in shared and b"201" not in shared  # assistant only
+    learned = tables[0].decode(labels[0][labels[0] >= 0].tolist())
+    assert learned == b" the value \n<think>\nlong\n</think>\n\nIt is the index."
+    ends = [row == stop for row, stop in zip(labels, (tables[0].end_of_turn, tables[1].eos))]
+    assert ends[0].sum() == 2 and (s[ends[0]] >= 0).all()
+    assert set(s[ends[0]].tolist()) == set(t[ends[1]].tolist())
+    told = sum(len(m["content"]) for m in CHAT)
+    assert batch["counts"]["source_bytes"] == told
+    assert batch["counts"]["different_bytes"] == len(" ") + len(" \n") + len("<think>\nlong\n</think>\n\n")
+    whole = Collate(*chat_sides, None, "all")([CHAT])
+    assert whole["counts"]["ce"] > batch["counts"]["ce"] and whole["counts"]["aligned_bytes"] > len(shared)
+    assert Collate(chat_sides[0], None, None)([CHAT])["counts"]["ce"] == batch["counts"]["ce"]
+
+
+def test_chats_are_cut_at_whole_chunks(chat_sides):
+    for side in chat_sides:
+        side.max_length = 30
+    batch = Collate(*chat_sides, None, "all")([CHAT])
+    for name in ("student", "teacher"):
+        assert batch[f"{name}_labels"].shape[1] <= 30 and batch[f"{name}_chunk"][0, -1] >= 0
+
+
+def test_reasoning_and_tool_calls_keep_their_place(chat_sides):
+    call = {"function": {"name": "look", "arguments": {"at": "the index"}}}
+    chat = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": "the index", "reasoning_content": "the value"}]
+    template = ("{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}({{ m.reasoning_content }}"
+                "){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+                "{{ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endfor %}")
+    for side in chat_sides:
+        side.tokenizer.chat_template = template
+    spans = render(chat, chat_sides[0]).spans
+    order = sorted(spans, key=lambda key: spans[key])
+    assert order == [(0, "content"), (1, (0, "name")), (1, (0, "arguments")), (2, "reasoning"),
+                     (2, "content")]
+    counts = Collate(*chat_sides, None, "all")([chat])["counts"]
+    assert counts["source_bytes"] == len("look" "look" '{"at": "the index"}' "the index" "the value")
+    assert counts["different_bytes"] == 0
+
+
+def test_templates_that_refuse_a_chat_say_so(chat_sides):
+    chat_sides[0].tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="refuses a chat: roles must alternate"):
+        Collate(*chat_sides, None)([CHAT])
+
+
+def test_columns_of_chats_are_recognised(tmp_path):
+    frame = datasets.Dataset.from_dict({"messages": [CHAT] * 3, "text": ["a"] * 3})
+    frame.to_json(tmp_path / "chats.jsonl")
+    for streaming in (False, True):
+        rows = load_rows(str(tmp_path / "chats.jsonl"), "messages", streaming=streaming)
+        assert holds_chats(rows, "messages") and not holds_chats(rows, "text")
 
 
 def test_a_rank_without_samples_gives_an_empty_batch(sides):
