@@ -26,7 +26,7 @@ from pathlib import Path
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", ".cache"))
 RUNS = Path("runs/demo")
 RECIPE = {  # of what is made here and cached; raise `version` when the code that makes it changes
-    "version": 1,
+    "version": 2,
     "passage_bytes": 480,  # a student sequence of about 200 tokens
     "held_out_rows": 160,
     "teacher_vocab": 4096,
@@ -39,7 +39,7 @@ RECIPE = {  # of what is made here and cached; raise `version` when the code tha
     "teacher_batch": 16,
     "teacher_lr": 3e-3,
 }
-DISTILL = {"steps": 120, "eval_every": 30, "learning_rate": 3e-3, "max_length": 448,
+DISTILL = {"steps": 120, "eval_every": 40, "learning_rate": 3e-3, "max_length": 448,
            "eval_rows": RECIPE["held_out_rows"]}
 ARMS = {  # what is trained, and how
     "text only": {"kd_weight": 0},
@@ -164,7 +164,16 @@ def llama(tokenizer, shape, seed):
     return LlamaForCausalLM(config)
 
 
-def train_teacher(tokenizer, texts, report=print):
+def teacher_dtype():
+    """bfloat16 where the machine multiplies in it, as GPUs and CPUs with AMX do; elsewhere it would be slower."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    return "bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "float32"
+
+
+def train_teacher(tokenizer, texts):
     """A small model of the corpus: AdamW, warm-up and cosine, sequences of similar length together."""
     import torch
     from tqdm import tqdm
@@ -183,8 +192,9 @@ def train_teacher(tokenizer, texts, report=print):
         order = order or torch.randperm(len(groups), generator=generator).tolist()
         rows = [torch.tensor(row) for row in groups[order.pop()]]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
-        logits = model(input_ids=ids[:, :-1].clamp(min=0)).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        with torch.autocast(device, torch.bfloat16, enabled=teacher_dtype() == "bfloat16"):
+            logits = model(input_ids=ids[:, :-1].clamp(min=0)).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -199,7 +209,7 @@ def train_teacher(tokenizer, texts, report=print):
 
 def recipe_folder():
     """All that is made here lies under a name made of the recipe and of the Python whose texts it reads."""
-    recipe = json.dumps([RECIPE, platform.python_version()])
+    recipe = json.dumps([RECIPE, platform.python_version(), teacher_dtype()])
     return CACHE / "demo" / hashlib.sha256(recipe.encode()).hexdigest()[:12]
 
 
@@ -252,7 +262,8 @@ def distill(folder, arm, seed, ranks):
     output = RUNS / folder.name / f"{arm.replace(' ', '_')}_{seed}"
     shutil.rmtree(output, ignore_errors=True)
     values = {"ds_config": "ds_configs/zero2.json", "student": folder / f"student_{seed}", "seed": seed,
-              "teacher": folder / "teacher", "data": folder / "corpus.jsonl", "output_dir": output}
+              "teacher": folder / "teacher", "data": folder / "corpus.jsonl", "output_dir": output,
+              "teacher_dtype": teacher_dtype()}
     flags = [f"--{key}={value}" for key, value in (values | DISTILL | ARMS[arm]).items()]
     begin = time.perf_counter()
     if launch(ranks, flags):

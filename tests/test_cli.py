@@ -38,6 +38,7 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "rows of numbers": ("--data={folder}/numbers.jsonl", "holds int64, expected text in every row"),
     "broken lines": ("--data={folder}/broken.jsonl", "cannot be read"),
     "all held out": ("--eval_rows=20", "the data has 20 rows, none is left to train on"),
+    "chats without a template": ("--data={folder}/chats.jsonl", "its tokenizer has no chat template, and"),
     "no eos": ("--student={folder}/no_eos", "its tokenizer has no eos token"),
     "short student": ("--max_length=257", "has a context of 256 positions; use no more"),
     "short teacher": ("--teacher_max_length=257", "--teacher_max_length 257"),
@@ -76,7 +77,8 @@ def wrong(models, tokenizers, texts, tmp_path_factory):
     """[outcome on rank 0, on rank 1] of every wrong command line."""
     folder = tmp_path_factory.mktemp("wrong")
     files = {"empty": "", "null": '{"text": "a"}\n{"text": null}', "numbers": '{"text": 1}\n{"text": 2}',
-             "broken": '{"text": "a"}\n{"text":'}
+             "broken": '{"text": "a"}\n{"text":',
+             "chats": '{"text": [{"role": "user", "content": "a"}]}'}
     for name, content in files.items():
         (folder / f"{name}.jsonl").write_text(content)
     (folder / "notes.pdf").write_text("%PDF")
