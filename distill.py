@@ -10,7 +10,6 @@ Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, ever
 below. The step is `train_step`.  Works on CPU ranks as on GPUs.
 """
 
-import difflib
 import hashlib
 import json
 import os
@@ -22,12 +21,11 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import datasets
 import deepspeed
-import fire
 import torch
 import torch.distributed as dist
 import transformers
@@ -42,8 +40,10 @@ from data import (CHUNKS, DROPPED, Collate, HeldOutBatches, MicroBatches, Shuffl
                   holds_chats, load_rows, loader, split_rows)
 from ds_config import read_ds_config, resolve_ds_config
 from evaluate import evaluate
+from flags import check_types, parse_flags
 from losses import Spelling, next_token_cross_entropy, piece_kl, projection_kl, teacher_importance
-from projection_tools.build import cached_projection, load_projection
+from projection_tools import Pair, load_projection
+from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling
 from teacher import load_teacher, teacher_logits
 
@@ -123,8 +123,7 @@ class Config:
     local_rank: int = -1
 
     def __post_init__(self):
-        for field in fields(self):
-            setattr(self, field.name, _typed(field.name, getattr(self, field.name), field.type))
+        check_types(self)
         for name, low in LOWEST.items():
             if getattr(self, name) < low:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected {low} or more")
@@ -150,41 +149,6 @@ CHOICES = dict(loss=("piece_kl", "projection_kl"), train_on=("assistant", "all")
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
                   "wandb_project", "num_workers", "local_rank", "ds_config"}
-
-
-def _typed(name, value, kind):
-    """The value as `kind`; fire reads 1e3 as a float and passes `=false` as text."""
-    if kind is bool and str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ValueError(f"--{name}={value}: expected {kind.__name__}, got {type(value).__name__}")
-    return value
-
-
-def parse_flags(argv):
-    """Config from the command line; an unknown flag is refused before fire sees it, the nearest one named."""
-    names = [field.name for field in fields(Config)]
-    after_flag = False
-    for word in argv:
-        if word in ("-h", "--help", "--"):
-            break
-        if word.startswith("--"):
-            name = word[2:].split("=")[0].replace("-", "_")
-            if name not in names and name.removeprefix("no") not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                hint = f"; did you mean --{near[0]}?" if near else "; --help lists them all"
-                raise ValueError(f"unknown flag --{name}{hint}")
-        elif not after_flag:
-            raise ValueError(f"unexpected argument {word!r}: a value belongs to a flag, as in --student S")
-        after_flag = word.startswith("--") and "=" not in word
-    as_text = {field.name: str for field in fields(Config) if field.type is str}  # --text_key=2024 stays text
-    cfg = fire.Fire(fire.decorators.SetParseFns(**as_text)(Config), command=argv, serialize=lambda _: None)
-    assert isinstance(cfg, Config), cfg
-    return cfg
 
 
 # --- models, data, loss ---------------------------------------------------------------------------
@@ -228,10 +192,12 @@ def build_loss(cfg, student, teacher, device):
         (kd_loss, spelling): kd_loss(student_logits, teacher_logits, batch, kept_K=None) -> (sum, count);
         spelling holds the tables from which the data workers list the terms of piece_kl, else None.
     """
-    pair = student.tokenizer, teacher.tokenizer, student.table, teacher.table
+    pair = Pair.of(student.tokenizer, teacher.tokenizer, (cfg.student, cfg.teacher),
+                   (student.table, teacher.table))
     if cfg.loss == "piece_kl":
-        tables = cached_spelling(*pair)
-        spelling = Spelling(*[tables[name] for name in Spelling._fields])
+        tables = cached_spelling(pair)
+        tables = {name: tables[name] for name in Spelling._fields}
+        spelling = Spelling(**{k: t.long() if isinstance(t, torch.Tensor) else t for k, t in tables.items()})
         on_device = to_device(spelling, device)
 
         def kd_loss(x, y, batch, kept_K=None):
@@ -239,7 +205,7 @@ def build_loss(cfg, student, teacher, device):
             return piece_kl(x, y, *labels, batch["terms"], on_device, cfg.temperature)
 
         return kd_loss, spelling
-    tables = load_projection(cfg.projection, *pair) if cfg.projection else cached_projection(*pair)
+    tables = load_projection(cfg.projection, pair) if cfg.projection else cached_projection(pair)
     projection = tables["indices"].to(device), tables["likelihoods"].to(device)
 
     def kd_loss(x, y, batch, kept_K=None):
@@ -630,7 +596,7 @@ def train(job, batches, held_out, start, ds_config):
 def cli(argv=None):
     """Command line: wrong input ends with one line and exit code 2."""
     try:
-        cfg = parse_flags(sys.argv[1:] if argv is None else argv)
+        cfg = parse_flags(Config, sys.argv[1:] if argv is None else argv)
     except ValueError as error:
         fail(str(error))
     main(cfg)

@@ -2,124 +2,123 @@
 
     python -m projection_tools.build --student-model A --teacher-model B --output projection.pt [--top-k 4]
 
-From bytes alone: a teacher token with the same bytes -> one entry of weight 1; otherwise the teacher's
-pieces of the student token with weights 0.9 * 0.1^i, normalised ('201' -> '2' .9009, '0' .0901, '1'
-.0090); control tokens by role.  Training builds it in flight when no file is given.
+The whole chain in one process: pieces (multitoken.py), tokens of equal bytes pinned (exact.py), the heaviest
+entries kept (cut.py); with --embedding-model, similar tokens where bytes say nothing (generate.py).
+Training builds it in flight when no file is given, and keeps it under the fingerprints and flags.
 """
 
-import sys
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
 
-import fire
 import numpy as np
-import torch
 
-from align import TokenTable
-from projection_tools import cached, fingerprint, load_tables, save_atomically
-from projection_tools.spell import link_special_tokens, spell
+from flags import check_types, tool
+from projection_tools import Pair, as_tables, cached, fill_empty, finish
+from projection_tools.cut import cut_rows
+from projection_tools.exact import exact_pairs, pin_exact
+from projection_tools.generate import Embedder, similar_rows
+from projection_tools.multitoken import multitoken_rows
+from projection_tools.spell import spell
 
-
-def build_projection(student_tokenizer, teacher_tokenizer, student=None, teacher=None, top_k=4):
-    """Sparse student-to-teacher projection.
-
-    Args:
-        student_tokenizer, teacher_tokenizer: fast tokenizers.
-        student, teacher: their TokenTables, if at hand.
-        top_k: entries kept in a row (K).
-    Returns:
-        dict: indices (V, K) int64, -1 in unused slots; likelihoods (V, K) float32, rows sorted, summing to 1,
-        or to 0 where a token has no image; the fingerprints and flags.
-    """
-    student = student or TokenTable.from_tokenizer(student_tokenizer)
-    teacher = teacher or TokenTable.from_tokenizer(teacher_tokenizer)
-    prints = fingerprint(student_tokenizer), fingerprint(teacher_tokenizer)
-    indices = np.full((len(student), top_k), -1, np.int64)
-    if prints[0] == prints[1]:
-        indices[:, 0] = np.arange(len(student))
-    else:
-        pieces = spell(student, teacher_tokenizer, teacher, max_pieces=top_k)
-        indices[:, : pieces.shape[1]] = pieces
-        same = {teacher.bytes_of(w): w for w in reversed(range(len(teacher))) if not teacher.special[w]}
-        multi = np.flatnonzero((indices >= 0).sum(1) > 1)  # the teacher may have them, yet never write them
-        pins = [(v, same[student.bytes_of(v)]) for v in multi if student.bytes_of(v) in same]
-        for v, w in pins + link_special_tokens(student, teacher):
-            indices[v] = [w] + [-1] * (top_k - 1)
-    weights = np.where(indices >= 0, 0.9 * 0.1 ** np.arange(top_k), 0.0)
-    weights /= np.maximum(weights.sum(1, keepdims=True), 1e-30)
-    return {
-        "indices": torch.from_numpy(indices),
-        "likelihoods": torch.from_numpy(weights.astype(np.float32)),
-        "teacher_vocab": len(teacher),
-        "student_fingerprint": prints[0],
-        "teacher_fingerprint": prints[1],
-        "tool": f"isogloss projection_tools.build --top-k {top_k}",
-    }
-
-
-def cached_projection(student_tokenizer, teacher_tokenizer, student, teacher, top_k=4, directory=None):
-    """`build_projection`, kept on disk under the fingerprints of the two tokenizers and the flags."""
-    prints = fingerprint(student_tokenizer)[:16], fingerprint(teacher_tokenizer)[:16]
-    name = f"projection-2-{prints[0]}-{prints[1]}-k{top_k}.pt"
-    pair = student_tokenizer, teacher_tokenizer, student, teacher
-    return cached(name, lambda: build_projection(*pair, top_k), directory)
-
-
-def load_projection(path, student_tokenizer, teacher_tokenizer, student, teacher):
-    """Read a projection file and check that it belongs to these two tokenizers.
-
-    Files of the public NeMo-RL tools carry no fingerprints: there only the sizes can be checked.
-
-    Raises:
-        ValueError: damaged, or made for other tokenizers.
-    """
-    tables = load_tables(path)
-    if not isinstance(tables, dict) or not {"indices", "likelihoods"} <= tables.keys():
-        raise ValueError(f"{path}: no projection (keys indices, likelihoods); use projection_tools.build")
-    for role, tokenizer in (("student", student_tokenizer), ("teacher", teacher_tokenizer)):
-        found, expected = tables.get(f"{role}_fingerprint"), fingerprint(tokenizer)
-        if found not in (None, expected):
-            raise ValueError(f"{path}: made for another {role} tokenizer (fingerprint {found}, this one has "
-                             f"{expected}); build it again for this pair")
-    indices, rows = tables["indices"], len(student)
-    if indices.shape[0] < rows or int(indices[:rows].max()) >= len(teacher):
-        raise ValueError(f"{path}: {indices.shape[0]} rows with teacher ids up to {int(indices.max())}, but "
-                         f"the tokenizers have {rows} student and {len(teacher)} teacher ids; build it again")
-    return tables | {"indices": indices[:rows].long(), "likelihoods": tables["likelihoods"][:rows].float()}
-
-
-def describe(tables):
-    """One line of facts about a projection."""
-    used = (tables["indices"] >= 0).sum(1)
-    return (f"{len(used)} rows: {int((used == 1).sum())} of one teacher token, {int((used > 1).sum())} of "
-            f"several, {int((used == 0).sum())} empty")
+VERSION = 3  # of what is cached; raise it when the same flags give another projection
 
 
 @dataclass(kw_only=True)
-class Args:
+class Recipe:
+    """How a projection is built; see `Args`."""
+
+    top_k: int = 4
+    threshold: float = 0.0
+    max_pieces: int = 4
+    reverse: bool = False
+    special_threshold: float = 0.8
+    embedding_model: str = ""
+
+
+def build_projection(pair, recipe=None):
+    """Sparse student-to-teacher projection.
+
+    Args:
+        pair: Pair.
+        recipe: Recipe; None: the defaults.
+    Returns:
+        (indices, likelihoods): (V, K) int64, -1 in unused slots, and float64; rows sorted, summing to 1,
+        or to 0 where a token has no image.
+    """
+    recipe = recipe or Recipe()
+    V = len(pair.tables[0])
+    if pair.prints[0] == pair.prints[1]:  # one tokenizer: every token is its own image, reachable or not
+        K = recipe.top_k
+        indices, likelihoods = np.full((V, K), -1, np.int64), np.zeros((V, K))
+        indices[:, 0], likelihoods[:, 0] = np.arange(V), 1
+        return indices, likelihoods
+    wide = max(recipe.top_k, recipe.max_pieces) if recipe.threshold else recipe.top_k
+    student, teacher = pair.tables
+    pieces = spell(student, pair.tokenizers[1], teacher, max(2, recipe.max_pieces))
+    found = multitoken_rows(pair, wide, recipe.max_pieces, recipe.reverse, recipe.special_threshold, pieces)
+    found = pin_exact(found, *exact_pairs(student, teacher, pieces)[:2])
+    if recipe.embedding_model:
+        found = fill_empty(found, similar_rows(pair, Embedder(recipe.embedding_model), recipe.top_k))
+    return cut_rows(found, recipe.top_k, recipe.threshold)
+
+
+def cached_projection(pair, recipe=None, directory=None):
+    """Tables of `build_projection`, kept on disk under the fingerprints of both tokenizers and the recipe."""
+    recipe = recipe or Recipe()
+    flags = json.dumps(asdict(recipe), sort_keys=True)
+    digest = hashlib.sha256(flags.encode()).hexdigest()[:8]
+    name = f"projection-{VERSION}-{pair.prints[0][:16]}-{pair.prints[1][:16]}-{digest}.pt"
+    tool = f"isogloss, in flight, {flags}"
+    return cached(name, lambda: as_tables(build_projection(pair, recipe), pair, tool), directory)
+
+
+def why_empty(pair, indices):
+    """{reason: number} of the rows without an image."""
+    student = pair.tables[0]
+    empty = indices[:, 0] < 0
+    nothing = np.diff(student.starts) == 0
+    found = {"control tokens without a counterpart": int((empty & student.special).sum()),
+             "ids without a token": int((empty & ~student.special & nothing).sum()),
+             "bytes that the teacher cannot write": int((empty & ~student.special & ~nothing).sum())}
+    return {reason: number for reason, number in found.items() if number}
+
+
+@dataclass(kw_only=True)
+class Args(Recipe):
     """Build the projection between a student's and a teacher's vocabulary.
 
     Args:
         student_model: hub id or directory with the student's tokenizer.
         teacher_model: likewise, the teacher's.
-        output: file to write.
+        output: file to write, .pt or .safetensors.
         top_k: entries kept in a row, 1 or more.
+        threshold: entries that weigh less are dropped, 0 to 1.
+        max_pieces: pieces of a spelling that count, 1 or more.
+        reverse: add teacher tokens that are made of several student tokens.
+        special_threshold: similarity of the names from which on two control tokens are paired, 0 to 1.
+        embedding_model: hub id or directory of a model whose embeddings fill rows that bytes leave empty;
+            empty: they stay empty.
     """
 
     student_model: str
     teacher_model: str
     output: str
-    top_k: int = 4
+
+    def __post_init__(self):
+        check_types(self)
+        if min(self.top_k, self.max_pieces) < 1 or not 0 <= self.threshold <= 1:
+            raise ValueError(f"--top-k {self.top_k}, --max-pieces {self.max_pieces}, --threshold "
+                             f"{self.threshold}: expected 1 or more, 1 or more, 0 to 1")
 
 
 def main(args):
-    from transformers import AutoTokenizer  # seconds to import, so only for the command line
-
-    pair = [AutoTokenizer.from_pretrained(name) for name in (args.student_model, args.teacher_model)]
-    tables = build_projection(*pair, top_k=args.top_k)
-    save_atomically(tables, args.output)
-    print(f"{args.output}: {describe(tables)}")
+    pair = Pair.load(args.student_model, args.teacher_model)
+    recipe = Recipe(**{name: getattr(args, name) for name in asdict(Recipe())})
+    found = build_projection(pair, recipe)
+    reasons = [f"empty: {number} {reason}" for reason, number in why_empty(pair, found[0]).items()]
+    finish(found, pair, args, *reasons)
 
 
 if __name__ == "__main__":
-    args = fire.Fire(Args, serialize=lambda _: None)
-    sys.exit(main(args) if isinstance(args, Args) else 2)
+    tool(Args, main)

@@ -8,20 +8,22 @@ prefix space.  A token and the first piece of its spelling are linked; connected
 
 import json
 import re
-import sys
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-import fire
 import numpy as np
 import torch
 from numba import njit
 from tokenizers import Tokenizer
 
-from align import BYTE_OF_CHARACTER, METASPACE, TokenTable
-from projection_tools import cached, fingerprint, save_atomically
+from align import BYTE_OF_CHARACTER, METASPACE
+from flags import check_types, tool
+from projection_tools import Pair, all_bytes, cached, save_atomically
 
 CHARACTER_OF_BYTE = {b: c for c, b in BYTE_OF_CHARACTER.items()}
-SURROGATES = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # bytes that are no UTF-8, and the text between
+SURROGATES = re.compile("[\udc80-\udcff]")  # how surrogateescape writes a byte that is no UTF-8
+RUNS = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # one of them, or the text between
+VERSION = 3  # of the tables; raise it when two tokenizers give other ones
 ROLES = "eos", "end_of_turn", "bos", "pad", "unk"  # the first one counts where one token plays several
 
 
@@ -55,21 +57,40 @@ def spell(source, tokenizer, target, max_pieces=16):
         max_pieces.
     """
     backend = mid_text_backend(tokenizer)
-    wanted = [source.bytes_of(i) if not source.special[i] else b"" for i in range(len(source))]
+    wanted = [b"" if control else b for b, control in zip(all_bytes(source), source.special.tolist())]
     texts = [b.decode(errors="surrogateescape") for b in wanted]
-    clean = [not re.search("[\udc80-\udcff]", t) for t in texts]
+    broken = [i for i, t in enumerate(texts) if not t.isascii() and SURROGATES.search(t)]
+    by_bytes = {i: texts[i] for i in broken}
+    for i in broken:
+        texts[i] = ""
     space = METASPACE if target.family == "sentencepiece" else " "
-    batch = backend.encode_batch([t.replace(" ", space) if ok else "" for t, ok in zip(texts, clean)],
-                                 add_special_tokens=False)
+    batch = backend.encode_batch_fast([t.replace(" ", space) for t in texts], add_special_tokens=False)
+    rows = [e.ids for e in batch]
     byte_ids = {token: i for i, token in enumerate(target.tokens)}
-    rows = [e.ids if ok else _spell_bytes(t, backend, target, byte_ids)
-            for e, t, ok in zip(batch, texts, clean)]
-    pieces = np.full((len(rows), max_pieces), -1, np.int32)
-    for i, (row, bytes_) in enumerate(zip(rows, wanted)):
-        if row and b"".join([target.bytes_of(j) for j in row]) == bytes_ and not target.special[row].any():
-            pieces[i, : len(row)] = row[:max_pieces]
-    used = max(1, int((pieces >= 0).sum(1).max(initial=0)))
-    return pieces[:, :used]
+    for i, text in by_bytes.items():
+        rows[i] = _spell_bytes(text, backend, target, byte_ids)
+    sizes = np.array([len(row) for row in rows], np.int64)
+    flat = np.array([i for row in rows for i in row], np.int64)
+    good = _same_bytes(flat, sizes, target, wanted)
+    slot = np.arange(len(flat)) - (np.cumsum(sizes) - sizes).repeat(sizes)
+    row = np.arange(len(rows)).repeat(sizes)
+    kept = good[row] & (slot < max_pieces)
+    pieces = np.full((len(rows), max(1, int(slot[kept].max(initial=0)) + 1)), -1, np.int32)
+    pieces[row[kept], slot[kept]] = flat[kept]
+    return pieces
+
+
+def _same_bytes(flat, sizes, table, wanted):
+    """(N,) bool: do the next sizes[n] of the flat ids spell wanted[n], by tokens that are text?"""
+    row = np.arange(len(sizes)).repeat(sizes)
+    spelled = np.bincount(row, table.lengths[flat], len(sizes)).astype(np.int64)
+    expected = np.array([len(b) for b in wanted], np.int64)
+    good = (spelled == expected) & (np.bincount(row, table.special[flat], len(sizes)) == 0)
+    found = np.frombuffer(table.decode(flat[good[row]]), np.uint8)
+    text = np.frombuffer(b"".join(b for b, ok in zip(wanted, good.tolist()) if ok), np.uint8)
+    wrong = np.searchsorted(np.cumsum(expected[good]), np.flatnonzero(found != text), "right")
+    good[np.flatnonzero(good)[wrong]] = False
+    return good
 
 
 def _spell_bytes(text, backend, target, byte_ids):
@@ -78,25 +99,67 @@ def _spell_bytes(text, backend, target, byte_ids):
         raw = text.encode(errors="surrogateescape")
         return [t.id for t in backend.model.tokenize("".join(CHARACTER_OF_BYTE[b] for b in raw))]
     ids = []
-    for run in SURROGATES.findall(text):
-        if "\udc80" <= run <= "\udcff":
+    for run in RUNS.findall(text):
+        if SURROGATES.match(run):
             ids.append(byte_ids.get(f"<0x{ord(run) - 0xDC00:02X}>"))
         else:
             ids += backend.encode(run.replace(" ", METASPACE), add_special_tokens=False).ids
     return [] if None in ids else ids
 
 
-def link_special_tokens(student, teacher):
-    """Pairs (student id, teacher id) of control tokens: by role, then by equal name; each used once."""
-    pairs, used = {}, set()
+def why_unspelled(source, pieces, total):
+    """{reason: number} of the tokens that have no spelling, or only the beginning of one.
+
+    Args:
+        source: TokenTable of the tokens.
+        pieces: (N, P) their spelling.
+        total: (N,) bytes that the pieces stand for.
+    """
+    nothing, missing = np.diff(source.starts) == 0, pieces[:, 0] < 0
+    text = ~source.special & ~nothing
+    found = {"control tokens without a counterpart": missing & source.special,
+             "ids without a token": missing & ~source.special & nothing,
+             "bytes that the other side cannot write": missing & text,
+             "spelled up to the most pieces only": ~missing & text & (total < source.lengths)}
+    return {reason: int(which.sum()) for reason, which in found.items() if which.any()}
+
+
+def link_special_tokens(student, teacher, threshold=1.0):
+    """Pairs (student id, teacher id) of control tokens, each used once: by role, equal name, similar name.
+
+    Names are compared without case, brackets and bars, by the Dice coefficient of their pairs of letters;
+    their digits must be the same, and a name with a slash never goes with one without.
+
+    Args:
+        threshold: similarity, 0 to 1, from which on two names are taken for one; 1: they may differ in case
+            and brackets.
+    """
     by_role = [(getattr(student, role), getattr(teacher, role)) for role in ROLES]
-    names = {teacher.tokens[w]: int(w) for w in np.flatnonzero(teacher.special)}
-    by_name = [(int(v), names.get(student.tokens[v], -1)) for v in np.flatnonzero(student.special)]
-    for v, w in by_role + by_name:
+    names = [{int(i): table.tokens[i] for i in np.flatnonzero(table.special)} for table in (student, teacher)]
+    ids = {name: w for w, name in names[1].items()}
+    by_name = [(v, ids.get(name, -1)) for v, name in names[0].items()]
+    groups, similar = defaultdict(list), []
+    for w, name in names[1].items():
+        kind, letters = _signature(name)
+        groups[kind].append((w, letters))
+    for v, name in names[0].items():
+        kind, letters = _signature(name)
+        for w, others in groups[kind]:
+            dice = 2 * (letters & others).total() / max(1, letters.total() + others.total())
+            if dice >= threshold:
+                similar.append((-dice, v, w))
+    pairs, used = {}, set()
+    for v, w in by_role + by_name + [(v, w) for _, v, w in sorted(similar)]:
         if v >= 0 and w >= 0 and v not in pairs and w not in used:
             pairs[v] = w
             used.add(w)
     return list(pairs.items())
+
+
+def _signature(name):
+    """(what must be equal: digits, slash; what may differ a little: pairs of letters) of a name."""
+    letters = "".join(c for c in name.casefold() if c.isalpha() or c == "_")
+    return ("/" in name, *(c for c in name if c.isdigit())), Counter(zip(letters, letters[1:]))
 
 
 @njit(cache=True)
@@ -157,16 +220,19 @@ def prefix_ranges(pieces_NP):
     return order.astype(np.int32), low, high
 
 
-def build_spelling(student_tokenizer, teacher_tokenizer, student=None, teacher=None, max_pieces=16):
-    """All tables of `losses.Spelling`, as a dict of tensors, with the fingerprints of both tokenizers."""
-    student = student or TokenTable.from_tokenizer(student_tokenizer)
-    teacher = teacher or TokenTable.from_tokenizer(teacher_tokenizer)
-    prints = fingerprint(student_tokenizer), fingerprint(teacher_tokenizer)
-    if prints[0] == prints[1]:  # one tokenizer: every token, reachable or not, is its own spelling
+def build_spelling(pair, max_pieces=16):
+    """All tables of `losses.Spelling` (int32 tensors), with the fingerprints of both tokenizers.
+
+    Args:
+        pair: Pair.
+        max_pieces: longest spelling kept, in pieces; of longer ones the beginning.
+    """
+    student, teacher = pair.tables
+    if pair.prints[0] == pair.prints[1]:  # one tokenizer: every token, reachable or not, is its own spelling
         A = B = np.arange(len(student), dtype=np.int32)[:, None]
     else:
-        A = spell(teacher, student_tokenizer, student, max_pieces)
-        B = spell(student, teacher_tokenizer, teacher, max_pieces)
+        A = spell(teacher, pair.tokenizers[0], student, max_pieces)
+        B = spell(student, pair.tokenizers[1], teacher, max_pieces)
         for v, w in link_special_tokens(student, teacher):
             A[w, 0], B[v, 0] = v, w
     event_V, event_W, count = events(A, B)
@@ -174,29 +240,36 @@ def build_spelling(student_tokenizer, teacher_tokenizer, student=None, teacher=N
     for side, pieces in (("W", A), ("V", B)):
         order, low, high = prefix_ranges(pieces)
         tables |= {f"pieces_{side}": pieces, f"order_{side}": order, f"low_{side}": low, f"high_{side}": high}
-    tables = {k: torch.from_numpy(np.ascontiguousarray(v).astype(np.int64)) for k, v in tables.items()}
-    return tables | {"num_events": count, "student_fingerprint": prints[0], "teacher_fingerprint": prints[1]}
+    tables = {k: torch.from_numpy(np.ascontiguousarray(v).astype(np.int32)) for k, v in tables.items()}
+    return tables | {"num_events": count, "student_fingerprint": pair.prints[0],
+                     "teacher_fingerprint": pair.prints[1], "student_model_id": pair.names[0],
+                     "teacher_model_id": pair.names[1]}
 
 
-def cached_spelling(student_tokenizer, teacher_tokenizer, student, teacher, directory=None):
+def cached_spelling(pair, directory=None):
     """`build_spelling`, kept on disk under the fingerprints of the two tokenizers."""
-    name = f"spelling-2-{fingerprint(student_tokenizer)[:16]}-{fingerprint(teacher_tokenizer)[:16]}.pt"
-    pair = student_tokenizer, teacher_tokenizer, student, teacher
-    return cached(name, lambda: build_spelling(*pair), directory)
+    name = f"spelling-{VERSION}-{pair.prints[0][:16]}-{pair.prints[1][:16]}.pt"
+    return cached(name, lambda: build_spelling(pair), directory)
 
 
-def describe(tables):
-    """One line of facts about spelling tables."""
-    count, sides = tables["num_events"], [tables["event_V"], tables["event_W"]]
+def statistics(tables, pair):
+    """Facts about spelling tables, as {name: number or text}."""
+    count, sides = tables["num_events"], [tables["event_V"].long(), tables["event_W"].long()]
     sizes = [torch.bincount(event[event >= 0], minlength=count) for event in sides]
     single = (sizes[0] == 1) & (sizes[1] == 1)
-    lengths = [(tables[f"pieces_{side}"] >= 0).sum(1) for side in "WV"]
-    largest = int((sizes[0] + sizes[1]).max()) if count else 0
-    return (f"{count} events, {int(single.sum())} of one token a side, largest {largest} tokens; "
-            f"unspelled: {int((lengths[0] == 0).sum())} teacher, "
-            f"{int((lengths[1] == 0).sum())} student tokens; "
-            f"{lengths[0].float().mean():.2f} student pieces a teacher token, "
-            f"{lengths[1].float().mean():.2f} the other way")
+    facts = {"events": count, "of one token a side": int(single.sum()),
+             "tokens of the largest": int((sizes[0] + sizes[1]).max()) if count else 0}
+    for role, event in zip(("student", "teacher"), sides):
+        share = float(single[event[event >= 0]].sum()) / max(1, len(event))
+        facts[f"{role} tokens in events of one token a side"] = f"{share:.1%}"
+    for i, (role, side) in enumerate((("student", "V"), ("teacher", "W"))):
+        source, target, pieces = pair.tables[i], pair.tables[1 - i], tables[f"pieces_{side}"].numpy()
+        used = pieces >= 0
+        total = np.where(used, target.lengths[np.where(used, pieces, 0)], 0).sum(1)
+        facts[f"pieces per {role} token"] = f"{used.sum() / max(1, used[:, 0].sum()):.2f}"
+        for reason, number in why_unspelled(source, pieces, total).items():
+            facts[f"{role}: {reason}"] = number
+    return facts
 
 
 @dataclass(kw_only=True)
@@ -206,8 +279,8 @@ class Args:
     Args:
         student_model: hub id or directory with the student's tokenizer.
         teacher_model: likewise, the teacher's.
-        output: file to write; empty: only print the statistics.
-        max_pieces: longest spelling kept, in pieces.
+        output: file to write, .pt or .safetensors; empty: only print the statistics.
+        max_pieces: longest spelling kept, in pieces, 1 or more.
     """
 
     student_model: str
@@ -215,17 +288,21 @@ class Args:
     output: str = ""
     max_pieces: int = 16
 
+    def __post_init__(self):
+        check_types(self)
+        if self.max_pieces < 1:
+            raise ValueError(f"--max-pieces {self.max_pieces}: expected 1 or more")
+
 
 def main(args):
-    from transformers import AutoTokenizer  # seconds to import, so only for the command line
-
-    pair = [AutoTokenizer.from_pretrained(name) for name in (args.student_model, args.teacher_model)]
-    tables = build_spelling(*pair, max_pieces=args.max_pieces)
+    pair = Pair.load(args.student_model, args.teacher_model)
+    tables = build_spelling(pair, args.max_pieces)
     if args.output:
         save_atomically(tables, args.output)
-    print(f"{args.output or 'spelling'}: {describe(tables)}")
+        print(f"{args.output}:")
+    for name, value in statistics(tables, pair).items():
+        print(f"  {name}: {value}")
 
 
 if __name__ == "__main__":
-    args = fire.Fire(Args, serialize=lambda _: None)
-    sys.exit(main(args) if isinstance(args, Args) else 2)
+    tool(Args, main)

@@ -12,7 +12,7 @@ import ranks
 from conftest import ROOT, asset
 from test_distributed import ds_config, losses_of, run_distill, write_corpus
 
-from projection_tools import save_atomically
+from projection_tools import Pair, as_tables, save_atomically
 from projection_tools.build import build_projection
 
 WRONG = {  # what is changed in a good command line -> what the one line has to say
@@ -89,7 +89,8 @@ def wrong(models, tokenizers, texts, tmp_path_factory):
     ds_config(folder / "odd.json", 2, "auto", "auto", train_batch_size=15)
     ds_config(folder / "auto.json", 2, 4, 1, gradient_clipping="auto")
     ds_config(folder / "no_lr.json", 2, 4, 1, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
-    save_atomically(build_projection(*reversed(tokenizers)), folder / "swapped.pt")
+    swapped = Pair.of(*reversed(tokenizers))
+    save_atomically(as_tables(build_projection(swapped), swapped, "test"), folder / "swapped.pt")
     for name in ("no_eos", "small_head"):
         (folder / name).mkdir()
         for file in models[0].iterdir():

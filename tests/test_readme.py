@@ -5,6 +5,7 @@ import re
 import torch
 
 from conftest import ROOT
+from projection_tools import Pair
 from projection_tools.build import build_projection
 
 README = (ROOT / "README.md").read_text()
@@ -17,9 +18,9 @@ def test_the_lines_to_copy_work(tokenizers, texts):
     generator = torch.Generator().manual_seed(0)
     logits = {f"{role}_logits": torch.randn(1, len(ids[f"{role}_ids"]), len(tokenizer), generator=generator)
               for role, tokenizer in (("student", student), ("teacher", teacher))}
-    projection = build_projection(student, teacher)
+    indices, likelihoods = map(torch.from_numpy, build_projection(Pair.of(student, teacher)))
     scope = dict(torch=torch, student_tokenizer=student, teacher_tokenizer=teacher, **ids, **logits,
-                 indices=projection["indices"], likelihoods=projection["likelihoods"])
+                 indices=indices, likelihoods=likelihoods)
     exec(snippet, scope)
     assert 0 < scope["loss"] < 20 and scope["count"] > 20
 
