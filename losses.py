@@ -1,35 +1,72 @@
-"""Divergences between a teacher and a student whose vocabularies differ, and the student's own cross-entropy.
+"""Divergences between a teacher and a student, of one vocabulary or of two, and the student's cross-entropy.
 
-Two models with different tokenizers are compared chunk by chunk: a chunk is a span of text that starts and
-ends on a token boundary of both sides (align.py finds them).  `piece_kl` compares the two next-token
-distributions on events that both vocabularies can express; `projection_kl` maps the student's distribution
-into the teacher's vocabulary.  Every loss returns (sum, count) in at least float32, also under autocast:
-the caller divides by the count over the *whole* batch, so that neither micro-batches nor ranks change the
-result.
+With one vocabulary the two next-token distributions are compared at every position (`forward_kl` and its
+family).  With two, models are compared chunk by chunk: a chunk is a span of text that starts and ends on a
+token boundary of both sides (align.py finds them).  `piece_kl` compares them on events that both vocabularies
+can express; `projection_kl` maps the student's distribution into the teacher's vocabulary; `gold`, `h_kl` and
+`uld` compare common tokens and sorted probabilities; `alm` the probabilities of the chunks' own bytes.
+
+Every loss returns (sum, count) in at least float32, also under autocast: the caller divides by the count over
+the *whole* batch, so that neither micro-batches nor ranks change the result.  All take
+
+    weight_BS: (B, S) float, weight of the terms that begin at a student position; None: 1.
+    reduction: "sum"; "sample": (B,) sums and counts; "none": (N,) terms and their weights, in reading order.
 
 Shapes: B samples, S student tokens, T teacher tokens, C chunks, V student vocabulary, W teacher vocabulary,
 K kept entries, P pieces of a spelling, N rows of terms.  Logits at position t predict token t + 1, and every
-``*_next`` and ``*_chunk`` argument is *shifted already*: entry t speaks of the token that position t
-predicts. Logits must be cut to the tokenizer's own vocabulary (no padding rows of the lm_head).
+``*_next``, ``*_chunk`` and ``mask`` argument is *shifted already*: entry t speaks of the token that position
+t predicts.  Logits must be cut to the tokenizer's own vocabulary (no padding rows of the lm_head).  `group`:
+the last axis of the logits is sharded over this process group, in rank order; every rank gets the same
+result, and the gradient of its own columns.
 
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_losses.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-SHIFT = 80.0  # nats; see _event_logp
+SHIFT = 80.0  # nats; see _event_kl
 EPSILON = 1e-10  # of projected mass, so that a teacher token that no student token says costs a finite amount
+Two = tuple[Tensor, Tensor]
+FLOOR = -1e4  # nats; log-probability that stands for zero: what a model excludes costs a finite amount
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def next_token_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+def reduce_terms(
+    value_N: Tensor, row_N: Tensor, shape_BS: tuple[int, ...], weight_BS: Tensor | None, reduction: str
+) -> Two:
+    """Weighted terms as the caller wants them; see the module's `reduction`.
+
+    Args:
+        value_N: terms, nats.
+        row_N: int64, row of the flattened (B * S) where each one begins.
+        shape_BS: (B, S).
+    Raises:
+        ValueError: unknown reduction.
+    """
+    weight_N = torch.ones_like(value_N) if weight_BS is None else weight_BS.reshape(-1)[row_N].to(value_N)
+    value_N = value_N * weight_N
+    if reduction == "none":
+        return value_N, weight_N
+    if reduction == "sum":
+        return value_N.sum(), weight_N.sum()
+    if reduction != "sample":
+        raise ValueError(f"reduction={reduction!r}: expected 'sum', 'sample' or 'none'")
+    sample_N, zero = row_N // max(1, shape_BS[1]), value_N.new_zeros(shape_BS[0])
+    return zero.index_add(0, sample_N, value_N), zero.index_add(0, sample_N, weight_N)
+
+
+def next_token_cross_entropy(
+    logits_BSV: Tensor, labels_BS: Tensor, weight_BS: Tensor | None = None, reduction: str = "sum",
+    group: Any = None,
+) -> Two:
     """Sum of -log p(next token).
 
     Args:
@@ -39,8 +76,315 @@ def next_token_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Ten
         (sum, count): nats over labelled positions, and how many there are.
     """
     keep = labels_BS != -100  # rows are selected, not masked: 0 * NaN would reach the gradient
-    rows = at_least_float32(logits_BSV[keep])
-    return F.cross_entropy(rows, labels_BS[keep], reduction="sum"), keep.sum()
+    logp = vocab_log_softmax(at_least_float32(logits_BSV[keep]), group)
+    value = -vocab_gather(logp, labels_BS[keep][:, None], group).squeeze(1)
+    row = keep.reshape(-1).nonzero().squeeze(1)
+    return reduce_terms(value, row, labels_BS.shape, weight_BS, reduction)
+
+
+# --- a vocabulary sharded over ranks ---------------------------------------------------------------
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks; all of them go on with the same number, so each keeps the gradient it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Copy(torch.autograd.Function):
+    """A number that all ranks have, used with columns that each has alone: the gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def vocab_sum(x: Tensor, group: Any = None) -> Tensor:
+    """Sum over the ranks of `group` of what each summed over its own columns."""
+    return x if group is None else _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def vocab_copy(x: Tensor, group: Any = None) -> Tensor:
+    """To be applied to what all ranks of `group` have, before it meets columns of a rank's own."""
+    return x if group is None else _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def vocab_range(rows_NV: Tensor, group: Any = None) -> tuple[int, int]:
+    """(first column of this rank's shard, columns in all); shards may differ in width."""
+    if group is None:
+        return 0, rows_NV.shape[1]
+    own = torch.tensor(rows_NV.shape[1], device=rows_NV.device)
+    widths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(widths, own, group=group)
+    ends = [0, *torch.stack(widths).cumsum(0).tolist()]
+    return ends[dist.get_rank(group)], ends[-1]
+
+
+def vocab_logsumexp(logits_NV: Tensor, group: Any = None) -> Tensor:
+    """(N,) logsumexp over all columns."""
+    if group is None:
+        return logits_NV.logsumexp(-1)
+    top = logits_NV.detach().amax(-1)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    return vocab_sum((logits_NV - top[:, None]).exp().sum(-1), group).log() + top
+
+
+def vocab_log_softmax(logits_NV: Tensor, group: Any = None) -> Tensor:
+    """(N, V) log-probabilities of this rank's columns."""
+    if group is None:
+        return logits_NV.log_softmax(-1)
+    return logits_NV - vocab_copy(vocab_logsumexp(logits_NV, group), group)[:, None]
+
+
+def vocab_gather(rows_NV: Tensor, ids_NK: Tensor, group: Any = None) -> Tensor:
+    """(N, K) entries at ids of the whole vocabulary."""
+    if group is None:
+        return rows_NV.gather(1, ids_NK)
+    low, _ = vocab_range(rows_NV, group)
+    here = (ids_NK >= low) & (ids_NK < low + rows_NV.shape[1])
+    found = rows_NV.gather(1, (ids_NK - low).clamp(0, rows_NV.shape[1] - 1))
+    return vocab_sum(torch.where(here, found, 0.0), group)
+
+
+def vocab_topk(rows_NV: Tensor, k: int, group: Any = None) -> Tensor:
+    """(N, k) int64 ids, in the whole vocabulary, of the largest entries; no gradient."""
+    rows_NV = rows_NV.detach()
+    if group is None:
+        return rows_NV.topk(min(k, rows_NV.shape[1]), -1).indices
+    low, total = vocab_range(rows_NV, group)
+    k = min(k, total)
+    value, index = rows_NV.topk(min(k, rows_NV.shape[1]), -1)
+    missing = (0, k - value.shape[1])
+    value = F.pad(value, missing, value=-torch.inf).contiguous()
+    index = F.pad(index + low, missing).contiguous()
+    parts = [[torch.empty_like(x) for _ in range(dist.get_world_size(group))] for x in (value, index)]
+    for part, x in zip(parts, (value, index)):
+        dist.all_gather(part, x, group=group)
+    best = torch.cat(parts[0], 1).topk(k, -1).indices
+    return torch.cat(parts[1], 1).gather(1, best)
+
+
+# --- one vocabulary: divergences per position ------------------------------------------------------
+
+
+def _kl(logq: Tensor, logp: Tensor) -> Tensor:
+    """sum of q (log q - log p) over the last axis; where q is 0 nothing is added, whatever log p is."""
+    q = logq.exp()
+    return torch.where(q > 0, q * (logq - logp), 0.0).sum(-1)
+
+
+def _mix(logp: Tensor, logq: Tensor, share_q: float) -> Tensor:
+    """log(share_q q + (1 - share_q) p)."""
+    parts = torch.stack([logp, logq])
+    weights = torch.tensor([1 - share_q, share_q], dtype=parts.dtype, device=parts.device).log()
+    return (parts + weights.view(2, *[1] * logp.dim())).logsumexp(0)
+
+
+def _adaptive(logp: Tensor, logq: Tensor, alpha: float, group: Any) -> Tensor:
+    if group is not None:
+        raise ValueError("adaptive_kl sorts the vocabulary, so it cannot be sharded: group must be None")
+    q, order = logq.exp().sort(-1)
+    gap = (q - logp.detach().exp().gather(-1, order)).abs()
+    tail = q.cumsum(-1) < alpha
+    head = torch.where(tail, 0.0, gap).sum(-1) / gap.sum(-1).clamp(min=1e-30)
+    return head * _kl(logq, logp) + (1 - head) * _kl(logp, logq)
+
+
+def _buckets(
+    logp: Tensor, logq: Tensor, ids_NK: Tensor, tail: bool, group: Any
+) -> Two:
+    """Log-probabilities of the kept tokens and, with `tail`, of all others together; else renormalised."""
+    low, _ = vocab_range(logp, group)
+    out = []
+    for rows in (logp, logq):
+        kept = vocab_gather(rows, ids_NK, group)
+        if tail:  # from the others themselves: 1 - sum would lose a small tail, and its gradient
+            here = (ids_NK >= low) & (ids_NK < low + rows.shape[1])
+            place = torch.where(here, ids_NK - low, rows.shape[1])
+            rest = F.pad(rows, (0, 1)).scatter(1, place, 10 * FLOOR)[:, :-1]
+            kept = torch.cat([kept, vocab_logsumexp(rest, group)[:, None].clamp(min=FLOOR)], 1)
+        else:
+            kept = kept - kept.logsumexp(-1, keepdim=True)
+        out.append(kept)
+    return out[0], out[1]
+
+
+def position_divergence(
+    name: str, student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor,
+    temperature: float = 1.0, teacher_temperature: float | None = None, top_k: int = 0,
+    support: str | Tensor = "teacher", tail: bool = True, weight_BS: Tensor | None = None,
+    reduction: str = "sum", group: Any = None, coefficient: float = 0.0,
+) -> Two:
+    """Sum over positions of tau^2 D(q, p), q = softmax(teacher / tau), p = softmax(student / tau).
+
+    Args:
+        name: forward_kl, reverse_kl, generalised_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl or
+            total_variation; each is a function of its own below.
+        student_logits_BSV, teacher_logits_BSV: any float type; the teacher gets no gradient; may hold NaN
+            where the mask is False.
+        mask_BS: bool, positions to compare.
+        temperature, teacher_temperature: tau of student and teacher, > 0; None: the same.
+        top_k: compare that many tokens and the rest as one bucket; 0: all tokens.
+        support: whose top_k: "teacher", "student", or (B, S, K) int64 ids without repetition.
+        tail: False: no bucket for the rest, both are renormalised on the kept tokens.
+    Returns:
+        (sum, count): nats (total variation: 0 to 1 per position), and positions.
+    Raises:
+        ValueError: unknown name or support; adaptive_kl with a sharded vocabulary.
+    """
+    logp = _soften(student_logits_BSV[mask_BS], temperature)
+    logp = vocab_log_softmax(logp, group).clamp(min=FLOOR)
+    with torch.no_grad():
+        logq = _soften(teacher_logits_BSV.detach()[mask_BS], teacher_temperature or temperature)
+        logq = vocab_log_softmax(logq, group).clamp(min=FLOOR)
+    if top_k or isinstance(support, Tensor):
+        if isinstance(support, Tensor):
+            ids = support[mask_BS]
+        elif support in ("teacher", "student"):
+            ids = vocab_topk(logq if support == "teacher" else logp, top_k, group)
+        else:
+            raise ValueError(f"support={support!r}: expected 'teacher', 'student' or a tensor of ids")
+        logp, logq = _buckets(logp, logq, ids, tail, group)
+        group = None  # every rank holds all buckets now
+    value = vocab_sum(_divergence(name, logp, logq, coefficient, group), group)
+    row = mask_BS.reshape(-1).nonzero().squeeze(1)
+    return reduce_terms(temperature**2 * value, row, mask_BS.shape, weight_BS, reduction)
+
+
+def _divergence(name: str, logp: Tensor, logq: Tensor, coefficient: float, group: Any) -> Tensor:
+    if name == "forward_kl" or (name, coefficient) == ("generalised_jsd", 0):
+        return _kl(logq, logp)
+    if name == "reverse_kl" or (name, coefficient) == ("generalised_jsd", 1):
+        return _kl(logp, logq)
+    if name == "generalised_jsd":
+        mixed = _mix(logp, logq, coefficient)
+        return coefficient * _kl(logq, mixed) + (1 - coefficient) * _kl(logp, mixed)
+    if name == "skew_forward_kl":
+        return _kl(logq, _mix(logp, logq, coefficient))
+    if name == "skew_reverse_kl":
+        return _kl(logp, _mix(logq, logp, coefficient))
+    if name == "total_variation":
+        return (logp.exp() - logq.exp()).abs().sum(-1) / 2
+    if name == "adaptive_kl":
+        return _adaptive(logp, logq, coefficient, group)
+    raise ValueError(f"{name!r}: no such divergence")
+
+
+def forward_kl(student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor, **how: Any) -> Two:
+    """KL(q || p): the student covers all that the teacher says (Hinton et al., arXiv:1503.02531).
+
+    Args, Returns, Raises: of `position_divergence`, without its name.
+    """
+    return position_divergence("forward_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
+
+
+def reverse_kl(student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor, **how: Any) -> Two:
+    """KL(p || q): the student says only what the teacher says (MiniLLM, arXiv:2306.08543).
+
+    Args, Returns, Raises: of `position_divergence`, without its name.
+    """
+    return position_divergence("reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
+
+
+def generalised_jsd(
+    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor, beta: float = 0.5, **how: Any
+) -> Two:
+    """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (GKD, arXiv:2306.13649).
+
+    beta 0 *means* forward KL and beta 1 reverse KL, as in public code.  That is a jump: towards its ends the
+    formula goes to 0 like beta (1 - beta) times those; divide by that where a continuous family is wanted.
+
+    Args, Returns, Raises: of `position_divergence`, without its name.
+    """
+    how["coefficient"] = beta
+    return position_divergence("generalised_jsd", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
+
+
+def skew_forward_kl(
+    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor, skew: float = 0.1, **how: Any
+) -> Two:
+    """KL(q || skew q + (1 - skew) p), 0 <= skew < 1 (DistiLLM, arXiv:2402.03898).
+
+    Args, Returns, Raises: of `position_divergence`, without its name.
+    """
+    how["coefficient"] = skew
+    return position_divergence("skew_forward_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
+
+
+def skew_reverse_kl(
+    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor, skew: float = 0.1, **how: Any
+) -> Two:
+    """KL(p || skew p + (1 - skew) q), 0 <= skew < 1 (DistiLLM, arXiv:2402.03898).
+
+    Args, Returns, Raises: of `position_divergence`, without its name.
+    """
+    how["coefficient"] = skew
+    return position_divergence("skew_reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
+
+
+def adaptive_kl(
+    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor, alpha: float = 0.5, **how: Any
+) -> Two:
+    """h KL(q || p) + (1 - h) KL(p || q), h the share of sum |q - p| on the teacher's likely tokens.
+
+    The unlikely tokens are those whose probabilities, summed from the smallest on, stay below alpha.  h gets
+    no gradient (AKL, arXiv:2404.02657).
+
+    Args, Returns, Raises: of `position_divergence`, without its name.
+    """
+    how["coefficient"] = alpha
+    return position_divergence("adaptive_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
+
+
+def total_variation(
+    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor, **how: Any
+) -> Two:
+    """sum |p - q| / 2, from 0 to 1 (f-DISTILL, arXiv:2307.15190).
+
+    Args, Returns, Raises: of `position_divergence`, without its name.
+    """
+    return position_divergence("total_variation", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
+
+
+def topk_tail_policy_loss(
+    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, next_BS: Tensor, mask_BS: Tensor, top_k: int = 16,
+    old_logp_BS: Tensor | None = None, max_ratio: float = 10.0, **how: Any,
+) -> Two:
+    """On-policy reverse KL on the student's top_k tokens and one bucket for the rest.
+
+    sum over positions of ratio KL(p || q), ratio = min(p(next) / p_old(next), max_ratio) without gradient:
+    the importance of a position that an older student sampled.
+
+    Args:
+        next_BS: int64, the token that was sampled there; anything where the mask is False.
+        old_logp_BS: float, log-probability in nats that the sampling student gave it; None: it is this one.
+    Others and Returns: of `position_divergence`; the count is that of the positions, not of the ratios.
+    """
+    reduction, weight_BS = how.pop("reduction", "sum"), how.pop("weight_BS", None)
+    group = how.get("group")
+    value, _ = position_divergence("reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, top_k=top_k,
+                                   support="student", reduction="none", **how)
+    if old_logp_BS is not None:
+        rows = at_least_float32(student_logits_BSV.detach()[mask_BS])
+        logp = vocab_gather(vocab_log_softmax(rows, group), next_BS[mask_BS][:, None], group).squeeze(1)
+        value = value * (logp - old_logp_BS[mask_BS]).exp().clamp(max=max_ratio).to(value)
+    row = mask_BS.reshape(-1).nonzero().squeeze(1)
+    return reduce_terms(value, row, mask_BS.shape, weight_BS, reduction)
 
 
 # --- chunks ---------------------------------------------------------------------------------------
@@ -93,7 +437,7 @@ def chunk_mean(rows_NX: Tensor, id_N: Tensor, count_C: Tensor) -> Tensor:
     return total / count_C[:, None]
 
 
-# --- projection -----------------------------------------------------------------------------------
+# --- two vocabularies: projection -------------------------------------------------------------------
 
 
 def teacher_importance(teacher_logits_BTW: Tensor, teacher_chunk_BT: Tensor) -> Tensor:
@@ -108,17 +452,11 @@ def teacher_importance(teacher_logits_BTW: Tensor, teacher_chunk_BT: Tensor) -> 
 
 
 def projection_kl(
-    student_logits_BSV: Tensor,
-    teacher_logits_BTW: Tensor,
-    student_chunk_BS: Tensor,
-    teacher_chunk_BT: Tensor,
-    indices_VK: Tensor,
-    likelihoods_VK: Tensor,
-    kept_K: Tensor | None = None,
-    temperature: float = 1.0,
-    teacher_average: str = "p",
-    reverse: bool = False,
-) -> tuple[Tensor, Tensor]:
+    student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
+    teacher_chunk_BT: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor, kept_K: Tensor | None = None,
+    temperature: float = 1.0, teacher_average: str = "p", reverse: bool = False,
+    weight_BS: Tensor | None = None, reduction: str = "sum", group: Any = None,
+) -> Two:
     """P-KL: sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary; reverse: KL(r || target).
 
     r = mean over the student positions of the chunk of softmax(x / tau) @ W, renormalised over the kept
@@ -129,7 +467,8 @@ def projection_kl(
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may hold NaN
             where there is no chunk.
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
-        indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.
+        indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.  With a group:
+            the rows of this rank's student columns, with ids of the whole teacher vocabulary.
         kept_K: (K,) int64 sorted teacher columns; None keeps all.
         teacher_average: "p", or "logp" for the un-normalised mean of log-probabilities that NeMo-RL uses
             (can be negative; kept for comparison with it).
@@ -137,19 +476,28 @@ def projection_kl(
         (sum, count): nats over chunks that have a position on both sides, and how many there are.
     """
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
-    W = teacher_logits_BTW.shape[-1]
     s_rows, t_rows = chunks.id_S >= 0, chunks.id_T >= 0
-    p = _rows(student_logits_BSV.flatten(0, 1), s_rows, temperature).softmax(-1)
-    p_CV = chunk_mean(p, chunks.id_S[s_rows], chunks.count_S)
-    r_CK = _project(p_CV, indices_VK, likelihoods_VK.to(p_CV), W, kept_K)
+    logp = vocab_log_softmax(_rows(student_logits_BSV.flatten(0, 1), s_rows, temperature), group)
+    p_CV = chunk_mean(logp.exp(), chunks.id_S[s_rows], chunks.count_S)
+    with torch.no_grad():
+        y = _rows(teacher_logits_BTW.detach().flatten(0, 1), t_rows, temperature)
+        low, W = vocab_range(y, group)
+        if kept_K is not None:
+            logq = vocab_gather(y, kept_K.expand(len(y), -1), group).log_softmax(-1)
+        else:
+            logq = vocab_log_softmax(y, group)
+        id_T = chunks.id_T[t_rows]
+        log_target = chunk_mean(logq if teacher_average == "logp" else logq.exp(), id_T, chunks.count_T)
+        if teacher_average != "logp":
+            log_target = log_target.clamp(min=1e-30).log()
+    r_CK = vocab_sum(_project(p_CV, indices_VK, likelihoods_VK.to(p_CV), W, kept_K), group)
     log_r = (r_CK + EPSILON).log() - (r_CK + EPSILON).sum(-1, keepdim=True).log()
-
-    y = _rows(teacher_logits_BTW.detach().flatten(0, 1), t_rows, temperature)
-    logq = (y if kept_K is None else y[:, kept_K]).log_softmax(-1)
-    mean = chunk_mean(logq if teacher_average == "logp" else logq.exp(), chunks.id_T[t_rows], chunks.count_T)
-    log_target = mean if teacher_average == "logp" else mean.clamp(min=1e-30).log()
-    kl_C = _kl(log_r, log_target) if reverse else _kl(log_target, log_r)
-    return temperature**2 * kl_C.sum(), torch.tensor(len(kl_C), device=kl_C.device)
+    if group is not None and kept_K is None:
+        log_r = vocab_copy(log_r, group)[:, low : low + y.shape[1]]
+        kl_C = vocab_sum(_kl(log_r, log_target) if reverse else _kl(log_target, log_r), group)
+    else:
+        kl_C = _kl(log_r, log_target) if reverse else _kl(log_target, log_r)
+    return reduce_terms(temperature**2 * kl_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
 def _project(
@@ -166,7 +514,7 @@ def _project(
     return r[:, :width]
 
 
-# --- pieces ---------------------------------------------------------------------------------------
+# --- two vocabularies: pieces ----------------------------------------------------------------------
 
 
 class Spelling(NamedTuple):
@@ -273,8 +621,9 @@ def _inside(fine_next, coarse_next, fine_first, coarse_first, fine_count, pieces
 
 def piece_kl(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
-    terms: PieceTerms, spelling: Spelling, temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    terms: PieceTerms, spelling: Spelling, temperature: float = 1.0, weight_BS: Tensor | None = None,
+    reduction: str = "sum",
+) -> Two:
     """KL(teacher || student) on events that both vocabularies can express; needs no weights.
 
     With p = softmax(student / tau), q = softmax(teacher / tau), A[w] the student's spelling of teacher
@@ -296,21 +645,66 @@ def piece_kl(
         student_next_BS, teacher_next_BT: int64, the token that each position predicts.
         terms: from `piece_terms` of the same batch.
     Returns:
-        (sum, count): nats, and the student positions covered.
+        (sum, count): nats, and the student positions covered.  Inside a student token the terms weigh as the
+        token does, and are not counted.
     """
     x = student_logits_BSV.flatten(0, 1)
     y = teacher_logits_BTW.detach().flatten(0, 1)
     starts = _rows(x, terms.start_S, temperature), _rows(y, terms.start_T, temperature)
-    total = _event_kl(*starts, spelling).sum()
+    values, rows = [_event_kl(*starts, spelling)], [terms.start_S]
     if len(terms.inside_teacher.low):
-        total = total + _inside_teacher_kl(x, y, terms.inside_teacher, spelling, temperature)
-    if len(terms.inside_student.low):
-        total = total + _inside_student_kl(x, y, terms.inside_student, spelling, temperature)
+        values.append(_inside_teacher_kl(x, y, terms.inside_teacher, spelling, temperature))
+        rows.append(terms.inside_teacher.fine_row)
     if terms.count_many:
         logp_M = _chunk_logp(x, student_next_BS, terms.many_S, terms.count_many, temperature)
         logq_M = _chunk_logp(y, teacher_next_BT, terms.many_T, terms.count_many, temperature)
-        total = total + _bernoulli_kl(logq_M, logp_M).sum()
-    return temperature**2 * total, terms.count
+        values.append(_bernoulli_kl(logq_M, logp_M))
+        rows.append(_second_rows(terms.many_S, terms.count_many))
+    value, row = torch.cat(values), torch.cat(rows)
+    if len(terms.inside_student.low):  # of the token that begins at coarse_row, so no position of its own
+        inside = _inside_student_kl(x, y, terms.inside_student, spelling, temperature)
+        at = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        at[terms.start_S] = torch.arange(len(terms.start_S), device=x.device)
+        value = value.index_add(0, at[terms.inside_student.coarse_row], inside)
+    order = row.argsort()
+    value = temperature**2 * value[order]
+    return reduce_terms(value, row[order], student_next_BS.shape, weight_BS, reduction)
+
+
+def _second_rows(rows_N2: Tensor, count: int) -> Tensor:
+    """(count,) the row after the first one of each group of rows; the first one has the term of the start."""
+    first = rows_N2.new_full((count,), torch.iinfo(torch.int64).max)
+    return first.scatter_reduce(0, rows_N2[:, 1], rows_N2[:, 0], "amin") + 1
+
+
+def piece_shares(
+    teacher_logits_BTW: Tensor, terms: PieceTerms, spelling: Spelling, temperature: float = 1.0
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What the parts of `piece_kl` cover, each as (sum, count).
+
+    linked_mass: teacher probability, at the starts of chunks, of tokens that belong to an event;
+    inside_mass: teacher probability of the tokens that T_k is made of, at the positions inside its tokens;
+    one_to_one, inside_teacher, inside_student, many: chunks of that shape, of all chunks (1:1; one teacher
+    and several student tokens; one student and several teacher tokens; several on both sides).
+    """
+    with torch.no_grad():
+        y = teacher_logits_BTW.detach().flatten(0, 1)
+        q = _rows(y, terms.start_T, temperature).softmax(-1)
+        ranges, mass = terms.inside_teacher, y.new_zeros((), dtype=q.dtype)
+        if len(ranges.low):
+            term, place = _flatten(ranges)
+            w = spelling.order_W[place]
+            on = spelling.pieces_W[w, ranges.level[term]] >= 0
+            inside = _rows(y, ranges.coarse_row, temperature).softmax(-1)
+            mass = inside[term[on], w[on]].sum()
+        chunks = torch.tensor(len(terms.start_S), device=y.device)
+        found = {"linked_mass": (q[:, spelling.event_W >= 0].sum(), chunks),
+                 "inside_mass": (mass, torch.tensor(len(ranges.low), device=y.device))}
+        parts = {"inside_teacher": (ranges.level == 1).sum(),
+                 "inside_student": (terms.inside_student.level == 1).sum(),
+                 "many": torch.tensor(terms.count_many, device=y.device)}
+        parts["one_to_one"] = chunks - sum(parts.values())
+        return found | {name: (number, chunks) for name, number in parts.items()}
 
 
 def _rows(logits: Tensor, index: Tensor, temperature: float) -> Tensor:
@@ -326,12 +720,6 @@ def _entries(logits: Tensor, row: Tensor, column: Tensor, temperature: float) ->
     return _soften(logits[row, column], temperature)
 
 
-def _kl(logq: Tensor, logp: Tensor) -> Tensor:
-    """sum of q (log q - log p) over the last axis; where q is 0 nothing is added, whatever log p is."""
-    q = logq.exp()
-    return torch.where(q > 0, q * (logq - logp), 0.0).sum(-1)
-
-
 def _event_kl(x_CV: Tensor, y_CW: Tensor, spelling: Spelling) -> Tensor:
     """(C,) KL(q || p) over events; tokens without an event are left out before the softmax."""
     x_CV, event_V = _linked(x_CV, spelling.event_V)
@@ -343,7 +731,7 @@ def _event_kl(x_CV: Tensor, y_CW: Tensor, spelling: Spelling) -> Tensor:
     return _kl(logq, logp)
 
 
-def _linked(x_NX: Tensor, event_X: Tensor) -> tuple[Tensor, Tensor]:
+def _linked(x_NX: Tensor, event_X: Tensor) -> Two:
     """The columns of tokens that belong to an event; all of them as a rule, then without a copy."""
     linked = (event_X >= 0).nonzero().squeeze(1)
     return (x_NX, event_X) if len(linked) == len(event_X) else (x_NX[:, linked], event_X[linked])
@@ -362,7 +750,7 @@ def _segment_logsumexp(x_N: Tensor, segment_N: Tensor, num: int) -> Tensor:
     return mass.clamp(min=torch.finfo(mass.dtype).tiny).log() + top  # only an empty segment is below 1
 
 
-def _flatten(ranges: Ranges) -> tuple[Tensor, Tensor]:
+def _flatten(ranges: Ranges) -> Two:
     """(term, place) of every entry of every range, one after the other."""
     sizes = ranges.high - ranges.low
     term = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
@@ -384,7 +772,7 @@ def _inside_teacher_kl(
         logq = _entries(y, ranges.coarse_row[term], w, temperature)
         logq = logq - _segment_logsumexp(logq, term, N)[term]
         target = logq.new_zeros(N * V).index_add(0, term * V + v, logq.exp()).view(N, V)
-    return _kl(target.log(), logp_NV).sum()
+    return _kl(target.log(), logp_NV)
 
 
 def _inside_student_kl(
@@ -405,7 +793,7 @@ def _inside_student_kl(
     with torch.no_grad():
         logq = _entries(y, ranges.fine_row[group_term], group_w, temperature)
         logq = logq - _segment_logsumexp(logq, group_term, N)[group_term]
-    return _kl(logq[:, None], logp[:, None]).sum()
+    return logp.new_zeros(N).index_add(0, group_term, _kl(logq[:, None], logp[:, None]))
 
 
 def _chunk_logp(logits: Tensor, next_BX: Tensor, rows: Tensor, count: int, temperature: float) -> Tensor:
@@ -420,3 +808,294 @@ def _bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
     logq, logp = logq.clamp(max=-1e-6), logp.clamp(max=-1e-6)
     log_not_q, log_not_p = torch.log(-torch.expm1(logq)), torch.log(-torch.expm1(logp))
     return logq.exp() * (logq - logp) - torch.expm1(logq) * (log_not_q - log_not_p)
+
+
+# --- two vocabularies: common tokens, sorted probabilities, the chunks' own bytes --------------------
+
+
+def common_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, relaxed: bool = False) -> Two:
+    """(student ids, teacher ids) of the tokens that both vocabularies share, each used once.
+
+    Args:
+        indices_VK, likelihoods_VK: the projection, rows sorted by weight, -1 in unused slots.
+        relaxed: False: rows of one slot with weight 1; of one teacher token the lowest student id.  True:
+            rows whose top weight is 0.6 or more; of one teacher token the heaviest row, then the lowest id.
+    Raises:
+        ValueError: there are none, so the loss would silently compare nothing but sorted probabilities.
+    """
+    top, w = likelihoods_VK[:, 0].double(), indices_VK[:, 0]
+    one = (indices_VK[:, 1:] < 0).all(1) & (top > 1 - 1e-6)
+    v = ((w >= 0) & ((top >= 0.6) if relaxed else one)).nonzero().squeeze(1)
+    if len(v) == 0:
+        raise ValueError("the projection has no common token: no row of one slot with weight 1 (-1 marks "
+                         "unused slots); build it with projection_tools.build")
+    order = v[torch.sort(-top[v], stable=True).indices]  # heaviest first, lowest id first among equals
+    order = order[torch.sort(w[order], stable=True).indices]
+    first = torch.ones_like(order, dtype=torch.bool)
+    first[1:] = w[order][1:] != w[order][:-1]
+    v = order[first].sort().values
+    return v, w[v]
+
+
+def gold(
+    student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
+    teacher_chunk_BT: Tensor, common_V: Tensor, common_W: Tensor, temperature: float = 1.0,
+    uncommon_topk: int = 8192, average: str = "p", reverse: bool = False, weight_BS: Tensor | None = None,
+    reduction: str = "sum",
+) -> Two:
+    """KL on the tokens that both vocabularies share, plus the distance of the sorted rest.
+
+    Per chunk, with p and q the means of its positions' distributions: tau^2 (KL(q || p) over the common
+    tokens and one bucket for all others + sum |sorted p - sorted q| over the others).  With
+    `common_tokens(..., relaxed=True)` this is `h_kl`.
+
+    Args:
+        common_V, common_W: (N,) int64, from `common_tokens`.
+        uncommon_topk: how many of the others are compared, the largest; at most as many as either side has.
+        average: "p", or "logp" for the reference (NeMo-RL's gold): means of log-probabilities, not
+            renormalised, no bucket; can be negative.
+        reverse: KL(p || q).
+    Others and Returns: of `projection_kl`.
+    """
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    sides = []
+    for logits, id_N, count, common in ((student_logits_BSV, chunks.id_S, chunks.count_S, common_V),
+                                        (teacher_logits_BTW.detach(), chunks.id_T, chunks.count_T, common_W)):
+        logp = _rows(logits.flatten(0, 1), id_N >= 0, temperature).log_softmax(-1).clamp(min=FLOOR)
+        mean = chunk_mean(logp if average == "logp" else logp.exp(), id_N[id_N >= 0], count)
+        other = torch.ones(mean.shape[1], dtype=torch.bool, device=mean.device)
+        other[common] = False
+        kept, rest = mean[:, common], mean[:, other]
+        if average == "logp":
+            sides.append((kept, rest.exp()))
+        else:
+            tiny = torch.finfo(mean.dtype).tiny
+            sides.append((torch.cat([kept, rest.sum(1, keepdim=True)], 1).clamp(min=tiny).log(), rest))
+    (logp, p_rest), (logq, q_rest) = sides
+    kl = _kl(logp, logq) if reverse else _kl(logq, logp)
+    k = min(uncommon_topk, p_rest.shape[1], q_rest.shape[1])
+    l1 = (p_rest.topk(k, -1).values - q_rest.topk(k, -1).values).abs().sum(-1)
+    value = temperature**2 * (kl + l1)
+    return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
+
+
+def h_kl(
+    student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
+    teacher_chunk_BT: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor, **how: Any,
+) -> Two:
+    """`gold` with the relaxed set of common tokens, found anew at every call (see `common_tokens`)."""
+    common = common_tokens(indices_VK, likelihoods_VK, relaxed=True)
+    return gold(student_logits_BSV, teacher_logits_BTW, student_chunk_BS, teacher_chunk_BT, *common, **how)
+
+
+def _sorted_distance(p_NV: Tensor, q_NW: Tensor) -> Tensor:
+    """(N,) sum |sorted p - sorted q|, the shorter one continued by zeros."""
+    width = max(p_NV.shape[1], q_NW.shape[1])
+    p, q = [F.pad(x.sort(-1, descending=True).values, (0, width - x.shape[1])) for x in (p_NV, q_NW)]
+    return (p - q).abs().sum(-1)
+
+
+def uld(
+    student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
+    student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, temperature: float = 1.0,
+    common: tuple[Tensor, Tensor] | None = None, matched_weight: float | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
+) -> Two:
+    """Sum over chunks of sum |sorted p - sorted q| (ULD, arXiv:2402.12030); needs no projection.
+
+    A chunk's distribution is that of its last token, times the probability of the chunk's tokens before it.
+    With `common` (the hybrid of TRL's GOLD trainer): matched_weight JSD on the common tokens + (1 -
+    matched_weight) times the sorted distance of the others.  For the positional form give every i-th token
+    of either side the chunk id i.
+
+    Args:
+        student_next_BS, teacher_next_BT: int64, the token that each position predicts.
+        common: (student ids, teacher ids) of `common_tokens`; None: none.
+        matched_weight: 0 to 1; None: the share of the teacher's vocabulary that is common.
+    Others and Returns: of `projection_kl`; the value is no tau^2 multiple, since it is linear in p.
+    """
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    sides = []
+    for logits, next_, id_N, first, count in (
+            (student_logits_BSV, student_next_BS, chunks.id_S, chunks.first_S, chunks.count_S),
+            (teacher_logits_BTW.detach(), teacher_next_BT, chunks.id_T, chunks.first_T, chunks.count_T)):
+        rows = (id_N >= 0).nonzero().squeeze(1)
+        logp = _rows(logits.flatten(0, 1), rows, temperature).log_softmax(-1)
+        chosen = logp.gather(1, next_.reshape(-1)[rows][:, None]).squeeze(1)
+        last = rows == (first + count - 1)[id_N[rows]]
+        before = chosen.new_zeros(len(first)).index_add(0, id_N[rows][~last], chosen[~last])
+        at_last = logp[last][id_N[rows][last].argsort()]
+        sides.append((at_last + before[:, None]).exp())
+    p, q = sides
+    if common is None:
+        value = _sorted_distance(p, q)
+    else:
+        share = len(common[1]) / q.shape[1] if matched_weight is None else matched_weight
+        logs = [side[:, ids].clamp(min=torch.finfo(p.dtype).tiny).log() for side, ids in zip(sides, common)]
+        others = []
+        for side, ids in zip(sides, common):
+            other = torch.ones(side.shape[1], dtype=torch.bool, device=side.device)
+            other[ids] = False
+            others.append(side[:, other])
+        mixed = _mix(logs[0], logs[1], 0.5)
+        matched = 0.5 * _kl(logs[1], mixed) + 0.5 * _kl(logs[0], mixed)
+        value = share * matched + (1 - share) * _sorted_distance(*others)
+    return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
+
+
+def alm(
+    student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
+    student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, temperature: float = 1.0, mode: str = "binary_kl",
+    weight_BS: Tensor | None = None, reduction: str = "sum",
+) -> Two:
+    """Sum over chunks of f(q, p), the two models' probabilities of the chunk's own bytes (arXiv:2503.20083).
+
+    p and q are products over the chunk's tokens; temperature tau raises them to 1 / tau.  Modes:
+      binary_kl: KL(Bern(q) || Bern(p));  binary_kl_reverse: KL(Bern(p) || Bern(q));
+      binary_ce: the first plus the entropy of Bern(q), which is not 0 at agreement;
+      temperature_limit: lim tau KL(Bern(q^(1/tau)) || Bern(p^(1/tau))) for tau -> inf
+        = s - t - t log(s / t), with s = -log p, t = -log q;
+      squared, absolute: (log p - log q)^2, |log p - log q|.
+
+    Args:
+        student_next_BS, teacher_next_BT: int64, the token that each position predicts.
+        temperature: tau, > 0; not used by the last three modes.
+        mode: see above.
+    Others and Returns: of `projection_kl`; no tau^2, as in the paper.
+    Raises:
+        ValueError: unknown mode.
+    """
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    sides = []
+    for logits, next_, id_N in ((student_logits_BSV, student_next_BS, chunks.id_S),
+                                (teacher_logits_BTW.detach(), teacher_next_BT, chunks.id_T)):
+        row = (id_N >= 0).nonzero().squeeze(1)
+        sides.append(_chunk_logp(logits.flatten(0, 1), next_, torch.stack([row, id_N[row]], 1),
+                                 len(chunks.first_S), 1.0))
+    logp, logq = sides
+    if mode in ("binary_kl", "binary_kl_reverse", "binary_ce"):
+        logp, logq = logp / temperature, logq / temperature
+    if mode == "binary_kl":
+        value = _bernoulli_kl(logq, logp)
+    elif mode == "binary_kl_reverse":
+        value = _bernoulli_kl(logp, logq)
+    elif mode == "binary_ce":
+        logp = logp.clamp(max=-1e-6)
+        value = -logq.exp() * logp + torch.expm1(logq) * torch.log(-torch.expm1(logp))
+    elif mode == "temperature_limit":
+        s, t = (-logp).clamp(min=1e-6), (-logq).clamp(min=1e-6)
+        value = s - t - t * (s / t).log()
+    elif mode in ("squared", "absolute"):
+        value = (logp - logq).square() if mode == "squared" else (logp - logq).abs()
+    else:
+        raise ValueError(f"mode={mode!r}: expected binary_kl, binary_kl_reverse, binary_ce, "
+                         "temperature_limit, squared or absolute")
+    return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
+
+
+# --- several teachers -------------------------------------------------------------------------------
+
+
+def teacher_scores(logits_BTW: Tensor, next_BT: Tensor, mask_BT: Tensor, kind: str = "ce") -> Tensor:
+    """(B,) how sure a teacher is of each sample, the higher the better, without gradient.
+
+    Args:
+        next_BT: int64, the token that each position predicts; used by "ce".
+        mask_BT: bool, positions that count.
+        kind: "ce": minus the mean cross-entropy in nats; "entropy": minus the mean entropy; "max_prob": mean
+            of the largest probability.  All are per token: those of different tokenizers compare roughly.
+    Raises:
+        ValueError: unknown kind.
+    """
+    with torch.no_grad():
+        logp = at_least_float32(logits_BTW[mask_BT]).log_softmax(-1).clamp(min=FLOOR)
+        if kind == "ce":
+            value = logp.gather(1, next_BT[mask_BT][:, None]).squeeze(1)
+        elif kind == "entropy":
+            value = (logp.exp() * logp).sum(-1)
+        elif kind == "max_prob":
+            value = logp.amax(-1).exp()
+        else:
+            raise ValueError(f"kind={kind!r}: expected 'ce', 'entropy' or 'max_prob'")
+        row = mask_BT.reshape(-1).nonzero().squeeze(1)
+        total, count = reduce_terms(value, row, mask_BT.shape, None, "sample")
+        return total / count.clamp(min=1)
+
+
+def teacher_weights(scores_MB: Tensor, alpha: float = 1.0, select: bool = False) -> Tensor:
+    """(M, B) weights of M teachers, summing to 1: softmax(alpha * score) per sample, or 1 for the best."""
+    if select:
+        return F.one_hot(scores_MB.argmax(0), len(scores_MB)).T.to(scores_MB.dtype)
+    return (alpha * scores_MB).softmax(0)
+
+
+def vocabulary_factors(sizes_M: list[int]) -> Tensor:
+    """(M,) log W_i / log min W: a divergence over more tokens is larger by about this; divide by it."""
+    logs = torch.tensor(sizes_M, dtype=torch.float64).log()
+    return logs / logs.min()
+
+
+def average_teachers(logits_M: list[Tensor], weights_M: Tensor | None = None, space: str = "p") -> Tensor:
+    """Logits of the average of teachers of one vocabulary.
+
+    Args:
+        logits_M: M tensors (B, T, W).
+        weights_M: (M,) or (M, B), summing to 1 over the teachers; None: equal.
+        space: "p": log of the mean probability; "logits": mean of the logits.
+    Raises:
+        ValueError: unknown space.
+    """
+    if space not in ("p", "logits"):
+        raise ValueError(f"space={space!r}: expected 'p' or 'logits'")
+    rows = [at_least_float32(x) for x in logits_M]
+    stacked = torch.stack([x.log_softmax(-1) for x in rows] if space == "p" else rows)
+    weights = stacked.new_full((len(rows),), 1 / len(rows)) if weights_M is None else weights_M.to(stacked)
+    weights = weights.reshape(*weights.shape, *[1] * (stacked.dim() - weights.dim()))
+    return (stacked + weights.log()).logsumexp(0) if space == "p" else (weights * stacked).sum(0)
+
+
+def dynamic_scale(ce: Tensor, kd: Tensor) -> Tensor:
+    """stopgrad(CE / KD), the factor that makes the distillation loss as large as the cross-entropy.
+
+    Args:
+        ce, kd: means over the *whole* step on all ranks (else the gradient's direction depends on the cut).
+    """
+    return (ce.detach() / kd.detach().clamp(min=1e-12)).to(torch.float32)
+
+
+# --- metrics ---------------------------------------------------------------------------------------
+
+
+def agreement(student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor) -> Two:
+    """(positions where both models' likeliest token is the same, positions); one vocabulary."""
+    same = student_logits_BSV[mask_BS].argmax(-1) == teacher_logits_BSV[mask_BS].argmax(-1)
+    return same.sum(), mask_BS.sum()
+
+
+def projected_agreement(
+    student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
+    teacher_chunk_BT: Tensor, indices_VK: Tensor,
+) -> Two:
+    """(chunks at whose start the teacher's likeliest token is the image of the student's, chunks)."""
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    v = student_logits_BSV.flatten(0, 1)[chunks.first_S].argmax(-1)
+    w = teacher_logits_BTW.flatten(0, 1)[chunks.first_T].argmax(-1)
+    return (indices_VK[v, 0] == w).sum(), torch.tensor(len(v), device=v.device)
+
+
+def accuracy(logits_BSV: Tensor, labels_BS: Tensor) -> Two:
+    """(positions whose likeliest token is the label, labelled positions)."""
+    keep = labels_BS != -100
+    return (logits_BSV[keep].argmax(-1) == labels_BS[keep]).sum(), keep.sum()
+
+
+def entropy(logits_BSV: Tensor, mask_BS: Tensor) -> Two:
+    """(sum of the entropies in nats, positions)."""
+    logp = at_least_float32(logits_BSV.detach()[mask_BS]).log_softmax(-1).clamp(min=FLOOR)
+    return -(logp.exp() * logp).sum(), mask_BS.sum()
+
+
+def kept_mass(logits_BTW: Tensor, mask_BT: Tensor, kept_K: Tensor) -> Two:
+    """(sum of the probability on the kept columns, positions)."""
+    p = at_least_float32(logits_BTW.detach()[mask_BT]).softmax(-1)
+    return p[:, kept_K].sum(), mask_BT.sum()

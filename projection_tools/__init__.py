@@ -10,6 +10,7 @@ Shapes: V student vocabulary, W teacher vocabulary, P pieces, K kept entries.  A
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import sys
@@ -148,10 +149,12 @@ def save_atomically(tables, path):
         from safetensors.torch import save_file
 
         tensors = {key: value for key, value in tables.items() if isinstance(value, torch.Tensor)}
-        plain = {key: json.dumps(value) for key, value in tables.items() if key not in tensors}
-        save_file(tensors, scratch, metadata=plain)
+        plain = {key: value for key, value in tables.items() if key not in tensors}
+        save_file(tensors, scratch, metadata={"isogloss": json.dumps(plain)})  # several would come in any order
     else:
-        torch.save(tables, scratch)
+        buffer = io.BytesIO()  # a file's name would get into its bytes
+        torch.save(tables, buffer)
+        scratch.write_bytes(buffer.getvalue())
     os.replace(scratch, path)
 
 
@@ -168,7 +171,7 @@ def load_tables(path):
             from safetensors import safe_open
 
             with safe_open(path, "pt") as file:
-                tables = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
+                tables = json.loads((file.metadata() or {}).get("isogloss", "{}"))
                 return tables | {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises half a dozen types for a damaged file

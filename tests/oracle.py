@@ -124,3 +124,122 @@ def merge(student_bytes, teacher_bytes):
             for side in (student_bytes, teacher_bytes)]
 
 
+
+
+# --- one vocabulary -------------------------------------------------------------------------------
+
+
+def log_mean(p, q, share_q):
+    return [share_q * b + (1 - share_q) * a for a, b in zip(p, q)]
+
+
+def divergence(name, p, q, coefficient=0.0):
+    """D(q, p) of two lists of probabilities."""
+    if name == "generalised_jsd" and coefficient in (0, 1):
+        name = "reverse_kl" if coefficient else "forward_kl"
+    if name == "forward_kl":
+        return kl(q, p)
+    if name == "reverse_kl":
+        return kl(p, q)
+    if name == "generalised_jsd":
+        m = log_mean(p, q, coefficient)
+        return coefficient * kl(q, m) + (1 - coefficient) * kl(p, m)
+    if name == "skew_forward_kl":
+        return kl(q, log_mean(p, q, coefficient))
+    if name == "skew_reverse_kl":
+        return kl(p, log_mean(q, p, coefficient))
+    if name == "total_variation":
+        return sum(abs(a - b) for a, b in zip(p, q)) / 2
+    assert name == "adaptive_kl"
+    head, total, mass = 0.0, 0.0, 0.0
+    for i in sorted(range(len(q)), key=lambda i: float(q[i])):
+        mass += float(q[i])
+        gap = abs(float(q[i]) - float(p[i]))
+        total, head = total + gap, head + (gap if mass >= coefficient else 0.0)
+    return head / total * kl(q, p) + (1 - head / total) * kl(p, q)
+
+
+def buckets(p, ids, tail):
+    kept = [p[i] for i in ids]
+    if tail:
+        return [*kept, sum((p[i] for i in range(len(p)) if i not in ids), ZERO)]
+    return [x / sum(kept) for x in kept]
+
+
+def positions(name, x, y, mask, tau=1.0, teacher_tau=None, top_k=0, support="teacher", tail=True,
+              coefficient=0.0):
+    """[(sample, position, term)] of every position that counts."""
+    found = []
+    for b in range(mask.shape[0]):
+        for t in range(mask.shape[1]):
+            if not mask[b, t]:
+                continue
+            p, q = list(softmax(x[b, t], tau)), list(softmax(y[b, t], teacher_tau or tau))
+            if isinstance(support, torch.Tensor):
+                ids = support[b, t].tolist()
+            else:
+                judge = [float(v.detach()) for v in (q if support == "teacher" else p)]
+                ids = sorted(range(len(p)), key=lambda i: -judge[i])[:top_k]
+            if top_k:
+                p, q = buckets(p, ids, tail), buckets(q, ids, tail)
+            found.append((b, t, tau**2 * divergence(name, p, q, coefficient)))
+    return found
+
+
+# --- two vocabularies -----------------------------------------------------------------------------
+
+
+def sorted_distance(p, q, most=None):
+    width = max(len(p), len(q))
+    p, q = [sorted(side, key=lambda v: -float(v)) + [ZERO] * (width - len(side)) for side in (p, q)]
+    return sum((abs(a - b) for a, b in list(zip(p, q))[:most]), ZERO)
+
+
+def gold(x, y, student_chunk, teacher_chunk, common, tau=1.0, most=8192, average="p", reverse=False):
+    """[term] per chunk; common: (student ids, teacher ids)."""
+    found = []
+    for b, s, t in chunks(student_chunk, teacher_chunk):
+        sides = []
+        for logits, places, ids in ((x, s, common[0]), (y, t, common[1])):
+            rows = [softmax(logits[b, i], tau) for i in places]
+            if average == "logp":
+                mean = [sum(row[i].log() for row in rows) / len(rows) for i in range(len(rows[0]))]
+                mean = [m.exp() for m in mean]
+            else:
+                mean = [sum(row[i] for row in rows) / len(rows) for i in range(len(rows[0]))]
+            rest = [mean[i] for i in range(len(mean)) if i not in ids]
+            sides.append(([mean[i] for i in ids] + ([sum(rest)] if average == "p" else []), rest))
+        (p, p_rest), (q, q_rest) = sides
+        most_here = min(most, len(p_rest), len(q_rest))
+        divergence_ = kl(p, q) if reverse else kl(q, p)
+        found.append(tau**2 * (divergence_ + sorted_distance(p_rest, q_rest, most_here)))
+    return found
+
+
+def chunk_logp(logits, next_ids, b, places, tau=1.0):
+    return sum(softmax(logits[b, i], tau)[int(next_ids[b, i])].log() for i in places)
+
+
+def uld(x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0):
+    found = []
+    for b, s, t in chunks(student_chunk, teacher_chunk):
+        sides = []
+        for logits, ids, places in ((x, student_next, s), (y, teacher_next, t)):
+            before = chunk_logp(logits, ids, b, places[:-1], tau)
+            sides.append([p * torch.as_tensor(before).exp() for p in softmax(logits[b, places[-1]], tau)])
+        found.append(sorted_distance(*sides))
+    return found
+
+
+def alm(x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0, mode="binary_kl"):
+    found = []
+    for b, s, t in chunks(student_chunk, teacher_chunk):
+        a, c = chunk_logp(x, student_next, b, s), chunk_logp(y, teacher_next, b, t)
+        p, q = (a / tau).exp(), (c / tau).exp()
+        found.append({
+            "binary_kl": lambda: kl([q, 1 - q], [p, 1 - p]),
+            "binary_kl_reverse": lambda: kl([p, 1 - p], [q, 1 - q]),
+            "binary_ce": lambda: -q * p.log() - (1 - q) * (1 - p).log(),
+            "temperature_limit": lambda: (c - a) + c * (a / c).log(),
+            "squared": lambda: (a - c) ** 2, "absolute": lambda: abs(a - c)}[mode]())
+    return found
