@@ -950,7 +950,8 @@ def alm(
 ) -> Two:
     """Sum over chunks of f(q, p), the two models' probabilities of the chunk's own bytes (arXiv:2503.20083).
 
-    p and q are products over the chunk's tokens; temperature tau raises them to 1 / tau.  Modes:
+    p and q are products over the chunk's tokens; temperature tau raises them to 1 / tau; a factor of e^-1e-6
+    keeps 1 - p above 0.  Modes:
       binary_kl: KL(Bern(q) || Bern(p));  binary_kl_reverse: KL(Bern(p) || Bern(q));
       binary_ce: the first plus the entropy of Bern(q), which is not 0 at agreement;
       temperature_limit: lim tau KL(Bern(q^(1/tau)) || Bern(p^(1/tau))) for tau -> inf
@@ -974,13 +975,12 @@ def alm(
                                  len(chunks.first_S), 1.0))
     logp, logq = sides
     if mode in ("binary_kl", "binary_kl_reverse", "binary_ce"):
-        logp, logq = logp / temperature, logq / temperature
+        logp, logq = logp / temperature - 1e-6, logq / temperature - 1e-6
     if mode == "binary_kl":
         value = _bernoulli_kl(logq, logp)
     elif mode == "binary_kl_reverse":
         value = _bernoulli_kl(logp, logq)
     elif mode == "binary_ce":
-        logp = logp.clamp(max=-1e-6)
         value = -logq.exp() * logp + torch.expm1(logq) * torch.log(-torch.expm1(logp))
     elif mode == "temperature_limit":
         s, t = (-logp).clamp(min=1e-6), (-logq).clamp(min=1e-6)

@@ -235,7 +235,7 @@ def alm(x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0,
     found = []
     for b, s, t in chunks(student_chunk, teacher_chunk):
         a, c = chunk_logp(x, student_next, b, s), chunk_logp(y, teacher_next, b, t)
-        p, q = (a / tau).exp(), (c / tau).exp()
+        p, q = (a / tau - 1e-6).exp(), (c / tau - 1e-6).exp()
         found.append({
             "binary_kl": lambda: kl([q, 1 - q], [p, 1 - p]),
             "binary_kl_reverse": lambda: kl([p, 1 - p], [q, 1 - q]),

@@ -1,4 +1,4 @@
-"""losses.py, one vocabulary: against loops over the definitions, at the ends of ranges, on sharded columns."""
+"""losses.py, one vocabulary: against loops over the definitions, at extremes, on sharded columns."""
 
 import random
 
