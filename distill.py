@@ -41,10 +41,8 @@ from data import (CHUNKS, DROPPED, Collate, HeldOutBatches, MicroBatches, Shuffl
 from ds_config import read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import check_types, parse_flags
-from losses import Spelling, next_token_cross_entropy, piece_kl, projection_kl, teacher_importance
-from projection_tools import Pair, load_projection
-from projection_tools.build import cached_projection
-from projection_tools.spell import cached_spelling
+from losses import Spelling, next_token_cross_entropy, teacher_importance
+from objective import ALM_MODES, ANY_TOKENIZERS, ONE_TOKENIZER, build_loss
 from teacher import load_teacher, teacher_logits
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -68,12 +66,23 @@ class Config:
         max_length: student positions per sample, 2 or more; longer texts are cut, both sides at the same
             byte.
         teacher_max_length: teacher positions per sample; 0: the teacher's context.
-        loss: piece_kl or projection_kl.
+        loss: piece_kl, projection_kl, gold, h_kl, uld or alm for any two tokenizers; for equal ones also
+            forward_kl, reverse_kl, generalised_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl,
+            total_variation; see docs/losses.md.
         kd_weight: weight of the distillation loss, >= 0; 0 loads no teacher.
         ce_weight: weight of the student's next-token cross-entropy, >= 0; 0 computes none in training.
         temperature: softens both models in the distillation loss, > 0.
-        projection: file of projection_tools.build for projection_kl; empty: built in flight and cached.
+        projection: file of projection_tools.build for projection_kl, gold and h_kl; empty: built in flight
+            and cached.
         projection_topk: teacher columns that projection_kl keeps, the most likely ones of the step's batch.
+        uncommon_topk: tokens that gold and h_kl compare by rank, outside the common ones.
+        reverse: KL(student || teacher) in projection_kl, gold and h_kl.
+        alm_mode: binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or absolute.
+        beta: of generalised_jsd, 0 (forward KL) to 1 (reverse KL).
+        skew: of skew_forward_kl and skew_reverse_kl, 0 to 1.
+        alpha: of adaptive_kl, 0 to 1.
+        top_k: tokens that the losses for equal tokenizers compare, the teacher's likeliest, and one bucket
+            for the rest; 0: all tokens.
         teacher_dtype: auto (as in the checkpoint), float32, bfloat16 or float16.
         activation_checkpointing: recompute the student's activations in backward instead of keeping them.
         ds_config: DeepSpeed JSON; see ds_configs/README.md.
@@ -107,6 +116,13 @@ class Config:
     temperature: float = 1.0
     projection: str = ""
     projection_topk: int = 8192
+    uncommon_topk: int = 8192
+    reverse: bool = False
+    alm_mode: str = "binary_kl"
+    beta: float = 0.5
+    skew: float = 0.1
+    alpha: float = 0.5
+    top_k: int = 0
     teacher_dtype: str = "auto"
     activation_checkpointing: bool = False
     ds_config: str = "ds_configs/zero2.json"
@@ -130,6 +146,9 @@ class Config:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected one of {', '.join(known)}")
+        for name in ("beta", "skew", "alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature}: expected more than 0")
         if self.kd_weight == self.ce_weight == 0:
@@ -142,9 +161,9 @@ class Config:
 
 
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
-              projection_topk=1, learning_rate=0, seed=0, eval_every=0, save_every=0, keep_checkpoints=1,
-              num_workers=0)
-CHOICES = dict(loss=("piece_kl", "projection_kl"), train_on=("assistant", "all"),
+              projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
+              save_every=0, keep_checkpoints=1, num_workers=0)
+CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
@@ -183,36 +202,6 @@ def load_side(role, path, max_length):
         raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, but its tokenizer "
                          f"{len(table)} ids; use the tokenizer that the model was trained with")
     return Side(tokenizer, table, max_length or context), config
-
-
-def build_loss(cfg, student, teacher, device):
-    """The distillation loss that --loss names.
-
-    Returns:
-        (kd_loss, spelling): kd_loss(student_logits, teacher_logits, batch, kept_K=None) -> (sum, count);
-        spelling holds the tables from which the data workers list the terms of piece_kl, else None.
-    """
-    pair = Pair.of(student.tokenizer, teacher.tokenizer, (cfg.student, cfg.teacher),
-                   (student.table, teacher.table))
-    if cfg.loss == "piece_kl":
-        tables = cached_spelling(pair)
-        tables = {name: tables[name] for name in Spelling._fields}
-        spelling = Spelling(**{k: t.long() if isinstance(t, torch.Tensor) else t for k, t in tables.items()})
-        on_device = to_device(spelling, device)
-
-        def kd_loss(x, y, batch, kept_K=None):
-            labels = batch["student_labels"], batch["teacher_labels"]
-            return piece_kl(x, y, *labels, batch["terms"], on_device, cfg.temperature)
-
-        return kd_loss, spelling
-    tables = load_projection(cfg.projection, pair) if cfg.projection else cached_projection(pair)
-    projection = tables["indices"].to(device), tables["likelihoods"].to(device)
-
-    def kd_loss(x, y, batch, kept_K=None):
-        chunks = batch["student_chunk"], batch["teacher_chunk"]
-        return projection_kl(x, y, *chunks, *projection, kept_K, cfg.temperature)
-
-    return kd_loss, None
 
 
 @dataclass

@@ -25,6 +25,8 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "resume=false": ("--resume=false", "--resume=false: expected auto, never or the directory"),
     "resume from nothing": ("--resume={folder}", "is no complete checkpoint; expected a folder step_*"),
     "no such loss": ("--loss=kl", "--loss kl: expected one of piece_kl, projection_kl"),
+    "a loss for one tokenizer": ("--loss=forward_kl", "differ; use one of piece_kl, projection_kl"),
+    "a share beyond 1": ("--beta=1.5", "--beta 1.5: expected 0 to 1"),
     "cold": ("--temperature=0", "--temperature 0.0: expected more than 0"),
     "nothing to learn": ("--kd_weight=0 --ce_weight=0", "nothing would be learned"),
     "no teacher": ("--teacher=", "--teacher is missing: give a hub id or a local path"),

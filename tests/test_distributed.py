@@ -113,11 +113,13 @@ def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
     flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250, kd_weight=0.7,
                  ce_weight=0.3, temperature=2.0, projection_topk=100, output_dir=str(tmp_path), seed=1)
     samples = batch_texts(texts)
-    losses = "piece_kl", "projection_kl"
+    others = "gold", "h_kl", "uld", "alm"
+    losses = "piece_kl", "projection_kl", *others
     expected = {loss: ranks.run(1, plain_reference, flags, samples, loss)[0] for loss in losses}
     for world, layouts in LAYOUTS.items():
         cases = [(*layout, "piece_kl") for layout in layouts]
         cases += [(*layout, "projection_kl") for layout in layouts[-2:]]
+        cases += [(*layouts[-3], loss) for loss in others] if world == 2 else []
         for name, metrics, gradients in ranks.run(world, layout_results, flags, samples, cases)[0]:
             value, reference = expected[name.split(",")[0]]
             assert abs(metrics["loss"] - value) <= 1e-5 * value, name
@@ -125,6 +127,29 @@ def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
             error = sum(((gradients[key] - g) ** 2).sum() for key, g in reference.items())
             assert error <= 1e-10 * square, (name, float((error / square) ** 0.5))
             assert abs(metrics["grad_norm"] - square**0.5) <= 1e-5 * square**0.5, name
+
+
+def one_tokenizer_steps(flags, texts, names):
+    """{loss: metrics of two steps} with the student as its own teacher at first."""
+    job, inputs = job_for(flags)
+    collate, out = Collate(inputs.student, inputs.teacher, None), {}
+    for name in names:
+        cfg = distill.Config(**flags | {"loss": name})
+        job.kd_loss = distill.build_loss(cfg, inputs.student, inputs.teacher, job.device)[0]
+        half = texts[dist.get_rank() :: 2]
+        out[name] = [distill.train_step(job, [collate(half)]) for _ in range(2)]
+    return out
+
+
+def test_every_loss_for_one_tokenizer_trains(models, texts, tmp_path):
+    flags = dict(student=str(models[0]), teacher=str(models[0]), data=write_corpus(tmp_path, texts, 20),
+                 max_length=120, output_dir=str(tmp_path), loss="forward_kl", top_k=20,
+                 ds_config=ds_config(tmp_path / "ds.json", 2, 4, 1))
+    names = list(distill.ONE_TOKENIZER)
+    for found in ranks.run(2, one_tokenizer_steps, flags, texts[:8], names):
+        first = found[names[0]][0]
+        assert abs(first["kd"]) < 1e-6 and first["aligned_tokens"] > 0.95  # it agrees with itself
+        assert all(0 < found[name][1]["kd"] < 1 and found[name][1]["ce"] < first["ce"] for name in names)
 
 
 # --- runs that stop and go on ---
