@@ -8,6 +8,7 @@ Every figure is the best of several runs in one process: what the code needs whe
 import sys
 import time
 from pathlib import Path
+from pydoc_data import topics
 
 import fire
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from align import TokenTable, align
 from align_dp import align_dp
-from demo import documents
 
 
 def best(run, seconds=2.0):
@@ -38,7 +38,7 @@ def main(student, teacher, tokens=4096, long=16384):
     tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in pair]
     print(f"{student} -> {teacher}; tokenizers loaded in {loaded - begin:.2f} s, "
           f"tables of {len(tables[0])} and {len(tables[1])} entries in {time.perf_counter() - loaded:.2f} s")
-    prose = " ".join(text for _, text in documents())[: 8 * long]
+    prose = " ".join(text for _, text in sorted(topics.topics.items()))[: 8 * long]
     rng = np.random.default_rng(0)
     samples = {f"English, {tokens}": (prose, tokens), f"English, {long}": (prose, long),
                f"one word again and again, {long}": ("the " * long, long),

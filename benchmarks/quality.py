@@ -2,11 +2,11 @@
 
     python benchmarks/quality.py ASSETS [--seeds 3] [--steps 300] [--only piece_kl,alm]
 
-ASSETS holds models/{stories260K, tinytalk_neo_3M, bitstories_1M} and text/tinystories_1000.json.  A fresh student
-of the shape of stories260K learns from 900 stories (the first 100 are held out), 8 a step.  The teacher of the
-losses for two tokenizers is tinytalk_neo_3M; bitstories_1M has the student's own tokenizer and is the reference
-for forward_kl.  One learning rate for all; the weight of each loss is the better one of 0.5 and 2 on seed 0.  Runs
-that are complete are not made again.  Figures of record are in docs/LOG.md.
+ASSETS holds models/{stories260K, tinytalk_neo_3M, bitstories_1M} and text/tinystories_1000.json.  A fresh
+student of the shape of stories260K learns from 900 stories (the first 100 are held out), 8 a step.  The
+teacher of the losses for two tokenizers is tinytalk_neo_3M; bitstories_1M has the student's own tokenizer and
+is the reference for forward_kl.  One learning rate for all; the weight of each loss is the better one of 0.5
+and 2 on seed 0.  Runs that are complete are not made again.  Figures of record are in docs/LOG.md.
 """
 
 import json
@@ -23,7 +23,8 @@ import demo
 RUNS = ROOT / "runs" / "quality"
 LOSSES = "piece_kl", "projection_kl", "gold", "h_kl", "uld", "alm", "forward_kl"
 DS_CONFIG = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto",
-             "gradient_accumulation_steps": "auto", "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},
+             "gradient_accumulation_steps": "auto", "gradient_clipping": 1.0,
+             "zero_optimization": {"stage": 0},
              "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1,
                                                        "torch_adam": True}},
              "scheduler": {"type": "WarmupCosineLR", "params": {
