@@ -223,12 +223,20 @@ def shards(world, V):
 
 
 def sharded(world):
-    """Largest relative errors of value and gradient, of every loss, on one of `world` ranks."""
+    """{loss: largest relative error of value and gradient} on one of `world` ranks."""
     dist.init_process_group("gloo")
     group, worst = dist.group.WORLD, {}
+
+    def compare(name, whole, part, x, own):
+        expected = gradient(whole, x)
+        low, high = bounds
+        error = (gradient(part, own) - expected[..., low:high]).norm() / expected.norm().clamp(min=1e-9)
+        gap = abs(part - whole).detach() / abs(whole).detach().clamp(min=1e-9)
+        worst[name] = max(worst.get(name, 0.0), float(error), float(gap))
+
     for seed in range(3):
         case = Case(seed, V=11)
-        low, high = shards(world, 11)[dist.get_rank()]
+        bounds = low, high = shards(world, 11)[dist.get_rank()]
         x = case.x.detach()[..., low:high].clone().requires_grad_()
         y = case.y[..., low:high].contiguous()
         for name, how in NAMES.items():
@@ -236,28 +244,21 @@ def sharded(world):
                          {"temperature": 2.0}):
                 if name == "adaptive_kl" and "top_k" not in more:
                     continue
-                whole = getattr(losses, name)(case.x, case.y, case.mask, **how, **more)[0]
-                part = getattr(losses, name)(x, y, case.mask, group=group, **how, **more)[0]
-                expected = gradient(whole, case.x)[..., low:high]
-                error = (gradient(part, x) - expected).norm() / gradient(whole, case.x).norm()
-                worst[name] = max(worst.get(name, 0.0), float(error), float(abs(part - whole) / whole))
+                loss = getattr(losses, name)
+                part = loss(x, y, case.mask, group=group, **how, **more)[0]
+                compare(name, loss(case.x, case.y, case.mask, **how, **more)[0], part, case.x, x)
         labels = torch.where(case.mask, case.next, -100)
         whole = losses.next_token_cross_entropy(case.x, labels)[0]
-        part = losses.next_token_cross_entropy(x, labels, group=group)[0]
-        error = (gradient(part, x) - gradient(whole, case.x)[..., low:high]).norm()
-        worst["cross_entropy"] = max(worst.get("cross_entropy", 0.0), float(error), float(abs(part - whole)))
+        compare("cross_entropy", whole, losses.next_token_cross_entropy(x, labels, group=group)[0], case.x, x)
         chunk = torch.where(case.mask, torch.arange(4) // 2, -1)
         torch.manual_seed(seed)
         indices = torch.randint(-1, 11, (11, 2)).sort(1, descending=True).values
-        likelihoods = torch.where(indices >= 0, torch.rand(11, 2).double(), 0.0)
+        weights = torch.where(indices >= 0, torch.rand(11, 2).double(), 0.0)
         for kept in (None, torch.tensor([0, 3, 7, 10])):
-            arguments = chunk, chunk, indices, likelihoods, kept
-            whole = losses.projection_kl(case.x, case.y, *arguments)[0]
-            arguments = chunk, chunk, indices[low:high], likelihoods[low:high], kept
-            part = losses.projection_kl(x, y, *arguments, group=group)[0]
-            error = (gradient(part, x) - gradient(whole, case.x)[..., low:high]).norm()
-            found = float(error), float(abs(part - whole))
-            worst["projection_kl"] = max(worst.get("projection_kl", 0.0), *found)
+            whole = losses.projection_kl(case.x, case.y, chunk, chunk, indices, weights, kept)[0]
+            own = indices[low:high], weights[low:high], kept
+            part = losses.projection_kl(x, y, chunk, chunk, *own, group=group)[0]
+            compare("projection_kl", whole, part, case.x, x)
     dist.destroy_process_group()
     return worst
 
