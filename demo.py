@@ -165,7 +165,7 @@ def llama(tokenizer, shape, seed):
 
 
 def teacher_dtype():
-    """bfloat16 where the machine multiplies in it, as GPUs and CPUs with AMX do; elsewhere it would be slower."""
+    """bfloat16 where the machine multiplies in it, as GPUs and CPUs with AMX do; elsewhere it is slower."""
     import torch
 
     if torch.cuda.is_available():
@@ -179,7 +179,7 @@ def train_teacher(tokenizer, texts):
     from tqdm import tqdm
 
     steps, batch, peak = RECIPE["teacher_steps"], RECIPE["teacher_batch"], RECIPE["teacher_lr"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, low = "cuda" if torch.cuda.is_available() else "cpu", teacher_dtype() == "bfloat16"
     model = llama(tokenizer, RECIPE["teacher"], seed=0).to(device).train()
     end = tokenizer.eos_token_id
     rows = sorted(([end, *ids, end] for ids in tokenizer(texts)["input_ids"]), key=len)
@@ -192,7 +192,7 @@ def train_teacher(tokenizer, texts):
         order = order or torch.randperm(len(groups), generator=generator).tolist()
         rows = [torch.tensor(row) for row in groups[order.pop()]]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
-        with torch.autocast(device, torch.bfloat16, enabled=teacher_dtype() == "bfloat16"):
+        with torch.autocast(device, torch.bfloat16, enabled=low):
             logits = model(input_ids=ids[:, :-1].clamp(min=0)).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()

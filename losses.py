@@ -15,9 +15,9 @@ the *whole* batch, so that neither micro-batches nor ranks change the result.  A
 Shapes: B samples, S student tokens, T teacher tokens, C chunks, V student vocabulary, W teacher vocabulary,
 K kept entries, P pieces of a spelling, N rows of terms.  Logits at position t predict token t + 1, and every
 ``*_next``, ``*_chunk`` and ``mask`` argument is *shifted already*: entry t speaks of the token that position
-t predicts.  Logits must be cut to the tokenizer's own vocabulary (no padding rows of the lm_head).  `group`:
-the last axis of the logits is sharded over this process group, in rank order; every rank gets the same
-result, and the gradient of its own columns.
+t predicts.  Logits must be cut to the tokenizer's own vocabulary (no padding rows of the lm_head).  Where a
+loss has `group`, the last axis of the logits is sharded over this process group, in rank order; every rank
+gets the same result, and the gradient of its own columns.
 
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_losses.py.
 """

@@ -150,7 +150,7 @@ def save_atomically(tables, path):
 
         tensors = {key: value for key, value in tables.items() if isinstance(value, torch.Tensor)}
         plain = {key: value for key, value in tables.items() if key not in tensors}
-        save_file(tensors, scratch, metadata={"isogloss": json.dumps(plain)})  # several would come in any order
+        save_file(tensors, scratch, metadata={"isogloss": json.dumps(plain)})  # several have no order
     else:
         buffer = io.BytesIO()  # a file's name would get into its bytes
         torch.save(tables, buffer)
