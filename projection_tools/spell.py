@@ -6,7 +6,7 @@
 prefix space.  A token and the first piece of its spelling are linked; connected components are the events.
 """
 
-import json
+import copy
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numba import njit
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from align import BYTE_OF_CHARACTER, METASPACE
 from flags import check_types, tool
@@ -28,21 +28,25 @@ ROLES = "eos", "end_of_turn", "bos", "pad", "unk"  # the first one counts where 
 
 
 def mid_text_backend(tokenizer):
-    """A copy of the backend that continues a text: no normaliser, no prefix space, no control tokens."""
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    """A backend on the same model that continues a text: no normaliser, no prefix space, no control tokens."""
+    given = tokenizer.backend_tokenizer
+    backend = Tokenizer(given.model)  # shared; a copy of 128k merges through JSON takes a second
+    if given.pre_tokenizer is not None:
+        backend.pre_tokenizer = _without_prefix_space(copy.deepcopy(given.pre_tokenizer))
+    backend.add_tokens([token for _, token in sorted(given.get_added_tokens_decoder().items())])
+    backend.encode_special_tokens = True  # as any other text
+    return backend
 
-    def never_prepend(part):
-        for step in part.get("pretokenizers", [part]):
-            if step["type"] == "ByteLevel":
-                step["add_prefix_space"] = False
-            elif step["type"] == "Metaspace":
-                step["prepend_scheme"] = "never"
 
-    if spec["pre_tokenizer"]:
-        never_prepend(spec["pre_tokenizer"])
-    spec.update(normalizer=None, truncation=None, padding=None, post_processor=None)
-    spec["added_tokens"] = [t for t in spec["added_tokens"] if not t["special"]]
-    return Tokenizer.from_str(json.dumps(spec))
+def _without_prefix_space(part):
+    if isinstance(part, pre_tokenizers.Sequence):
+        for step in part:
+            _without_prefix_space(step)
+    elif isinstance(part, pre_tokenizers.ByteLevel):
+        part.add_prefix_space = False
+    elif isinstance(part, pre_tokenizers.Metaspace):
+        part.prepend_scheme = "never"
+    return part
 
 
 def spell(source, tokenizer, target, max_pieces=16):

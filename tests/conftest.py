@@ -1,4 +1,7 @@
-"""Shared by all tests: small real tokenizers and models, the shared assets, and groups of ranks."""
+"""Shared by all tests: small real tokenizers and models, the shared assets.
+
+What takes long to import is imported by the fixtures, for the process that hands out the tests needs none of it.
+"""
 
 import os
 import sys
@@ -12,12 +15,9 @@ for folder in (ROOT, ROOT / "tests"):
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for ranks and command lines
 
 import pytest
-import torch
 
 import demo
-from align import TokenTable
 
-torch.set_num_threads(1)
 ASSETS = ROOT.parent / "shared" / "assets"
 GOLDEN = ROOT.parent / "shared" / "golden"
 
@@ -28,6 +28,13 @@ def asset(*parts):
     if not path.exists():
         pytest.skip(f"the shared assets are absent ({path.name})")
     return path
+
+
+def pytest_collection_modifyitems(items):
+    """A file is run by one process; those that start ranks by the same one, for they share a warm server."""
+    for item in items:
+        group = "ranks" if hasattr(item.module, "ranks") else item.module.__name__
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,6 +63,8 @@ def tokenizers(texts):
 
 @pytest.fixture(scope="session")
 def tables(tokenizers):
+    from align import TokenTable
+
     return tuple(TokenTable.from_tokenizer(t) for t in tokenizers)
 
 

@@ -149,6 +149,16 @@ def check(text, pair, tables):
     return found
 
 
+def same_turned(found, text, pair, tables):
+    """Student and teacher change places: so do their chunks, and nothing else changes."""
+    coded = [t(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False) for t in pair[::-1]]
+    ids, at = [c["input_ids"] for c in coded], [c["offset_mapping"] for c in coded]
+    turned = align(*ids, *tables[::-1], text, *at)
+    assert np.array_equal(turned.student_chunk, found.teacher_chunk)
+    assert np.array_equal(turned.teacher_chunk, found.student_chunk)
+    assert np.array_equal(turned.exact, found.exact) and turned.dropped == found.dropped
+
+
 @lru_cache
 def real(name):
     from transformers import AutoTokenizer
@@ -174,14 +184,13 @@ def survives(text, name):
         text.encode(), b" " + text.encode())
 
 
-@pytest.mark.parametrize("student", NAMES)
+@pytest.mark.parametrize("student", NAMES[:-1])
 def test_all_ordered_pairs_of_real_tokenizers(student):
-    for teacher in NAMES:
-        if teacher == student:
-            continue
+    for teacher in NAMES[NAMES.index(student) + 1 :]:
         pair, tables = zip(real(student), real(teacher))
         for text in real_texts():
             found = check(text, pair, tables)
+            same_turned(found, text, pair, tables)
             if survives(text, student) and survives(text, teacher):
                 assert coverage(found)["bytes"] == 1 or not text
                 coded = [t(text, add_special_tokens=False, verbose=False)["input_ids"] for t in pair]
@@ -251,8 +260,7 @@ def test_any_text_by_any_two_trained_tokenizers(zoo):
         found = check(text, pair, tables)
         if set(kinds) == {"bpe", "unigram"}:
             assert coverage(found)["bytes"] == 1 or not text
-        turned = check(text, pair[::-1], tables[::-1])
-        assert np.array_equal(turned.student_chunk, found.teacher_chunk) and turned.dropped == found.dropped
+        same_turned(found, text, pair, tables)
 
     holds()
 

@@ -41,6 +41,7 @@ def calls(case, tau=1.0):
 def test_equal_brute_force(tau):
     for seed in range(20):
         case = Case(seed, sizes=random.Random(seed).choice([(9, 12), (12, 7), (5, 14)]))
+        case.x.requires_grad_(seed % 5 == 0)
         for name, (loss, definition) in calls(case, tau).items():
             if definition is None:
                 continue  # test_losses.py has those
@@ -49,7 +50,8 @@ def test_equal_brute_force(tau):
             expected = sum(terms)
             assert count == len(terms), name
             assert abs(value - expected) <= 1e-10 * expected.abs().clamp(min=1e-2), (name, seed)
-            assert close(gradient(value, case.x), gradient(expected, case.x), 1e-8), (name, seed)
+            if case.x.requires_grad:
+                assert close(gradient(value, case.x), gradient(expected, case.x), 1e-8), (name, seed)
 
 
 def test_gold_reverse_and_reference_average():
@@ -103,14 +105,15 @@ def test_large_temperature_is_the_limit():
     case = Case(4)
     ids = *case.next, *case.chunk
     limit = losses.alm(case.x, case.y, *ids, mode="temperature_limit")[0]
-    near = 1e5 * losses.alm(case.x, case.y, *ids, temperature=1e5)[0]
-    assert abs(near - limit) < 1e-3 * limit
+    for tau in (1e2, 1e3):  # the two differ by terms of 1 / tau
+        near = tau * losses.alm(case.x, case.y, *ids, temperature=tau)[0]
+        assert 0 < abs(near / limit - 1) < 20 / tau
 
 
 def test_gradcheck():
     case = Case(1, samples=1, length=6)
     for name, (loss, _) in calls(case, 2.0).items():
-        assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x, case.y)[0], case.x), name
+        assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x, case.y)[0], case.x, fast_mode=True), name
 
 
 def test_padding_and_extremes():

@@ -100,6 +100,7 @@ def test_piece_kl_equals_brute_force(tau):
     kinds = set()
     for seed in range(40):
         case = Case(seed, sizes=random.Random(seed).choice([(9, 12), (12, 7), (5, 14), (14, 4)]))
+        case.x.requires_grad_(seed % 4 == 0)
         terms = piece_terms(*case.next, *case.chunk, case.spelling)
         kinds |= {name for name in ("inside_teacher", "inside_student") if len(getattr(terms, name).low)}
         kinds |= {"many"} if terms.count_many else set()
@@ -108,7 +109,8 @@ def test_piece_kl_equals_brute_force(tau):
         expected, expected_count = oracle.piece_kl(case.x, case.y, *ids, case.A, case.B, tau)
         assert count == expected_count
         assert abs(value - expected) <= 1e-12 * expected
-        assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
+        if case.x.requires_grad:
+            assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
     assert kinds == {"inside_teacher", "inside_student", "many"}  # the cases do exercise every part
 
 
@@ -116,13 +118,15 @@ def test_piece_kl_equals_brute_force(tau):
 def test_projection_kl_equals_brute_force(tau):
     for seed in range(25):
         case = Case(seed)
+        case.x.requires_grad_(seed % 5 < 2)
         kept = None if seed % 2 else torch.tensor(sorted(random.Random(seed).sample(range(12), 6)))
         value, count = case.projection(tau, kept=kept)
         projection = case.indices, case.likelihoods
         expected, expected_count = oracle.projection_kl(case.x, case.y, *case.chunk, *projection, kept, tau)
         assert count == expected_count
         assert abs(value - expected) <= 1e-12 * expected
-        assert close(gradient(value, case.x), gradient(expected, case.x), 1e-10)
+        if case.x.requires_grad:
+            assert close(gradient(value, case.x), gradient(expected, case.x), 1e-10)
 
 
 def test_cross_entropy_equals_brute_force():
@@ -139,8 +143,8 @@ def test_gradcheck():
     for seed in range(4):
         case = Case(seed, samples=1, length=8)
         for tau in (1.0, 2.0):
-            assert torch.autograd.gradcheck(lambda x: case.piece(tau, x)[0], case.x)
-            assert torch.autograd.gradcheck(lambda x: case.projection(tau, x)[0], case.x)
+            for loss in (case.piece, case.projection):
+                assert torch.autograd.gradcheck(lambda x, loss=loss: loss(tau, x)[0], case.x, fast_mode=True)
 
 
 def test_equal_tokenizers_give_forward_kl_and_zero_at_agreement():
