@@ -21,6 +21,7 @@ import codecs
 import re
 import sys
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -107,8 +108,9 @@ class TokenTable:
         tokens = [""] * (max(vocab.values(), default=-1) + 1)
         for token, i in vocab.items():
             tokens[i] = token
-        pieces, special = [spell(token) for token in tokens], np.zeros(len(tokens), bool)
-        for i, added in backend.get_added_tokens_decoder().items():
+        added_tokens, special = backend.get_added_tokens_decoder(), np.zeros(len(tokens), bool)
+        pieces = spell(["" if i in added_tokens else token for i, token in enumerate(tokens)])
+        for i, added in added_tokens.items():
             # an added token stands in the vocabulary as plain text, whatever the family
             pieces[i] = added.content.encode()
             special[i] = added.special and not TEXT_MARKER.match(added.content)
@@ -142,28 +144,30 @@ class TokenTable:
 
 
 def _family(backend):
-    """(name, token -> bytes): how a tokenizer writes bytes in its vocabulary, read off its parts."""
+    """(name, tokens -> their bytes): how a tokenizer writes bytes in its vocabulary, read off its parts."""
     parts = repr([backend.decoder, backend.pre_tokenizer, backend.normalizer])
     suffix = getattr(backend.model, "end_of_word_suffix", None) or ""
     if "ByteLevel(" in parts:
-        return "byte_level", lambda token: _byte_level_bytes(token.removesuffix(suffix))
+        return "byte_level", lambda tokens: _byte_level_bytes([t.removesuffix(suffix) for t in tokens])
     if METASPACE in parts or "Metaspace(" in parts:
-        return "sentencepiece", _sentencepiece_bytes
+        return "sentencepiece", lambda tokens: [_sentencepiece_bytes(t) for t in tokens]
     if type(backend.model).__name__ == "WordPiece":
         inside = backend.model.continuing_subword_prefix
 
         def wordpiece(token):  # a space goes before every word, as its decoder has it
             return token.removeprefix(inside).encode() if token.startswith(inside) else f" {token}".encode()
 
-        return "wordpiece", wordpiece
-    return "plain", lambda token: token.removesuffix(suffix).encode()
+        return "wordpiece", lambda tokens: list(map(wordpiece, tokens))
+    return "plain", lambda tokens: [t.removesuffix(suffix).encode() for t in tokens]
 
 
-def _byte_level_bytes(token):
+def _byte_level_bytes(tokens):
+    """A character of such a token is a byte, so all are translated at once."""
     try:
-        return token.translate(TO_LATIN1).encode("latin-1")
-    except UnicodeEncodeError:
-        return token.encode()  # plain text that found its way into the vocabulary
+        raw = "".join(tokens).translate(TO_LATIN1).encode("latin-1")
+    except UnicodeEncodeError:  # plain text found its way into the vocabulary
+        return [_byte_level_bytes([t])[0] for t in tokens] if len(tokens) > 1 else [tokens[0].encode()]
+    return [raw[end - len(t) : end] for t, end in zip(tokens, accumulate(map(len, tokens)))]
 
 
 def _sentencepiece_bytes(token):
