@@ -8,7 +8,7 @@ demo: .venv/installed
 	.venv/bin/python demo.py
 
 test: .venv/installed
-	.venv/bin/python -m pytest -q -n auto --maxprocesses=2 --dist=loadgroup --durations=20 tests
+	.venv/bin/python -m pytest -q -n 2 --dist=loadgroup --durations=20 tests
 
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
