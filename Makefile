@@ -1,7 +1,7 @@
 PYTHON ?= python3
-# glibc keeps what a step frees, in large pages, for the next one: on a CPU this saves thousands of page faults a step
 # what is imported is compiled then, and kept; pip would compile five times as much
 unexport PYTHONDONTWRITEBYTECODE
+# glibc keeps what a step frees, in large pages, for the next one: on a CPU this saves thousands of page faults a step
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592
 
 demo: .venv/installed

@@ -28,7 +28,7 @@ ROLES = "eos", "end_of_turn", "bos", "pad", "unk"  # the first one counts where 
 
 
 def mid_text_backend(tokenizer):
-    """A backend on the same model that continues a text: no normaliser, no prefix space, no control tokens."""
+    """A backend on the same model that continues a text: no normaliser, prefix space or control tokens."""
     given = tokenizer.backend_tokenizer
     backend = Tokenizer(given.model)  # shared; a copy of 128k merges through JSON takes a second
     if given.pre_tokenizer is not None:

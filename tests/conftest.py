@@ -1,6 +1,6 @@
 """Shared by all tests: small real tokenizers and models, the shared assets.
 
-What takes long to import is imported by the fixtures, for the process that hands out the tests needs none of it.
+What takes long to import is imported by the fixtures: the process that hands out the tests needs none of it.
 """
 
 import os

@@ -151,7 +151,8 @@ def check(text, pair, tables):
 
 def same_turned(found, text, pair, tables):
     """Student and teacher change places: so do their chunks, and nothing else changes."""
-    coded = [t(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False) for t in pair[::-1]]
+    how = dict(add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    coded = [t(text, **how) for t in pair[::-1]]
     ids, at = [c["input_ids"] for c in coded], [c["offset_mapping"] for c in coded]
     turned = align(*ids, *tables[::-1], text, *at)
     assert np.array_equal(turned.student_chunk, found.teacher_chunk)

@@ -134,18 +134,18 @@ def test_real_models_through_the_launcher(tmp_path):
     gently = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}  # both have seen such stories
     config = ds_config(tmp_path / "ds.json", 2, 4, 1, optimizer=gently)
     data = f"--data={asset('text', 'tinystories_1000.json')}"
-    flags = [*models, data, f"--ds_config={config}", "--steps=8", "--eval_rows=8", "--max_length=96",
+    flags = [*models, data, f"--ds_config={config}", "--steps=12", "--eval_rows=16", "--max_length=128",
              f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
     done = launch(2, *flags)
     assert done.returncode == 0, done.stderr
     assert "piece_kl: 100%" in done.stderr and "kd=" in done.stderr and "tok/s=" in done.stderr
     first, *steps, last = losses_of(tmp_path, start=-1)
-    assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 9), 8]
+    assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 13), 12]
     assert last["eval/kd"] < first["eval/kd"]
     assert first["eval/teacher_bits_per_byte"] < last["eval/student_bits_per_byte"] < 3
     assert first["eval/aligned_bytes"] > 0.9 and steps[0]["tokens"] > 8 * 60
     record = json.loads((tmp_path / "run.json").read_text())
-    assert record["ranks"] == 2 and record["config"]["steps"] == 8 and record["versions"]["deepspeed"]
+    assert record["ranks"] == 2 and record["config"]["steps"] == 12 and record["versions"]["deepspeed"]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "student")

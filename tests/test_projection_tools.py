@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import subprocess
 import sys
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -172,17 +173,17 @@ def test_llama3_and_qwen2():
     assert facts["tokens of the largest"] == 873
 
 
-def test_pairs_of_all_families():
+def test_all_pairs_of_all_families():
     names = "gpt2", "t5", "llama2", "tok512"
     loaded = {name: real_pair(name, name) for name in names}
-    for a, b in zip(names, names[1:] + names[:1]):  # each one is a student and a teacher
+    for a, b in permutations(names, 2):
         pair = Pair((a, b), *[(getattr(loaded[a], part)[0], getattr(loaded[b], part)[0])
                               for part in ("tokenizers", "tables", "prints")])
         found = build.build_projection(pair)
         rows_explained(found, pair)
         if "t5" not in (a, b):  # it has no byte tokens
             assert "bytes that the teacher cannot write" not in build.why_empty(pair, found[0]), (a, b)
-        if b == "gpt2":
+        if a != "gpt2" and b == "gpt2":
             the = pair.tables[0].tokens.index("▁the")
             assert pair.tables[1].bytes_of(int(found[0][the, 0])) == b" the" and found[1][the, 0] == 1
 
