@@ -331,7 +331,7 @@ class Collate:
             if self.spelling is not None:
                 labels = batch["student_labels"], batch["teacher_labels"]
                 batch["terms"] = piece_terms(*labels, *chunks, self.spelling)
-                counts["kd"] = int(batch["terms"].count)
+                counts["kd"] = int(batch["terms"].count_all)
             else:
                 counts["kd"] = len(find_chunks(*chunks).first_S)
         return batch | {"counts": counts}

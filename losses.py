@@ -15,9 +15,10 @@ the *whole* batch, so that neither micro-batches nor ranks change the result.  A
 Shapes: B samples, S student tokens, T teacher tokens, C chunks, V student vocabulary, W teacher vocabulary,
 K kept entries, P pieces of a spelling, N rows of terms.  Logits at position t predict token t + 1, and every
 ``*_next``, ``*_chunk`` and ``mask`` argument is *shifted already*: entry t speaks of the token that position
-t predicts.  Logits must be cut to the tokenizer's own vocabulary (no padding rows of the lm_head).  Where a
-loss has `group`, the last axis of the logits is sharded over this process group, in rank order; every rank
-gets the same result, and the gradient of its own columns.
+t predicts.  Logits must be cut to the tokenizer's own vocabulary (no padding rows of the lm_head).
+
+Every loss takes `group`, a process group over which the last axis of the logits, and nothing else, is sharded
+in rank order, evenly or not.  Every rank gets the same result, and the gradient of its own columns.
 
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_losses.py.
 """
@@ -179,6 +180,55 @@ def vocab_topk(rows_NV: Tensor, k: int, group: Any = None) -> Tensor:
     return torch.cat(parts[1], 1).gather(1, best)
 
 
+class _Turn(torch.autograd.Function):
+    """All-to-all: a block of rows for every rank against a block of columns from every rank, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: list[int], columns: list[int], group: Any) -> Tensor:
+        ctx.how = rows, columns, group
+        mine, here = rows[dist.get_rank(group)], x.shape[1]
+        flat = x.new_empty(mine * sum(columns))
+        dist.all_to_all_single(flat, x.reshape(-1), [mine * n for n in columns], [n * here for n in rows],
+                               group=group)
+        parts = torch.split(flat, [mine * n for n in columns])
+        return torch.cat([part.view(mine, n) for part, n in zip(parts, columns)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, columns, group = ctx.how
+        rank = dist.get_rank(group)
+        flat = grads[0].new_empty(sum(rows) * columns[rank])
+        sent = torch.cat([part.reshape(-1) for part in torch.split(grads[0], columns, 1)])
+        dist.all_to_all_single(flat, sent, [n * columns[rank] for n in rows],
+                               [rows[rank] * n for n in columns], group=group)
+        return flat.view(-1, columns[rank]), None, None, None
+
+
+def vocab_turn(rows_NV: Tensor, group: Any = None) -> tuple[Tensor, slice]:
+    """Whole rows instead of columns: an even share of the rows on each rank, so memory stays what it was.
+
+    For what needs a row as a whole (sorting, sums over sets of tokens).  Returns (the share, with all
+    columns; which of the N rows it is).
+    """
+    if group is None:
+        return rows_NV, slice(0, len(rows_NV))
+    own = torch.tensor(rows_NV.shape[1], device=rows_NV.device)
+    widths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(widths, own, group=group)
+    ends = [len(rows_NV) * i // len(widths) for i in range(len(widths) + 1)]
+    rows = [b - a for a, b in zip(ends, ends[1:])]
+    whole = _Turn.apply(rows_NV, rows, torch.stack(widths).tolist(), group)  # type: ignore[no-untyped-call]
+    rank = dist.get_rank(group)
+    return whole, slice(ends[rank], ends[rank + 1])
+
+
+def vocab_join(value_N: Tensor, share: slice, count: int, group: Any = None) -> Tensor:
+    """(count,) what every rank has found for its share of the rows (see `vocab_turn`), on every rank."""
+    if group is None:
+        return value_N
+    return vocab_sum(F.pad(value_N, (share.start, count - share.stop)), group)
+
+
 # --- one vocabulary: divergences per position ------------------------------------------------------
 
 
@@ -195,9 +245,7 @@ def _mix(logp: Tensor, logq: Tensor, share_q: float) -> Tensor:
     return (parts + weights.view(2, *[1] * logp.dim())).logsumexp(0)
 
 
-def _adaptive(logp: Tensor, logq: Tensor, alpha: float, group: Any) -> Tensor:
-    if group is not None:
-        raise ValueError("adaptive_kl sorts the vocabulary, so it cannot be sharded: group must be None")
+def _adaptive(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
     q, order = logq.exp().sort(-1)
     gap = (q - logp.detach().exp().gather(-1, order)).abs()
     tail = q.cumsum(-1) < alpha
@@ -245,7 +293,7 @@ def position_divergence(
     Returns:
         (sum, count): nats (total variation: 0 to 1 per position), and positions.
     Raises:
-        ValueError: unknown name or support; adaptive_kl with a sharded vocabulary.
+        ValueError: unknown name or support.
     """
     logp = _soften(student_logits_BSV[mask_BS], temperature)
     logp = vocab_log_softmax(logp, group).clamp(min=FLOOR)
@@ -261,12 +309,16 @@ def position_divergence(
             raise ValueError(f"support={support!r}: expected 'teacher', 'student' or a tensor of ids")
         logp, logq = _buckets(logp, logq, ids, tail, group)
         group = None  # every rank holds all buckets now
-    value = vocab_sum(_divergence(name, logp, logq, coefficient, group), group)
+    if name == "adaptive_kl":  # it sorts whole rows
+        (p_share, share), (q_share, _) = vocab_turn(logp, group), vocab_turn(logq, group)
+        value = vocab_join(_divergence(name, p_share, q_share, coefficient), share, len(logp), group)
+    else:
+        value = vocab_sum(_divergence(name, logp, logq, coefficient), group)
     row = mask_BS.reshape(-1).nonzero().squeeze(1)
     return reduce_terms(temperature**2 * value, row, mask_BS.shape, weight_BS, reduction)
 
 
-def _divergence(name: str, logp: Tensor, logq: Tensor, coefficient: float, group: Any) -> Tensor:
+def _divergence(name: str, logp: Tensor, logq: Tensor, coefficient: float) -> Tensor:
     if name == "forward_kl" or (name, coefficient) == ("generalised_jsd", 0):
         return _kl(logq, logp)
     if name == "reverse_kl" or (name, coefficient) == ("generalised_jsd", 1):
@@ -281,7 +333,7 @@ def _divergence(name: str, logp: Tensor, logq: Tensor, coefficient: float, group
     if name == "total_variation":
         return (logp.exp() - logq.exp()).abs().sum(-1) / 2
     if name == "adaptive_kl":
-        return _adaptive(logp, logq, coefficient, group)
+        return _adaptive(logp, logq, coefficient)
     raise ValueError(f"{name!r}: no such divergence")
 
 
@@ -467,8 +519,7 @@ def projection_kl(
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may hold NaN
             where there is no chunk.
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
-        indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.  With a group:
-            the rows of this rank's student columns, with ids of the whole teacher vocabulary.
+        indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.
         kept_K: (K,) int64 sorted teacher columns; None keeps all.
         teacher_average: "p", or "logp" for the un-normalised mean of log-probabilities that NeMo-RL uses
             (can be negative; kept for comparison with it).
@@ -481,7 +532,6 @@ def projection_kl(
     p_CV = chunk_mean(logp.exp(), chunks.id_S[s_rows], chunks.count_S)
     with torch.no_grad():
         y = _rows(teacher_logits_BTW.detach().flatten(0, 1), t_rows, temperature)
-        low, W = vocab_range(y, group)
         if kept_K is not None:
             logq = vocab_gather(y, kept_K.expand(len(y), -1), group).log_softmax(-1)
         else:
@@ -490,13 +540,17 @@ def projection_kl(
         log_target = chunk_mean(logq if teacher_average == "logp" else logq.exp(), id_T, chunks.count_T)
         if teacher_average != "logp":
             log_target = log_target.clamp(min=1e-30).log()
-    r_CK = vocab_sum(_project(p_CV, indices_VK, likelihoods_VK.to(p_CV), W, kept_K), group)
-    log_r = (r_CK + EPSILON).log() - (r_CK + EPSILON).sum(-1, keepdim=True).log()
-    if group is not None and kept_K is None:
-        log_r = vocab_copy(log_r, group)[:, low : low + y.shape[1]]
-        kl_C = vocab_sum(_kl(log_r, log_target) if reverse else _kl(log_target, log_r), group)
+    if kept_K is not None:
+        low, width = vocab_range(p_CV, group)[0], p_CV.shape[1]
+        own = indices_VK[low : low + width], likelihoods_VK[low : low + width].to(p_CV)
+        r_CK = vocab_sum(_project(p_CV, *own, vocab_range(y, group)[1], kept_K), group)
     else:
-        kl_C = _kl(log_r, log_target) if reverse else _kl(log_target, log_r)
+        (p_CV, share), (log_target, _) = vocab_turn(p_CV, group), vocab_turn(log_target, group)
+        r_CK = _project(p_CV, indices_VK, likelihoods_VK.to(p_CV), log_target.shape[1], None)
+    log_r = (r_CK + EPSILON).log() - (r_CK + EPSILON).sum(-1, keepdim=True).log()
+    kl_C = _kl(log_r, log_target) if reverse else _kl(log_target, log_r)
+    if kept_K is None:
+        kl_C = vocab_join(kl_C, share, len(chunks.first_S), group)
     return reduce_terms(temperature**2 * kl_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -564,7 +618,7 @@ class PieceTerms(NamedTuple):
     inside_student: chunks of one student token, positions after the first teacher token.
     many_S, many_T: (M, 2) int64 (row, chunk): all rows of the chunks with several tokens on both sides.
     count_many: how many such chunks.
-    count: () int64, student positions (and n:m remainders) that the terms cover; the loss is a sum over them.
+    count_all: () int64, student positions (and n:m remainders) that the terms cover; the loss is a sum over them.
     """
 
     start_S: Tensor
@@ -574,7 +628,7 @@ class PieceTerms(NamedTuple):
     many_S: Tensor
     many_T: Tensor
     count_many: int
-    count: Tensor
+    count_all: Tensor
 
 
 def piece_terms(
@@ -598,14 +652,17 @@ def piece_terms(
     many = (chunks.count_S > 1) & (chunks.count_T > 1)
     number = F.pad(torch.where(many, many.cumsum(0) - 1, -1), (0, 1), value=-1)
     many_S, many_T = number[chunks.id_S], number[chunks.id_T]  # id -1 reads the last entry, -1
-    rows = [torch.stack([(m >= 0).nonzero().squeeze(1), m[m >= 0]], 1) for m in (many_S, many_T)]
+    rows_S, rows_T = [torch.stack([(m >= 0).nonzero().squeeze(1), m[m >= 0]], 1) for m in (many_S, many_T)]
     count_many = int(many.sum())
-    count = torch.tensor(len(chunks.first_S) + len(inside_teacher.low) + count_many, device=number.device)
+    count_all = torch.tensor(len(chunks.first_S) + len(inside_teacher.low) + count_many, device=number.device)
     starts = chunks.first_S, chunks.first_T
-    return PieceTerms(*starts, inside_teacher, inside_student, *rows, count_many, count)
+    return PieceTerms(*starts, inside_teacher, inside_student, rows_S, rows_T, count_many, count_all)
 
 
-def _inside(fine_next, coarse_next, fine_first, coarse_first, fine_count, pieces, low, high) -> Ranges:
+def _inside(
+    fine_next: Tensor, coarse_next: Tensor, fine_first: Tensor, coarse_first: Tensor, fine_count: Tensor,
+    pieces: Tensor, low: Tensor, high: Tensor,
+) -> Ranges:
     """Positions k >= 1 of chunks with one coarse token, as far as its spelling is the realised one."""
     P = pieces.shape[1]
     k = torch.arange(P, device=pieces.device)
@@ -622,7 +679,7 @@ def _inside(fine_next, coarse_next, fine_first, coarse_first, fine_count, pieces
 def piece_kl(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
     terms: PieceTerms, spelling: Spelling, temperature: float = 1.0, weight_BS: Tensor | None = None,
-    reduction: str = "sum",
+    reduction: str = "sum", group: Any = None,
 ) -> Two:
     """KL(teacher || student) on events that both vocabularies can express; needs no weights.
 
@@ -650,25 +707,43 @@ def piece_kl(
     """
     x = student_logits_BSV.flatten(0, 1)
     y = teacher_logits_BTW.detach().flatten(0, 1)
-    starts = _rows(x, terms.start_S, temperature), _rows(y, terms.start_T, temperature)
-    values, rows = [_event_kl(*starts, spelling)], [terms.start_S]
+    x_CV, share = vocab_turn(_rows(x, terms.start_S, temperature), group)
+    y_CW, _ = vocab_turn(_rows(y, terms.start_T, temperature), group)
+    starts = _event_kl(x_CV, y_CW, spelling)
+    values, rows = [vocab_join(starts, share, len(terms.start_S), group)], [terms.start_S]
     if len(terms.inside_teacher.low):
-        values.append(_inside_teacher_kl(x, y, terms.inside_teacher, spelling, temperature))
+        fine, coarse, ranges, share = _own_share(x, y, terms.inside_teacher, group)
+        inside = _inside_teacher_kl(fine, coarse, ranges, spelling, temperature)
+        values.append(vocab_join(inside, share, len(terms.inside_teacher.low), group))
         rows.append(terms.inside_teacher.fine_row)
     if terms.count_many:
-        logp_M = _chunk_logp(x, student_next_BS, terms.many_S, terms.count_many, temperature)
-        logq_M = _chunk_logp(y, teacher_next_BT, terms.many_T, terms.count_many, temperature)
+        logp_M = _chunk_logp(x, student_next_BS, terms.many_S, terms.count_many, temperature, group)
+        logq_M = _chunk_logp(y, teacher_next_BT, terms.many_T, terms.count_many, temperature, group)
         values.append(_bernoulli_kl(logq_M, logp_M))
         rows.append(_second_rows(terms.many_S, terms.count_many))
     value, row = torch.cat(values), torch.cat(rows)
     if len(terms.inside_student.low):  # of the token that begins at coarse_row, so no position of its own
-        inside = _inside_student_kl(x, y, terms.inside_student, spelling, temperature)
+        fine, coarse, ranges, share = _own_share(y, x, terms.inside_student, group)
+        inside = _inside_student_kl(coarse, fine, ranges, spelling, temperature)
+        inside = vocab_join(inside, share, len(terms.inside_student.low), group)
         at = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         at[terms.start_S] = torch.arange(len(terms.start_S), device=x.device)
         value = value.index_add(0, at[terms.inside_student.coarse_row], inside)
     order = row.argsort()
     value = temperature**2 * value[order]
     return reduce_terms(value, row[order], student_next_BS.shape, weight_BS, reduction)
+
+
+def _own_share(
+    fine: Tensor, coarse: Tensor, ranges: Ranges, group: Any
+) -> tuple[Tensor, Tensor, Ranges, slice]:
+    """Logits of both sides and the ranges that read them; with a group a share of the ranges, whole rows."""
+    if group is None:
+        return fine, coarse, ranges, slice(0, len(ranges.low))
+    fine, share = vocab_turn(fine[ranges.fine_row], group)
+    coarse, _ = vocab_turn(coarse[ranges.coarse_row], group)
+    own = torch.arange(len(fine), device=fine.device)
+    return fine, coarse, Ranges(own, own, *[part[share] for part in ranges[2:]]), share
 
 
 def _second_rows(rows_N2: Tensor, count: int) -> Tensor:
@@ -796,10 +871,12 @@ def _inside_student_kl(
     return logp.new_zeros(N).index_add(0, group_term, _kl(logq[:, None], logp[:, None]))
 
 
-def _chunk_logp(logits: Tensor, next_BX: Tensor, rows: Tensor, count: int, temperature: float) -> Tensor:
+def _chunk_logp(
+    logits: Tensor, next_BX: Tensor, rows: Tensor, count: int, temperature: float, group: Any
+) -> Tensor:
     """(count,) log-probability of the realised tokens of each chunk."""
-    logp = _rows(logits, rows[:, 0], temperature).log_softmax(-1)
-    chosen = logp.gather(1, next_BX.reshape(-1)[rows[:, :1]]).squeeze(1)
+    logp = vocab_log_softmax(_rows(logits, rows[:, 0], temperature), group)
+    chosen = vocab_gather(logp, next_BX.reshape(-1)[rows[:, :1]], group).squeeze(1)
     return chosen.new_zeros(count).index_add(0, rows[:, 1], chosen)
 
 
@@ -841,7 +918,7 @@ def gold(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, common_V: Tensor, common_W: Tensor, temperature: float = 1.0,
     uncommon_topk: int = 8192, average: str = "p", reverse: bool = False, weight_BS: Tensor | None = None,
-    reduction: str = "sum",
+    reduction: str = "sum", group: Any = None,
 ) -> Two:
     """KL on the tokens that both vocabularies share, plus the distance of the sorted rest.
 
@@ -861,8 +938,10 @@ def gold(
     sides = []
     for logits, id_N, count, common in ((student_logits_BSV, chunks.id_S, chunks.count_S, common_V),
                                         (teacher_logits_BTW.detach(), chunks.id_T, chunks.count_T, common_W)):
-        logp = _rows(logits.flatten(0, 1), id_N >= 0, temperature).log_softmax(-1).clamp(min=FLOOR)
+        rows = _rows(logits.flatten(0, 1), id_N >= 0, temperature)
+        logp = vocab_log_softmax(rows, group).clamp(min=FLOOR)
         mean = chunk_mean(logp if average == "logp" else logp.exp(), id_N[id_N >= 0], count)
+        mean, share = vocab_turn(mean, group)
         other = torch.ones(mean.shape[1], dtype=torch.bool, device=mean.device)
         other[common] = False
         kept, rest = mean[:, common], mean[:, other]
@@ -875,7 +954,7 @@ def gold(
     kl = _kl(logp, logq) if reverse else _kl(logq, logp)
     k = min(uncommon_topk, p_rest.shape[1], q_rest.shape[1])
     l1 = (p_rest.topk(k, -1).values - q_rest.topk(k, -1).values).abs().sum(-1)
-    value = temperature**2 * (kl + l1)
+    value = vocab_join(temperature**2 * (kl + l1), share, len(chunks.first_S), group)
     return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -899,7 +978,7 @@ def uld(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
     student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, temperature: float = 1.0,
     common: tuple[Tensor, Tensor] | None = None, matched_weight: float | None = None,
-    weight_BS: Tensor | None = None, reduction: str = "sum",
+    weight_BS: Tensor | None = None, reduction: str = "sum", group: Any = None,
 ) -> Two:
     """Sum over chunks of sum |sorted p - sorted q| (ULD, arXiv:2402.12030); needs no projection.
 
@@ -920,17 +999,17 @@ def uld(
             (student_logits_BSV, student_next_BS, chunks.id_S, chunks.first_S, chunks.count_S),
             (teacher_logits_BTW.detach(), teacher_next_BT, chunks.id_T, chunks.first_T, chunks.count_T)):
         rows = (id_N >= 0).nonzero().squeeze(1)
-        logp = _rows(logits.flatten(0, 1), rows, temperature).log_softmax(-1)
-        chosen = logp.gather(1, next_.reshape(-1)[rows][:, None]).squeeze(1)
+        logp = vocab_log_softmax(_rows(logits.flatten(0, 1), rows, temperature), group)
+        chosen = vocab_gather(logp, next_.reshape(-1)[rows][:, None], group).squeeze(1)
         last = rows == (first + count - 1)[id_N[rows]]
         before = chosen.new_zeros(len(first)).index_add(0, id_N[rows][~last], chosen[~last])
-        at_last = logp[last][id_N[rows][last].argsort()]
-        sides.append((at_last + before[:, None]).exp())
+        at_last, share = vocab_turn(logp[last][id_N[rows][last].argsort()], group)
+        sides.append((at_last + vocab_copy(before, group)[share, None]).exp())
     p, q = sides
     if common is None:
         value = _sorted_distance(p, q)
     else:
-        share = len(common[1]) / q.shape[1] if matched_weight is None else matched_weight
+        part = len(common[1]) / q.shape[1] if matched_weight is None else matched_weight
         logs = [side[:, ids].clamp(min=torch.finfo(p.dtype).tiny).log() for side, ids in zip(sides, common)]
         others = []
         for side, ids in zip(sides, common):
@@ -939,14 +1018,15 @@ def uld(
             others.append(side[:, other])
         mixed = _mix(logs[0], logs[1], 0.5)
         matched = 0.5 * _kl(logs[1], mixed) + 0.5 * _kl(logs[0], mixed)
-        value = share * matched + (1 - share) * _sorted_distance(*others)
+        value = part * matched + (1 - part) * _sorted_distance(*others)
+    value = vocab_join(value, share, len(chunks.first_S), group)
     return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
 def alm(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
     student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, temperature: float = 1.0, mode: str = "binary_kl",
-    weight_BS: Tensor | None = None, reduction: str = "sum",
+    weight_BS: Tensor | None = None, reduction: str = "sum", group: Any = None,
 ) -> Two:
     """Sum over chunks of f(q, p), the two models' probabilities of the chunk's own bytes (arXiv:2503.20083).
 
@@ -972,7 +1052,7 @@ def alm(
                                 (teacher_logits_BTW.detach(), teacher_next_BT, chunks.id_T)):
         row = (id_N >= 0).nonzero().squeeze(1)
         sides.append(_chunk_logp(logits.flatten(0, 1), next_, torch.stack([row, id_N[row]], 1),
-                                 len(chunks.first_S), 1.0))
+                                 len(chunks.first_S), 1.0, group))
     logp, logq = sides
     if mode in ("binary_kl", "binary_kl_reverse", "binary_ce"):
         logp, logq = logp / temperature - 1e-6, logq / temperature - 1e-6

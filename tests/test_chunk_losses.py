@@ -4,8 +4,10 @@ import random
 
 import oracle
 import pytest
+import ranks
 import torch
-from test_divergences import close, gradient
+import torch.distributed as dist
+from test_divergences import close, gradient, shard_error, shards
 from test_losses import Case
 
 import losses
@@ -181,3 +183,33 @@ def test_projected_agreement():
     expected = [int(case.indices[case.x[b, s[0]].argmax(), 0]) == int(case.y[b, t[0]].argmax())
                 for b, s, t in oracle.chunks(*case.chunk)]
     assert (found, count) == (sum(expected), len(expected))
+
+
+# --- sharded columns ------------------------------------------------------------------------------
+
+
+def sharded(world):
+    """{(loss, case): relative error} on one of `world` ranks; one sample of a few chunks: shares are empty."""
+    dist.init_process_group("gloo")
+    rank, errors = dist.get_rank(), {}
+    for seed, samples, length in ((0, 3, 14), (1, 1, 3), (6, 2, 14)):
+        case = Case(seed, samples, length)
+        common, bounds = common_of(case), [shards(world, x.shape[-1])[rank] for x in (case.x, case.y)]
+        projection, ids = (case.indices, case.likelihoods), (*case.next, *case.chunk)
+        found = {name: loss for name, (loss, _) in calls(case, 2.0).items()}
+        found["kept columns"] = lambda x, y, **how: losses.projection_kl(
+            x, y, *case.chunk, *projection, torch.tensor([0, 3, 7]), **how)
+        found["logp"] = lambda x, y, **how: losses.gold(x, y, *case.chunk, *common, average="logp", **how)
+        found["hybrid"] = lambda x, y, **how: losses.uld(x, y, *ids, common=common, **how)
+        found["h_kl"] = lambda x, y, **how: losses.h_kl(x, y, *case.chunk, *projection, **how)
+        for name, loss in found.items():
+            errors[name, seed] = shard_error(lambda x, y, group, loss=loss: loss(x, y, group=group)[0],
+                                             (case.x, case.y), bounds, dist.group.WORLD)
+    dist.destroy_process_group()
+    return errors
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharded_columns_give_the_same_value_and_gradient(world):
+    for errors in ranks.run(world, sharded, world):
+        assert len(errors) == 3 * 14 and max(errors.values()) < 1e-9, errors
