@@ -274,6 +274,19 @@ def _spelled(ids, data, starts, lengths):
 
 
 @njit(cache=True)
+def _places(ids, lengths):
+    """(begin, end, kind) in the text that the ids themselves spell."""
+    n, at = len(ids), 0
+    begin, end, kind = np.full(n, -1), np.full(n, -1), np.zeros(n, np.int8)
+    for k in range(n):
+        size = lengths[ids[k]]
+        if size >= 0:
+            begin[k], end[k] = at, at + size
+            at += size
+    return begin, end, kind
+
+
+@njit(cache=True)
 def _by_bytes(ids, data, starts, lengths, text):
     """(do the ids spell the text, with or without a space in front?, begin, end, kind)."""
     n = len(ids)
@@ -436,6 +449,8 @@ def _common_spelling(student_ids, teacher_ids, student_table, teacher_table):
     """(bytes that both sides spell, [Located, Located]), without a space that one side alone has in front."""
     sides = (student_ids, student_table), (teacher_ids, teacher_table)
     spelled = [_spelled(ids, table.data, table.starts, table.lengths) for ids, table in sides]
+    if np.array_equal(*spelled):
+        return spelled[0], [Located(*_places(ids, table.lengths)) for ids, table in sides]
     text = min(spelled, key=len)
     found = [_by_bytes(ids, table.data, table.starts, table.lengths, text) for ids, table in sides]
     return max(spelled, key=len), [Located(*place) if same else None for same, *place in found]
@@ -523,7 +538,8 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
     exact, same = np.empty(min(S, T), np.bool_), np.empty(min(S, T), np.bool_)
     altered, unspelled, count = 0, 0, 0
     i, j, s_at, t_at = 0, 0, 0, 0  # next token and first byte not accounted for, on either side
-    s_first, t_first, start, s_num, t_num, gap = 0, 0, 0, 0, 0, False  # of the open chunk
+    s_first, t_first, start, s_num, t_num = 0, 0, 0, 0, 0  # of the open chunk
+    gap, odd = False, False  # is a byte without token in it? a token that may spell something else?
     while True:
         while i < S and s_begin[i] < 0:
             i += 1
@@ -537,6 +553,7 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
                 break
             else:
                 gap |= s_kind[i] == UNSPELLED
+                odd |= s_kind[i] != EXACT
                 s_at, i, s_num = s_end[i], i + 1, s_num + 1
         else:
             place = t_begin[j] if j < T else size
@@ -546,11 +563,12 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
                 break
             else:
                 gap |= t_kind[j] == UNSPELLED
+                odd |= t_kind[j] != EXACT
                 t_at, j, t_num = t_end[j], j + 1, t_num + 1
         if s_at != t_at or (s_at == start and (s_num == 0 or t_num == 0)):
             continue
-        verdict = 2
-        if not gap:
+        verdict = 2 if gap else 0
+        if odd and not gap:
             while s_first < i and s_begin[s_first] < 0:
                 s_first += 1
             while t_first < j and t_begin[t_first] < 0:
@@ -573,7 +591,7 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
             unspelled += s_at - start
         else:
             altered += s_at - start
-        s_first, t_first, start, s_num, t_num, gap = i, j, s_at, 0, 0, False
+        s_first, t_first, start, s_num, t_num, gap, odd = i, j, s_at, 0, 0, False, False
     return (s_chunk, t_chunk, spans[0, :count].copy(), spans[1, :count].copy(), spans[2, :count].copy(),
             spans[3, :count].copy(), exact[:count].copy(), same[:count].copy(), altered, unspelled)
 
