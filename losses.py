@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-SHIFT = 80.0  # nats; see _event_kl
+SHIFT = 70.0  # nats; see _EventKL
 EPSILON = 1e-10  # of projected mass, so that a teacher token that no student token says costs a finite amount
 Two = tuple[Tensor, Tensor]
 FLOOR = -1e4  # nats; log-probability that stands for zero: what a model excludes costs a finite amount
@@ -528,8 +528,7 @@ def projection_kl(
     """
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     s_rows, t_rows = chunks.id_S >= 0, chunks.id_T >= 0
-    logp = vocab_log_softmax(_rows(student_logits_BSV.flatten(0, 1), s_rows, temperature), group)
-    p_CV = chunk_mean(logp.exp(), chunks.id_S[s_rows], chunks.count_S)
+    logp_NV = vocab_log_softmax(_rows(student_logits_BSV.flatten(0, 1), s_rows, temperature), group)
     with torch.no_grad():
         y = _rows(teacher_logits_BTW.detach().flatten(0, 1), t_rows, temperature)
         if kept_K is not None:
@@ -541,12 +540,14 @@ def projection_kl(
         if teacher_average != "logp":
             log_target = log_target.clamp(min=1e-30).log()
     if kept_K is not None:
-        low, width = vocab_range(p_CV, group)[0], p_CV.shape[1]
-        own = indices_VK[low : low + width], likelihoods_VK[low : low + width].to(p_CV)
-        r_CK = vocab_sum(_project(p_CV, *own, vocab_range(y, group)[1], kept_K), group)
+        low, width = vocab_range(logp_NV, group)[0], logp_NV.shape[1]
+        own = indices_VK[low : low + width], likelihoods_VK[low : low + width]
+        r_NK = vocab_sum(_project(logp_NV, True, *own, vocab_range(y, group)[1], kept_K), group)
+        r_CK = chunk_mean(r_NK, chunks.id_S[s_rows], chunks.count_S)
     else:
-        (p_CV, share), (log_target, _) = vocab_turn(p_CV, group), vocab_turn(log_target, group)
-        r_CK = _project(p_CV, indices_VK, likelihoods_VK.to(p_CV), log_target.shape[1], None)
+        p_CV, share = vocab_turn(chunk_mean(logp_NV.exp(), chunks.id_S[s_rows], chunks.count_S), group)
+        log_target, _ = vocab_turn(log_target, group)
+        r_CK = _project(p_CV, False, indices_VK, likelihoods_VK, log_target.shape[1], None)
     log_r = (r_CK + EPSILON).log() - (r_CK + EPSILON).sum(-1, keepdim=True).log()
     kl_C = _kl(log_r, log_target) if reverse else _kl(log_target, log_r)
     if kept_K is None:
@@ -555,17 +556,21 @@ def projection_kl(
 
 
 def _project(
-    p_CV: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor, W: int, kept_K: Tensor | None
+    rows_NV: Tensor, logs: bool, indices_VK: Tensor, likelihoods_VK: Tensor, W: int, kept_K: Tensor | None
 ) -> Tensor:
-    """p @ W restricted to the kept columns, one slot of the sparse rows at a time."""
-    kept_K = torch.arange(W, device=p_CV.device) if kept_K is None else kept_K
-    width = len(kept_K)
-    column = torch.full((W + 1,), width, device=p_CV.device)  # one column more collects all that is dropped
-    column[kept_K] = torch.arange(width, device=p_CV.device)
-    r = p_CV.new_zeros(len(p_CV), width + 1)
-    for slot in range(indices_VK.shape[1]):
-        r.index_add_(1, column[indices_VK[:, slot]], p_CV * likelihoods_VK[:, slot])  # -1 is the last column
-    return r[:, :width]
+    """p @ W restricted to the kept columns; touches the entries of W that lie in them, and no others.
+
+    Args:
+        rows_NV: p, or log p with `logs`.
+    """
+    kept_K = torch.arange(W, device=rows_NV.device) if kept_K is None else kept_K
+    column = torch.full((W + 1,), -1, device=rows_NV.device)  # the last one is that of slots without entry
+    column[kept_K] = torch.arange(len(kept_K), device=rows_NV.device)
+    column = column[indices_VK]
+    v, slot = (column >= 0).nonzero(as_tuple=True)
+    mass = rows_NV.index_select(1, v)
+    mass = (mass.exp() if logs else mass) * likelihoods_VK[v, slot].to(mass)
+    return mass.new_zeros(len(mass), len(kept_K)).index_add(1, column[v, slot], mass)
 
 
 # --- two vocabularies: pieces ----------------------------------------------------------------------
@@ -618,7 +623,7 @@ class PieceTerms(NamedTuple):
     inside_student: chunks of one student token, positions after the first teacher token.
     many_S, many_T: (M, 2) int64 (row, chunk): all rows of the chunks with several tokens on both sides.
     count_many: how many such chunks.
-    count_all: () int64, student positions (and n:m remainders) that the terms cover; the loss is a sum over them.
+    count_all: () int64, student positions (and n:m remainders) that the terms cover; the loss is their sum.
     """
 
     start_S: Tensor
@@ -707,10 +712,7 @@ def piece_kl(
     """
     x = student_logits_BSV.flatten(0, 1)
     y = teacher_logits_BTW.detach().flatten(0, 1)
-    x_CV, share = vocab_turn(_rows(x, terms.start_S, temperature), group)
-    y_CW, _ = vocab_turn(_rows(y, terms.start_T, temperature), group)
-    starts = _event_kl(x_CV, y_CW, spelling)
-    values, rows = [vocab_join(starts, share, len(terms.start_S), group)], [terms.start_S]
+    rows, values = [terms.start_S], [_start_kl(x, y, terms, spelling, temperature, group)]
     if len(terms.inside_teacher.low):
         fine, coarse, ranges, share = _own_share(x, y, terms.inside_teacher, group)
         inside = _inside_teacher_kl(fine, coarse, ranges, spelling, temperature)
@@ -732,6 +734,18 @@ def piece_kl(
     order = row.argsort()
     value = temperature**2 * value[order]
     return reduce_terms(value, row[order], student_next_BS.shape, weight_BS, reduction)
+
+
+def _start_kl(
+    x: Tensor, y: Tensor, terms: PieceTerms, spelling: Spelling, temperature: float, group: Any
+) -> Tensor:
+    """(C,) KL over events at the start of every chunk."""
+    row_S, row_T, share = terms.start_S, terms.start_T, slice(0, len(terms.start_S))
+    if group is not None:
+        (x, share), (y, _) = vocab_turn(x[row_S], group), vocab_turn(y[row_T], group)
+        row_S = row_T = torch.arange(len(x), device=x.device)
+    value: Tensor = _EventKL.apply(x, row_S, y, row_T, spelling, temperature)  # type: ignore[no-untyped-call]
+    return vocab_join(value, share, len(terms.start_S), group)
 
 
 def _own_share(
@@ -795,26 +809,48 @@ def _entries(logits: Tensor, row: Tensor, column: Tensor, temperature: float) ->
     return _soften(logits[row, column], temperature)
 
 
-def _event_kl(x_CV: Tensor, y_CW: Tensor, spelling: Spelling) -> Tensor:
-    """(C,) KL(q || p) over events; tokens without an event are left out before the softmax."""
-    x_CV, event_V = _linked(x_CV, spelling.event_V)
-    # log p <= 0, so the shift cannot overflow; with it float32 reaches down to log p = -170
-    logp = _event_mass((x_CV.log_softmax(-1) + SHIFT).exp(), event_V, spelling.num_events).log() - SHIFT
-    with torch.no_grad():
-        y_CW, event_W = _linked(y_CW, spelling.event_W)
-        logq = _event_mass(y_CW.softmax(-1), event_W, spelling.num_events).log()
-    return _kl(logq, logp)
+class _EventKL(torch.autograd.Function):
+    """(C,) KL(q || p) over events; tokens without an event are left out before the softmax.
+
+    In one piece, because this is where the time goes: the plain form has three times as many passes over
+    [C, V].  With m the mass of an event before it is divided by Z, dKL / dx_v = p_v - q_e exp(x_v) / m_e.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NV: Tensor, row_C: Tensor, y_MW: Tensor, teacher_row_C: Tensor, spelling: Spelling,
+        temperature: float,
+    ) -> Tensor:
+        # the shift lets float32 reach down to log p = -157
+        p_CV, mass_CE, Z = _event_mass(x_NV, row_C, spelling.event_V, spelling.num_events, temperature, SHIFT)
+        _, q_CE, y_Z = _event_mass(y_MW, teacher_row_C, spelling.event_W, spelling.num_events, temperature, 0)
+        tiny = torch.finfo(q_CE.dtype).tiny
+        q_CE = q_CE.div_(y_Z).to(mass_CE.dtype)
+        mass_CE.clamp_(min=tiny)
+        value = (q_CE.clamp(min=tiny).log_().sub_(mass_CE.log()).add_(Z.log()).mul_(q_CE)).sum(-1)
+        ctx.how = x_NV.shape, x_NV.dtype, temperature
+        factor_CE = q_CE.div_(mass_CE).neg_().add_(1 / Z)
+        ctx.save_for_backward(p_CV, factor_CE, spelling.event_V.clamp(min=0), row_C)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        p_CV, factor_CE, event_V, row_C = ctx.saved_tensors
+        shape, dtype, temperature = ctx.how
+        d_CV = factor_CE.index_select(1, event_V).mul_(p_CV).mul_(grads[0][:, None] / temperature)
+        d_NV = d_CV.new_zeros(shape, dtype=dtype).index_copy_(0, row_C, d_CV.to(dtype))
+        return d_NV, None, None, None, None, None
 
 
-def _linked(x_NX: Tensor, event_X: Tensor) -> Two:
-    """The columns of tokens that belong to an event; all of them as a rule, then without a copy."""
-    linked = (event_X >= 0).nonzero().squeeze(1)
-    return (x_NX, event_X) if len(linked) == len(event_X) else (x_NX[:, linked], event_X[linked])
-
-
-def _event_mass(p_NX: Tensor, event_X: Tensor, num_events: int) -> Tensor:
-    mass = p_NX.new_zeros(len(p_NX), num_events).index_add_(1, event_X, p_NX)
-    return mass.clamp(min=torch.finfo(mass.dtype).tiny)
+def _event_mass(
+    logits: Tensor, row_C: Tensor, event_X: Tensor, num_events: int, temperature: float, shift: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits + shift - the largest), 0 for tokens without an event; its sums over events; over all."""
+    p_CX = at_least_float32(logits.index_select(0, row_C)).div_(temperature)
+    p_CX.masked_fill_(event_X < 0, -torch.inf)
+    p_CX.sub_(p_CX.amax(-1, keepdim=True).clamp(min=torch.finfo(p_CX.dtype).min) - shift).exp_()
+    mass = p_CX.new_zeros(len(p_CX), num_events).index_add_(1, event_X.clamp(min=0), p_CX)
+    return p_CX, mass, p_CX.sum(-1, keepdim=True)
 
 
 def _segment_logsumexp(x_N: Tensor, segment_N: Tensor, num: int) -> Tensor:

@@ -1,12 +1,13 @@
 """Which loss teaches best?  Held-out bits per byte of one small student under every loss, on real models.
 
-    python benchmarks/quality.py ASSETS [--seeds 3] [--steps 300] [--only piece_kl,alm]
+    python benchmarks/quality.py ASSETS [--seeds 3] [--steps 300] [--only piece_kl,alm] [--weights 2,0.5]
 
 ASSETS holds models/{stories260K, tinytalk_neo_3M, bitstories_1M} and text/tinystories_1000.json.  A fresh
 student of the shape of stories260K learns from 900 stories (the first 100 are held out), 8 a step.  The
 teacher of the losses for two tokenizers is tinytalk_neo_3M; bitstories_1M has the student's own tokenizer and
 is the reference for forward_kl.  One learning rate for all; the weight of each loss is the better one of 0.5
-and 2 on seed 0.  Runs that are complete are not made again.  Figures of record are in docs/LOG.md.
+and 2 on seed 0, unless --weights gives those of --only.  A table is printed after every seed; runs that are
+complete are not made again.  Figures of record are in docs/LOG.md.
 """
 
 import json
@@ -70,23 +71,34 @@ def train(assets, loss, weight, seed, steps):
     return held_out(output, steps)
 
 
-def main(assets, seeds=3, steps=300, only=""):
+def table(text, found, weights):
+    """Print bits per byte of every run so far: text: [seeds]; found: {loss: [seeds]}."""
+    rows = [("loss", "weight", *[f"seed {seed}" for seed in range(len(text))], "mean", "better than text")]
+    rows.append(("text only", "", *[f"{bits:.3f}" for bits in text], f"{statistics.mean(text):.3f}", ""))
+    for loss, bits in found.items():
+        better = f"{sum(a < b for a, b in zip(bits, text))} of {len(text)}"
+        numbers = [f"{b:.3f}" for b in bits]
+        rows.append((loss, f"{weights[loss]}", *numbers, f"{statistics.mean(bits):.3f}", better))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("| " + " | ".join(map(str.ljust, row, widths)) + " |", flush=True)
+
+
+def main(assets, seeds=3, steps=300, only="", weights=""):
     RUNS.mkdir(parents=True, exist_ok=True)
     (RUNS / "ds.json").write_text(json.dumps(DS_CONFIG))
     assets = Path(assets).resolve()
-    only = only.split(",") if isinstance(only, str) else only  # fire makes a tuple of several
-    chosen = [loss for loss in LOSSES if only in ([""], [], ()) or loss in only]
-    text = [train(assets, None, 0, seed, steps) for seed in range(seeds)]
-    rows = [("loss", "weight", *[f"seed {seed}" for seed in range(seeds)], "mean", "better than text")]
-    rows.append(("text only", "", *[f"{bits:.3f}" for bits in text], f"{statistics.mean(text):.3f}", ""))
-    for loss in chosen:
-        weight = min((0.5, 2.0), key=lambda w: train(assets, loss, w, 0, steps))
-        bits = [train(assets, loss, weight, seed, steps) for seed in range(seeds)]
-        better = f"{sum(a < b for a, b in zip(bits, text))} of {seeds}"
-        rows.append((loss, f"{weight}", *[f"{b:.3f}" for b in bits], f"{statistics.mean(bits):.3f}", better))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("| " + " | ".join(map(str.ljust, row, widths)) + " |")
+    only, weights = [list(x) if isinstance(x, (tuple, list)) else [w for w in str(x).split(",") if w]
+                     for x in (only, weights)]  # fire makes a tuple of several
+    chosen = only or list(LOSSES)
+    text, found, weight = [], {loss: [] for loss in chosen}, dict(zip(chosen, map(float, weights)))
+    for seed in range(seeds):
+        text.append(train(assets, None, 0, seed, steps))
+        for loss in chosen:
+            if loss not in weight:
+                weight[loss] = min((0.5, 2.0), key=lambda w, loss=loss: train(assets, loss, w, 0, steps))
+            found[loss].append(train(assets, loss, weight[loss], seed, steps))
+        table(text, found, weight)
 
 
 if __name__ == "__main__":
