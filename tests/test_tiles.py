@@ -1,0 +1,281 @@
+"""tiles.py: the same loss and gradient as the plain path, in bounded memory."""
+
+import math
+import shutil
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from conftest import ROOT
+from test_chunk_losses import common_of
+from test_losses import Case
+
+import losses
+from tiles import Head, HiddenRows, LogitRows, TopKRows, plan_tiles, tiled_loss
+
+H = 6
+LOSSES = "ce", "piece_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
+
+
+class Models:
+    """Hidden states and heads of both sides for the texts of a Case; both heads are padded."""
+
+    def __init__(self, seed, dtype=torch.float64, samples=3, kind="plain"):
+        self.case = Case(seed, samples=samples)
+        case, V, W = self.case, self.case.x.shape[-1], self.case.y.shape[-1]
+        torch.manual_seed(seed)
+
+        def tensor(*shape):
+            return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+        self.hidden = tensor(*case.x.shape[:2], H).requires_grad_()
+        own = [tensor(V + 2, H).requires_grad_(), None, None, None]
+        how = {"plain": {}, "bias": {}, "capped": {"scale": 0.7, "softcap": 3.0}, "adapter": {}, "frozen": {}}
+        if kind == "bias":
+            own[1] = tensor(V + 2).requires_grad_()
+        if kind == "adapter":
+            own[2:] = tensor(2, H).requires_grad_(), tensor(V + 2, 2).requires_grad_()
+        if kind in ("adapter", "frozen"):
+            own[0].requires_grad_(False)
+        self.head = Head(*own, vocab=V, **how[kind])
+        teacher = HiddenRows(tensor(case.y.shape[0] * case.y.shape[1], H), Head(tensor(W + 3, H), vocab=W))
+        with torch.no_grad():
+            self.y = teacher(torch.arange(len(teacher.hidden_TH))).view(*case.y.shape[:2], W)
+        self.teacher = {"hidden": teacher, "logits": LogitRows(self.y.flatten(0, 1))}
+        self.labels = torch.where(case.chunk[0] >= 0, case.next[0], -100)
+        self.labels[0, 0] = -100  # a chunk that is no text to learn
+        self.chunk = [c.clone() for c in case.chunk]
+        self.chunk[0][-1][:2] = -1  # text without a chunk
+
+    @property
+    def inputs(self):
+        return [x for x in (self.hidden, *self.head[:4]) if x is not None and x.requires_grad]
+
+    def tiles(self, memory_mib):
+        sizes = self.case.x.shape[-1], self.case.y.shape[-1]
+        planned = plan_tiles(self.labels, self.chunk[0], self.case.next[1], self.chunk[1], sizes, memory_mib)
+        return [tile._replace(terms=losses.piece_terms(*one(tile), self.case.spelling)) for tile in planned]
+
+
+def one(tile):
+    """A tile as a batch of one sample: student and teacher tokens, and chunks."""
+    ids = tile.labels.clamp(min=0), tile.teacher_next, tile.student_chunk, tile.teacher_chunk
+    return [x[None] for x in ids]
+
+
+def loss_of(name, case):
+    """(x (n, V), y (m, W), tile) -> sum."""
+    common, projection = common_of(case), (case.indices, case.likelihoods)
+    kept = torch.tensor([0, 3, 7])
+
+    def compute(x, y, tile):
+        x, y, ids = x[None], y[None], one(tile)
+        if name == "ce":
+            return losses.next_token_cross_entropy(x, tile.labels[None])[0]
+        if name == "piece_kl":
+            return losses.piece_kl(x, y, *ids[:2], tile.terms, case.spelling, 2.0)[0]
+        if name in ("projection_kl", "kept"):
+            return losses.projection_kl(x, y, *ids[2:], *projection, kept if name == "kept" else None)[0]
+        if name == "gold":
+            return losses.gold(x, y, *ids[2:], *common, 2.0)[0]
+        if name == "h_kl":
+            return losses.h_kl(x, y, *ids[2:], *projection)[0]
+        return getattr(losses, name)(x, y, *ids)[0]
+
+    return compute
+
+
+def both(loss):
+    """The loss and the cross-entropy of a tile."""
+    def compute(x, y, tile):
+        ce = losses.next_token_cross_entropy(x[None], tile.labels[None])[0]
+        return torch.stack([ce, loss(x, y, tile).to(ce)])
+
+    return compute
+
+
+def plain(models, loss, weights):
+    """Logits of everything, one tile, autograd."""
+    [tile] = models.tiles(math.inf)
+    x = models.head.finish(models.head.linear(models.hidden.flatten(0, 1)))[tile.student_rows]
+    sums = both(loss)(x, models.y.flatten(0, 1)[tile.teacher_rows], tile)
+    return (sums * torch.tensor(weights)).sum(), sums
+
+
+def gradients(value, inputs):
+    return torch.autograd.grad(value, inputs)
+
+
+def close(a, b, tolerance):
+    return (a - b).norm() <= tolerance * b.norm().clamp(min=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("kind", ["plain", "bias", "capped", "adapter", "frozen"])
+def test_equals_the_plain_path(name, kind):
+    """Tiles of one chunk, of some chunks, one for all; from hidden states and from logits."""
+    counts = set()
+    for seed in range(4):
+        models, weights = Models(seed, kind=kind), [0.3, 2.0]
+        loss = loss_of(name, models.case)
+        value, sums = plain(models, loss, weights)
+        expected = gradients(3 * value, models.inputs)
+        for memory in (0.0, 0.0015, 0.004, math.inf):
+            for rows in models.teacher.values():
+                tiles = models.tiles(memory)
+                counts.add(len(tiles))
+                how = models.head, rows, both(loss), tiles, weights
+                found, each = tiled_loss(models.hidden, *how)
+                assert abs(found - value) <= 1e-6 * abs(value)
+                assert torch.allclose(each.double(), sums, rtol=1e-6)
+                for a, b in zip(gradients(3 * found, models.inputs), expected):
+                    assert close(a, b, 1e-6), (seed, memory)
+    assert 1 in counts and len(counts) > 4 and max(counts) > 10
+
+
+def test_every_row_and_every_chunk_is_in_one_tile():
+    for seed in range(20):
+        models = Models(seed)
+        [whole] = models.tiles(math.inf)
+        found, wanted = losses.find_chunks(*one(whole)[2:]), losses.find_chunks(*models.chunk)
+        assert len(found.first_S) == len(wanted.first_S)
+        for memory in (0.0, 0.002, 0.01):
+            tiles = models.tiles(memory)
+            for side in ("student_rows", "teacher_rows"):
+                rows = torch.cat([getattr(tile, side) for tile in tiles])
+                assert sorted(rows.tolist()) == getattr(whole, side).tolist()
+            found = sum(int(tile.terms.count_all) for tile in tiles)
+            assert found == int(whole.terms.count_all)
+            for tile in tiles:
+                chunk = tile.student_chunk
+                several = len(set(chunk[chunk >= 0].tolist())) + int((chunk < 0).sum()) > 1
+                sizes = models.case.x.shape[-1], models.case.y.shape[-1]
+                cost = 16 * (len(tile.student_rows) * sizes[0] + len(tile.teacher_rows) * sizes[1]) / 2**20
+                assert not several or cost <= memory + 1e-9
+
+
+def test_nothing_to_learn():
+    models = Models(0)
+    models.labels.fill_(-100)
+    models.chunk[0].fill_(-1)
+    how = models.head, models.teacher["hidden"], both(None), models.tiles(1.0), [1.0, 1.0]
+    found, sums = tiled_loss(models.hidden, *how)
+    assert found == 0 and sums.tolist() == [0, 0]
+    assert all((g == 0).all() for g in gradients(found, models.inputs))
+
+
+def test_float32_bfloat16_and_autocast():
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
+        models, weights = Models(1, dtype), [1.0, 1.0]
+        loss = loss_of("piece_kl", models.case)
+        for autocast in (False, dtype == torch.float32):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                value, _ = plain(models, loss, weights)
+                found, _ = tiled_loss(models.hidden, models.head, models.teacher["hidden"], both(loss),
+                                      models.tiles(0.002), weights)
+            worst = 0.02 if autocast else tolerance
+            assert abs(found - value) <= worst * abs(value)
+            for a, b in zip(gradients(found, models.inputs), gradients(value, models.inputs)):
+                assert a.dtype == b.dtype and close(a.float(), b.float(), worst), (dtype, autocast)
+
+
+def test_a_learned_projection_gets_its_gradient():
+    models = Models(2)
+    case, weight = models.case, models.case.likelihoods.clone().requires_grad_()
+
+    def loss(x, y, tile):
+        return losses.projection_kl(x[None], y[None], *one(tile)[2:], case.indices, weight)[0]
+
+    expected = gradients(plain(models, loss, [0.0, 1.0])[0], [weight, models.hidden])
+    how = models.head, models.teacher["hidden"], both(loss), models.tiles(0.002), [0.0, 1.0], [weight]
+    found, _ = tiled_loss(models.hidden, *how)
+    for a, b in zip(gradients(found, [weight, models.hidden]), expected):
+        assert close(a, b, 1e-6)
+
+
+def test_gradient_checkpointing_and_evaluation():
+    models = Models(3)
+    loss = both(loss_of("gold", models.case))
+
+    how = models.head, models.teacher["hidden"], loss, models.tiles(0.002), [1.0, 1.0]
+
+    def run(hidden):
+        return tiled_loss(hidden, *how)[0]
+
+    expected = gradients(run(models.hidden), models.inputs)
+    for reentrant in (True, False):
+        value = torch.utils.checkpoint.checkpoint(run, models.hidden, use_reentrant=reentrant)
+        for x in models.inputs:
+            x.grad = None
+        value.backward()
+        assert all(close(x.grad, b, 1e-9) for x, b in zip(models.inputs, expected))
+    with torch.no_grad():
+        quiet = run(models.hidden)
+    assert quiet == value and not quiet.requires_grad
+
+
+def test_a_second_backward_is_refused():
+    models = Models(3)
+    loss = both(loss_of("alm", models.case))
+    how = models.head, models.teacher["hidden"], loss, models.tiles(0.002), [1.0, 1.0]
+    found, _ = tiled_loss(models.hidden, *how)
+    torch.autograd.grad(found, models.inputs, retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        torch.autograd.grad(found, models.inputs)
+
+
+def saved_bytes(run):
+    """Bytes that a graph keeps for backward, each tensor once."""
+    class Saved:
+        def __init__(self, x):
+            self.x = x
+
+    alive = weakref.WeakSet()
+
+    def keep(x):
+        saved = Saved(x)
+        alive.add(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved.x):
+        result = run()
+    assert result is not None
+    return sum({saved.x.data_ptr(): saved.x.nbytes for saved in alive}.values())
+
+
+def test_what_is_saved_for_backward_is_the_gradients():
+    """And no logits, however many positions there are."""
+    models = Models(4, samples=6)
+    loss = loss_of("piece_kl", models.case)
+    how = models.head, models.teacher["hidden"], both(loss), models.tiles(0.002), [1.0, 1.0]
+    tiled = saved_bytes(lambda: tiled_loss(models.hidden, *how))
+    size = sum(x.nbytes for x in models.inputs)
+    assert size <= tiled <= size + 64
+    assert saved_bytes(lambda: plain(models, loss, [1.0, 1.0])) > 2 * tiled
+
+
+def test_cached_top_k_of_a_teacher():
+    torch.manual_seed(0)
+    logp = torch.randn(5, 9).log_softmax(-1)
+    top = logp.topk(3)
+    rows = TopKRows(top.indices, top.values, 9)(torch.tensor([4, 1])).softmax(-1)
+    assert torch.allclose(rows.sum(1), torch.ones(2)) and torch.allclose(
+        rows.gather(1, top.indices[[4, 1]]), top.values[[4, 1]].exp())
+    rest = 1 - top.values[4].exp().sum()
+    assert torch.allclose(rows[0].sort().values[:6], (rest / 6).expand(6), rtol=1e-5)
+
+
+def test_heads_of_kept_columns():
+    models, ids = Models(5), torch.tensor([4, 0, 6])
+    for rows in models.teacher.values():
+        some = torch.tensor([3, 1])
+        assert torch.allclose(rows.columns(ids)(some), rows(some)[:, ids])
+
+
+def test_the_file_works_alone(tmp_path):
+    shutil.copy(ROOT / "tiles.py", tmp_path)
+    code = "import sys, tiles; print([m for m in ('transformers', 'deepspeed', 'losses') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr

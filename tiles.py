@@ -1,0 +1,312 @@
+"""Any loss from hidden states, tile by tile, so that no [S, V] or [T, W] tensor exists, forward or backward.
+
+Two models with vocabularies of 128k and 152k tokens need 2 GiB a side for the float32 logits of 4096 tokens,
+and a plain loss keeps several copies.  Here the positions are cut into tiles of whole chunks (`plan_tiles`).
+For each tile `tiled_loss` computes the logits of both sides, the loss, and at once the gradient with respect
+to the hidden states and the head; backward only scales.  What lives between the two is the gradients.
+
+Shapes: S, T student and teacher positions of a batch, flattened; n, m those of a tile; V, W vocabularies; H
+hidden size; R rank of an adapter.
+
+Needs torch only.  Copy this file into your own repository.  Tests: tests/test_tiles.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+COPIES = 4  # float32 numbers alive at the peak of a loss, per logit of a tile
+BLOCK = 8192  # rows of a head's gradient that are summed at a time, where they are not float32 already
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+class Head(NamedTuple):
+    """The map from hidden states to logits: softcap(scale * (h weight^T + bias + (h down^T) up^T)).
+
+    weight_VH: (V, H).
+    bias_V: (V,) or None.
+    down_RH, up_VR: (R, H), (V, R): a low-rank adapter with its factor in `up`, or None.
+    scale: factor of the logits.
+    softcap: c of c * tanh(logits / c); 0: none.
+    vocab: rows that are tokens, the first ones; 0: all.  The others get no logit and gradient 0.
+    """
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    down_RH: Tensor | None = None
+    up_VR: Tensor | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    vocab: int = 0
+
+    def linear(self, hidden_NH: Tensor) -> Tensor:
+        """(N, V) before scale and soft-cap, in the precision of the hidden states."""
+        dtype, vocab = hidden_NH.dtype, self.vocab or len(self.weight_VH)
+        out = hidden_NH @ self.weight_VH[:vocab].to(dtype).T
+        if self.bias_V is not None:
+            out += self.bias_V[:vocab].to(dtype)
+        if self.down_RH is not None and self.up_VR is not None:
+            out += hidden_NH @ self.down_RH.to(dtype).T @ self.up_VR[:vocab].to(dtype).T
+        return out
+
+    def finish(self, linear_NV: Tensor) -> Tensor:
+        """(N, V) logits; the same tensor where there is nothing to do."""
+        out = linear_NV if self.scale == 1 else linear_NV * self.scale
+        return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
+
+    def columns(self, ids: Tensor) -> "Head":
+        """The head of these tokens alone."""
+        bias, up = [None if x is None else x[ids] for x in (self.bias_V, self.up_VR)]
+        return self._replace(weight_VH=self.weight_VH[ids], bias_V=bias, up_VR=up, vocab=0)
+
+
+def head_of(model: Any, vocab: int) -> Head:
+    """The head of a Hugging Face causal language model, cut to the first `vocab` tokens.
+
+    Reads the output embeddings, low-rank adapters of peft included, and from the config
+    final_logit_softcapping, logits_scaling and logit_scale.  Compare its logits with the model's own once.
+    """
+    layer, config = model.get_output_embeddings(), model.config
+    down = up = None
+    if hasattr(layer, "lora_A") and len(layer.lora_A):
+        name = next(iter(layer.lora_A))
+        down, up = layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
+    layer = getattr(layer, "base_layer", layer)
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
+    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+    return Head(layer.weight, layer.bias, down, up, scale, softcap, vocab)
+
+
+# --- the teacher's side ----------------------------------------------------------------------------
+
+
+class HiddenRows(NamedTuple):
+    """Teacher logits of any positions, from its final hidden states (T, H) and its head."""
+
+    hidden_TH: Tensor
+    head: Head
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.head.finish(self.head.linear(self.hidden_TH.index_select(0, rows)))
+
+    def columns(self, ids: Tensor) -> "HiddenRows":
+        return self._replace(head=self.head.columns(ids))
+
+
+class LogitRows(NamedTuple):
+    """Teacher logits of any positions, from all of them (T, W)."""
+
+    logits_TW: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.logits_TW.index_select(0, rows)
+
+    def columns(self, ids: Tensor) -> "LogitRows":
+        return LogitRows(self.logits_TW.index_select(1, ids))
+
+
+class TopKRows(NamedTuple):
+    """Teacher logits of any positions from cached (T, K) ids and log-probabilities.
+
+    What the K tokens leave is spread evenly over the others.
+    """
+
+    ids_TK: Tensor
+    logp_TK: Tensor
+    vocab: int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        ids, logp = self.ids_TK.index_select(0, rows), self.logp_TK.index_select(0, rows).float()
+        rest = torch.log1p(-logp.exp().sum(1, keepdim=True).clamp(max=1 - 1e-7))
+        rest = rest - torch.tensor(float(max(1, self.vocab - ids.shape[1]))).log()
+        return rest.expand(-1, self.vocab).scatter(1, ids, logp)
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """Some whole chunks and the positions that only predict text.
+
+    student_rows, teacher_rows: (n,), (m,) int64, rows of the flattened (B * S), (B * T), ascending.
+    labels, teacher_next: (n,), (m,) int64, the token that each of them predicts; labels are -100 for none.
+    student_chunk, teacher_chunk: (n,), (m,) int64, chunks numbered within the tile, -1 for none.
+    terms: whatever else the loss knows from the ids.
+    """
+
+    student_rows: Tensor
+    teacher_rows: Tensor
+    labels: Tensor
+    teacher_next: Tensor
+    student_chunk: Tensor
+    teacher_chunk: Tensor
+    terms: Any = None
+
+
+def plan_tiles(
+    labels_BS: Tensor, student_chunk_BS: Tensor, teacher_next_BT: Tensor, teacher_chunk_BT: Tensor,
+    vocabs: tuple[int, int], memory_mib: float = 512.0,
+) -> list[Tile]:
+    """Cut a batch into tiles; meant for the CPU, where the ids come from.
+
+    Positions that predict nothing are in no tile, nor are teacher positions outside of chunks.
+
+    Args:
+        labels_BS: (B, S) int64, -100 for none.
+        student_chunk_BS, teacher_chunk_BT: (B, S), (B, T) int64, shifted chunk ids, -1 for none; the tokens
+            of a chunk are neighbours.
+        teacher_next_BT: (B, T) int64.
+        vocabs: V and W.
+        memory_mib: MiB for the logits of a tile and what a loss makes of them; at least one chunk is taken.
+            inf: one tile.
+    """
+    B = labels_BS.shape[0]
+    most = 1 + max([int(x.max()) for x in (student_chunk_BS, teacher_chunk_BT) if x.numel()], default=-1)
+    keys = [torch.where(x >= 0, x + most * torch.arange(B)[:, None], -1).reshape(-1)
+            for x in (student_chunk_BS, teacher_chunk_BT)]
+    s_row = ((labels_BS.reshape(-1) != -100) | (keys[0] >= 0)).nonzero().squeeze(1)
+    t_row = (keys[1] >= 0).nonzero().squeeze(1)
+    s_key, t_key = keys[0][s_row], keys[1][t_row]
+    new = torch.ones_like(s_key, dtype=torch.bool)
+    new[1:] = (s_key[1:] != s_key[:-1]) | (s_key[1:] < 0)
+    s_unit = new.cumsum(0) - 1  # a chunk, or a position outside of chunks
+    unit_of = torch.full((B * most + 1,), -1)
+    unit_of[s_key] = s_unit
+    unit_of[-1] = -1
+    t_unit = unit_of[t_key]
+    t_row, t_unit = t_row[t_unit >= 0], t_unit[t_unit >= 0]
+    units = int(s_unit[-1]) + 1 if len(s_unit) else 0
+    cost = sum(torch.bincount(unit, minlength=units).double() * vocab
+               for unit, vocab in zip((s_unit, t_unit), vocabs))
+    ends = torch.as_tensor(cost).cumsum(0) * 4 * COPIES / 2**20
+    tiles, low = [], 0
+    while low < units:
+        limit = memory_mib + (ends[low - 1] if low else 0)
+        high = max(low + 1, int(torch.searchsorted(ends, limit, right=True)))
+        s, t = [(unit >= low) & (unit < high) for unit in (s_unit, t_unit)]
+        tiles.append(Tile(
+            s_row[s], t_row[t], labels_BS.reshape(-1)[s_row[s]], teacher_next_BT.reshape(-1)[t_row[t]],
+            torch.where(s_key[s] >= 0, s_unit[s] - low, -1), t_unit[t] - low))
+        low = high
+    return tiles
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def tiled_loss(
+    student_hidden: Tensor, student_head: Head, teacher_rows: Callable[[Tensor], Tensor] | None,
+    tile_loss: Callable[[Tensor, Tensor | None, Tile], Tensor], tiles: Sequence[Tile],
+    weights: Sequence[float], params: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of losses over all tiles.
+
+    Args:
+        student_hidden: (..., H) final hidden states, what the head reads.
+        student_head: Head; frozen tensors in it get no gradient.
+        teacher_rows: rows -> (m, W) logits of these teacher positions; None: there is no teacher.
+        tile_loss: (x (n, V), y (m, W) or None, tile) -> (J,) sums, differentiable in x.
+        weights: J factors; the gradient is that of sum_j weights[j] * sums[j].
+        params: what else the loss is differentiated by, such as a learned projection.
+    Returns:
+        (loss, sums): () and (J,) float; sums without gradient.
+    Raises:
+        RuntimeError: a second backward pass, since the first one scales the gradients in place.
+    """
+    train = torch.is_grad_enabled()
+    run = _Run(student_head, teacher_rows, tile_loss, tiles, weights, params, train)
+    loss, sums = _Tiled.apply(run, student_hidden, *student_head[:4], *params)  # type: ignore[no-untyped-call]
+    return loss, sums
+
+
+class _Run(NamedTuple):
+    head: Head
+    teacher_rows: Callable[[Tensor], Tensor] | None
+    tile_loss: Callable[[Tensor, Tensor | None, Tile], Tensor]
+    tiles: Sequence[Tile]
+    weights: Sequence[float]
+    params: Sequence[Tensor]
+    train: bool
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Run, hidden: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        wanted = [run.train and need for need in ctx.needs_input_grad[1:]]
+        rows_SH = hidden.reshape(-1, hidden.shape[-1])
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        cast = [None if x is None else x.to(dtype) for x in inputs[:4]]
+        head = Head(*cast, *run.head[4:])  # type: ignore[arg-type]
+        grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+                 if x is not None and want else None for x, want in zip((rows_SH, *inputs), wanted)]
+        weights = torch.tensor(run.weights, device=hidden.device)
+        sums = torch.zeros(len(run.weights), device=hidden.device)
+        for tile in run.tiles:
+            h = rows_SH.index_select(0, tile.student_rows).to(dtype)
+            with torch.autocast(kind, enabled=False):
+                linear = head.linear(h)
+                y = None if run.teacher_rows is None else run.teacher_rows(tile.teacher_rows)
+            with torch.set_grad_enabled(any(wanted)):
+                linear.requires_grad_(any(wanted))
+                found = run.tile_loss(head.finish(linear), y, tile)
+                sums = sums + found.detach()
+                del y
+                if found.requires_grad:
+                    of = [linear, *run.params]
+                    loss = (found * weights.to(found)).sum()
+                    del found
+                    d_linear, *d_params = torch.autograd.grad(loss, of, allow_unused=True)
+                    del loss
+            if any(wanted) and d_linear is not None:
+                linear.requires_grad_(False)
+                del linear
+                with torch.autocast(kind, enabled=False):
+                    _add_gradients(grads, head, h, d_linear, tile.student_rows)
+                for grad, d in zip(grads[5:], d_params):
+                    if grad is not None and d is not None:
+                        grad += d
+        ctx.mark_non_differentiable(sums)
+        ctx.shapes = [None if x is None else (x.shape, x.dtype) for x in (hidden, *inputs)]
+        ctx.used = False
+        ctx.save_for_backward(*grads)
+        return (sums * weights).sum(), sums
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.used:
+            raise RuntimeError("tiled_loss: a second backward pass, but the first scaled the gradients in place")
+        ctx.used, out = True, []
+        for grad, like in zip(ctx.saved_tensors, ctx.shapes):
+            out.append(None if grad is None else grad.mul_(outer[0].to(grad)).view(like[0]).to(like[1]))
+        return None, *out
+
+
+def _add_gradients(
+    grads: list[Tensor | None], head: Head, h: Tensor, d_linear: Tensor, rows: Tensor
+) -> None:
+    """Add what one tile contributes to the gradients of hidden states, weight, bias, down, up."""
+    d_hidden, d_weight, d_bias, d_down, d_up = grads[:5]
+    vocab = d_linear.shape[1]
+    if d_hidden is not None:
+        d_h = d_linear @ head.weight_VH[:vocab]
+        if head.down_RH is not None and head.up_VR is not None:
+            d_h += d_linear @ head.up_VR[:vocab] @ head.down_RH
+        d_hidden.index_copy_(0, rows, d_h.to(d_hidden.dtype))
+    if d_weight is not None and d_weight.dtype == d_linear.dtype:
+        d_weight[:vocab].addmm_(d_linear.T, h)
+    elif d_weight is not None:
+        for low in range(0, vocab, BLOCK):
+            part = d_linear[:, low : low + BLOCK]
+            d_weight[low : low + part.shape[1]] += part.T @ h
+    if d_bias is not None:
+        d_bias[:vocab] += d_linear.sum(0, dtype=d_bias.dtype)
+    if d_up is not None and head.down_RH is not None:
+        d_up[:vocab] += d_linear.T @ (h @ head.down_RH.T)
+    if d_down is not None and head.up_VR is not None:
+        d_down += (d_linear @ head.up_VR[:vocab]).T @ h
