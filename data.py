@@ -14,6 +14,7 @@ Shapes: B samples, S student positions, T teacher positions.
 import glob
 import itertools
 import json
+import math
 import re
 import signal
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from align import (Alignment, Located, TokenTable, align_located, align_regions, character_starts, common_cut,
                    coverage, locate)
 from losses import Spelling, find_chunks, piece_terms
+from tiles import plan_tiles
 
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
            ".csv": "csv"}
@@ -300,12 +302,14 @@ class Collate:
         student, teacher: Side; teacher None: the text alone.
         spelling: tables for the terms of piece_kl, or None for losses that work on whole chunks.
         train_on: what to learn of a chat: "assistant" or "all".
+        tile_mib: memory for the logits of a tile, see `tiles.plan_tiles`; inf: one tile holds all.
     """
 
     student: Side
     teacher: Side | None
     spelling: Spelling | None
     train_on: str = "assistant"
+    tile_mib: float = math.inf
 
     def __call__(self, texts):
         """Texts, or chats (lists of messages); None: no sample.
@@ -313,13 +317,12 @@ class Collate:
         Returns:
             student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* too;
             student_bytes, teacher_bytes: (B, S), (B, T) bytes of the predicted token, -1 for eos and padding;
-            terms: `PieceTerms` or None; counts: dict of ints about the batch.
+            tiles: list of `tiles.Tile`, with `PieceTerms` for piece_kl; counts: dict of ints about the batch.
         """
         present = [text for text in texts if text is not None]
         samples = iter(self._samples(present))
         samples = [EMPTY if text is None else next(samples) for text in texts]
         batch = _pad("student", samples, self.student.table)
-        batch["terms"] = None
         counts = {"ce": int((batch["student_labels"] >= 0).sum()), "kd": 0,
                   "text_bytes": int(batch["student_bytes"].clamp(min=0).sum()),
                   "aligned_bytes": sum(s.aligned_bytes for s in samples),
@@ -327,14 +330,23 @@ class Collate:
         counts |= _chunk_counts([s.alignment for s in samples if s.alignment])
         if self.teacher is not None:
             batch |= _pad("teacher", samples, self.teacher.table)
-            chunks = batch["student_chunk"], batch["teacher_chunk"]
-            if self.spelling is not None:
-                labels = batch["student_labels"], batch["teacher_labels"]
-                batch["terms"] = piece_terms(*labels, *chunks, self.spelling)
-                counts["kd"] = int(batch["terms"].count_all)
-            else:
-                counts["kd"] = len(find_chunks(*chunks).first_S)
+            counts["kd"] = len(find_chunks(batch["student_chunk"], batch["teacher_chunk"]).first_S)
+        batch["tiles"] = self._tiles(batch)
+        if self.spelling is not None:
+            counts["kd"] = sum(int(tile.terms.count_all) for tile in batch["tiles"])
         return batch | {"counts": counts}
+
+    def _tiles(self, batch):
+        student = batch["student_labels"], batch["student_chunk"]
+        if self.teacher is None:
+            nothing, sizes = torch.zeros(len(student[0]), 0, dtype=torch.long), (len(self.student.table), 0)
+            return plan_tiles(*student, nothing, nothing, sizes, self.tile_mib)
+        teacher = batch["teacher_labels"], batch["teacher_chunk"]
+        sizes = len(self.student.table), len(self.teacher.table)
+        tiles = plan_tiles(*student, *teacher, sizes, self.tile_mib)
+        if self.spelling is None:
+            return tiles
+        return [tile._replace(terms=piece_terms(*[ids[None] for ids in tile[2:6]], self.spelling)) for tile in tiles]
 
     def _samples(self, texts):
         plain = [text for text in texts if isinstance(text, str)]

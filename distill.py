@@ -12,6 +12,7 @@ below. The step is `train_step`.  Works on CPU ranks as on GPUs.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import signal
@@ -22,6 +23,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -41,9 +43,10 @@ from data import (CHUNKS, DROPPED, Collate, HeldOutBatches, MicroBatches, Shuffl
 from ds_config import read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import check_types, parse_flags
-from losses import Spelling, next_token_cross_entropy, teacher_importance
-from objective import ALM_MODES, ANY_TOKENIZERS, ONE_TOKENIZER, build_loss
-from teacher import load_teacher, teacher_logits
+from losses import teacher_importance
+from objective import ALM_MODES, ANY_TOKENIZERS, ONE_TOKENIZER, Distillation, build_loss, weighted_sums
+from teacher import hidden_head_is_right, load_teacher, teacher_rows
+from tiles import HiddenRows, LogitRows, head_of
 
 # --- flags ----------------------------------------------------------------------------------------
 
@@ -71,6 +74,8 @@ class Config:
             total_variation; see docs/losses.md.
         kd_weight: weight of the distillation loss, >= 0; 0 loads no teacher.
         ce_weight: weight of the student's next-token cross-entropy, >= 0; 0 computes none in training.
+        tiled: compute logits and loss tile by tile from hidden states; false: all logits of a micro-batch.
+        loss_memory_mib: MiB for the logits of a tile and what the loss makes of them.
         temperature: softens both models in the distillation loss, > 0.
         projection: file of projection_tools.build for projection_kl, gold and h_kl; empty: built in flight
             and cached.
@@ -113,6 +118,8 @@ class Config:
     loss: str = "piece_kl"
     kd_weight: float = 1.0
     ce_weight: float = 1.0
+    tiled: bool = True
+    loss_memory_mib: int = 512
     temperature: float = 1.0
     projection: str = ""
     projection_topk: int = 8192
@@ -162,7 +169,7 @@ class Config:
 
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
-              save_every=0, keep_checkpoints=1, num_workers=0)
+              save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"))
 # flags that may change when a run goes on; all others decide what is learned
@@ -213,8 +220,7 @@ class Inputs:
     ds_config: dict
     train_rows: object
     held_out_rows: object
-    kd_loss: object
-    spelling: Spelling | None
+    distillation: Distillation | None
     checkpoint: Path | None
 
 
@@ -236,11 +242,11 @@ def check_inputs(cfg, device):
                 raise ValueError(f"--{role} {getattr(cfg, role)}: its tokenizer has no chat template, and "
                                  f"{cfg.text_key!r} holds chats; set chat_template in tokenizer_config.json")
     train_rows, held_out_rows = split_rows(rows, cfg.eval_rows)
-    kd_loss, spelling = build_loss(cfg, student, teacher, device) if teacher else (None, None)
+    distillation = build_loss(cfg, student, teacher, device) if teacher else None
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
     if cfg.export and Path(cfg.export).is_dir() and not (Path(cfg.export) / "config.json").exists():
         raise ValueError(f"--export {cfg.export}: holds something else than a model; name another directory")
-    return Inputs(student, teacher, ds_config, train_rows, held_out_rows, kd_loss, spelling, checkpoint)
+    return Inputs(student, teacher, ds_config, train_rows, held_out_rows, distillation, checkpoint)
 
 
 def load_student(cfg, ds_config):
@@ -255,6 +261,44 @@ def load_student(cfg, ds_config):
     if cfg.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def run_inside_forward(model, vocab, tiled):
+    """Give the model a forward(input_ids, run) that returns run(rows), rows being its logits of any positions.
+
+    The loss is computed in there because that is where ZeRO-3 gathers the head.  Without `run` it is the
+    model's own forward.
+    """
+    own = model.forward
+
+    def forward(input_ids=None, run=None, **how):
+        if run is None:
+            return own(input_ids=input_ids, **how)
+        if tiled:
+            hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
+            return run(HiddenRows(hidden.flatten(0, 1), head_of(model, vocab)))
+        return run(LogitRows(own(input_ids=input_ids).logits[..., :vocab].flatten(0, 1)))
+
+    model.forward = forward
+
+
+def check_heads(job, student_ids, teacher):
+    """A ValueError where `head_of` does not give a model's own logits; all ranks take part."""
+    cfg = job.cfg
+    ids = torch.tensor([student_ids], device=job.device)
+    job.engine.eval()
+    with torch.no_grad():
+        logits = job.engine(input_ids=ids).logits[..., : job.vocabs[0]]
+        right = {"student": job.engine(input_ids=ids, run=lambda rows: hidden_head_is_right(rows, logits))}
+        if teacher is not None:
+            ids = ids.clamp(max=job.vocabs[1] - 1)
+            logits = teacher(input_ids=ids).logits[..., : job.vocabs[1]]
+            right["teacher"] = hidden_head_is_right(teacher_rows(teacher, ids, job.vocabs[1]), logits)
+    job.engine.train()
+    for role, good in right.items():
+        if not good:
+            raise ValueError(f"--{role} {getattr(cfg, role)}: its logits are not those of its output embeddings, so "
+                             "its loss cannot be tiled; use --tiled=false")
 
 
 def start_engine(model, ds_config):
@@ -275,6 +319,8 @@ def to_device(value, device):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [to_device(item, device) for item in value]
     if isinstance(value, tuple):
         return type(value)(*[to_device(item, device) for item in value])
     return value
@@ -291,25 +337,35 @@ class Job:
 
     cfg: Config
     engine: object
-    student_logits: object
-    teacher_logits: object
-    kd_loss: object
+    student: object  # (batch, run) -> run(rows), see `run_inside_forward`
+    teacher: object  # batch -> rows; None: there is none
+    distillation: Distillation | None
     keeps_columns: bool  # does the loss compare the most important teacher columns only?
+    vocabs: tuple  # tokens of both sides
     device: torch.device
 
 
 def build_job(cfg, inputs, device):
-    """Load both models and start the engine; all ranks take part."""
-    engine = start_engine(load_student(cfg, inputs.ds_config), inputs.ds_config)
-    V, teacher, W = len(inputs.student.table), None, 0
+    """Load both models and start the engine; all ranks take part.
+
+    Raises:
+        ValueError: a model whose loss cannot be tiled.
+    """
+    model, teacher = load_student(cfg, inputs.ds_config), None
+    V, W = len(inputs.student.table), len(inputs.teacher.table) if inputs.teacher else 0
+    run_inside_forward(model, V, cfg.tiled)
+    engine = start_engine(model, inputs.ds_config)
     if inputs.teacher:
-        teacher, W = load_teacher(cfg.teacher, cfg.teacher_dtype, device), len(inputs.teacher.table)
-    return Job(
-        cfg, engine, device=device, kd_loss=inputs.kd_loss,
-        student_logits=lambda batch: engine(input_ids=batch["student_ids"]).logits[..., :V],
-        teacher_logits=lambda batch: teacher_logits(teacher, batch["teacher_ids"], W),
+        teacher = load_teacher(cfg.teacher, cfg.teacher_dtype, device)
+    job = Job(
+        cfg, engine, device=device, distillation=inputs.distillation, vocabs=(V, W),
+        student=lambda batch, run: engine(input_ids=batch["student_ids"], run=run),
+        teacher=teacher and (lambda batch: teacher_rows(teacher, batch["teacher_ids"], W, cfg.tiled)),
         keeps_columns=cfg.loss == "projection_kl" and W > cfg.projection_topk,
     )
+    if cfg.tiled:
+        check_heads(job, list(range(min(8, V))), teacher)
+    return job
 
 
 def train_step(job, window, stop=False):
@@ -326,22 +382,18 @@ def train_step(job, window, stop=False):
     counts = dict(zip((*COUNTS, "stop"), global_sums([*mine, stop], job.device).tolist()))
     # the engine divides by micro-steps and averages over ranks; this makes it a mean over the whole window
     share = {term: ranks * len(window) / max(counts[term], 1) for term in ("ce", "kd")}
-    kept_K = kept_columns(job, window) if job.keeps_columns else None
-    lr, ce_sum, kd_sum = job.engine.get_lr()[0], 0.0, 0.0
-    for batch in window:
-        batch = to_device(batch, job.device)
-        logits_BSV = job.student_logits(batch)
-        loss = 0.0
-        if cfg.ce_weight:
-            ce, _ = next_token_cross_entropy(logits_BSV, batch["student_labels"])
-            loss, ce_sum = loss + cfg.ce_weight * share["ce"] * ce, ce_sum + ce.detach()
-        if cfg.kd_weight:
-            kd, _ = job.kd_loss(logits_BSV, job.teacher_logits(batch), batch, kept_K)
-            loss, kd_sum = loss + cfg.kd_weight * share["kd"] * kd, kd_sum + kd.detach()
+    weights = cfg.ce_weight * share["ce"], cfg.kd_weight * share["kd"]
+    window = [to_device(batch, job.device) for batch in window]
+    teachers, kd_loss = teacher_signals(job, window) if job.teacher else ([None] * len(window), None)
+    lr, sums = job.engine.get_lr()[0], torch.zeros(2, device=job.device)
+    for batch, teacher in zip(window, teachers):
+        how = dict(teacher_rows=teacher, kd_loss=kd_loss, tiles=batch["tiles"], weights=weights)
+        loss, found = job.student(batch, partial(weighted_sums, **how))
+        sums += found
         job.engine.backward(loss)
         grad_norm = gradient_norm(job.engine)
         job.engine.step()
-    ce, kd = global_sums([ce_sum, kd_sum], job.device).tolist()
+    ce, kd = global_sums(sums, job.device).tolist()
     ce, kd = ce / max(counts["ce"], 1), kd / max(counts["kd"], 1)
     metrics = {"loss": cfg.ce_weight * ce + cfg.kd_weight * kd, "lr": lr}
     metrics["grad_norm"] = float(job.engine.get_global_grad_norm() or grad_norm)
@@ -354,6 +406,15 @@ def train_step(job, window, stop=False):
     return metrics | {"tokens": int(counts["ce"]), "stop": counts["stop"] > 0}
 
 
+def teacher_signals(job, window):
+    """(rows of teacher logits of every micro-batch, the loss that reads them)."""
+    teachers = [job.teacher(batch) for batch in window]
+    if not job.keeps_columns:
+        return teachers, job.distillation.loss
+    kept_K = kept_columns(job, window, teachers)
+    return [rows.columns(kept_K) for rows in teachers], job.distillation.keep(kept_K)
+
+
 def global_sums(values, device):
     """(n,) float64 on the CPU: the sum over all ranks, equal on every rank."""
     total = torch.as_tensor(values, dtype=torch.float64).to(device, copy=True)
@@ -361,13 +422,13 @@ def global_sums(values, device):
     return total.cpu()
 
 
-def kept_columns(job, window):
+def kept_columns(job, window, teachers):
     """Sorted teacher columns that projection_kl compares in this step, the same on every rank."""
-    importance = None
-    for batch in window:
-        batch = to_device(batch, job.device)
-        found = teacher_importance(job.teacher_logits(batch), batch["teacher_chunk"])
-        importance = found if importance is None else torch.maximum(importance, found)
+    importance = torch.full((job.vocabs[1],), -torch.inf, device=job.device)
+    for batch, rows in zip(window, teachers):
+        for tile in batch["tiles"]:
+            y, chunk = rows(tile.teacher_rows)[None], tile.teacher_chunk[None]
+            importance = torch.maximum(importance, teacher_importance(y, chunk))
     dist.all_reduce(importance, op=dist.ReduceOp.MAX)
     return importance.topk(job.cfg.projection_topk).indices.sort().values
 
@@ -387,8 +448,7 @@ def run_evaluation(job, batches):
     """Held-out metrics; all ranks take part."""
     job.engine.eval()
     batches = (to_device(batch, job.device) for batch in batches)
-    with_teacher = (job.teacher_logits, job.kd_loss) if job.cfg.kd_weight else ()
-    result = evaluate(batches, job.student_logits, *with_teacher)
+    result = evaluate(batches, job.student, job.teacher, job.distillation)
     job.engine.train()
     return {f"eval/{key}": value for key, value in result.items()}
 
@@ -538,10 +598,13 @@ def main(cfg):
     with agree():
         inputs = check_inputs(cfg, device)
     transformers.set_seed(cfg.seed + rank)
-    job = build_job(cfg, inputs, device)
+    with agree():
+        job = build_job(cfg, inputs, device)
     start = load_checkpoint(job.engine, inputs.checkpoint) if inputs.checkpoint else 0
 
-    collate = Collate(inputs.student, inputs.teacher, inputs.spelling, cfg.train_on)
+    spelling = inputs.distillation and inputs.distillation.spelling
+    memory = cfg.loss_memory_mib if cfg.tiled else math.inf
+    collate = Collate(inputs.student, inputs.teacher, spelling, cfg.train_on, memory)
     micro = job.engine.train_micro_batch_size_per_gpu()
     stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, cfg.text_key, cfg.seed)
     micro_steps = job.engine.gradient_accumulation_steps()

@@ -5,47 +5,69 @@ divided by the UTF-8 bytes that they spell.  End-of-text tokens count on neither
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from losses import next_token_cross_entropy
+from losses import at_least_float32
+
+BLOCK = 256  # positions whose logits are computed at a time
+SHARES = "linked_mass", "inside_mass"
 
 
 @torch.no_grad()
-def evaluate(batches, student_logits, teacher_logits=None, kd_loss=None):
+def evaluate(batches, student, teacher=None, distillation=None):
     """Global means over held-out batches; every rank has to call it, with the same number of batches.
 
     Args:
         batches: of `data.Collate`, on the device.
-        student_logits, teacher_logits: batch -> (B, S, V) / (B, T, W); the teacher may be None.
-        kd_loss: (student_logits, teacher_logits, batch) -> (sum, count).
+        student: (batch, run) -> run(rows -> student logits), inside the model's forward.
+        teacher: batch -> (rows -> teacher logits); None: there is none.
+        distillation: `objective.Distillation`.
     Returns:
         dict, equal on every rank: student_bits_per_byte; with a teacher also teacher_bits_per_byte, kd (nats
-        per term of the loss) and aligned_bytes (share of the text in chunks that the loss used).
+        per term of the loss), aligned_bytes (share of the text in chunks that the loss used) and, if the loss
+        has them, the shares of teacher probability that it sees.
     """
-    sums = torch.zeros(8, dtype=torch.float64)
+    sums = torch.zeros(8 + 2 * len(SHARES), dtype=torch.float64)
     for batch in batches:
-        x = student_logits(batch)
-        sums[:2] += _nats_and_bytes(x, batch, "student")
-        if teacher_logits is not None:
-            y = teacher_logits(batch)
-            sums[2:4] += _nats_and_bytes(y, batch, "teacher")
-            sums[4:6] += torch.stack([part.double().cpu() for part in kd_loss(x, y, batch)])
-            sums[6:8] += torch.tensor([batch["counts"]["aligned_bytes"], batch["counts"]["text_bytes"]])
-    sums = sums.to(x.device)
+        device = batch["student_ids"].device
+        rows = teacher(batch) if teacher else None
+        sums += student(batch, partial(_sums, batch=batch, teacher_rows=rows, distillation=distillation))
+    sums = sums.to(device)
     if dist.is_initialized():
         dist.all_reduce(sums)
-    nats_s, bytes_s, nats_t, bytes_t, kd, terms, aligned, total = sums.tolist()
+    nats_s, bytes_s, nats_t, bytes_t, kd, terms, aligned, total, *shares = sums.tolist()
     result = {"student_bits_per_byte": nats_s / max(bytes_s, 1) / math.log(2)}
-    if teacher_logits is not None:
+    if teacher is not None:
         result |= {"teacher_bits_per_byte": nats_t / max(bytes_t, 1) / math.log(2), "kd": kd / max(terms, 1),
                    "aligned_bytes": aligned / max(total, 1)}
+        if distillation.shares:
+            result |= {name: a / max(n, 1) for name, a, n in zip(SHARES, shares[::2], shares[1::2])}
     return result
 
 
-def _nats_and_bytes(logits, batch, side):
-    bytes_ = batch[f"{side}_bytes"]
-    labels = torch.where(bytes_ >= 0, batch[f"{side}_labels"], -100)
-    nats, _ = next_token_cross_entropy(logits, labels)
-    return torch.stack([nats.double(), bytes_.clamp(min=0).sum().double()]).cpu()
+def _sums(student_rows, batch, teacher_rows, distillation):
+    found = [*_nats_and_bytes(student_rows, batch, "student")]
+    if teacher_rows is None:
+        return torch.tensor(found + [0] * (6 + 2 * len(SHARES)), dtype=torch.float64)
+    counts, kd, shares = batch["counts"], 0.0, torch.zeros(2 * len(SHARES), dtype=torch.float64)
+    for tile in batch["tiles"]:
+        x, y = student_rows(tile.student_rows), teacher_rows(tile.teacher_rows)
+        kd += float(distillation.loss(x, y, tile))
+        if distillation.shares:
+            of_tile = distillation.shares(y, tile)
+            shares += torch.tensor([float(x) for name in SHARES for x in of_tile[name]], dtype=torch.float64)
+    found += [*_nats_and_bytes(teacher_rows, batch, "teacher"), kd, counts["kd"], counts["aligned_bytes"],
+              counts["text_bytes"]]
+    return torch.cat([torch.tensor(found, dtype=torch.float64), shares])
+
+
+def _nats_and_bytes(rows, batch, side):
+    bytes_, labels = batch[f"{side}_bytes"].flatten(), batch[f"{side}_labels"].flatten()
+    nats = 0.0
+    for part in ((bytes_ >= 0) & (labels != -100)).nonzero().squeeze(1).split(BLOCK):
+        nats += float(F.cross_entropy(at_least_float32(rows(part)), labels[part], reduction="sum"))
+    return nats, int(bytes_.clamp(min=0).sum())

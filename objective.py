@@ -1,18 +1,38 @@
-"""The distillation loss that --loss names, as a function of two models' logits and a batch of data.py."""
+"""The loss of a run: what --loss names, and the student's cross-entropy, as sums over one tile of positions."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 import losses
-from losses import Spelling, common_tokens, find_chunks, piece_kl, projection_kl
+from losses import Spelling, at_least_float32, common_tokens, find_chunks, piece_kl, piece_shares, projection_kl
 from projection_tools import Pair, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling
+from tiles import HiddenRows, tiled_loss
 
 ANY_TOKENIZERS = "piece_kl", "projection_kl", "gold", "h_kl", "uld", "alm"
 ONE_TOKENIZER = {  # and the flags that each of them takes
     "forward_kl": (), "reverse_kl": (), "generalised_jsd": ("beta",), "skew_forward_kl": ("skew",),
     "skew_reverse_kl": ("skew",), "adaptive_kl": ("alpha",), "total_variation": ()}
 ALM_MODES = "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute"
+
+
+class Distillation(NamedTuple):
+    """A distillation loss, ready for the tiles of `data.Collate`.
+
+    loss: (x (n, V), y (m, W), tile) -> (), sum over the tile's terms.
+    spelling: tables from which the data workers list the terms of piece_kl, else None.
+    keep: kept_K -> the same loss for teacher logits (m, K) of these columns alone; None: it needs them all.
+    shares: (y, tile) -> {name: (sum, count)}, what the loss covers; None: not defined.
+    """
+
+    loss: Callable
+    spelling: Spelling | None = None
+    keep: Callable | None = None
+    shares: Callable | None = None
 
 
 def build_loss(cfg, student, teacher, device):
@@ -22,8 +42,7 @@ def build_loss(cfg, student, teacher, device):
         cfg: with loss, its parameters, and projection.
         student, teacher: `data.Side`.
     Returns:
-        (kd_loss, spelling): kd_loss(student_logits, teacher_logits, batch, kept_K=None) -> (sum, count);
-        spelling holds the tables from which the data workers list the terms of piece_kl, else None.
+        Distillation.
     Raises:
         ValueError: tokenizers that differ where the loss needs one, or have nothing in common.
     """
@@ -32,13 +51,18 @@ def build_loss(cfg, student, teacher, device):
     if cfg.loss == "piece_kl":
         return _pieces(cfg, pair, device)
     if cfg.loss in ("uld", "alm"):
-        return _bytes_alone(cfg), None
+        return _bytes_alone(cfg)
     if cfg.loss in ONE_TOKENIZER:
         if pair.prints[0] != pair.prints[1]:
             raise ValueError(f"--loss {cfg.loss}: needs one tokenizer, but those of {cfg.student} and "
                              f"{cfg.teacher} differ; use one of {', '.join(ANY_TOKENIZERS)}")
-        return _positions(cfg), None
-    return _projected(cfg, pair, device), None
+        return _positions(cfg)
+    return _projected(cfg, pair, device)
+
+
+def _ids(tile):
+    """Tokens and chunks of a tile, as of a batch of one sample: next_S, next_T, chunk_S, chunk_T."""
+    return [x[None] for x in (tile.labels, tile.teacher_next, tile.student_chunk, tile.teacher_chunk)]
 
 
 def _pieces(cfg, pair, device):
@@ -47,48 +71,87 @@ def _pieces(cfg, pair, device):
     spelling = Spelling(**{k: t.long() if isinstance(t, torch.Tensor) else t for k, t in tables.items()})
     on_device = Spelling(*[t.to(device) if isinstance(t, torch.Tensor) else t for t in spelling])
 
-    def kd_loss(x, y, batch, kept_K=None):
-        labels = batch["student_labels"], batch["teacher_labels"]
-        return piece_kl(x, y, *labels, batch["terms"], on_device, cfg.temperature)
+    def loss(x, y, tile):
+        return piece_kl(x[None], y[None], *_ids(tile)[:2], tile.terms, on_device, cfg.temperature)[0]
 
-    return kd_loss, spelling
+    def shares(y, tile):
+        return piece_shares(y[None], tile.terms, on_device, cfg.temperature)
+
+    return Distillation(loss, spelling, shares=shares)
 
 
 def _projected(cfg, pair, device):
     tables = load_projection(cfg.projection, pair) if cfg.projection else cached_projection(pair)
-    projection = tables["indices"].to(device), tables["likelihoods"].to(device)
+    indices, likelihoods = tables["indices"].to(device), tables["likelihoods"].to(device)
     if cfg.loss == "projection_kl":
-        def kd_loss(x, y, batch, kept_K=None):
-            chunks = batch["student_chunk"], batch["teacher_chunk"]
-            return projection_kl(x, y, *chunks, *projection, kept_K, cfg.temperature, reverse=cfg.reverse)
-    else:
-        common = common_tokens(*projection, relaxed=cfg.loss == "h_kl")
+        def over(indices):
+            def loss(x, y, tile):
+                how = indices, likelihoods, None, cfg.temperature
+                return projection_kl(x[None], y[None], *_ids(tile)[2:], *how, reverse=cfg.reverse)[0]
+            return loss
 
-        def kd_loss(x, y, batch, kept_K=None):
-            chunks = batch["student_chunk"], batch["teacher_chunk"]
-            how = cfg.temperature, cfg.uncommon_topk, "p", cfg.reverse
-            return losses.gold(x, y, *chunks, *common, *how)
-    return kd_loss
+        def keep(kept_K):
+            column = torch.full((len(pair.tables[1]) + 1,), -1, device=device)  # the last one: no entry
+            column[kept_K] = torch.arange(len(kept_K), device=device)
+            return over(column[indices])
+
+        return Distillation(over(indices), keep=keep)
+    common = common_tokens(indices, likelihoods, relaxed=cfg.loss == "h_kl")
+
+    def loss(x, y, tile):
+        how = cfg.temperature, cfg.uncommon_topk, "p", cfg.reverse
+        return losses.gold(x[None], y[None], *_ids(tile)[2:], *common, *how)[0]
+
+    return Distillation(loss)
 
 
 def _bytes_alone(cfg):
-    loss, own = (losses.alm, {"mode": cfg.alm_mode}) if cfg.loss == "alm" else (losses.uld, {})
+    function, own = (losses.alm, {"mode": cfg.alm_mode}) if cfg.loss == "alm" else (losses.uld, {})
 
-    def kd_loss(x, y, batch, kept_K=None):
-        sides = [batch[f"{side}_{kind}"] for kind in ("labels", "chunk") for side in ("student", "teacher")]
-        return loss(x, y, *sides, temperature=cfg.temperature, **own)
+    def loss(x, y, tile):
+        return function(x[None], y[None], *_ids(tile), temperature=cfg.temperature, **own)[0]
 
-    return kd_loss
+    return Distillation(loss)
 
 
 def _positions(cfg):
     """Of one tokenizer every chunk is one token: a row on either side."""
-    loss, own = getattr(losses, cfg.loss), {name: getattr(cfg, name) for name in ONE_TOKENIZER[cfg.loss]}
+    function = getattr(losses, cfg.loss)
+    own = {name: getattr(cfg, name) for name in ONE_TOKENIZER[cfg.loss]}
 
-    def kd_loss(x, y, batch, kept_K=None):
-        chunks = find_chunks(batch["student_chunk"], batch["teacher_chunk"])
-        rows = x.flatten(0, 1)[chunks.first_S][None], y.flatten(0, 1)[chunks.first_T][None]
+    def loss(x, y, tile):
+        chunks = find_chunks(*_ids(tile)[2:])
+        rows = x[chunks.first_S][None], y[chunks.first_T][None]
         every = torch.ones(rows[0].shape[:2], dtype=torch.bool, device=x.device)
-        return loss(*rows, every, temperature=cfg.temperature, top_k=cfg.top_k, **own)
+        return function(*rows, every, temperature=cfg.temperature, top_k=cfg.top_k, **own)[0]
 
-    return kd_loss
+    return Distillation(loss)
+
+
+def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights):
+    """Cross-entropy and distillation loss of a micro-batch.
+
+    Args:
+        student_rows: `HiddenRows`, then no more than a tile of logits ever exists; or `LogitRows`.
+        teacher_rows: rows -> teacher logits; None with kd_loss None.
+        kd_loss: of a Distillation; None: none.
+        weights: of the two; what has weight 0 is not computed.
+    Returns:
+        (loss, sums): (), the weighted sum with its gradient, and (2,) both sums, in nats.
+    """
+    def of_tile(x, y, tile):
+        found = x.new_zeros(2, dtype=torch.float32).unbind()
+        if weights[0]:
+            found = F.cross_entropy(at_least_float32(x), tile.labels, reduction="sum"), found[1]
+        if kd_loss and weights[1]:
+            found = found[0], kd_loss(x, y, tile)
+        return torch.stack(found)
+
+    if isinstance(student_rows, HiddenRows):
+        return tiled_loss(*student_rows, teacher_rows, of_tile, tiles, weights)
+    sums = [student_rows.logits_TW[:0].float().sum().expand(2)]  # of the graph, also without a tile
+    for tile in tiles:
+        y = teacher_rows(tile.teacher_rows) if teacher_rows else None
+        sums.append(of_tile(student_rows(tile.student_rows), y, tile))
+    sums = torch.stack(sums).sum(0)
+    return (sums * sums.new_tensor(weights)).sum(), sums.detach()

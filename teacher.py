@@ -6,6 +6,8 @@ It lives in the student's job, in a precision of its own, and never builds a gra
 import torch
 from transformers import AutoModelForCausalLM
 
+from tiles import HiddenRows, LogitRows, head_of
+
 
 def load_teacher(path, dtype, device):
     """A causal language model in evaluation mode, without gradients.
@@ -20,6 +22,21 @@ def load_teacher(path, dtype, device):
 
 
 @torch.no_grad()
-def teacher_logits(model, ids_BT, vocab):
-    """(B, T, W) logits of the teacher, cut to its tokenizer's vocabulary (an lm_head is often padded)."""
-    return model(input_ids=ids_BT, use_cache=False).logits[..., :vocab]
+def teacher_rows(model, ids_BT, vocab, tiled=True):
+    """Logits of any positions of the flattened (B * T), cut to the tokenizer (an lm_head is often padded).
+
+    Args:
+        tiled: keep the final hidden states and compute logits when they are asked for; else keep logits.
+    """
+    if tiled:
+        hidden = model.base_model(input_ids=ids_BT, use_cache=False)[0]
+        return HiddenRows(hidden.flatten(0, 1), head_of(model, vocab))
+    return LogitRows(model(input_ids=ids_BT, use_cache=False).logits[..., :vocab].flatten(0, 1))
+
+
+def hidden_head_is_right(rows, logits):
+    """Are these the model's own logits?  Not for an architecture that does more than `head_of` knows."""
+    logits = logits.flatten(0, 1)
+    found = rows(torch.arange(len(logits), device=logits.device)).float()
+    worst = 1e-4 if logits.dtype == torch.float32 else 0.05
+    return (found - logits.float()).norm() <= worst * logits.float().norm()

@@ -242,7 +242,7 @@ class _Tiled(torch.autograd.Function):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         cast = [None if x is None else x.to(dtype) for x in inputs[:4]]
-        head = Head(*cast, *run.head[4:])  # type: ignore[arg-type]
+        head = Head(*cast, *run.head[4:])  # type: ignore[arg-type, call-arg]
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
                  if x is not None and want else None for x, want in zip((rows_SH, *inputs), wanted)]
         weights = torch.tensor(run.weights, device=hidden.device)

@@ -76,8 +76,9 @@ def layout_results(flags, texts, layouts, losses):
         for loss in losses:
             job.cfg = dataclasses.replace(job.cfg, loss=loss)
             job.keeps_columns = loss == "projection_kl"
-            job.kd_loss, spelling = distill.build_loss(job.cfg, inputs.student, inputs.teacher, job.device)
-            collate = Collate(inputs.student, inputs.teacher, spelling)
+            job.distillation = distill.build_loss(job.cfg, inputs.student, inputs.teacher, job.device)
+            how = job.distillation.spelling, "assistant", job.cfg.loss_memory_mib / 20
+            collate = Collate(inputs.student, inputs.teacher, *how)
             metrics = distill.train_step(job, [collate(part) for part in mine])
             name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps}"
             out.append((name, metrics, dict(gradients) if rank == 0 else None))
@@ -94,18 +95,21 @@ def plain_references(flags, texts, losses):
 def plain_reference(cfg, texts):
     student, teacher = [distill.load_side(role, getattr(cfg, role), n)[0] for role, n in
                         (("student", cfg.max_length), ("teacher", 0))]
-    kd_loss, spelling = distill.build_loss(cfg, student, teacher, torch.device("cpu"))
+    distillation = distill.build_loss(cfg, student, teacher, torch.device("cpu"))
     model = distill.AutoModelForCausalLM.from_pretrained(cfg.student)
     frozen = distill.load_teacher(cfg.teacher, "auto", "cpu")
-    batch = Collate(student, teacher, spelling)(texts)
+    batch = Collate(student, teacher, distillation.spelling)(texts)
+    [tile] = batch["tiles"]
     x = model(input_ids=batch["student_ids"]).logits[..., : len(student.table)]
-    y = distill.teacher_logits(frozen, batch["teacher_ids"], len(teacher.table))
-    kept = None
+    y = frozen(input_ids=batch["teacher_ids"]).logits[..., : len(teacher.table)]
+    kd_loss, columns = distillation.loss, slice(None)
     if cfg.loss == "projection_kl":
         importance = distill.teacher_importance(y, batch["teacher_chunk"])
-        kept = importance.topk(cfg.projection_topk).indices.sort().values
-    (ce, n), (kd, m) = next_token_cross_entropy(x, batch["student_labels"]), kd_loss(x, y, batch, kept)
-    value = cfg.ce_weight * ce / n + cfg.kd_weight * kd / m
+        columns = importance.topk(cfg.projection_topk).indices.sort().values
+        kd_loss = distillation.keep(columns)
+    ce, n = next_token_cross_entropy(x, batch["student_labels"])
+    kd = kd_loss(x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[tile.teacher_rows][:, columns], tile)
+    value = cfg.ce_weight * ce / n + cfg.kd_weight * kd / batch["counts"]["kd"]
     value.backward()
     return value.item(), {key: p.grad for key, p in model.named_parameters()}
 
@@ -140,7 +144,7 @@ def one_tokenizer_steps(flags, texts, names):
     collate, out = Collate(inputs.student, inputs.teacher, None), {}
     for name in names:
         cfg = distill.Config(**flags | {"loss": name})
-        job.kd_loss = distill.build_loss(cfg, inputs.student, inputs.teacher, job.device)[0]
+        job.distillation = distill.build_loss(cfg, inputs.student, inputs.teacher, job.device)
         half = texts[dist.get_rank() :: 2]
         out[name] = [distill.train_step(job, [collate(half)]) for _ in range(2)]
     return out
