@@ -346,7 +346,8 @@ class Collate:
         tiles = plan_tiles(*student, *teacher, sizes, self.tile_mib)
         if self.spelling is None:
             return tiles
-        return [tile._replace(terms=piece_terms(*[ids[None] for ids in tile[2:6]], self.spelling)) for tile in tiles]
+        return [tile._replace(terms=piece_terms(*[ids[None] for ids in tile[2:6]], self.spelling))
+                for tile in tiles]
 
     def _samples(self, texts):
         plain = [text for text in texts if isinstance(text, str)]

@@ -264,12 +264,15 @@ def load_student(cfg, ds_config):
 
 
 def run_inside_forward(model, vocab, tiled):
-    """Give the model a forward(input_ids, run) that returns run(rows), rows being its logits of any positions.
+    """Give the model a forward(input_ids, run) that returns run(rows), rows being logits of any positions.
 
     The loss is computed in there because that is where ZeRO-3 gathers the head.  Without `run` it is the
     model's own forward.
     """
     own = model.forward
+    for p in model.get_output_embeddings().parameters():
+        if hasattr(p, "ds_id"):  # else it is gone again before its gradient arrives
+            deepspeed.zero.register_external_parameter(model, p)
 
     def forward(input_ids=None, run=None, **how):
         if run is None:
@@ -297,8 +300,8 @@ def check_heads(job, student_ids, teacher):
     job.engine.train()
     for role, good in right.items():
         if not good:
-            raise ValueError(f"--{role} {getattr(cfg, role)}: its logits are not those of its output embeddings, so "
-                             "its loss cannot be tiled; use --tiled=false")
+            raise ValueError(f"--{role} {getattr(cfg, role)}: its logits are not those of its output "
+                             "embeddings, so its loss cannot be tiled; use --tiled=false")
 
 
 def start_engine(model, ds_config):

@@ -1,4 +1,4 @@
-"""The loss of a run: what --loss names, and the student's cross-entropy, as sums over one tile of positions."""
+"""The loss of a run: what --loss names, and the student's cross-entropy, as sums over a tile of positions."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import losses
-from losses import Spelling, at_least_float32, common_tokens, find_chunks, piece_kl, piece_shares, projection_kl
+from losses import (Spelling, at_least_float32, common_tokens, find_chunks, piece_kl, piece_shares,
+                    projection_kl)
 from projection_tools import Pair, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling

@@ -216,11 +216,12 @@ def tiled_loss(
     Returns:
         (loss, sums): () and (J,) float; sums without gradient.
     Raises:
-        RuntimeError: a second backward pass, since the first one scales the gradients in place.
+        RuntimeError: a second backward pass, since the first one gives the gradients away.
     """
     train = torch.is_grad_enabled()
     run = _Run(student_head, teacher_rows, tile_loss, tiles, weights, params, train)
-    loss, sums = _Tiled.apply(run, student_hidden, *student_head[:4], *params)  # type: ignore[no-untyped-call]
+    inputs = student_hidden, *student_head[:4], *params
+    loss, sums = _Tiled.apply(run, *inputs)  # type: ignore[no-untyped-call]
     return loss, sums
 
 
@@ -273,18 +274,18 @@ class _Tiled(torch.autograd.Function):
                         grad += d
         ctx.mark_non_differentiable(sums)
         ctx.shapes = [None if x is None else (x.shape, x.dtype) for x in (hidden, *inputs)]
-        ctx.used = False
-        ctx.save_for_backward(*grads)
+        ctx.grads = grads  # not save_for_backward: they are handed over, not copied
         return (sums * weights).sum(), sums
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.used:
-            raise RuntimeError("tiled_loss: a second backward pass, but the first scaled the gradients in place")
-        ctx.used, out = True, []
-        for grad, like in zip(ctx.saved_tensors, ctx.shapes):
+        if ctx.grads is None:
+            raise RuntimeError("tiled_loss: a second backward pass; the first one gave the gradients away")
+        out: list[Tensor | None] = [None]
+        for grad, like in zip(ctx.grads, ctx.shapes):
             out.append(None if grad is None else grad.mul_(outer[0].to(grad)).view(like[0]).to(like[1]))
-        return None, *out
+        ctx.grads = None
+        return tuple(out)
 
 
 def _add_gradients(

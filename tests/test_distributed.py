@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -53,7 +54,7 @@ def batch_texts(texts):
     return [texts[0] * 2, None, texts[1][:9], texts[2], "", texts[3][:60], texts[4], texts[5][:30]]
 
 
-def layout_results(flags, texts, layouts, losses):
+def layout_results(flags, texts, layouts, losses, tile_mib):
     """[(name, loss metrics, gradients)] of one train_step per layout and loss; runs on every rank."""
     from deepspeed.utils import safe_get_full_grad
 
@@ -77,9 +78,10 @@ def layout_results(flags, texts, layouts, losses):
             job.cfg = dataclasses.replace(job.cfg, loss=loss)
             job.keeps_columns = loss == "projection_kl"
             job.distillation = distill.build_loss(job.cfg, inputs.student, inputs.teacher, job.device)
-            how = job.distillation.spelling, "assistant", job.cfg.loss_memory_mib / 20
-            collate = Collate(inputs.student, inputs.teacher, *how)
-            metrics = distill.train_step(job, [collate(part) for part in mine])
+            collate = Collate(inputs.student, inputs.teacher, job.distillation.spelling, tile_mib=tile_mib)
+            window = [collate(part) for part in mine]
+            assert rank or tile_mib > 9 or len(window[0]["tiles"]) > 2  # rank 0 has the longest text
+            metrics = distill.train_step(job, window)
             name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps}"
             out.append((name, metrics, dict(gradients) if rank == 0 else None))
         job.engine.destroy()
@@ -129,13 +131,44 @@ def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
     expected = ranks.run(1, plain_references, flags, samples, ANY_TOKENIZERS)[0]
     for world, layouts in LAYOUTS.items():
         losses = ANY_TOKENIZERS if world == 2 else ("piece_kl", "projection_kl")
-        for name, metrics, gradients in ranks.run(world, layout_results, flags, samples, layouts, losses)[0]:
+        how = flags, samples, layouts, losses, 0.5
+        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
             value, reference = expected[name.split(",")[0]]
-            assert abs(metrics["loss"] - value) <= 1e-5 * value, name
-            square = sum((g**2).sum() for g in reference.values())
-            error = sum(((gradients[key] - g) ** 2).sum() for key, g in reference.items())
-            assert error <= 1e-10 * square, (name, float((error / square) ** 0.5))
-            assert abs(metrics["grad_norm"] - square**0.5) <= 1e-5 * square**0.5, name
+            same_step(name, metrics, gradients, value, reference)
+
+
+def same_step(name, metrics, gradients, value, reference):
+    assert abs(metrics["loss"] - value) <= 1e-5 * value, name
+    square = sum((g**2).sum() for g in reference.values())
+    error = sum(((gradients[key] - g) ** 2).sum() for key, g in reference.items())
+    assert error <= 1e-10 * square, (name, float((error / square) ** 0.5))
+    assert abs(metrics["grad_norm"] - square**0.5) <= 1e-5 * square**0.5, name
+
+
+@pytest.fixture(scope="module")
+def untied(models, tmp_path_factory):
+    """The student with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied")
+    shutil.copytree(models[0], folder, dirs_exist_ok=True)
+    model = distill.AutoModelForCausalLM.from_pretrained(folder)
+    config = model.config
+    config.tie_word_embeddings = False
+    torch.manual_seed(3)
+    distill.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path):
+    flags = dict(teacher=str(models[1]), data=write_corpus(tmp_path, texts, 20), max_length=250,
+                 projection_topk=100, output_dir=str(tmp_path), loss="gold", activation_checkpointing=True)
+    samples = batch_texts(texts)
+    for student in (models[0], untied):
+        own = flags | {"student": str(student)}
+        value, reference = ranks.run(1, plain_references, own, samples, ["gold"])[0]["gold"]
+        for tiled, layouts in ((True, [(2, 2, 2), (3, 2, 2)]), (False, [(1, 2, 2), (3, 1, 4)])):
+            how = own | {"tiled": tiled}, samples, layouts, ["gold"], 0.5 if tiled else math.inf
+            for name, metrics, gradients in ranks.run(2, layout_results, *how)[0]:
+                same_step(f"{student}, tiled {tiled}, {name}", metrics, gradients, value, reference)
 
 
 def one_tokenizer_steps(flags, texts, names):

@@ -7,7 +7,7 @@ more than its test.  `freeze` keeps the collector from touching, and so copying,
 import gc
 
 import deepspeed.module_inject.auto_ep_layer  # noqa: F401
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  looked at for every optimizer, starts a compiler
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  starts a compiler
 import transformers.conversion_mapping  # noqa: F401
 import transformers.trainer_utils  # noqa: F401
 
