@@ -302,7 +302,7 @@ class Collate:
         student, teacher: Side; teacher None: the text alone.
         spelling: tables for the terms of piece_kl, or None for losses that work on whole chunks.
         train_on: what to learn of a chat: "assistant" or "all".
-        tile_mib: memory for the logits of a tile, see `tiles.plan_tiles`; inf: one tile holds all.
+        tile_mib, part_share: see `tiles.plan_tiles`; inf: one tile of one part holds all.
     """
 
     student: Side
@@ -310,6 +310,7 @@ class Collate:
     spelling: Spelling | None
     train_on: str = "assistant"
     tile_mib: float = math.inf
+    part_share: float = 0.125
 
     def __call__(self, texts):
         """Texts, or chats (lists of messages); None: no sample.
@@ -317,7 +318,7 @@ class Collate:
         Returns:
             student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* too;
             student_bytes, teacher_bytes: (B, S), (B, T) bytes of the predicted token, -1 for eos and padding;
-            tiles: list of `tiles.Tile`, with `PieceTerms` for piece_kl; counts: dict of ints about the batch.
+            tiles: list of `tiles.Tile`, its parts with `PieceTerms` for piece_kl; counts: dict of ints about the batch.
         """
         present = [text for text in texts if text is not None]
         samples = iter(self._samples(present))
@@ -333,21 +334,24 @@ class Collate:
             counts["kd"] = len(find_chunks(batch["student_chunk"], batch["teacher_chunk"]).first_S)
         batch["tiles"] = self._tiles(batch)
         if self.spelling is not None:
-            counts["kd"] = sum(int(tile.terms.count_all) for tile in batch["tiles"])
+            counts["kd"] = sum(int(part.terms.count_all) for tile in batch["tiles"] for part in tile.parts)
         return batch | {"counts": counts}
 
     def _tiles(self, batch):
         student = batch["student_labels"], batch["student_chunk"]
         if self.teacher is None:
             nothing, sizes = torch.zeros(len(student[0]), 0, dtype=torch.long), (len(self.student.table), 0)
-            return plan_tiles(*student, nothing, nothing, sizes, self.tile_mib)
+            return plan_tiles(*student, nothing, nothing, sizes, self.tile_mib, self.part_share)
         teacher = batch["teacher_labels"], batch["teacher_chunk"]
         sizes = len(self.student.table), len(self.teacher.table)
-        tiles = plan_tiles(*student, *teacher, sizes, self.tile_mib)
+        tiles = plan_tiles(*student, *teacher, sizes, self.tile_mib, self.part_share)
         if self.spelling is None:
             return tiles
-        return [tile._replace(terms=piece_terms(*[ids[None] for ids in tile[2:6]], self.spelling))
-                for tile in tiles]
+        return [tile._replace(parts=tuple(self._with_terms(part) for part in tile.parts)) for tile in tiles]
+
+    def _with_terms(self, part):
+        ids = part.labels.clamp(min=0), part.teacher_next, part.student_chunk, part.teacher_chunk
+        return part._replace(terms=piece_terms(*[x[None] for x in ids], self.spelling))
 
     def _samples(self, texts):
         plain = [text for text in texts if isinstance(text, str)]

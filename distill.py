@@ -322,10 +322,9 @@ def to_device(value, device):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, list):
-        return [to_device(item, device) for item in value]
-    if isinstance(value, tuple):
-        return type(value)(*[to_device(item, device) for item in value])
+    if isinstance(value, (list, tuple)):
+        moved = [to_device(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value
 
 
@@ -430,8 +429,10 @@ def kept_columns(job, window, teachers):
     importance = torch.full((job.vocabs[1],), -torch.inf, device=job.device)
     for batch, rows in zip(window, teachers):
         for tile in batch["tiles"]:
-            y, chunk = rows(tile.teacher_rows)[None], tile.teacher_chunk[None]
-            importance = torch.maximum(importance, teacher_importance(y, chunk))
+            y = rows(tile.teacher_rows)
+            for part in tile.parts:
+                found = teacher_importance(y[None, part.teacher], part.teacher_chunk[None])
+                importance = torch.maximum(importance, found)
     dist.all_reduce(importance, op=dist.ReduceOp.MAX)
     return importance.topk(job.cfg.projection_topk).indices.sort().values
 
@@ -607,7 +608,8 @@ def main(cfg):
 
     spelling = inputs.distillation and inputs.distillation.spelling
     memory = cfg.loss_memory_mib if cfg.tiled else math.inf
-    collate = Collate(inputs.student, inputs.teacher, spelling, cfg.train_on, memory)
+    part_share = 0.125 if device.type == "cpu" else 0.5  # a CPU multiplies large tiles faster, a GPU minds calls
+    collate = Collate(inputs.student, inputs.teacher, spelling, cfg.train_on, memory, part_share)
     micro = job.engine.train_micro_batch_size_per_gpu()
     stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, cfg.text_key, cfg.seed)
     micro_steps = job.engine.gradient_accumulation_steps()

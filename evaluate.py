@@ -56,10 +56,11 @@ def _sums(student_rows, batch, teacher_rows, distillation):
     counts, kd, shares = batch["counts"], 0.0, torch.zeros(2 * len(SHARES), dtype=torch.float64)
     for tile in batch["tiles"]:
         x, y = student_rows(tile.student_rows), teacher_rows(tile.teacher_rows)
-        kd += float(distillation.loss(x, y, tile))
-        if distillation.shares:
-            of_tile = distillation.shares(y, tile)
-            shares += torch.tensor([float(x) for name in SHARES for x in of_tile[name]], dtype=torch.float64)
+        for part in tile.parts:
+            kd += float(distillation.loss(x[part.student], y[part.teacher], part))
+            if distillation.shares:
+                found_ = distillation.shares(y[part.teacher], part)
+                shares += torch.tensor([float(x) for name in SHARES for x in found_[name]], dtype=torch.float64)
     found += [*_nats_and_bytes(teacher_rows, batch, "teacher"), kd, counts["kd"], counts["aligned_bytes"],
               counts["text_bytes"]]
     return torch.cat([torch.tensor(found, dtype=torch.float64), shares])

@@ -1,4 +1,4 @@
-"""The loss of a run: what --loss names, and the student's cross-entropy, as sums over a tile of positions."""
+"""The loss of a run: what --loss names, and the student's cross-entropy, as sums over some positions."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,12 +22,12 @@ ALM_MODES = "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", 
 
 
 class Distillation(NamedTuple):
-    """A distillation loss, ready for the tiles of `data.Collate`.
+    """A distillation loss, ready for the parts of the tiles of `data.Collate`.
 
-    loss: (x (n, V), y (m, W), tile) -> (), sum over the tile's terms.
+    loss: (x (n, V), y (m, W), part) -> (), sum over the part's terms.
     spelling: tables from which the data workers list the terms of piece_kl, else None.
     keep: kept_K -> the same loss for teacher logits (m, K) of these columns alone; None: it needs them all.
-    shares: (y, tile) -> {name: (sum, count)}, what the loss covers; None: not defined.
+    shares: (y, part) -> {name: (sum, count)}, what the loss covers; None: not defined.
     """
 
     loss: Callable
@@ -61,9 +61,9 @@ def build_loss(cfg, student, teacher, device):
     return _projected(cfg, pair, device)
 
 
-def _ids(tile):
-    """Tokens and chunks of a tile, as of a batch of one sample: next_S, next_T, chunk_S, chunk_T."""
-    return [x[None] for x in (tile.labels, tile.teacher_next, tile.student_chunk, tile.teacher_chunk)]
+def _ids(part):
+    """Tokens and chunks of a part, as of a batch of one sample: next_S, next_T, chunk_S, chunk_T."""
+    return [x[None] for x in (part.labels, part.teacher_next, part.student_chunk, part.teacher_chunk)]
 
 
 def _pieces(cfg, pair, device):
@@ -72,11 +72,11 @@ def _pieces(cfg, pair, device):
     spelling = Spelling(**{k: t.long() if isinstance(t, torch.Tensor) else t for k, t in tables.items()})
     on_device = Spelling(*[t.to(device) if isinstance(t, torch.Tensor) else t for t in spelling])
 
-    def loss(x, y, tile):
-        return piece_kl(x[None], y[None], *_ids(tile)[:2], tile.terms, on_device, cfg.temperature)[0]
+    def loss(x, y, part):
+        return piece_kl(x[None], y[None], *_ids(part)[:2], part.terms, on_device, cfg.temperature)[0]
 
-    def shares(y, tile):
-        return piece_shares(y[None], tile.terms, on_device, cfg.temperature)
+    def shares(y, part):
+        return piece_shares(y[None], part.terms, on_device, cfg.temperature)
 
     return Distillation(loss, spelling, shares=shares)
 
@@ -86,9 +86,9 @@ def _projected(cfg, pair, device):
     indices, likelihoods = tables["indices"].to(device), tables["likelihoods"].to(device)
     if cfg.loss == "projection_kl":
         def over(indices):
-            def loss(x, y, tile):
+            def loss(x, y, part):
                 how = indices, likelihoods, None, cfg.temperature
-                return projection_kl(x[None], y[None], *_ids(tile)[2:], *how, reverse=cfg.reverse)[0]
+                return projection_kl(x[None], y[None], *_ids(part)[2:], *how, reverse=cfg.reverse)[0]
             return loss
 
         def keep(kept_K):
@@ -99,9 +99,9 @@ def _projected(cfg, pair, device):
         return Distillation(over(indices), keep=keep)
     common = common_tokens(indices, likelihoods, relaxed=cfg.loss == "h_kl")
 
-    def loss(x, y, tile):
+    def loss(x, y, part):
         how = cfg.temperature, cfg.uncommon_topk, "p", cfg.reverse
-        return losses.gold(x[None], y[None], *_ids(tile)[2:], *common, *how)[0]
+        return losses.gold(x[None], y[None], *_ids(part)[2:], *common, *how)[0]
 
     return Distillation(loss)
 
@@ -109,8 +109,8 @@ def _projected(cfg, pair, device):
 def _bytes_alone(cfg):
     function, own = (losses.alm, {"mode": cfg.alm_mode}) if cfg.loss == "alm" else (losses.uld, {})
 
-    def loss(x, y, tile):
-        return function(x[None], y[None], *_ids(tile), temperature=cfg.temperature, **own)[0]
+    def loss(x, y, part):
+        return function(x[None], y[None], *_ids(part), temperature=cfg.temperature, **own)[0]
 
     return Distillation(loss)
 
@@ -120,8 +120,8 @@ def _positions(cfg):
     function = getattr(losses, cfg.loss)
     own = {name: getattr(cfg, name) for name in ONE_TOKENIZER[cfg.loss]}
 
-    def loss(x, y, tile):
-        chunks = find_chunks(*_ids(tile)[2:])
+    def loss(x, y, part):
+        chunks = find_chunks(*_ids(part)[2:])
         rows = x[chunks.first_S][None], y[chunks.first_T][None]
         every = torch.ones(rows[0].shape[:2], dtype=torch.bool, device=x.device)
         return function(*rows, every, temperature=cfg.temperature, top_k=cfg.top_k, **own)[0]
@@ -140,19 +140,19 @@ def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights):
     Returns:
         (loss, sums): (), the weighted sum with its gradient, and (2,) both sums, in nats.
     """
-    def of_tile(x, y, tile):
+    def of_part(x, y, part):
         found = x.new_zeros(2, dtype=torch.float32).unbind()
         if weights[0]:
-            found = F.cross_entropy(at_least_float32(x), tile.labels, reduction="sum"), found[1]
+            found = F.cross_entropy(at_least_float32(x), part.labels, reduction="sum"), found[1]
         if kd_loss and weights[1]:
-            found = found[0], kd_loss(x, y, tile)
+            found = found[0], kd_loss(x, y, part)
         return torch.stack(found)
 
     if isinstance(student_rows, HiddenRows):
-        return tiled_loss(*student_rows, teacher_rows, of_tile, tiles, weights)
+        return tiled_loss(*student_rows, teacher_rows, of_part, tiles, weights)
     sums = [student_rows.logits_TW[:0].float().sum().expand(2)]  # of the graph, also without a tile
     for tile in tiles:
-        y = teacher_rows(tile.teacher_rows) if teacher_rows else None
-        sums.append(of_tile(student_rows(tile.student_rows), y, tile))
+        x, y = student_rows(tile.student_rows), teacher_rows and teacher_rows(tile.teacher_rows)
+        sums += [of_part(x[part.student], y if y is None else y[part.teacher], part) for part in tile.parts]
     sums = torch.stack(sums).sum(0)
     return (sums * sums.new_tensor(weights)).sum(), sums.detach()

@@ -2,8 +2,9 @@
 
 Two models with vocabularies of 128k and 152k tokens need 2 GiB a side for the float32 logits of 4096 tokens,
 and a plain loss keeps several copies.  Here the positions are cut into tiles of whole chunks (`plan_tiles`).
-For each tile `tiled_loss` computes the logits of both sides, the loss, and at once the gradient with respect
-to the hidden states and the head; backward only scales.  What lives between the two is the gradients.
+For each tile `tiled_loss` computes the logits of both sides; part by part, the loss and the gradient, which
+takes the place of the logits; and from that at once the gradient of the hidden states and the head.  Backward
+only scales.  What lives between the two is the gradients.
 
 Shapes: S, T student and teacher positions of a batch, flattened; n, m those of a tile; V, W vocabularies; H
 hidden size; R rank of an adapter.
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-COPIES = 4  # float32 numbers alive at the peak of a loss, per logit of a tile
+COPIES = 8  # float32 numbers alive at the peak of a loss, per logit of a part
 BLOCK = 8192  # rows of a head's gradient that are summed at a time, where they are not float32 already
 
 
@@ -130,17 +131,17 @@ class TopKRows(NamedTuple):
 # --- tiles ----------------------------------------------------------------------------------------
 
 
-class Tile(NamedTuple):
-    """Some whole chunks and the positions that only predict text.
+class Part(NamedTuple):
+    """Some whole chunks, and positions that only predict text: what a loss sees at a time.
 
-    student_rows, teacher_rows: (n,), (m,) int64, rows of the flattened (B * S), (B * T), ascending.
-    labels, teacher_next: (n,), (m,) int64, the token that each of them predicts; labels are -100 for none.
-    student_chunk, teacher_chunk: (n,), (m,) int64, chunks numbered within the tile, -1 for none.
+    student, teacher: its rows, of those of the tile.
+    labels, teacher_next: (n,), (m,) int64, the token that each row predicts; labels are -100 for none.
+    student_chunk, teacher_chunk: (n,), (m,) int64, chunks numbered within the part, -1 for none.
     terms: whatever else the loss knows from the ids.
     """
 
-    student_rows: Tensor
-    teacher_rows: Tensor
+    student: slice
+    teacher: slice
     labels: Tensor
     teacher_next: Tensor
     student_chunk: Tensor
@@ -148,9 +149,21 @@ class Tile(NamedTuple):
     terms: Any = None
 
 
+class Tile(NamedTuple):
+    """Positions whose logits exist at the same time.
+
+    student_rows, teacher_rows: (n,), (m,) int64, rows of the flattened (B * S), (B * T).
+    parts: the tile, cut once more.
+    """
+
+    student_rows: Tensor
+    teacher_rows: Tensor
+    parts: tuple[Part, ...]
+
+
 def plan_tiles(
     labels_BS: Tensor, student_chunk_BS: Tensor, teacher_next_BT: Tensor, teacher_chunk_BT: Tensor,
-    vocabs: tuple[int, int], memory_mib: float = 512.0,
+    vocabs: tuple[int, int], memory_mib: float = 512.0, part_share: float = 0.125,
 ) -> list[Tile]:
     """Cut a batch into tiles; meant for the CPU, where the ids come from.
 
@@ -163,7 +176,9 @@ def plan_tiles(
         teacher_next_BT: (B, T) int64.
         vocabs: V and W.
         memory_mib: MiB for the logits of a tile and what a loss makes of them; at least one chunk is taken.
-            inf: one tile.
+            inf: one tile of one part.
+        part_share: of the memory, for what a loss makes of one part.  Small parts leave room for large
+            tiles, which multiply faster; large ones need fewer calls.
     """
     B = labels_BS.shape[0]
     most = 1 + max([int(x.max()) for x in (student_chunk_BS, teacher_chunk_BT) if x.numel()], default=-1)
@@ -178,22 +193,38 @@ def plan_tiles(
     unit_of = torch.full((B * most + 1,), -1)
     unit_of[s_key] = s_unit
     unit_of[-1] = -1
-    t_unit = unit_of[t_key]
-    t_row, t_unit = t_row[t_unit >= 0], t_unit[t_unit >= 0]
+    t_unit, order = unit_of[t_key].sort(stable=True)
+    t_row = t_row[order]
     units = int(s_unit[-1]) + 1 if len(s_unit) else 0
-    cost = sum(torch.bincount(unit, minlength=units).double() * vocab
-               for unit, vocab in zip((s_unit, t_unit), vocabs))
-    ends = torch.as_tensor(cost).cumsum(0) * 4 * COPIES / 2**20
-    tiles, low = [], 0
-    while low < units:
-        limit = memory_mib + (ends[low - 1] if low else 0)
-        high = max(low + 1, int(torch.searchsorted(ends, limit, right=True)))
-        s, t = [(unit >= low) & (unit < high) for unit in (s_unit, t_unit)]
-        tiles.append(Tile(
-            s_row[s], t_row[t], labels_BS.reshape(-1)[s_row[s]], teacher_next_BT.reshape(-1)[t_row[t]],
-            torch.where(s_key[s] >= 0, s_unit[s] - low, -1), t_unit[t] - low))
-        low = high
+    # the first row of every unit, of both sides, and the end
+    ends = [torch.searchsorted(unit, torch.arange(units + 1)) for unit in (s_unit, t_unit)]
+    mib = (ends[0] * vocabs[0] + ends[1] * vocabs[1]).double() * 4 / 2**20
+    bounds = [int(end) for end in ends[0]], [int(end) for end in ends[1]]
+    whole = memory_mib == float("inf")
+    tiles = []
+    for low, high in _cuts(mib, 0, units, memory_mib if whole else memory_mib * (1 - part_share)):
+        (s, s_end), (t, t_end) = [(bound[low], bound[high]) for bound in bounds]
+        parts = []
+        for first, last in _cuts(mib, low, high, memory_mib if whole else memory_mib * part_share / COPIES):
+            own_s, own_t = [slice(bound[first], bound[last]) for bound in bounds]
+            chunk = torch.where(s_key[own_s] >= 0, s_unit[own_s] - first, -1)
+            parts.append(Part(
+                slice(own_s.start - s, own_s.stop - s), slice(own_t.start - t, own_t.stop - t),
+                labels_BS.reshape(-1)[s_row[own_s]], teacher_next_BT.reshape(-1)[t_row[own_t]],
+                chunk, t_unit[own_t] - first))
+        tiles.append(Tile(s_row[s:s_end], t_row[t:t_end], tuple(parts)))
     return tiles
+
+
+def _cuts(mib: Tensor, low: int, high: int, limit: float) -> list[tuple[int, int]]:
+    """Cut the units low..high-1 so that no piece of several units is larger than `limit`."""
+    cuts = []
+    while low < high:
+        end = int(torch.searchsorted(mib, mib[low] + limit, right=True)) - 1
+        end = min(high, max(low + 1, end))
+        cuts.append((low, end))
+        low = end
+    return cuts
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -201,7 +232,7 @@ def plan_tiles(
 
 def tiled_loss(
     student_hidden: Tensor, student_head: Head, teacher_rows: Callable[[Tensor], Tensor] | None,
-    tile_loss: Callable[[Tensor, Tensor | None, Tile], Tensor], tiles: Sequence[Tile],
+    tile_loss: Callable[[Tensor, Tensor | None, Part], Tensor], tiles: Sequence[Tile],
     weights: Sequence[float], params: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of losses over all tiles.
@@ -210,7 +241,7 @@ def tiled_loss(
         student_hidden: (..., H) final hidden states, what the head reads.
         student_head: Head; frozen tensors in it get no gradient.
         teacher_rows: rows -> (m, W) logits of these teacher positions; None: there is no teacher.
-        tile_loss: (x (n, V), y (m, W) or None, tile) -> (J,) sums, differentiable in x.
+        tile_loss: (x (n, V), y (m, W) or None, part) -> (J,) sums, differentiable in x.
         weights: J factors; the gradient is that of sum_j weights[j] * sums[j].
         params: what else the loss is differentiated by, such as a learned projection.
     Returns:
@@ -228,7 +259,7 @@ def tiled_loss(
 class _Run(NamedTuple):
     head: Head
     teacher_rows: Callable[[Tensor], Tensor] | None
-    tile_loss: Callable[[Tensor, Tensor | None, Tile], Tensor]
+    tile_loss: Callable[[Tensor, Tensor | None, Part], Tensor]
     tiles: Sequence[Tile]
     weights: Sequence[float]
     params: Sequence[Tensor]
@@ -253,25 +284,17 @@ class _Tiled(torch.autograd.Function):
             with torch.autocast(kind, enabled=False):
                 linear = head.linear(h)
                 y = None if run.teacher_rows is None else run.teacher_rows(tile.teacher_rows)
-            with torch.set_grad_enabled(any(wanted)):
-                linear.requires_grad_(any(wanted))
-                found = run.tile_loss(head.finish(linear), y, tile)
-                sums = sums + found.detach()
-                del y
-                if found.requires_grad:
-                    of = [linear, *run.params]
-                    loss = (found * weights.to(found)).sum()
-                    del found
-                    d_linear, *d_params = torch.autograd.grad(loss, of, allow_unused=True)
-                    del loss
-            if any(wanted) and d_linear is not None:
-                linear.requires_grad_(False)
-                del linear
-                with torch.autocast(kind, enabled=False):
-                    _add_gradients(grads, head, h, d_linear, tile.student_rows)
+            for part in tile.parts:
+                found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), weights)
+                sums += found
                 for grad, d in zip(grads[5:], d_params):
                     if grad is not None and d is not None:
                         grad += d
+            del y
+            if any(wanted):
+                with torch.autocast(kind, enabled=False):
+                    _add_gradients(grads, head, h, linear, tile.student_rows)
+            del linear
         ctx.mark_non_differentiable(sums)
         ctx.shapes = [None if x is None else (x.shape, x.dtype) for x in (hidden, *inputs)]
         ctx.grads = grads  # not save_for_backward: they are handed over, not copied
@@ -286,6 +309,23 @@ class _Tiled(torch.autograd.Function):
             out.append(None if grad is None else grad.mul_(outer[0].to(grad)).view(like[0]).to(like[1]))
         ctx.grads = None
         return tuple(out)
+
+
+def _part(
+    run: _Run, head: Head, linear: Tensor, y: Tensor | None, part: Part, train: bool, weights: Tensor
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """(sums, gradients of the parameters); the part's logits are replaced by their gradient."""
+    with torch.set_grad_enabled(train):
+        leaf = linear.detach().requires_grad_(train)
+        found = run.tile_loss(head.finish(leaf), None if y is None else y[part.teacher], part)
+        d: Sequence[Tensor | None] = [None] * (1 + len(run.params))
+        if found.requires_grad:
+            d = torch.autograd.grad((found * weights.to(found)).sum(), [leaf, *run.params], allow_unused=True)
+    if train and d[0] is None:
+        linear.zero_()
+    elif train:
+        linear.copy_(d[0])
+    return found.detach(), d[1:]
 
 
 def _add_gradients(

@@ -66,30 +66,30 @@ def random_spelling(V, W):
     return losses.Spelling(event_V, event_W, events, *tables)
 
 
-def tile_loss(name, V, W, kept, device):
-    """(x, y, tile) -> sum; for projection_kl y holds the kept columns alone."""
-    def ids(tile):
-        return [x[None] for x in tile[2:6]]
+def part_loss(name, V, W, kept, device):
+    """(x, y, part) -> sum; for projection_kl y holds the kept columns alone."""
+    def ids(part):
+        return [x[None] for x in part[2:6]]
 
     if name == "cross_entropy":
-        return None, lambda x, y, tile: F.cross_entropy(x.float(), tile.labels, reduction="sum")
+        return None, lambda x, y, part: F.cross_entropy(x.float(), part.labels, reduction="sum")
     if name == "piece_kl":
         spelling = random_spelling(V, W)
         here = losses.Spelling(*[x.to(device) if torch.is_tensor(x) else x for x in spelling])
-        return spelling, lambda x, y, tile: losses.piece_kl(
-            x[None], y[None], *ids(tile)[:2], tile.terms, here)[0]
+        return spelling, lambda x, y, part: losses.piece_kl(
+            x[None], y[None], *ids(part)[:2], part.terms, here)[0]
     common = torch.arange(int(OWN * V), device=device)
     if name == "gold":  # h_kl is the same with other common tokens
-        return None, lambda x, y, tile: losses.gold(x[None], y[None], *ids(tile)[2:], common, common)[0]
+        return None, lambda x, y, part: losses.gold(x[None], y[None], *ids(part)[2:], common, common)[0]
     if name == "projection_kl":
         indices = torch.randint(W, (V, 4), device=device)
         indices[: int(EVENTS * V), 1:] = -1
         column = torch.full((W + 1,), -1, device=device)
         column[kept] = torch.arange(len(kept), device=device)
         weights = torch.tensor([0.9, 0.09, 0.009, 0.001], device=device).expand(V, 4)
-        return None, lambda x, y, tile: losses.projection_kl(
-            x[None], y[None], *ids(tile)[2:], column[indices], weights)[0]
-    return None, lambda x, y, tile: getattr(losses, name)(x[None], y[None], *ids(tile))[0]
+        return None, lambda x, y, part: losses.projection_kl(
+            x[None], y[None], *ids(part)[2:], column[indices], weights)[0]
+    return None, lambda x, y, part: getattr(losses, name)(x[None], y[None], *ids(part))[0]
 
 
 def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain):
@@ -98,7 +98,7 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain):
     dtype = getattr(torch, dtype)
     labels, *more = texts(tokens, V, W, device)
     kept = torch.randperm(W)[:K].sort().values.to(device)
-    spelling, loss = tile_loss(name, V, W, kept, device)
+    spelling, loss = part_loss(name, V, W, kept, device)
     if spelling:  # let the tokens of a chunk spell each other where one side has a single one
         chunks = losses.find_chunks(more[0], more[2])
         for coarse, fine, row, first, pieces, count in (
@@ -119,8 +119,10 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain):
         teacher = HiddenRows(tensor(tokens, teacher_H), Head(tensor(W, teacher_H)))
     tiles = plan_tiles(labels, *more, (V, W if teacher else 0), math.inf if plain else memory_mib)
     if spelling:
-        tiles = [t._replace(terms=losses.piece_terms(*[x[None] for x in t[2:6]], spelling)) for t in tiles]
-    tiles = [type(t)(*[to(x, device) for x in t]) for t in tiles]
+        tiles = [tile._replace(parts=tuple(
+            part._replace(terms=losses.piece_terms(*[x[None] for x in part[2:6]], spelling))
+            for part in tile.parts)) for tile in tiles]
+    tiles = [to(tile, device) for tile in tiles]
     hold = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
     before = peak(device)
     del hold
@@ -131,14 +133,18 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain):
         if name == "projection_kl":
             importance = torch.full((W,), -torch.inf, device=device)
             for tile in tiles:
-                found = losses.teacher_importance(teacher(tile.teacher_rows)[None], tile.teacher_chunk[None])
-                importance = torch.maximum(importance, found)
+                y = teacher(tile.teacher_rows)
+                for part in tile.parts:
+                    found = losses.teacher_importance(y[None, part.teacher], part.teacher_chunk[None])
+                    importance = torch.maximum(importance, found)
+            del y
             importance.topk(K)
             rows = teacher.columns(kept)
         if plain:
             x = hidden @ weight.T
             y = rows and LogitRows(rows(torch.arange(tokens, device=device)))
-            loss(x[tiles[0].student_rows], y and y(tiles[0].teacher_rows), tiles[0]).backward()
+            [tile] = tiles
+            loss(x[tile.student_rows], y and y(tile.teacher_rows), tile.parts[0]).backward()
         else:
             tiled_loss(hidden, Head(weight), rows, lambda *how: loss(*how)[None], tiles, [1.0])[0].backward()
 
@@ -165,7 +171,10 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain):
 def to(value, device):
     if torch.is_tensor(value):
         return value.to(device)
-    return type(value)(*[to(x, device) for x in value]) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        moved = [to(x, device) for x in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    return value
 
 
 def timed(run, device, times=2):

@@ -102,6 +102,7 @@ def plain_reference(cfg, texts):
     frozen = distill.load_teacher(cfg.teacher, "auto", "cpu")
     batch = Collate(student, teacher, distillation.spelling)(texts)
     [tile] = batch["tiles"]
+    [part] = tile.parts
     x = model(input_ids=batch["student_ids"]).logits[..., : len(student.table)]
     y = frozen(input_ids=batch["teacher_ids"]).logits[..., : len(teacher.table)]
     kd_loss, columns = distillation.loss, slice(None)
@@ -110,7 +111,7 @@ def plain_reference(cfg, texts):
         columns = importance.topk(cfg.projection_topk).indices.sort().values
         kd_loss = distillation.keep(columns)
     ce, n = next_token_cross_entropy(x, batch["student_labels"])
-    kd = kd_loss(x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[tile.teacher_rows][:, columns], tile)
+    kd = kd_loss(x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[tile.teacher_rows][:, columns], part)
     value = cfg.ce_weight * ce / n + cfg.kd_weight * kd / batch["counts"]["kd"]
     value.backward()
     return value.item(), {key: p.grad for key, p in model.named_parameters()}

@@ -53,29 +53,35 @@ class Models:
     def inputs(self):
         return [x for x in (self.hidden, *self.head[:4]) if x is not None and x.requires_grad]
 
+    @property
+    def sizes(self):
+        return self.case.x.shape[-1], self.case.y.shape[-1]
+
     def tiles(self, memory_mib):
-        sizes = self.case.x.shape[-1], self.case.y.shape[-1]
-        planned = plan_tiles(self.labels, self.chunk[0], self.case.next[1], self.chunk[1], sizes, memory_mib)
-        return [tile._replace(terms=losses.piece_terms(*one(tile), self.case.spelling)) for tile in planned]
+        ids = self.labels, self.chunk[0], self.case.next[1], self.chunk[1]
+        planned = plan_tiles(*ids, self.sizes, memory_mib, 0.5)
+        return [tile._replace(parts=tuple(
+            part._replace(terms=losses.piece_terms(*one(part), self.case.spelling)) for part in tile.parts))
+            for tile in planned]
 
 
-def one(tile):
-    """A tile as a batch of one sample: student and teacher tokens, and chunks."""
-    ids = tile.labels.clamp(min=0), tile.teacher_next, tile.student_chunk, tile.teacher_chunk
+def one(part):
+    """A part as a batch of one sample: student and teacher tokens, and chunks."""
+    ids = part.labels.clamp(min=0), part.teacher_next, part.student_chunk, part.teacher_chunk
     return [x[None] for x in ids]
 
 
 def loss_of(name, case):
-    """(x (n, V), y (m, W), tile) -> sum."""
+    """(x (n, V), y (m, W), part) -> sum."""
     common, projection = common_of(case), (case.indices, case.likelihoods)
     kept = torch.tensor([0, 3, 7])
 
-    def compute(x, y, tile):
-        x, y, ids = x[None], y[None], one(tile)
+    def compute(x, y, part):
+        x, y, ids = x[None], y[None], one(part)
         if name == "ce":
-            return losses.next_token_cross_entropy(x, tile.labels[None])[0]
+            return losses.next_token_cross_entropy(x, part.labels[None])[0]
         if name == "piece_kl":
-            return losses.piece_kl(x, y, *ids[:2], tile.terms, case.spelling, 2.0)[0]
+            return losses.piece_kl(x, y, *ids[:2], part.terms, case.spelling, 2.0)[0]
         if name in ("projection_kl", "kept"):
             return losses.projection_kl(x, y, *ids[2:], *projection, kept if name == "kept" else None)[0]
         if name == "gold":
@@ -88,10 +94,10 @@ def loss_of(name, case):
 
 
 def both(loss):
-    """The loss and the cross-entropy of a tile."""
-    def compute(x, y, tile):
-        ce = losses.next_token_cross_entropy(x[None], tile.labels[None])[0]
-        return torch.stack([ce, loss(x, y, tile).to(ce)])
+    """The loss and the cross-entropy of a part."""
+    def compute(x, y, part):
+        ce = losses.next_token_cross_entropy(x[None], part.labels[None])[0]
+        return torch.stack([ce, loss(x, y, part).to(ce)])
 
     return compute
 
@@ -100,7 +106,8 @@ def plain(models, loss, weights):
     """Logits of everything, one tile, autograd."""
     [tile] = models.tiles(math.inf)
     x = models.head.finish(models.head.linear(models.hidden.flatten(0, 1)))[tile.student_rows]
-    sums = both(loss)(x, models.y.flatten(0, 1)[tile.teacher_rows], tile)
+    [part] = tile.parts
+    sums = both(loss)(x, models.y.flatten(0, 1)[tile.teacher_rows], part)
     return (sums * torch.tensor(weights)).sum(), sums
 
 
@@ -122,10 +129,10 @@ def test_equals_the_plain_path(name, kind):
         loss = loss_of(name, models.case)
         value, sums = plain(models, loss, weights)
         expected = gradients(3 * value, models.inputs)
-        for memory in (0.0, 0.0015, 0.004, math.inf):
+        for memory in (0.0, 0.001, 0.01, math.inf):
             for rows in models.teacher.values():
                 tiles = models.tiles(memory)
-                counts.add(len(tiles))
+                counts |= {len(tiles), len(tiles[0].parts)}
                 how = models.head, rows, both(loss), tiles, weights
                 found, each = tiled_loss(models.hidden, *how)
                 assert abs(found - value) <= 1e-6 * abs(value)
@@ -135,25 +142,35 @@ def test_equals_the_plain_path(name, kind):
     assert 1 in counts and len(counts) > 4 and max(counts) > 10
 
 
-def test_every_row_and_every_chunk_is_in_one_tile():
+def test_every_row_and_every_chunk_is_in_one_part():
     for seed in range(20):
         models = Models(seed)
         [whole] = models.tiles(math.inf)
-        found, wanted = losses.find_chunks(*one(whole)[2:]), losses.find_chunks(*models.chunk)
+        found, wanted = losses.find_chunks(*one(whole.parts[0])[2:]), losses.find_chunks(*models.chunk)
         assert len(found.first_S) == len(wanted.first_S)
         for memory in (0.0, 0.002, 0.01):
-            tiles = models.tiles(memory)
-            for side in ("student_rows", "teacher_rows"):
-                rows = torch.cat([getattr(tile, side) for tile in tiles])
-                assert sorted(rows.tolist()) == getattr(whole, side).tolist()
-            found = sum(int(tile.terms.count_all) for tile in tiles)
-            assert found == int(whole.terms.count_all)
+            tiles, count = models.tiles(memory), 0
+            for side in ("student", "teacher"):
+                rows = torch.cat([getattr(tile, f"{side}_rows") for tile in tiles])
+                assert sorted(rows.tolist()) == getattr(whole, f"{side}_rows").tolist()
+                for tile in tiles:  # the parts are the tile
+                    size = len(getattr(tile, f"{side}_rows"))
+                    cuts = [getattr(part, side) for part in tile.parts]
+                    assert [c.start for c in cuts] + [size] == [0] + [c.stop for c in cuts]
             for tile in tiles:
-                chunk = tile.student_chunk
-                several = len(set(chunk[chunk >= 0].tolist())) + int((chunk < 0).sum()) > 1
-                sizes = models.case.x.shape[-1], models.case.y.shape[-1]
-                cost = 16 * (len(tile.student_rows) * sizes[0] + len(tile.teacher_rows) * sizes[1]) / 2**20
-                assert not several or cost <= memory + 1e-9
+                count += sum(int(part.terms.count_all) for part in tile.parts)
+                pieces = [(tile.parts, tile.student_rows, tile.teacher_rows, memory / 2)]
+                pieces += [([part], part.labels, part.teacher_next, memory / 16) for part in tile.parts]
+                for parts, s, t, limit in pieces:
+                    cost = 4 * (len(s) * models.sizes[0] + len(t) * models.sizes[1]) / 2**20
+                    assert cost <= limit + 1e-9 or sum(units(part) for part in parts) == 1
+            assert count == int(whole.parts[0].terms.count_all)
+
+
+def units(part):
+    """Chunks and positions outside of chunks."""
+    chunk = part.student_chunk
+    return len(set(chunk[chunk >= 0].tolist())) + int((chunk < 0).sum())
 
 
 def test_nothing_to_learn():
@@ -185,8 +202,8 @@ def test_a_learned_projection_gets_its_gradient():
     models = Models(2)
     case, weight = models.case, models.case.likelihoods.clone().requires_grad_()
 
-    def loss(x, y, tile):
-        return losses.projection_kl(x[None], y[None], *one(tile)[2:], case.indices, weight)[0]
+    def loss(x, y, part):
+        return losses.projection_kl(x[None], y[None], *one(part)[2:], case.indices, weight)[0]
 
     expected = gradients(plain(models, loss, [0.0, 1.0])[0], [weight, models.hidden])
     how = models.head, models.teacher["hidden"], both(loss), models.tiles(0.002), [0.0, 1.0], [weight]
