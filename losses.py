@@ -508,6 +508,7 @@ def projection_kl(
     teacher_chunk_BT: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor, kept_K: Tensor | None = None,
     temperature: float = 1.0, teacher_average: str = "p", reverse: bool = False,
     weight_BS: Tensor | None = None, reduction: str = "sum", group: Any = None,
+    entries: "Entries | None" = None,
 ) -> Two:
     """P-KL: sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary; reverse: KL(r || target).
 
@@ -523,31 +524,36 @@ def projection_kl(
         kept_K: (K,) int64 sorted teacher columns; None keeps all.
         teacher_average: "p", or "logp" for the un-normalised mean of log-probabilities that NeMo-RL uses
             (can be negative; kept for comparison with it).
+        entries: `projection_entries` of this projection and these kept columns, if many calls share them; of
+            the rank's own rows where there are a group and kept columns.
     Returns:
         (sum, count): nats over chunks that have a position on both sides, and how many there are.
     """
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
-    s_rows, t_rows = chunks.id_S >= 0, chunks.id_T >= 0
-    logp_NV = vocab_log_softmax(_rows(student_logits_BSV.flatten(0, 1), s_rows, temperature), group)
+    x, id_S = _used(student_logits_BSV.flatten(0, 1), chunks.id_S, temperature)
+    logp_NV = vocab_log_softmax(x, group)
     with torch.no_grad():
-        y = _rows(teacher_logits_BTW.detach().flatten(0, 1), t_rows, temperature)
+        y, id_T = _used(teacher_logits_BTW.detach().flatten(0, 1), chunks.id_T, temperature)
         if kept_K is not None:
             logq = vocab_gather(y, kept_K.expand(len(y), -1), group).log_softmax(-1)
         else:
             logq = vocab_log_softmax(y, group)
-        id_T = chunks.id_T[t_rows]
         log_target = chunk_mean(logq if teacher_average == "logp" else logq.exp(), id_T, chunks.count_T)
         if teacher_average != "logp":
             log_target = log_target.clamp(min=1e-30).log()
-    if kept_K is not None:
-        low, width = vocab_range(logp_NV, group)[0], logp_NV.shape[1]
-        own = indices_VK[low : low + width], likelihoods_VK[low : low + width]
-        r_NK = vocab_sum(_project(logp_NV, True, *own, vocab_range(y, group)[1], kept_K), group)
-        r_CK = chunk_mean(r_NK, chunks.id_S[s_rows], chunks.count_S)
-    else:
-        p_CV, share = vocab_turn(chunk_mean(logp_NV.exp(), chunks.id_S[s_rows], chunks.count_S), group)
+    share = slice(0, len(chunks.first_S))
+    if kept_K is None and group is not None:  # every rank holds some columns of all chunks: turn that around
+        p_CV, share = vocab_turn(chunk_mean(logp_NV.exp(), id_S, chunks.count_S), group)
         log_target, _ = vocab_turn(log_target, group)
-        r_CK = _project(p_CV, False, indices_VK, likelihoods_VK, log_target.shape[1], None)
+        entries = entries or projection_entries(indices_VK, likelihoods_VK, log_target.shape[1])
+        r_CK = _project(p_CV, entries)
+    else:
+        if entries is None:
+            low, width, W = vocab_range(x, group)[0], x.shape[1], vocab_range(y, group)[1]
+            own = indices_VK[low : low + width], likelihoods_VK[low : low + width]
+            entries = projection_entries(*own, W, kept_K)
+        r_NK = vocab_sum(_project(logp_NV, entries, logs=True), group)
+        r_CK = chunk_mean(r_NK, id_S, chunks.count_S)
     log_r = (r_CK + EPSILON).log() - (r_CK + EPSILON).sum(-1, keepdim=True).log()
     kl_C = _kl(log_r, log_target) if reverse else _kl(log_target, log_r)
     if kept_K is None:
@@ -555,22 +561,43 @@ def projection_kl(
     return reduce_terms(temperature**2 * kl_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
-def _project(
-    rows_NV: Tensor, logs: bool, indices_VK: Tensor, likelihoods_VK: Tensor, W: int, kept_K: Tensor | None
-) -> Tensor:
-    """p @ W restricted to the kept columns; touches the entries of W that lie in them, and no others.
+class Entries(NamedTuple):
+    """The entries of a projection that lie in the kept columns: W[row, column] = weight.
+
+    row_E, column_E: (E,) int64, student token and number of the kept column.
+    weight_E: (E,) float.
+    width: kept columns.
+    """
+
+    row_E: Tensor
+    column_E: Tensor
+    weight_E: Tensor
+    width: int
+
+
+def projection_entries(
+    indices_VK: Tensor, likelihoods_VK: Tensor, W: int, kept_K: Tensor | None = None
+) -> Entries:
+    """List the entries of a projection.
 
     Args:
-        rows_NV: p, or log p with `logs`.
+        indices_VK, likelihoods_VK: the projection, -1 in unused slots.
+        W: teacher tokens.
+        kept_K: (K,) int64 sorted teacher columns; None keeps all.
     """
-    kept_K = torch.arange(W, device=rows_NV.device) if kept_K is None else kept_K
-    column = torch.full((W + 1,), -1, device=rows_NV.device)  # the last one is that of slots without entry
-    column[kept_K] = torch.arange(len(kept_K), device=rows_NV.device)
-    column = column[indices_VK]
-    v, slot = (column >= 0).nonzero(as_tuple=True)
-    mass = rows_NV.index_select(1, v)
-    mass = (mass.exp() if logs else mass) * likelihoods_VK[v, slot].to(mass)
-    return mass.new_zeros(len(mass), len(kept_K)).index_add(1, column[v, slot], mass)
+    kept_K = torch.arange(W, device=indices_VK.device) if kept_K is None else kept_K
+    number = torch.full((W + 1,), -1, device=indices_VK.device)  # the last one is that of slots without entry
+    number[kept_K] = torch.arange(len(kept_K), device=indices_VK.device)
+    column = number[indices_VK]
+    row, slot = (column >= 0).nonzero(as_tuple=True)
+    return Entries(row, column[row, slot], likelihoods_VK[row, slot], len(kept_K))
+
+
+def _project(rows_NV: Tensor, entries: Entries, logs: bool = False) -> Tensor:
+    """(N, K) p @ W, of p or, with `logs`, of log p; reads the columns that have an entry, and no others."""
+    mass = rows_NV.index_select(1, entries.row_E)
+    mass = (mass.exp() if logs else mass) * entries.weight_E.to(mass)
+    return mass.new_zeros(len(mass), entries.width).index_add(1, entries.column_E, mass)
 
 
 # --- two vocabularies: pieces ----------------------------------------------------------------------
@@ -797,7 +824,16 @@ def piece_shares(
 
 
 def _rows(logits: Tensor, index: Tensor, temperature: float) -> Tensor:
-    return _soften(logits[index], temperature)
+    """Some rows, by their numbers."""
+    return _soften(logits.index_select(0, index), temperature)
+
+
+def _used(logits: Tensor, id_N: Tensor, temperature: float) -> Two:
+    """(rows that have a chunk, their chunk); no copy where all have one."""
+    rows = (id_N >= 0).nonzero().squeeze(1)
+    if len(rows) == len(id_N):
+        return _soften(logits, temperature), id_N
+    return _rows(logits, rows, temperature), id_N[rows]
 
 
 def _soften(logits: Tensor, temperature: float) -> Tensor:
@@ -974,13 +1010,13 @@ def gold(
     sides = []
     for logits, id_N, count, common in ((student_logits_BSV, chunks.id_S, chunks.count_S, common_V),
                                         (teacher_logits_BTW.detach(), chunks.id_T, chunks.count_T, common_W)):
-        rows = _rows(logits.flatten(0, 1), id_N >= 0, temperature)
+        rows, ids = _used(logits.flatten(0, 1), id_N, temperature)
         logp = vocab_log_softmax(rows, group).clamp(min=FLOOR)
-        mean = chunk_mean(logp if average == "logp" else logp.exp(), id_N[id_N >= 0], count)
+        mean = chunk_mean(logp if average == "logp" else logp.exp(), ids, count)
         mean, share = vocab_turn(mean, group)
         other = torch.ones(mean.shape[1], dtype=torch.bool, device=mean.device)
         other[common] = False
-        kept, rest = mean[:, common], mean[:, other]
+        kept, rest = mean.index_select(1, common), mean.index_select(1, other.nonzero().squeeze(1))
         if average == "logp":
             sides.append((kept, rest.exp()))
         else:

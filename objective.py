@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import losses
 from losses import (Spelling, at_least_float32, common_tokens, find_chunks, piece_kl, piece_shares,
-                    projection_kl)
+                    projection_entries, projection_kl)
 from projection_tools import Pair, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling
@@ -85,18 +85,15 @@ def _projected(cfg, pair, device):
     tables = load_projection(cfg.projection, pair) if cfg.projection else cached_projection(pair)
     indices, likelihoods = tables["indices"].to(device), tables["likelihoods"].to(device)
     if cfg.loss == "projection_kl":
-        def over(indices):
+        def over(kept_K):
+            entries = projection_entries(indices, likelihoods, len(pair.tables[1]), kept_K)
+
             def loss(x, y, part):
-                how = indices, likelihoods, None, cfg.temperature
-                return projection_kl(x[None], y[None], *_ids(part)[2:], *how, reverse=cfg.reverse)[0]
+                how = dict(temperature=cfg.temperature, reverse=cfg.reverse, entries=entries)
+                return projection_kl(x[None], y[None], *_ids(part)[2:], indices, likelihoods, **how)[0]
             return loss
 
-        def keep(kept_K):
-            column = torch.full((len(pair.tables[1]) + 1,), -1, device=device)  # the last one: no entry
-            column[kept_K] = torch.arange(len(kept_K), device=device)
-            return over(column[indices])
-
-        return Distillation(over(indices), keep=keep)
+        return Distillation(over(None), keep=over)
     common = common_tokens(indices, likelihoods, relaxed=cfg.loss == "h_kl")
 
     def loss(x, y, part):

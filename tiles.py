@@ -321,10 +321,10 @@ def _part(
         d: Sequence[Tensor | None] = [None] * (1 + len(run.params))
         if found.requires_grad:
             d = torch.autograd.grad((found * weights.to(found)).sum(), [leaf, *run.params], allow_unused=True)
-    if train and d[0] is None:
-        linear.zero_()
-    elif train:
+    if train and d[0] is not None:
         linear.copy_(d[0])
+    elif train:
+        linear.zero_()
     return found.detach(), d[1:]
 
 

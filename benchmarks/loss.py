@@ -84,15 +84,14 @@ def part_loss(name, V, W, kept, device):
     if name == "projection_kl":
         indices = torch.randint(W, (V, 4), device=device)
         indices[: int(EVENTS * V), 1:] = -1
-        column = torch.full((W + 1,), -1, device=device)
-        column[kept] = torch.arange(len(kept), device=device)
         weights = torch.tensor([0.9, 0.09, 0.009, 0.001], device=device).expand(V, 4)
+        entries = losses.projection_entries(indices, weights, W, kept)
         return None, lambda x, y, part: losses.projection_kl(
-            x[None], y[None], *ids(part)[2:], column[indices], weights)[0]
+            x[None], y[None], *ids(part)[2:], indices, weights, entries=entries)[0]
     return None, lambda x, y, part: getattr(losses, name)(x[None], y[None], *ids(part))[0]
 
 
-def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain):
+def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times):
     """One line of JSON: seconds of loss and gradients, and of the matmuls; GiB above inputs and gradients."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, dtype)
@@ -159,9 +158,9 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain):
             if name == "projection_kl":
                 teacher.hidden_TH @ teacher.head.weight_VH[kept].T
 
-    seconds = timed(run, device)
+    seconds = timed(run, device, times)
     used = peak(device) - before
-    alone = timed(matmuls, device)
+    alone = timed(matmuls, device, times)
     found = {"loss": name, "path": "plain" if plain else "tiled", "tokens": tokens, "tiles": len(tiles),
              "seconds": round(seconds, 3), "matmul_seconds": round(alone, 3),
              "ratio": round(seconds / alone, 2), "GiB": round(used, 2)}
@@ -177,7 +176,7 @@ def to(value, device):
     return value
 
 
-def timed(run, device, times=2):
+def timed(run, device, times):
     """Seconds of the fastest of some calls."""
     best = math.inf
     for _ in range(times):
@@ -190,10 +189,10 @@ def timed(run, device, times=2):
 
 
 def main(losses=LOSSES, tokens=4096, V=128_256, W=151_936, H=2048, teacher_H=2560, K=8192, memory_mib=512,
-         dtype="float32", plain=False, here=False):
+         dtype="float32", plain=False, times=2, here=False):
     losses = losses.split(",") if isinstance(losses, str) else losses
     how = dict(tokens=tokens, V=V, W=W, H=H, teacher_H=teacher_H, K=K, memory_mib=memory_mib, dtype=dtype,
-               plain=plain)
+               plain=plain, times=times)
     for name in losses:
         if here:
             measure(name, **how)
