@@ -80,7 +80,7 @@ def layout_results(flags, texts, layouts, losses, tile_mib):
             job.distillation = distill.build_loss(job.cfg, inputs.student, inputs.teacher, job.device)
             collate = Collate(inputs.student, inputs.teacher, job.distillation.spelling, tile_mib=tile_mib)
             window = [collate(part) for part in mine]
-            assert rank or tile_mib > 9 or len(window[0]["tiles"]) > 2  # rank 0 has the longest text
+            assert rank or tile_mib > 9 or len(window[0]["tiles"]) > 1 < len(window[0]["tiles"][0].parts)
             metrics = distill.train_step(job, window)
             name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps}"
             out.append((name, metrics, dict(gradients) if rank == 0 else None))
@@ -132,7 +132,7 @@ def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
     expected = ranks.run(1, plain_references, flags, samples, ANY_TOKENIZERS)[0]
     for world, layouts in LAYOUTS.items():
         losses = ANY_TOKENIZERS if world == 2 else ("piece_kl", "projection_kl")
-        how = flags, samples, layouts, losses, 0.5
+        how = flags, samples, layouts, losses, 0.2
         for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
             value, reference = expected[name.split(",")[0]]
             same_step(name, metrics, gradients, value, reference)
@@ -167,7 +167,7 @@ def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path)
         own = flags | {"student": str(student)}
         value, reference = ranks.run(1, plain_references, own, samples, ["gold"])[0]["gold"]
         for tiled, layouts in ((True, [(2, 2, 2), (3, 2, 2)]), (False, [(1, 2, 2), (3, 1, 4)])):
-            how = own | {"tiled": tiled}, samples, layouts, ["gold"], 0.5 if tiled else math.inf
+            how = own | {"tiled": tiled}, samples, layouts, ["gold"], 0.2 if tiled else math.inf
             for name, metrics, gradients in ranks.run(2, layout_results, *how)[0]:
                 same_step(f"{student}, tiled {tiled}, {name}", metrics, gradients, value, reference)
 
