@@ -19,6 +19,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM
 
+from projection_tools import save_atomically
+
 
 def scratch_of(path):
     return path.with_name(f".{path.name}.incomplete")
@@ -127,4 +129,13 @@ def export_model(engine, tokenizer, target):
         tokenizer.save_pretrained(scratch_of(target))
         shutil.rmtree(target, ignore_errors=True)
         os.rename(scratch_of(target), target)
+    dist.barrier()
+
+
+def export_projection(engine, learned, target):
+    """Write an `objective.LearnedProjection` as a projection file; all ranks take part."""
+    scores = engine.module.projection_scores
+    with deepspeed.zero.GatheredParameters([scores] if hasattr(scores, "ds_id") else []):
+        if dist.get_rank() == 0:
+            save_atomically(learned.tables(), target)
     dist.barrier()

@@ -318,7 +318,8 @@ class Collate:
         Returns:
             student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* too;
             student_bytes, teacher_bytes: (B, S), (B, T) bytes of the predicted token, -1 for eos and padding;
-            tiles: list of `tiles.Tile`, its parts with `PieceTerms` for piece_kl; counts: dict of ints about the batch.
+            tiles: list of `tiles.Tile`, its parts with `PieceTerms` for piece_kl; counts: dict of ints about
+            the batch.
         """
         present = [text for text in texts if text is not None]
         samples = iter(self._samples(present))

@@ -37,7 +37,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from align import TokenTable
-from checkpoint import export_model, find_checkpoint, load_checkpoint, save_checkpoint, write_atomically
+from checkpoint import (export_model, export_projection, find_checkpoint, load_checkpoint, save_checkpoint,
+                        write_atomically)
 from data import (CHUNKS, DROPPED, Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows,
                   holds_chats, load_rows, loader, split_rows)
 from ds_config import read_ds_config, resolve_ds_config
@@ -79,6 +80,9 @@ class Config:
         temperature: softens both models in the distillation loss, > 0.
         projection: file of projection_tools.build for projection_kl, gold and h_kl; empty: built in flight
             and cached.
+        learn_projection: train the weights of projection_kl's projection too; written to
+            output_dir/projection.pt after the last step.
+        projection_learning_rate: of a learned projection; 0: the student's.
         projection_topk: teacher columns that projection_kl keeps, the most likely ones of the step's batch.
         uncommon_topk: tokens that gold and h_kl compare by rank, outside the common ones.
         reverse: KL(student || teacher) in projection_kl, gold and h_kl.
@@ -122,6 +126,8 @@ class Config:
     loss_memory_mib: int = 512
     temperature: float = 1.0
     projection: str = ""
+    learn_projection: bool = False
+    projection_learning_rate: float = 0.0
     projection_topk: int = 8192
     uncommon_topk: int = 8192
     reverse: bool = False
@@ -163,13 +169,16 @@ class Config:
         for name in ("student", "data") + ("teacher",) * (self.kd_weight > 0):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
+        if self.learn_projection and (self.loss != "projection_kl" or not self.kd_weight):
+            raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is {self.loss} "
+                             f"with --kd_weight {self.kd_weight}; leave it out or change the loss")
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a checkpoint")
 
 
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
-              save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1)
+              save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"))
 # flags that may change when a run goes on; all others decide what is learned
@@ -304,13 +313,16 @@ def check_heads(job, student_ids, teacher):
                              "embeddings, so its loss cannot be tiled; use --tiled=false")
 
 
-def start_engine(model, ds_config):
+def start_engine(model, ds_config, projection_learning_rate=0.0):
     """DeepSpeed engine; weight decay spares vectors (norms and biases), as is the custom."""
     def is_matrix(p):
         return len(getattr(p, "ds_shape", p.shape)) > 1
 
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if is_matrix(p)]},
+    scores = getattr(model, "projection_scores", None)
+    trained = [p for p in model.parameters() if p.requires_grad and p is not scores]
+    own = {"lr": projection_learning_rate} if projection_learning_rate else {}
+    groups = [{"params": [] if scores is None else [scores], "weight_decay": 0.0, **own},
+              {"params": [p for p in trained if is_matrix(p)]},
               {"params": [p for p in trained if not is_matrix(p)], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)[0]
@@ -356,7 +368,10 @@ def build_job(cfg, inputs, device):
     model, teacher = load_student(cfg, inputs.ds_config), None
     V, W = len(inputs.student.table), len(inputs.teacher.table) if inputs.teacher else 0
     run_inside_forward(model, V, cfg.tiled)
-    engine = start_engine(model, inputs.ds_config)
+    learned = inputs.distillation and inputs.distillation.projection
+    if learned:
+        learned.attach(model)
+    engine = start_engine(model, inputs.ds_config, cfg.projection_learning_rate)
     if inputs.teacher:
         teacher = load_teacher(cfg.teacher, cfg.teacher_dtype, device)
     job = Job(
@@ -387,9 +402,12 @@ def train_step(job, window, stop=False):
     weights = cfg.ce_weight * share["ce"], cfg.kd_weight * share["kd"]
     window = [to_device(batch, job.device) for batch in window]
     teachers, kd_loss = teacher_signals(job, window) if job.teacher else ([None] * len(window), None)
-    lr, sums = job.engine.get_lr()[0], torch.zeros(2, device=job.device)
+    lr, sums = job.engine.get_lr()[-1], torch.zeros(2, device=job.device)
+    learned = job.distillation and job.distillation.projection
+    params = [job.engine.module.projection_scores] if learned else []
     for batch, teacher in zip(window, teachers):
-        how = dict(teacher_rows=teacher, kd_loss=kd_loss, tiles=batch["tiles"], weights=weights)
+        how = dict(teacher_rows=teacher, kd_loss=kd_loss, tiles=batch["tiles"], weights=weights,
+                   params=params)
         loss, found = job.student(batch, partial(weighted_sums, **how))
         sums += found
         job.engine.backward(loss)
@@ -608,7 +626,7 @@ def main(cfg):
 
     spelling = inputs.distillation and inputs.distillation.spelling
     memory = cfg.loss_memory_mib if cfg.tiled else math.inf
-    part_share = 0.125 if device.type == "cpu" else 0.5  # a CPU multiplies large tiles faster, a GPU minds calls
+    part_share = 0.125 if device.type == "cpu" else 0.5  # a CPU wants large tiles, a GPU few calls
     collate = Collate(inputs.student, inputs.teacher, spelling, cfg.train_on, memory, part_share)
     micro = job.engine.train_micro_batch_size_per_gpu()
     stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, cfg.text_key, cfg.seed)
@@ -616,6 +634,8 @@ def main(cfg):
     batches = MicroBatches(stream, collate, micro, micro_steps, rank, ranks, start)
     held_out = HeldOutBatches(inputs.held_out_rows, cfg.text_key, collate, micro, rank, ranks)
     train(job, iter(loader(batches, cfg.num_workers)), loader(held_out, 0), start, inputs.ds_config)
+    if cfg.learn_projection:
+        export_projection(job.engine, inputs.distillation.projection, Path(cfg.output_dir) / "projection.pt")
     if cfg.export:
         export_model(job.engine, inputs.student.tokenizer, cfg.export)
 

@@ -59,8 +59,8 @@ def _sums(student_rows, batch, teacher_rows, distillation):
         for part in tile.parts:
             kd += float(distillation.loss(x[part.student], y[part.teacher], part))
             if distillation.shares:
-                found_ = distillation.shares(y[part.teacher], part)
-                shares += torch.tensor([float(x) for name in SHARES for x in found_[name]], dtype=torch.float64)
+                of_part = distillation.shares(y[part.teacher], part)
+                shares += torch.stack([x.double().cpu() for name in SHARES for x in of_part[name]])
     found += [*_nats_and_bytes(teacher_rows, batch, "teacher"), kd, counts["kd"], counts["aligned_bytes"],
               counts["text_bytes"]]
     return torch.cat([torch.tensor(found, dtype=torch.float64), shares])

@@ -857,16 +857,19 @@ class _EventKL(torch.autograd.Function):
         ctx: Any, x_NV: Tensor, row_C: Tensor, y_MW: Tensor, teacher_row_C: Tensor, spelling: Spelling,
         temperature: float,
     ) -> Tensor:
+        # one event more collects the tokens that have none
+        event_V, event_W = [torch.where(event < 0, spelling.num_events, event) for event in spelling[:2]]
         # the shift lets float32 reach down to log p = -157
-        p_CV, mass_CE, Z = _event_mass(x_NV, row_C, spelling.event_V, spelling.num_events, temperature, SHIFT)
-        _, q_CE, y_Z = _event_mass(y_MW, teacher_row_C, spelling.event_W, spelling.num_events, temperature, 0)
-        tiny = torch.finfo(q_CE.dtype).tiny
+        p_CV, mass_CE, Z = _event_mass(x_NV, row_C, event_V, spelling.num_events, temperature, SHIFT)
+        _, q_CE, y_Z = _event_mass(y_MW, teacher_row_C, event_W, spelling.num_events, temperature, 0)
+        tiny = torch.finfo(mass_CE.dtype).tiny
         q_CE = q_CE.div_(y_Z).to(mass_CE.dtype)
         mass_CE.clamp_(min=tiny)
         value = (q_CE.clamp(min=tiny).log_().sub_(mass_CE.log()).add_(Z.log()).mul_(q_CE)).sum(-1)
         ctx.how = x_NV.shape, x_NV.dtype, temperature
         factor_CE = q_CE.div_(mass_CE).neg_().add_(1 / Z)
-        ctx.save_for_backward(p_CV, factor_CE, spelling.event_V.clamp(min=0), row_C)
+        factor_CE[:, -1] = 0
+        ctx.save_for_backward(p_CV, factor_CE, event_V, row_C)
         return value
 
     @staticmethod
@@ -874,19 +877,24 @@ class _EventKL(torch.autograd.Function):
         p_CV, factor_CE, event_V, row_C = ctx.saved_tensors
         shape, dtype, temperature = ctx.how
         d_CV = factor_CE.index_select(1, event_V).mul_(p_CV).mul_(grads[0][:, None] / temperature)
-        d_NV = d_CV.new_zeros(shape, dtype=dtype).index_copy_(0, row_C, d_CV.to(dtype))
+        d_NV = d_CV.new_empty(shape, dtype=dtype)
+        if len(row_C) < len(d_NV):  # else it is written as a whole
+            d_NV.zero_()
+        d_NV.index_copy_(0, row_C, d_CV.to(dtype))
         return d_NV, None, None, None, None, None
 
 
 def _event_mass(
     logits: Tensor, row_C: Tensor, event_X: Tensor, num_events: int, temperature: float, shift: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(logits + shift - the largest), 0 for tokens without an event; its sums over events; over all."""
-    p_CX = at_least_float32(logits.index_select(0, row_C)).div_(temperature)
-    p_CX.masked_fill_(event_X < 0, -torch.inf)
+    """exp(logits + shift - the largest); its sums over events, 0 for the last one; their sum."""
+    p_CX = at_least_float32(logits.index_select(0, row_C))
+    if temperature != 1:
+        p_CX.div_(temperature)
     p_CX.sub_(p_CX.amax(-1, keepdim=True).clamp(min=torch.finfo(p_CX.dtype).min) - shift).exp_()
-    mass = p_CX.new_zeros(len(p_CX), num_events).index_add_(1, event_X.clamp(min=0), p_CX)
-    return p_CX, mass, p_CX.sum(-1, keepdim=True)
+    mass = p_CX.new_zeros(len(p_CX), num_events + 1).index_add_(1, event_X, p_CX)
+    mass[:, -1] = 0
+    return p_CX, mass, mass.sum(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
 
 
 def _segment_logsumexp(x_N: Tensor, segment_N: Tensor, num: int) -> Tensor:

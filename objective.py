@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import losses
 from losses import (Spelling, at_least_float32, common_tokens, find_chunks, piece_kl, piece_shares,
                     projection_entries, projection_kl)
-from projection_tools import Pair, load_projection
+from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling
 from tiles import HiddenRows, tiled_loss
@@ -28,12 +28,42 @@ class Distillation(NamedTuple):
     spelling: tables from which the data workers list the terms of piece_kl, else None.
     keep: kept_K -> the same loss for teacher logits (m, K) of these columns alone; None: it needs them all.
     shares: (y, part) -> {name: (sum, count)}, what the loss covers; None: not defined.
+    projection: `LearnedProjection` whose parameter the loss trains too; None: it has none.
     """
 
     loss: Callable
     spelling: Spelling | None = None
     keep: Callable | None = None
     shares: Callable | None = None
+    projection: "LearnedProjection | None" = None
+
+
+class LearnedProjection:
+    """A projection whose weights are trained with the student: softmax of scores over the slots of a row.
+
+    It starts as the projection that it is given; rows of one slot stay as they are.  The scores (V, K) are a
+    parameter of the student's model, `projection_scores`, so that the engine steps, saves and resumes them.
+    """
+
+    def __init__(self, indices, likelihoods, pair):
+        self.indices, self.pair, self.model = indices, pair, None
+        self.start = likelihoods.clamp(min=1e-6).log()
+
+    def attach(self, model):
+        model.register_parameter("projection_scores", torch.nn.Parameter(self.start.to(model.device)))
+        self.model = model
+
+    def likelihoods(self):
+        """(V, K) float32, as it is now; rows sum to 1 or 0."""
+        used = self.indices >= 0
+        scores = torch.where(used, self.model.projection_scores.float(), -1e9)
+        return torch.where(used, scores.softmax(1), 0.0)
+
+    def tables(self):
+        """What a projection file holds, rows sorted by weight again."""
+        weights, order = self.likelihoods().detach().sort(dim=1, descending=True, stable=True)
+        arrays = self.indices.gather(1, order).cpu().numpy(), weights.cpu().numpy()
+        return as_tables(arrays, self.pair, "distill.py --learn_projection")
 
 
 def build_loss(cfg, student, teacher, device):
@@ -84,16 +114,23 @@ def _pieces(cfg, pair, device):
 def _projected(cfg, pair, device):
     tables = load_projection(cfg.projection, pair) if cfg.projection else cached_projection(pair)
     indices, likelihoods = tables["indices"].to(device), tables["likelihoods"].to(device)
+    learned = LearnedProjection(indices, likelihoods, pair) if cfg.learn_projection else None
     if cfg.loss == "projection_kl":
+        # entries of a learned projection hold their places in it
+        source = torch.arange(indices.numel(), device=device).view_as(indices) if learned else likelihoods
+
         def over(kept_K):
-            entries = projection_entries(indices, likelihoods, len(pair.tables[1]), kept_K)
+            listed = projection_entries(indices, source, len(pair.tables[1]), kept_K)
 
             def loss(x, y, part):
+                entries = listed
+                if learned:
+                    entries = listed._replace(weight_E=learned.likelihoods().flatten()[listed.weight_E])
                 how = dict(temperature=cfg.temperature, reverse=cfg.reverse, entries=entries)
                 return projection_kl(x[None], y[None], *_ids(part)[2:], indices, likelihoods, **how)[0]
             return loss
 
-        return Distillation(over(None), keep=over)
+        return Distillation(over(None), keep=over, projection=learned)
     common = common_tokens(indices, likelihoods, relaxed=cfg.loss == "h_kl")
 
     def loss(x, y, part):
@@ -126,7 +163,7 @@ def _positions(cfg):
     return Distillation(loss)
 
 
-def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights):
+def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=()):
     """Cross-entropy and distillation loss of a micro-batch.
 
     Args:
@@ -134,6 +171,7 @@ def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights):
         teacher_rows: rows -> teacher logits; None with kd_loss None.
         kd_loss: of a Distillation; None: none.
         weights: of the two; what has weight 0 is not computed.
+        params: what the loss trains beside the student.
     Returns:
         (loss, sums): (), the weighted sum with its gradient, and (2,) both sums, in nats.
     """
@@ -146,7 +184,7 @@ def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights):
         return torch.stack(found)
 
     if isinstance(student_rows, HiddenRows):
-        return tiled_loss(*student_rows, teacher_rows, of_part, tiles, weights)
+        return tiled_loss(*student_rows, teacher_rows, of_part, tiles, weights, params)
     sums = [student_rows.logits_TW[:0].float().sum().expand(2)]  # of the graph, also without a tile
     for tile in tiles:
         x, y = student_rows(tile.student_rows), teacher_rows and teacher_rows(tile.teacher_rows)

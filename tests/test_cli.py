@@ -28,6 +28,7 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "a loss for one tokenizer": ("--loss=forward_kl", "differ; use one of piece_kl, projection_kl"),
     "a share beyond 1": ("--beta=1.5", "--beta 1.5: expected 0 to 1"),
     "cold": ("--temperature=0", "--temperature 0.0: expected more than 0"),
+    "a projection of no use": ("--learn_projection --loss=gold", "only --loss projection_kl trains one"),
     "nothing to learn": ("--kd_weight=0 --ce_weight=0", "nothing would be learned"),
     "no teacher": ("--teacher=", "--teacher is missing: give a hub id or a local path"),
     "missing model directory": ("--student=./nowhere", "--student ./nowhere: no such directory"),

@@ -19,6 +19,8 @@ import distill
 from data import Collate
 from losses import next_token_cross_entropy
 from objective import ANY_TOKENIZERS
+from projection_tools import Pair, load_projection
+from projection_tools.build import build_projection
 
 SAMPLES = 8
 
@@ -279,7 +281,7 @@ def held_out_bits(directory, texts):
 
 
 def run_until(argv, moment):
-    """A job whose rank 0 gets SIGKILL in the backward of step 4, or once it has written a file of that name."""
+    """A job whose rank 0 gets SIGKILL in the backward of step 4, or once it has written a file."""
     if os.environ["RANK"] == "0":
         calls = itertools.count(1)
         if moment == "mid-step":
@@ -348,6 +350,33 @@ def test_text_only_loads_no_teacher_and_kd_only_computes_no_cross_entropy(flags)
     assert "ce" not in kd[0] and kd[0]["loss"] == kd[0]["kd"]
     assert kd[-1]["eval/teacher_bits_per_byte"] > 0 and "eval/teacher_bits_per_byte" not in text[-1]
     assert list((folder / "kd" / "wandb").glob("offline-run-*"))  # logs without a network
+
+
+def test_a_learned_projection_is_trained_saved_and_resumed(flags, models):
+    """The same in every ZeRO stage, tiled or not; the file is a projection that loads again."""
+    folder, common = flags
+    argv = [*common, "--loss=projection_kl", "--learn_projection", "--projection_learning_rate=0.3"]
+    argv += ["--projection_topk=100", "--steps=4", "--save_every=2"]
+    runs = {"zero2": [], "zero3": [], "zero1": ["--tiled=false"]}
+    lines = [[*argv, f"--ds_config={folder / kind}.json", f"--output_dir={folder / 'learned' / kind}", *more]
+             for kind, more in runs.items()]
+    resume = folder / "learned" / "zero3" / "checkpoints" / "step_0000002"
+    again = [[*lines[1], f"--resume={resume}", f"--output_dir={folder / 'learned' / 'again'}"]]
+    assert ranks.run(2, run_distill, lines) == [[0] * 3] * 2
+    assert ranks.run(2, run_distill, again) == [[0]] * 2
+    found = {kind: losses_of(folder / "learned" / kind) for kind in runs}
+    for kind in runs:
+        for line, other in zip(found["zero2"], found[kind], strict=True):
+            assert line.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-5), kind
+    assert losses_of(folder / "learned" / "again") == losses_of(folder / "learned" / "zero3", 2)
+    pair = Pair.load(*map(str, models))
+    built = build_projection(pair)
+    learned = load_projection(folder / "learned" / "zero3" / "projection.pt", pair)
+    sums = learned["likelihoods"].sum(1)
+    assert torch.allclose(sums, (learned["indices"][:, 0] >= 0).float(), atol=1e-6)
+    several = torch.from_numpy(built[0][:, 1] >= 0)
+    top = learned["likelihoods"][:, 0] - torch.from_numpy(built[1][:, 0])
+    assert top[~several].abs().max() < 1e-6 and top[several].abs().max() > 0.01
 
 
 def gather_sums():
