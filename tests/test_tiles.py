@@ -183,6 +183,24 @@ def test_nothing_to_learn():
     assert all((g == 0).all() for g in gradients(found, models.inputs))
 
 
+def test_parts_without_a_term_get_no_gradient():
+    models = Models(6)
+    tiles, empty = models.tiles(0.01), []
+
+    def loss(x, y, part):
+        if part.student.start == 0:  # the first part of every tile
+            empty.append(part)
+            return x.new_zeros(1)
+        return losses.next_token_cross_entropy(x[None], part.labels[None])[0][None]
+
+    how = models.head, models.teacher["hidden"], loss, tiles, [1.0]
+    found, _ = tiled_loss(models.hidden, *how)
+    d_hidden = gradients(found, models.inputs)[0].flatten(0, 1)
+    skipped = torch.cat([tile.student_rows[tile.parts[0].student] for tile in tiles])
+    rest = torch.cat([tile.student_rows[len(tile.parts[0].labels) :] for tile in tiles])
+    assert empty and len(rest) and (d_hidden[skipped] == 0).all() and (d_hidden[rest] != 0).any()
+
+
 def test_float32_bfloat16_and_autocast():
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
         models, weights = Models(1, dtype), [1.0, 1.0]
