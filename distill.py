@@ -356,6 +356,7 @@ class Job:
     distillation: Distillation | None
     keeps_columns: bool  # does the loss compare the most important teacher columns only?
     vocabs: tuple  # tokens of both sides
+    params: list  # what the loss trains beside the student
     device: torch.device
 
 
@@ -376,6 +377,7 @@ def build_job(cfg, inputs, device):
         teacher = load_teacher(cfg.teacher, cfg.teacher_dtype, device)
     job = Job(
         cfg, engine, device=device, distillation=inputs.distillation, vocabs=(V, W),
+        params=[model.projection_scores] if learned else [],
         student=lambda batch, run: engine(input_ids=batch["student_ids"], run=run),
         teacher=teacher and (lambda batch: teacher_rows(teacher, batch["teacher_ids"], W, cfg.tiled)),
         keeps_columns=cfg.loss == "projection_kl" and W > cfg.projection_topk,
@@ -403,11 +405,9 @@ def train_step(job, window, stop=False):
     window = [to_device(batch, job.device) for batch in window]
     teachers, kd_loss = teacher_signals(job, window) if job.teacher else ([None] * len(window), None)
     lr, sums = job.engine.get_lr()[-1], torch.zeros(2, device=job.device)
-    learned = job.distillation and job.distillation.projection
-    params = [job.engine.module.projection_scores] if learned else []
     for batch, teacher in zip(window, teachers):
         how = dict(teacher_rows=teacher, kd_loss=kd_loss, tiles=batch["tiles"], weights=weights,
-                   params=params)
+                   params=job.params)
         loss, found = job.student(batch, partial(weighted_sums, **how))
         sums += found
         job.engine.backward(loss)
