@@ -129,11 +129,16 @@ def vocab_range(rows_NV: Tensor, group: Any = None) -> tuple[int, int]:
     """(first column of this rank's shard, columns in all); shards may differ in width."""
     if group is None:
         return 0, rows_NV.shape[1]
+    widths = _widths(rows_NV, group)
+    return sum(widths[: dist.get_rank(group)]), sum(widths)
+
+
+def _widths(rows_NV: Tensor, group: Any) -> list[int]:
+    """Columns of every rank."""
     own = torch.tensor(rows_NV.shape[1], device=rows_NV.device)
     widths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(widths, own, group=group)
-    ends = [0, *torch.stack(widths).cumsum(0).tolist()]
-    return ends[dist.get_rank(group)], ends[-1]
+    return [int(width) for width in widths]
 
 
 def vocab_logsumexp(logits_NV: Tensor, group: Any = None) -> Tensor:
@@ -212,12 +217,10 @@ def vocab_turn(rows_NV: Tensor, group: Any = None) -> tuple[Tensor, slice]:
     """
     if group is None:
         return rows_NV, slice(0, len(rows_NV))
-    own = torch.tensor(rows_NV.shape[1], device=rows_NV.device)
-    widths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(widths, own, group=group)
+    widths = _widths(rows_NV, group)
     ends = [len(rows_NV) * i // len(widths) for i in range(len(widths) + 1)]
     rows = [b - a for a, b in zip(ends, ends[1:])]
-    whole = _Turn.apply(rows_NV, rows, torch.stack(widths).tolist(), group)  # type: ignore[no-untyped-call]
+    whole = _Turn.apply(rows_NV, rows, widths, group)  # type: ignore[no-untyped-call]
     rank = dist.get_rank(group)
     return whole, slice(ends[rank], ends[rank + 1])
 
