@@ -318,8 +318,8 @@ class Collate:
         Returns:
             student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* too;
             student_bytes, teacher_bytes: (B, S), (B, T) bytes of the predicted token, -1 for eos and padding;
-            tiles: list of `tiles.Tile`, its parts with `PieceTerms` for piece_kl; counts: dict of ints about
-            the batch.
+            tiles: list of `tiles.Tile`, its parts with `PieceTerms` for piece_kl, else `Chunks`;
+            counts: dict of ints about the batch.
         """
         present = [text for text in texts if text is not None]
         samples = iter(self._samples(present))
@@ -346,13 +346,13 @@ class Collate:
         teacher = batch["teacher_labels"], batch["teacher_chunk"]
         sizes = len(self.student.table), len(self.teacher.table)
         tiles = plan_tiles(*student, *teacher, sizes, self.tile_mib, self.part_share)
-        if self.spelling is None:
-            return tiles
         return [tile._replace(parts=tuple(self._with_terms(part) for part in tile.parts)) for tile in tiles]
 
     def _with_terms(self, part):
-        ids = part.labels.clamp(min=0), part.teacher_next, part.student_chunk, part.teacher_chunk
-        return part._replace(terms=piece_terms(*[x[None] for x in ids], self.spelling))
+        ids = [x[None] for x in (part.labels.clamp(min=0), part.teacher_next, part.student_chunk,
+                                 part.teacher_chunk)]
+        terms = piece_terms(*ids, self.spelling) if self.spelling else find_chunks(*ids[2:])
+        return part._replace(terms=terms)
 
     def _samples(self, texts):
         plain = [text for text in texts if isinstance(text, str)]

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import losses
-from losses import (Spelling, at_least_float32, common_tokens, find_chunks, piece_kl, piece_shares,
-                    projection_entries, projection_kl)
+from losses import (Spelling, at_least_float32, common_tokens, piece_kl, piece_shares, projection_entries,
+                    projection_kl)
 from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling
@@ -126,7 +126,8 @@ def _projected(cfg, pair, device):
                 entries = listed
                 if learned:
                     entries = listed._replace(weight_E=learned.likelihoods().flatten()[listed.weight_E])
-                how = dict(temperature=cfg.temperature, reverse=cfg.reverse, entries=entries)
+                how = dict(temperature=cfg.temperature, reverse=cfg.reverse, entries=entries,
+                           chunks=part.terms)
                 return projection_kl(x[None], y[None], *_ids(part)[2:], indices, likelihoods, **how)[0]
             return loss
 
@@ -135,7 +136,7 @@ def _projected(cfg, pair, device):
 
     def loss(x, y, part):
         how = cfg.temperature, cfg.uncommon_topk, "p", cfg.reverse
-        return losses.gold(x[None], y[None], *_ids(part)[2:], *common, *how)[0]
+        return losses.gold(x[None], y[None], *_ids(part)[2:], *common, *how, chunks=part.terms)[0]
 
     return Distillation(loss)
 
@@ -144,7 +145,8 @@ def _bytes_alone(cfg):
     function, own = (losses.alm, {"mode": cfg.alm_mode}) if cfg.loss == "alm" else (losses.uld, {})
 
     def loss(x, y, part):
-        return function(x[None], y[None], *_ids(part), temperature=cfg.temperature, **own)[0]
+        how = dict(temperature=cfg.temperature, chunks=part.terms, **own)
+        return function(x[None], y[None], *_ids(part), **how)[0]
 
     return Distillation(loss)
 
@@ -155,10 +157,8 @@ def _positions(cfg):
     own = {name: getattr(cfg, name) for name in ONE_TOKENIZER[cfg.loss]}
 
     def loss(x, y, part):
-        chunks = find_chunks(*_ids(part)[2:])
-        rows = x[chunks.first_S][None], y[chunks.first_T][None]
-        every = torch.ones(rows[0].shape[:2], dtype=torch.bool, device=x.device)
-        return function(*rows, every, temperature=cfg.temperature, top_k=cfg.top_k, **own)[0]
+        rows = [side.index_select(0, first)[None] for side, first in zip((x, y), part.terms[:2])]
+        return function(*rows, None, temperature=cfg.temperature, top_k=cfg.top_k, **own)[0]
 
     return Distillation(loss)
 

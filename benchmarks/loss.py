@@ -80,15 +80,16 @@ def part_loss(name, V, W, kept, device):
             x[None], y[None], *ids(part)[:2], part.terms, here)[0]
     common = torch.arange(int(OWN * V), device=device)
     if name == "gold":  # h_kl is the same with other common tokens
-        return None, lambda x, y, part: losses.gold(x[None], y[None], *ids(part)[2:], common, common)[0]
+        return None, lambda x, y, part: losses.gold(
+            x[None], y[None], *ids(part)[2:], common, common, chunks=part.terms)[0]
     if name == "projection_kl":
         indices = torch.randint(W, (V, 4), device=device)
         indices[: int(EVENTS * V), 1:] = -1
         weights = torch.tensor([0.9, 0.09, 0.009, 0.001], device=device).expand(V, 4)
         entries = losses.projection_entries(indices, weights, W, kept)
         return None, lambda x, y, part: losses.projection_kl(
-            x[None], y[None], *ids(part)[2:], indices, weights, entries=entries)[0]
-    return None, lambda x, y, part: getattr(losses, name)(x[None], y[None], *ids(part))[0]
+            x[None], y[None], *ids(part)[2:], indices, weights, entries=entries, chunks=part.terms)[0]
+    return None, lambda x, y, part: getattr(losses, name)(x[None], y[None], *ids(part), chunks=part.terms)[0]
 
 
 def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times):
@@ -117,10 +118,9 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times
     if name != "cross_entropy":
         teacher = HiddenRows(tensor(tokens, teacher_H), Head(tensor(W, teacher_H)))
     tiles = plan_tiles(labels, *more, (V, W if teacher else 0), math.inf if plain else memory_mib)
-    if spelling:
-        tiles = [tile._replace(parts=tuple(
-            part._replace(terms=losses.piece_terms(*[x[None] for x in part[2:6]], spelling))
-            for part in tile.parts)) for tile in tiles]
+    if teacher:
+        tiles = [tile._replace(parts=tuple(with_terms(part, spelling) for part in tile.parts))
+                 for tile in tiles]
     tiles = [to(tile, device) for tile in tiles]
     hold = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
     before = peak(device)
@@ -165,6 +165,12 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times
              "seconds": round(seconds, 3), "matmul_seconds": round(alone, 3),
              "ratio": round(seconds / alone, 2), "GiB": round(used, 2)}
     print(json.dumps(found), flush=True)
+
+
+def with_terms(part, spelling):
+    ids = [x[None] for x in part[2:6]]
+    terms = losses.piece_terms(*ids, spelling) if spelling else losses.find_chunks(*ids[2:])
+    return part._replace(terms=terms)
 
 
 def to(value, device):

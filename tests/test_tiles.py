@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -181,6 +182,57 @@ def test_nothing_to_learn():
     found, sums = tiled_loss(models.hidden, *how)
     assert found == 0 and sums.tolist() == [0, 0]
     assert all((g == 0).all() for g in gradients(found, models.inputs))
+
+
+def on_meta(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("meta").requires_grad_(value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        moved = [on_meta(x) for x in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    return value
+
+
+@pytest.mark.parametrize(
+    "name", ["piece_kl", "projection_kl", "kept", "gold", "uld", "hybrid", "alm", "jsd", "top_k"])
+def test_nothing_waits_for_the_device(name, monkeypatch):
+    """The meta device has no numbers, so whatever reads one back (sizes, masks, conditions) fails there."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # it does not know this device
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    models = Models(3)
+    case, V, W = models.case, *models.sizes
+    common, spelling = on_meta(common_of(case)), on_meta(case.spelling)
+    kept = torch.tensor([0, 3, 7]) if name == "kept" else None
+    tables = case.indices, case.likelihoods
+    entries = on_meta(losses.projection_entries(*tables, W, kept))
+
+    def loss(x, y, part):
+        next_, chunks = (part.labels[None], part.teacher_next[None]), part.terms
+        ids = part.student_chunk[None], part.teacher_chunk[None]
+        if name == "piece_kl":
+            value = losses.piece_kl(x[None], y[None], *next_, part.terms, spelling, 2.0)
+        elif name in ("projection_kl", "kept"):
+            how = dict(kept_K=on_meta(kept), entries=entries, chunks=chunks)
+            value = losses.projection_kl(x[None], y[None], *ids, *on_meta(tables), **how)
+        elif name == "gold":
+            value = losses.gold(x[None], y[None], *ids, *common, 2.0, chunks=chunks)
+        elif name in ("jsd", "top_k"):
+            rows = [side.index_select(0, torch.zeros_like(chunks.first_S))[None, :, :V] for side in (x, y)]
+            value = losses.generalised_jsd(*rows, None, top_k=3 * (name == "top_k"))
+        else:
+            how = {"common": common} if name == "hybrid" else {}
+            function = losses.alm if name == "alm" else losses.uld
+            value = function(x[None], y[None], *next_, *ids, chunks=chunks, **how)
+        return torch.stack([torch.nn.functional.cross_entropy(x, part.labels, reduction="sum"), value[0]])
+
+    tiles = models.tiles(0.01)
+    if name != "piece_kl":
+        tiles = [tile._replace(parts=tuple(part._replace(terms=losses.find_chunks(*one(part)[2:]))
+                                           for part in tile.parts)) for tile in tiles]
+    hidden, head, rows = on_meta((models.hidden, models.head, models.teacher["hidden"]))
+    value, _ = tiled_loss(hidden, head, rows, loss, on_meta(tiles), [1.0, 1.0])
+    value.backward()
+    assert hidden.grad.shape == hidden.shape and head.weight_VH.grad is not None
 
 
 def test_parts_without_a_term_get_no_gradient():
