@@ -44,9 +44,10 @@ from data import (CHUNKS, DROPPED, Collate, HeldOutBatches, MicroBatches, Shuffl
 from ds_config import read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import check_types, parse_flags
+from layout import node_size, teacher_groups
 from losses import teacher_importance
 from objective import ALM_MODES, ANY_TOKENIZERS, ONE_TOKENIZER, Distillation, build_loss, weighted_sums
-from teacher import hidden_head_is_right, load_teacher, teacher_rows
+from teacher import ENGINES, SIGNALS, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
 from tiles import HiddenRows, LogitRows, head_of
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -93,6 +94,13 @@ class Config:
         top_k: tokens that the losses for equal tokenizers compare, the teacher's likeliest, and one bucket
             for the rest; 0: all tokens.
         teacher_dtype: auto (as in the checkpoint), float32, bfloat16 or float16.
+        teacher_tp: ranks that hold one teacher together, neighbours on a node; divides the ranks of a node.
+        teacher_engine: replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference engine),
+            zero3 (partitioned over all ranks, for any architecture), or auto: the first for teacher_tp 1,
+            else the second where it knows the architecture, else the third.
+        exchange: what is kept of the teacher until a loss reads it: hidden (final hidden states), logits or
+            topk (the likeliest tokens; the rest of the probability is spread evenly).
+        exchange_topk: tokens of exchange topk.
         activation_checkpointing: recompute the student's activations in backward instead of keeping them.
         ds_config: DeepSpeed JSON; see ds_configs/README.md.
         learning_rate: fills "lr": "auto" of the ds_config; 0: the ds_config states it.
@@ -137,6 +145,10 @@ class Config:
     alpha: float = 0.5
     top_k: int = 0
     teacher_dtype: str = "auto"
+    teacher_tp: int = 1
+    teacher_engine: str = "auto"
+    exchange: str = "hidden"
+    exchange_topk: int = 256
     activation_checkpointing: bool = False
     ds_config: str = "ds_configs/zero2.json"
     learning_rate: float = 0.0
@@ -178,12 +190,14 @@ class Config:
 
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
-              save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0)
+              save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
+              teacher_tp=1, exchange_topk=1)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
-               teacher_dtype=("auto", "float32", "bfloat16", "float16"))
+               teacher_dtype=("auto", "float32", "bfloat16", "float16"), teacher_engine=ENGINES,
+               exchange=SIGNALS)
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
-                  "wandb_project", "num_workers", "local_rank", "ds_config"}
+                  "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_engine"}
 
 
 # --- models, data, loss ---------------------------------------------------------------------------
@@ -241,7 +255,11 @@ def check_inputs(cfg, device):
     """
     raw = read_ds_config(cfg.ds_config)
     student, student_config = load_side("student", cfg.student, cfg.max_length)
-    teacher = load_side("teacher", cfg.teacher, cfg.teacher_max_length)[0] if cfg.kd_weight else None
+    teacher = None
+    if cfg.kd_weight:
+        teacher, teacher_config = load_side("teacher", cfg.teacher, cfg.teacher_max_length)
+        choose_engine(cfg.teacher_engine, cfg.teacher_tp, teacher_config.model_type)
+        teacher_groups(dist.get_world_size(), node_size(), cfg.teacher_tp)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     ds_config = resolve_ds_config(raw, cfg, dist.get_world_size(), student_config.hidden_size, bf16)
     rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
@@ -304,8 +322,8 @@ def check_heads(job, student_ids, teacher):
         right = {"student": job.engine(input_ids=ids, run=lambda rows: hidden_head_is_right(rows, logits))}
         if teacher is not None:
             ids = ids.clamp(max=job.vocabs[1] - 1)
-            logits = teacher(input_ids=ids).logits[..., : job.vocabs[1]]
-            right["teacher"] = hidden_head_is_right(teacher_rows(teacher, ids, job.vocabs[1]), logits)
+            logits = teacher.logits(ids)[..., : job.vocabs[1]]
+            right["teacher"] = hidden_head_is_right(teacher.rows(ids), logits)
     job.engine.train()
     for role, good in right.items():
         if not good:
@@ -374,12 +392,14 @@ def build_job(cfg, inputs, device):
         learned.attach(model)
     engine = start_engine(model, inputs.ds_config, cfg.projection_learning_rate)
     if inputs.teacher:
-        teacher = load_teacher(cfg.teacher, cfg.teacher_dtype, device)
+        how = cfg.teacher_dtype, device, cfg.teacher_engine, cfg.teacher_tp
+        teacher = load_teacher(cfg.teacher, W, *how)
+    signal = "logits" if cfg.exchange == "hidden" and not cfg.tiled else cfg.exchange
     job = Job(
         cfg, engine, device=device, distillation=inputs.distillation, vocabs=(V, W),
         params=[model.projection_scores] if learned else [],
         student=lambda batch, run: engine(input_ids=batch["student_ids"], run=run),
-        teacher=teacher and (lambda batch: teacher_rows(teacher, batch["teacher_ids"], W, cfg.tiled)),
+        teacher=teacher and (lambda batch: teacher.rows(batch["teacher_ids"], signal, cfg.exchange_topk)),
         keeps_columns=cfg.loss == "projection_kl" and W > cfg.projection_topk,
     )
     if cfg.tiled:
@@ -403,7 +423,9 @@ def train_step(job, window, stop=False):
     share = {term: ranks * len(window) / max(counts[term], 1) for term in ("ce", "kd")}
     weights = cfg.ce_weight * share["ce"], cfg.kd_weight * share["kd"]
     window = [to_device(batch, job.device) for batch in window]
-    teachers, kd_loss = teacher_signals(job, window) if job.teacher else ([None] * len(window), None)
+    teachers, kd_loss, payload = [None] * len(window), None, 0
+    if job.teacher:
+        teachers, kd_loss, payload = teacher_signals(job, window)
     lr, sums = job.engine.get_lr()[-1], torch.zeros(2, device=job.device)
     for batch, teacher in zip(window, teachers):
         how = dict(teacher_rows=teacher, kd_loss=kd_loss, tiles=batch["tiles"], weights=weights,
@@ -423,16 +445,18 @@ def train_step(job, window, stop=False):
                     "aligned_tokens": counts["aligned_tokens"] / max(counts["ce"], 1)}
         metrics |= {key: counts[key] / max(counts["source_bytes"], 1) for key in DROPPED}
         metrics |= {key: counts[key] / max(counts["chunks"], 1) for key in CHUNKS[1:]}
+        metrics["teacher_bytes_per_token"] = payload
     return metrics | {"tokens": int(counts["ce"]), "stop": counts["stop"] > 0}
 
 
 def teacher_signals(job, window):
-    """(rows of teacher logits of every micro-batch, the loss that reads them)."""
+    """(rows of teacher logits of every micro-batch, the loss that reads them, bytes a position)."""
     teachers = [job.teacher(batch) for batch in window]
+    payload = payload_bytes(teachers[0]) / window[0]["teacher_ids"].numel()
     if not job.keeps_columns:
-        return teachers, job.distillation.loss
+        return teachers, job.distillation.loss, payload
     kept_K = kept_columns(job, window, teachers)
-    return [rows.columns(kept_K) for rows in teachers], job.distillation.keep(kept_K)
+    return [rows.columns(kept_K) for rows in teachers], job.distillation.keep(kept_K), payload
 
 
 def global_sums(values, device):

@@ -1,37 +1,254 @@
-"""The frozen teacher: load, forward.
+"""The frozen teacher: load, shard, forward.
 
-It lives in the student's job, in a precision of its own, and never builds a graph.
+It lives in the student's job, in a precision of its own, and never builds a graph.  It is held in one of
+three ways (`ENGINES`): a whole copy per rank; sharded over some neighbouring ranks by DeepSpeed's
+tensor-parallel inference engine; or, for architectures that this does not know, partitioned over all ranks by
+ZeRO-3.
 """
 
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import deepspeed
 import torch
-from transformers import AutoModelForCausalLM
+from deepspeed.module_inject import auto_tp
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from tiles import HiddenRows, LogitRows, head_of
+from layout import Replica
+from tiles import Head, HiddenRows, LogitRows, TopKRows, head_of
+
+ENGINES = "auto", "replicated", "tensor_parallel", "zero3"
+SIGNALS = "hidden", "logits", "topk"
+# model types that DeepSpeed shards; the second ones only once every rank has held them whole
+SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
+SHARDED_ONCE_WHOLE = {"gpt_neox"}
+BLOCK = 256  # positions whose logits are computed at a time
 
 
-def load_teacher(path, dtype, device):
-    """A causal language model in evaluation mode, without gradients.
+class Teacher(NamedTuple):
+    """A frozen teacher, ready to be asked; what holds it together is asked by all its ranks.
+
+    hidden: ids (B, T) -> final hidden states (B, T, H).
+    logits: ids (B, T) -> the model's own logits (B, T, W or more).
+    head: what maps the one to the other, whole on every rank, cut to the tokenizer.
+    engine: which of `ENGINES` holds it.
+    parameters: numbers of it that this rank holds, its copy of the head not counted.
+    """
+
+    hidden: Callable
+    logits: Callable
+    head: Head
+    engine: str
+    parameters: int
+
+    @torch.no_grad()
+    def rows(self, ids_BT, signal="hidden", top_k=256):
+        """Logits of any positions of the flattened (B * T).
+
+        Args:
+            signal: what is kept until they are asked for: "hidden" states, "logits", or the "topk" likeliest
+                tokens, the rest of the probability being spread evenly.
+        Returns:
+            HiddenRows, LogitRows or TopKRows.
+        """
+        if signal == "logits":
+            return LogitRows(self.logits(ids_BT)[..., : self.head.vocab].flatten(0, 1))
+        rows = HiddenRows(self.hidden(ids_BT).flatten(0, 1), self.head)
+        return rows if signal == "hidden" else _likeliest(rows, top_k)
+
+
+def _likeliest(rows, top_k):
+    """TopKRows of all positions, a block at a time."""
+    vocab, places = rows.head.vocab, torch.arange(len(rows.hidden_TH), device=rows.hidden_TH.device)
+    found = []
+    for block in places.split(BLOCK):
+        logits = rows(block).float()
+        total, top = logits.logsumexp(-1), logits.topk(min(top_k, vocab))
+        found.append((top.indices.int(), top.values - total[:, None], total))
+    ids, logp, total = map(torch.cat, zip(*found))
+    return TopKRows(ids, logp, vocab, total)
+
+
+def payload_bytes(rows):
+    """What a teacher's signal occupies until the loss reads it."""
+    return sum(x.nbytes for x in rows if isinstance(x, torch.Tensor))
+
+
+def choose_engine(engine, degree, model_type):
+    """The engine that "auto" means; the others are checked.
+
+    Raises:
+        ValueError: an engine that cannot hold this model in `degree` parts.
+    """
+    known = SHARDED | SHARDED_ONCE_WHOLE
+    if engine == "auto":
+        return "replicated" if degree == 1 else "tensor_parallel" if model_type in known else "zero3"
+    if engine == "tensor_parallel" and model_type not in known:
+        raise ValueError(f"--teacher_engine tensor_parallel: does not shard {model_type} models, only "
+                         f"{', '.join(sorted(known))}; use auto or zero3")
+    if engine == "replicated" and degree > 1:
+        raise ValueError(f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy per rank is "
+                         "degree 1; use auto")
+    return engine
+
+
+def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", degree=1):
+    """A causal language model without gradients; all ranks take part unless it is "replicated".
 
     Args:
         path: hub id or directory.
+        vocab: tokens of its tokenizer; an lm_head is often padded beyond them.
         dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
+        engine, degree: one of `ENGINES` and the ranks that share the model, see `choose_engine`.
+    Returns:
+        Teacher.
+    Raises:
+        ValueError: see `choose_engine`.
     """
-    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    return model.requires_grad_(False).eval().to(device)
+    config = AutoConfig.from_pretrained(path)
+    engine = choose_engine(engine, degree, config.get_text_config().model_type)
+    dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    load = {"replicated": _replicated, "tensor_parallel": _tensor_parallel, "zero3": _zero3}[engine]
+    with torch.random.fork_rng():  # the inference engine makes all ranks' random numbers equal
+        return load(path, vocab, config, dtype, device, degree)
 
 
-@torch.no_grad()
-def teacher_rows(model, ids_BT, vocab, tiled=True):
-    """Logits of any positions of the flattened (B * T), cut to the tokenizer (an lm_head is often padded).
+def whole_teacher(model, vocab):
+    """The Teacher that a model on this rank makes."""
+    return Teacher(
+        lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
+        lambda ids: model(input_ids=ids, use_cache=False).logits,
+        head_of(model, vocab), "replicated", sum(p.numel() for p in model.parameters()))
 
-    Args:
-        tiled: keep the final hidden states and compute logits when they are asked for; else keep logits.
-    """
-    if tiled:
-        hidden = model.base_model(input_ids=ids_BT, use_cache=False)[0]
-        return HiddenRows(hidden.flatten(0, 1), head_of(model, vocab))
-    return LogitRows(model(input_ids=ids_BT, use_cache=False).logits[..., :vocab].flatten(0, 1))
+
+def _replicated(path, vocab, config, dtype, device, degree):
+    return whole_teacher(_frozen(AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).to(device), vocab)
+
+
+def _tensor_parallel(path, vocab, config, dtype, device, degree):
+    """Every rank of a replica ends up with all hidden states, and with all logits."""
+    replica, how = Replica(degree), {}
+    with contextlib.ExitStack() as stack:
+        for silent in (contextlib.redirect_stdout, contextlib.redirect_stderr):  # it prints what it shards
+            stack.enter_context(silent(io.StringIO()))
+        if config.get_text_config().model_type in SHARDED:
+            folder = _local(path)
+            with deepspeed.OnDevice(dtype=dtype, device="meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            listed = {"type": "ds_model", "checkpoints": [f.name for f in _shards(folder)], "version": 1.0}
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
+            file.write(json.dumps(listed))
+            file.flush()
+            stack.enter_context(_every_layer_loads())
+            how = {"checkpoint": file.name, "base_dir": str(folder)}
+            weight, bias = _whole_head(model, folder, dtype, device)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            head = model.get_output_embeddings()
+            weight, bias = [x if x is None else x.detach().clone().to(device)
+                            for x in (head.weight, head.bias)]
+        shape = {"tp_size": degree, "mpu": replica, "tp_group": replica.group}
+        model = deepspeed.init_inference(model, tensor_parallel=shape, dtype=dtype, **how).module
+    model = _frozen(model)
+    if weight is None:  # tied: every rank keeps the whole input embedding
+        weight = model.get_input_embeddings().weight
+    base, own = (lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
+                 lambda ids: model(input_ids=ids, use_cache=False).logits)
+    return Teacher(
+        lambda ids: replica.of_each(base, ids), lambda ids: replica.of_each(own, ids),
+        _head(weight, bias, config, vocab), "tensor_parallel", sum(p.numel() for p in model.parameters()))
+
+
+def _zero3(path, vocab, config, dtype, device, degree):
+    """Partitioned over all ranks, whatever the degree; every rank runs its own samples, all at once."""
+    ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    if dtype != torch.float32:
+        ds_config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    keep_alive = HfDeepSpeedConfig(ds_config)
+    model = _frozen(AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
+    del keep_alive
+    unset_hf_deepspeed_config()
+    head = model.get_output_embeddings()
+    with deepspeed.zero.GatheredParameters(list(head.parameters())):
+        weight, bias = [x if x is None else x.detach().clone() for x in (head.weight, head.bias)]
+    own = model.forward
+
+    def forward(input_ids, hidden):
+        if hidden:
+            return model.base_model(input_ids=input_ids, use_cache=False)[0]
+        return own(input_ids=input_ids, use_cache=False).logits
+
+    model.forward = forward
+    engine = deepspeed.initialize(model=model, config=ds_config)[0]
+    engine.eval()
+    return Teacher(
+        lambda ids: engine(ids, True), lambda ids: engine(ids, False),
+        _head(weight, bias, config, vocab), "zero3", sum(p.ds_tensor.numel() for p in model.parameters()))
+
+
+def _frozen(model):
+    return model.requires_grad_(False).eval()
+
+
+def _head(weight, bias, config, vocab):
+    """What `head_of` makes of a model with this head."""
+    layer = nn.Module()
+    layer.weight, layer.bias = weight.detach(), bias
+    model = nn.Module()
+    model.config, model.get_output_embeddings = config.get_text_config(), lambda: layer
+    return head_of(model, vocab)
+
+
+def _local(path):
+    """The directory of a checkpoint's safetensors files."""
+    if not Path(path).is_dir():
+        path = snapshot_download(path, allow_patterns=["*.safetensors"])
+    return Path(path).resolve()
+
+
+def _shards(folder):
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ValueError(f"--teacher {folder}: no .safetensors files, which sharded loading reads; save the "
+                         "model with save_pretrained, or use --teacher_engine zero3")
+    return found
+
+
+def _whole_head(model, folder, dtype, device):
+    """(weight, bias) of the head from the files; weight None where it is the input embedding."""
+    layer, found = model.get_output_embeddings(), [None, None]
+    [name] = [name for name, module in model.named_modules() if module is layer]
+    for i, part in enumerate(("weight", "bias")):
+        for path in _shards(folder):
+            with safe_open(path, "pt") as file:
+                if f"{name}.{part}" in file.keys():
+                    found[i] = file.get_tensor(f"{name}.{part}").to(device, dtype)
+    return found
+
+
+@contextlib.contextmanager
+def _every_layer_loads():
+    """DeepSpeed loads only the norms on its own list, and leaves the others as they were (its issue 8447)."""
+    before = auto_tp.Loading.is_load_module
+    layers = nn.Linear, nn.Embedding, nn.LayerNorm
+
+    def is_load_module(module):
+        return isinstance(module, layers) or type(module).__name__.endswith("RMSNorm")
+
+    auto_tp.Loading.is_load_module = is_load_module
+    try:
+        yield
+    finally:
+        auto_tp.Loading.is_load_module = before
 
 
 def hidden_head_is_right(rows, logits):

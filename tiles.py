@@ -115,17 +115,24 @@ class TopKRows(NamedTuple):
     """Teacher logits of any positions from cached (T, K) ids and log-probabilities.
 
     What the K tokens leave is spread evenly over the others.
+
+    total_T: (T,) logsumexp of the logits, for logits instead of log-probabilities; None: 0.
     """
 
     ids_TK: Tensor
     logp_TK: Tensor
     vocab: int
+    total_T: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        ids, logp = self.ids_TK.index_select(0, rows), self.logp_TK.index_select(0, rows).float()
+        ids, logp = self.ids_TK.index_select(0, rows).long(), self.logp_TK.index_select(0, rows).float()
         rest = torch.log1p(-logp.exp().sum(1, keepdim=True).clamp(max=1 - 1e-7))
         rest = rest - torch.tensor(float(max(1, self.vocab - ids.shape[1]))).log()
-        return rest.expand(-1, self.vocab).scatter(1, ids, logp)
+        found = rest.expand(-1, self.vocab).scatter(1, ids, logp)
+        return found if self.total_T is None else found.add_(self.total_T.index_select(0, rows)[:, None])
+
+    def columns(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda rows: self(rows).index_select(1, ids)
 
 
 # --- tiles ----------------------------------------------------------------------------------------

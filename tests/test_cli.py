@@ -46,6 +46,8 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "short student": ("--max_length=257", "has a context of 256 positions; use no more"),
     "short teacher": ("--teacher_max_length=257", "--teacher_max_length 257"),
     "small head": ("--student={folder}/small_head", "its lm_head has 340 rows, but its tokenizer 350 ids"),
+    "a teacher across nodes": ("--teacher_tp=4", "--teacher_tp 4: does not divide the 2 ranks of a node"),
+    "whole and in parts": ("--teacher_tp=2 --teacher_engine=replicated", "a whole copy per rank is degree 1"),
     "no ds_config": ("--ds_config={folder}/nowhere.json", "no such file; ready-made ones are in ds_configs/"),
     "ds_config is no JSON": ("--ds_config={folder}/text.json", "text.json: not JSON"),
     "ds_config with a typo": ("--ds_config={folder}/typo.json", "did you mean 'gradient_clipping'?"),

@@ -61,11 +61,11 @@ def layout_results(flags, texts, layouts, losses, tile_mib):
     from deepspeed.utils import safe_get_full_grad
 
     out, (rank, world) = [], (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    for stage, micro, micro_steps in layouts:
+    for stage, micro, micro_steps, *more in layouts:
         config = Path(flags["output_dir"]) / f"ds-{world}-{rank}-{stage}.json"
         still = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}  # the next loss finds it unmoved
         ds_config(config, stage, micro, micro_steps, optimizer=still)
-        job, inputs = job_for(flags | {"ds_config": str(config)})
+        job, inputs = job_for(flags | {"ds_config": str(config)} | dict(*more))
         mine = [texts[(m * world + rank) * micro :][:micro] for m in range(micro_steps)]
         gradients, step = {}, job.engine.step
 
@@ -84,7 +84,7 @@ def layout_results(flags, texts, layouts, losses, tile_mib):
             window = [collate(part) for part in mine]
             assert rank or tile_mib > 9 or len(window[0]["tiles"]) > 1 < len(window[0]["tiles"][0].parts)
             metrics = distill.train_step(job, window)
-            name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps}"
+            name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps} {more}"
             out.append((name, metrics, dict(gradients) if rank == 0 else None))
         job.engine.destroy()
     return out
@@ -101,12 +101,12 @@ def plain_reference(cfg, texts):
                         (("student", cfg.max_length), ("teacher", 0))]
     distillation = distill.build_loss(cfg, student, teacher, torch.device("cpu"))
     model = distill.AutoModelForCausalLM.from_pretrained(cfg.student)
-    frozen = distill.load_teacher(cfg.teacher, "auto", "cpu")
+    frozen = distill.load_teacher(cfg.teacher, len(teacher.table))
     batch = Collate(student, teacher, distillation.spelling)(texts)
     [tile] = batch["tiles"]
     [part] = tile.parts
     x = model(input_ids=batch["student_ids"]).logits[..., : len(student.table)]
-    y = frozen(input_ids=batch["teacher_ids"]).logits[..., : len(teacher.table)]
+    y = frozen.logits(batch["teacher_ids"])[..., : len(teacher.table)]
     kd_loss, columns = distillation.loss, slice(None)
     if cfg.loss == "projection_kl":
         importance = distill.teacher_importance(y, batch["teacher_chunk"])
@@ -172,6 +172,25 @@ def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path)
             how = own | {"tiled": tiled}, samples, layouts, ["gold"], 0.2 if tiled else math.inf
             for name, metrics, gradients in ranks.run(2, layout_results, *how)[0]:
                 same_step(f"{student}, tiled {tiled}, {name}", metrics, gradients, value, reference)
+
+
+TEACHERS = [{"teacher_tp": 2}, {"teacher_tp": 4}, {"teacher_tp": 2, "exchange": "logits"}, {"teacher_engine": "zero3"},
+            {"teacher_tp": 4, "exchange": "topk", "exchange_topk": 600}]  # all of the 500 tokens
+
+
+def test_same_loss_and_gradient_however_the_teacher_is_held(models, texts, tmp_path):
+    """Data parallelism 4 of the student, tensor parallelism x data parallelism 2 x 2 and 4 x 1 of the teacher."""
+    data = write_corpus(tmp_path, texts, 20)
+    flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250,
+                 projection_topk=100, output_dir=str(tmp_path))
+    samples, losses = batch_texts(texts), ("piece_kl", "projection_kl")
+    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
+    layouts = [(2, 1, 2, how) for how in TEACHERS]
+    per_token = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 500 * (4 + 4) + 4}  # float32
+    for name, metrics, gradients in ranks.run(4, layout_results, flags, samples, layouts, losses, 0.2)[0]:
+        same_step(name, metrics, gradients, *expected[name.split(",")[0]])
+        payload = per_token[next((x for x in ("logits", "topk") if f"'{x}'" in name), "hidden")]
+        assert metrics["teacher_bytes_per_token"] == payload, name
 
 
 def one_tokenizer_steps(flags, texts, names):

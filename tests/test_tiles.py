@@ -365,7 +365,7 @@ ARCHITECTURES = {
 def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from teacher import hidden_head_is_right, teacher_rows
+    from teacher import hidden_head_is_right, whole_teacher
 
     torch.manual_seed(0)
     how = SHAPE if architecture not in ("gpt2",) else {"vocab_size": 40}
@@ -375,9 +375,9 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
         torch.nn.init.normal_(model.get_output_embeddings().bias)
     ids = torch.randint(40, (2, 7))
     logits = model(input_ids=ids).logits[..., :37].detach()
-    for tiled in (True, False):
-        assert hidden_head_is_right(teacher_rows(model, ids, 37, tiled), logits)
-    assert not hidden_head_is_right(teacher_rows(model, ids, 37), logits * 1.01)
+    for signal in ("hidden", "logits"):
+        assert hidden_head_is_right(whole_teacher(model, 37).rows(ids, signal), logits)
+    assert not hidden_head_is_right(whole_teacher(model, 37).rows(ids), logits * 1.01)
 
 
 def test_the_file_works_alone(tmp_path):
