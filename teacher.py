@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.module_inject import auto_tp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -23,7 +24,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from layout import Replica
+import ipc
+from layout import Replica, node_size
 from tiles import Head, HiddenRows, LogitRows, TopKRows, head_of
 
 ENGINES = "auto", "replicated", "tensor_parallel", "zero3"
@@ -150,12 +152,13 @@ def _tensor_parallel(path, vocab, config, dtype, device, degree):
             file.flush()
             stack.enter_context(_every_layer_loads())
             how = {"checkpoint": file.name, "base_dir": str(folder)}
-            weight, bias = _whole_head(model, folder, dtype, device)
+            head = model.get_output_embeddings()
+            [name] = [name for name, module in model.named_modules() if module is head]
+            weight, bias = _once_per_node(lambda: _from_files(folder, name, dtype), device)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
             head = model.get_output_embeddings()
-            weight, bias = [x if x is None else x.detach().clone().to(device)
-                            for x in (head.weight, head.bias)]
+            weight, bias = _once_per_node(lambda: _copied(head), device)
         shape = {"tp_size": degree, "mpu": replica, "tp_group": replica.group}
         model = deepspeed.init_inference(model, tensor_parallel=shape, dtype=dtype, **how).module
     model = _frozen(model)
@@ -179,7 +182,7 @@ def _zero3(path, vocab, config, dtype, device, degree):
     unset_hf_deepspeed_config()
     head = model.get_output_embeddings()
     with deepspeed.zero.GatheredParameters(list(head.parameters())):
-        weight, bias = [x if x is None else x.detach().clone() for x in (head.weight, head.bias)]
+        weight, bias = _once_per_node(lambda: _copied(head), device)
     own = model.forward
 
     def forward(input_ids, hidden):
@@ -223,16 +226,31 @@ def _shards(folder):
     return found
 
 
-def _whole_head(model, folder, dtype, device):
-    """(weight, bias) of the head from the files; weight None where it is the input embedding."""
-    layer, found = model.get_output_embeddings(), [None, None]
-    [name] = [name for name, module in model.named_modules() if module is layer]
-    for i, part in enumerate(("weight", "bias")):
-        for path in _shards(folder):
-            with safe_open(path, "pt") as file:
-                if f"{name}.{part}" in file.keys():
-                    found[i] = file.get_tensor(f"{name}.{part}").to(device, dtype)
-    return found
+def _from_files(folder, name, dtype):
+    """(weight, bias) of a layer; None for what the files do not hold, such as a tied head."""
+    found = {}
+    for path in _shards(folder):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():
+                if key in (f"{name}.weight", f"{name}.bias"):
+                    found[key] = file.get_tensor(key).to(dtype)
+    return found.get(f"{name}.weight"), found.get(f"{name}.bias")
+
+
+def _copied(layer):
+    return tuple(x if x is None else x.detach().clone() for x in (layer.weight, layer.bias))
+
+
+def _once_per_node(load, device):
+    """What load() gives, a tuple of tensors or None, on every rank; on the CPU a node holds it once."""
+    if torch.device(device).type != "cpu":  # a kernel cannot read another device's memory
+        return tuple(x if x is None else x.to(device) for x in load())
+    node = Replica(node_size())
+    sent = [None]
+    if dist.get_rank() == node.ranks[0]:
+        sent = [[x if x is None else ipc.share(x) for x in load()]]
+    dist.broadcast_object_list(sent, node.ranks[0], group=node.group)
+    return tuple(handle and ipc.attach(handle) for handle in sent[0])
 
 
 @contextlib.contextmanager

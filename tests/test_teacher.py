@@ -10,17 +10,21 @@ import teacher
 from layout import teacher_groups
 
 VOCAB = 90  # of the tokenizer; the heads have 100 rows
-SHAPE = dict(vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SHAPE = dict(vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+             bos_token_id=1, eos_token_id=2)
 GPT = dict(vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SHARDED = {
-    "llama": {}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 32}, "mistral": {"sliding_window": 8},
-    "gemma2": {"head_dim": 32, "final_logit_softcapping": 2.0}, "gemma3_text": {"head_dim": 32, "sliding_window": 8},
+    "llama": {}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 8}, "gemma2": {"head_dim": 32, "final_logit_softcapping": 2.0},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 8},
     "granite": {"logits_scaling": 3.0}, "smollm3": {}, "gpt_neox": {}}
 OTHERS = {
     "phi3": SHAPE, "olmo2": SHAPE, "gpt2": GPT | {"n_embd": 128, "n_head": 4, "n_layer": 2},
-    "gpt_neo": GPT | {"hidden_size": 128, "num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "qwen3_moe": SHAPE | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}}
+    "gpt_neo": GPT | {"hidden_size": 128, "num_heads": 4, "num_layers": 2,
+                      "attention_types": [[["global", "local"], 1]]},
+    "qwen3_moe": SHAPE | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+                          "moe_intermediate_size": 64}}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,13 @@ def compare(folder, name, engine, degree):
     spread = found.rows(ids, "topk", VOCAB)(rows)
     pairs.append((spread.softmax(-1), logits.flatten(0, 1).softmax(-1)))
     worst = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    weight = found.head.weight_VH
+    if found.engine != "replicated" and not whole.config.tie_word_embeddings:  # a node holds its head once
+        dist.barrier()
+        if rank == 1:
+            weight[0, 0] = 7.5
+        dist.barrier()
+        assert weight[0, 0] == 7.5
     return name, found.engine, worst, found.parameters / sum(p.numel() for p in whole.parameters())
 
 
