@@ -17,6 +17,7 @@ import json
 import math
 import re
 import signal
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -84,21 +85,22 @@ NOTHING = (np.zeros(0, np.int64),) * 4
 EMPTY = Sample(NOTHING, NOTHING, None, 0)  # fills the last evaluation batch
 
 
-def make_sample(text, student_ids, teacher_ids, student, teacher):
+def make_sample(text, student_ids, teacher_ids, student, teacher, most=sys.maxsize):
     """Align, truncate both sides at the same byte, shift.
 
     Args:
         student_ids, teacher_ids: with bos and eos; teacher_ids is None when no teacher takes part.
         student, teacher: the Side of each.
+        most: student tokens to keep at most, beside what `student` says.
     """
     places = [student.place(student_ids, text)]
     if teacher_ids is None:
-        return finish_sample((student_ids,), [part_bytes(*places)], None, (student,))
+        return finish_sample((student_ids,), [part_bytes(*places)], None, (student,), most=most)
     places.append(teacher.place(teacher_ids, text))
     size = len(text.encode(errors="replace"))
     alignment = align_located(student_ids, teacher_ids, *places, student.table, teacher.table, size)
     return finish_sample((student_ids, teacher_ids), [part_bytes(p) for p in places], alignment,
-                         (student, teacher))
+                         (student, teacher), most=most)
 
 
 def part_bytes(place):
@@ -106,21 +108,24 @@ def part_bytes(place):
     return np.where(place.begin < 0, -1, place.end - place.begin)
 
 
-def finish_sample(ids, bytes_, alignment, sides, learned=None):
+def finish_sample(ids, bytes_, alignment, sides, learned=None, most=sys.maxsize):
     """Truncate and shift what was aligned.
 
     Args:
         ids, bytes_: of the student and, with a teacher, of the teacher.
         learned: (S,) bool, student tokens to learn from; None: all.
+        most: student tokens to keep at most, beside what its Side says.
     """
+    limits = [side.max_length + 1 for side in sides]
+    limits[0] = min(limits[0], most)
     labels = ids[0] if learned is None else np.where(learned, ids[0], -100)
     if alignment is None:
         parts = ids[0], labels, np.full(len(ids[0]), -1), bytes_[0]
-        return Sample(shift(*parts, sides[0].max_length + 1), NOTHING, None, 0)
+        return Sample(shift(*parts, limits[0]), NOTHING, None, 0)
     # where one side alone spells a space that the text does not have, the models speak of other words
     used = np.append(np.where(alignment.same_bytes, np.arange(len(alignment.same_bytes)), -1), -1)
     chunks = [used[alignment.student_chunk], used[alignment.teacher_chunk]]
-    cuts = common_cut(chunks, [side.max_length + 1 for side in sides])
+    cuts = common_cut(chunks, limits)
     # a chunk needs a position that predicts its first token; without bos the very first token has none
     lost = {int(chunk[0]) for chunk in chunks if len(chunk)}
     if learned is not None:
@@ -240,12 +245,13 @@ def _other_parts(message):
             arguments, ensure_ascii=False)
 
 
-def make_chat_sample(messages, student, teacher, train_on):
+def make_chat_sample(messages, student, teacher, train_on, most=sys.maxsize):
     """A chat, rendered by either side's own template, aligned part by part of every message.
 
     Args:
         messages: list of {"role": ..., "content": ...}.
         train_on: "assistant": learn what the assistant says, and to end; "all": the whole rendering.
+        most: student tokens to keep at most.
     """
     sides = (student, teacher) if teacher else (student,)
     views = [render(messages, side) for side in sides]
@@ -264,14 +270,14 @@ def make_chat_sample(messages, student, teacher, train_on):
     bytes_[0] = np.where(learned, bytes_[0], -1)
     ids = tuple(view.ids for view in views)
     if teacher is None:
-        return finish_sample(ids, bytes_, None, sides, learned)
+        return finish_sample(ids, bytes_, None, sides, learned, most)
     regions = common_regions(*views)
     pair = student.table, teacher.table
     alignment = align_regions(*ids, views[0].place, views[1].place, regions, *pair)
     told = [text for m in messages for text in (m.get("content") or "", *dict(_other_parts(m)).values())]
     told = sum(len(text.encode()) for text in told)
     alignment.dropped["different"] += told - alignment.text_bytes  # what a template left out or rewrote
-    return finish_sample(ids, bytes_, alignment._replace(text_bytes=told), sides, learned)
+    return finish_sample(ids, bytes_, alignment._replace(text_bytes=told), sides, learned, most)
 
 
 def common_regions(student, teacher):
@@ -321,9 +327,16 @@ class Collate:
             tiles: list of `tiles.Tile`, its parts with `PieceTerms` for piece_kl, else `Chunks`;
             counts: dict of ints about the batch.
         """
-        present = [text for text in texts if text is not None]
-        samples = iter(self._samples(present))
-        samples = [EMPTY if text is None else next(samples) for text in texts]
+        return self.batch(self.samples(texts, [sys.maxsize] * len(texts)))
+
+    def samples(self, texts, most):
+        """A Sample for each text, of at most that many student tokens."""
+        present = [(text, limit) for text, limit in zip(texts, most) if text is not None]
+        samples = iter(self._samples(*map(list, zip(*present)))) if present else iter(())
+        return [EMPTY if text is None else next(samples) for text in texts]
+
+    def batch(self, samples):
+        """What a call returns, of samples."""
         batch = _pad("student", samples, self.student.table)
         counts = {"ce": int((batch["student_labels"] >= 0).sum()), "kd": 0,
                   "text_bytes": int(batch["student_bytes"].clamp(min=0).sum()),
@@ -354,15 +367,38 @@ class Collate:
         terms = piece_terms(*ids, self.spelling) if self.spelling else find_chunks(*ids[2:])
         return part._replace(terms=terms)
 
-    def _samples(self, texts):
+    def _samples(self, texts, most):
         plain = [text for text in texts if isinstance(text, str)]
         student_ids = iter(self.student.encode(plain) if plain else [])
         teacher_ids = iter(self.teacher.encode(plain) if plain and self.teacher else [None] * len(plain))
-        for text in texts:
+        for text, limit in zip(texts, most):
             if isinstance(text, str):
-                yield make_sample(text, next(student_ids), next(teacher_ids), self.student, self.teacher)
+                ids = next(student_ids), next(teacher_ids)
+                yield make_sample(text, *ids, self.student, self.teacher, limit)
             else:
-                yield make_chat_sample(text, self.student, self.teacher, self.train_on)
+                yield make_chat_sample(text, self.student, self.teacher, self.train_on, limit)
+
+
+class CollateAll:
+    """Texts -> one batch for every teacher of a student.
+
+    All of them hold the same student tokens: where one teacher's context or alignment asks for a shorter
+    text, it is shorter for all.
+    """
+
+    def __init__(self, collates):
+        self.collates = collates
+
+    def __call__(self, texts):
+        """List of what each Collate returns."""
+        most = [sys.maxsize] * len(texts)
+        while True:
+            found = [collate.samples(texts, most) for collate in self.collates]
+            shortest = [min(len(sample.student[0]) for sample in of_text) + 1 for of_text in zip(*found)]
+            if all(len(sample.student[0]) + 1 == least
+                   for samples in found for sample, least in zip(samples, shortest)):
+                return [collate.batch(samples) for collate, samples in zip(self.collates, found)]
+            most = shortest
 
 
 DROPPED = "altered_bytes", "unspelled_bytes", "different_bytes"

@@ -6,8 +6,8 @@
         --output_dir runs/a --export runs/a/student
     deepspeed --num_gpus 2 distill.py --student S --data corpus.txt --learning_rate 1e-4 --kd_weight 0
 
-Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags
-below. The step is `train_step`.  Works on CPU ranks as on GPUs.
+Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags of
+`config.py`. The step is `train_step`.  Works on CPU ranks as on GPUs.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,166 +39,18 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from align import TokenTable
 from checkpoint import (export_model, export_projection, find_checkpoint, load_checkpoint, save_checkpoint,
                         write_atomically)
-from data import (CHUNKS, DROPPED, Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows,
-                  holds_chats, load_rows, loader, split_rows)
+from config import FREE_ON_RESUME, Config, of_each_teacher
+from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, ShuffledRows, Side,
+                  StreamedRows, holds_chats, load_rows, loader, split_rows)
 from ds_config import read_ds_config, resolve_ds_config
 from evaluate import evaluate
-from flags import check_types, parse_flags
+from flags import parse_flags
+from ipc import runs
 from layout import node_size, teacher_groups
-from losses import teacher_importance
-from objective import ALM_MODES, ANY_TOKENIZERS, ONE_TOKENIZER, Distillation, build_loss, weighted_sums
-from teacher import ENGINES, SIGNALS, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
+from losses import teacher_importance, vocabulary_factors
+from objective import Distillation, build_loss, lesson_sums
+from teacher import Teacher, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
 from tiles import HiddenRows, LogitRows, head_of
-
-# --- flags ----------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class Config:
-    """Distil a frozen teacher into a student.
-
-    Args:
-        student: hub id or directory of the model to train; its tokenizer needs an eos token.
-        teacher: hub id or directory of the frozen teacher; not needed with kd_weight 0.
-        data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet
-            .arrow .csv.
-        text_key: column that holds the text, or chats: lists of {"role", "content"}.
-        train_on: what to learn of a chat: assistant (what it says, and to end its turn) or all.
-        split: split of a hub data set.
-        streaming: read the data as a stream instead of preparing it on disk first.
-        eval_rows: rows held out of training, the first ones of the data; 0: none.
-        steps: optimiser steps in all, 1 or more.
-        max_length: student positions per sample, 2 or more; longer texts are cut, both sides at the same
-            byte.
-        teacher_max_length: teacher positions per sample; 0: the teacher's context.
-        loss: piece_kl, projection_kl, gold, h_kl, uld or alm for any two tokenizers; for equal ones also
-            forward_kl, reverse_kl, generalised_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl,
-            total_variation; see docs/losses.md.
-        kd_weight: weight of the distillation loss, >= 0; 0 loads no teacher.
-        ce_weight: weight of the student's next-token cross-entropy, >= 0; 0 computes none in training.
-        tiled: compute logits and loss tile by tile from hidden states; false: all logits of a micro-batch.
-        loss_memory_mib: MiB for the logits of a tile and what the loss makes of them.
-        temperature: softens both models in the distillation loss, > 0.
-        projection: file of projection_tools.build for projection_kl, gold and h_kl; empty: built in flight
-            and cached.
-        learn_projection: train the weights of projection_kl's projection too; written to
-            output_dir/projection.pt after the last step.
-        projection_learning_rate: of a learned projection; 0: the student's.
-        projection_topk: teacher columns that projection_kl keeps, the most likely ones of the step's batch.
-        uncommon_topk: tokens that gold and h_kl compare by rank, outside the common ones.
-        reverse: KL(student || teacher) in projection_kl, gold and h_kl.
-        alm_mode: binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or absolute.
-        beta: of generalised_jsd, 0 (forward KL) to 1 (reverse KL).
-        skew: of skew_forward_kl and skew_reverse_kl, 0 to 1.
-        alpha: of adaptive_kl, 0 to 1.
-        top_k: tokens that the losses for equal tokenizers compare, the teacher's likeliest, and one bucket
-            for the rest; 0: all tokens.
-        teacher_dtype: auto (as in the checkpoint), float32, bfloat16 or float16.
-        teacher_tp: ranks that hold one teacher together, neighbours on a node; divides the ranks of a node.
-        teacher_engine: replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference engine),
-            zero3 (partitioned over all ranks, for any architecture), or auto: the first for teacher_tp 1,
-            else the second where it knows the architecture, else the third.
-        exchange: what is kept of the teacher until a loss reads it: hidden (final hidden states), logits or
-            topk (the likeliest tokens; the rest of the probability is spread evenly).
-        exchange_topk: tokens of exchange topk.
-        activation_checkpointing: recompute the student's activations in backward instead of keeping them.
-        ds_config: DeepSpeed JSON; see ds_configs/README.md.
-        learning_rate: fills "lr": "auto" of the ds_config; 0: the ds_config states it.
-        seed: of data order and of dropout.
-        output_dir: metrics.jsonl, run.json and checkpoints go here.
-        eval_every: steps between held-out evaluations; 0: only before the first and after the last step.
-        save_every: steps between checkpoints; 0: only on SIGTERM.
-        keep_checkpoints: how many of them to keep, 1 or more.
-        resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a checkpoint.
-        export: directory for the trained student in Hugging Face format; empty: none.
-        wandb_project: log to this Weights & Biases project; empty: do not.
-        num_workers: processes per rank that tokenise and align; 0: the training process does it.
-        local_rank: set by the launcher.
-    """
-
-    student: str = ""
-    teacher: str = ""
-    data: str = ""
-    text_key: str = "text"
-    train_on: str = "assistant"
-    split: str = "train"
-    streaming: bool = False
-    eval_rows: int = 0
-    steps: int = 1000
-    max_length: int = 512
-    teacher_max_length: int = 0
-    loss: str = "piece_kl"
-    kd_weight: float = 1.0
-    ce_weight: float = 1.0
-    tiled: bool = True
-    loss_memory_mib: int = 512
-    temperature: float = 1.0
-    projection: str = ""
-    learn_projection: bool = False
-    projection_learning_rate: float = 0.0
-    projection_topk: int = 8192
-    uncommon_topk: int = 8192
-    reverse: bool = False
-    alm_mode: str = "binary_kl"
-    beta: float = 0.5
-    skew: float = 0.1
-    alpha: float = 0.5
-    top_k: int = 0
-    teacher_dtype: str = "auto"
-    teacher_tp: int = 1
-    teacher_engine: str = "auto"
-    exchange: str = "hidden"
-    exchange_topk: int = 256
-    activation_checkpointing: bool = False
-    ds_config: str = "ds_configs/zero2.json"
-    learning_rate: float = 0.0
-    seed: int = 0
-    output_dir: str = "runs/default"
-    eval_every: int = 0
-    save_every: int = 0
-    keep_checkpoints: int = 2
-    resume: str = "auto"
-    export: str = ""
-    wandb_project: str = ""
-    num_workers: int = 1
-    local_rank: int = -1
-
-    def __post_init__(self):
-        check_types(self)
-        for name, low in LOWEST.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected {low} or more")
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected one of {', '.join(known)}")
-        for name in ("beta", "skew", "alpha"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
-        if self.temperature <= 0:
-            raise ValueError(f"--temperature {self.temperature}: expected more than 0")
-        if self.kd_weight == self.ce_weight == 0:
-            raise ValueError("--kd_weight 0 and --ce_weight 0: nothing would be learned; raise one of them")
-        for name in ("student", "data") + ("teacher",) * (self.kd_weight > 0):
-            if not getattr(self, name):
-                raise ValueError(f"--{name} is missing: give a hub id or a local path")
-        if self.learn_projection and (self.loss != "projection_kl" or not self.kd_weight):
-            raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is {self.loss} "
-                             f"with --kd_weight {self.kd_weight}; leave it out or change the loss")
-        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
-            raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a checkpoint")
-
-
-LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
-              projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
-              save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
-              teacher_tp=1, exchange_topk=1)
-CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
-               teacher_dtype=("auto", "float32", "bfloat16", "float16"), teacher_engine=ENGINES,
-               exchange=SIGNALS)
-# flags that may change when a run goes on; all others decide what is learned
-FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
-                  "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_engine"}
-
 
 # --- models, data, loss ---------------------------------------------------------------------------
 
@@ -235,15 +87,43 @@ def load_side(role, path, max_length):
 
 
 @dataclass
+class Lesson:
+    """One teacher, and how the student learns from it.
+
+    Attributes:
+        name: of the teacher, for metrics.
+        cfg: the flags as if it were the only teacher; its kd_weight is the lesson's.
+        side: its tokenizer.
+        distillation: the loss.
+        teacher: `teacher.Teacher`; None: not loaded yet.
+    """
+
+    name: str
+    cfg: Config
+    side: Side
+    distillation: Distillation
+    teacher: Teacher | None = None
+
+    @property
+    def keeps_columns(self):
+        """Does the loss compare the most important teacher columns only?"""
+        return self.cfg.loss == "projection_kl" and len(self.side.table) > self.cfg.projection_topk
+
+    def rows(self, batch):
+        """Logits of any positions of its side of a batch; its replica's ranks take part together."""
+        signal = "logits" if self.cfg.exchange == "hidden" and not self.cfg.tiled else self.cfg.exchange
+        return self.teacher.rows(batch["teacher_ids"], signal, self.cfg.exchange_topk)
+
+
+@dataclass
 class Inputs:
-    """All that the flags name, read and checked; the teacher's part is None where none takes part."""
+    """All that the flags name, read and checked; no lesson: the text alone."""
 
     student: Side
-    teacher: Side | None
+    lessons: list
     ds_config: dict
     train_rows: object
     held_out_rows: object
-    distillation: Distillation | None
     checkpoint: Path | None
 
 
@@ -255,25 +135,41 @@ def check_inputs(cfg, device):
     """
     raw = read_ds_config(cfg.ds_config)
     student, student_config = load_side("student", cfg.student, cfg.max_length)
-    teacher = None
-    if cfg.kd_weight:
-        teacher, teacher_config = load_side("teacher", cfg.teacher, cfg.teacher_max_length)
-        choose_engine(cfg.teacher_engine, cfg.teacher_tp, teacher_config.model_type)
-        teacher_groups(dist.get_world_size(), node_size(), cfg.teacher_tp)
+    sides = {}
+    for name, own in of_each_teacher(cfg).items() if cfg.kd_weight else ():
+        sides[name], teacher_config = load_side("teacher", own.teacher, own.teacher_max_length)
+        choose_engine(own.teacher_engine, own.teacher_tp, teacher_config.model_type)
+        teacher_groups(dist.get_world_size(), node_size(), own.teacher_tp)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     ds_config = resolve_ds_config(raw, cfg, dist.get_world_size(), student_config.hidden_size, bf16)
     rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
     if holds_chats(rows, cfg.text_key):
-        for role, side in (("student", student), ("teacher", teacher)):
-            if side and not side.tokenizer.chat_template:
-                raise ValueError(f"--{role} {getattr(cfg, role)}: its tokenizer has no chat template, and "
-                                 f"{cfg.text_key!r} holds chats; set chat_template in tokenizer_config.json")
+        for name, side in {cfg.student: student, **sides}.items():
+            if not side.tokenizer.chat_template:
+                raise ValueError(f"{name}: its tokenizer has no chat template, and {cfg.text_key!r} holds "
+                                 "chats; set chat_template in tokenizer_config.json")
     train_rows, held_out_rows = split_rows(rows, cfg.eval_rows)
-    distillation = build_loss(cfg, student, teacher, device) if teacher else None
+    lessons = plan_lessons(cfg, student, sides, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
     if cfg.export and Path(cfg.export).is_dir() and not (Path(cfg.export) / "config.json").exists():
         raise ValueError(f"--export {cfg.export}: holds something else than a model; name another directory")
-    return Inputs(student, teacher, ds_config, train_rows, held_out_rows, distillation, checkpoint)
+    return Inputs(student, lessons, ds_config, train_rows, held_out_rows, checkpoint)
+
+
+def plan_lessons(cfg, student, sides, device):
+    """[Lesson] of every teacher.
+
+    Args:
+        sides: {name: Side} of the teachers.
+    """
+    factors = dict.fromkeys(sides, 1.0)
+    if cfg.normalise_vocabulary and sides:
+        factors = dict(zip(sides, vocabulary_factors([len(side.table) for side in sides.values()]).tolist()))
+    lessons = []
+    for name, own in of_each_teacher(cfg).items() if sides else ():
+        own = replace(own, kd_weight=own.kd_weight / factors[name])
+        lessons.append(Lesson(name, own, sides[name], build_loss(own, student, sides[name], device)))
+    return lessons
 
 
 def load_student(cfg, ds_config):
@@ -312,23 +208,25 @@ def run_inside_forward(model, vocab, tiled):
     model.forward = forward
 
 
-def check_heads(job, student_ids, teacher):
+def check_heads(job, student_ids):
     """A ValueError where `head_of` does not give a model's own logits; all ranks take part."""
     cfg = job.cfg
     ids = torch.tensor([student_ids], device=job.device)
     job.engine.eval()
     with torch.no_grad():
-        logits = job.engine(input_ids=ids).logits[..., : job.vocabs[0]]
-        right = {"student": job.engine(input_ids=ids, run=lambda rows: hidden_head_is_right(rows, logits))}
-        if teacher is not None:
-            ids = ids.clamp(max=job.vocabs[1] - 1)
-            logits = teacher.logits(ids)[..., : job.vocabs[1]]
-            right["teacher"] = hidden_head_is_right(teacher.rows(ids), logits)
+        logits = job.engine(input_ids=ids).logits[..., : job.vocab]
+        right = {f"--student {cfg.student}": job.engine(
+            input_ids=ids, run=lambda rows: hidden_head_is_right(rows, logits))}
+        for lesson in job.lessons:
+            W = len(lesson.side.table)
+            teacher, own = lesson.teacher, ids.clamp(max=W - 1)
+            found = hidden_head_is_right(teacher.rows(own), teacher.logits(own)[..., :W])
+            right[f"--teacher {lesson.cfg.teacher}"] = found
     job.engine.train()
     for role, good in right.items():
         if not good:
-            raise ValueError(f"--{role} {getattr(cfg, role)}: its logits are not those of its output "
-                             "embeddings, so its loss cannot be tiled; use --tiled=false")
+            raise ValueError(f"{role}: its logits are not those of its output embeddings, so its loss cannot "
+                             "be tiled; use --tiled=false")
 
 
 def start_engine(model, ds_config, projection_learning_rate=0.0):
@@ -365,45 +263,38 @@ COUNTS = "ce", "kd", "text_bytes", "aligned_bytes", "aligned_tokens", "source_by
 
 @dataclass
 class Job:
-    """What a step needs: the engine, both models as functions of a batch, the loss."""
+    """What a step needs: the engine, the student as a function of a batch, the teachers."""
 
     cfg: Config
     engine: object
     student: object  # (batch, run) -> run(rows), see `run_inside_forward`
-    teacher: object  # batch -> rows; None: there is none
-    distillation: Distillation | None
-    keeps_columns: bool  # does the loss compare the most important teacher columns only?
-    vocabs: tuple  # tokens of both sides
+    lessons: list  # Lesson; none: the text alone
+    vocab: int  # tokens of the student
     params: list  # what the loss trains beside the student
     device: torch.device
 
 
 def build_job(cfg, inputs, device):
-    """Load both models and start the engine; all ranks take part.
+    """Load all models and start the engine; all ranks take part.
 
     Raises:
         ValueError: a model whose loss cannot be tiled.
     """
-    model, teacher = load_student(cfg, inputs.ds_config), None
-    V, W = len(inputs.student.table), len(inputs.teacher.table) if inputs.teacher else 0
+    model, V, params = load_student(cfg, inputs.ds_config), len(inputs.student.table), []
     run_inside_forward(model, V, cfg.tiled)
-    learned = inputs.distillation and inputs.distillation.projection
-    if learned:
-        learned.attach(model)
+    for lesson in inputs.lessons:
+        if lesson.distillation.projection:
+            lesson.distillation.projection.attach(model)
+            params = [model.projection_scores]
     engine = start_engine(model, inputs.ds_config, cfg.projection_learning_rate)
-    if inputs.teacher:
-        how = cfg.teacher_dtype, device, cfg.teacher_engine, cfg.teacher_tp
-        teacher = load_teacher(cfg.teacher, W, *how)
-    signal = "logits" if cfg.exchange == "hidden" and not cfg.tiled else cfg.exchange
-    job = Job(
-        cfg, engine, device=device, distillation=inputs.distillation, vocabs=(V, W),
-        params=[model.projection_scores] if learned else [],
-        student=lambda batch, run: engine(input_ids=batch["student_ids"], run=run),
-        teacher=teacher and (lambda batch: teacher.rows(batch["teacher_ids"], signal, cfg.exchange_topk)),
-        keeps_columns=cfg.loss == "projection_kl" and W > cfg.projection_topk,
-    )
+    for lesson in inputs.lessons:
+        own = lesson.cfg
+        how = own.teacher_dtype, device, own.teacher_engine, own.teacher_tp
+        lesson.teacher = load_teacher(own.teacher, len(lesson.side.table), *how)
+    job = Job(cfg, engine, lambda batch, run: engine(input_ids=batch["student_ids"], run=run), inputs.lessons,
+              V, params, device)
     if cfg.tiled:
-        check_heads(job, list(range(min(8, V))), teacher)
+        check_heads(job, list(range(min(8, V))))
     return job
 
 
@@ -411,52 +302,65 @@ def train_step(job, window, stop=False):
     """One optimiser step over a window of micro-batches.
 
     Args:
-        window: this rank's micro-batches, one per accumulation step.
+        window: this rank's micro-batches, one per accumulation step; each a list of batches, one per teacher.
         stop: whether this rank was told to end.
     Returns:
         dict of global means, equal on every rank (see docs/metrics.md), and `stop`: was any rank told to end?
     """
     cfg, ranks = job.cfg, dist.get_world_size()
-    mine = [sum(batch["counts"][key] for batch in window) for key in COUNTS]
-    counts = dict(zip((*COUNTS, "stop"), global_sums([*mine, stop], job.device).tolist()))
+    mine = [sum(batch[i]["counts"][key] for batch in window) for i in range(len(window[0])) for key in COUNTS]
+    *totals, stops = global_sums([*mine, stop], job.device).tolist()
+    counts = [dict(zip(COUNTS, totals[i : i + len(COUNTS)])) for i in range(0, len(totals), len(COUNTS))]
     # the engine divides by micro-steps and averages over ranks; this makes it a mean over the whole window
-    share = {term: ranks * len(window) / max(counts[term], 1) for term in ("ce", "kd")}
-    weights = cfg.ce_weight * share["ce"], cfg.kd_weight * share["kd"]
+    scale = ranks * len(window)
+    weights = [[0.0, lesson.cfg.kd_weight * scale / max(count["kd"], 1)]
+               for lesson, count in zip(job.lessons, counts)] or [[0.0, 0.0]]
+    weights[0][0] = cfg.ce_weight * scale / max(counts[0]["ce"], 1)  # the text is learned once
     window = [to_device(batch, job.device) for batch in window]
-    teachers, kd_loss, payload = [None] * len(window), None, 0
-    if job.teacher:
-        teachers, kd_loss, payload = teacher_signals(job, window)
-    lr, sums = job.engine.get_lr()[-1], torch.zeros(2, device=job.device)
-    for batch, teacher in zip(window, teachers):
-        how = dict(teacher_rows=teacher, kd_loss=kd_loss, tiles=batch["tiles"], weights=weights,
-                   params=job.params)
-        loss, found = job.student(batch, partial(weighted_sums, **how))
+    signals = [teacher_signals(lesson, [batch[i] for batch in window])
+               for i, lesson in enumerate(job.lessons)]
+    lr, sums = job.engine.get_lr()[-1], torch.zeros(len(weights), 2, device=job.device)
+    for m, batch in enumerate(window):
+        how = [dict(tiles=b["tiles"], weights=w, params=job.params, teacher_rows=None, kd_loss=None)
+               for b, w in zip(batch, weights)]
+        for own, (rows, kd_loss, _) in zip(how, signals):
+            own |= dict(teacher_rows=rows[m], kd_loss=kd_loss)
+        loss, found = job.student(batch[0], partial(lesson_sums, lessons=how))
         sums += found
         job.engine.backward(loss)
         grad_norm = gradient_norm(job.engine)
         job.engine.step()
-    ce, kd = global_sums(sums, job.device).tolist()
-    ce, kd = ce / max(counts["ce"], 1), kd / max(counts["kd"], 1)
-    metrics = {"loss": cfg.ce_weight * ce + cfg.kd_weight * kd, "lr": lr}
+    sums = global_sums(sums.flatten(), job.device).view(-1, 2).tolist()
+    ce = sums[0][0] / max(counts[0]["ce"], 1)
+    metrics = {"loss": cfg.ce_weight * ce, "lr": lr}
     metrics["grad_norm"] = float(job.engine.get_global_grad_norm() or grad_norm)
     metrics |= {"ce": ce} if cfg.ce_weight else {}
-    if cfg.kd_weight:
-        metrics |= {"kd": kd, "aligned_bytes": counts["aligned_bytes"] / max(counts["text_bytes"], 1),
-                    "aligned_tokens": counts["aligned_tokens"] / max(counts["ce"], 1)}
-        metrics |= {key: counts[key] / max(counts["source_bytes"], 1) for key in DROPPED}
-        metrics |= {key: counts[key] / max(counts["chunks"], 1) for key in CHUNKS[1:]}
-        metrics["teacher_bytes_per_token"] = payload
-    return metrics | {"tokens": int(counts["ce"]), "stop": counts["stop"] > 0}
+    for lesson, count, (_, kd), (*_, payload) in zip(job.lessons, counts, sums, signals):
+        kd /= max(count["kd"], 1)
+        metrics["loss"] += lesson.cfg.kd_weight * kd
+        own = {"kd": kd, "aligned_bytes": count["aligned_bytes"] / max(count["text_bytes"], 1),
+               "aligned_tokens": count["aligned_tokens"] / max(count["ce"], 1)}
+        own |= {key: count[key] / max(count["source_bytes"], 1) for key in DROPPED}
+        own |= {key: count[key] / max(count["chunks"], 1) for key in CHUNKS[1:]}
+        own["teacher_bytes_per_token"] = payload
+        own |= {"kd_weight": lesson.cfg.kd_weight} if len(job.lessons) > 1 else {}
+        metrics |= of_lesson(job, lesson, own)
+    return metrics | {"tokens": int(counts[0]["ce"]), "stop": stops > 0}
 
 
-def teacher_signals(job, window):
+def of_lesson(job, lesson, metrics):
+    """With several teachers the names of their metrics end in theirs."""
+    return {f"{key}/{lesson.name}" if len(job.lessons) > 1 else key: value for key, value in metrics.items()}
+
+
+def teacher_signals(lesson, window):
     """(rows of teacher logits of every micro-batch, the loss that reads them, bytes a position)."""
-    teachers = [job.teacher(batch) for batch in window]
+    teachers = [lesson.rows(batch) for batch in window]
     payload = payload_bytes(teachers[0]) / window[0]["teacher_ids"].numel()
-    if not job.keeps_columns:
-        return teachers, job.distillation.loss, payload
-    kept_K = kept_columns(job, window, teachers)
-    return [rows.columns(kept_K) for rows in teachers], job.distillation.keep(kept_K), payload
+    if not lesson.keeps_columns:
+        return teachers, lesson.distillation.loss, payload
+    kept_K = kept_columns(lesson, window, teachers)
+    return [rows.columns(kept_K) for rows in teachers], lesson.distillation.keep(kept_K), payload
 
 
 def global_sums(values, device):
@@ -466,9 +370,10 @@ def global_sums(values, device):
     return total.cpu()
 
 
-def kept_columns(job, window, teachers):
+def kept_columns(lesson, window, teachers):
     """Sorted teacher columns that projection_kl compares in this step, the same on every rank."""
-    importance = torch.full((job.vocabs[1],), -torch.inf, device=job.device)
+    device = window[0]["teacher_ids"].device
+    importance = torch.full((len(lesson.side.table),), -torch.inf, device=device)
     for batch, rows in zip(window, teachers):
         for tile in batch["tiles"]:
             y = rows(tile.teacher_rows)
@@ -476,7 +381,7 @@ def kept_columns(job, window, teachers):
                 found = teacher_importance(y[None, part.teacher], part.teacher_chunk[None])
                 importance = torch.maximum(importance, found)
     dist.all_reduce(importance, op=dist.ReduceOp.MAX)
-    return importance.topk(job.cfg.projection_topk).indices.sort().values
+    return importance.topk(lesson.cfg.projection_topk).indices.sort().values
 
 
 def gradient_norm(engine):
@@ -493,8 +398,12 @@ def gradient_norm(engine):
 def run_evaluation(job, batches):
     """Held-out metrics; all ranks take part."""
     job.engine.eval()
-    batches = (to_device(batch, job.device) for batch in batches)
-    result = evaluate(batches, job.student, job.teacher, job.distillation)
+    result = {}
+    for i, lesson in enumerate(job.lessons or [None]):
+        own = (to_device(batch[i], job.device) for batch in batches)
+        found = evaluate(own, job.student, *((lesson.rows, lesson.distillation) if lesson else ()))
+        result["student_bits_per_byte"] = found.pop("student_bits_per_byte")
+        result |= of_lesson(job, lesson, found) if lesson else {}
     job.engine.train()
     return {f"eval/{key}": value for key, value in result.items()}
 
@@ -620,6 +529,25 @@ def agree():
             fail(found)
 
 
+@contextmanager
+def name_the_dead():
+    """Where a step fails because ranks of this node have ended, one line says which, and this one ends."""
+    node, rank, peers = platform.node(), dist.get_rank(), [None] * dist.get_world_size()
+    dist.all_gather_object(peers, (node, os.getpid()))
+    try:
+        yield
+    except RuntimeError:
+        here = [r for r, (host, _) in enumerate(peers) if host == node]
+        gone = [r for r in here if not runs(peers[r][1])]
+        if not gone:
+            raise
+        if rank == min(set(here) - set(gone)):
+            named = ", ".join(f"rank {r} (process {peers[r][1]})" for r in gone)
+            print(f"distill.py: {named} ended in mid-step, so the job ends; the same command goes on from "
+                  "its last checkpoint", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
 def fail(message):
     if int(os.environ.get("RANK", 0)) == 0:
         print("distill.py: " + " ".join(message.split()), file=sys.stderr, flush=True)
@@ -648,20 +576,27 @@ def main(cfg):
         job = build_job(cfg, inputs, device)
     start = load_checkpoint(job.engine, inputs.checkpoint) if inputs.checkpoint else 0
 
-    spelling = inputs.distillation and inputs.distillation.spelling
     memory = cfg.loss_memory_mib if cfg.tiled else math.inf
     part_share = 0.125 if device.type == "cpu" else 0.5  # a CPU wants large tiles, a GPU few calls
-    collate = Collate(inputs.student, inputs.teacher, spelling, cfg.train_on, memory, part_share)
+    collate = collate_all(cfg, inputs, memory, part_share)
     micro = job.engine.train_micro_batch_size_per_gpu()
     stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, cfg.text_key, cfg.seed)
     micro_steps = job.engine.gradient_accumulation_steps()
     batches = MicroBatches(stream, collate, micro, micro_steps, rank, ranks, start)
     held_out = HeldOutBatches(inputs.held_out_rows, cfg.text_key, collate, micro, rank, ranks)
-    train(job, iter(loader(batches, cfg.num_workers)), loader(held_out, 0), start, inputs.ds_config)
+    with name_the_dead():
+        train(job, iter(loader(batches, cfg.num_workers)), loader(held_out, 0), start, inputs.ds_config)
     if cfg.learn_projection:
-        export_projection(job.engine, inputs.distillation.projection, Path(cfg.output_dir) / "projection.pt")
+        learned = inputs.lessons[0].distillation.projection
+        export_projection(job.engine, learned, Path(cfg.output_dir) / "projection.pt")
     if cfg.export:
         export_model(job.engine, inputs.student.tokenizer, cfg.export)
+
+
+def collate_all(cfg, inputs, tile_mib, part_share=0.125):
+    """Texts -> a batch for every teacher; one of the text alone where there is none."""
+    sides = [(lesson.side, lesson.distillation.spelling) for lesson in inputs.lessons] or [(None, None)]
+    return CollateAll([Collate(inputs.student, *pair, cfg.train_on, tile_mib, part_share) for pair in sides])
 
 
 def train(job, batches, held_out, start, ds_config):

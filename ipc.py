@@ -197,7 +197,7 @@ class _Board:
             now = time.monotonic()
             if now - looked > 0.2:
                 looked, process = now, self.words[word + 1]
-                if process and not _runs(process) and self.words[word] < least:
+                if process and not runs(process) and self.words[word] < least:
                     raise Gone(f"{who} (process {process}) has ended")
             if now - begin > timeout:
                 raise Gone(f"{who} (process {self.words[word + 1]}) said nothing for {timeout:.0f} s")
@@ -205,10 +205,11 @@ class _Board:
             pause = min(2 * pause, 1e-3)
 
 
-def _runs(process: int) -> bool:
+def runs(process: int) -> bool:
+    """Is there such a process, other than one that has ended and is not buried yet?"""
     try:
         with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"  # killed, and not yet buried
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -163,6 +163,16 @@ def _positions(cfg):
     return Distillation(loss)
 
 
+def lesson_sums(student_rows, lessons):
+    """(loss, sums) of a micro-batch: `weighted_sums` for every teacher; sums: (M, 2).
+
+    Args:
+        lessons: dicts of the other arguments of `weighted_sums`.
+    """
+    losses, sums = zip(*(weighted_sums(student_rows, **lesson) for lesson in lessons))
+    return torch.stack(losses).sum(), torch.stack(sums)
+
+
 def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=()):
     """Cross-entropy and distillation loss of a micro-batch.
 

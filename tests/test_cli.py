@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,13 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "small head": ("--student={folder}/small_head", "its lm_head has 340 rows, but its tokenizer 350 ids"),
     "a teacher across nodes": ("--teacher_tp=4", "--teacher_tp 4: does not divide the 2 ranks of a node"),
     "whole and in parts": ("--teacher_tp=2 --teacher_engine=replicated", "a whole copy per rank is degree 1"),
+    "two kinds of teachers": ("--teachers=[{}]", "goes neither with --teacher nor"),
+    "teachers that are no JSON": ("--teacher= --teachers=[{,", "--teachers: no JSON"),
+    "a teacher with a typo": ('--teacher= --teachers=[{"model":"a","los":"gold"}]',
+                              "'los' is no key of a teacher"),
+    "a teacher without a weight": ('--teacher= --teachers=[{"model":"a","weight":0}]',
+                                   "expected a number above 0"),
+    "twins": ('--teacher= --teachers=[{"model":"a"},{"model":"a"}]', "two are called a; give them names"),
     "no ds_config": ("--ds_config={folder}/nowhere.json", "no such file; ready-made ones are in ds_configs/"),
     "ds_config is no JSON": ("--ds_config={folder}/text.json", "text.json: not JSON"),
     "ds_config with a typo": ("--ds_config={folder}/typo.json", "did you mean 'gradient_clipping'?"),
@@ -69,7 +78,7 @@ def outcomes(folder, base, cases):
         with tempfile.TemporaryFile("w+") as file:
             kept = os.dup(2)
             os.dup2(file.fileno(), 2)
-            code = run_distill([[*base, *change.format(folder=folder).split()]])[0]
+            code = run_distill([[*base, *change.replace("{folder}", str(folder)).split()]])[0]
             sys.stderr.flush()
             os.dup2(kept, 2)
             file.seek(0)
@@ -125,10 +134,18 @@ def test_wrong_input_ends_with_one_line_and_code_2(wrong, case):
 
 
 def launch(ranks_, *flags):
-    """The real launcher."""
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [launcher, f"--num_gpus={ranks_}", f"--master_port={ranks.free_port()}", "distill.py", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    """The real launcher, to its end."""
+    return subprocess.run(launcher(ranks_, *flags), cwd=ROOT, capture_output=True, text=True)
+
+
+def launched(ranks_, *flags):
+    """The real launcher, under way."""
+    return subprocess.Popen(launcher(ranks_, *flags), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def launcher(ranks_, *flags):
+    program = Path(sys.executable).with_name("deepspeed")
+    return [program, f"--num_gpus={ranks_}", f"--master_port={ranks.free_port()}", "distill.py", *flags]
 
 
 def test_real_models_through_the_launcher(tmp_path):
@@ -153,6 +170,57 @@ def test_real_models_through_the_launcher(tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "student")) == 512
+
+
+def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(models, texts, tmp_path):
+    """Half of the teacher goes away in mid-step; the job ends within a minute, and goes on where it was."""
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 20)}",
+            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 2, 1)}", "--max_length=60", "--teacher_tp=2",
+            "--save_every=1", f"--output_dir={tmp_path / 'run'}"]
+    with launched(2, *argv, "--steps=100000") as job:
+        while not (tmp_path / "run" / "checkpoints" / "step_0000003").exists():
+            assert job.poll() is None, job.communicate()[1]
+            time.sleep(0.05)
+        victim = processes_with("--local_rank=1", str(tmp_path / "run"))[0]
+        os.kill(victim, signal.SIGKILL)
+        message = job.communicate(timeout=60)[1]
+    assert job.returncode != 0
+    assert f"distill.py: rank 1 (process {victim}) ended in mid-step" in message, message[-3000:]
+    reached = losses_of(tmp_path / "run")[-1]["step"]
+    assert ranks.run(2, run_distill, [[*argv, f"--steps={reached + 2}"]]) == [[0]] * 2
+    assert losses_of(tmp_path / "run")[-1]["step"] == reached + 2
+
+
+def test_two_nodes(models, texts, tmp_path):
+    """Two launches of two ranks each are one job; it learns what four ranks of one node learn."""
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 20)}",
+            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 1, 1)}", "--max_length=60", "--teacher_tp=2",
+            "--steps=3", "--eval_rows=4"]
+    how = ["--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={ranks.free_port()}"]
+    program = Path(sys.executable).with_name("torchrun")
+    nodes = [subprocess.Popen([program, *how, f"--node_rank={n}", "distill.py", *argv,
+                               f"--output_dir={tmp_path / 'nodes'}"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+             for n in range(2)]
+    for node in nodes:
+        message = node.communicate(timeout=600)[1]
+        assert node.returncode == 0, message
+    assert ranks.run(4, run_distill, [[*argv, f"--output_dir={tmp_path / 'one'}"]]) == [[0]] * 4
+    for two, one in zip(losses_of(tmp_path / "nodes", -1), losses_of(tmp_path / "one", -1), strict=True):
+        assert two.keys() == one.keys()
+        assert all(abs(two[key] - one[key]) <= 1e-5 * abs(one[key]) for key in one), (two, one)
+
+
+def processes_with(*words):
+    """Ids of the processes whose command lines hold all these words, oldest first."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_text()
+            if all(word in line for word in words):
+                found.append((float((folder / "stat").read_text().split()[21]), int(folder.name)))
+        except OSError:
+            pass
+    return [number for _, number in sorted(found)]
 
 
 def test_the_launcher_passes_on_the_exit_code():

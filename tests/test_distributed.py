@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import distill
-from data import Collate
+from data import Collate, CollateAll
 from losses import next_token_cross_entropy
-from objective import ANY_TOKENIZERS
+from objective import ANY_TOKENIZERS, ONE_TOKENIZER
 from projection_tools import Pair, load_projection
 from projection_tools.build import build_projection
 
@@ -77,12 +77,13 @@ def layout_results(flags, texts, layouts, losses, tile_mib):
 
         job.engine.step = spy
         for loss in losses:
-            job.cfg = dataclasses.replace(job.cfg, loss=loss)
-            job.keeps_columns = loss == "projection_kl"
-            job.distillation = distill.build_loss(job.cfg, inputs.student, inputs.teacher, job.device)
-            collate = Collate(inputs.student, inputs.teacher, job.distillation.spelling, tile_mib=tile_mib)
+            for lesson in job.lessons if loss != "several" else ():
+                lesson.cfg = dataclasses.replace(lesson.cfg, loss=loss)
+                lesson.distillation = distill.build_loss(lesson.cfg, inputs.student, lesson.side, job.device)
+            collate = distill.collate_all(job.cfg, inputs, tile_mib)
             window = [collate(part) for part in mine]
-            assert rank or tile_mib > 9 or len(window[0]["tiles"]) > 1 < len(window[0]["tiles"][0].parts)
+            tiles = window[0][0]["tiles"]
+            assert rank or tile_mib > 9 or len(tiles) > 1 < len(tiles[0].parts)
             metrics = distill.train_step(job, window)
             name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps} {more}"
             out.append((name, metrics, dict(gradients) if rank == 0 else None))
@@ -93,28 +94,33 @@ def layout_results(flags, texts, layouts, losses, tile_mib):
 def plain_references(flags, texts, losses):
     """{loss: (value, gradients)} of one process, one batch, torch alone: no engine, ranks, micro-batches."""
     distill.start_distributed()
-    return {loss: plain_reference(distill.Config(**flags | {"loss": loss}), texts) for loss in losses}
+    named = {loss: flags if loss == "several" else flags | {"loss": loss} for loss in losses}
+    return {loss: plain_reference(distill.Config(**own), texts) for loss, own in named.items()}
 
 
 def plain_reference(cfg, texts):
-    student, teacher = [distill.load_side(role, getattr(cfg, role), n)[0] for role, n in
-                        (("student", cfg.max_length), ("teacher", 0))]
-    distillation = distill.build_loss(cfg, student, teacher, torch.device("cpu"))
+    student, sides = distill.load_side("student", cfg.student, cfg.max_length)[0], {}
+    for name, own in distill.of_each_teacher(cfg).items():
+        sides[name] = distill.load_side("teacher", own.teacher, own.teacher_max_length)[0]
+    lessons = distill.plan_lessons(cfg, student, sides, torch.device("cpu"))
+    batches = CollateAll([Collate(student, x.side, x.distillation.spelling) for x in lessons])(texts)
     model = distill.AutoModelForCausalLM.from_pretrained(cfg.student)
-    frozen = distill.load_teacher(cfg.teacher, len(teacher.table))
-    batch = Collate(student, teacher, distillation.spelling)(texts)
-    [tile] = batch["tiles"]
-    [part] = tile.parts
-    x = model(input_ids=batch["student_ids"]).logits[..., : len(student.table)]
-    y = frozen.logits(batch["teacher_ids"])[..., : len(teacher.table)]
-    kd_loss, columns = distillation.loss, slice(None)
-    if cfg.loss == "projection_kl":
-        importance = distill.teacher_importance(y, batch["teacher_chunk"])
-        columns = importance.topk(cfg.projection_topk).indices.sort().values
-        kd_loss = distillation.keep(columns)
-    ce, n = next_token_cross_entropy(x, batch["student_labels"])
-    kd = kd_loss(x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[tile.teacher_rows][:, columns], part)
-    value = cfg.ce_weight * ce / n + cfg.kd_weight * kd / batch["counts"]["kd"]
+    x = model(input_ids=batches[0]["student_ids"]).logits[..., : len(student.table)]
+    ce, n = next_token_cross_entropy(x, batches[0]["student_labels"])
+    value = cfg.ce_weight * ce / n
+    for lesson, batch in zip(lessons, batches):
+        assert torch.equal(batch["student_ids"], batches[0]["student_ids"])
+        [tile], W = batch["tiles"], len(lesson.side.table)
+        [part] = tile.parts
+        frozen = distill.load_teacher(lesson.cfg.teacher, W)
+        y = frozen.logits(batch["teacher_ids"])[..., :W]
+        kd_loss, columns = lesson.distillation.loss, slice(None)
+        if lesson.keeps_columns:
+            importance = distill.teacher_importance(y, batch["teacher_chunk"])
+            columns = importance.topk(lesson.cfg.projection_topk).indices.sort().values
+            kd_loss = lesson.distillation.keep(columns)
+        rows = x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[tile.teacher_rows][:, columns]
+        value = value + lesson.cfg.kd_weight * kd_loss(*rows, part) / batch["counts"]["kd"]
     value.backward()
     return value.item(), {key: p.grad for key, p in model.named_parameters()}
 
@@ -194,13 +200,57 @@ def test_same_loss_and_gradient_however_the_teacher_is_held(models, texts, tmp_p
         assert metrics["teacher_bytes_per_token"] == payload, name
 
 
+def several_teachers(models, untied):
+    """As --teachers: two tokenizers, four losses, one teacher that sees less of a text than the others."""
+    return json.dumps([
+        {"model": str(models[1]), "tp": 2, "weight": 2.0, "name": "pieces", "max_length": 150},
+        {"model": str(untied), "loss": "forward_kl", "weight": 0.5, "temperature": 2.0, "name": "own"},
+        {"model": str(models[1]), "loss": "projection_kl", "engine": "zero3", "name": "projected"},
+        {"model": str(models[1]), "loss": "gold", "tp": 4, "exchange": "logits", "name": "gold"}])
+
+
+def test_several_teachers_give_the_sum_of_their_losses(models, untied, texts, tmp_path):
+    flags = dict(student=str(models[0]), teachers=several_teachers(models, untied), max_length=250,
+                 data=write_corpus(tmp_path, texts, 20), kd_weight=0.7, ce_weight=0.3, projection_topk=100,
+                 normalise_vocabulary=True, output_dir=str(tmp_path))
+    samples = batch_texts(texts)
+    value, reference = ranks.run(1, plain_references, flags, samples, ["several"])[0]["several"]
+    for world, layouts in {1: [(2, 4, 2)], 4: [(0, 1, 2), (2, 2, 1), (3, 1, 2)]}.items():
+        own = flags | ({"teachers": flags["teachers"].replace('"tp": 2, ', "").replace('"tp": 4, ', "")}
+                       if world == 1 else {})
+        for name, metrics, gradients in ranks.run(world, layout_results, own, samples, layouts, ["several"],
+                                                  0.2)[0]:
+            same_step(name, metrics, gradients, value, reference)
+            names = "pieces", "own", "projected", "gold"
+            kd = sum(metrics[f"kd/{x}"] * metrics[f"kd_weight/{x}"] for x in names)
+            assert abs(0.3 * metrics["ce"] + kd - value) <= 1e-5 * value
+    assert metrics["kd_weight/own"] == 0.7 * 0.5 and 1.0 < 0.7 * 2 / metrics["kd_weight/pieces"] < 1.2
+
+
+def test_a_run_with_several_teachers_evaluates_stops_and_goes_on(flags, models, untied):
+    folder, common = flags
+    argv = [flag for flag in common if not flag.startswith("--teacher")] + ["--steps=4", "--save_every=2"]
+    argv += [f"--ds_config={folder / 'zero2.json'}", f"--output_dir={folder / 'several'}"]
+    argv.append("--teachers=" + json.dumps([{"model": str(models[1]), "tp": 2, "name": "a"},
+                                            {"model": str(untied), "loss": "alm", "name": "b"}]))
+    step = folder / "several" / "checkpoints" / "step_0000002"
+    again = [*argv, f"--resume={step}"]
+    assert ranks.run(2, run_distill, [argv]) == [[0]] * 2
+    first = losses_of(folder / "several", 2)
+    assert ranks.run(2, run_distill, [again]) == [[0]] * 2
+    assert losses_of(folder / "several", 2) == first
+    assert {"kd/a", "kd/b", "chunks_1_1/a", "ce", "loss"} <= first[0].keys()
+    assert {"eval/kd/a", "eval/teacher_bits_per_byte/b", "eval/student_bits_per_byte"} <= first[-1].keys()
+
+
 def one_tokenizer_steps(flags, texts, names):
     """{loss: metrics of two steps} with the student as its own teacher at first."""
     job, inputs = job_for(flags)
-    collate, out = Collate(inputs.student, inputs.teacher, None), {}
+    collate, out = distill.collate_all(job.cfg, inputs, math.inf), {}
     for name in names:
         cfg = distill.Config(**flags | {"loss": name})
-        job.distillation = distill.build_loss(cfg, inputs.student, inputs.teacher, job.device)
+        [lesson] = job.lessons
+        lesson.distillation = distill.build_loss(cfg, inputs.student, lesson.side, job.device)
         half = texts[dist.get_rank() :: 2]
         out[name] = [distill.train_step(job, [collate(half)]) for _ in range(2)]
     return out
@@ -210,7 +260,7 @@ def test_every_loss_for_one_tokenizer_trains(models, texts, tmp_path):
     flags = dict(student=str(models[0]), teacher=str(models[0]), data=write_corpus(tmp_path, texts, 20),
                  max_length=120, output_dir=str(tmp_path), loss="forward_kl", top_k=20,
                  ds_config=ds_config(tmp_path / "ds.json", 2, 4, 1))
-    names = list(distill.ONE_TOKENIZER)
+    names = list(ONE_TOKENIZER)
     for found in ranks.run(2, one_tokenizer_steps, flags, texts[:8], names):
         first = found[names[0]][0]
         assert abs(first["kd"]) < 1e-6 and first["aligned_tokens"] > 0.95  # it agrees with itself

@@ -1,5 +1,7 @@
 """A sharded teacher is the whole teacher: hidden states, logits, and what every rank holds of it."""
 
+import os
+
 import pytest
 import ranks
 import torch
@@ -92,6 +94,31 @@ def test_a_sharded_teacher_is_the_whole_teacher(checkpoints):
             assert engine == (expected if degree > 1 else "replicated")
             most = 1 if degree == 1 else 0.26 if engine == "zero3" else {2: 0.56, 4: 0.45}[degree]
             assert share <= most, (name, engine, degree, share)
+
+
+def groups_of_a_forward(folder):
+    """Ranks of every group that loading and asking a teacher has used, on nodes of two ranks."""
+    os.environ["LOCAL_SIZE"] = "2"
+    distill.start_distributed()
+    distill.quieten()
+    used = set()
+    for name in ("all_reduce", "broadcast", "all_gather", "broadcast_object_list", "all_gather_into_tensor"):
+        def spy(*args, function=getattr(dist, name), **how):
+            group = how.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+            used.add(tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
+            return function(*args, **how)
+
+        setattr(dist, name, spy)
+    found = teacher.load_teacher(str(folder / "llama"), VOCAB, "float32", "cpu", "auto", 2)
+    used.clear()  # what it was loaded with: DeepSpeed makes all random states equal
+    for signal in teacher.SIGNALS:
+        found.rows(torch.arange(12).view(2, 6), signal)
+    return used
+
+
+def test_no_teacher_tensor_leaves_a_node(checkpoints):
+    found = ranks.run(4, groups_of_a_forward, checkpoints)
+    assert found == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
 
 
 def test_groups_are_neighbours_on_a_node():
