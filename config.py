@@ -21,6 +21,9 @@ class Config:
             engine, dtype, max_length, and these flags in place of the run's own: loss, temperature,
             projection, projection_topk, uncommon_topk, reverse, alm_mode, beta, skew, alpha, top_k, exchange,
             exchange_topk.
+        teacher_weights: fixed, or for each sample shares by how sure the teachers are of it: ce (nats per
+            byte of its text), entropy, max_prob; or select: the teacher with the lowest ce alone.
+        teacher_alpha: shares are softmax(teacher_alpha * score); 0: equal ones.
         normalise_vocabulary: divide the weight of each of several teachers by log W / log of the smallest W.
         data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet
             .arrow .csv.
@@ -81,6 +84,8 @@ class Config:
     student: str = ""
     teacher: str = ""
     teachers: str = ""
+    teacher_weights: str = "fixed"
+    teacher_alpha: float = 1.0
     normalise_vocabulary: bool = False
     data: str = ""
     text_key: str = "text"
@@ -196,10 +201,10 @@ OF_A_TEACHER = ("loss", "temperature", "projection", "projection_topk", "uncommo
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
               save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
-              teacher_tp=1, exchange_topk=1)
+              teacher_tp=1, exchange_topk=1, teacher_alpha=0)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"), teacher_engine=ENGINES,
-               exchange=SIGNALS)
+               exchange=SIGNALS, teacher_weights=("fixed", "ce", "entropy", "max_prob", "select"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
                   "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_engine"}

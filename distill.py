@@ -47,8 +47,8 @@ from evaluate import evaluate
 from flags import parse_flags
 from ipc import runs
 from layout import node_size, teacher_groups
-from losses import teacher_importance, vocabulary_factors
-from objective import Distillation, build_loss, lesson_sums
+from losses import teacher_importance, teacher_weights, vocabulary_factors
+from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from teacher import Teacher, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
 from tiles import HiddenRows, LogitRows, head_of
 
@@ -319,11 +319,14 @@ def train_step(job, window, stop=False):
     window = [to_device(batch, job.device) for batch in window]
     signals = [teacher_signals(lesson, [batch[i] for batch in window])
                for i, lesson in enumerate(job.lessons)]
+    if cfg.teacher_weights != "fixed" and len(job.lessons) > 1:
+        window = [weigh_teachers(cfg, batch, [scores[m] for _, _, scores, _ in signals])
+                  for m, batch in enumerate(window)]
     lr, sums = job.engine.get_lr()[-1], torch.zeros(len(weights), 2, device=job.device)
     for m, batch in enumerate(window):
         how = [dict(tiles=b["tiles"], weights=w, params=job.params, teacher_rows=None, kd_loss=None)
                for b, w in zip(batch, weights)]
-        for own, (rows, kd_loss, _) in zip(how, signals):
+        for own, (rows, kd_loss, *_) in zip(how, signals):
             own |= dict(teacher_rows=rows[m], kd_loss=kd_loss)
         loss, found = job.student(batch[0], partial(lesson_sums, lessons=how))
         sums += found
@@ -354,13 +357,24 @@ def of_lesson(job, lesson, metrics):
 
 
 def teacher_signals(lesson, window):
-    """(rows of teacher logits of every micro-batch, the loss that reads them, bytes a position)."""
-    teachers = [lesson.rows(batch) for batch in window]
+    """(rows of teacher logits of every micro-batch, the loss that reads them, scores, bytes a position)."""
+    teachers, kind = [lesson.rows(batch) for batch in window], lesson.cfg.teacher_weights
     payload = payload_bytes(teachers[0]) / window[0]["teacher_ids"].numel()
+    scores = [None] * len(window)
+    if kind != "fixed":
+        kind = "ce" if kind == "select" else kind
+        scores = [sample_scores(rows, batch, kind) for rows, batch in zip(teachers, window)]
     if not lesson.keeps_columns:
-        return teachers, lesson.distillation.loss, payload
+        return teachers, lesson.distillation.loss, scores, payload
     kept_K = kept_columns(lesson, window, teachers)
-    return [rows.columns(kept_K) for rows in teachers], lesson.distillation.keep(kept_K), payload
+    return [rows.columns(kept_K) for rows in teachers], lesson.distillation.keep(kept_K), scores, payload
+
+
+def weigh_teachers(cfg, batch, scores_M):
+    """The micro-batch of every teacher, each sample weighing as much as the teacher's score says."""
+    weights_MB = teacher_weights(torch.stack(scores_M), cfg.teacher_alpha, cfg.teacher_weights == "select")
+    return [own | {"tiles": weigh_samples(own["tiles"], own["student_ids"].shape[1], weight_B)}
+            for own, weight_B in zip(batch, weights_MB)]
 
 
 def global_sums(values, device):

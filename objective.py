@@ -18,6 +18,7 @@ ANY_TOKENIZERS = "piece_kl", "projection_kl", "gold", "h_kl", "uld", "alm"
 ONE_TOKENIZER = {  # and the flags that each of them takes
     "forward_kl": (), "reverse_kl": (), "generalised_jsd": ("beta",), "skew_forward_kl": ("skew",),
     "skew_reverse_kl": ("skew",), "adaptive_kl": ("alpha",), "total_variation": ()}
+BLOCK = 256  # positions whose logits are computed at a time
 ALM_MODES = "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute"
 
 
@@ -91,6 +92,11 @@ def build_loss(cfg, student, teacher, device):
     return _projected(cfg, pair, device)
 
 
+def _weight(part):
+    """The weight of the part's rows, as of a batch of one sample."""
+    return None if part.weight is None else part.weight[None]
+
+
 def _ids(part):
     """Tokens and chunks of a part, as of a batch of one sample: next_S, next_T, chunk_S, chunk_T."""
     return [x[None] for x in (part.labels, part.teacher_next, part.student_chunk, part.teacher_chunk)]
@@ -103,7 +109,8 @@ def _pieces(cfg, pair, device):
     on_device = Spelling(*[t.to(device) if isinstance(t, torch.Tensor) else t for t in spelling])
 
     def loss(x, y, part):
-        return piece_kl(x[None], y[None], *_ids(part)[:2], part.terms, on_device, cfg.temperature)[0]
+        return piece_kl(x[None], y[None], *_ids(part)[:2], part.terms, on_device, cfg.temperature,
+                        _weight(part))[0]
 
     def shares(y, part):
         return piece_shares(y[None], part.terms, on_device, cfg.temperature)
@@ -127,7 +134,7 @@ def _projected(cfg, pair, device):
                 if learned:
                     entries = listed._replace(weight_E=learned.likelihoods().flatten()[listed.weight_E])
                 how = dict(temperature=cfg.temperature, reverse=cfg.reverse, entries=entries,
-                           chunks=part.terms)
+                           chunks=part.terms, weight_BS=_weight(part))
                 return projection_kl(x[None], y[None], *_ids(part)[2:], indices, likelihoods, **how)[0]
             return loss
 
@@ -135,7 +142,7 @@ def _projected(cfg, pair, device):
     common = common_tokens(indices, likelihoods, relaxed=cfg.loss == "h_kl")
 
     def loss(x, y, part):
-        how = cfg.temperature, cfg.uncommon_topk, "p", cfg.reverse
+        how = cfg.temperature, cfg.uncommon_topk, "p", cfg.reverse, _weight(part)
         return losses.gold(x[None], y[None], *_ids(part)[2:], *common, *how, chunks=part.terms)[0]
 
     return Distillation(loss)
@@ -145,7 +152,7 @@ def _bytes_alone(cfg):
     function, own = (losses.alm, {"mode": cfg.alm_mode}) if cfg.loss == "alm" else (losses.uld, {})
 
     def loss(x, y, part):
-        how = dict(temperature=cfg.temperature, chunks=part.terms, **own)
+        how = dict(temperature=cfg.temperature, chunks=part.terms, weight_BS=_weight(part), **own)
         return function(x[None], y[None], *_ids(part), **how)[0]
 
     return Distillation(loss)
@@ -158,9 +165,43 @@ def _positions(cfg):
 
     def loss(x, y, part):
         rows = [side.index_select(0, first)[None] for side, first in zip((x, y), part.terms[:2])]
-        return function(*rows, None, temperature=cfg.temperature, top_k=cfg.top_k, **own)[0]
+        weight = None if part.weight is None else part.weight.index_select(0, part.terms.first_S)[None]
+        how = dict(temperature=cfg.temperature, top_k=cfg.top_k, weight_BS=weight, **own)
+        return function(*rows, None, **how)[0]
 
     return Distillation(loss)
+
+
+@torch.no_grad()
+def sample_scores(rows, batch, kind):
+    """(B,) how sure a teacher is of each sample (`losses.teacher_scores`), some positions at a time.
+
+    Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers compare.
+
+    Args:
+        rows: positions -> logits of this teacher.
+        batch: with teacher_labels and teacher_bytes.
+    """
+    labels, scores = batch["teacher_labels"], []
+    B, T = labels.shape
+    for b in range(B):
+        places, total = (labels[b] != -100).nonzero().squeeze(1), 0.0
+        for block in places.split(BLOCK):
+            every = torch.ones(1, len(block), dtype=torch.bool, device=labels.device)
+            logits, own = rows(b * T + block)[None], labels[b][block][None]
+            total = total + len(block) * losses.teacher_scores(logits, own, every, kind)[0]
+        size = batch["teacher_bytes"][b].clamp(min=0).sum() if kind == "ce" else places.new_tensor(len(places))
+        scores.append(total / size.clamp(min=1))
+    return torch.stack([torch.as_tensor(x, dtype=torch.float32, device=labels.device) for x in scores])
+
+
+def weigh_samples(tiles, width, weight_B):
+    """The tiles of a batch (B, width) with a weight for each of its samples."""
+    def of(tile, part):
+        return weight_B[torch.div(tile.student_rows[part.student], width, rounding_mode="floor")]
+
+    return [tile._replace(parts=tuple(part._replace(weight=of(tile, part)) for part in tile.parts))
+            for tile in tiles]
 
 
 def lesson_sums(student_rows, lessons):

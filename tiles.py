@@ -145,6 +145,7 @@ class Part(NamedTuple):
     labels, teacher_next: (n,), (m,) int64, the token that each row predicts; labels are -100 for none.
     student_chunk, teacher_chunk: (n,), (m,) int64, chunks numbered within the part, -1 for none.
     terms: whatever else the loss knows from the ids.
+    weight: (n,) float, weight of the terms that begin at each student row; None: 1.
     """
 
     student: slice
@@ -154,6 +155,7 @@ class Part(NamedTuple):
     student_chunk: Tensor
     teacher_chunk: Tensor
     terms: Any = None
+    weight: Tensor | None = None
 
 
 class Tile(NamedTuple):

@@ -196,10 +196,10 @@ def test_two_nodes(models, texts, tmp_path):
     argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 20)}",
             f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 1, 1)}", "--max_length=60", "--teacher_tp=2",
             "--steps=3", "--eval_rows=4"]
-    how = ["--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={ranks.free_port()}"]
-    program = Path(sys.executable).with_name("torchrun")
-    nodes = [subprocess.Popen([program, *how, f"--node_rank={n}", "distill.py", *argv,
-                               f"--output_dir={tmp_path / 'nodes'}"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    command = [Path(sys.executable).with_name("torchrun"), "--nnodes=2", "--nproc_per_node=2",
+               "--master_addr=127.0.0.1", f"--master_port={ranks.free_port()}"]
+    script, how = ["distill.py", *argv, f"--output_dir={tmp_path / 'nodes'}"], dict(cwd=ROOT, text=True)
+    nodes = [subprocess.Popen([*command, f"--node_rank={n}", *script], stderr=subprocess.PIPE, **how)
              for n in range(2)]
     for node in nodes:
         message = node.communicate(timeout=600)[1]

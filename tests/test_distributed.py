@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import distill
+import losses
 from data import Collate, CollateAll
 from losses import next_token_cross_entropy
 from objective import ANY_TOKENIZERS, ONE_TOKENIZER
@@ -107,7 +108,7 @@ def plain_reference(cfg, texts):
     model = distill.AutoModelForCausalLM.from_pretrained(cfg.student)
     x = model(input_ids=batches[0]["student_ids"]).logits[..., : len(student.table)]
     ce, n = next_token_cross_entropy(x, batches[0]["student_labels"])
-    value = cfg.ce_weight * ce / n
+    value, kd, scores = cfg.ce_weight * ce / n, [], []
     for lesson, batch in zip(lessons, batches):
         assert torch.equal(batch["student_ids"], batches[0]["student_ids"])
         [tile], W = batch["tiles"], len(lesson.side.table)
@@ -119,8 +120,22 @@ def plain_reference(cfg, texts):
             importance = distill.teacher_importance(y, batch["teacher_chunk"])
             columns = importance.topk(lesson.cfg.projection_topk).indices.sort().values
             kd_loss = lesson.distillation.keep(columns)
+        kind, mask = cfg.teacher_weights.replace("select", "ce"), batch["teacher_labels"] >= 0
+        if kind != "fixed":
+            score = losses.teacher_scores(y, batch["teacher_labels"].clamp(min=0), mask, kind)
+            size = batch["teacher_bytes"].clamp(min=0).sum(1).clamp(min=1)
+            scores.append(score * mask.sum(1) / size if kind == "ce" else score)
         rows = x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[tile.teacher_rows][:, columns]
-        value = value + lesson.cfg.kd_weight * kd_loss(*rows, part) / batch["counts"]["kd"]
+        scale = lesson.cfg.kd_weight / batch["counts"]["kd"]
+        sample = tile.student_rows // x.shape[1]
+        kd.append(lambda weight, loss=kd_loss, rows=rows, part=part, scale=scale, sample=sample:
+                  scale * loss(*rows, part._replace(weight=weight[sample])))
+    weights = torch.ones(len(kd), len(texts))
+    if scores and len(kd) > 1:
+        weights = (cfg.teacher_alpha * torch.stack(scores)).softmax(0)
+        if cfg.teacher_weights == "select":
+            weights = (torch.stack(scores) == torch.stack(scores).amax(0)).float()
+    value = value + sum(loss(weight) for loss, weight in zip(kd, weights))
     value.backward()
     return value.item(), {key: p.grad for key, p in model.named_parameters()}
 
@@ -225,6 +240,22 @@ def test_several_teachers_give_the_sum_of_their_losses(models, untied, texts, tm
             kd = sum(metrics[f"kd/{x}"] * metrics[f"kd_weight/{x}"] for x in names)
             assert abs(0.3 * metrics["ce"] + kd - value) <= 1e-5 * value
     assert metrics["kd_weight/own"] == 0.7 * 0.5 and 1.0 < 0.7 * 2 / metrics["kd_weight/pieces"] < 1.2
+
+
+def test_teachers_weigh_as_much_as_they_are_sure(models, untied, texts, tmp_path):
+    two = json.dumps(json.loads(several_teachers(models, untied))[:2])  # one model twice would tie
+    base = dict(student=str(models[0]), teachers=two, max_length=250,
+                data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
+    kinds = {kind: {"teacher_weights": kind, "teacher_alpha": 0.7} for kind in
+             ("ce", "entropy", "max_prob", "select")}
+    samples, layouts = batch_texts(texts), [(2, 1, 2, how) for how in kinds.values()]
+    found = ranks.run(4, layout_results, base, samples, layouts, ["several"], 0.2)[0]
+    values = set()
+    for how, (name, metrics, gradients) in zip(kinds.values(), found, strict=True):
+        value, reference = ranks.run(1, plain_references, base | how, samples, ["several"])[0]["several"]
+        same_step(name, metrics, gradients, value, reference)
+        values.add(round(value, 4))
+    assert len(values) == len(kinds)
 
 
 def test_a_run_with_several_teachers_evaluates_stops_and_goes_on(flags, models, untied):
