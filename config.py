@@ -22,7 +22,8 @@ class Config:
             projection, projection_topk, uncommon_topk, reverse, alm_mode, beta, skew, alpha, top_k, exchange,
             exchange_topk.
         teacher_weights: fixed, or for each sample shares by how sure the teachers are of it: ce (nats per
-            byte of its text), entropy, max_prob; or select: the teacher with the lowest ce alone.
+            byte of its text), entropy, max_prob; or select: the teacher with the lowest ce alone; or mean_p,
+            mean_logits: one loss, that of the first, against the mean of teachers with one tokenizer.
         teacher_alpha: shares are softmax(teacher_alpha * score); 0: equal ones.
         normalise_vocabulary: divide the weight of each of several teachers by log W / log of the smallest W.
         data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet
@@ -204,7 +205,8 @@ LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weigh
               teacher_tp=1, exchange_topk=1, teacher_alpha=0)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"), teacher_engine=ENGINES,
-               exchange=SIGNALS, teacher_weights=("fixed", "ce", "entropy", "max_prob", "select"))
+               exchange=SIGNALS, teacher_weights=("fixed", "ce", "entropy", "max_prob", "select", "mean_p",
+                                                  "mean_logits"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
                   "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_engine"}

@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +49,9 @@ from ipc import runs
 from layout import node_size, teacher_groups
 from losses import teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
-from teacher import Teacher, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
+from projection_tools import fingerprint
+from teacher import (MeanRows, Teacher, choose_engine, hidden_head_is_right, load_teacher,
+                     payload_bytes)
 from tiles import HiddenRows, LogitRows, head_of
 
 # --- models, data, loss ---------------------------------------------------------------------------
@@ -88,21 +90,23 @@ def load_side(role, path, max_length):
 
 @dataclass
 class Lesson:
-    """One teacher, and how the student learns from it.
+    """A teacher, or the mean of several, and how the student learns from it.
 
     Attributes:
         name: of the teacher, for metrics.
         cfg: the flags as if it were the only teacher; its kd_weight is the lesson's.
         side: its tokenizer.
         distillation: the loss.
-        teacher: `teacher.Teacher`; None: not loaded yet.
+        members: Config of every teacher, its kd_weight being its share of the mean.
+        teachers: `teacher.Teacher` of every member; empty: not loaded yet.
     """
 
     name: str
     cfg: Config
     side: Side
     distillation: Distillation
-    teacher: Teacher | None = None
+    members: list
+    teachers: list[Teacher] = field(default_factory=list)
 
     @property
     def keeps_columns(self):
@@ -111,8 +115,14 @@ class Lesson:
 
     def rows(self, batch):
         """Logits of any positions of its side of a batch; its replica's ranks take part together."""
-        signal = "logits" if self.cfg.exchange == "hidden" and not self.cfg.tiled else self.cfg.exchange
-        return self.teacher.rows(batch["teacher_ids"], signal, self.cfg.exchange_topk)
+        found = []
+        for teacher, own in zip(self.teachers, self.members):
+            signal = "logits" if own.exchange == "hidden" and not own.tiled else own.exchange
+            found.append(teacher.rows(batch["teacher_ids"], signal, own.exchange_topk))
+        if len(found) == 1:
+            return found[0]
+        shares = torch.tensor([own.kd_weight for own in self.members], device=batch["teacher_ids"].device)
+        return MeanRows(tuple(found), shares / shares.sum(), self.cfg.teacher_weights.removeprefix("mean_"))
 
 
 @dataclass
@@ -165,11 +175,19 @@ def plan_lessons(cfg, student, sides, device):
     factors = dict.fromkeys(sides, 1.0)
     if cfg.normalise_vocabulary and sides:
         factors = dict(zip(sides, vocabulary_factors([len(side.table) for side in sides.values()]).tolist()))
-    lessons = []
-    for name, own in of_each_teacher(cfg).items() if sides else ():
-        own = replace(own, kd_weight=own.kd_weight / factors[name])
-        lessons.append(Lesson(name, own, sides[name], build_loss(own, student, sides[name], device)))
-    return lessons
+    owns = {name: replace(own, kd_weight=own.kd_weight / factors[name])
+            for name, own in of_each_teacher(cfg).items()} if sides else {}
+    if cfg.teacher_weights.startswith("mean_") and len(owns) > 1:
+        first, *others = owns
+        for name in others:
+            if fingerprint(sides[name].tokenizer) != fingerprint(sides[first].tokenizer):
+                raise ValueError(f"--teacher_weights {cfg.teacher_weights}: the tokenizers of {first} and "
+                                 f"{name} differ, so there is no mean of their predictions; use fixed")
+        side = replace(sides[first], max_length=min(side.max_length for side in sides.values()))
+        one = replace(owns[first], kd_weight=cfg.kd_weight)
+        return [Lesson("mean", one, side, build_loss(one, student, side, device), list(owns.values()))]
+    return [Lesson(name, own, sides[name], build_loss(own, student, sides[name], device), [own])
+            for name, own in owns.items()]
 
 
 def load_student(cfg, ds_config):
@@ -219,9 +237,10 @@ def check_heads(job, student_ids):
             input_ids=ids, run=lambda rows: hidden_head_is_right(rows, logits))}
         for lesson in job.lessons:
             W = len(lesson.side.table)
-            teacher, own = lesson.teacher, ids.clamp(max=W - 1)
-            found = hidden_head_is_right(teacher.rows(own), teacher.logits(own)[..., :W])
-            right[f"--teacher {lesson.cfg.teacher}"] = found
+            own = ids.clamp(max=W - 1)
+            for teacher, member in zip(lesson.teachers, lesson.members):
+                found = hidden_head_is_right(teacher.rows(own), teacher.logits(own)[..., :W])
+                right[f"--teacher {member.teacher}"] = found
     job.engine.train()
     for role, good in right.items():
         if not good:
@@ -288,9 +307,9 @@ def build_job(cfg, inputs, device):
             params = [model.projection_scores]
     engine = start_engine(model, inputs.ds_config, cfg.projection_learning_rate)
     for lesson in inputs.lessons:
-        own = lesson.cfg
-        how = own.teacher_dtype, device, own.teacher_engine, own.teacher_tp
-        lesson.teacher = load_teacher(own.teacher, len(lesson.side.table), *how)
+        for own in lesson.members:
+            how = own.teacher_dtype, device, own.teacher_engine, own.teacher_tp
+            lesson.teachers.append(load_teacher(own.teacher, len(lesson.side.table), *how))
     job = Job(cfg, engine, lambda batch, run: engine(input_ids=batch["student_ids"], run=run), inputs.lessons,
               V, params, device)
     if cfg.tiled:
@@ -319,7 +338,7 @@ def train_step(job, window, stop=False):
     window = [to_device(batch, job.device) for batch in window]
     signals = [teacher_signals(lesson, [batch[i] for batch in window])
                for i, lesson in enumerate(job.lessons)]
-    if cfg.teacher_weights != "fixed" and len(job.lessons) > 1:
+    if len(job.lessons) > 1 and cfg.teacher_weights != "fixed":
         window = [weigh_teachers(cfg, batch, [scores[m] for _, _, scores, _ in signals])
                   for m, batch in enumerate(window)]
     lr, sums = job.engine.get_lr()[-1], torch.zeros(len(weights), 2, device=job.device)
@@ -361,7 +380,7 @@ def teacher_signals(lesson, window):
     teachers, kind = [lesson.rows(batch) for batch in window], lesson.cfg.teacher_weights
     payload = payload_bytes(teachers[0]) / window[0]["teacher_ids"].numel()
     scores = [None] * len(window)
-    if kind != "fixed":
+    if kind in ("ce", "entropy", "max_prob", "select"):
         kind = "ce" if kind == "select" else kind
         scores = [sample_scores(rows, batch, kind) for rows, batch in zip(teachers, window)]
     if not lesson.keeps_columns:

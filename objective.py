@@ -190,8 +190,8 @@ def sample_scores(rows, batch, kind):
             every = torch.ones(1, len(block), dtype=torch.bool, device=labels.device)
             logits, own = rows(b * T + block)[None], labels[b][block][None]
             total = total + len(block) * losses.teacher_scores(logits, own, every, kind)[0]
-        size = batch["teacher_bytes"][b].clamp(min=0).sum() if kind == "ce" else places.new_tensor(len(places))
-        scores.append(total / size.clamp(min=1))
+        size = int(batch["teacher_bytes"][b].clamp(min=0).sum()) if kind == "ce" else len(places)
+        scores.append(total / max(size, 1))
     return torch.stack([torch.as_tensor(x, dtype=torch.float32, device=labels.device) for x in scores])
 
 

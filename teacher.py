@@ -26,6 +26,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 import ipc
 from layout import Replica, node_size
+from losses import average_teachers
 from tiles import Head, HiddenRows, LogitRows, TopKRows, head_of
 
 ENGINES = "auto", "replicated", "tensor_parallel", "zero3"
@@ -80,8 +81,25 @@ def _likeliest(rows, top_k):
     return TopKRows(ids, logp, vocab, total)
 
 
+class MeanRows(NamedTuple):
+    """Logits of the mean of several teachers with one vocabulary; see `losses.average_teachers`."""
+
+    of_teachers: tuple
+    shares_M: torch.Tensor
+    space: str
+
+    def __call__(self, rows):
+        found = [of_one(rows)[None] for of_one in self.of_teachers]
+        return average_teachers(found, self.shares_M, self.space)[0]
+
+    def columns(self, ids):
+        return lambda rows: self(rows).index_select(1, ids)
+
+
 def payload_bytes(rows):
     """What a teacher's signal occupies until the loss reads it."""
+    if isinstance(rows, MeanRows):
+        return sum(map(payload_bytes, rows.of_teachers))
     return sum(x.nbytes for x in rows if isinstance(x, torch.Tensor))
 
 

@@ -56,6 +56,9 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
                               "'los' is no key of a teacher"),
     "a teacher without a weight": ('--teacher= --teachers=[{"model":"a","weight":0}]',
                                    "expected a number above 0"),
+    "a mean of two tokenizers": (
+        '--teacher= --teachers=[{"model":"{folder}/one"},{"model":"{folder}/two"}] --teacher_weights=mean_p',
+        "differ, so there is no mean of their predictions"),
     "twins": ('--teacher= --teachers=[{"model":"a"},{"model":"a"}]', "two are called a; give them names"),
     "no ds_config": ("--ds_config={folder}/nowhere.json", "no such file; ready-made ones are in ds_configs/"),
     "ds_config is no JSON": ("--ds_config={folder}/text.json", "text.json: not JSON"),
@@ -109,6 +112,8 @@ def wrong(models, tokenizers, texts, tmp_path_factory):
         (folder / name).mkdir()
         for file in models[0].iterdir():
             (folder / name / file.name).symlink_to(file)
+    for name, model in zip(("one", "two"), models):
+        (folder / name).symlink_to(model)
     edit_json(folder / "no_eos" / "tokenizer_config.json", eos_token=None)
     edit_json(folder / "small_head" / "config.json", vocab_size=340)
     base = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(folder, texts, 20)}",

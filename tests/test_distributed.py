@@ -109,19 +109,25 @@ def plain_reference(cfg, texts):
     x = model(input_ids=batches[0]["student_ids"]).logits[..., : len(student.table)]
     ce, n = next_token_cross_entropy(x, batches[0]["student_labels"])
     value, kd, scores = cfg.ce_weight * ce / n, [], []
+    mean = cfg.teacher_weights.startswith("mean_")
     for lesson, batch in zip(lessons, batches):
         assert torch.equal(batch["student_ids"], batches[0]["student_ids"])
         [tile], W = batch["tiles"], len(lesson.side.table)
         [part] = tile.parts
-        frozen = distill.load_teacher(lesson.cfg.teacher, W)
-        y = frozen.logits(batch["teacher_ids"])[..., :W]
+        y = [distill.load_teacher(own.teacher, W).logits(batch["teacher_ids"])[..., :W]
+             for own in lesson.members]
+        if mean:  # shares 2 and 1/2
+            p = [x if cfg.teacher_weights == "mean_logits" else x.softmax(-1) for x in y]
+            p = 0.8 * p[0] + 0.2 * p[1]
+            y = [p if cfg.teacher_weights == "mean_logits" else p.log()]
+        [y] = y
         kd_loss, columns = lesson.distillation.loss, slice(None)
         if lesson.keeps_columns:
             importance = distill.teacher_importance(y, batch["teacher_chunk"])
             columns = importance.topk(lesson.cfg.projection_topk).indices.sort().values
             kd_loss = lesson.distillation.keep(columns)
         kind, mask = cfg.teacher_weights.replace("select", "ce"), batch["teacher_labels"] >= 0
-        if kind != "fixed":
+        if kind != "fixed" and not mean:
             score = losses.teacher_scores(y, batch["teacher_labels"].clamp(min=0), mask, kind)
             size = batch["teacher_bytes"].clamp(min=0).sum(1).clamp(min=1)
             scores.append(score * mask.sum(1) / size if kind == "ce" else score)
@@ -256,6 +262,20 @@ def test_teachers_weigh_as_much_as_they_are_sure(models, untied, texts, tmp_path
         same_step(name, metrics, gradients, value, reference)
         values.add(round(value, 4))
     assert len(values) == len(kinds)
+
+
+def test_the_mean_of_teachers_with_one_tokenizer(models, untied, texts, tmp_path):
+    teachers = [{"model": str(untied), "tp": 2, "weight": 2.0, "loss": "gold"},
+                {"model": str(models[0]), "weight": 0.5, "name": "b", "exchange": "logits"}]
+    base = dict(student=str(models[0]), teachers=json.dumps(teachers), max_length=250, kd_weight=0.7,
+                data=write_corpus(tmp_path, texts, 20), output_dir=str(tmp_path))
+    kinds = [{"teacher_weights": kind} for kind in ("mean_p", "mean_logits")]
+    samples, layouts = batch_texts(texts), [(2, 1, 2, how) for how in kinds]
+    found = ranks.run(4, layout_results, base, samples, layouts, ["several"], 0.2)[0]
+    for how, (name, metrics, gradients) in zip(kinds, found, strict=True):
+        value, reference = ranks.run(1, plain_references, base | how, samples, ["several"])[0]["several"]
+        same_step(name, metrics, gradients, value, reference)
+        assert metrics["kd"] > 0 and metrics["teacher_bytes_per_token"] == 4 * 32 + 4 * 350
 
 
 def test_a_run_with_several_teachers_evaluates_stops_and_goes_on(flags, models, untied):
