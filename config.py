@@ -25,6 +25,8 @@ class Config:
             byte of its text), entropy, max_prob; or select: the teacher with the lowest ce alone; or mean_p,
             mean_logits: one loss, that of the first, against the mean of teachers with one tokenizer.
         teacher_alpha: shares are softmax(teacher_alpha * score); 0: equal ones.
+        route_key: column whose value says which teachers a row is for: those with it in their "routes", a
+            list, as in {"model": "A", "routes": ["maths"]}; teachers without routes take the other rows.
         normalise_vocabulary: divide the weight of each of several teachers by log W / log of the smallest W.
         data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet
             .arrow .csv.
@@ -87,6 +89,7 @@ class Config:
     teachers: str = ""
     teacher_weights: str = "fixed"
     teacher_alpha: float = 1.0
+    route_key: str = ""
     normalise_vocabulary: bool = False
     data: str = ""
     text_key: str = "text"
@@ -150,6 +153,8 @@ class Config:
             raise ValueError("--kd_weight 0 and --ce_weight 0: nothing would be learned; raise one of them")
         if self.teachers:
             of_each_teacher(self)
+        elif self.route_key:
+            raise ValueError("--route_key: chooses among several teachers; name them by --teachers")
         one = "teacher" if self.kd_weight and not self.teachers else "data"
         for name in ("student", "data", one):
             if not getattr(self, name):
@@ -159,6 +164,12 @@ class Config:
                              f"with --kd_weight {self.kd_weight}; leave it out or change the loss")
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a checkpoint")
+
+
+def routes_of_each_teacher(cfg):
+    """{name: list of values of route_key, or None for all that no other teacher names}."""
+    entries = json.loads(cfg.teachers) if cfg.teachers and cfg.route_key else []
+    return {entry.get("name", Path(entry["model"]).name): entry.get("routes") for entry in entries}
 
 
 def of_each_teacher(cfg):
@@ -183,17 +194,23 @@ def of_each_teacher(cfg):
     for entry in entries:
         entry = dict(entry)
         name = entry.pop("name", Path(str(entry.get("model", ""))).name)
-        weight = entry.pop("weight", 1.0)
+        weight, routes = entry.pop("weight", 1.0), entry.pop("routes", None)
         wrong = [key for key in entry if key not in known]
         if wrong or "model" not in entry:
             what = f"{wrong[0]!r} is no key of a teacher" if wrong else "a teacher has no model"
-            raise ValueError(f"--teachers: {what}; its keys are name, weight, {', '.join(known)}")
+            raise ValueError(f"--teachers: {what}; its keys are name, weight, routes, {', '.join(known)}")
+        if routes is not None and not (isinstance(routes, list) and cfg.route_key):
+            raise ValueError(f"--teachers: routes {routes!r} of {name}: expected a list of values of a "
+                             "column that --route_key names")
         if not isinstance(weight, (int, float)) or weight <= 0:
             raise ValueError(f"--teachers: weight {weight!r} of {name}: expected a number above 0")
+        if cfg.route_key and cfg.teacher_weights != "fixed":
+            raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: the one or the "
+                             "other chooses among teachers; drop one")
         if name in found:
             raise ValueError(f"--teachers: two are called {name}; give them names")
         how = {known[key]: value for key, value in entry.items()}
-        found[name] = replace(cfg, teachers="", kd_weight=cfg.kd_weight * weight, **how)
+        found[name] = replace(cfg, teachers="", route_key="", kd_weight=cfg.kd_weight * weight, **how)
     return found
 
 

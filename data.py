@@ -21,6 +21,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -329,9 +330,14 @@ class Collate:
         """
         return self.batch(self.samples(texts, [sys.maxsize] * len(texts)))
 
-    def samples(self, texts, most):
-        """A Sample for each text, of at most that many student tokens."""
-        present = [(text, limit) for text, limit in zip(texts, most) if text is not None]
+    def samples(self, texts, most, taught=None):
+        """A Sample for each text, of at most that many student tokens.
+
+        Args:
+            taught: for each text, whether the teacher takes part; None: in all.
+        """
+        taught = [True] * len(texts) if taught is None else taught
+        present = [each for each in zip(texts, most, taught) if each[0] is not None]
         samples = iter(self._samples(*map(list, zip(*present)))) if present else iter(())
         return [EMPTY if text is None else next(samples) for text in texts]
 
@@ -367,16 +373,36 @@ class Collate:
         terms = piece_terms(*ids, self.spelling) if self.spelling else find_chunks(*ids[2:])
         return part._replace(terms=terms)
 
-    def _samples(self, texts, most):
-        plain = [text for text in texts if isinstance(text, str)]
-        student_ids = iter(self.student.encode(plain) if plain else [])
-        teacher_ids = iter(self.teacher.encode(plain) if plain and self.teacher else [None] * len(plain))
-        for text, limit in zip(texts, most):
-            if isinstance(text, str):
-                ids = next(student_ids), next(teacher_ids)
-                yield make_sample(text, *ids, self.student, self.teacher, limit)
+    def _samples(self, texts, most, taught):
+        teachers = [self.teacher if takes_part else None for takes_part in taught]
+        plain = [isinstance(text, str) for text in texts]
+        student_ids = iter(self.student.encode(list(itertools.compress(texts, plain))) if any(plain) else [])
+        read = [text for text, is_plain, teacher in zip(texts, plain, teachers) if is_plain and teacher]
+        teacher_ids = iter(self.teacher.encode(read) if read else [])
+        for text, limit, is_plain, teacher in zip(texts, most, plain, teachers):
+            if is_plain:
+                ids = next(student_ids), next(teacher_ids) if teacher else None
+                yield make_sample(text, *ids, self.student, teacher, limit)
             else:
-                yield make_chat_sample(text, self.student, self.teacher, self.train_on, limit)
+                yield make_chat_sample(text, self.student, teacher, self.train_on, limit)
+
+
+class Routed(NamedTuple):
+    """A text, and the value by which its teachers are chosen."""
+
+    text: object
+    route: object
+
+
+@dataclass
+class Reader:
+    """Row of a data set -> its text; with a route_key -> Routed."""
+
+    text_key: str
+    route_key: str = ""
+
+    def __call__(self, row):
+        return Routed(row[self.text_key], row[self.route_key]) if self.route_key else row[self.text_key]
 
 
 class CollateAll:
@@ -384,16 +410,30 @@ class CollateAll:
 
     All of them hold the same student tokens: where one teacher's context or alignment asks for a shorter
     text, it is shorter for all.
+
+    Args:
+        collates: a Collate for each teacher.
+        routes: the values of `Routed` texts that each teacher is for; None: those that no other is for.
     """
 
-    def __init__(self, collates):
+    def __init__(self, collates, routes=None):
         self.collates = collates
+        self.routes = routes or [None] * len(collates)
+        self.named = {route for named in self.routes for route in named or ()}
+
+    def teaches(self, routes, text):
+        """Is a teacher with these routes for this text?"""
+        if not isinstance(text, Routed):
+            return True
+        return text.route in routes if routes is not None else text.route not in self.named
 
     def __call__(self, texts):
         """List of what each Collate returns."""
         most = [sys.maxsize] * len(texts)
+        taught = [[self.teaches(routes, text) for text in texts] for routes in self.routes]
+        texts = [text.text if isinstance(text, Routed) else text for text in texts]
         while True:
-            found = [collate.samples(texts, most) for collate in self.collates]
+            found = [collate.samples(texts, most, *rest) for collate, *rest in zip(self.collates, taught)]
             shortest = [min(len(sample.student[0]) for sample in of_text) + 1 for of_text in zip(*found)]
             if all(len(sample.student[0]) + 1 == least
                    for samples in found for sample, least in zip(samples, shortest)):
@@ -522,29 +562,30 @@ def split_rows(rows, eval_rows):
 class ShuffledRows:
     """Sample i of an endless stream: epoch after epoch, each in an order of its own."""
 
-    def __init__(self, rows, text_key, seed):
-        self.rows, self.text_key = rows, text_key
+    def __init__(self, rows, read, seed):
+        self.rows, self.read = rows, read
         self.order = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(rows)))
 
     def text(self, i):
         epoch, place = divmod(i, len(self.rows))
-        return self.rows[int(self.order(epoch)[place])][self.text_key]
+        return self.read(self.rows[int(self.order(epoch)[place])])
 
 
 class StreamedRows:
     """The same for a stream, which can only be read forward; shuffled through a buffer."""
 
-    def __init__(self, rows, text_key, seed):
-        self.rows, self.text_key = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), text_key
+    def __init__(self, rows, read, seed):
+        self.rows, self.read = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), read
         self.position, self.iterator = 0, None
 
     def text(self, i):
         self.iterator = self.iterator or self._forever()
         row = next(itertools.islice(self.iterator, i - self.position, None))
         self.position = i + 1
-        if not isinstance(row[self.text_key], (str, list)):
-            raise ValueError(f"sample {i} of the stream holds {row[self.text_key]!r:.40}, expected text")
-        return row[self.text_key]
+        text = row[self.read.text_key]
+        if not isinstance(text, (str, list)):
+            raise ValueError(f"sample {i} of the stream holds {text!r:.40}, expected text")
+        return self.read(row)
 
     def _forever(self):
         for epoch in itertools.count():
@@ -577,7 +618,7 @@ class HeldOutBatches(IterableDataset):
     """This rank's share of the held-out rows; every rank yields the same number of batches."""
 
     rows: object
-    text_key: str
+    read: Reader
     collate: Collate
     micro: int
     rank: int
@@ -589,7 +630,7 @@ class HeldOutBatches(IterableDataset):
         for index in range(first, -(-len(self.rows) // (self.micro * self.ranks)), stride):
             begin = (index * self.ranks + self.rank) * self.micro
             rows = range(begin, begin + self.micro)
-            yield self.collate([self.rows[i][self.text_key] if i < len(self.rows) else None for i in rows])
+            yield self.collate([self.read(self.rows[i]) if i < len(self.rows) else None for i in rows])
 
 
 def loader(batches, num_workers):

@@ -39,9 +39,9 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from align import TokenTable
 from checkpoint import (export_model, export_projection, find_checkpoint, load_checkpoint, save_checkpoint,
                         write_atomically)
-from config import FREE_ON_RESUME, Config, of_each_teacher
-from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, ShuffledRows, Side,
-                  StreamedRows, holds_chats, load_rows, loader, split_rows)
+from config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
+from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
+                  Side, StreamedRows, holds_chats, load_rows, loader, split_rows)
 from ds_config import read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import parse_flags
@@ -153,6 +153,9 @@ def check_inputs(cfg, device):
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     ds_config = resolve_ds_config(raw, cfg, dist.get_world_size(), student_config.hidden_size, bf16)
     rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
+    columns = rows.column_names or list(next(iter(rows.take(1))))
+    if cfg.route_key and cfg.route_key not in columns:
+        raise ValueError(f"--route_key {cfg.route_key}: no such column; the data has {', '.join(columns)}")
     if holds_chats(rows, cfg.text_key):
         for name, side in {cfg.student: student, **sides}.items():
             if not side.tokenizer.chat_template:
@@ -613,10 +616,11 @@ def main(cfg):
     part_share = 0.125 if device.type == "cpu" else 0.5  # a CPU wants large tiles, a GPU few calls
     collate = collate_all(cfg, inputs, memory, part_share)
     micro = job.engine.train_micro_batch_size_per_gpu()
-    stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, cfg.text_key, cfg.seed)
+    read = Reader(cfg.text_key, cfg.route_key)
+    stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, read, cfg.seed)
     micro_steps = job.engine.gradient_accumulation_steps()
     batches = MicroBatches(stream, collate, micro, micro_steps, rank, ranks, start)
-    held_out = HeldOutBatches(inputs.held_out_rows, cfg.text_key, collate, micro, rank, ranks)
+    held_out = HeldOutBatches(inputs.held_out_rows, read, collate, micro, rank, ranks)
     with name_the_dead():
         train(job, iter(loader(batches, cfg.num_workers)), loader(held_out, 0), start, inputs.ds_config)
     if cfg.learn_projection:
@@ -629,7 +633,9 @@ def main(cfg):
 def collate_all(cfg, inputs, tile_mib, part_share=0.125):
     """Texts -> a batch for every teacher; one of the text alone where there is none."""
     sides = [(lesson.side, lesson.distillation.spelling) for lesson in inputs.lessons] or [(None, None)]
-    return CollateAll([Collate(inputs.student, *pair, cfg.train_on, tile_mib, part_share) for pair in sides])
+    routes = [routes_of_each_teacher(cfg).get(lesson.name) for lesson in inputs.lessons]
+    return CollateAll([Collate(inputs.student, *pair, cfg.train_on, tile_mib, part_share) for pair in sides],
+                      routes)
 
 
 def train(job, batches, held_out, start, ds_config):

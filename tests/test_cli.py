@@ -59,6 +59,9 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "a mean of two tokenizers": (
         '--teacher= --teachers=[{"model":"{folder}/one"},{"model":"{folder}/two"}] --teacher_weights=mean_p',
         "differ, so there is no mean of their predictions"),
+    "routes of one teacher": ("--route_key=domain", "chooses among several teachers; name them by"),
+    "routes without a key": ('--teacher= --teachers=[{"model":"a","routes":["x"]}]',
+                             "column that --route_key names"),
     "twins": ('--teacher= --teachers=[{"model":"a"},{"model":"a"}]', "two are called a; give them names"),
     "no ds_config": ("--ds_config={folder}/nowhere.json", "no such file; ready-made ones are in ds_configs/"),
     "ds_config is no JSON": ("--ds_config={folder}/text.json", "text.json: not JSON"),

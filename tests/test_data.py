@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from data import (Collate, HeldOutBatches, MicroBatches, ShuffledRows, Side, StreamedRows, holds_chats,
-                  load_rows, loader, render, split_rows)
+from data import (Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, Routed, ShuffledRows, Side,
+                  StreamedRows, holds_chats, load_rows, loader, render, split_rows)
 
 
 @pytest.fixture
@@ -19,6 +19,37 @@ def sides(tokenizers, tables):
 
 def spelled(table, labels, chunk, c):
     return b"".join(table.bytes_of(i) for i in labels[chunk == c].tolist() if not table.special[i])
+
+
+def test_several_teachers_share_the_students_tokens(sides, texts):
+    """Contexts of 60 and 90 tokens, on texts of very different length: all are cut where the shortest is."""
+    student, teacher = sides
+    cuts = [Collate(student, Side(teacher.tokenizer, teacher.table, most), None) for most in (400, 60, 90)]
+    cuts.append(Collate(student, student, None))
+    samples = [*texts[:8], None, "", texts[0][:9]]
+    batches = CollateAll(cuts)(samples)
+    for batch in batches[1:]:
+        for key in ("student_ids", "student_labels", "student_bytes"):
+            assert torch.equal(batch[key], batches[0][key])
+    assert max(batch["teacher_ids"].shape[1] for batch in batches) <= 60 + 90
+    alone = cuts[1](samples)  # as short as the shortest asks for, not shorter
+    lengths = [(b["student_labels"] >= 0).sum(1) for b in (batches[0], alone)]
+    assert (lengths[0] <= lengths[1]).all() and lengths[0].sum() > 0.9 * lengths[1].sum()
+
+
+def test_a_teacher_gets_the_rows_that_are_for_it(sides, texts):
+    routed = [Routed(text, route) for text, route in zip(texts[:6], ["a", "b", "c", "b", None, "a"])]
+    own = Collate(*sides, None)
+    batches = CollateAll([own] * 3, [["a"], ["b", "d"], None])([*routed, None])
+    alone = own([*texts[:6], None])
+    for batch, rows in zip(batches, ([0, 5], [1, 3], [2, 4])):
+        assert torch.equal(batch["student_labels"], alone["student_labels"])
+        for i in range(7):
+            assert (batch["student_chunk"][i] >= 0).any() == (i in rows)
+            if i in rows:
+                assert torch.equal(batch["student_chunk"][i], alone["student_chunk"][i])
+        assert ((batch["teacher_labels"] >= 0).any(1)).nonzero().flatten().tolist() == rows
+    assert sum(batch["counts"]["kd"] for batch in batches) == alone["counts"]["kd"]
 
 
 def test_chunks_speak_of_the_predicted_token(sides, texts):
@@ -202,7 +233,7 @@ def rows():
 
 def stream_of(rows, ranks, micro, micro_steps, workers=0, start=0, steps=6, seed=3):
     """Samples of the first steps, step by step, each sorted: what the optimiser sees."""
-    samples = ShuffledRows(rows, "text", seed)
+    samples = ShuffledRows(rows, Reader("text"), seed)
     parts = [MicroBatches(samples, Texts(), micro, micro_steps, r, ranks, start) for r in range(ranks)]
     iterators = [iter(loader(part, workers)) for part in parts]
     return [sorted(text for it in iterators for batch in itertools.islice(it, micro_steps) for text in batch)
@@ -220,7 +251,7 @@ def test_order_depends_on_the_seed_alone(rows):
 
 def test_a_stream_gives_the_same_again(rows):
     def read(start):
-        stream = StreamedRows(rows.to_iterable_dataset(), "text", 3)
+        stream = StreamedRows(rows.to_iterable_dataset(), Reader("text"), 3)
         batches = MicroBatches(stream, Texts(), 2, 1, 0, 1, start)
         return list(itertools.islice(iter(loader(batches, 1)), 8 - start))
 
@@ -230,7 +261,7 @@ def test_a_stream_gives_the_same_again(rows):
 
 def test_held_out_rows_are_read_once_by_equally_many_batches(rows):
     for ranks, micro in ((1, 2), (2, 2), (4, 3)):
-        batches = [HeldOutBatches(rows, "text", Texts(), micro, rank, ranks) for rank in range(ranks)]
+        batches = [HeldOutBatches(rows, Reader("text"), Texts(), micro, rank, ranks) for rank in range(ranks)]
         parts = [list(loader(part, 0)) for part in batches]
         assert len({len(p) for p in parts}) == 1
         assert sorted(t for p in parts for batch in p for t in batch if t) == sorted(rows["text"])
@@ -239,7 +270,7 @@ def test_held_out_rows_are_read_once_by_equally_many_batches(rows):
 def test_loading_leaves_the_random_state_alone(rows):
     torch.manual_seed(5)
     expected = torch.get_rng_state()
-    next(iter(loader(MicroBatches(ShuffledRows(rows, "text", 0), Texts(), 1, 1, 0, 1), 0)))
+    next(iter(loader(MicroBatches(ShuffledRows(rows, Reader("text"), 0), Texts(), 1, 1, 0, 1), 0)))
     assert torch.equal(torch.get_rng_state(), expected)
 
 
@@ -270,7 +301,7 @@ def test_files_of_every_kind(tmp_path):
 
 def test_numpy_tables_survive_a_worker(sides, texts):
     rows = datasets.Dataset.from_dict({"text": texts[:8]})
-    batches = MicroBatches(ShuffledRows(rows, "text", 0), Collate(*sides, None), 2, 1, 0, 1)
+    batches = MicroBatches(ShuffledRows(rows, Reader("text"), 0), Collate(*sides, None), 2, 1, 0, 1)
     here, there = [next(iter(loader(batches, workers))) for workers in (0, 1)]
     assert all(torch.equal(here[key], there[key]) for key in here if isinstance(here[key], torch.Tensor))
     assert np.isfinite(here["counts"]["ce"])

@@ -294,6 +294,24 @@ def test_a_run_with_several_teachers_evaluates_stops_and_goes_on(flags, models, 
     assert {"eval/kd/a", "eval/teacher_bits_per_byte/b", "eval/student_bits_per_byte"} <= first[-1].keys()
 
 
+def test_teachers_by_the_domain_of_a_row(flags, models, untied, texts):
+    """Two teachers, half of the rows each; with one row a rank and step, some have nothing of a teacher."""
+    folder, common = flags
+    data, odd = folder / "domains.jsonl", iter(range(99))
+    data.write_text("\n".join(json.dumps({"text": t, "domain": "xy"[next(odd) % 2]}) for t in texts[:12]))
+    argv = [flag for flag in common if not flag.startswith(("--teacher", "--data"))]
+    argv += [f"--ds_config={folder / 'zero3.json'}", f"--data={data}", "--steps=5", "--route_key=domain"]
+    teachers = [{"model": str(models[1]), "name": "a", "routes": ["x"], "tp": 2},
+                {"model": str(untied), "loss": "projection_kl", "name": "b"}]
+    runs = [[*argv, f"--teachers={json.dumps(teachers)}", f"--output_dir={folder / 'routed'}"],
+            [*argv, f"--teachers={json.dumps(teachers)}", "--route_key=topic"]]
+    assert ranks.run(2, run_distill, runs) == [[0, 2]] * 2
+    lines = losses_of(folder / "routed")[:-1]
+    shares = [[line[f"aligned_tokens/{name}"] for line in lines] for name in "ab"]
+    assert all(0.9 < a + b <= 1 for a, b in zip(*shares)) and min(shares[0]) < 0.4 < max(shares[0])
+    assert all(math.isfinite(line["loss"]) for line in lines)
+
+
 def one_tokenizer_steps(flags, texts, names):
     """{loss: metrics of two steps} with the student as its own teacher at first."""
     job, inputs = job_for(flags)
