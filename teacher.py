@@ -179,6 +179,8 @@ def _tensor_parallel(path, vocab, config, dtype, device, degree):
             weight, bias = _once_per_node(lambda: _copied(head), device)
         shape = {"tp_size": degree, "mpu": replica, "tp_group": replica.group}
         model = deepspeed.init_inference(model, tensor_parallel=shape, dtype=dtype, **how).module
+    for p in model.parameters():  # some are still the files' own pages, and keep all of them mapped
+        p.data = p.data.clone()
     model = _frozen(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
         weight = model.get_input_embeddings().weight

@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distill
 import losses
@@ -219,6 +220,45 @@ def test_same_loss_and_gradient_however_the_teacher_is_held(models, texts, tmp_p
         same_step(name, metrics, gradients, *expected[name.split(",")[0]])
         payload = per_token[next((x for x in ("logits", "topk") if f"'{x}'" in name), "hidden")]
         assert metrics["teacher_bytes_per_token"] == payload, name
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return found
+
+
+def largest_tensors(flags, texts, changes):
+    return [largest_tensor(flags | change, texts) for change in changes]
+
+
+def largest_tensor(flags, texts):
+    """(largest tensor of a step, student positions x V, teacher positions x W)."""
+    job, inputs = job_for(flags)
+    [batch] = distill.collate_all(job.cfg, inputs, 0.2)(texts)
+    with Largest() as found:
+        distill.train_step(job, [[batch]])
+    return (found.numel, batch["student_ids"].numel() * job.vocab,
+            batch["teacher_ids"].numel() * len(job.lessons[0].side.table))
+
+
+def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
+    """Neither of the student nor of the teacher, forward or backward; the plain path does make them."""
+    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, output_dir=str(tmp_path),
+                 data=write_corpus(tmp_path, texts, 20), projection_topk=100,
+                 ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
+    changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")] + [{"tiled": False}]
+    [(*tiled, plain)] = ranks.run(1, largest_tensors, flags, batch_texts(texts), changes)
+    for most, of_student, of_teacher in tiled:
+        assert most < 0.5 * min(of_student, of_teacher)  # it is a layer of the models
+    assert plain[0] >= max(plain[1:])
 
 
 def several_teachers(models, untied):
