@@ -153,9 +153,10 @@ def check_inputs(cfg, device):
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     ds_config = resolve_ds_config(raw, cfg, dist.get_world_size(), student_config.hidden_size, bf16)
     rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
-    columns = rows.column_names or list(next(iter(rows.take(1))))
-    if cfg.route_key and cfg.route_key not in columns:
-        raise ValueError(f"--route_key {cfg.route_key}: no such column; the data has {', '.join(columns)}")
+    if cfg.route_key:
+        columns = rows.column_names or list(next(iter(rows.take(1))))
+        if cfg.route_key not in columns:
+            raise ValueError(f"--route_key {cfg.route_key}: no such column; it has {', '.join(columns)}")
     if holds_chats(rows, cfg.text_key):
         for name, side in {cfg.student: student, **sides}.items():
             if not side.tokenizer.chat_template:
