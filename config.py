@@ -18,7 +18,7 @@ class Config:
         teacher: hub id or directory of the frozen teacher; not needed with kd_weight 0.
         teachers: several of them instead, a JSON list: [{"model": "A", "weight": 2, "loss": "gold"},
             {"model": "B", "tp": 2}].  Beside model: name (for its metrics), weight (times kd_weight), tp,
-            engine, dtype, max_length, and these flags in place of the run's own: loss, temperature,
+            engine, dtype, max_length, offload, and these flags in place of the run's own: loss, temperature,
             projection, projection_topk, uncommon_topk, reverse, alm_mode, beta, skew, alpha, top_k, exchange,
             exchange_topk.
         teacher_weights: fixed, or for each sample shares by how sure the teachers are of it: ce (nats per
@@ -66,6 +66,7 @@ class Config:
         teacher_engine: replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference engine),
             zero3 (partitioned over all ranks, for any architecture), or auto: the first for teacher_tp 1,
             else the second where it knows the architecture, else the third.
+        teacher_offload: keep the teacher's weights in the host's memory but for its forward passes.
         exchange: what is kept of the teacher until a loss reads it: hidden (final hidden states), logits or
             topk (the likeliest tokens; the rest of the probability is spread evenly).
         exchange_topk: tokens of exchange topk.
@@ -120,6 +121,7 @@ class Config:
     teacher_dtype: str = "auto"
     teacher_tp: int = 1
     teacher_engine: str = "auto"
+    teacher_offload: bool = False
     exchange: str = "hidden"
     exchange_topk: int = 256
     activation_checkpointing: bool = False
@@ -188,8 +190,8 @@ def of_each_teacher(cfg):
         raise ValueError("--teachers: expected a list of objects, one for each teacher")
     if cfg.teacher or cfg.learn_projection:
         raise ValueError("--teachers: goes neither with --teacher nor with --learn_projection; drop one")
-    known = {key: key if key in OF_A_TEACHER else f"teacher_{key}"
-             for key in ("tp", "engine", "dtype", "max_length", *OF_A_TEACHER)} | {"model": "teacher"}
+    own = "tp", "engine", "dtype", "max_length", "offload"
+    known = {"model": "teacher", **{key: f"teacher_{key}" for key in own}, **{key: key for key in OF_A_TEACHER}}
     found = {}
     for entry in entries:
         entry = dict(entry)
@@ -226,4 +228,5 @@ CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "a
                                                   "mean_logits"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
-                  "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_engine"}
+                  "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_engine",
+                  "teacher_offload"}

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -312,7 +312,7 @@ def build_job(cfg, inputs, device):
     engine = start_engine(model, inputs.ds_config, cfg.projection_learning_rate)
     for lesson in inputs.lessons:
         for own in lesson.members:
-            how = own.teacher_dtype, device, own.teacher_engine, own.teacher_tp
+            how = own.teacher_dtype, device, own.teacher_engine, own.teacher_tp, own.teacher_offload
             lesson.teachers.append(load_teacher(own.teacher, len(lesson.side.table), *how))
     job = Job(cfg, engine, lambda batch, run: engine(input_ids=batch["student_ids"], run=run), inputs.lessons,
               V, params, device)
@@ -381,7 +381,10 @@ def of_lesson(job, lesson, metrics):
 
 def teacher_signals(lesson, window):
     """(rows of teacher logits of every micro-batch, the loss that reads them, scores, bytes a position)."""
-    teachers, kind = [lesson.rows(batch) for batch in window], lesson.cfg.teacher_weights
+    with ExitStack() as stack:
+        for teacher in lesson.teachers:
+            stack.enter_context(teacher.awake())
+        teachers, kind = [lesson.rows(batch) for batch in window], lesson.cfg.teacher_weights
     payload = payload_bytes(teachers[0]) / window[0]["teacher_ids"].numel()
     scores = [None] * len(window)
     if kind in ("ce", "entropy", "max_prob", "select"):

@@ -45,6 +45,7 @@ class Teacher(NamedTuple):
     head: what maps the one to the other, whole on every rank, cut to the tokenizer.
     engine: which of `ENGINES` holds it.
     parameters: numbers of it that this rank holds, its copy of the head not counted.
+    awake: () -> context in which its weights are on the device; many calls in one cost one transfer.
     """
 
     hidden: Callable
@@ -52,6 +53,7 @@ class Teacher(NamedTuple):
     head: Head
     engine: str
     parameters: int
+    awake: Callable = contextlib.nullcontext
 
     @torch.no_grad()
     def rows(self, ids_BT, signal="hidden", top_k=256):
@@ -121,7 +123,51 @@ def choose_engine(engine, degree, model_type):
     return engine
 
 
-def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", degree=1):
+class Offload:
+    """A model's weights in the host's memory (pinned where there is a GPU), on the device while awake."""
+
+    def __init__(self, model, device):
+        self.device, self.users = device, 0
+        pinned = torch.cuda.is_available()
+        self.home = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters()]
+        self.home = [(p, x.pin_memory() if pinned else x) for p, x in self.home]
+        self._sleep()
+
+    def _sleep(self):
+        for p, at_home in self.home:
+            p.data = at_home
+
+    @contextlib.contextmanager
+    def awake(self):
+        if self.users == 0:
+            for p, at_home in self.home:
+                p.data = at_home.to(self.device, non_blocking=True, copy=True)
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            if self.users == 0:
+                self._sleep()
+
+
+def _offloaded(teacher, model, device):
+    """The same Teacher, its weights being elsewhere between two uses; the head stays on the device."""
+    kept = [x if x is None else x.detach() for x in teacher.head[:2]]
+    head = teacher.head._replace(weight_VH=kept[0], bias_V=kept[1])
+    offload = Offload(model, device)
+
+    def while_awake(run):
+        def call(ids):
+            with offload.awake():
+                return run(ids)
+        return call
+
+    calls = {"hidden": while_awake(teacher.hidden), "logits": while_awake(teacher.logits)}
+    return teacher._replace(**calls, head=head, awake=offload.awake)
+
+
+def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", degree=1, offload=False):
     """A causal language model without gradients; all ranks take part unless it is "replicated".
 
     Args:
@@ -129,6 +175,7 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
         vocab: tokens of its tokenizer; an lm_head is often padded beyond them.
         dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
         engine, degree: one of `ENGINES` and the ranks that share the model, see `choose_engine`.
+        offload: keep the weights in the host's memory but for the teacher's forward passes.
     Returns:
         Teacher.
     Raises:
@@ -139,7 +186,7 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
     dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     load = {"replicated": _replicated, "tensor_parallel": _tensor_parallel, "zero3": _zero3}[engine]
     with torch.random.fork_rng():  # the inference engine makes all ranks' random numbers equal
-        return load(path, vocab, config, dtype, device, degree)
+        return load(path, vocab, config, dtype, device, degree, offload)
 
 
 def whole_teacher(model, vocab):
@@ -150,11 +197,13 @@ def whole_teacher(model, vocab):
         head_of(model, vocab), "replicated", sum(p.numel() for p in model.parameters()))
 
 
-def _replicated(path, vocab, config, dtype, device, degree):
-    return whole_teacher(_frozen(AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).to(device), vocab)
+def _replicated(path, vocab, config, dtype, device, degree, offload):
+    model = _frozen(AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).to(device)
+    teacher = whole_teacher(model, vocab)
+    return _offloaded(teacher, model, device) if offload else teacher
 
 
-def _tensor_parallel(path, vocab, config, dtype, device, degree):
+def _tensor_parallel(path, vocab, config, dtype, device, degree, offload):
     """Every rank of a replica ends up with all hidden states, and with all logits."""
     replica, how = Replica(degree), {}
     with contextlib.ExitStack() as stack:
@@ -186,14 +235,16 @@ def _tensor_parallel(path, vocab, config, dtype, device, degree):
         weight = model.get_input_embeddings().weight
     base, own = (lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
                  lambda ids: model(input_ids=ids, use_cache=False).logits)
-    return Teacher(
+    teacher = Teacher(
         lambda ids: replica.of_each(base, ids), lambda ids: replica.of_each(own, ids),
         _head(weight, bias, config, vocab), "tensor_parallel", sum(p.numel() for p in model.parameters()))
+    return _offloaded(teacher, model, device) if offload else teacher
 
 
-def _zero3(path, vocab, config, dtype, device, degree):
+def _zero3(path, vocab, config, dtype, device, degree, offload):
     """Partitioned over all ranks, whatever the degree; every rank runs its own samples, all at once."""
-    ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    zero = {"stage": 3} | ({"offload_param": {"device": "cpu", "pin_memory": True}} if offload else {})
+    ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if dtype != torch.float32:
         ds_config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
     keep_alive = HfDeepSpeedConfig(ds_config)

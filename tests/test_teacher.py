@@ -76,6 +76,37 @@ def compare(folder, name, engine, degree):
     return name, found.engine, worst, found.parameters / sum(p.numel() for p in whole.parameters())
 
 
+def offloaded(folder):
+    """Teachers that sleep in the host's memory say what the others say."""
+    distill.start_distributed()
+    distill.quieten()
+    ids = torch.arange(12).view(2, 6)
+    for name, *how in (("qwen2", "replicated", 1), ("llama", "tensor_parallel", 2), ("phi3", "zero3", 1)):
+        plain, asleep = [teacher.load_teacher(str(folder / name), VOCAB, "float32", "cpu", *how, offload)
+                         for offload in (False, True)]
+        rows = torch.arange(12)
+        for signal in teacher.SIGNALS:
+            with asleep.awake():
+                found = asleep.rows(ids, signal)
+            assert torch.equal(found(rows), plain.rows(ids, signal)(rows)), (name, signal)
+
+
+def test_offloaded_teachers(checkpoints):
+    ranks.run(2, offloaded, checkpoints)
+
+
+def test_weights_are_at_home_but_while_awake():
+    layer = torch.nn.Linear(3, 3)
+    offload = teacher.Offload(layer, "cpu")
+    home = [x.data_ptr() for _, x in offload.home]
+    assert [p.data_ptr() for p in layer.parameters()] == home
+    with offload.awake():
+        with offload.awake():
+            pass
+        assert all(p.data_ptr() != at for p, at in zip(layer.parameters(), home))
+    assert [p.data_ptr() for p in layer.parameters()] == home
+
+
 def compare_all(folder, cases):
     distill.start_distributed()
     distill.quieten()
