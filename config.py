@@ -190,8 +190,8 @@ def of_each_teacher(cfg):
         raise ValueError("--teachers: expected a list of objects, one for each teacher")
     if cfg.teacher or cfg.learn_projection:
         raise ValueError("--teachers: goes neither with --teacher nor with --learn_projection; drop one")
-    own = "tp", "engine", "dtype", "max_length", "offload"
-    known = {"model": "teacher", **{key: f"teacher_{key}" for key in own}, **{key: key for key in OF_A_TEACHER}}
+    known = {key: f"teacher_{key}" for key in ("tp", "engine", "dtype", "max_length", "offload")}
+    known |= {"model": "teacher"} | {key: key for key in OF_A_TEACHER}
     found = {}
     for entry in entries:
         entry = dict(entry)
