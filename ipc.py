@@ -180,11 +180,15 @@ class _Board:
     """
 
     def __init__(self, handle: Handle, readers: int, slots: int):
-        memory: Any = attach(handle).numpy()
-        raw = memoryview(memory)
-        end = 16 * (1 + readers)
-        self.words = raw[:end].cast("q")
+        raw, end = attach(handle), 16 * (1 + readers)
+        self.words = raw[:end].view(torch.int64)
         self.slots = [raw[end + i * DESCRIPTION : end + (i + 1) * DESCRIPTION] for i in range(slots)]
+
+    def __getitem__(self, word: int) -> int:
+        return int(self.words[word])
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.words[word] = value
 
     @staticmethod
     def size(readers: int, slots: int) -> int:
@@ -193,14 +197,14 @@ class _Board:
     def wait(self, word: int, least: int, who: str, timeout: float) -> None:
         """Until words[word] >= least; its neighbour is the id of the process that counts there."""
         pause, begin, looked = 2e-5, time.monotonic(), 0.0
-        while self.words[word] < least:
+        while self[word] < least:
             now = time.monotonic()
             if now - looked > 0.2:
-                looked, process = now, self.words[word + 1]
-                if process and not runs(process) and self.words[word] < least:
+                looked, process = now, self[word + 1]
+                if process and not runs(process) and self[word] < least:
                     raise Gone(f"{who} (process {process}) has ended")
             if now - begin > timeout:
-                raise Gone(f"{who} (process {self.words[word + 1]}) said nothing for {timeout:.0f} s")
+                raise Gone(f"{who} (process {self[word + 1]}) said nothing for {timeout:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
 
@@ -242,7 +246,7 @@ class Outbox:
         self.timeout, self._board = timeout, _Board(*self.handle)
         self._slots: list[Handle | None] = [None] * slots
         self._shared = [board]  # a buffer that was replaced may still be mapped: all live until `close`
-        self._board.words[1] = os.getpid()
+        self._board[1] = os.getpid()
 
     def put(self, tensor: Tensor) -> None:
         """Publish a copy of a tensor of any shape, type and device.
@@ -250,7 +254,7 @@ class Outbox:
         Raises:
             Gone: a reader.
         """
-        (_, readers, slots), number = self.handle, self._board.words[0]
+        (_, readers, slots), number = self.handle, self._board[0]
         for reader in range(readers):
             self._board.wait(2 + 2 * reader, number + 1 - slots, f"reader {reader}", self.timeout)
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -261,9 +265,9 @@ class Outbox:
             self._shared.append(buffer)
         attach(buffer)[: raw.nbytes].copy_(raw)
         _finish(tensor.device)
-        text = pickle.dumps((buffer, tensor.shape, tensor.dtype))
-        self._board.slots[number % slots][: len(text)] = text
-        self._board.words[0] = number + 1
+        text = bytearray(pickle.dumps((buffer, tensor.shape, tensor.dtype)))
+        self._board.slots[number % slots][: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+        self._board[0] = number + 1
 
     def close(self) -> None:
         """Release all buffers; on CUDA readers must be done with theirs."""
@@ -285,7 +289,7 @@ class Inbox:
         self._board, self._slots = _Board(*handle), handle[2]
         self._at, self.timeout = 2 + 2 * reader, timeout
         self._known: dict[Handle, Tensor] = {}
-        self._board.words[self._at + 1] = os.getpid()
+        self._board[self._at + 1] = os.getpid()
 
     @contextmanager
     def take(self) -> Iterator[Tensor]:
@@ -294,9 +298,9 @@ class Inbox:
         Raises:
             Gone: the writer.
         """
-        number = self._board.words[self._at]
+        number = self._board[self._at]
         self._board.wait(0, number + 1, "the writer", self.timeout)
-        buffer, shape, dtype = pickle.loads(self._board.slots[number % self._slots])
+        buffer, shape, dtype = pickle.loads(bytes(self._board.slots[number % self._slots].tolist()))
         if buffer not in self._known:
             self._known[buffer] = attach(buffer)
         raw = self._known[buffer][: shape.numel() * dtype.itemsize]
@@ -304,4 +308,4 @@ class Inbox:
             yield raw.view(dtype).view(shape)
         finally:
             _finish(raw.device)
-            self._board.words[self._at] = number + 1
+            self._board[self._at] = number + 1
