@@ -171,7 +171,12 @@ class Config:
 def routes_of_each_teacher(cfg):
     """{name: list of values of route_key, or None for all that no other teacher names}."""
     entries = json.loads(cfg.teachers) if cfg.teachers and cfg.route_key else []
-    return {entry.get("name", Path(entry["model"]).name): entry.get("routes") for entry in entries}
+    return {name_of(entry): entry.get("routes") for entry in entries}
+
+
+def name_of(entry):
+    """What metrics call the teacher of an entry of --teachers."""
+    return entry.get("name", Path(str(entry.get("model", ""))).name)
 
 
 def of_each_teacher(cfg):
@@ -190,13 +195,15 @@ def of_each_teacher(cfg):
         raise ValueError("--teachers: expected a list of objects, one for each teacher")
     if cfg.teacher or cfg.learn_projection:
         raise ValueError("--teachers: goes neither with --teacher nor with --learn_projection; drop one")
+    if cfg.route_key and cfg.teacher_weights != "fixed":
+        raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: the one or the other "
+                         "chooses among teachers; drop one")
     known = {key: f"teacher_{key}" for key in ("tp", "engine", "dtype", "max_length", "offload")}
     known |= {"model": "teacher"} | {key: key for key in OF_A_TEACHER}
     found = {}
     for entry in entries:
-        entry = dict(entry)
-        name = entry.pop("name", Path(str(entry.get("model", ""))).name)
-        weight, routes = entry.pop("weight", 1.0), entry.pop("routes", None)
+        name, weight, routes = name_of(entry), entry.get("weight", 1.0), entry.get("routes")
+        entry = {key: value for key, value in entry.items() if key not in ("name", "weight", "routes")}
         wrong = [key for key in entry if key not in known]
         if wrong or "model" not in entry:
             what = f"{wrong[0]!r} is no key of a teacher" if wrong else "a teacher has no model"
@@ -206,9 +213,6 @@ def of_each_teacher(cfg):
                              "column that --route_key names")
         if not isinstance(weight, (int, float)) or weight <= 0:
             raise ValueError(f"--teachers: weight {weight!r} of {name}: expected a number above 0")
-        if cfg.route_key and cfg.teacher_weights != "fixed":
-            raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: the one or the "
-                             "other chooses among teachers; drop one")
         if name in found:
             raise ValueError(f"--teachers: two are called {name}; give them names")
         how = {known[key]: value for key, value in entry.items()}

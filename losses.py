@@ -1080,7 +1080,8 @@ def gold(
         p_rest, q_rest = [mean.index_select(1, rest).exp() for mean, rest in zip(means, rests)]
         value = value + (p_rest.topk(k, -1).values - q_rest.topk(k, -1).values).abs().sum(-1)
     else:
-        value = _CommonAndRest.apply(*means, (common_V, common_W), rests, k, reverse)  # type: ignore[no-untyped-call]
+        how = (common_V, common_W), rests, k, reverse
+        value = _CommonAndRest.apply(*means, *how)  # type: ignore[no-untyped-call]
     value = vocab_join(temperature**2 * value, share, len(chunks.first_S), group)
     return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 

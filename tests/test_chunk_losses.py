@@ -189,7 +189,7 @@ def test_projected_agreement():
 
 
 def sharded(world):
-    """{(loss, case): relative error} on one of `world` ranks; with a sample of a few chunks, so empty shares."""
+    """{(loss, case): relative error} on one of `world` ranks; few chunks, so empty shares."""
     dist.init_process_group("gloo")
     rank, errors = dist.get_rank(), {}
     for seed, samples, length in ((0, 3, 14), (1, 1, 3), (6, 2, 14)):

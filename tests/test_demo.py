@@ -49,7 +49,7 @@ def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, toke
 
 
 def test_the_demo_runs_to_its_table(documents, tmp_path, monkeypatch, capsys):
-    """A recipe too small to learn, but every part of the real one, on real ranks; test_cli has the launcher."""
+    """A recipe too small to learn, but every part of the real one; test_cli has the launcher."""
 
     def launch(world, flags):
         return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))

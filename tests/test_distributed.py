@@ -202,8 +202,8 @@ def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path)
                 same_step(f"{student}, tiled {tiled}, {name}", metrics, gradients, value, reference)
 
 
-TEACHERS = [{"teacher_tp": 2, "teacher_offload": True}, {"teacher_tp": 4}, {"teacher_tp": 2, "exchange": "logits"},
-            {"teacher_engine": "zero3"},
+TEACHERS = [{"teacher_tp": 2, "teacher_offload": True}, {"teacher_tp": 4}, {"teacher_engine": "zero3"},
+            {"teacher_tp": 2, "exchange": "logits"},
             {"teacher_tp": 4, "exchange": "topk", "exchange_topk": 600}]  # all of the 500 tokens
 
 
