@@ -23,6 +23,7 @@ in rank order, evenly or not.  Every rank gets the same result, and the gradient
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_losses.py.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -905,7 +906,8 @@ class _EventKL(torch.autograd.Function):
         # the shift lets float32 reach down to log p = -157
         p_CV, mass_CE, Z = _event_mass(x_NV, row_C, event_V, spelling.num_events, temperature, SHIFT)
         _, q_CE, y_Z = _event_mass(y_MW, teacher_row_C, event_W, spelling.num_events, temperature, 0)
-        ratio_CE = q_CE / mass_CE  # in the precision of the wider one
+        # in the precision of the wider one; not 0, whose logarithm would be infinite
+        ratio_CE = torch.div(q_CE, mass_CE).clamp_(min=torch.finfo(mass_CE.dtype).tiny)
         value = ratio_CE.log().add_(Z.log() - y_Z.log()).mul_(q_CE).sum(-1, keepdim=True).div_(y_Z)
         ctx.how = x_NV.shape, x_NV.dtype, temperature
         ctx.save_for_backward(p_CV, ratio_CE.to(p_CV.dtype), event_V, row_C, Z, y_Z.to(Z.dtype))
@@ -1064,10 +1066,13 @@ def gold(
     x = _used(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
     y = _used(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
     means, rests, share = [], [], slice(0)
+    shift = 0.0 if reverse or average == "logp" else SHIFT  # KL(q || p) needs what p gives almost nothing
     for rows, of, count, common in ((x, chunks.of_S, chunks.count_S, common_V),
                                     (y, chunks.of_T, chunks.count_T, common_W)):
         if average == "logp":
             rows = vocab_log_softmax(rows, group).clamp(min=FLOOR)
+        elif shift and rows is x:
+            rows = (vocab_log_softmax(rows, group) + shift).exp()
         else:
             rows = vocab_softmax(rows, group)
         mean, share = vocab_turn(chunk_mean(rows, of, count), group)
@@ -1080,7 +1085,7 @@ def gold(
         p_rest, q_rest = [mean.index_select(1, rest).exp() for mean, rest in zip(means, rests)]
         value = value + (p_rest.topk(k, -1).values - q_rest.topk(k, -1).values).abs().sum(-1)
     else:
-        how = (common_V, common_W), rests, k, reverse
+        how = (common_V, common_W), rests, k, reverse, shift
         value = _CommonAndRest.apply(*means, *how)  # type: ignore[no-untyped-call]
     value = vocab_join(temperature**2 * value, share, len(chunks.first_S), group)
     return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
@@ -1093,20 +1098,21 @@ def _others(ids_N: Tensor, size: int) -> Tensor:
 
 
 class _CommonAndRest(torch.autograd.Function):
-    """(C,) what `gold` compares of probabilities (C, V) and (C, W); gradient for the first.
+    """(C,) what `gold` compares of probabilities (C, V), times exp(shift), and (C, W); gradient for the first.
 
     By hand, for the sake of time: the plain form has three times as many passes over [C, V].
     """
 
     @staticmethod
     def forward(
-        ctx: Any, p_CV: Tensor, q_CW: Tensor, common: Two, rest: Two, k: int, reverse: bool
+        ctx: Any, p_CV: Tensor, q_CW: Tensor, common: Two, rest: Two, k: int, reverse: bool, shift: float
     ) -> Tensor:
-        kl, d_common = _mass_kl(p_CV.index_select(1, common[0]), q_CW.index_select(1, common[1]), reverse)
+        how, unshift = (reverse, shift), math.exp(-shift)
+        kl, d_common = _mass_kl(p_CV.index_select(1, common[0]), q_CW.index_select(1, common[1]), *how)
         p, q = p_CV.index_select(1, rest[0]), q_CW.index_select(1, rest[1])
-        bucket, d_bucket = _mass_kl(p.sum(1, keepdim=True), q.sum(1, keepdim=True), reverse)
-        distance, d_rest = _sorted_distance(p, q, k)
-        ctx.save_for_backward(d_common, d_rest.add_(d_bucket), common[0], rest[0])
+        bucket, d_bucket = _mass_kl(p.sum(1, keepdim=True), q.sum(1, keepdim=True), *how)
+        distance, d_rest = _sorted_distance(p.mul_(unshift) if shift else p, q, k)
+        ctx.save_for_backward(d_common, d_rest.mul_(unshift).add_(d_bucket), common[0], rest[0])
         ctx.width = p_CV.shape[1]
         return kl + bucket + distance
 
@@ -1116,18 +1122,21 @@ class _CommonAndRest(torch.autograd.Function):
         d_CV = d_common.new_empty(len(d_common), ctx.width)
         d_CV.index_copy_(1, common_V, d_common * grads[0][:, None])
         d_CV.index_copy_(1, rest_V, d_rest * grads[0][:, None])
-        return d_CV, None, None, None, None, None
+        return d_CV, None, None, None, None, None, None
 
 
-def _mass_kl(p_NK: Tensor, q_NK: Tensor, reverse: bool) -> Two:
-    """(sum q log(q / p), its derivative by p), reverse: sum p log(p / q); overwrites both."""
+def _mass_kl(p_NK: Tensor, q_NK: Tensor, reverse: bool, shift: float) -> Two:
+    """(sum q log(q / p), its derivative by p exp(shift)), p_NK being that; overwrites both.
+
+    reverse: sum p log(p / q), for shift 0.
+    """
     tiny = torch.finfo(p_NK.dtype).tiny
     p, q = p_NK.clamp_(min=tiny), q_NK.clamp_(min=tiny)
     if reverse:
         log = p.div(q).log_()
         return (p * log).sum(-1), log.add_(1)
     ratio = torch.div(q, p).clamp_(tiny, torch.finfo(p.dtype).max ** 0.9)  # room for what multiplies it
-    return q.mul_(ratio.log()).sum(-1), ratio.neg_()
+    return q.mul_(ratio.log().add_(shift)).sum(-1), ratio.neg_()
 
 
 def _sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> Two:

@@ -1,5 +1,6 @@
 """losses.py, two vocabularies: gold, h_kl, uld, alm against loops over their definitions; weights, shares."""
 
+import itertools
 import random
 
 import oracle
@@ -134,7 +135,26 @@ def test_padding_and_extremes():
             logits[side][0, 1, 2] = -torch.inf
             x = logits[0].requires_grad_()
             value = calls(case)[name][0](x, logits[1])[0]
-            assert not value.isnan() and not gradient(value, x).isnan().any(), (name, side)
+            assert value.isfinite() and gradient(value, x).isfinite().all(), (name, side)
+
+
+@pytest.mark.parametrize("gap", [10.0, 35.0, 60.0, 120.0])
+def test_sure_models_in_float32(gap):
+    """What a model gives almost no probability underflows in float32; loss and gradient must not."""
+    for side, name, seed in itertools.product((0, 1), calls(Case(1)), range(3)):
+        case = Case(seed, dtype=torch.float32)
+        logits = [case.x.detach(), case.y]
+        likeliest = torch.randint(9, logits[side].shape[:2])
+        sure = torch.nn.functional.one_hot(likeliest, logits[side].shape[2])
+        logits[side] = logits[side] + gap * sure
+        found = []
+        for dtype in (F64, torch.float32):
+            x, y = logits[0].to(dtype).requires_grad_(), logits[1].to(dtype)
+            value = calls(case)[name][0](x, y)[0]
+            found += [value.double(), gradient(value, x).double()]
+        assert found[0].isfinite() and abs(found[2] - found[0]) <= 2e-5 * found[0].abs(), (name, side, seed)
+        error, size = (found[3] - found[1]).norm(), found[1].norm()
+        assert error <= 2e-5 * max(size, 0.1), (name, side, seed)  # one that vanishes is rounded
 
 
 def test_same_whatever_the_reduction_and_weights_count():
