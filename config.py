@@ -63,9 +63,11 @@ class Config:
             for the rest; 0: all tokens.
         teacher_dtype: auto (as in the checkpoint), float32, bfloat16 or float16.
         teacher_tp: ranks that hold one teacher together, neighbours on a node; divides the ranks of a node.
+        teacher_ranks: ranks of every node, the last ones, that hold the teachers and nothing else, and work
+            on the next step while the others train; 0: the student's ranks hold them.
         teacher_engine: replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference engine),
-            zero3 (partitioned over all ranks, for any architecture), or auto: the first for teacher_tp 1,
-            else the second where it knows the architecture, else the third.
+            transformers (its own tensor parallelism, over all ranks with teachers), zero3 (partitioned over
+            these, for any architecture), or auto: the first of them that can hold it in teacher_tp parts.
         teacher_offload: keep the teacher's weights in the host's memory but for its forward passes.
         exchange: what is kept of the teacher until a loss reads it: hidden (final hidden states), logits or
             topk (the likeliest tokens; the rest of the probability is spread evenly).
@@ -120,6 +122,7 @@ class Config:
     top_k: int = 0
     teacher_dtype: str = "auto"
     teacher_tp: int = 1
+    teacher_ranks: int = 0
     teacher_engine: str = "auto"
     teacher_offload: bool = False
     exchange: str = "hidden"
@@ -225,12 +228,12 @@ OF_A_TEACHER = ("loss", "temperature", "projection", "projection_topk", "uncommo
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
               save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
-              teacher_tp=1, exchange_topk=1, teacher_alpha=0)
+              teacher_tp=1, teacher_ranks=0, exchange_topk=1, teacher_alpha=0)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"), teacher_engine=ENGINES,
                exchange=SIGNALS, teacher_weights=("fixed", "ce", "entropy", "max_prob", "select", "mean_p",
                                                   "mean_logits"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
-                  "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_engine",
-                  "teacher_offload"}
+                  "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_ranks",
+                  "teacher_engine", "teacher_offload"}

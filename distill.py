@@ -46,12 +46,12 @@ from ds_config import read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import parse_flags
 from ipc import runs
-from layout import node_size, teacher_groups
+from layout import gather, node_size, split_ranks, teacher_groups
 from losses import teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
-from teacher import (MeanRows, Teacher, choose_engine, hidden_head_is_right, load_teacher,
-                     payload_bytes)
+from teacher import MeanRows, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
+from teacher_ranks import Link, serve
 from tiles import HiddenRows, LogitRows, head_of
 
 # --- models, data, loss ---------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Lesson:
         side: its tokenizer.
         distillation: the loss.
         members: Config of every teacher, its kd_weight being its share of the mean.
-        teachers: `teacher.Teacher` of every member; empty: not loaded yet.
+        teachers: `teacher.Teacher` or `teacher_ranks.Remote` of every member; empty: not loaded yet.
     """
 
     name: str
@@ -106,22 +106,31 @@ class Lesson:
     side: Side
     distillation: Distillation
     members: list
-    teachers: list[Teacher] = field(default_factory=list)
+    teachers: list = field(default_factory=list)
 
     @property
     def keeps_columns(self):
         """Does the loss compare the most important teacher columns only?"""
         return self.cfg.loss == "projection_kl" and len(self.side.table) > self.cfg.projection_topk
 
+    @property
+    def signals(self):
+        """(what is kept of each teacher, of how many tokens)."""
+        return [("logits" if own.exchange == "hidden" and not own.tiled else own.exchange, own.exchange_topk)
+                for own in self.members]
+
+    def ask(self, batch):
+        """Start what `rows` will return; for teachers on ranks of their own."""
+        for teacher, how in zip(self.teachers, self.signals):
+            teacher.ask(batch["teacher_ids"], *how)
+
     def rows(self, batch):
         """Logits of any positions of its side of a batch; its replica's ranks take part together."""
-        found = []
-        for teacher, own in zip(self.teachers, self.members):
-            signal = "logits" if own.exchange == "hidden" and not own.tiled else own.exchange
-            found.append(teacher.rows(batch["teacher_ids"], signal, own.exchange_topk))
+        ids = batch["teacher_ids"]
+        found = [teacher.rows(ids, *how) for teacher, how in zip(self.teachers, self.signals)]
         if len(found) == 1:
             return found[0]
-        shares = torch.tensor([own.kd_weight for own in self.members], device=batch["teacher_ids"].device)
+        shares = torch.tensor([own.kd_weight for own in self.members], device=ids.device)
         return MeanRows(tuple(found), shares / shares.sum(), self.cfg.teacher_weights.removeprefix("mean_"))
 
 
@@ -137,9 +146,11 @@ class Inputs:
     checkpoint: Path | None
 
 
-def check_inputs(cfg, device):
+def check_inputs(cfg, device, roles=None):
     """Read everything but the weights.  Whatever can be wrong is found here, before the first step.
 
+    Args:
+        roles: `layout.Roles` where teachers have ranks of their own.
     Raises:
         ValueError: what arrived, what was expected, what to do.
     """
@@ -148,8 +159,11 @@ def check_inputs(cfg, device):
     sides = {}
     for name, own in of_each_teacher(cfg).items() if cfg.kd_weight else ():
         sides[name], teacher_config = load_side("teacher", own.teacher, own.teacher_max_length)
-        choose_engine(own.teacher_engine, own.teacher_tp, teacher_config.model_type)
-        teacher_groups(dist.get_world_size(), node_size(), own.teacher_tp)
+        ranks, node = dist.get_world_size(), node_size()
+        if roles:
+            ranks, node = ranks // roles.students * roles.teachers, roles.teachers
+        teacher_groups(ranks, node, own.teacher_tp)
+        choose_engine(own.teacher_engine, own.teacher_tp, teacher_config, ranks)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     ds_config = resolve_ds_config(raw, cfg, dist.get_world_size(), student_config.hidden_size, bf16)
     rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
@@ -245,6 +259,7 @@ def check_heads(job, student_ids):
             for teacher, member in zip(lesson.teachers, lesson.members):
                 found = hidden_head_is_right(teacher.rows(own), teacher.logits(own)[..., :W])
                 right[f"--teacher {member.teacher}"] = found
+                give_back(job)
     job.engine.train()
     for role, good in right.items():
         if not good:
@@ -295,13 +310,14 @@ class Job:
     vocab: int  # tokens of the student
     params: list  # what the loss trains beside the student
     device: torch.device
+    link: Link | None = None  # to teachers on ranks of their own
 
 
-def build_job(cfg, inputs, device):
-    """Load all models and start the engine; all ranks take part.
+def build_job(cfg, inputs, device, roles=None):
+    """Load the models that these ranks hold and start the engine; all of them take part.
 
     Raises:
-        ValueError: a model whose loss cannot be tiled.
+        ValueError: a teacher that cannot be loaded.
     """
     model, V, params = load_student(cfg, inputs.ds_config), len(inputs.student.table), []
     run_inside_forward(model, V, cfg.tiled)
@@ -310,15 +326,25 @@ def build_job(cfg, inputs, device):
             lesson.distillation.projection.attach(model)
             params = [model.projection_scores]
     engine = start_engine(model, inputs.ds_config, cfg.projection_learning_rate)
-    for lesson in inputs.lessons:
-        for own in lesson.members:
-            how = own.teacher_dtype, device, own.teacher_engine, own.teacher_tp, own.teacher_offload
-            lesson.teachers.append(load_teacher(own.teacher, len(lesson.side.table), *how))
-    job = Job(cfg, engine, lambda batch, run: engine(input_ids=batch["student_ids"], run=run), inputs.lessons,
-              V, params, device)
-    if cfg.tiled:
-        check_heads(job, list(range(min(8, V))))
-    return job
+    for lesson in () if roles else inputs.lessons:
+        lesson.teachers = [load_teacher(*how) for how in what_to_load(lesson, device)]
+    return Job(cfg, engine, lambda batch, run: engine(input_ids=batch["student_ids"], run=run),
+               inputs.lessons, V, params, device)
+
+
+def what_to_load(lesson, device):
+    """Arguments of `load_teacher` for every member."""
+    return [(own.teacher, len(lesson.side.table), own.teacher_dtype, device, own.teacher_engine,
+             own.teacher_tp, own.teacher_offload) for own in lesson.members]
+
+
+def connect(job, roles):
+    """Reach the teachers on ranks of their own."""
+    under_way = 2 * job.engine.gradient_accumulation_steps()  # this window and the next one
+    job.link = Link(roles, under_way * sum(len(lesson.members) for lesson in job.lessons), job.device)
+    teachers = iter(job.link.teachers)
+    for lesson in job.lessons:
+        lesson.teachers = [next(teachers) for _ in lesson.members]
 
 
 def train_step(job, window, stop=False):
@@ -356,6 +382,7 @@ def train_step(job, window, stop=False):
         job.engine.backward(loss)
         grad_norm = gradient_norm(job.engine)
         job.engine.step()
+    give_back(job)
     sums = global_sums(sums.flatten(), job.device).view(-1, 2).tolist()
     ce = sums[0][0] / max(counts[0]["ce"], 1)
     metrics = {"loss": cfg.ce_weight * ce, "lr": lr}
@@ -372,6 +399,12 @@ def train_step(job, window, stop=False):
         own |= {"kd_weight": lesson.cfg.kd_weight} if len(job.lessons) > 1 else {}
         metrics |= of_lesson(job, lesson, own)
     return metrics | {"tokens": int(counts[0]["ce"]), "stop": stops > 0}
+
+
+def give_back(job):
+    """What teachers on ranks of their own have said is not needed any more."""
+    if job.link:
+        job.link.give_back()
 
 
 def of_lesson(job, lesson, metrics):
@@ -440,12 +473,19 @@ def run_evaluation(job, batches):
     job.engine.eval()
     result = {}
     for i, lesson in enumerate(job.lessons or [None]):
-        own = (to_device(batch[i], job.device) for batch in batches)
-        found = evaluate(own, job.student, *((lesson.rows, lesson.distillation) if lesson else ()))
+        teacher = (lesson.rows, lesson.distillation) if lesson else ()
+        found = evaluate(own_batches(job, batches, i), job.student, *teacher)
         result["student_bits_per_byte"] = found.pop("student_bits_per_byte")
         result |= of_lesson(job, lesson, found) if lesson else {}
     job.engine.train()
     return {f"eval/{key}": value for key, value in result.items()}
+
+
+def own_batches(job, batches, i):
+    """Those of one teacher, on the device."""
+    for batch in batches:
+        yield to_device(batch[i], job.device)
+        give_back(job)
 
 
 def save(job, step):
@@ -555,41 +595,46 @@ def start_distributed():
 
 
 @contextmanager
-def agree():
-    """A ValueError on any rank ends all ranks with its one line, before anything was trained or written."""
+def agree(roles=None, what=""):
+    """A ValueError on any rank ends all ranks with its one line, before anything was trained or written.
+
+    Args:
+        roles: where teachers have ranks of their own, which then take part too.
+        what: names this block among all such.
+    """
     message = None
     try:
         yield
     except ValueError as error:
         message = str(error)
-    messages = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    for found in messages:
+    for found in gather(message, roles, what):
         if found:
-            fail(found)
+            fail(found, loud=dist.get_rank() == 0 and (roles is None or roles.role == "student"))
 
 
 @contextmanager
-def name_the_dead():
+def name_the_dead(roles=None):
     """Where a step fails because ranks of this node have ended, one line says which, and this one ends."""
-    node, rank, peers = platform.node(), dist.get_rank(), [None] * dist.get_world_size()
-    dist.all_gather_object(peers, (node, os.getpid()))
+    node, process = platform.node(), os.getpid()
+    name = f"{'teacher ' if roles and roles.role == 'teacher' else ''}rank {dist.get_rank()}"
+    peers = gather((node, process, name), roles, "processes")
     try:
         yield
-    except RuntimeError:
-        here = [r for r, (host, _) in enumerate(peers) if host == node]
-        gone = [r for r in here if not runs(peers[r][1])]
+    except (RuntimeError, FileNotFoundError):
+        here = [peer for peer in peers if peer[0] == node]
+        gone = [peer for peer in here if not runs(peer[1])]
         if not gone:
             raise
-        if rank == min(set(here) - set(gone)):
-            named = ", ".join(f"rank {r} (process {peers[r][1]})" for r in gone)
+        if process == next(peer[1] for peer in here if peer not in gone):
+            named = ", ".join(f"{name} (process {process})" for _, process, name in gone)
             print(f"distill.py: {named} ended in mid-step, so the job ends; the same command goes on from "
                   "its last checkpoint", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
-def fail(message):
-    if int(os.environ.get("RANK", 0)) == 0:
+def fail(message, loud=None):
+    """End with a line, which rank 0 writes unless `loud` says who does."""
+    if int(os.environ.get("RANK", 0)) == 0 if loud is None else loud:
         print("distill.py: " + " ".join(message.split()), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -607,17 +652,54 @@ def quieten():
 
 def main(cfg):
     quieten()
+    try:
+        roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
+    except ValueError as error:
+        fail(str(error))
     device = start_distributed()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    with agree():
-        inputs = check_inputs(cfg, device)
-    transformers.set_seed(cfg.seed + rank)
-    with agree():
-        job = build_job(cfg, inputs, device)
-    start = load_checkpoint(job.engine, inputs.checkpoint) if inputs.checkpoint else 0
+    if roles and roles.role == "teacher":
+        return hold_teachers(cfg, roles, device)
+    with agree(roles, "inputs"):
+        inputs = check_inputs(cfg, device, roles)
+    if roles and roles.local == 0:
+        lists = [what_to_load(lesson, None) for lesson in inputs.lessons]
+        roles.publish("what to load", sum(lists, []))
+    transformers.set_seed(cfg.seed + dist.get_rank())
+    with agree(roles, "models"):
+        job = build_job(cfg, inputs, device, roles)
+    with name_the_dead(roles), ExitStack() as stack:
+        if roles:
+            connect(job, roles)
+            stack.callback(job.link.leave)
+        with agree():
+            if cfg.tiled:
+                check_heads(job, list(range(min(8, job.vocab))))
+        start = load_checkpoint(job.engine, inputs.checkpoint) if inputs.checkpoint else 0
+        train(job, *batches_of(cfg, inputs, job, start), start, inputs.ds_config)
+    if cfg.learn_projection:
+        learned = inputs.lessons[0].distillation.projection
+        export_projection(job.engine, learned, Path(cfg.output_dir) / "projection.pt")
+    if cfg.export:
+        export_model(job.engine, inputs.student.tokenizer, cfg.export)
 
+
+def hold_teachers(cfg, roles, device):
+    """What a rank that is for teachers alone does, until the student's ranks leave."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the student takes a checkpoint first
+    with agree(roles, "inputs"):
+        pass  # the student's ranks read them
+    with agree(roles, "models"):
+        teachers = [load_teacher(path, vocab, dtype, device, *how, shared=True)
+                    for path, vocab, dtype, _, *how in roles.read("what to load")]
+    with name_the_dead(roles):
+        serve(roles, teachers, cfg.tiled)
+
+
+def batches_of(cfg, inputs, job, start):
+    """(iterator over this rank's micro-batches from step `start` on, iterable over its held-out ones)."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     memory = cfg.loss_memory_mib if cfg.tiled else math.inf
-    part_share = 0.125 if device.type == "cpu" else 0.5  # a CPU wants large tiles, a GPU few calls
+    part_share = 0.125 if job.device.type == "cpu" else 0.5  # a CPU wants large tiles, a GPU few calls
     collate = collate_all(cfg, inputs, memory, part_share)
     micro = job.engine.train_micro_batch_size_per_gpu()
     read = Reader(cfg.text_key, cfg.route_key)
@@ -625,13 +707,7 @@ def main(cfg):
     micro_steps = job.engine.gradient_accumulation_steps()
     batches = MicroBatches(stream, collate, micro, micro_steps, rank, ranks, start)
     held_out = HeldOutBatches(inputs.held_out_rows, read, collate, micro, rank, ranks)
-    with name_the_dead():
-        train(job, iter(loader(batches, cfg.num_workers)), loader(held_out, 0), start, inputs.ds_config)
-    if cfg.learn_projection:
-        learned = inputs.lessons[0].distillation.projection
-        export_projection(job.engine, learned, Path(cfg.output_dir) / "projection.pt")
-    if cfg.export:
-        export_model(job.engine, inputs.student.tokenizer, cfg.export)
+    return iter(loader(batches, cfg.num_workers)), loader(held_out, 0)
 
 
 def collate_all(cfg, inputs, tile_mib, part_share=0.125):
@@ -654,15 +730,19 @@ def train(job, batches, held_out, start, ds_config):
     log = Log(cfg, start, ds_config)
     if cfg.eval_rows and start == 0:
         log.write(0, run_evaluation(job, held_out))
+    upcoming = None
     for step in range(start + 1, cfg.steps + 1):
         begin = time.perf_counter()
-        window = [next(batches) for _ in range(job.engine.gradient_accumulation_steps())]
+        evaluates = cfg.eval_rows and (step == cfg.steps or (cfg.eval_every and step % cfg.eval_every == 0))
+        window = upcoming or next_window(job, batches)
+        ahead = job.link and step < cfg.steps and not evaluates  # for which teachers are asked in its turn
+        upcoming = next_window(job, batches) if ahead else None
         metrics = train_step(job, window, stop=bool(told))
         stop, seconds = metrics.pop("stop"), time.perf_counter() - begin
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
         log.write(step, metrics)
         log.advance(metrics)
-        if cfg.eval_rows and (step == cfg.steps or (cfg.eval_every and step % cfg.eval_every == 0)):
+        if evaluates:
             log.write(step, run_evaluation(job, held_out))
         if stop or (cfg.save_every and step % cfg.save_every == 0):
             save(job, step)
@@ -670,6 +750,15 @@ def train(job, batches, held_out, start, ds_config):
             log.close()
             raise SystemExit(128 + signal.SIGTERM)
     log.close()
+
+
+def next_window(job, batches):
+    """Micro-batches of a step; teachers on ranks of their own start on them at once."""
+    window = [next(batches) for _ in range(job.engine.gradient_accumulation_steps())]
+    for i, lesson in enumerate(job.lessons if job.link else ()):
+        for batch in window:
+            lesson.ask(batch[i])
+    return window
 
 
 def cli(argv=None):

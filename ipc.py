@@ -7,6 +7,7 @@
     outbox.put(tensor)
     inbox = Inbox(handle, reader=0)
     with inbox.take() as tensor: ...  # the same memory, until the block ends
+    a, b = inbox.next(), inbox.next()  # or several, until inbox.give_back()
 
 Shared memory has no name: it is a file descriptor that readers open through /proc, so it is gone with the
 last process that maps it, however that one ends, and nothing is ever left in /dev/shm.  CUDA buffers are
@@ -269,6 +270,15 @@ class Outbox:
         self._board.slots[number % slots][: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
         self._board[0] = number + 1
 
+    def drain(self) -> None:
+        """Wait until the readers have given everything back.
+
+        Raises:
+            Gone: a reader.
+        """
+        for reader in range(self.handle[1]):
+            self._board.wait(2 + 2 * reader, self._board[0], f"reader {reader}", self.timeout)
+
     def close(self) -> None:
         """Release all buffers; on CUDA readers must be done with theirs."""
         for handle in self._shared:
@@ -287,25 +297,35 @@ class Inbox:
 
     def __init__(self, handle: tuple[Handle, int, int], reader: int, timeout: float = 600.0):
         self._board, self._slots = _Board(*handle), handle[2]
-        self._at, self.timeout = 2 + 2 * reader, timeout
+        self._at, self.timeout, self._taken = 2 + 2 * reader, timeout, 0
         self._known: dict[Handle, Tensor] = {}
         self._board[self._at + 1] = os.getpid()
 
-    @contextmanager
-    def take(self) -> Iterator[Tensor]:
-        """The next tensor, in the shared memory itself; it may be written again after the block.
+    def next(self) -> Tensor:
+        """The next tensor, in the shared memory itself, until it is given back.
+
+        Of an outbox of n slots at most n tensors can be held, then this waits for ever.
 
         Raises:
             Gone: the writer.
         """
-        number = self._board[self._at]
-        self._board.wait(0, number + 1, "the writer", self.timeout)
-        buffer, shape, dtype = pickle.loads(bytes(self._board.slots[number % self._slots].tolist()))
+        self._board.wait(0, self._taken + 1, "the writer", self.timeout)
+        buffer, shape, dtype = pickle.loads(bytes(self._board.slots[self._taken % self._slots].tolist()))
         if buffer not in self._known:
             self._known[buffer] = attach(buffer)
-        raw = self._known[buffer][: shape.numel() * dtype.itemsize]
+        self._taken += 1
+        return self._known[buffer][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def give_back(self) -> None:
+        """All tensors taken so far may be written again, once the device has done what it was asked to."""
+        for device in {raw.device for raw in self._known.values()}:
+            _finish(device)
+        self._board[self._at] = self._taken
+
+    @contextmanager
+    def take(self) -> Iterator[Tensor]:
+        """The next tensor; it is given back at the end of the block."""
         try:
-            yield raw.view(dtype).view(shape)
+            yield self.next()
         finally:
-            _finish(raw.device)
-            self._board[self._at] = number + 1
+            self.give_back()

@@ -1098,7 +1098,7 @@ def _others(ids_N: Tensor, size: int) -> Tensor:
 
 
 class _CommonAndRest(torch.autograd.Function):
-    """(C,) what `gold` compares of probabilities (C, V), times exp(shift), and (C, W); gradient for the first.
+    """(C,) what `gold` compares of probabilities (C, V) times exp(shift), and (C, W); gradient for the first.
 
     By hand, for the sake of time: the plain form has three times as many passes over [C, V].
     """

@@ -1,9 +1,9 @@
 """The frozen teacher: load, shard, forward.
 
 It lives in the student's job, in a precision of its own, and never builds a graph.  It is held in one of
-three ways (`ENGINES`): a whole copy per rank; sharded over some neighbouring ranks by DeepSpeed's
-tensor-parallel inference engine; or, for architectures that this does not know, partitioned over all ranks by
-ZeRO-3.
+four ways (`ENGINES`): a whole copy per rank; sharded over some neighbouring ranks by DeepSpeed's
+tensor-parallel inference engine; or, for architectures that this does not know, sharded over all ranks by the
+tensor parallelism of transformers, or partitioned over them by ZeRO-3.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import io
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import ipc
@@ -29,7 +31,7 @@ from layout import Replica, node_size
 from losses import average_teachers
 from tiles import Head, HiddenRows, LogitRows, TopKRows, head_of
 
-ENGINES = "auto", "replicated", "tensor_parallel", "zero3"
+ENGINES = "auto", "replicated", "tensor_parallel", "transformers", "zero3"
 SIGNALS = "hidden", "logits", "topk"
 # model types that DeepSpeed shards; the second ones only once every rank has held them whole
 SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
@@ -45,6 +47,7 @@ class Teacher(NamedTuple):
     head: what maps the one to the other, whole on every rank, cut to the tokenizer.
     engine: which of `ENGINES` holds it.
     parameters: numbers of it that this rank holds, its copy of the head not counted.
+    degree: ranks that hold it together.
     awake: () -> context in which its weights are on the device; many calls in one cost one transfer.
     """
 
@@ -53,6 +56,7 @@ class Teacher(NamedTuple):
     head: Head
     engine: str
     parameters: int
+    degree: int = 1
     awake: Callable = contextlib.nullcontext
 
     @torch.no_grad()
@@ -102,18 +106,29 @@ def payload_bytes(rows):
     """What a teacher's signal occupies until the loss reads it."""
     if isinstance(rows, MeanRows):
         return sum(map(payload_bytes, rows.of_teachers))
-    return sum(x.nbytes for x in rows if isinstance(x, torch.Tensor))
+    return sum(x.nbytes for x in getattr(rows, "shards", rows) if isinstance(x, torch.Tensor))
 
 
-def choose_engine(engine, degree, model_type):
+def choose_engine(engine, degree, config, ranks):
     """The engine that "auto" means; the others are checked.
 
+    Args:
+        config: of the model, for text.
+        ranks: all that hold teachers.
     Raises:
         ValueError: an engine that cannot hold this model in `degree` parts.
     """
-    known = SHARDED | SHARDED_ONCE_WHOLE
+    known, model_type = SHARDED | SHARDED_ONCE_WHOLE, config.model_type
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+    planned = bool(getattr(config, "base_model_tp_plan", None)) and heads % degree == 0
+    if engine == "auto" and (degree == 1 or model_type in known):
+        return "replicated" if degree == 1 else "tensor_parallel"
     if engine == "auto":
-        return "replicated" if degree == 1 else "tensor_parallel" if model_type in known else "zero3"
+        return "transformers" if planned and degree == ranks else "zero3"
+    if engine == "transformers" and not (planned and degree == ranks > 1):
+        why = f"has no plan to shard {model_type} models of {heads} key-value heads so" if not planned else (
+            f"takes all of the {ranks} ranks that hold teachers, and more than one")
+        raise ValueError(f"--teacher_tp {degree} with --teacher_engine transformers: it {why}; use auto")
     if engine == "tensor_parallel" and model_type not in known:
         raise ValueError(f"--teacher_engine tensor_parallel: does not shard {model_type} models, only "
                          f"{', '.join(sorted(known))}; use auto or zero3")
@@ -167,7 +182,8 @@ def _offloaded(teacher, model, device):
     return teacher._replace(**calls, head=head, awake=offload.awake)
 
 
-def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", degree=1, offload=False):
+def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", degree=1, offload=False,
+                 shared=False):
     """A causal language model without gradients; all ranks take part unless it is "replicated".
 
     Args:
@@ -176,17 +192,19 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
         dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
         engine, degree: one of `ENGINES` and the ranks that share the model, see `choose_engine`.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
+        shared: the ranks that hold it together will ask with the same ids; else each with its own.
     Returns:
         Teacher.
     Raises:
         ValueError: see `choose_engine`.
     """
     config = AutoConfig.from_pretrained(path)
-    engine = choose_engine(engine, degree, config.get_text_config().model_type)
+    engine = choose_engine(engine, degree, config.get_text_config(), dist.get_world_size())
     dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    load = {"replicated": _replicated, "tensor_parallel": _tensor_parallel, "zero3": _zero3}[engine]
+    load = {"replicated": _replicated, "tensor_parallel": _tensor_parallel, "transformers": _transformers,
+            "zero3": _zero3}[engine]
     with torch.random.fork_rng():  # the inference engine makes all ranks' random numbers equal
-        return load(path, vocab, config, dtype, device, degree, offload)
+        return load(path, vocab, config, dtype, device, degree, offload, shared)
 
 
 def whole_teacher(model, vocab):
@@ -197,13 +215,13 @@ def whole_teacher(model, vocab):
         head_of(model, vocab), "replicated", sum(p.numel() for p in model.parameters()))
 
 
-def _replicated(path, vocab, config, dtype, device, degree, offload):
+def _replicated(path, vocab, config, dtype, device, degree, offload, shared):
     model = _frozen(AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).to(device)
     teacher = whole_teacher(model, vocab)
     return _offloaded(teacher, model, device) if offload else teacher
 
 
-def _tensor_parallel(path, vocab, config, dtype, device, degree, offload):
+def _tensor_parallel(path, vocab, config, dtype, device, degree, offload, shared):
     """Every rank of a replica ends up with all hidden states, and with all logits."""
     replica, how = Replica(degree), {}
     with contextlib.ExitStack() as stack:
@@ -233,15 +251,41 @@ def _tensor_parallel(path, vocab, config, dtype, device, degree, offload):
     model = _frozen(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
         weight = model.get_input_embeddings().weight
-    base, own = (lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
-                 lambda ids: model(input_ids=ids, use_cache=False).logits)
-    teacher = Teacher(
-        lambda ids: replica.of_each(base, ids), lambda ids: replica.of_each(own, ids),
-        _head(weight, bias, config, vocab), "tensor_parallel", sum(p.numel() for p in model.parameters()))
+    teacher = _of_replica(model, replica, shared)._replace(
+        head=_head(weight, bias, config, vocab), engine="tensor_parallel")
     return _offloaded(teacher, model, device) if offload else teacher
 
 
-def _zero3(path, vocab, config, dtype, device, degree, offload):
+def _of_replica(model, replica, shared):
+    """A Teacher of which every rank of the replica has a part, and gets all that it says."""
+    base, own = (lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
+                 lambda ids: model(input_ids=ids, use_cache=False).logits)
+    hidden, logits = [run if shared else partial(replica.of_each, run) for run in (base, own)]
+    return Teacher(hidden, logits, None, "", sum(p.numel() for p in model.parameters()), len(replica.ranks))
+
+
+def _transformers(path, vocab, config, dtype, device, degree, offload, shared):
+    """Sharded over all ranks as the model's own plan says, experts included."""
+    if offload:
+        raise ValueError(f"--teacher_offload: not for {path}, which transformers shards; leave it out, or "
+                         "use --teacher_engine zero3")
+    replica, folder = Replica(degree), _local(path)
+    model = _frozen(AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, distributed_config=DistributedConfig(tp_size=degree)))
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+
+    def whole():
+        weight, bias = _from_files(folder, names[head], dtype)
+        return (_from_files(folder, names[embedding], dtype)[0] if weight is None else weight), bias
+
+    weight, bias = _once_per_node(whole, device)
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    return _of_replica(model, replica, shared)._replace(
+        head=_head(weight, bias, config, vocab), engine="transformers", parameters=held)
+
+
+def _zero3(path, vocab, config, dtype, device, degree, offload, shared):
     """Partitioned over all ranks, whatever the degree; every rank runs its own samples, all at once."""
     zero = {"stage": 3} | ({"offload_param": {"device": "cpu", "pin_memory": True}} if offload else {})
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}

@@ -111,6 +111,22 @@ class LogitRows(NamedTuple):
         return LogitRows(self.logits_TW.index_select(1, ids))
 
 
+class ShardedRows(NamedTuple):
+    """Teacher logits of any positions, from parts of the vocabulary [(T, W_i)] that several ranks made."""
+
+    shards: tuple[Tensor, ...]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.cat([shard.index_select(0, rows) for shard in self.shards], 1)
+
+    def columns(self, ids: Tensor) -> LogitRows:
+        """Of sorted ids."""
+        sizes = [shard.shape[1] for shard in self.shards]
+        bounds = torch.tensor([0, *sizes], device=ids.device).cumsum(0)
+        own = [ids[(ids >= low) & (ids < high)] - low for low, high in zip(bounds[:-1], bounds[1:])]
+        return LogitRows(torch.cat([shard.index_select(1, part) for shard, part in zip(self.shards, own)], 1))
+
+
 class TopKRows(NamedTuple):
     """Teacher logits of any positions from cached (T, K) ids and log-probabilities.
 

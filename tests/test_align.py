@@ -267,7 +267,7 @@ def test_any_text_by_any_two_trained_tokenizers(zoo):
 
 
 def test_the_sign_that_sentencepiece_writes_for_a_space(zoo):
-    """A text that holds U+2581 itself comes back with a space in its place: altered, and nothing beside it is."""
+    """A text that holds U+2581 itself comes back with a space in its place: altered, and nothing else is."""
     for kinds in permutations(["bpe", "unigram"]):
         pair, tables = zip(*[zoo[kind] for kind in kinds])
         for text in ("\u2581", "the \u2581 value", "a\u2581b", "\u2581\u2581 the"):

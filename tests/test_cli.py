@@ -49,6 +49,7 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "short teacher": ("--teacher_max_length=257", "--teacher_max_length 257"),
     "small head": ("--student={folder}/small_head", "its lm_head has 340 rows, but its tokenizer 350 ids"),
     "a teacher across nodes": ("--teacher_tp=4", "--teacher_tp 4: does not divide the 2 ranks of a node"),
+    "no rank for the student": ("--teacher_ranks=2", "a node of this job has 2 ranks, and at least one"),
     "whole and in parts": ("--teacher_tp=2 --teacher_engine=replicated", "a whole copy per rank is degree 1"),
     "two kinds of teachers": ("--teachers=[{}]", "goes neither with --teacher nor"),
     "teachers that are no JSON": ("--teacher= --teachers=[{,", "--teachers: no JSON"),
@@ -180,10 +181,11 @@ def test_real_models_through_the_launcher(tmp_path):
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "student")) == 512
 
 
-def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(models, texts, tmp_path):
-    """Half of the teacher goes away in mid-step; the job ends within a minute, and goes on where it was."""
+@pytest.mark.parametrize("how, name", [("--teacher_tp=2", "rank 1"), ("--teacher_ranks=1", "teacher rank 0")])
+def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(models, texts, tmp_path, how, name):
+    """A part of the teacher goes away in mid-step; the job ends within a minute, and goes on where it was."""
     argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 20)}",
-            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 2, 1)}", "--max_length=60", "--teacher_tp=2",
+            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 2, 1)}", "--max_length=60", how,
             "--save_every=1", f"--output_dir={tmp_path / 'run'}"]
     with launched(2, *argv, "--steps=100000") as job:
         while not (tmp_path / "run" / "checkpoints" / "step_0000003").exists():
@@ -193,26 +195,28 @@ def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(models, texts, tmp
         os.kill(victim, signal.SIGKILL)
         message = job.communicate(timeout=60)[1]
     assert job.returncode != 0
-    assert f"distill.py: rank 1 (process {victim}) ended in mid-step" in message, message[-3000:]
+    assert f"distill.py: {name} (process {victim}) ended in mid-step" in message, message[-3000:]
     reached = losses_of(tmp_path / "run")[-1]["step"]
     assert ranks.run(2, run_distill, [[*argv, f"--steps={reached + 2}"]]) == [[0]] * 2
     assert losses_of(tmp_path / "run")[-1]["step"] == reached + 2
 
 
-def test_two_nodes(models, texts, tmp_path):
-    """Two launches of two ranks each are one job; it learns what four ranks of one node learn."""
+@pytest.mark.parametrize("how", ["--teacher_tp=2", "--teacher_ranks=1"])
+def test_two_nodes(models, texts, tmp_path, how):
+    """Two launches of two ranks each are one job; it learns what the student's ranks learn on one node."""
     argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 20)}",
-            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 1, 1)}", "--max_length=60", "--teacher_tp=2",
-            "--steps=3", "--eval_rows=4"]
+            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 1, 1)}", "--max_length=60", "--steps=3",
+            "--eval_rows=4"]
     command = [Path(sys.executable).with_name("torchrun"), "--nnodes=2", "--nproc_per_node=2",
                "--master_addr=127.0.0.1", f"--master_port={ranks.free_port()}"]
-    script, how = ["distill.py", *argv, f"--output_dir={tmp_path / 'nodes'}"], dict(cwd=ROOT, text=True)
-    nodes = [subprocess.Popen([*command, f"--node_rank={n}", *script], stderr=subprocess.PIPE, **how)
-             for n in range(2)]
+    script = ["distill.py", *argv, how, f"--output_dir={tmp_path / 'nodes'}"]
+    nodes = [subprocess.Popen([*command, f"--node_rank={n}", *script], cwd=ROOT, text=True,
+                              stderr=subprocess.PIPE) for n in range(2)]
     for node in nodes:
         message = node.communicate(timeout=600)[1]
         assert node.returncode == 0, message
-    assert ranks.run(4, run_distill, [[*argv, f"--output_dir={tmp_path / 'one'}"]]) == [[0]] * 4
+    alone = 2 if "ranks" in how else 4
+    assert ranks.run(alone, run_distill, [[*argv, f"--output_dir={tmp_path / 'one'}"]]) == [[0]] * alone
     for two, one in zip(losses_of(tmp_path / "nodes", -1), losses_of(tmp_path / "one", -1), strict=True):
         assert two.keys() == one.keys()
         assert all(abs(two[key] - one[key]) <= 1e-5 * abs(one[key]) for key in one), (two, one)

@@ -352,6 +352,41 @@ def test_teachers_by_the_domain_of_a_row(flags, models, untied, texts):
     assert all(math.isfinite(line["loss"]) for line in lines)
 
 
+TWO = '--teachers=[{"model":"TEACHER","tp":2,"name":"a"},{"model":"OTHER","loss":"alm","name":"b"}]'
+APART = [  # flags, and those of ranks for teachers beside the two of the student
+    (["--loss=piece_kl"], ["--teacher_ranks=2", "--teacher_tp=2"]),
+    (["--loss=piece_kl"], ["--teacher_ranks=2", "--teacher_engine=transformers", "--teacher_tp=2"]),
+    (["--loss=projection_kl", "--exchange=logits", "--projection_topk=100"],
+     ["--teacher_ranks=2", "--teacher_tp=2"]),
+    (["--loss=projection_kl", "--exchange=topk", "--exchange_topk=600"],
+     ["--teacher_ranks=3", "--teacher_engine=zero3"]),
+    (["--loss=gold", "--tiled=false"], ["--teacher_ranks=1"]), ([TWO], ["--teacher_ranks=2"])]
+
+
+def test_teachers_on_ranks_of_their_own(flags, models, untied):
+    """Losses, gradient norms and evaluations do not depend on where the teacher is."""
+    folder, common = flags
+    base = [*common, f"--ds_config={folder / 'zero2.json'}", "--steps=4", "--eval_every=2"]
+    seen = {}
+    for number, (how, apart) in enumerate(APART):
+        how = [x.replace("TEACHER", str(models[1])).replace("OTHER", str(untied)) for x in how]
+        argv = [x for x in base if not (x.startswith("--teacher") and "--teachers" in how[0])] + how
+        lines = []
+        for more in ([], apart):
+            output, world = folder / f"apart_{number}_{len(more)}", 2
+            if more:
+                world += int(more[0].removeprefix("--teacher_ranks="))
+            if (str(how), str(more)) not in seen:
+                run = [[*argv, *more, f"--output_dir={output}"]]
+                assert ranks.run(world, run_distill, run) == [[0]] * world, (how, apart)
+                seen[str(how), str(more)] = losses_of(output)
+            lines.append(seen[str(how), str(more)])
+        assert [line["step"] for line in lines[0]] == [1, 2, 2, 3, 4, 4]
+        for a, b in zip(*lines, strict=True):
+            assert a.keys() == b.keys()
+            assert all(math.isclose(a[key], b[key], rel_tol=1e-5, abs_tol=1e-7) for key in a), (apart, a, b)
+
+
 def one_tokenizer_steps(flags, texts, names):
     """{loss: metrics of two steps} with the student as its own teacher at first."""
     job, inputs = job_for(flags)
@@ -501,19 +536,24 @@ def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(flags):
     assert left == {"step_0000006", "step_0000007"}  # nothing half-written or half-deleted stays behind
 
 
-def test_sigterm_on_one_rank_saves_and_ends_all(flags):
-    folder, common = flags
-    argv = [*common, f"--ds_config={folder / 'zero1.json'}", "--steps=400", f"--output_dir={folder / 'told'}"]
-    group = ranks.start(2, run_distill, [argv])
+@pytest.mark.parametrize("apart", [0, 1])
+def test_sigterm_on_one_rank_saves_and_ends_all(flags, apart):
+    """Ranks for teachers alone go on until the student's ranks have saved, and leave in peace."""
+    folder, common = flags[0] / f"sigterm{apart}", flags[1]
+    argv = [*common, f"--ds_config={folder.parent / 'zero1.json'}", "--steps=400"]
+    argv += [f"--output_dir={folder / 'told'}", f"--teacher_ranks={apart}"]
+    group = ranks.start(2 + apart, run_distill, [argv])
     metrics = folder / "told" / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert all(process.is_alive() for process, _ in group)
         time.sleep(0.01)
-    os.kill(group[0][0].pid, signal.SIGTERM)
-    assert ranks.results(group) == [[128 + signal.SIGTERM]] * 2
+    for process, _ in group[::2]:
+        os.kill(process.pid, signal.SIGTERM)
+    assert ranks.results(group) == [[128 + signal.SIGTERM]] * 2 + [[0]] * apart
     last = losses_of(folder / "told")[-1]["step"]
     assert [p.name for p in (folder / "told" / "checkpoints").glob("step_*")] == [f"step_{last:07d}"]
-    assert ranks.run(2, run_distill, [[*argv, "--seed=9"]]) == [[2], [2]]  # another seed is another run
+    other_run = [[*argv, "--seed=9"]]
+    assert ranks.run(2 + apart, run_distill, other_run) == [[2]] * (2 + apart)
 
 
 def test_text_only_loads_no_teacher_and_kd_only_computes_no_cross_entropy(flags):

@@ -21,11 +21,12 @@ SHARDED = {
     "mistral": {"sliding_window": 8}, "gemma2": {"head_dim": 32, "final_logit_softcapping": 2.0},
     "gemma3_text": {"head_dim": 32, "sliding_window": 8},
     "granite": {"logits_scaling": 3.0}, "smollm3": {}, "gpt_neox": {}}
+EVEN = SHAPE | {"num_key_value_heads": 4}
 OTHERS = {
-    "phi3": SHAPE, "olmo2": SHAPE, "gpt2": GPT | {"n_embd": 128, "n_head": 4, "n_layer": 2},
+    "phi3": EVEN, "olmo2": EVEN, "gpt2": GPT | {"n_embd": 128, "n_head": 4, "n_layer": 2},
     "gpt_neo": GPT | {"hidden_size": 128, "num_heads": 4, "num_layers": 2,
                       "attention_types": [[["global", "local"], 1]]},
-    "qwen3_moe": SHAPE | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+    "qwen3_moe": EVEN | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
                           "moe_intermediate_size": 64}}
 
 
@@ -118,10 +119,12 @@ def test_a_sharded_teacher_is_the_whole_teacher(checkpoints):
     gives right logits too."""
     cases = [(name, "auto", degree) for degree in (2, 4) for name in SHARDED]
     cases += [(name, "auto", 2) for name in OTHERS] + [("llama", "auto", 1), ("gpt_neo", "replicated", 1)]
+    planned = "phi3", "olmo2", "qwen3_moe"
+    cases += [(name, "auto", 4) for name in planned]
     for found in ranks.run(4, compare_all, checkpoints, cases):
         for (name, _, degree), (_, engine, worst, share) in zip(cases, found):
             assert worst < 1e-4, (name, engine, degree, worst)
-            expected = "tensor_parallel" if name in SHARDED else "zero3"
+            expected = "tensor_parallel" if name in SHARDED else "zero3" if degree < 4 else "transformers"
             assert engine == (expected if degree > 1 else "replicated")
             most = 1 if degree == 1 else 0.26 if engine == "zero3" else {2: 0.56, 4: 0.45}[degree]
             assert share <= most, (name, engine, degree, share)
@@ -162,7 +165,13 @@ def test_groups_are_neighbours_on_a_node():
 
 
 def test_engines_that_cannot_hold_a_model_are_refused():
-    with pytest.raises(ValueError, match="does not shard gpt2 models"):
-        teacher.choose_engine("tensor_parallel", 2, "gpt2")
-    with pytest.raises(ValueError, match="a whole copy per rank is degree 1"):
-        teacher.choose_engine("replicated", 2, "llama")
+    from transformers import AutoConfig
+
+    gpt2, llama = AutoConfig.for_model("gpt2"), AutoConfig.for_model("llama")
+    for words, *how in (("does not shard gpt2 models", "tensor_parallel", 2, gpt2, 2),
+                        ("a whole copy per rank is degree 1", "replicated", 2, llama, 2),
+                        ("has no plan to shard gpt2 models", "transformers", 2, gpt2, 2),
+                        ("has no plan to shard llama models of 32 key", "transformers", 3, llama, 3),
+                        ("takes all of the 4 ranks that hold teachers", "transformers", 2, llama, 4)):
+        with pytest.raises(ValueError, match=words):
+            teacher.choose_engine(*how)
