@@ -72,6 +72,8 @@ class Config:
         exchange: what is kept of the teacher until a loss reads it: hidden (final hidden states), logits or
             topk (the likeliest tokens; the rest of the probability is spread evenly).
         exchange_topk: tokens of exchange topk.
+        sequence_parallel: neighbouring ranks that hold a part of every sequence each (Ulysses); divides the
+            student's attention heads.
         activation_checkpointing: recompute the student's activations in backward instead of keeping them.
         ds_config: DeepSpeed JSON; see ds_configs/README.md.
         learning_rate: fills "lr": "auto" of the ds_config; 0: the ds_config states it.
@@ -127,6 +129,7 @@ class Config:
     teacher_offload: bool = False
     exchange: str = "hidden"
     exchange_topk: int = 256
+    sequence_parallel: int = 1
     activation_checkpointing: bool = False
     ds_config: str = "ds_configs/zero2.json"
     learning_rate: float = 0.0
@@ -228,7 +231,7 @@ OF_A_TEACHER = ("loss", "temperature", "projection", "projection_topk", "uncommo
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
               save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
-              teacher_tp=1, teacher_ranks=0, exchange_topk=1, teacher_alpha=0)
+              teacher_tp=1, teacher_ranks=0, sequence_parallel=1, exchange_topk=1, teacher_alpha=0)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"), teacher_engine=ENGINES,
                exchange=SIGNALS, teacher_weights=("fixed", "ce", "entropy", "max_prob", "select", "mean_p",

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from align import (Alignment, Located, TokenTable, align_located, align_regions, character_starts, common_cut,
                    coverage, locate)
 from losses import Spelling, find_chunks, piece_terms
+from sequence import share_of
 from tiles import plan_tiles
 
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
@@ -310,6 +311,7 @@ class Collate:
         spelling: tables for the terms of piece_kl, or None for losses that work on whole chunks.
         train_on: what to learn of a chat: "assistant" or "all".
         tile_mib, part_share: see `tiles.plan_tiles`; inf: one tile of one part holds all.
+        sequence_rank, sequence_size: which part of every sequence this rank holds, see sequence.py.
     """
 
     student: Side
@@ -318,6 +320,8 @@ class Collate:
     train_on: str = "assistant"
     tile_mib: float = math.inf
     part_share: float = 0.125
+    sequence_rank: int = 0
+    sequence_size: int = 1
 
     def __call__(self, texts):
         """Texts, or chats (lists of messages); None: no sample.
@@ -326,7 +330,10 @@ class Collate:
             student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* too;
             student_bytes, teacher_bytes: (B, S), (B, T) bytes of the predicted token, -1 for eos and padding;
             tiles: list of `tiles.Tile`, its parts with `PieceTerms` for piece_kl, else `Chunks`;
+            sample_of_row: (B * S,) sample of every row that tiles may name;
             counts: dict of ints about the batch.
+            With sequence_size above 1 all of the student, tiles and counts are of this rank's part, S is
+            shorter, and there are position_ids (B, S) and what `sequence.Share` calls travels.
         """
         return self.batch(self.samples(texts, [sys.maxsize] * len(texts)))
 
@@ -343,19 +350,53 @@ class Collate:
 
     def batch(self, samples):
         """What a call returns, of samples."""
-        batch = _pad("student", samples, self.student.table)
+        batch = _pad("student", samples, self.student.table, self.sequence_size)
+        if self.teacher is not None:
+            batch |= _pad("teacher", samples, self.teacher.table)
+        share = self._share(batch)
         counts = {"ce": int((batch["student_labels"] >= 0).sum()), "kd": 0,
                   "text_bytes": int(batch["student_bytes"].clamp(min=0).sum()),
                   "aligned_bytes": sum(s.aligned_bytes for s in samples),
                   "aligned_tokens": int((batch["student_chunk"] >= 0).sum())}
         counts |= _chunk_counts([s.alignment for s in samples if s.alignment])
+        if self.sequence_rank:
+            counts |= dict.fromkeys(counts.keys() - OF_OWN_ROWS, 0)  # the first rank has counted them
         if self.teacher is not None:
-            batch |= _pad("teacher", samples, self.teacher.table)
             counts["kd"] = len(find_chunks(batch["student_chunk"], batch["teacher_chunk"]).first_S)
         batch["tiles"] = self._tiles(batch)
         if self.spelling is not None:
             counts["kd"] = sum(int(part.terms.count_all) for tile in batch["tiles"] for part in tile.parts)
-        return batch | {"counts": counts}
+        B, S = batch["student_ids"].shape
+        batch["sample_of_row"] = torch.arange(B).repeat_interleave(S)
+        return (self._part(batch, share) if share else batch) | {"counts": counts}
+
+    def _share(self, batch):
+        """Leave labels and chunks to the ranks that own them."""
+        if self.sequence_size == 1:
+            return None
+        chunks = batch["student_chunk"], batch.get("teacher_chunk", batch["student_chunk"][:, :0])
+        share = share_of(*chunks, self.sequence_rank, self.sequence_size)
+        batch["whole_labels"] = batch["student_labels"]
+        batch["student_labels"] = torch.where(share.owned, batch["student_labels"], -100)
+        batch["student_chunk"] = torch.where(share.owned, batch["student_chunk"], -1)
+        if self.teacher is not None:
+            batch["teacher_chunk"] = torch.where(share.taught, batch["teacher_chunk"], -1)
+        return share
+
+    def _part(self, batch, share):
+        """This rank's part of the sequences."""
+        B, S = batch["student_ids"].shape
+        part = S // self.sequence_size
+        own = slice(self.sequence_rank * part, (self.sequence_rank + 1) * part)
+        batch["student_labels"] = batch.pop("whole_labels")
+        batch["position_ids"] = torch.arange(S).expand(B, S)
+        for name in ("position_ids", *[f"student_{field}" for field in ("ids", "labels", "chunk", "bytes")]):
+            batch[name] = batch[name][:, own].contiguous()
+        batch["tiles"] = [tile._replace(student_rows=share.row[tile.student_rows]) for tile in batch["tiles"]]
+        samples = torch.zeros(B * part + len(share.travels), dtype=torch.long)
+        here = share.row >= 0
+        samples[share.row[here]] = batch["sample_of_row"][here]
+        return batch | {"sample_of_row": samples, "travels": share.travels}
 
     def _tiles(self, batch):
         student = batch["student_labels"], batch["student_chunk"]
@@ -443,6 +484,7 @@ class CollateAll:
 
 DROPPED = "altered_bytes", "unspelled_bytes", "different_bytes"
 CHUNKS = "chunks", "chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"
+OF_OWN_ROWS = {"ce", "kd", "aligned_tokens"}  # counts of a rank's part of the sequences; others are of all
 
 
 def _chunk_counts(alignments):
@@ -456,10 +498,10 @@ def _chunk_counts(alignments):
     return found
 
 
-def _pad(side, samples, table):
+def _pad(side, samples, table, multiple=1):
     """Right-padded tensors of one side; with causal attention no real position ever looks at padding."""
     rows = [getattr(sample, side) for sample in samples]
-    width = max(1, max(len(row[0]) for row in rows))
+    width = -(-max(1, max(len(row[0]) for row in rows)) // multiple) * multiple
     pad_id = table.pad if table.pad >= 0 else max(table.eos, 0)
     out = {}
     for i, (field, fill) in enumerate((("ids", pad_id), ("labels", -100), ("chunk", -1), ("bytes", -1))):

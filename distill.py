@@ -50,6 +50,7 @@ from layout import gather, node_size, split_ranks, teacher_groups
 from losses import teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
+from sequence import ATTENTION, SequenceGroup, check_layout, join_sequence_group, register_attention
 from teacher import MeanRows, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
 from teacher_ranks import Link, serve
 from tiles import HiddenRows, LogitRows, head_of
@@ -165,6 +166,8 @@ def check_inputs(cfg, device, roles=None):
         teacher_groups(ranks, node, own.teacher_tp)
         choose_engine(own.teacher_engine, own.teacher_tp, teacher_config, ranks)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
+    if cfg.sequence_parallel > 1:
+        check_layout(cfg.sequence_parallel, dist.get_world_size(), student_config)
     ds_config = resolve_ds_config(raw, cfg, dist.get_world_size(), student_config.hidden_size, bf16)
     rows = load_rows(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
     if cfg.route_key:
@@ -208,11 +211,16 @@ def plan_lessons(cfg, student, sides, device):
             for name, own in owns.items()]
 
 
-def load_student(cfg, ds_config):
-    """The student in float32 (DeepSpeed casts it); under ZeRO-3 every rank loads just its own part."""
+def load_student(cfg, ds_config, attention=None):
+    """The student in float32 (DeepSpeed casts it); under ZeRO-3 every rank loads just its own part.
+
+    Args:
+        attention: name of its attention implementation; None: the usual one.
+    """
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
-    model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32)
+    how = {"attn_implementation": attention} if attention else {}
+    model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32, **how)
     if keep_alive:
         unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
     model.config.use_cache = False
@@ -223,7 +231,7 @@ def load_student(cfg, ds_config):
 
 
 def run_inside_forward(model, vocab, tiled):
-    """Give the model a forward(input_ids, run) that returns run(rows), rows being logits of any positions.
+    """Give the model a forward(input_ids, run, ...) that returns run(rows), rows: logits of any positions.
 
     The loss is computed in there because that is where ZeRO-3 gathers the head.  Without `run` it is the
     model's own forward.
@@ -237,22 +245,26 @@ def run_inside_forward(model, vocab, tiled):
         if run is None:
             return own(input_ids=input_ids, **how)
         if tiled:
-            hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
+            hidden = model.base_model(input_ids=input_ids, use_cache=False, **how)[0]
             return run(HiddenRows(hidden.flatten(0, 1), head_of(model, vocab)))
-        return run(LogitRows(own(input_ids=input_ids).logits[..., :vocab].flatten(0, 1)))
+        return run(LogitRows(own(input_ids=input_ids, **how).logits[..., :vocab].flatten(0, 1)))
 
     model.forward = forward
 
 
 def check_heads(job, student_ids):
     """A ValueError where `head_of` does not give a model's own logits; all ranks take part."""
-    cfg = job.cfg
-    ids = torch.tensor([student_ids], device=job.device)
+    cfg, micro = job.cfg, job.engine.train_micro_batch_size_per_gpu() if job.sequence else 1
+    ids = torch.tensor([student_ids] * micro, device=job.device)
+    batch = {"student_ids": ids}
+    if job.sequence:
+        here = torch.arange(ids.shape[1], device=job.device) + job.sequence.rank * ids.shape[1]
+        batch["position_ids"] = here.expand(ids.shape)
     job.engine.eval()
     with torch.no_grad():
-        logits = job.engine(input_ids=ids).logits[..., : job.vocab]
-        right = {f"--student {cfg.student}": job.engine(
-            input_ids=ids, run=lambda rows: hidden_head_is_right(rows, logits))}
+        logits = job.student(batch, None).logits[..., : job.vocab]
+        right = {f"--student {cfg.student}": job.student(
+            batch, lambda rows: hidden_head_is_right(rows, logits))}
         for lesson in job.lessons:
             W = len(lesson.side.table)
             own = ids.clamp(max=W - 1)
@@ -311,6 +323,7 @@ class Job:
     params: list  # what the loss trains beside the student
     device: torch.device
     link: Link | None = None  # to teachers on ranks of their own
+    sequence: SequenceGroup | None = None  # the ranks that share this one's sequences
 
 
 def build_job(cfg, inputs, device, roles=None):
@@ -319,7 +332,12 @@ def build_job(cfg, inputs, device, roles=None):
     Raises:
         ValueError: a teacher that cannot be loaded.
     """
-    model, V, params = load_student(cfg, inputs.ds_config), len(inputs.student.table), []
+    sequence, attention = None, None
+    if cfg.sequence_parallel > 1:
+        sequence, attention = join_sequence_group(cfg.sequence_parallel), ATTENTION
+        config = AutoConfig.from_pretrained(cfg.student).get_text_config()
+        register_attention(config, sequence, inputs.ds_config["train_micro_batch_size_per_gpu"])
+    model, V, params = load_student(cfg, inputs.ds_config, attention), len(inputs.student.table), []
     run_inside_forward(model, V, cfg.tiled)
     for lesson in inputs.lessons:
         if lesson.distillation.projection:
@@ -327,9 +345,14 @@ def build_job(cfg, inputs, device, roles=None):
             params = [model.projection_scores]
     engine = start_engine(model, inputs.ds_config, cfg.projection_learning_rate)
     for lesson in () if roles else inputs.lessons:
-        lesson.teachers = [load_teacher(*how) for how in what_to_load(lesson, device)]
-    return Job(cfg, engine, lambda batch, run: engine(input_ids=batch["student_ids"], run=run),
-               inputs.lessons, V, params, device)
+        lesson.teachers = [load_teacher(*how, alike=cfg.sequence_parallel)
+                           for how in what_to_load(lesson, device)]
+
+    def student(batch, run):
+        where = {"position_ids": batch["position_ids"]} if sequence else {}
+        return engine(input_ids=batch["student_ids"], run=run, **where)
+
+    return Job(cfg, engine, student, inputs.lessons, V, params, device, sequence=sequence)
 
 
 def what_to_load(lesson, device):
@@ -373,8 +396,8 @@ def train_step(job, window, stop=False):
                   for m, batch in enumerate(window)]
     lr, sums = job.engine.get_lr()[-1], torch.zeros(len(weights), 2, device=job.device)
     for m, batch in enumerate(window):
-        how = [dict(tiles=b["tiles"], weights=w, params=job.params, teacher_rows=None, kd_loss=None)
-               for b, w in zip(batch, weights)]
+        how = [dict(tiles=b["tiles"], weights=w, params=job.params, teacher_rows=None, kd_loss=None,
+                    travels=b.get("travels"), sequence=job.sequence) for b, w in zip(batch, weights)]
         for own, (rows, kd_loss, *_) in zip(how, signals):
             own |= dict(teacher_rows=rows[m], kd_loss=kd_loss)
         loss, found = job.student(batch[0], partial(lesson_sums, lessons=how))
@@ -432,7 +455,7 @@ def teacher_signals(lesson, window):
 def weigh_teachers(cfg, batch, scores_M):
     """The micro-batch of every teacher, each sample weighing as much as the teacher's score says."""
     weights_MB = teacher_weights(torch.stack(scores_M), cfg.teacher_alpha, cfg.teacher_weights == "select")
-    return [own | {"tiles": weigh_samples(own["tiles"], own["student_ids"].shape[1], weight_B)}
+    return [own | {"tiles": weigh_samples(own["tiles"], own["sample_of_row"], weight_B)}
             for own, weight_B in zip(batch, weights_MB)]
 
 
@@ -473,8 +496,8 @@ def run_evaluation(job, batches):
     job.engine.eval()
     result = {}
     for i, lesson in enumerate(job.lessons or [None]):
-        teacher = (lesson.rows, lesson.distillation) if lesson else ()
-        found = evaluate(own_batches(job, batches, i), job.student, *teacher)
+        teacher = (lesson.rows, lesson.distillation) if lesson else (None, None)
+        found = evaluate(own_batches(job, batches, i), job.student, *teacher, job.sequence)
         result["student_bits_per_byte"] = found.pop("student_bits_per_byte")
         result |= of_lesson(job, lesson, found) if lesson else {}
     job.engine.train()
@@ -697,7 +720,8 @@ def hold_teachers(cfg, roles, device):
 
 def batches_of(cfg, inputs, job, start):
     """(iterator over this rank's micro-batches from step `start` on, iterable over its held-out ones)."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parts = cfg.sequence_parallel  # ranks of a sequence group read the same samples
+    rank, ranks = dist.get_rank() // parts, dist.get_world_size() // parts
     memory = cfg.loss_memory_mib if cfg.tiled else math.inf
     part_share = 0.125 if job.device.type == "cpu" else 0.5  # a CPU wants large tiles, a GPU few calls
     collate = collate_all(cfg, inputs, memory, part_share)
@@ -714,8 +738,8 @@ def collate_all(cfg, inputs, tile_mib, part_share=0.125):
     """Texts -> a batch for every teacher; one of the text alone where there is none."""
     sides = [(lesson.side, lesson.distillation.spelling) for lesson in inputs.lessons] or [(None, None)]
     routes = [routes_of_each_teacher(cfg).get(lesson.name) for lesson in inputs.lessons]
-    return CollateAll([Collate(inputs.student, *pair, cfg.train_on, tile_mib, part_share) for pair in sides],
-                      routes)
+    how = cfg.train_on, tile_mib, part_share, dist.get_rank() % cfg.sequence_parallel, cfg.sequence_parallel
+    return CollateAll([Collate(inputs.student, *pair, *how) for pair in sides], routes)
 
 
 def train(job, batches, held_out, start, ds_config):

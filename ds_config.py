@@ -46,8 +46,9 @@ def resolve_ds_config(config, cfg, ranks, hidden_size, bf16):
         config: of `read_ds_config`; hidden_size: the student's; bf16: whether the device computes in it.
     """
     config = json.loads(json.dumps(config))
-    total, micro, steps = _batch_sizes(config, ranks, cfg.ds_config)
-    config |= dict(zip(BATCH_KEYS, (total, micro, steps)))
+    total, micro, steps = _batch_sizes(config, ranks // cfg.sequence_parallel, cfg.ds_config)
+    # to the engine every rank is a rank of its own, also where several hold the parts of a sequence
+    config |= dict(zip(BATCH_KEYS, (total * cfg.sequence_parallel, micro, steps)))
     optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"torch_adam": True}})
     optimizer.setdefault("params", {}).setdefault("lr", "auto")
     stated = optimizer["params"]["lr"]

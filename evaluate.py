@@ -12,13 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from losses import at_least_float32
+from sequence import complete
 
 BLOCK = 256  # positions whose logits are computed at a time
 SHARES = "linked_mass", "inside_mass"
 
 
 @torch.no_grad()
-def evaluate(batches, student, teacher=None, distillation=None):
+def evaluate(batches, student, teacher=None, distillation=None, sequence=None):
     """Global means over held-out batches; every rank has to call it, with the same number of batches.
 
     Args:
@@ -26,6 +27,7 @@ def evaluate(batches, student, teacher=None, distillation=None):
         student: (batch, run) -> run(rows -> student logits), inside the model's forward.
         teacher: batch -> (rows -> teacher logits); None: there is none.
         distillation: `objective.Distillation`.
+        sequence: `sequence.SequenceGroup`, where ranks hold parts of sequences.
     Returns:
         dict, equal on every rank: student_bits_per_byte; with a teacher also teacher_bits_per_byte, kd (nats
         per term of the loss), aligned_bytes (share of the text in chunks that the loss used) and, if the loss
@@ -35,7 +37,8 @@ def evaluate(batches, student, teacher=None, distillation=None):
     for batch in batches:
         device = batch["student_ids"].device
         rows = teacher(batch) if teacher else None
-        sums += student(batch, partial(_sums, batch=batch, teacher_rows=rows, distillation=distillation))
+        sums += student(batch, partial(_sums, batch=batch, teacher_rows=rows, distillation=distillation,
+                                       sequence=sequence))
     sums = sums.to(device)
     if dist.is_initialized():
         dist.all_reduce(sums)
@@ -49,7 +52,8 @@ def evaluate(batches, student, teacher=None, distillation=None):
     return result
 
 
-def _sums(student_rows, batch, teacher_rows, distillation):
+def _sums(student_rows, batch, teacher_rows, distillation, sequence):
+    student_rows = complete(student_rows, batch.get("travels"), sequence)
     found = [*_nats_and_bytes(student_rows, batch, "student")]
     if teacher_rows is None:
         return torch.tensor(found + [0] * (6 + 2 * len(SHARES)), dtype=torch.float64)

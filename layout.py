@@ -138,22 +138,24 @@ class Replica:
             if dist.get_rank() in ranks:
                 self.ranks, self.group = ranks, group
 
-    def of_each(self, run, ids_BT):
+    def of_each(self, run, ids_BT, alike=1):
         """run(ids_BT) for this rank's ids, where a run takes all ranks of the replica.
 
         Args:
             ids_BT: (B, T) int64; every rank has its own, of its own shape.
+            alike: neighbouring ranks that have the same, counted from rank 0 of the job.
         """
+        alike = alike if len(self.ranks) % alike == 0 else 1
         shape = torch.tensor(ids_BT.shape, device=ids_BT.device)
         shapes = [torch.empty_like(shape) for _ in self.ranks]
         dist.all_gather(shapes, shape, group=self.group)
         mine = None
-        for owner, shape in zip(self.ranks, shapes):
-            own = owner == dist.get_rank()
-            ids = ids_BT.contiguous() if own else ids_BT.new_empty(shape.tolist())
+        for owner, shape in list(zip(self.ranks, shapes))[::alike]:
+            rank = dist.get_rank()
+            ids = ids_BT.contiguous() if owner == rank else ids_BT.new_empty(shape.tolist())
             dist.broadcast(ids, owner, group=self.group)
             found = run(ids)
-            mine = found if own else mine
+            mine = found if owner <= rank < owner + alike else mine
         return mine
 
     def get_model_parallel_group(self):

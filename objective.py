@@ -12,6 +12,7 @@ from losses import (Spelling, at_least_float32, common_tokens, piece_kl, piece_s
 from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling
+from sequence import complete
 from tiles import HiddenRows, tiled_loss
 
 ANY_TOKENIZERS = "piece_kl", "projection_kl", "gold", "h_kl", "uld", "alm"
@@ -195,10 +196,10 @@ def sample_scores(rows, batch, kind):
     return torch.stack([torch.as_tensor(x, dtype=torch.float32, device=labels.device) for x in scores])
 
 
-def weigh_samples(tiles, width, weight_B):
-    """The tiles of a batch (B, width) with a weight for each of its samples."""
+def weigh_samples(tiles, sample_of_row, weight_B):
+    """The tiles of a batch with a weight for each of its samples."""
     def of(tile, part):
-        return weight_B[torch.div(tile.student_rows[part.student], width, rounding_mode="floor")]
+        return weight_B[sample_of_row[tile.student_rows[part.student]]]
 
     return [tile._replace(parts=tuple(part._replace(weight=of(tile, part)) for part in tile.parts))
             for tile in tiles]
@@ -214,7 +215,8 @@ def lesson_sums(student_rows, lessons):
     return torch.stack(losses).sum(), torch.stack(sums)
 
 
-def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=()):
+def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=(), travels=None,
+                  sequence=None):
     """Cross-entropy and distillation loss of a micro-batch.
 
     Args:
@@ -223,9 +225,12 @@ def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=()
         kd_loss: of a Distillation; None: none.
         weights: of the two; what has weight 0 is not computed.
         params: what the loss trains beside the student.
+        travels, sequence: see `sequence.complete`.
     Returns:
         (loss, sums): (), the weighted sum with its gradient, and (2,) both sums, in nats.
     """
+    student_rows = complete(student_rows, travels, sequence)
+
     def of_part(x, y, part):
         found = x.new_zeros(2, dtype=torch.float32).unbind()
         if weights[0]:

@@ -183,7 +183,7 @@ def _offloaded(teacher, model, device):
 
 
 def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", degree=1, offload=False,
-                 shared=False):
+                 shared=False, alike=1):
     """A causal language model without gradients; all ranks take part unless it is "replicated".
 
     Args:
@@ -193,6 +193,7 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
         engine, degree: one of `ENGINES` and the ranks that share the model, see `choose_engine`.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
         shared: the ranks that hold it together will ask with the same ids; else each with its own.
+        alike: neighbouring ranks that ask with the same ids.
     Returns:
         Teacher.
     Raises:
@@ -204,7 +205,7 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
     load = {"replicated": _replicated, "tensor_parallel": _tensor_parallel, "transformers": _transformers,
             "zero3": _zero3}[engine]
     with torch.random.fork_rng():  # the inference engine makes all ranks' random numbers equal
-        return load(path, vocab, config, dtype, device, degree, offload, shared)
+        return load(path, vocab, config, dtype, device, degree, offload, shared or alike % degree == 0, alike)
 
 
 def whole_teacher(model, vocab):
@@ -215,13 +216,13 @@ def whole_teacher(model, vocab):
         head_of(model, vocab), "replicated", sum(p.numel() for p in model.parameters()))
 
 
-def _replicated(path, vocab, config, dtype, device, degree, offload, shared):
+def _replicated(path, vocab, config, dtype, device, degree, offload, shared, alike):
     model = _frozen(AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).to(device)
     teacher = whole_teacher(model, vocab)
     return _offloaded(teacher, model, device) if offload else teacher
 
 
-def _tensor_parallel(path, vocab, config, dtype, device, degree, offload, shared):
+def _tensor_parallel(path, vocab, config, dtype, device, degree, offload, shared, alike):
     """Every rank of a replica ends up with all hidden states, and with all logits."""
     replica, how = Replica(degree), {}
     with contextlib.ExitStack() as stack:
@@ -251,20 +252,21 @@ def _tensor_parallel(path, vocab, config, dtype, device, degree, offload, shared
     model = _frozen(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
         weight = model.get_input_embeddings().weight
-    teacher = _of_replica(model, replica, shared)._replace(
+    teacher = _of_replica(model, replica, shared, alike)._replace(
         head=_head(weight, bias, config, vocab), engine="tensor_parallel")
     return _offloaded(teacher, model, device) if offload else teacher
 
 
-def _of_replica(model, replica, shared):
+def _of_replica(model, replica, shared, alike):
     """A Teacher of which every rank of the replica has a part, and gets all that it says."""
     base, own = (lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
                  lambda ids: model(input_ids=ids, use_cache=False).logits)
-    hidden, logits = [run if shared else partial(replica.of_each, run) for run in (base, own)]
+    each = partial(replica.of_each, alike=alike)
+    hidden, logits = [run if shared else partial(each, run) for run in (base, own)]
     return Teacher(hidden, logits, None, "", sum(p.numel() for p in model.parameters()), len(replica.ranks))
 
 
-def _transformers(path, vocab, config, dtype, device, degree, offload, shared):
+def _transformers(path, vocab, config, dtype, device, degree, offload, shared, alike):
     """Sharded over all ranks as the model's own plan says, experts included."""
     if offload:
         raise ValueError(f"--teacher_offload: not for {path}, which transformers shards; leave it out, or "
@@ -281,11 +283,11 @@ def _transformers(path, vocab, config, dtype, device, degree, offload, shared):
 
     weight, bias = _once_per_node(whole, device)
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-    return _of_replica(model, replica, shared)._replace(
+    return _of_replica(model, replica, shared, alike)._replace(
         head=_head(weight, bias, config, vocab), engine="transformers", parameters=held)
 
 
-def _zero3(path, vocab, config, dtype, device, degree, offload, shared):
+def _zero3(path, vocab, config, dtype, device, degree, offload, shared, alike):
     """Partitioned over all ranks, whatever the degree; every rank runs its own samples, all at once."""
     zero = {"stage": 3} | ({"offload_param": {"device": "cpu", "pin_memory": True}} if offload else {})
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}

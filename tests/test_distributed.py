@@ -68,7 +68,9 @@ def layout_results(flags, texts, layouts, losses, tile_mib):
         still = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}  # the next loss finds it unmoved
         ds_config(config, stage, micro, micro_steps, optimizer=still)
         job, inputs = job_for(flags | {"ds_config": str(config)} | dict(*more))
-        mine = [texts[(m * world + rank) * micro :][:micro] for m in range(micro_steps)]
+        parts = job.cfg.sequence_parallel
+        place, places = rank // parts, world // parts
+        mine = [texts[(m * places + place) * micro :][:micro] for m in range(micro_steps)]
         gradients, step = {}, job.engine.step
 
         def spy(job=job, gradients=gradients, step=step):
@@ -187,6 +189,24 @@ def untied(models, tmp_path_factory):
     torch.manual_seed(3)
     distill.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+SEQUENCES = {  # ranks: (ZeRO stage, samples, micro-steps, flags)
+    2: [(stage, 4, 2, {"sequence_parallel": 2}) for stage in range(4)],
+    4: [(0, 8, 1, {"sequence_parallel": 4}), (2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
+        (3, 4, 2, {"sequence_parallel": 4, "teacher_tp": 2}),
+        (1, 4, 1, {"sequence_parallel": 2, "teacher_tp": 4})]}
+
+
+def test_same_loss_and_gradient_with_sequences_in_parts(models, texts, tmp_path):
+    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, kd_weight=0.7, ce_weight=0.3,
+                 data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
+    samples, losses = batch_texts(texts), ("piece_kl", "projection_kl", "gold", "alm")
+    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
+    for world, layouts in SEQUENCES.items():
+        own = losses if world == 2 else losses[:2]
+        for name, metrics, gradients in ranks.run(world, layout_results, flags, samples, layouts, own, 0.2)[0]:
+            same_step(name, metrics, gradients, *expected[name.split(",")[0]])
 
 
 def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path):
