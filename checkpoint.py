@@ -2,14 +2,19 @@
 
 A checkpoint holds the engine (weights, optimiser, schedule), the random state of every rank and the position
 of the run, which is its step number: data.py derives the samples from it.  It is written under a scratch name
-and renamed when every rank is done, so whatever bears a final name is complete.
+and renamed when every rank is done, so whatever bears a final name is complete.  In the layout that wrote it a
+run goes on bit by bit; in another one (ranks, ZeRO stage, parts of sequences) DeepSpeed's universal format
+carries it over, and only what dropout draws differs.
 """
 
+import contextlib
+import io
 import itertools
 import json
 import os
 import random
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import deepspeed
@@ -17,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 from transformers import AutoModelForCausalLM
 
 from projection_tools import save_atomically
@@ -31,11 +37,12 @@ def write_atomically(path, text):
     os.replace(scratch_of(path), path)
 
 
-def save_checkpoint(engine, folder, step, identity, keep):
+def save_checkpoint(engine, folder, step, identity, layout, keep):
     """Write ``folder/step_NNNNNNN``; all ranks take part.
 
     Args:
         identity: JSON-able dict of what must be the same when the run goes on.
+        layout: JSON-able dict of what has to be the same for the checkpoint to load as it is.
         keep: how many checkpoints to leave, this one included.
     """
     target, rank = Path(folder) / f"step_{step:07d}", dist.get_rank()
@@ -46,7 +53,8 @@ def save_checkpoint(engine, folder, step, identity, keep):
     engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False)
     torch.save(random_state(), scratch / f"random_{rank}.pt")
     if rank == 0:
-        (scratch / "position.json").write_text(json.dumps({"step": step, "run": identity}, indent=1))
+        (scratch / "position.json").write_text(json.dumps(
+            {"step": step, "run": identity, "layout": layout}, indent=1))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(target, ignore_errors=True)  # the same step, saved before and loaded since
@@ -83,7 +91,7 @@ def find_checkpoint(wish, folder, identity):
     checkpoint = found[-1] if wish == "auto" else Path(wish)
     if not (checkpoint / "position.json").is_file():
         raise ValueError(f"--resume={wish}: {checkpoint} is no complete checkpoint; expected a folder step_*")
-    then = json.loads((checkpoint / "position.json").read_text())["run"]
+    then = position_of(checkpoint)["run"]
     differ = [f"{k} was {then.get(k)!r}, is {v!r}" for k, v in identity.items() if then.get(k) != v]
     if differ:
         raise ValueError(f"--resume={wish}: {checkpoint} belongs to another run ({'; '.join(differ)}); use "
@@ -91,11 +99,81 @@ def find_checkpoint(wish, folder, identity):
     return checkpoint
 
 
-def load_checkpoint(engine, checkpoint):
-    """Everything that `save_checkpoint` wrote; returns the step. All ranks take part."""
-    engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-    set_random_state(torch.load(checkpoint / f"random_{dist.get_rank()}.pt", weights_only=True))
-    return json.loads((checkpoint / "position.json").read_text())["step"]
+def position_of(checkpoint):
+    """{"step", "run", "layout"} of a checkpoint."""
+    return json.loads((checkpoint / "position.json").read_text())
+
+
+def has_to_be_converted(checkpoint, layout):
+    """Is this checkpoint of another layout?  Then the engine has to be told before it starts.
+
+    Raises:
+        ValueError: one of them has ZeRO stage 0, which DeepSpeed does not convert.
+    """
+    then = position_of(checkpoint)["layout"]
+    if then == layout:
+        return False
+    stages = [x["zero_stage"] for x in (then, layout)]
+    if 0 in stages:
+        what = "; ".join(f"{k} was {then[k]!r}, is {v!r}" for k, v in layout.items() if then[k] != v)
+        raise ValueError(f"--resume: {checkpoint} is of another layout ({what}), and what ZeRO stage 0 wrote or "
+                         "reads cannot be converted; use the same layout, or stages 1 to 3 on both sides")
+    return True
+
+
+def load_checkpoint(engine, checkpoint, convert=False):
+    """Everything that `save_checkpoint` wrote; returns the step. All ranks take part.
+
+    Args:
+        convert: from another layout, by way of a universal checkpoint, which is removed again.
+    """
+    if not convert:
+        engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        set_random_state(torch.load(checkpoint / f"random_{dist.get_rank()}.pt", weights_only=True))
+        return position_of(checkpoint)["step"]
+    universal = scratch_of(checkpoint)
+    if dist.get_rank() == 0:
+        shutil.rmtree(universal, ignore_errors=True)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            ds_to_universal(Namespace(
+                input_folder=str(checkpoint), output_folder=str(universal), num_extract_workers=1,
+                num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True))
+        make_fit_for_all_stages(universal)
+    dist.barrier()
+    engine.load_checkpoint(str(universal.parent), tag=universal.name)
+    mend_optimizer(engine.optimizer, torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(universal)
+        (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
+    return position_of(checkpoint)["step"]
+
+
+def mend_optimizer(optimizer, written):
+    """Stage 3 gives all groups the first one's settings, and all parameters one and the same step counter."""
+    for group, then in zip(optimizer.param_groups, written["param_groups"], strict=True):
+        group |= {key: value for key, value in then.items() if key != "params"}
+    for state in getattr(optimizer, "optimizer", optimizer).state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()
+
+
+def make_fit_for_all_stages(universal):
+    """Give a universal checkpoint both what stages 1 and 2 and what stage 3 look for; the weights are the same."""
+    names = [universal / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
+    for name, other in (names, names[::-1]):
+        if not name.exists():
+            shutil.copy(other, name)
+    path, inner = universal / "zero" / "optimizer_state.pt", "optimizer_state_dict"
+    state = torch.load(path, weights_only=False)
+    if inner in state:  # of stage 3
+        for file in path.parent.rglob("exp_avg.pt"):
+            torch.save(state[inner]["state"][0]["step"], file.with_name("step.pt"))
+        state.setdefault("ds_version", deepspeed.__version__)
+    else:
+        step = torch.load(next(path.parent.rglob("step.pt")), weights_only=False)
+        state[inner] = {"state": {0: {"step": step}}, "param_groups": state["param_groups"]}
+    torch.save(state, path)
 
 
 def random_state():

@@ -238,5 +238,5 @@ CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "a
                                                   "mean_logits"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
-                  "wandb_project", "num_workers", "local_rank", "ds_config", "teacher_tp", "teacher_ranks",
-                  "teacher_engine", "teacher_offload"}
+                  "wandb_project", "num_workers", "local_rank", "ds_config", "sequence_parallel",
+                  "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload"}

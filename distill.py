@@ -37,12 +37,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from align import TokenTable
-from checkpoint import (export_model, export_projection, find_checkpoint, load_checkpoint, save_checkpoint,
-                        write_atomically)
+from checkpoint import (export_model, export_projection, find_checkpoint, has_to_be_converted,
+                        load_checkpoint, save_checkpoint, write_atomically)
 from config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
 from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
                   Side, StreamedRows, holds_chats, load_rows, loader, split_rows)
-from ds_config import read_ds_config, resolve_ds_config
+from ds_config import BATCH_KEYS, batch_sizes, read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import parse_flags
 from ipc import runs
@@ -145,6 +145,7 @@ class Inputs:
     train_rows: object
     held_out_rows: object
     checkpoint: Path | None
+    convert: bool = False  # the checkpoint is of another layout
 
 
 def check_inputs(cfg, device, roles=None):
@@ -182,9 +183,12 @@ def check_inputs(cfg, device, roles=None):
     train_rows, held_out_rows = split_rows(rows, cfg.eval_rows)
     lessons = plan_lessons(cfg, student, sides, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
+    convert = checkpoint is not None and has_to_be_converted(checkpoint, run_layout(cfg))
+    if convert:
+        ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
     if cfg.export and Path(cfg.export).is_dir() and not (Path(cfg.export) / "config.json").exists():
         raise ValueError(f"--export {cfg.export}: holds something else than a model; name another directory")
-    return Inputs(student, lessons, ds_config, train_rows, held_out_rows, checkpoint)
+    return Inputs(student, lessons, ds_config, train_rows, held_out_rows, checkpoint, convert)
 
 
 def plan_lessons(cfg, student, sides, device):
@@ -514,7 +518,8 @@ def own_batches(job, batches, i):
 def save(job, step):
     """All ranks take part."""
     cfg = job.cfg
-    save_checkpoint(job.engine, checkpoint_folder(cfg), step, run_identity(cfg), cfg.keep_checkpoints)
+    save_checkpoint(job.engine, checkpoint_folder(cfg), step, run_identity(cfg), run_layout(cfg),
+                    cfg.keep_checkpoints)
 
 
 def checkpoint_folder(cfg):
@@ -524,7 +529,18 @@ def checkpoint_folder(cfg):
 def run_identity(cfg):
     """What has to be the same when a run goes on, else its next loss would be another."""
     flags = {key: value for key, value in asdict(cfg).items() if key not in FREE_ON_RESUME}
-    return flags | {"ranks": dist.get_world_size(), "ds_config": read_ds_config(cfg.ds_config)}
+    ds_config = read_ds_config(cfg.ds_config)
+    total = batch_sizes(ds_config, dist.get_world_size() // cfg.sequence_parallel, cfg.ds_config)[0]
+    kept = {key: value for key, value in ds_config.items() if key not in (*BATCH_KEYS, "zero_optimization")}
+    return flags | {"samples_per_step": total, "ds_config": kept}
+
+
+def run_layout(cfg):
+    """What a checkpoint depends on beside the run's identity."""
+    ds_config = read_ds_config(cfg.ds_config)
+    sizes = batch_sizes(ds_config, dist.get_world_size() // cfg.sequence_parallel, cfg.ds_config)
+    return {"ranks": dist.get_world_size(), "sequence_parallel": cfg.sequence_parallel,
+            "zero_stage": ds_config.get("zero_optimization", {}).get("stage", 0), "micro_batch": sizes[1]}
 
 
 # --- logs -----------------------------------------------------------------------------------------
@@ -697,7 +713,9 @@ def main(cfg):
         with agree():
             if cfg.tiled:
                 check_heads(job, list(range(min(8, job.vocab))))
-        start = load_checkpoint(job.engine, inputs.checkpoint) if inputs.checkpoint else 0
+        start = 0
+        if inputs.checkpoint:
+            start = load_checkpoint(job.engine, inputs.checkpoint, inputs.convert)
         train(job, *batches_of(cfg, inputs, job, start), start, inputs.ds_config)
     if cfg.learn_projection:
         learned = inputs.lessons[0].distillation.projection

@@ -46,7 +46,7 @@ def resolve_ds_config(config, cfg, ranks, hidden_size, bf16):
         config: of `read_ds_config`; hidden_size: the student's; bf16: whether the device computes in it.
     """
     config = json.loads(json.dumps(config))
-    total, micro, steps = _batch_sizes(config, ranks // cfg.sequence_parallel, cfg.ds_config)
+    total, micro, steps = batch_sizes(config, ranks // cfg.sequence_parallel, cfg.ds_config)
     # to the engine every rank is a rank of its own, also where several hold the parts of a sequence
     config |= dict(zip(BATCH_KEYS, (total * cfg.sequence_parallel, micro, steps)))
     optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"torch_adam": True}})
@@ -82,7 +82,7 @@ def _fill_auto(config, values, path, prefix=""):
             config[key] = values[prefix + key]
 
 
-def _batch_sizes(config, ranks, path):
+def batch_sizes(config, ranks, path):
     """(samples a step, a micro-batch, micro-steps): any two give the third, one alone is enough."""
     total, micro, steps = (None if config.get(key) == "auto" else config.get(key) for key in BATCH_KEYS)
     for key, value in zip(BATCH_KEYS, (total, micro, steps)):

@@ -49,6 +49,9 @@ def check_layout(size, ranks, config):
     """
     if ranks % size:
         raise ValueError(f"--sequence_parallel {size}: does not divide the {ranks} ranks of the student")
+    if not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
+        raise ValueError(f"--sequence_parallel {size}: {config.model_type} models do not tell their attention "
+                         "the positions, as those with rotary embeddings do; use 1")
     heads = config.num_attention_heads
     kv = getattr(config, "num_key_value_heads", None) or heads
     if heads % size or (kv % size and size % kv):

@@ -86,6 +86,7 @@ def layout_results(flags, texts, layouts, losses, tile_mib):
                 lesson.distillation = distill.build_loss(lesson.cfg, inputs.student, lesson.side, job.device)
             collate = distill.collate_all(job.cfg, inputs, tile_mib)
             window = [collate(part) for part in mine]
+            assert parts == 1 or len(collate(texts)[0]["travels"]) > 0
             tiles = window[0][0]["tiles"]
             assert rank or tile_mib > 9 or len(tiles) > 1 < len(tiles[0].parts)
             metrics = distill.train_step(job, window)
@@ -207,6 +208,62 @@ def test_same_loss_and_gradient_with_sequences_in_parts(models, texts, tmp_path)
         own = losses if world == 2 else losses[:2]
         for name, metrics, gradients in ranks.run(world, layout_results, flags, samples, layouts, own, 0.2)[0]:
             same_step(name, metrics, gradients, *expected[name.split(",")[0]])
+
+
+CURVES = [(4, 1, 2, 1), (4, 2, 2, 2), (4, 4, 8, 1), (4, 4, 2, 4), (2, 2, 4, 2)]  # ranks, parts, micro, steps
+
+
+def test_the_same_curve_in_every_layout(models, texts, tmp_path):
+    """Twenty steps of eight samples, evaluated on the way; learning rate and clipping as in earnest."""
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 60)}",
+            "--eval_rows=5", "--max_length=120", "--steps=20", "--eval_every=10"]
+    curves = []
+    for world, parts, micro, micro_steps in [(1, 1, 8, 1), *CURVES]:
+        name = f"{world}_{parts}_{micro}_{micro_steps}"
+        config = ds_config(tmp_path / f"{name}.json", 2 if parts < 4 else 3, micro, micro_steps)
+        how = [f"--ds_config={config}", f"--sequence_parallel={parts}", f"--output_dir={tmp_path / name}"]
+        assert ranks.run(world, run_distill, [argv + how]) == [[0]] * world
+        curves.append(losses_of(tmp_path / name, -1))
+    first = curves[0]
+    assert first[-2]["loss"] < 0.9 * first[1]["loss"]
+    for layout, curve in zip(CURVES, curves[1:]):
+        for a, b in zip(first, curve, strict=True):
+            assert a.keys() == b.keys()
+            assert all(math.isclose(a[key], b[key], rel_tol=1e-4, abs_tol=1e-6) for key in a), (layout, a, b)
+
+
+MOVES = {  # layout of a checkpoint -> those in which the run goes on: ranks, parts, ZeRO stage, micro, steps
+    (2, 1, 2, 2, 2): [(4, 1, 2, 2, 1), (1, 1, 2, 4, 2), (4, 2, 1, 4, 1), (2, 1, 3, 2, 2)],
+    (2, 2, 3, 4, 2): [(4, 2, 3, 2, 2), (2, 1, 3, 4, 1)]}
+
+
+def test_a_run_goes_on_in_another_layout(models, texts, tmp_path):
+    """Other ranks, ZeRO stage, parts of sequences, accumulation: the same losses as if nothing had changed."""
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 30)}",
+            "--max_length=120"]
+    schedule = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}}
+
+    def run(layout, *more):
+        world, parts, stage, micro, micro_steps = layout
+        name = "-".join(map(str, (*layout, len(more))))
+        config = ds_config(tmp_path / f"{name}.json", stage, micro, micro_steps, scheduler=schedule)
+        how = [f"--ds_config={config}", f"--sequence_parallel={parts}", f"--output_dir={tmp_path / name}"]
+        codes = {code for [code] in ranks.run(world, run_distill, [[*argv, *how, *more]])}
+        return tmp_path / name, codes
+
+    for first, moves in MOVES.items():
+        folder, codes = run(first, "--steps=5", "--save_every=3")
+        checkpoint = folder / "checkpoints" / "step_0000003"
+        assert codes == {0}
+        for layout in moves:
+            other, codes = run(layout, "--steps=5", f"--resume={checkpoint}", "--save_every=4")
+            assert codes == {0}, layout
+            for a, b in zip(losses_of(folder, 3), losses_of(other), strict=True):
+                assert all(math.isclose(a[key], b[key], rel_tol=1e-5, abs_tol=1e-7) for key in a), (layout, a, b)
+            left = {path.name for path in checkpoint.parent.iterdir()}
+            assert {x for x in left if "zero_to" not in x} == {"step_0000003"}  # they come from DeepSpeed
+    assert run((2, 1, 0, 4, 1), "--steps=5", f"--resume={checkpoint}")[1] == {2}  # ZeRO stage 0
+    assert run((2, 1, 2, 4, 2), "--steps=5", f"--resume={checkpoint}")[1] == {2}  # 16 samples a step
 
 
 def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path):

@@ -1,0 +1,130 @@
+"""sequence.py: attention over sequences in parts is attention; every chunk belongs to one rank."""
+
+import copy
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import distill
+import sequence
+from sequence import document_mask, share_of
+
+SHAPE = dict(vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+             num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, head_dim=8)
+MODELS = {
+    "llama": {}, "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    "qwen3": {"num_key_value_heads": 1}, "mistral": {"sliding_window": 5}, "gemma3_text": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9},
+    "phi3": {"head_dim": None}, "olmo2": {}, "smollm3": {}, "granite": {}}
+DOCUMENTS = 11, 1, 7, 5  # positions of each, 24 in all
+
+
+def packed(kind):
+    """(ids, positions, documents as (sample, first, end)) of two samples of 24 positions."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, 60, (2, 24))
+    if kind == "whole":
+        return ids, torch.arange(24).expand(2, 24), [(0, 0, 24), (1, 0, 24)]
+    if kind == "packed":
+        orders, positions, found = (DOCUMENTS, DOCUMENTS[::-1]), [], []
+        for b, sizes in enumerate(orders):
+            ends = torch.tensor(sizes).cumsum(0).tolist()
+            positions.append(torch.cat([torch.arange(size) for size in sizes]))
+            found += [(b, end - size, end) for size, end in zip(sizes, ends)]
+        return ids, torch.stack(positions), found
+    left = torch.zeros(2, 24, dtype=torch.long)  # the second sample has nine pads on its left
+    left[0], left[1, 9:] = torch.arange(24), torch.arange(15)
+    return ids, left, [(0, 0, 24), (1, 9, 24)]
+
+
+def logits_in_parts(kinds):
+    """Worst difference, in logits and gradient, of every model and kind of batch, from each document alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    distill.start_distributed()
+    distill.quieten()
+    group, worst = sequence.join_sequence_group(dist.get_world_size()), {}
+    for name, how in MODELS.items():
+        config = AutoConfig.for_model(name, **{k: v for k, v in (SHAPE | how).items() if v is not None})
+        sequence.register_attention(config, group, 2)
+        torch.manual_seed(0)
+        alone = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        parts = AutoModelForCausalLM.from_config(config, attn_implementation=sequence.ATTENTION)
+        parts.load_state_dict(alone.state_dict())
+        for kind in kinds:
+            ids, positions, documents = packed(kind)
+            size = ids.shape[1] // group.size
+            own = slice(group.rank * size, (group.rank + 1) * size)
+            found = parts(input_ids=ids[:, own], position_ids=positions[:, own], use_cache=False).logits
+            expected = torch.zeros(*ids.shape, found.shape[-1])
+            for b, first, end in documents:
+                expected[b, first:end] = alone(input_ids=ids[b : b + 1, first:end], use_cache=False).logits[0]
+            used = torch.zeros(ids.shape, dtype=torch.bool)
+            for b, first, end in documents:
+                used[b, first:end] = True
+            worst[name, kind] = float((found - expected[:, own])[used[:, own]].abs().max())
+            alone.zero_grad(), parts.zero_grad()
+            (expected[used] ** 2).sum().backward()
+            (found[used[:, own]] ** 2).sum().backward()
+            for p, q in zip(parts.parameters(), alone.parameters()):
+                dist.all_reduce(p.grad)
+                error = float((p.grad - q.grad).norm() / q.grad.norm().clamp(min=1e-3))
+                worst[name, kind] = max(worst[name, kind], error)
+    return worst
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_attention_in_parts_is_attention(world):
+    """Packed documents, left padding, sliding windows, soft-caps, fewer key-value heads than ranks."""
+    kinds = "whole", "packed", "left"
+    for worst in ranks.run(world, logits_in_parts, kinds if world == 2 else kinds[1:2]):
+        for case, error in worst.items():
+            assert error < 2e-5, case
+
+
+def test_masks_are_made_only_where_there_is_something_to_mask():
+    plain = torch.arange(9).expand(2, 9)
+    assert document_mask(plain) is None and document_mask(plain + 5, 9) is None
+    assert document_mask(plain, 8) is not None
+    mask = document_mask(torch.tensor([[0, 1, 2, 0, 1]]), 2)[0, 0]
+    seen = [[row.nonzero().squeeze(1).tolist()] for row in mask]
+    assert seen == [[[0]], [[0, 1]], [[1, 2]], [[3]], [[3, 4]]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_position_and_chunk_has_one_owner(size):
+    """Chunks cut by a boundary, and one that spans all ranks; positions without a chunk stay where they are."""
+    chunk_S = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, -1, 3, 3, 3, 3], [0] * 12, [-1] * 12])
+    chunk_T = torch.tensor([[0, 1, 1, -1, 2, 3, 3], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
+    part, shares = 12 // size, [share_of(chunk_S, chunk_T, rank, size) for rank in range(size)]
+    assert torch.equal(sum(s.owned.int() for s in shares), torch.ones_like(chunk_S, dtype=torch.int))
+    assert torch.equal(sum(s.taught.int() for s in shares), (chunk_T >= 0).int())
+    values = torch.arange(36.0)  # of every position
+    own = [values.view(3, 12)[:, rank * part : (rank + 1) * part].flatten() for rank in range(size)]
+    travelling = torch.stack([torch.where(s.travels >= 0, x[s.travels.clamp(min=0)], 0)
+                              for s, x in zip(shares, own)]).sum(0) if len(shares[0].travels) else values[:0]
+    for rank, share in enumerate(shares):
+        rows = torch.cat([own[rank], travelling])
+        owned = share.owned.flatten()
+        assert torch.equal(rows[share.row[owned]], values[owned])
+        for b, chunks in enumerate(chunk_S):
+            for chunk in chunks[chunks >= 0].unique():
+                assert share.owned[b][chunks == chunk].unique().numel() == 1
+                assert share.taught[b][chunk_T[b] == chunk].all() == share.owned[b][chunks == chunk].all()
+    assert (len(shares[0].travels) > 0) == (size > 1)
+    assert sum(int((s.travels >= 0).sum()) for s in shares) == len(shares[0].travels)
+
+
+def test_layouts_that_do_not_divide_are_refused():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=4)
+    for size, ranks_, words in ((2, 3, "does not divide the 3 ranks"), (8, 8, "12 attention heads"),
+                                (3, 6, "4 key-value heads")):
+        with pytest.raises(ValueError, match=words):
+            sequence.check_layout(size, ranks_, config)
+    sequence.check_layout(4, 8, config)
+    with pytest.raises(ValueError, match="gpt2 models do not tell"):
+        sequence.check_layout(2, 4, AutoConfig.for_model("gpt2"))
