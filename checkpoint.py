@@ -2,8 +2,8 @@
 
 A checkpoint holds the engine (weights, optimiser, schedule), the random state of every rank and the position
 of the run, which is its step number: data.py derives the samples from it.  It is written under a scratch name
-and renamed when every rank is done, so whatever bears a final name is complete.  In the layout that wrote it a
-run goes on bit by bit; in another one (ranks, ZeRO stage, parts of sequences) DeepSpeed's universal format
+and renamed when every rank is done, so whatever bears a final name is complete.  In the layout that wrote it
+a run goes on bit by bit; in another one (ranks, ZeRO stage, parts of sequences) DeepSpeed's universal format
 carries it over, and only what dropout draws differs.
 """
 
@@ -116,8 +116,8 @@ def has_to_be_converted(checkpoint, layout):
     stages = [x["zero_stage"] for x in (then, layout)]
     if 0 in stages:
         what = "; ".join(f"{k} was {then[k]!r}, is {v!r}" for k, v in layout.items() if then[k] != v)
-        raise ValueError(f"--resume: {checkpoint} is of another layout ({what}), and what ZeRO stage 0 wrote or "
-                         "reads cannot be converted; use the same layout, or stages 1 to 3 on both sides")
+        raise ValueError(f"--resume: {checkpoint} is of another layout ({what}), and what ZeRO stage 0 wrote "
+                         "or reads cannot be converted; use the same layout, or stages 1 to 3 on both sides")
     return True
 
 
@@ -141,7 +141,8 @@ def load_checkpoint(engine, checkpoint, convert=False):
         make_fit_for_all_stages(universal)
     dist.barrier()
     engine.load_checkpoint(str(universal.parent), tag=universal.name)
-    mend_optimizer(engine.optimizer, torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False))
+    written = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
+    mend_optimizer(engine.optimizer, written)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(universal)
@@ -159,7 +160,7 @@ def mend_optimizer(optimizer, written):
 
 
 def make_fit_for_all_stages(universal):
-    """Give a universal checkpoint both what stages 1 and 2 and what stage 3 look for; the weights are the same."""
+    """Give a universal checkpoint both what stages 1 and 2 and what stage 3 look for beside the weights."""
     names = [universal / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
     for name, other in (names, names[::-1]):
         if not name.exists():

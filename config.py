@@ -36,6 +36,8 @@ class Config:
         streaming: read the data as a stream instead of preparing it on disk first.
         eval_rows: rows held out of training, the first ones of the data; 0: none.
         steps: optimiser steps in all, 1 or more.
+        pack: put several texts of a micro-batch into one row where they fit into max_length (and the
+            teacher's); attention stays inside each, and the loss is the same.
         max_length: student positions per sample, 2 or more; longer texts are cut, both sides at the same
             byte.
         teacher_max_length: teacher positions per sample; 0: the teacher's context.
@@ -103,6 +105,7 @@ class Config:
     streaming: bool = False
     eval_rows: int = 0
     steps: int = 1000
+    pack: bool = False
     max_length: int = 512
     teacher_max_length: int = 0
     loss: str = "piece_kl"

@@ -330,10 +330,11 @@ class Collate:
             student_ids, student_labels (-100 on padding), student_chunk (-1): (B, S) int64; teacher_* too;
             student_bytes, teacher_bytes: (B, S), (B, T) bytes of the predicted token, -1 for eos and padding;
             tiles: list of `tiles.Tile`, its parts with `PieceTerms` for piece_kl, else `Chunks`;
-            sample_of_row: (B * S,) sample of every row that tiles may name;
+            sample_of_row, teacher_sample: (B * S,), (B * T,) sample of every row that tiles may name;
+            student_positions, teacher_positions: (B, S), (B, T), where samples are packed into rows;
             counts: dict of ints about the batch.
             With sequence_size above 1 all of the student, tiles and counts are of this rank's part, S is
-            shorter, and there are position_ids (B, S) and what `sequence.Share` calls travels.
+            shorter, and there are student_positions and what `sequence.Share` calls travels.
         """
         return self.batch(self.samples(texts, [sys.maxsize] * len(texts)))
 
@@ -348,11 +349,11 @@ class Collate:
         samples = iter(self._samples(*map(list, zip(*present)))) if present else iter(())
         return [EMPTY if text is None else next(samples) for text in texts]
 
-    def batch(self, samples):
-        """What a call returns, of samples."""
-        batch = _pad("student", samples, self.student.table, self.sequence_size)
+    def batch(self, samples, rows=None):
+        """What a call returns, of samples; rows: of `pack_rows`, None: a row each."""
+        batch = _lay_out("student", samples, rows, self.student.table, self.sequence_size)
         if self.teacher is not None:
-            batch |= _pad("teacher", samples, self.teacher.table)
+            batch |= _lay_out("teacher", samples, rows, self.teacher.table)
         share = self._share(batch)
         counts = {"ce": int((batch["student_labels"] >= 0).sum()), "kd": 0,
                   "text_bytes": int(batch["student_bytes"].clamp(min=0).sum()),
@@ -366,9 +367,7 @@ class Collate:
         batch["tiles"] = self._tiles(batch)
         if self.spelling is not None:
             counts["kd"] = sum(int(part.terms.count_all) for tile in batch["tiles"] for part in tile.parts)
-        B, S = batch["student_ids"].shape
-        batch["sample_of_row"] = torch.arange(B).repeat_interleave(S)
-        return (self._part(batch, share) if share else batch) | {"counts": counts}
+        return (self._part(batch, share) if share else batch) | {"counts": counts, "samples": len(samples)}
 
     def _share(self, batch):
         """Leave labels and chunks to the ranks that own them."""
@@ -389,9 +388,9 @@ class Collate:
         part = S // self.sequence_size
         own = slice(self.sequence_rank * part, (self.sequence_rank + 1) * part)
         batch["student_labels"] = batch.pop("whole_labels")
-        batch["position_ids"] = torch.arange(S).expand(B, S)
-        for name in ("position_ids", *[f"student_{field}" for field in ("ids", "labels", "chunk", "bytes")]):
-            batch[name] = batch[name][:, own].contiguous()
+        batch.setdefault("student_positions", torch.arange(S).expand(B, S))
+        for field in ("ids", "labels", "chunk", "bytes", "positions"):
+            batch[f"student_{field}"] = batch[f"student_{field}"][:, own].contiguous()
         batch["tiles"] = [tile._replace(student_rows=share.row[tile.student_rows]) for tile in batch["tiles"]]
         samples = torch.zeros(B * part + len(share.travels), dtype=torch.long)
         here = share.row >= 0
@@ -454,11 +453,12 @@ class CollateAll:
 
     Args:
         collates: a Collate for each teacher.
+        pack: put several texts into a row where they fit, see `pack_rows`.
         routes: the values of `Routed` texts that each teacher is for; None: those that no other is for.
     """
 
-    def __init__(self, collates, routes=None):
-        self.collates = collates
+    def __init__(self, collates, routes=None, pack=False):
+        self.collates, self.pack = collates, pack
         self.routes = routes or [None] * len(collates)
         self.named = {route for named in self.routes for route in named or ()}
 
@@ -478,8 +478,39 @@ class CollateAll:
             shortest = [min(len(sample.student[0]) for sample in of_text) + 1 for of_text in zip(*found)]
             if all(len(sample.student[0]) + 1 == least
                    for samples in found for sample, least in zip(samples, shortest)):
-                return [collate.batch(samples) for collate, samples in zip(self.collates, found)]
+                rows = self._rows(found) if self.pack else None
+                return [collate.batch(samples, rows) for collate, samples in zip(self.collates, found)]
             most = shortest
+
+    def _rows(self, found):
+        """`pack_rows` of the samples of every Collate; student and teachers have the same rows."""
+        sides = [([sample.student for sample in found[0]], self.collates[0].student)]
+        sides += [([sample.teacher for sample in samples], collate.teacher)
+                  for samples, collate in zip(found, self.collates) if collate.teacher]
+        sizes = zip(*[[len(parts[0]) for parts in of_side] for of_side, _ in sides])
+        return pack_rows(list(sizes), [side.max_length for _, side in sides])
+
+
+def pack_rows(sizes, limits):
+    """[[sample, ...] of every row]: each sample goes into the first row that has room for it on every side.
+
+    Args:
+        sizes: positions of each sample on each side; limits: of a row.
+
+    >>> pack_rows([(6, 5), (5, 9), (4, 4)], (10, 10))
+    [[0, 2], [1]]
+    """
+    rows, used = [], []
+    for number, own in enumerate(sizes):
+        for row, full in zip(rows, used):
+            if all(a + b <= limit for a, b, limit in zip(full, own, limits)):
+                row.append(number)
+                full[:] = [a + b for a, b in zip(full, own)]
+                break
+        else:
+            rows.append([number])
+            used.append(list(own))
+    return rows
 
 
 DROPPED = "altered_bytes", "unspelled_bytes", "different_bytes"
@@ -498,18 +529,40 @@ def _chunk_counts(alignments):
     return found
 
 
-def _pad(side, samples, table, multiple=1):
-    """Right-padded tensors of one side; with causal attention no real position ever looks at padding."""
-    rows = [getattr(sample, side) for sample in samples]
-    width = -(-max(1, max(len(row[0]) for row in rows)) // multiple) * multiple
+def _lay_out(side, samples, rows, table, multiple=1):
+    """Right-padded tensors of one side; with causal attention no real position ever looks at padding.
+
+    Args:
+        rows: samples of every row, one after the other; None: a row each.
+        multiple: of the width.
+    """
+    packed, rows = rows is not None, rows or [[number] for number in range(len(samples))]
     pad_id = table.pad if table.pad >= 0 else max(table.eos, 0)
-    out = {}
-    for i, (field, fill) in enumerate((("ids", pad_id), ("labels", -100), ("chunk", -1), ("bytes", -1))):
-        padded = np.full((len(rows), width), fill, np.int64)
-        for line, row in zip(padded, rows):
-            line[: len(row[i])] = row[i]
-        out[f"{side}_{field}"] = torch.from_numpy(padded)
-    return out
+    size = max(1, max(sum(len(getattr(samples[i], side)[0]) for i in row) for row in rows))
+    shape = len(rows), -(-size // multiple) * multiple
+    fills = {"ids": pad_id, "labels": -100, "chunk": -1, "bytes": -1}
+    out = {field: np.full(shape, fill, np.int64) for field, fill in fills.items()}
+    positions, sample = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for line, row in enumerate(rows):
+        at = chunks = 0
+        for number in row:
+            ids, labels, chunk, bytes_ = getattr(samples[number], side)
+            own = ids, labels, np.where(chunk >= 0, chunk + chunks, -1), bytes_
+            for field, values in zip(out, own):
+                out[field][line, at : at + len(values)] = values
+            positions[line, at:] = np.arange(shape[1] - at)  # padding goes on where the last sample ends
+            sample[line, at:] = number
+            at, chunks = at + len(ids), chunks + _chunk_numbers(samples[number])
+    found = {f"{side}_{field}": torch.from_numpy(values) for field, values in out.items()}
+    if packed:
+        found[f"{side}_positions"] = torch.from_numpy(positions)
+    name = "sample_of_row" if side == "student" else "teacher_sample"
+    return found | {name: torch.from_numpy(sample).flatten()}
+
+
+def _chunk_numbers(sample):
+    """One more than the highest chunk id of a sample, on either side."""
+    return 1 + max(-1, *(int(x[2].max()) for x in (sample.student, sample.teacher) if len(x[2])), -1)
 
 
 # --- rows -----------------------------------------------------------------------------------------

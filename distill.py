@@ -120,14 +120,20 @@ class Lesson:
         return [("logits" if own.exchange == "hidden" and not own.tiled else own.exchange, own.exchange_topk)
                 for own in self.members]
 
+    @staticmethod
+    def asked(batch):
+        """What the teachers read of a batch."""
+        ids = batch["teacher_ids"]
+        return torch.stack([ids, batch["teacher_positions"]]) if "teacher_positions" in batch else ids
+
     def ask(self, batch):
         """Start what `rows` will return; for teachers on ranks of their own."""
         for teacher, how in zip(self.teachers, self.signals):
-            teacher.ask(batch["teacher_ids"], *how)
+            teacher.ask(self.asked(batch), *how)
 
     def rows(self, batch):
         """Logits of any positions of its side of a batch; its replica's ranks take part together."""
-        ids = batch["teacher_ids"]
+        ids = self.asked(batch)
         found = [teacher.rows(ids, *how) for teacher, how in zip(self.teachers, self.signals)]
         if len(found) == 1:
             return found[0]
@@ -258,12 +264,11 @@ def run_inside_forward(model, vocab, tiled):
 
 def check_heads(job, student_ids):
     """A ValueError where `head_of` does not give a model's own logits; all ranks take part."""
-    cfg, micro = job.cfg, job.engine.train_micro_batch_size_per_gpu() if job.sequence else 1
-    ids = torch.tensor([student_ids] * micro, device=job.device)
+    cfg, ids = job.cfg, torch.tensor([student_ids], device=job.device)
     batch = {"student_ids": ids}
     if job.sequence:
         here = torch.arange(ids.shape[1], device=job.device) + job.sequence.rank * ids.shape[1]
-        batch["position_ids"] = here.expand(ids.shape)
+        batch["student_positions"] = here.expand(ids.shape)
     job.engine.eval()
     with torch.no_grad():
         logits = job.student(batch, None).logits[..., : job.vocab]
@@ -340,7 +345,7 @@ def build_job(cfg, inputs, device, roles=None):
     if cfg.sequence_parallel > 1:
         sequence, attention = join_sequence_group(cfg.sequence_parallel), ATTENTION
         config = AutoConfig.from_pretrained(cfg.student).get_text_config()
-        register_attention(config, sequence, inputs.ds_config["train_micro_batch_size_per_gpu"])
+        register_attention(config, sequence)
     model, V, params = load_student(cfg, inputs.ds_config, attention), len(inputs.student.table), []
     run_inside_forward(model, V, cfg.tiled)
     for lesson in inputs.lessons:
@@ -353,7 +358,7 @@ def build_job(cfg, inputs, device, roles=None):
                            for how in what_to_load(lesson, device)]
 
     def student(batch, run):
-        where = {"position_ids": batch["position_ids"]} if sequence else {}
+        where = {"position_ids": batch["student_positions"]} if "student_positions" in batch else {}
         return engine(input_ids=batch["student_ids"], run=run, **where)
 
     return Job(cfg, engine, student, inputs.lessons, V, params, device, sequence=sequence)
@@ -757,7 +762,7 @@ def collate_all(cfg, inputs, tile_mib, part_share=0.125):
     sides = [(lesson.side, lesson.distillation.spelling) for lesson in inputs.lessons] or [(None, None)]
     routes = [routes_of_each_teacher(cfg).get(lesson.name) for lesson in inputs.lessons]
     how = cfg.train_on, tile_mib, part_share, dist.get_rank() % cfg.sequence_parallel, cfg.sequence_parallel
-    return CollateAll([Collate(inputs.student, *pair, *how) for pair in sides], routes)
+    return CollateAll([Collate(inputs.student, *pair, *how) for pair in sides], routes, cfg.pack)
 
 
 def train(job, batches, held_out, start, ds_config):

@@ -142,7 +142,7 @@ class Replica:
         """run(ids_BT) for this rank's ids, where a run takes all ranks of the replica.
 
         Args:
-            ids_BT: (B, T) int64; every rank has its own, of its own shape.
+            ids_BT: (B, T) or (2, B, T) int64; every rank has its own, of its own shape.
             alike: neighbouring ranks that have the same, counted from rank 0 of the job.
         """
         alike = alike if len(self.ranks) % alike == 0 else 1

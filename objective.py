@@ -181,17 +181,17 @@ def sample_scores(rows, batch, kind):
 
     Args:
         rows: positions -> logits of this teacher.
-        batch: with teacher_labels and teacher_bytes.
+        batch: with teacher_labels, teacher_bytes, teacher_sample, and samples, their number.
     """
-    labels, scores = batch["teacher_labels"], []
-    B, T = labels.shape
-    for b in range(B):
-        places, total = (labels[b] != -100).nonzero().squeeze(1), 0.0
+    labels, sample, scores = batch["teacher_labels"].flatten(), batch["teacher_sample"], []
+    for number in range(batch["samples"]):
+        own = sample == number
+        places, total = (own & (labels != -100)).nonzero().squeeze(1), 0.0
         for block in places.split(BLOCK):
             every = torch.ones(1, len(block), dtype=torch.bool, device=labels.device)
-            logits, own = rows(b * T + block)[None], labels[b][block][None]
-            total = total + len(block) * losses.teacher_scores(logits, own, every, kind)[0]
-        size = int(batch["teacher_bytes"][b].clamp(min=0).sum()) if kind == "ce" else len(places)
+            found = losses.teacher_scores(rows(block)[None], labels[block][None], every, kind)
+            total = total + len(block) * found[0]
+        size = int(batch["teacher_bytes"].flatten()[own].clamp(min=0).sum()) if kind == "ce" else len(places)
         scores.append(total / max(size, 1))
     return torch.stack([torch.as_tensor(x, dtype=torch.float32, device=labels.device) for x in scores])
 

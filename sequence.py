@@ -50,8 +50,8 @@ def check_layout(size, ranks, config):
     if ranks % size:
         raise ValueError(f"--sequence_parallel {size}: does not divide the {ranks} ranks of the student")
     if not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
-        raise ValueError(f"--sequence_parallel {size}: {config.model_type} models do not tell their attention "
-                         "the positions, as those with rotary embeddings do; use 1")
+        raise ValueError(f"--sequence_parallel {size}: {config.model_type} models do not tell their "
+                         "attention the positions, as those with rotary embeddings do; use 1")
     heads = config.num_attention_heads
     kv = getattr(config, "num_key_value_heads", None) or heads
     if heads % size or (kv % size and size % kv):
@@ -59,13 +59,12 @@ def check_layout(size, ranks, config):
                          "key-value heads; it has to divide the first, and the second or be a multiple of it")
 
 
-def register_attention(config, sequence, micro):
+def register_attention(config, sequence):
     """Make `ATTENTION` the attention of sequences in parts.
 
     Args:
         config: of the student, for text.
         sequence: SequenceGroup.
-        micro: samples in a micro-batch.
     """
     # not above: data workers need what is below, and neither of these
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -73,13 +72,17 @@ def register_attention(config, sequence, micro):
 
     heads = config.num_attention_heads
     ulysses = UlyssesSPAttentionHF(
-        core_attention, batch_size=micro, attn_head_count=heads,
+        core_attention, batch_size=1, attn_head_count=heads,
         attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
         kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
         num_hidden_layers=config.num_hidden_layers, process_group=sequence.group, seq_length_is_variable=True)
     ulysses.core_attn_implementation = ATTENTION
 
     def attention(module, query, key, value, attention_mask, *args, **how):
+        ulysses.batch_size = len(query)  # packed micro-batches differ in rows
+        for name in ("query", "key_value", "context"):
+            shape = getattr(ulysses, f"required_{name}_shape")
+            setattr(ulysses, f"required_{name}_shape", torch.Size([shape[0], len(query), *shape[2:]]))
         return ulysses(module, query, key, value, None, *args, **how)  # the mask comes from the positions
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)

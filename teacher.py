@@ -42,7 +42,7 @@ BLOCK = 256  # positions whose logits are computed at a time
 class Teacher(NamedTuple):
     """A frozen teacher, ready to be asked; what holds it together is asked by all its ranks.
 
-    hidden: ids (B, T) -> final hidden states (B, T, H).
+    hidden: ids (B, T), or (2, B, T), ids and positions of packed samples -> final hidden states (B, T, H).
     logits: ids (B, T) -> the model's own logits (B, T, W or more).
     head: what maps the one to the other, whole on every rank, cut to the tokenizer.
     engine: which of `ENGINES` holds it.
@@ -211,9 +211,14 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
 def whole_teacher(model, vocab):
     """The Teacher that a model on this rank makes."""
     return Teacher(
-        lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
-        lambda ids: model(input_ids=ids, use_cache=False).logits,
+        lambda ids: model.base_model(**inputs_of(ids), use_cache=False)[0],
+        lambda ids: model(**inputs_of(ids), use_cache=False).logits,
         head_of(model, vocab), "replicated", sum(p.numel() for p in model.parameters()))
+
+
+def inputs_of(ids):
+    """Arguments of a model for what a Teacher is asked with."""
+    return {"input_ids": ids} if ids.dim() == 2 else {"input_ids": ids[0], "position_ids": ids[1]}
 
 
 def _replicated(path, vocab, config, dtype, device, degree, offload, shared, alike):
@@ -259,8 +264,8 @@ def _tensor_parallel(path, vocab, config, dtype, device, degree, offload, shared
 
 def _of_replica(model, replica, shared, alike):
     """A Teacher of which every rank of the replica has a part, and gets all that it says."""
-    base, own = (lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
-                 lambda ids: model(input_ids=ids, use_cache=False).logits)
+    base, own = (lambda ids: model.base_model(**inputs_of(ids), use_cache=False)[0],
+                 lambda ids: model(**inputs_of(ids), use_cache=False).logits)
     each = partial(replica.of_each, alike=alike)
     hidden, logits = [run if shared else partial(each, run) for run in (base, own)]
     return Teacher(hidden, logits, None, "", sum(p.numel() for p in model.parameters()), len(replica.ranks))
@@ -302,10 +307,10 @@ def _zero3(path, vocab, config, dtype, device, degree, offload, shared, alike):
         weight, bias = _once_per_node(lambda: _copied(head), device)
     own = model.forward
 
-    def forward(input_ids, hidden):
+    def forward(ids, hidden):
         if hidden:
-            return model.base_model(input_ids=input_ids, use_cache=False)[0]
-        return own(input_ids=input_ids, use_cache=False).logits
+            return model.base_model(**inputs_of(ids), use_cache=False)[0]
+        return own(**inputs_of(ids), use_cache=False).logits
 
     model.forward = forward
     engine = deepspeed.initialize(model=model, config=ds_config)[0]

@@ -64,10 +64,11 @@ def serve(roles, teachers, from_hidden=True):
 
 
 def _read(inbox):
-    """((number of the teacher, signal, top_k), ids (B, T)) of the next request."""
+    """((number of the teacher, signal, top_k), ids (B, T) or (2, B, T)) of the next request."""
     with inbox.take() as request:
-        number, signal, top_k, *shape = request[:5].tolist()
-        return (number, SIGNALS[signal], top_k), request[5:].clone().view(shape)
+        number, signal, top_k, *shape = request[:6].tolist()
+        ids = request[6:].clone().view(shape)
+        return (number, SIGNALS[signal], top_k), ids if len(ids) == 2 else ids.flatten(0, 1)
 
 
 @torch.no_grad()
@@ -116,16 +117,16 @@ class Link:
             first = roles.local % (roles.teachers // degree) * degree
             self.teachers.append(Remote(self, number, self.inboxes[first : first + degree], head))
 
-    def ask(self, number, signal, top_k, ids_BT):
-        how = [number, SIGNALS.index(signal), top_k, *ids_BT.shape]
+    def ask(self, number, signal, top_k, ids):
+        how = [number, SIGNALS.index(signal), top_k, *ids.view(-1, *ids.shape[-2:]).shape]
         self.asked.append(how)
-        self.outbox.put(torch.cat([torch.tensor(how), ids_BT.cpu().flatten()]))
+        self.outbox.put(torch.cat([torch.tensor(how), ids.cpu().flatten()]))
 
-    def expect(self, number, signal, top_k, ids_BT):
+    def expect(self, number, signal, top_k, ids):
         """The next answer is that to this request, which is asked now if it was not before."""
         if not self.asked:
-            self.ask(number, signal, top_k, ids_BT)
-        how = [number, SIGNALS.index(signal), top_k, *ids_BT.shape]
+            self.ask(number, signal, top_k, ids)
+        how = [number, SIGNALS.index(signal), top_k, *ids.view(-1, *ids.shape[-2:]).shape]
         assert self.asked.popleft() == how, "teachers are asked in one order and read in another"
 
     def give_back(self):
@@ -136,7 +137,7 @@ class Link:
     def leave(self):
         """Tell the teachers that there is nothing more to do."""
         try:
-            self.outbox.put(torch.tensor([GOODBYE, 0, 0, 0, 0]))
+            self.outbox.put(torch.tensor([GOODBYE, 0, 0, 1, 0, 0]))
             self.outbox.drain()
         except ipc.Gone:
             pass

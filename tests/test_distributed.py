@@ -85,6 +85,9 @@ def layout_results(flags, texts, layouts, losses, tile_mib):
                 lesson.cfg = dataclasses.replace(lesson.cfg, loss=loss)
                 lesson.distillation = distill.build_loss(lesson.cfg, inputs.student, lesson.side, job.device)
             collate = distill.collate_all(job.cfg, inputs, tile_mib)
+            if job.cfg.pack:
+                every = collate(texts)[0]
+                assert len(every["student_ids"]) == len(every["teacher_ids"]) < len(texts)
             window = [collate(part) for part in mine]
             assert parts == 1 or len(collate(texts)[0]["travels"]) > 0
             tiles = window[0][0]["tiles"]
@@ -192,6 +195,29 @@ def untied(models, tmp_path_factory):
     return folder
 
 
+PACKED = {  # ranks: (ZeRO stage, samples, micro-steps, flags); rows of 250 and 250 positions
+    1: [(2, 8, 1, {})],
+    2: [(0, 4, 1, {}), (3, 4, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
+        (2, 2, 2, {"teacher_tp": 2})]}
+
+
+@pytest.mark.parametrize("losses", [("piece_kl", "projection_kl", "gold"), ("several",)])
+def test_same_loss_and_gradient_of_packed_samples(models, untied, texts, tmp_path, losses):
+    """Fewer rows than samples, documents that do not see each other, weights that stay with their sample."""
+    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, kd_weight=0.7, ce_weight=0.3,
+                 data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
+    if losses == ("several",):
+        teachers = json.loads(several_teachers(models, untied))[:2]
+        flags |= {"teacher": "", "teachers": json.dumps([x | {"tp": 1} for x in teachers]),
+                  "teacher_weights": "ce", "teacher_alpha": 0.7}
+    samples = batch_texts(texts)
+    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
+    for world, layouts in PACKED.items():
+        how = flags | {"pack": True}, samples, layouts[: 1 if "teachers" in flags else 3], losses, 0.2
+        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
+            same_step(name, metrics, gradients, *expected[name.split(",")[0]])
+
+
 SEQUENCES = {  # ranks: (ZeRO stage, samples, micro-steps, flags)
     2: [(stage, 4, 2, {"sequence_parallel": 2}) for stage in range(4)],
     4: [(0, 8, 1, {"sequence_parallel": 4}), (2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
@@ -206,7 +232,8 @@ def test_same_loss_and_gradient_with_sequences_in_parts(models, texts, tmp_path)
     expected = ranks.run(1, plain_references, flags, samples, losses)[0]
     for world, layouts in SEQUENCES.items():
         own = losses if world == 2 else losses[:2]
-        for name, metrics, gradients in ranks.run(world, layout_results, flags, samples, layouts, own, 0.2)[0]:
+        how = flags, samples, layouts, own, 0.2
+        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
             same_step(name, metrics, gradients, *expected[name.split(",")[0]])
 
 
@@ -238,7 +265,7 @@ MOVES = {  # layout of a checkpoint -> those in which the run goes on: ranks, pa
 
 
 def test_a_run_goes_on_in_another_layout(models, texts, tmp_path):
-    """Other ranks, ZeRO stage, parts of sequences, accumulation: the same losses as if nothing had changed."""
+    """Other ranks, ZeRO stage, parts of sequences, accumulation: the losses are as if nothing had changed."""
     argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 30)}",
             "--max_length=120"]
     schedule = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}}
@@ -259,7 +286,8 @@ def test_a_run_goes_on_in_another_layout(models, texts, tmp_path):
             other, codes = run(layout, "--steps=5", f"--resume={checkpoint}", "--save_every=4")
             assert codes == {0}, layout
             for a, b in zip(losses_of(folder, 3), losses_of(other), strict=True):
-                assert all(math.isclose(a[key], b[key], rel_tol=1e-5, abs_tol=1e-7) for key in a), (layout, a, b)
+                same = all(math.isclose(a[key], b[key], rel_tol=1e-5, abs_tol=1e-7) for key in a)
+                assert same, (layout, a, b)
             left = {path.name for path in checkpoint.parent.iterdir()}
             assert {x for x in left if "zero_to" not in x} == {"step_0000003"}  # they come from DeepSpeed
     assert run((2, 1, 0, 4, 1), "--steps=5", f"--resume={checkpoint}")[1] == {2}  # ZeRO stage 0

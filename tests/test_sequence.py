@@ -15,7 +15,8 @@ SHAPE = dict(vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_lay
              num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, head_dim=8)
 MODELS = {
     "llama": {}, "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
-    "qwen3": {"num_key_value_heads": 1}, "mistral": {"sliding_window": 5}, "gemma3_text": {"sliding_window": 5},
+    "qwen3": {"num_key_value_heads": 1}, "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5},
     "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9},
     "phi3": {"head_dim": None}, "olmo2": {}, "smollm3": {}, "granite": {}}
 DOCUMENTS = 11, 1, 7, 5  # positions of each, 24 in all
@@ -40,7 +41,7 @@ def packed(kind):
 
 
 def logits_in_parts(kinds):
-    """Worst difference, in logits and gradient, of every model and kind of batch, from each document alone."""
+    """Worst difference, in logits and gradient, of every model and kind of batch from documents alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     distill.start_distributed()
@@ -48,7 +49,7 @@ def logits_in_parts(kinds):
     group, worst = sequence.join_sequence_group(dist.get_world_size()), {}
     for name, how in MODELS.items():
         config = AutoConfig.for_model(name, **{k: v for k, v in (SHAPE | how).items() if v is not None})
-        sequence.register_attention(config, group, 2)
+        sequence.register_attention(config, group)
         torch.manual_seed(0)
         alone = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
         parts = AutoModelForCausalLM.from_config(config, attn_implementation=sequence.ATTENTION)
@@ -95,7 +96,7 @@ def test_masks_are_made_only_where_there_is_something_to_mask():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_position_and_chunk_has_one_owner(size):
-    """Chunks cut by a boundary, and one that spans all ranks; positions without a chunk stay where they are."""
+    """Chunks cut by a boundary, one that spans all ranks; positions without a chunk stay where they are."""
     chunk_S = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, -1, 3, 3, 3, 3], [0] * 12, [-1] * 12])
     chunk_T = torch.tensor([[0, 1, 1, -1, 2, 3, 3], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
     part, shares = 12 // size, [share_of(chunk_S, chunk_T, rank, size) for rank in range(size)]
