@@ -288,6 +288,35 @@ def check_heads(job, student_ids):
                              "be tiled; use --tiled=false")
 
 
+@torch.no_grad()
+def check_packing(job):
+    """A ValueError where a model sees across the border of packed samples; all ranks take part."""
+    parts, rank = (job.sequence.size, job.sequence.rank) if job.sequence else (1, 0)
+    least = min([job.vocab, *[len(lesson.side.table) for lesson in job.lessons]])
+    second = torch.arange(8 * parts, device=job.device) % least
+    rows = [torch.cat([first, second])[None] for first in (second, second.flip(0))]
+    positions = torch.arange(8 * parts, device=job.device).repeat(2)[None]
+    own, half = slice(16 * rank, 16 * (rank + 1)), 8 * parts
+
+    def of_student(ids):
+        part = {"student_ids": ids[:, own], "student_positions": positions[:, own]}
+        return job.student(part, None).logits[:, max(0, half - own.start) :]
+
+    logits = {f"--student {job.cfg.student}": of_student}
+    for lesson in job.lessons:
+        for teacher, member in zip(lesson.teachers, lesson.members):
+            logits[f"--teacher {member.teacher}"] = lambda ids, teacher=teacher: teacher.logits(
+                torch.stack([ids, positions]))[:, half:].clone()
+    job.engine.eval()
+    for role, run in logits.items():
+        one, other = [run(ids).float() for ids in rows]
+        give_back(job)
+        if (one - other).norm() > 1e-3 * one.norm():
+            raise ValueError(f"{role}: what it says of a text depends on the text before it in the same row; "
+                             "use --pack=false")
+    job.engine.train()
+
+
 def start_engine(model, ds_config, projection_learning_rate=0.0):
     """DeepSpeed engine; weight decay spares vectors (norms and biases), as is the custom."""
     def is_matrix(p):
@@ -718,6 +747,8 @@ def main(cfg):
         with agree():
             if cfg.tiled:
                 check_heads(job, list(range(min(8, job.vocab))))
+            if cfg.pack:
+                check_packing(job)
         start = 0
         if inputs.checkpoint:
             start = load_checkpoint(job.engine, inputs.checkpoint, inputs.convert)

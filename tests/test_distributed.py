@@ -218,6 +218,30 @@ def test_same_loss_and_gradient_of_packed_samples(models, untied, texts, tmp_pat
             same_step(name, metrics, gradients, *expected[name.split(",")[0]])
 
 
+def blind_to_positions(argv):
+    """A run whose student does not hear where its samples begin."""
+    def deaf(model, *args, run_inside=distill.run_inside_forward):
+        run_inside(model, *args)
+        forward = model.forward
+        model.forward = lambda *a, position_ids=None, **how: forward(*a, **how)
+
+    distill.run_inside_forward = deaf
+    return run_distill([argv])
+
+
+def test_models_that_see_across_packed_samples_are_refused(flags, capfd):
+    """A run with packed samples, in parts and with teachers apart; and one whose model would mix them."""
+    folder, common = flags
+    base = [*common, f"--ds_config={folder / 'zero2.json'}", "--steps=2", "--pack"]
+    runs = {2: ["--sequence_parallel=2"], 3: ["--teacher_ranks=1", "--tiled=false"]}
+    for world, how in runs.items():
+        argv = [*base, *how, f"--output_dir={folder / f'packed{world}'}"]
+        assert ranks.run(world, run_distill, [argv]) == [[0]] * world
+        assert math.isfinite(losses_of(folder / f"packed{world}")[-1]["eval/kd"])
+    assert ranks.run(1, blind_to_positions, [*base, f"--output_dir={folder / 'deaf'}"]) == [[2]]
+    assert "depends on the text before it in the same row; use --pack=false" in capfd.readouterr().err
+
+
 SEQUENCES = {  # ranks: (ZeRO stage, samples, micro-steps, flags)
     2: [(stage, 4, 2, {"sequence_parallel": 2}) for stage in range(4)],
     4: [(0, 8, 1, {"sequence_parallel": 4}), (2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
