@@ -10,43 +10,35 @@ Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, ever
 `config.py`. The step is `train_step`.  Works on CPU ranks as on GPUs.
 """
 
-import hashlib
-import json
 import math
-import os
-import platform
 import signal
-import socket
-import subprocess
 import sys
 import time
-import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import datasets
 import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from align import TokenTable
 from checkpoint import (export_model, export_projection, find_checkpoint, has_to_be_converted,
-                        load_checkpoint, save_checkpoint, write_atomically)
+                        load_checkpoint, save_checkpoint)
 from config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
 from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
                   Side, StreamedRows, holds_chats, load_rows, loader, split_rows)
 from ds_config import BATCH_KEYS, batch_sizes, read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import parse_flags
-from ipc import runs
-from layout import gather, node_size, split_ranks, teacher_groups
+from launch import agree, fail, name_the_dead, quieten, start_distributed
+from layout import node_size, split_ranks, teacher_groups
+from log import Log
 from losses import teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
@@ -577,150 +569,7 @@ def run_layout(cfg):
             "zero_stage": ds_config.get("zero_optimization", {}).get("stage", 0), "micro_batch": sizes[1]}
 
 
-# --- logs -----------------------------------------------------------------------------------------
-
-
-class Log:
-    """metrics.jsonl, the progress bar and wandb; everything but rank 0 is silent."""
-
-    def __init__(self, cfg, start, resolved):
-        self.on = dist.get_rank() == 0
-        if not self.on:
-            return
-        folder = Path(cfg.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
-        lines = self.path.read_text().splitlines() if start and self.path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= start]
-        write_atomically(self.path, "".join(line + "\n" for line in kept))
-        record = folder / (f"run_{start:07d}.json" if start else "run.json")  # one more for every resume
-        write_atomically(record, run_record(cfg, start, resolved))
-        self.bar = tqdm(total=cfg.steps, initial=start, desc=cfg.loss if cfg.kd_weight else "text only",
-                        unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
-        self.wandb = None
-        if cfg.wandb_project:
-            import wandb  # a second to import, and rarely wanted
-
-            name = folder.name
-            self.wandb = wandb.init(project=cfg.wandb_project, name=name, dir=folder, config=asdict(cfg),
-                                    id=f"{name}-{cfg.seed}", resume="allow")
-
-    def write(self, step, metrics):
-        if not self.on:
-            return
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step} | metrics) + "\n")
-        if self.wandb:
-            self.wandb.log(metrics, step=step)
-
-    def advance(self, metrics):
-        if self.on:
-            shown = {"loss": metrics["loss"], "kd": metrics.get("kd"), "tok/s": metrics["tokens_per_second"]}
-            self.bar.set_postfix({k: f"{v:.4g}" for k, v in shown.items() if v is not None}, refresh=False)
-            self.bar.update()
-
-    def close(self):
-        if self.on:
-            self.bar.close()
-            if self.wandb:
-                self.wandb.finish()
-
-
-def run_record(cfg, start, resolved):
-    """JSON text of all that is needed to run this again."""
-    def git(*words):
-        here = Path(__file__).parent
-        found = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True)
-        return found.stdout.strip() if found.returncode == 0 else None
-
-    record = {
-        "argv": sys.argv, "config": asdict(cfg), "start_step": start, "ranks": dist.get_world_size(),
-        "ds_config_text": Path(cfg.ds_config).read_text(), "ds_config": resolved, "seed": cfg.seed,
-        "commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD"),
-        "versions": {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets)},
-        "python": platform.python_version(), "platform": platform.platform(), "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "projection_sha256": cfg.projection and hashlib.sha256(Path(cfg.projection).read_bytes()).hexdigest(),
-    }
-    return json.dumps(record, indent=1)
-
-
 # --- main -----------------------------------------------------------------------------------------
-
-
-def start_distributed():
-    """Join the job's process group (a group of one without a launcher); returns the device of this rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    for key, value in alone.items():
-        os.environ.setdefault(key, str(value))
-    if get_accelerator().device_name() == "cpu":
-        # DeepSpeed's shared-memory all-reduce takes every group for the world, and is compiled on first use
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:  # else every rank would start a thread per core
-            torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
-    else:
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed()
-    return torch.device(get_accelerator().current_device_name())
-
-
-@contextmanager
-def agree(roles=None, what=""):
-    """A ValueError on any rank ends all ranks with its one line, before anything was trained or written.
-
-    Args:
-        roles: where teachers have ranks of their own, which then take part too.
-        what: names this block among all such.
-    """
-    message = None
-    try:
-        yield
-    except ValueError as error:
-        message = str(error)
-    for found in gather(message, roles, what):
-        if found:
-            fail(found, loud=dist.get_rank() == 0 and (roles is None or roles.role == "student"))
-
-
-@contextmanager
-def name_the_dead(roles=None):
-    """Where a step fails because ranks of this node have ended, one line says which, and this one ends."""
-    node, process = platform.node(), os.getpid()
-    name = f"{'teacher ' if roles and roles.role == 'teacher' else ''}rank {dist.get_rank()}"
-    peers = gather((node, process, name), roles, "processes")
-    try:
-        yield
-    except (RuntimeError, FileNotFoundError):
-        here = [peer for peer in peers if peer[0] == node]
-        gone = [peer for peer in here if not runs(peer[1])]
-        if not gone:
-            raise
-        if process == next(peer[1] for peer in here if peer not in gone):
-            named = ", ".join(f"{name} (process {process})" for _, process, name in gone)
-            print(f"distill.py: {named} ended in mid-step, so the job ends; the same command goes on from "
-                  "its last checkpoint", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-
-
-def fail(message, loud=None):
-    """End with a line, which rank 0 writes unless `loud` says who does."""
-    if int(os.environ.get("RANK", 0)) == 0 if loud is None else loud:
-        print("distill.py: " + " ".join(message.split()), file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-def quieten():
-    """Warnings and errors of the libraries, not their progress reports."""
-    deepspeed.utils.logger.setLevel("ERROR")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises is reported once, by us
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are forked
 
 
 def main(cfg):

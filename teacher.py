@@ -182,6 +182,20 @@ def _offloaded(teacher, model, device):
     return teacher._replace(**calls, head=head, awake=offload.awake)
 
 
+class Order(NamedTuple):
+    """What to load and how it will be asked, see `load_teacher`; config and dtype are resolved."""
+
+    path: str
+    vocab: int
+    config: object
+    dtype: torch.dtype
+    device: object
+    degree: int
+    offload: bool
+    shared: bool
+    alike: int
+
+
 def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", degree=1, offload=False,
                  shared=False, alike=1):
     """A causal language model without gradients; all ranks take part unless it is "replicated".
@@ -204,8 +218,9 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
     dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     load = {"replicated": _replicated, "tensor_parallel": _tensor_parallel, "transformers": _transformers,
             "zero3": _zero3}[engine]
+    order = Order(path, vocab, config, dtype, device, degree, offload, shared or alike % degree == 0, alike)
     with torch.random.fork_rng():  # the inference engine makes all ranks' random numbers equal
-        return load(path, vocab, config, dtype, device, degree, offload, shared or alike % degree == 0, alike)
+        return load(order)
 
 
 def whole_teacher(model, vocab):
@@ -221,20 +236,20 @@ def inputs_of(ids):
     return {"input_ids": ids} if ids.dim() == 2 else {"input_ids": ids[0], "position_ids": ids[1]}
 
 
-def _replicated(path, vocab, config, dtype, device, degree, offload, shared, alike):
-    model = _frozen(AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).to(device)
-    teacher = whole_teacher(model, vocab)
-    return _offloaded(teacher, model, device) if offload else teacher
+def _replicated(order):
+    model = _frozen(AutoModelForCausalLM.from_pretrained(order.path, dtype=order.dtype)).to(order.device)
+    teacher = whole_teacher(model, order.vocab)
+    return _offloaded(teacher, model, order.device) if order.offload else teacher
 
 
-def _tensor_parallel(path, vocab, config, dtype, device, degree, offload, shared, alike):
+def _tensor_parallel(order):
     """Every rank of a replica ends up with all hidden states, and with all logits."""
-    replica, how = Replica(degree), {}
+    replica, config, dtype, how = Replica(order.degree), order.config, order.dtype, {}
     with contextlib.ExitStack() as stack:
         for silent in (contextlib.redirect_stdout, contextlib.redirect_stderr):  # it prints what it shards
             stack.enter_context(silent(io.StringIO()))
         if config.get_text_config().model_type in SHARDED:
-            folder = _local(path)
+            folder = _local(order.path)
             with deepspeed.OnDevice(dtype=dtype, device="meta"):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             listed = {"type": "ds_model", "checkpoints": [f.name for f in _shards(folder)], "version": 1.0}
@@ -245,40 +260,40 @@ def _tensor_parallel(path, vocab, config, dtype, device, degree, offload, shared
             how = {"checkpoint": file.name, "base_dir": str(folder)}
             head = model.get_output_embeddings()
             [name] = [name for name, module in model.named_modules() if module is head]
-            weight, bias = _once_per_node(lambda: _from_files(folder, name, dtype), device)
+            weight, bias = _once_per_node(lambda: _from_files(folder, name, dtype), order.device)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(order.path, dtype=dtype)
             head = model.get_output_embeddings()
-            weight, bias = _once_per_node(lambda: _copied(head), device)
-        shape = {"tp_size": degree, "mpu": replica, "tp_group": replica.group}
+            weight, bias = _once_per_node(lambda: _copied(head), order.device)
+        shape = {"tp_size": order.degree, "mpu": replica, "tp_group": replica.group}
         model = deepspeed.init_inference(model, tensor_parallel=shape, dtype=dtype, **how).module
     for p in model.parameters():  # some are still the files' own pages, and keep all of them mapped
         p.data = p.data.clone()
     model = _frozen(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
         weight = model.get_input_embeddings().weight
-    teacher = _of_replica(model, replica, shared, alike)._replace(
-        head=_head(weight, bias, config, vocab), engine="tensor_parallel")
-    return _offloaded(teacher, model, device) if offload else teacher
+    teacher = _of_replica(model, replica, order)._replace(
+        head=_head(weight, bias, order), engine="tensor_parallel")
+    return _offloaded(teacher, model, order.device) if order.offload else teacher
 
 
-def _of_replica(model, replica, shared, alike):
+def _of_replica(model, replica, order):
     """A Teacher of which every rank of the replica has a part, and gets all that it says."""
     base, own = (lambda ids: model.base_model(**inputs_of(ids), use_cache=False)[0],
                  lambda ids: model(**inputs_of(ids), use_cache=False).logits)
-    each = partial(replica.of_each, alike=alike)
-    hidden, logits = [run if shared else partial(each, run) for run in (base, own)]
+    each = partial(replica.of_each, alike=order.alike)
+    hidden, logits = [run if order.shared else partial(each, run) for run in (base, own)]
     return Teacher(hidden, logits, None, "", sum(p.numel() for p in model.parameters()), len(replica.ranks))
 
 
-def _transformers(path, vocab, config, dtype, device, degree, offload, shared, alike):
+def _transformers(order):
     """Sharded over all ranks as the model's own plan says, experts included."""
-    if offload:
-        raise ValueError(f"--teacher_offload: not for {path}, which transformers shards; leave it out, or "
-                         "use --teacher_engine zero3")
-    replica, folder = Replica(degree), _local(path)
+    if order.offload:
+        raise ValueError(f"--teacher_offload: not for {order.path}, which transformers shards; leave it out, "
+                         "or use --teacher_engine zero3")
+    replica, folder, dtype = Replica(order.degree), _local(order.path), order.dtype
     model = _frozen(AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, distributed_config=DistributedConfig(tp_size=degree)))
+        order.path, dtype=dtype, distributed_config=DistributedConfig(tp_size=order.degree)))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
 
@@ -286,25 +301,25 @@ def _transformers(path, vocab, config, dtype, device, degree, offload, shared, a
         weight, bias = _from_files(folder, names[head], dtype)
         return (_from_files(folder, names[embedding], dtype)[0] if weight is None else weight), bias
 
-    weight, bias = _once_per_node(whole, device)
+    weight, bias = _once_per_node(whole, order.device)
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-    return _of_replica(model, replica, shared, alike)._replace(
-        head=_head(weight, bias, config, vocab), engine="transformers", parameters=held)
+    return _of_replica(model, replica, order)._replace(
+        head=_head(weight, bias, order), engine="transformers", parameters=held)
 
 
-def _zero3(path, vocab, config, dtype, device, degree, offload, shared, alike):
+def _zero3(order):
     """Partitioned over all ranks, whatever the degree; every rank runs its own samples, all at once."""
-    zero = {"stage": 3} | ({"offload_param": {"device": "cpu", "pin_memory": True}} if offload else {})
+    zero = {"stage": 3} | ({"offload_param": {"device": "cpu", "pin_memory": True}} if order.offload else {})
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    if dtype != torch.float32:
-        ds_config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    if order.dtype != torch.float32:
+        ds_config["bf16" if order.dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
     keep_alive = HfDeepSpeedConfig(ds_config)
-    model = _frozen(AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
+    model = _frozen(AutoModelForCausalLM.from_pretrained(order.path, dtype=order.dtype))
     del keep_alive
     unset_hf_deepspeed_config()
     head = model.get_output_embeddings()
     with deepspeed.zero.GatheredParameters(list(head.parameters())):
-        weight, bias = _once_per_node(lambda: _copied(head), device)
+        weight, bias = _once_per_node(lambda: _copied(head), order.device)
     own = model.forward
 
     def forward(ids, hidden):
@@ -317,20 +332,20 @@ def _zero3(path, vocab, config, dtype, device, degree, offload, shared, alike):
     engine.eval()
     return Teacher(
         lambda ids: engine(ids, True), lambda ids: engine(ids, False),
-        _head(weight, bias, config, vocab), "zero3", sum(p.ds_tensor.numel() for p in model.parameters()))
+        _head(weight, bias, order), "zero3", sum(p.ds_tensor.numel() for p in model.parameters()))
 
 
 def _frozen(model):
     return model.requires_grad_(False).eval()
 
 
-def _head(weight, bias, config, vocab):
+def _head(weight, bias, order):
     """What `head_of` makes of a model with this head."""
     layer = nn.Module()
     layer.weight, layer.bias = weight.detach(), bias
     model = nn.Module()
-    model.config, model.get_output_embeddings = config.get_text_config(), lambda: layer
-    return head_of(model, vocab)
+    model.config, model.get_output_embeddings = order.config.get_text_config(), lambda: layer
+    return head_of(model, order.vocab)
 
 
 def _local(path):
