@@ -38,7 +38,7 @@ from evaluate import evaluate
 from flags import parse_flags
 from launch import agree, fail, name_the_dead, quieten, start_distributed
 from layout import node_size, split_ranks, teacher_groups
-from log import Log
+from log import Log, utilisation
 from losses import teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
@@ -653,6 +653,8 @@ def train(job, batches, held_out, start, ds_config):
         held_out: iterable over its held-out batches.
     """
     cfg, told = job.cfg, []
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in job.engine.module.parameters())
+    device_name = torch.cuda.get_device_name() if job.device.type == "cuda" else "cpu"
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     log = Log(cfg, start, ds_config)
     if cfg.eval_rows and start == 0:
@@ -667,6 +669,7 @@ def train(job, batches, held_out, start, ds_config):
         metrics = train_step(job, window, stop=bool(told))
         stop, seconds = metrics.pop("stop"), time.perf_counter() - begin
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
+        metrics |= utilisation(device_name, parameters, metrics["tokens"], seconds, dist.get_world_size())
         log.write(step, metrics)
         log.advance(metrics)
         if evaluates:

@@ -19,6 +19,19 @@ from tqdm import tqdm
 from checkpoint import write_atomically
 
 
+# dense bfloat16 operations a second, as the makers state them
+PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+
+
+def utilisation(device_name, parameters, tokens, seconds, ranks):
+    """{"mfu": share of the devices' peak that the student's forward and backward make use of}, if it is known.
+
+    Six operations per parameter and token; attention, teachers and recomputation are not counted.
+    """
+    peak = next((value for name, value in PEAKS.items() if name in device_name), None)
+    return {"mfu": 6 * parameters * tokens / (seconds * ranks * peak)} if peak else {}
+
+
 class Log:
     """metrics.jsonl, the progress bar and wandb; everything but rank 0 is silent."""
 
