@@ -24,7 +24,7 @@ PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "
 
 
 def utilisation(device_name, parameters, tokens, seconds, ranks):
-    """{"mfu": share of the devices' peak that the student's forward and backward make use of}, if it is known.
+    """{"mfu": share of the devices' peak that the student's forward and backward use}, if it is known.
 
     Six operations per parameter and token; attention, teachers and recomputation are not counted.
     """
