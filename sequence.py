@@ -92,6 +92,9 @@ def core_attention(module, query, key, value, attention_mask=None, dropout=0.0, 
                    sliding_window=None, softcap=None, position_ids=None, **_):
     """Causal attention inside documents, with the interface of transformers' attention functions.
 
+    No mask of all positions exists: every document is a call of its own (by the device's fused kernel, on a
+    GPU flash attention), and where a window or a soft-cap needs a mask, every block of queries is one.
+
     Args:
         query, key, value: (B, heads, S, D), of whole sequences; fewer heads of key and value are shared.
         sliding_window: a position sees so many, itself included; None: all before it.
@@ -101,37 +104,62 @@ def core_attention(module, query, key, value, attention_mask=None, dropout=0.0, 
     Returns:
         ((B, S, heads, D), None)
     """
-    mask = document_mask(position_ids, sliding_window)
-    if softcap is None:
-        out = F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, is_causal=mask is None, scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1])
-    else:
-        key, value = [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)]
-        scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        scores = softcap * torch.tanh(scores / softcap)
-        if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
-        out = F.dropout(shares, dropout) @ value
-    return out.transpose(1, 2).contiguous(), None
+    how = dropout, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap
+    spans_B = documents(position_ids)
+    if all(len(spans) == 1 and not spans[0][2] for spans in spans_B):
+        return _attend(query, key, value, sliding_window, *how).transpose(1, 2).contiguous(), None
+    rows = []
+    for b, spans in enumerate(spans_B):
+        of_row = [x[b : b + 1] for x in (query, key, value)]
+        rows += [torch.cat([
+            _attend(*[x[:, :, first:end] for x in of_row], 1 if alone else sliding_window, *how)
+            for first, end, alone in spans], 2)]
+    return torch.cat(rows).transpose(1, 2).contiguous(), None
 
 
-def document_mask(position_ids, window=None):
-    """(B, 1, S, S) bool, may the row see the column?  None: plain causal attention."""
+def documents(position_ids):
+    """[[(first, end, alone)]] of every row: its documents, those of a single position together (alone)."""
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    S = position_ids.shape[1]
-    narrow = window is not None and window < S
-    if not narrow and not bool(begins[:, 1:].any()):
-        return None
-    document = begins.cumsum(1)
-    place = torch.arange(S, device=position_ids.device)
-    behind = place[:, None] - place[None]
-    seen = behind >= 0
-    if narrow:
-        seen &= behind < window
-    return (seen & (document[:, :, None] == document[:, None, :]))[:, None]
+    found = []
+    for row in begins.cpu():
+        edges = [*row.nonzero().squeeze(1).tolist(), len(row)]
+        spans = []
+        for first, end in zip(edges, edges[1:]):
+            alone = end - first == 1
+            if alone and spans and spans[-1][2]:
+                first = spans.pop()[0]
+            spans.append((first, end, alone))
+        found.append(spans)
+    return found
+
+
+def _attend(query, key, value, window, dropout, scale, softcap):
+    """Causal attention of one document (or of rows of equal documents): (B, heads, S, D)."""
+    S, shared = query.shape[2], query.shape[1] != key.shape[1]
+    if softcap is None and (window is None or window >= S):
+        return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, scale=scale,
+                                              enable_gqa=shared)
+    if shared:  # with a mask, GPUs have no fused kernel for shared heads
+        key, value = [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)]
+    window, out = min(window or S, S), []
+    step = min(max(window, 128), 1024)
+    for first in range(0, S, step):
+        end, begin = min(first + step, S), max(0, first - window + 1)
+        places = torch.arange(begin, end, device=query.device)
+        behind = places[first - begin :, None] - places
+        seen = (behind >= 0) & (behind < window)
+        block = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
+        out.append(_capped(*block, seen, dropout, scale, softcap) if softcap else
+                   F.scaled_dot_product_attention(*block, seen, dropout, scale=scale))
+    return torch.cat(out, 2)
+
+
+def _capped(query, key, value, seen, dropout, scale, softcap):
+    """Attention whose scores are softcap * tanh(scores / softcap)."""
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
+    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    return F.dropout(shares, dropout) @ value
 
 
 # --- chunks across parts --------------------------------------------------------------------------

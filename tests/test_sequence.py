@@ -6,10 +6,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distill
 import sequence
-from sequence import document_mask, share_of
+from sequence import share_of
 
 SHAPE = dict(vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
              num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, head_dim=8)
@@ -85,13 +86,47 @@ def test_attention_in_parts_is_attention(world):
             assert error < 2e-5, case
 
 
-def test_masks_are_made_only_where_there_is_something_to_mask():
-    plain = torch.arange(9).expand(2, 9)
-    assert document_mask(plain) is None and document_mask(plain + 5, 9) is None
-    assert document_mask(plain, 8) is not None
-    mask = document_mask(torch.tensor([[0, 1, 2, 0, 1]]), 2)[0, 0]
-    seen = [[row.nonzero().squeeze(1).tolist()] for row in mask]
-    assert seen == [[[0]], [[0, 1]], [[1, 2]], [[3]], [[3, 4]]]
+def test_documents_of_a_row():
+    """They begin where a position does not follow the one before; those of one position come together."""
+    whole, left = torch.arange(6), torch.tensor([0, 0, 0, 0, 1, 2])
+    assert sequence.documents(torch.stack([whole, whole + 5])) == [[(0, 6, False)]] * 2
+    assert sequence.documents(left[None]) == [[(0, 3, True), (3, 6, False)]]
+    assert sequence.documents(torch.tensor([[0, 1, 7, 0, 0, 1]])) == [[(0, 2, False), (2, 4, True), (4, 6, False)]]
+    assert sequence.documents(torch.zeros(1, 1)) == [[(0, 1, True)]]
+
+
+class NoSquares(TorchDispatchMode):
+    """Fails where a tensor has two dimensions of the whole sequence."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            assert not isinstance(x, torch.Tensor) or list(x.shape).count(self.size) < 2, function
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 130, 700, 2999, 4000])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_long_attention_in_blocks(window, softcap):
+    """Documents longer than a block, with windows and soft-caps, against one dense mask; no such mask exists."""
+    torch.manual_seed(0)
+    S, sizes = 3000, (1700, 1, 1, 1298)
+    query, key, value = torch.randn(1, 4, S, 8), torch.randn(1, 2, S, 8), torch.randn(1, 2, S, 8)
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    with NoSquares(S):
+        out, _ = sequence.core_attention(None, query, key, value, sliding_window=window, softcap=softcap,
+                                         position_ids=positions)
+    document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    behind = torch.arange(S)[:, None] - torch.arange(S)
+    seen = (document[:, None] == document) & (behind >= 0) & (behind < (window or S))
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
