@@ -77,6 +77,9 @@ class Config:
         sequence_parallel: neighbouring ranks that hold a part of every sequence each (Ulysses); divides the
             student's attention heads.
         activation_checkpointing: recompute the student's activations in backward instead of keeping them.
+        activation_offload: what activation_checkpointing keeps waits in the host's memory until backward.
+        mlp_tiles: parts of the positions that a student's MLP takes one after the other, computed again in
+            backward; for long sequences. 1: all at once.
         ds_config: DeepSpeed JSON; see ds_configs/README.md.
         learning_rate: fills "lr": "auto" of the ds_config; 0: the ds_config states it.
         seed: of data order and of dropout.
@@ -134,6 +137,8 @@ class Config:
     exchange_topk: int = 256
     sequence_parallel: int = 1
     activation_checkpointing: bool = False
+    activation_offload: bool = False
+    mlp_tiles: int = 1
     ds_config: str = "ds_configs/zero2.json"
     learning_rate: float = 0.0
     seed: int = 0
@@ -170,6 +175,8 @@ class Config:
         for name in ("student", "data", one):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
+        if self.activation_offload and not self.activation_checkpointing:
+            raise ValueError("--activation_offload: moves what --activation_checkpointing keeps; add that flag")
         if self.learn_projection and (self.loss != "projection_kl" or not self.kd_weight):
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is {self.loss} "
                              f"with --kd_weight {self.kd_weight}; leave it out or change the loss")
@@ -234,7 +241,7 @@ OF_A_TEACHER = ("loss", "temperature", "projection", "projection_topk", "uncommo
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
               save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
-              teacher_tp=1, teacher_ranks=0, sequence_parallel=1, exchange_topk=1, teacher_alpha=0)
+              teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, exchange_topk=1, teacher_alpha=0)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"), teacher_engine=ENGINES,
                exchange=SIGNALS, teacher_weights=("fixed", "ce", "entropy", "max_prob", "select", "mean_p",
@@ -242,4 +249,5 @@ CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "a
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
                   "wandb_project", "num_workers", "local_rank", "ds_config", "sequence_parallel",
-                  "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload"}
+                  "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
+                  "activation_checkpointing", "activation_offload", "mlp_tiles"}

@@ -42,7 +42,8 @@ from log import Log, utilisation
 from losses import teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
-from sequence import ATTENTION, SequenceGroup, check_layout, join_sequence_group, register_attention
+from sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_group, keep_on_host,
+                      register_attention, tile_mlps)
 from teacher import MeanRows, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
 from teacher_ranks import Link, serve
 from tiles import HiddenRows, LogitRows, head_of
@@ -229,16 +230,21 @@ def load_student(cfg, ds_config, attention=None):
     model.train()  # it comes in evaluation mode, without dropout
     if cfg.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if cfg.mlp_tiles > 1:
+        tile_mlps(model, cfg.mlp_tiles)
     return model
 
 
-def run_inside_forward(model, vocab, tiled):
+def run_inside_forward(model, vocab, tiled, offload=False):
     """Give the model a forward(input_ids, run, ...) that returns run(rows), rows: logits of any positions.
 
     The loss is computed in there because that is where ZeRO-3 gathers the head.  Without `run` it is the
     model's own forward.
+
+    Args:
+        offload: checkpointed activations wait in the host's memory.
     """
-    own = model.forward
+    own, hidden_size = model.forward, model.config.get_text_config().hidden_size
     for p in model.get_output_embeddings().parameters():
         if hasattr(p, "ds_id"):  # else it is gone again before its gradient arrives
             deepspeed.zero.register_external_parameter(model, p)
@@ -246,10 +252,13 @@ def run_inside_forward(model, vocab, tiled):
     def forward(input_ids=None, run=None, **how):
         if run is None:
             return own(input_ids=input_ids, **how)
-        if tiled:
-            hidden = model.base_model(input_ids=input_ids, use_cache=False, **how)[0]
-            return run(HiddenRows(hidden.flatten(0, 1), head_of(model, vocab)))
-        return run(LogitRows(own(input_ids=input_ids, **how).logits[..., :vocab].flatten(0, 1)))
+        with keep_on_host((*input_ids.shape, hidden_size), on=offload):
+            if tiled:
+                hidden = model.base_model(input_ids=input_ids, use_cache=False, **how)[0]
+            else:
+                logits = own(input_ids=input_ids, **how).logits[..., :vocab]
+        return run(HiddenRows(hidden.flatten(0, 1), head_of(model, vocab)) if tiled else
+                   LogitRows(logits.flatten(0, 1)))
 
     model.forward = forward
 
@@ -371,7 +380,7 @@ def build_job(cfg, inputs, device, roles=None):
         config = AutoConfig.from_pretrained(cfg.student).get_text_config()
         register_attention(config, sequence)
     model, V, params = load_student(cfg, inputs.ds_config, attention), len(inputs.student.table), []
-    run_inside_forward(model, V, cfg.tiled)
+    run_inside_forward(model, V, cfg.tiled, cfg.activation_offload)
     for lesson in inputs.lessons:
         if lesson.distillation.projection:
             lesson.distillation.projection.attach(model)

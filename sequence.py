@@ -10,11 +10,14 @@ A chunk belongs to the rank that holds its first position; hidden states of its 
 travel to it (`complete`).  Their number depends on how many chunks are cut, not on the length.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 ATTENTION = "isogloss_sequence"  # the key under which transformers finds it; teachers keep their own
 
@@ -160,6 +163,51 @@ def _capped(query, key, value, seen, dropout, scale, softcap):
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
     shares = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
     return F.dropout(shares, dropout) @ value
+
+
+# --- what layers keep until backward ---------------------------------------------------------------
+
+
+def tile_mlps(model, pieces):
+    """Let every MLP take its positions in `pieces` parts, each computed again when backward comes to it.
+
+    As many parts on every rank, however long its texts are, because ZeRO-3 gathers the weights for each.
+
+    Raises:
+        ValueError: the model has no modules called mlp.
+    """
+    found = [module for name, module in model.named_modules() if name.split(".")[-1] == "mlp"]
+    if not found:
+        raise ValueError(f"--mlp_tiles {pieces}: {type(model).__name__} has no modules called mlp; use 1")
+    for mlp in found:
+        def forward(x, own=mlp.forward):
+            parts = x.tensor_split(pieces, dim=-2)
+            return torch.cat([checkpoint(own, part, use_reentrant=False) for part in parts], -2)
+
+        mlp.forward = forward
+
+
+def keep_on_host(shape, on=True):
+    """A context in which what backward needs of this shape waits in the host's memory.
+
+    Around a model with activation checkpointing, and of the shape of its hidden states, these are the inputs
+    of its layers; everything else of a layer is computed again.
+
+    Args:
+        shape: of the tensors that move.
+        on: False: a context that does nothing.
+    """
+    def pack(x):
+        if x.shape != shape:
+            return None, x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
+        return x.device, host.copy_(x, non_blocking=True)
+
+    def unpack(kept):
+        device, x = kept
+        return x if device is None else x.to(device, non_blocking=True)
+
+    return saved_tensors_hooks(pack, unpack) if on else nullcontext()
 
 
 # --- chunks across parts --------------------------------------------------------------------------

@@ -80,3 +80,20 @@ def models(tokenizers, tmp_path_factory):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder / "student", folder / "teacher"
+
+
+@pytest.fixture(scope="session")
+def untied(models, tmp_path_factory):
+    """The student's architecture and tokenizer, other weights, a head of its own."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("untied")
+    shutil.copytree(models[0], folder, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(folder)
+    config.tie_word_embeddings = False
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ranks
 from conftest import ROOT, asset
-from test_distributed import ds_config, losses_of, run_distill, write_corpus
+from jobs import ds_config, losses_of, run_distill, write_corpus
 
 from projection_tools import Pair, as_tables, save_atomically
 from projection_tools.build import build_projection

@@ -9,7 +9,7 @@ import sentencepiece
 
 import demo
 from conftest import ROOT
-from test_distributed import run_distill
+from jobs import run_distill
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
-"""The same loss and gradient in every layout, whole checkpoints, exact resume, export: on real gloo ranks."""
+"""Whole jobs on real gloo ranks: the same curve in every layout, whole checkpoints, exact resume, export."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -8,214 +7,17 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 
 import distill
-import losses
-from data import Collate, CollateAll
-from losses import next_token_cross_entropy
-from objective import ANY_TOKENIZERS, ONE_TOKENIZER
+from objective import ONE_TOKENIZER
 from projection_tools import Pair, load_projection
 from projection_tools.build import build_projection
-
-SAMPLES = 8
-
-
-def ds_config(path, stage, micro, micro_steps, **more):
-    """A ds_config file; float32, AdamW unless `more` says otherwise."""
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    config = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": micro_steps,
-              "gradient_clipping": 0.5, "zero_optimization": {"stage": stage}, "optimizer": optimizer}
-    path.write_text(json.dumps(config | more))
-    return str(path)
-
-
-def write_corpus(folder, texts, count):
-    path = Path(folder) / f"corpus{count}.jsonl"
-    path.write_text("\n".join(json.dumps({"text": t}) for t in texts[:count]))
-    return str(path)
-
-
-# --- invariance ---
-
-
-def job_for(flags):
-    device = distill.start_distributed()
-    distill.quieten()
-    cfg = distill.Config(**flags)
-    inputs = distill.check_inputs(cfg, device)
-    return distill.build_job(cfg, inputs, device), inputs
-
-
-def batch_texts(texts):
-    """Eight samples of very uneven length, one of them without a single token."""
-    return [texts[0] * 2, None, texts[1][:9], texts[2], "", texts[3][:60], texts[4], texts[5][:30]]
-
-
-def layout_results(flags, texts, layouts, losses, tile_mib):
-    """[(name, loss metrics, gradients)] of one train_step per layout and loss; runs on every rank."""
-    from deepspeed.utils import safe_get_full_grad
-
-    out, (rank, world) = [], (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    for stage, micro, micro_steps, *more in layouts:
-        config = Path(flags["output_dir"]) / f"ds-{world}-{rank}-{stage}.json"
-        still = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}  # the next loss finds it unmoved
-        ds_config(config, stage, micro, micro_steps, optimizer=still)
-        job, inputs = job_for(flags | {"ds_config": str(config)} | dict(*more))
-        parts = job.cfg.sequence_parallel
-        place, places = rank // parts, world // parts
-        mine = [texts[(m * places + place) * micro :][:micro] for m in range(micro_steps)]
-        gradients, step = {}, job.engine.step
-
-        def spy(job=job, gradients=gradients, step=step):
-            if job.engine.is_gradient_accumulation_boundary():
-                for key, p in job.engine.module.named_parameters():
-                    gradients[key] = safe_get_full_grad(p).clone()
-            step()
-
-        job.engine.step = spy
-        for loss in losses:
-            for lesson in job.lessons if loss != "several" else ():
-                lesson.cfg = dataclasses.replace(lesson.cfg, loss=loss)
-                lesson.distillation = distill.build_loss(lesson.cfg, inputs.student, lesson.side, job.device)
-            collate = distill.collate_all(job.cfg, inputs, tile_mib)
-            if job.cfg.pack:
-                every = collate(texts)[0]
-                assert len(every["student_ids"]) == len(every["teacher_ids"]) < len(texts)
-            window = [collate(part) for part in mine]
-            assert parts == 1 or len(collate(texts)[0]["travels"]) > 0
-            tiles = window[0][0]["tiles"]
-            assert rank or tile_mib > 9 or len(tiles) > 1 < len(tiles[0].parts)
-            metrics = distill.train_step(job, window)
-            name = f"{loss}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps} {more}"
-            out.append((name, metrics, dict(gradients) if rank == 0 else None))
-        job.engine.destroy()
-    return out
-
-
-def plain_references(flags, texts, losses):
-    """{loss: (value, gradients)} of one process, one batch, torch alone: no engine, ranks, micro-batches."""
-    distill.start_distributed()
-    named = {loss: flags if loss == "several" else flags | {"loss": loss} for loss in losses}
-    return {loss: plain_reference(distill.Config(**own), texts) for loss, own in named.items()}
-
-
-def plain_reference(cfg, texts):
-    student, sides = distill.load_side("student", cfg.student, cfg.max_length)[0], {}
-    for name, own in distill.of_each_teacher(cfg).items():
-        sides[name] = distill.load_side("teacher", own.teacher, own.teacher_max_length)[0]
-    lessons = distill.plan_lessons(cfg, student, sides, torch.device("cpu"))
-    batches = CollateAll([Collate(student, x.side, x.distillation.spelling) for x in lessons])(texts)
-    model = distill.AutoModelForCausalLM.from_pretrained(cfg.student)
-    x = model(input_ids=batches[0]["student_ids"]).logits[..., : len(student.table)]
-    ce, n = next_token_cross_entropy(x, batches[0]["student_labels"])
-    value, kd, scores = cfg.ce_weight * ce / n, [], []
-    mean = cfg.teacher_weights.startswith("mean_")
-    for lesson, batch in zip(lessons, batches):
-        assert torch.equal(batch["student_ids"], batches[0]["student_ids"])
-        [tile], W = batch["tiles"], len(lesson.side.table)
-        [part] = tile.parts
-        y = [distill.load_teacher(own.teacher, W).logits(batch["teacher_ids"])[..., :W]
-             for own in lesson.members]
-        if mean:  # shares 2 and 1/2
-            p = [x if cfg.teacher_weights == "mean_logits" else x.softmax(-1) for x in y]
-            p = 0.8 * p[0] + 0.2 * p[1]
-            y = [p if cfg.teacher_weights == "mean_logits" else p.log()]
-        [y] = y
-        kd_loss, columns = lesson.distillation.loss, slice(None)
-        if lesson.keeps_columns:
-            importance = distill.teacher_importance(y, batch["teacher_chunk"])
-            columns = importance.topk(lesson.cfg.projection_topk).indices.sort().values
-            kd_loss = lesson.distillation.keep(columns)
-        kind, mask = cfg.teacher_weights.replace("select", "ce"), batch["teacher_labels"] >= 0
-        if kind != "fixed" and not mean:
-            score = losses.teacher_scores(y, batch["teacher_labels"].clamp(min=0), mask, kind)
-            size = batch["teacher_bytes"].clamp(min=0).sum(1).clamp(min=1)
-            scores.append(score * mask.sum(1) / size if kind == "ce" else score)
-        rows = x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[tile.teacher_rows][:, columns]
-        scale = lesson.cfg.kd_weight / batch["counts"]["kd"]
-        sample = tile.student_rows // x.shape[1]
-        kd.append(lambda weight, loss=kd_loss, rows=rows, part=part, scale=scale, sample=sample:
-                  scale * loss(*rows, part._replace(weight=weight[sample])))
-    weights = torch.ones(len(kd), len(texts))
-    if scores and len(kd) > 1:
-        weights = (cfg.teacher_alpha * torch.stack(scores)).softmax(0)
-        if cfg.teacher_weights == "select":
-            weights = (torch.stack(scores) == torch.stack(scores).amax(0)).float()
-    value = value + sum(loss(weight) for loss, weight in zip(kd, weights))
-    value.backward()
-    return value.item(), {key: p.grad for key, p in model.named_parameters()}
-
-
-LAYOUTS = {
-    1: [(2, 2, 4), (3, 4, 2)],
-    2: [(0, 2, 2), (1, 1, 4), (2, 4, 1), (3, 2, 2)],
-    4: [(0, 2, 1), (2, 1, 2), (3, 1, 2)],
-}
-
-
-def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
-    data = write_corpus(tmp_path, texts, 20)
-    flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250, kd_weight=0.7,
-                 ce_weight=0.3, temperature=2.0, projection_topk=100, output_dir=str(tmp_path), seed=1)
-    samples = batch_texts(texts)
-    expected = ranks.run(1, plain_references, flags, samples, ANY_TOKENIZERS)[0]
-    for world, layouts in LAYOUTS.items():
-        losses = ANY_TOKENIZERS if world == 2 else ("piece_kl", "projection_kl")
-        how = flags, samples, layouts, losses, 0.2
-        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
-            value, reference = expected[name.split(",")[0]]
-            same_step(name, metrics, gradients, value, reference)
-
-
-def same_step(name, metrics, gradients, value, reference):
-    assert abs(metrics["loss"] - value) <= 1e-5 * value, name
-    square = sum((g**2).sum() for g in reference.values())
-    error = sum(((gradients[key] - g) ** 2).sum() for key, g in reference.items())
-    assert error <= 1e-10 * square, (name, float((error / square) ** 0.5))
-    assert abs(metrics["grad_norm"] - square**0.5) <= 1e-5 * square**0.5, name
-
-
-@pytest.fixture(scope="module")
-def untied(models, tmp_path_factory):
-    """The student with a head of its own."""
-    folder = tmp_path_factory.mktemp("untied")
-    shutil.copytree(models[0], folder, dirs_exist_ok=True)
-    model = distill.AutoModelForCausalLM.from_pretrained(folder)
-    config = model.config
-    config.tie_word_embeddings = False
-    torch.manual_seed(3)
-    distill.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-PACKED = {  # ranks: (ZeRO stage, samples, micro-steps, flags); rows of 250 and 250 positions
-    1: [(2, 8, 1, {})],
-    2: [(0, 4, 1, {}), (3, 4, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
-        (2, 2, 2, {"teacher_tp": 2})]}
-
-
-@pytest.mark.parametrize("losses", [("piece_kl", "projection_kl", "gold"), ("several",)])
-def test_same_loss_and_gradient_of_packed_samples(models, untied, texts, tmp_path, losses):
-    """Fewer rows than samples, documents that do not see each other, weights that stay with their sample."""
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, kd_weight=0.7, ce_weight=0.3,
-                 data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
-    if losses == ("several",):
-        teachers = json.loads(several_teachers(models, untied))[:2]
-        flags |= {"teacher": "", "teachers": json.dumps([x | {"tp": 1} for x in teachers]),
-                  "teacher_weights": "ce", "teacher_alpha": 0.7}
-    samples = batch_texts(texts)
-    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
-    for world, layouts in PACKED.items():
-        how = flags | {"pack": True}, samples, layouts[: 1 if "teachers" in flags else 3], losses, 0.2
-        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
-            same_step(name, metrics, gradients, *expected[name.split(",")[0]])
 
 
 def deaf_to_positions(argv, said):
@@ -243,25 +45,6 @@ def test_models_that_see_across_packed_samples_are_refused(flags):
     said = folder / "said"
     assert ranks.run(1, deaf_to_positions, [*base, f"--output_dir={folder / 'deaf'}"], str(said)) == [[2]]
     assert "depends on the text before it in the same row; use --pack=false" in said.read_text()
-
-
-SEQUENCES = {  # ranks: (ZeRO stage, samples, micro-steps, flags)
-    2: [(stage, 4, 2, {"sequence_parallel": 2}) for stage in range(4)],
-    4: [(0, 8, 1, {"sequence_parallel": 4}), (2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
-        (3, 4, 2, {"sequence_parallel": 4, "teacher_tp": 2}),
-        (1, 4, 1, {"sequence_parallel": 2, "teacher_tp": 4})]}
-
-
-def test_same_loss_and_gradient_with_sequences_in_parts(models, texts, tmp_path):
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, kd_weight=0.7, ce_weight=0.3,
-                 data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
-    samples, losses = batch_texts(texts), ("piece_kl", "projection_kl", "gold", "alm")
-    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
-    for world, layouts in SEQUENCES.items():
-        own = losses if world == 2 else losses[:2]
-        how = flags, samples, layouts, own, 0.2
-        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
-            same_step(name, metrics, gradients, *expected[name.split(",")[0]])
 
 
 CURVES = [(4, 1, 2, 1), (4, 2, 2, 2), (4, 4, 8, 1), (4, 4, 2, 4), (2, 2, 4, 2)]  # ranks, parts, micro, steps
@@ -321,135 +104,6 @@ def test_a_run_goes_on_in_another_layout(models, texts, tmp_path):
             assert {x for x in left if "zero_to" not in x} == {"step_0000003"}  # they come from DeepSpeed
     assert run((2, 1, 0, 4, 1), "--steps=5", f"--resume={checkpoint}")[1] == {2}  # ZeRO stage 0
     assert run((2, 1, 2, 4, 2), "--steps=5", f"--resume={checkpoint}")[1] == {2}  # 16 samples a step
-
-
-def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path):
-    flags = dict(teacher=str(models[1]), data=write_corpus(tmp_path, texts, 20), max_length=250,
-                 projection_topk=100, output_dir=str(tmp_path), loss="gold", activation_checkpointing=True)
-    samples = batch_texts(texts)
-    for student in (models[0], untied):
-        own = flags | {"student": str(student)}
-        value, reference = ranks.run(1, plain_references, own, samples, ["gold"])[0]["gold"]
-        for tiled, layouts in ((True, [(2, 2, 2), (3, 2, 2)]), (False, [(1, 2, 2), (3, 1, 4)])):
-            how = own | {"tiled": tiled}, samples, layouts, ["gold"], 0.2 if tiled else math.inf
-            for name, metrics, gradients in ranks.run(2, layout_results, *how)[0]:
-                same_step(f"{student}, tiled {tiled}, {name}", metrics, gradients, value, reference)
-
-
-TEACHERS = [{"teacher_tp": 2, "teacher_offload": True}, {"teacher_tp": 4}, {"teacher_engine": "zero3"},
-            {"teacher_tp": 2, "exchange": "logits"},
-            {"teacher_tp": 4, "exchange": "topk", "exchange_topk": 600}]  # all of the 500 tokens
-
-
-def test_same_loss_and_gradient_however_the_teacher_is_held(models, texts, tmp_path):
-    """Student: data parallelism 4.  Teacher: tensor x data parallelism 2 x 2 and 4 x 1, or ZeRO-3."""
-    data = write_corpus(tmp_path, texts, 20)
-    flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250,
-                 projection_topk=100, output_dir=str(tmp_path))
-    samples, losses = batch_texts(texts), ("piece_kl", "projection_kl")
-    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
-    layouts = [(2, 1, 2, how) for how in TEACHERS]
-    per_token = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 500 * (4 + 4) + 4}  # float32
-    for name, metrics, gradients in ranks.run(4, layout_results, flags, samples, layouts, losses, 0.2)[0]:
-        same_step(name, metrics, gradients, *expected[name.split(",")[0]])
-        payload = per_token[next((x for x in ("logits", "topk") if f"'{x}'" in name), "hidden")]
-        assert metrics["teacher_bytes_per_token"] == payload, name
-
-
-class Largest(TorchDispatchMode):
-    """Numbers of the largest tensor that any operation makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return found
-
-
-def largest_tensors(flags, texts, changes):
-    return [largest_tensor(flags | change, texts) for change in changes]
-
-
-def largest_tensor(flags, texts):
-    """(largest tensor of a step, student positions x V, teacher positions x W)."""
-    job, inputs = job_for(flags)
-    [batch] = distill.collate_all(job.cfg, inputs, 0.2)(texts)
-    with Largest() as found:
-        distill.train_step(job, [[batch]])
-    return (found.numel, batch["student_ids"].numel() * job.vocab,
-            batch["teacher_ids"].numel() * len(job.lessons[0].side.table))
-
-
-def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
-    """Neither of the student nor of the teacher, forward or backward; the plain path does make them."""
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, output_dir=str(tmp_path),
-                 data=write_corpus(tmp_path, texts, 20), projection_topk=100,
-                 ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
-    changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")] + [{"tiled": False}]
-    [(*tiled, plain)] = ranks.run(1, largest_tensors, flags, batch_texts(texts), changes)
-    for most, of_student, of_teacher in tiled:
-        assert most < 0.5 * min(of_student, of_teacher)  # it is a layer of the models
-    assert plain[0] >= max(plain[1:])
-
-
-def several_teachers(models, untied):
-    """As --teachers: two tokenizers, four losses, one teacher that sees less of a text than the others."""
-    return json.dumps([
-        {"model": str(models[1]), "tp": 2, "weight": 2.0, "name": "pieces", "max_length": 150},
-        {"model": str(untied), "loss": "forward_kl", "weight": 0.5, "temperature": 2.0, "name": "own"},
-        {"model": str(models[1]), "loss": "projection_kl", "engine": "zero3", "name": "projected"},
-        {"model": str(models[1]), "loss": "gold", "tp": 4, "exchange": "logits", "name": "gold"}])
-
-
-def test_several_teachers_give_the_sum_of_their_losses(models, untied, texts, tmp_path):
-    flags = dict(student=str(models[0]), teachers=several_teachers(models, untied), max_length=250,
-                 data=write_corpus(tmp_path, texts, 20), kd_weight=0.7, ce_weight=0.3, projection_topk=100,
-                 normalise_vocabulary=True, output_dir=str(tmp_path))
-    samples = batch_texts(texts)
-    value, reference = ranks.run(1, plain_references, flags, samples, ["several"])[0]["several"]
-    for world, layouts in {1: [(2, 4, 2)], 4: [(0, 1, 2), (2, 2, 1), (3, 1, 2)]}.items():
-        own = flags | ({"teachers": flags["teachers"].replace('"tp": 2, ', "").replace('"tp": 4, ', "")}
-                       if world == 1 else {})
-        for name, metrics, gradients in ranks.run(world, layout_results, own, samples, layouts, ["several"],
-                                                  0.2)[0]:
-            same_step(name, metrics, gradients, value, reference)
-            names = "pieces", "own", "projected", "gold"
-            kd = sum(metrics[f"kd/{x}"] * metrics[f"kd_weight/{x}"] for x in names)
-            assert abs(0.3 * metrics["ce"] + kd - value) <= 1e-5 * value
-    assert metrics["kd_weight/own"] == 0.7 * 0.5 and 1.0 < 0.7 * 2 / metrics["kd_weight/pieces"] < 1.2
-
-
-def test_teachers_weigh_as_much_as_they_are_sure(models, untied, texts, tmp_path):
-    two = json.dumps(json.loads(several_teachers(models, untied))[:2])  # one model twice would tie
-    base = dict(student=str(models[0]), teachers=two, max_length=250,
-                data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
-    kinds = {kind: {"teacher_weights": kind, "teacher_alpha": 0.7} for kind in
-             ("ce", "entropy", "max_prob", "select")}
-    samples, layouts = batch_texts(texts), [(2, 1, 2, how) for how in kinds.values()]
-    found = ranks.run(4, layout_results, base, samples, layouts, ["several"], 0.2)[0]
-    values = set()
-    for how, (name, metrics, gradients) in zip(kinds.values(), found, strict=True):
-        value, reference = ranks.run(1, plain_references, base | how, samples, ["several"])[0]["several"]
-        same_step(name, metrics, gradients, value, reference)
-        values.add(round(value, 4))
-    assert len(values) == len(kinds)
-
-
-def test_the_mean_of_teachers_with_one_tokenizer(models, untied, texts, tmp_path):
-    teachers = [{"model": str(untied), "tp": 2, "weight": 2.0, "loss": "gold"},
-                {"model": str(models[0]), "weight": 0.5, "name": "b", "exchange": "logits"}]
-    base = dict(student=str(models[0]), teachers=json.dumps(teachers), max_length=250, kd_weight=0.7,
-                data=write_corpus(tmp_path, texts, 20), output_dir=str(tmp_path))
-    kinds = [{"teacher_weights": kind} for kind in ("mean_p", "mean_logits")]
-    samples, layouts = batch_texts(texts), [(2, 1, 2, how) for how in kinds]
-    found = ranks.run(4, layout_results, base, samples, layouts, ["several"], 0.2)[0]
-    for how, (name, metrics, gradients) in zip(kinds, found, strict=True):
-        value, reference = ranks.run(1, plain_references, base | how, samples, ["several"])[0]["several"]
-        same_step(name, metrics, gradients, value, reference)
-        assert metrics["kd"] > 0 and metrics["teacher_bytes_per_token"] == 4 * 32 + 4 * 350
 
 
 def test_a_run_with_several_teachers_evaluates_stops_and_goes_on(flags, models, untied):
@@ -548,18 +202,6 @@ def test_every_loss_for_one_tokenizer_trains(models, texts, tmp_path):
 # --- runs that stop and go on ---
 
 
-def run_distill(argv_list):
-    """Several command lines in one process; their exit codes."""
-    codes = []
-    for argv in argv_list:
-        try:
-            distill.cli(argv + ["--local_rank=" + os.environ["LOCAL_RANK"]])
-            codes.append(0)
-        except SystemExit as end:
-            codes.append(end.code)
-    return codes
-
-
 @pytest.fixture(scope="module")
 def flags(models, texts, tmp_path_factory):
     """A small run that crosses epochs in mid-step, with dropout, schedule, accumulation and clipping."""
@@ -578,13 +220,6 @@ def flags(models, texts, tmp_path_factory):
     data = write_corpus(folder, texts, 11)
     return folder, [f"--student={student}", f"--teacher={models[1]}", f"--data={data}", "--eval_rows=2",
                     "--max_length=120"]
-
-
-def losses_of(output, start=0):
-    """{step: everything but times} of a run."""
-    lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-    times = {"seconds", "tokens_per_second"}
-    return [{k: v for k, v in line.items() if k not in times} for line in lines if line["step"] > start]
 
 
 def test_resume_is_exact_and_export_equals_the_engine(flags, texts):

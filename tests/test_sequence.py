@@ -91,7 +91,8 @@ def test_documents_of_a_row():
     whole, left = torch.arange(6), torch.tensor([0, 0, 0, 0, 1, 2])
     assert sequence.documents(torch.stack([whole, whole + 5])) == [[(0, 6, False)]] * 2
     assert sequence.documents(left[None]) == [[(0, 3, True), (3, 6, False)]]
-    assert sequence.documents(torch.tensor([[0, 1, 7, 0, 0, 1]])) == [[(0, 2, False), (2, 4, True), (4, 6, False)]]
+    mixed = torch.tensor([[0, 1, 7, 0, 0, 1]])
+    assert sequence.documents(mixed) == [[(0, 2, False), (2, 4, True), (4, 6, False)]]
     assert sequence.documents(torch.zeros(1, 1)) == [[(0, 1, True)]]
 
 
@@ -112,7 +113,7 @@ class NoSquares(TorchDispatchMode):
 @pytest.mark.parametrize("window", [None, 1, 2, 130, 700, 2999, 4000])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_long_attention_in_blocks(window, softcap):
-    """Documents longer than a block, with windows and soft-caps, against one dense mask; no such mask exists."""
+    """Documents longer than a block, with windows and soft-caps, as with one dense mask; none exists."""
     torch.manual_seed(0)
     S, sizes = 3000, (1700, 1, 1, 1298)
     query, key, value = torch.randn(1, 4, S, 8), torch.randn(1, 2, S, 8), torch.randn(1, 2, S, 8)
