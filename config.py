@@ -89,6 +89,8 @@ class Config:
         keep_checkpoints: how many of them to keep, 1 or more.
         resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a checkpoint.
         export: directory for the trained student in Hugging Face format; empty: none.
+        log_comms: time every collective of the engine and of attention in parts, which slows them down, and
+            print a summary after the last step.
         wandb_project: log to this Weights & Biases project; empty: do not.
         num_workers: processes per rank that tokenise and align; 0: the training process does it.
         local_rank: set by the launcher.
@@ -148,6 +150,7 @@ class Config:
     keep_checkpoints: int = 2
     resume: str = "auto"
     export: str = ""
+    log_comms: bool = False
     wandb_project: str = ""
     num_workers: int = 1
     local_rank: int = -1
@@ -176,7 +179,7 @@ class Config:
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
         if self.activation_offload and not self.activation_checkpointing:
-            raise ValueError("--activation_offload: moves what --activation_checkpointing keeps; add that flag")
+            raise ValueError("--activation_offload: moves what --activation_checkpointing keeps; add that")
         if self.learn_projection and (self.loss != "projection_kl" or not self.kd_weight):
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is {self.loss} "
                              f"with --kd_weight {self.kd_weight}; leave it out or change the loss")
@@ -241,13 +244,14 @@ OF_A_TEACHER = ("loss", "temperature", "projection", "projection_topk", "uncommo
 LOWEST = dict(eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
               projection_topk=1, uncommon_topk=1, top_k=0, learning_rate=0, seed=0, eval_every=0,
               save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
-              teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, exchange_topk=1, teacher_alpha=0)
+              teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, exchange_topk=1,
+              teacher_alpha=0)
 CHOICES = dict(loss=(*ANY_TOKENIZERS, *ONE_TOKENIZER), train_on=("assistant", "all"), alm_mode=ALM_MODES,
                teacher_dtype=("auto", "float32", "bfloat16", "float16"), teacher_engine=ENGINES,
                exchange=SIGNALS, teacher_weights=("fixed", "ce", "entropy", "max_prob", "select", "mean_p",
                                                   "mean_logits"))
 # flags that may change when a run goes on; all others decide what is learned
 FREE_ON_RESUME = {"steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
-                  "wandb_project", "num_workers", "local_rank", "ds_config", "sequence_parallel",
+                  "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config", "sequence_parallel",
                   "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
                   "activation_checkpointing", "activation_offload", "mlp_tiles"}

@@ -38,7 +38,7 @@ from evaluate import evaluate
 from flags import parse_flags
 from launch import agree, fail, name_the_dead, quieten, start_distributed
 from layout import node_size, split_ranks, teacher_groups
-from log import Log, utilisation
+from log import Log, time_collectives, utilisation
 from losses import teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
@@ -669,6 +669,9 @@ def train(job, batches, held_out, start, ds_config):
     device_name = torch.cuda.get_device_name() if job.device.type == "cuda" else "cpu"
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     log = Log(cfg, start, ds_config)
+    times_collectives = ds_config.get("comms_logger", {}).get("enabled")
+    if times_collectives:
+        time_collectives()
     if cfg.eval_rows and start == 0:
         log.write(0, run_evaluation(job, held_out))
     upcoming = None
@@ -692,6 +695,8 @@ def train(job, batches, held_out, start, ds_config):
             log.close()
             raise SystemExit(128 + signal.SIGTERM)
     log.close()
+    if times_collectives:
+        deepspeed.comm.log_summary()
 
 
 def next_window(job, batches):

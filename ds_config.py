@@ -49,6 +49,8 @@ def resolve_ds_config(config, cfg, ranks, hidden_size, bf16):
     total, micro, steps = batch_sizes(config, ranks // cfg.sequence_parallel, cfg.ds_config)
     # to the engine every rank is a rank of its own, also where several hold the parts of a sequence
     config |= dict(zip(BATCH_KEYS, (total * cfg.sequence_parallel, micro, steps)))
+    if cfg.log_comms:
+        config["comms_logger"] = config.get("comms_logger", {}) | {"enabled": True}
     optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"torch_adam": True}})
     optimizer.setdefault("params", {}).setdefault("lr", "auto")
     stated = optimizer["params"]["lr"]

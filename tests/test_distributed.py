@@ -20,17 +20,22 @@ from projection_tools import Pair, load_projection
 from projection_tools.build import build_projection
 
 
-def deaf_to_positions(argv, said):
-    """A run whose student does not hear where its samples begin; its stderr goes to a file."""
-    os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+def listen(argv, path):
+    """The exit code of a command line; what the ranks write goes to files, one each."""
+    for stream in (1, 2):
+        os.dup2(os.open(f"{path}{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
+    return run_distill([argv])
 
+
+def deaf_to_positions(argv, path):
+    """`listen` to a run whose student does not hear where its samples begin."""
     def deaf(model, *args, run_inside=distill.run_inside_forward):
         run_inside(model, *args)
         forward = model.forward
         model.forward = lambda *a, position_ids=None, **how: forward(*a, **how)
 
     distill.run_inside_forward = deaf
-    return run_distill([argv])
+    return listen(argv, path)
 
 
 def test_models_that_see_across_packed_samples_are_refused(flags):
@@ -44,7 +49,26 @@ def test_models_that_see_across_packed_samples_are_refused(flags):
         assert math.isfinite(losses_of(folder / f"packed{world}")[-1]["eval/kd"])
     said = folder / "said"
     assert ranks.run(1, deaf_to_positions, [*base, f"--output_dir={folder / 'deaf'}"], str(said)) == [[2]]
-    assert "depends on the text before it in the same row; use --pack=false" in said.read_text()
+    assert "depends on the text before it in the same row; use --pack=false" in (folder / "said0").read_text()
+
+
+def test_reports_of_deepspeed(flags, tmp_path):
+    """The summary of collectives has times of single calls; flops, memory and time are printed."""
+    folder, common = flags
+    profiler = {"enabled": True, "profile_step": 1, "module_depth": 1, "top_modules": 1, "detailed": False}
+    config = ds_config(tmp_path / "ds.json", 3, 2, 1, flops_profiler=profiler, wall_clock_breakdown=True,
+                       memory_breakdown=True)
+    argv = [*common, f"--ds_config={config}", "--steps=20", f"--output_dir={tmp_path}", "--log_comms",
+            "--sequence_parallel=2"]
+    begin = time.time()
+    assert ranks.run(2, listen, argv, str(tmp_path / "said")) == [[0]] * 2
+    said, seconds = (tmp_path / "said0").read_text(), time.time() - begin
+    for words in ("DeepSpeed Flops Profiler", "fwd flops per GPU", "bwd_inner_micro", "Engine after forward"):
+        assert words in said
+    summary = said[said.index("Comm. Op") :]
+    assert {"all_to_all_single", "all_gather_into_tensor"} <= set(summary.split())
+    calls = [float(line.split()[3]) for line in summary.splitlines()[1:] if len(line.split()) == 7]
+    assert len(calls) > 3 and sum(calls) < 1000 * seconds
 
 
 CURVES = [(4, 1, 2, 1), (4, 2, 2, 2), (4, 4, 8, 1), (4, 4, 2, 4), (2, 2, 4, 2)]  # ranks, parts, micro, steps
