@@ -1,6 +1,6 @@
 """What does a rank need for a long sequence, held by 1, 2 or 4 ranks?
 
-    python benchmarks/sequence.py [--tokens 8192] [--layers 8] [--hidden 512]
+    python benchmarks/sequence.py [--tokens 8192] [--layers 8] [--hidden 512] [--ranks 1,2,4]
 
 A random Llama with 32,000 tokens and its tiled cross-entropy, forward and backward, one text.  MiB of the
 largest rank above what it held with the model and its gradients; seconds of the slowest.  CPU ranks.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 VOCAB = 32_000
 
 
-def measure(tokens, layers, hidden, checkpointing):
+def measure(tokens, layers, hidden, checkpointing, mlp_tiles):
     """On every rank; rank 0 prints a line of JSON."""
     import torch
     import torch.distributed as dist
@@ -29,7 +29,7 @@ def measure(tokens, layers, hidden, checkpointing):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import distill
-    from sequence import ATTENTION, join_sequence_group, register_attention
+    from sequence import ATTENTION, join_sequence_group, register_attention, tile_mlps
     from tiles import head_of, plan_tiles, tiled_loss
 
     distill.start_distributed()
@@ -47,6 +47,8 @@ def measure(tokens, layers, hidden, checkpointing):
     model = AutoModelForCausalLM.from_config(config, **how).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if mlp_tiles > 1:
+        tile_mlps(model, mlp_tiles)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     part = tokens // size
@@ -69,18 +71,19 @@ def measure(tokens, layers, hidden, checkpointing):
     dist.all_reduce(found, dist.ReduceOp.MAX)
     dist.all_reduce(loss.detach())
     if rank == 0:
-        print(json.dumps({"ranks": size, "checkpointing": checkpointing, "MiB": round(float(found[0])),
-                          "seconds": round(float(found[1]), 1), "loss": round(float(loss), 5)}), flush=True)
+        print(json.dumps({"ranks": size, "checkpointing": checkpointing, "mlp_tiles": mlp_tiles,
+                          "MiB": round(float(found[0])), "seconds": round(float(found[1]), 1),
+                          "loss": round(float(loss), 5)}), flush=True)
 
 
-def main(tokens=8192, layers=8, hidden=512, here=False, checkpointing=False):
+def main(tokens=8192, layers=8, hidden=512, ranks=(1, 2, 4), here=False, checkpointing=False, mlp_tiles=1):
     if here:
-        return measure(tokens, layers, hidden, checkpointing)
+        return measure(tokens, layers, hidden, checkpointing, mlp_tiles)
     torchrun = Path(sys.executable).with_name("torchrun")
-    for checkpointing in (False, True):
-        for size in (1, 2, 4):
+    for checkpointing, mlp_tiles in ((False, 1), (True, 1), (True, 8)):
+        for size in ranks if isinstance(ranks, (tuple, list)) else [ranks]:
             flags = [f"--tokens={tokens}", f"--layers={layers}", f"--hidden={hidden}", "--here",
-                     f"--checkpointing={checkpointing}"]
+                     f"--checkpointing={checkpointing}", f"--mlp_tiles={mlp_tiles}"]
             subprocess.run([torchrun, f"--nproc_per_node={size}", "--master_port=29517", __file__, *flags],
                            check=True, stderr=subprocess.DEVNULL)
 

@@ -50,6 +50,8 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "small head": ("--student={folder}/small_head", "its lm_head has 340 rows, but its tokenizer 350 ids"),
     "a teacher across nodes": ("--teacher_tp=4", "--teacher_tp 4: does not divide the 2 ranks of a node"),
     "no rank for the student": ("--teacher_ranks=2", "a node of this job has 2 ranks, and at least one"),
+    "parts that do not divide": ("--sequence_parallel=3", "3: does not divide the 2 ranks of the student"),
+    "nothing to move": ("--activation_offload", "moves what --activation_checkpointing keeps; add that"),
     "whole and in parts": ("--teacher_tp=2 --teacher_engine=replicated", "a whole copy per rank is degree 1"),
     "two kinds of teachers": ("--teachers=[{}]", "goes neither with --teacher nor"),
     "teachers that are no JSON": ("--teacher= --teachers=[{,", "--teachers: no JSON"),

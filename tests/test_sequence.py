@@ -6,6 +6,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distill
@@ -165,3 +166,69 @@ def test_layouts_that_do_not_divide_are_refused():
     sequence.check_layout(4, 8, config)
     with pytest.raises(ValueError, match="gpt2 models do not tell"):
         sequence.check_layout(2, 4, AutoConfig.for_model("gpt2"))
+
+
+def test_models_without_mlps_are_refused():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("opt", hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=1,
+                                  word_embed_proj_dim=8)
+    with pytest.raises(ValueError, match="--mlp_tiles 4: OPTForCausalLM has no modules called mlp; use 1"):
+        sequence.tile_mlps(AutoModelForCausalLM.from_config(config), 4)
+
+
+class Saved(saved_tensors_hooks):
+    """Shapes of what is saved for backward."""
+
+    def __init__(self):
+        self.shapes = []
+        super().__init__(lambda x: (self.shapes.append(tuple(x.shape)), x)[1], lambda x: x)
+
+
+def test_pieces_of_an_mlp_keep_no_more_than_its_input():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
+    mlp, x = model.model.layers[0].mlp, torch.randn(2, 10, 64, requires_grad=True)
+    before, after = Saved(), Saved()
+    with before:
+        expected = mlp(x)
+    expected.square().sum().backward()
+    gradients = [p.grad.clone() for p in mlp.parameters()] + [x.grad.clone()]
+    mlp.zero_grad()
+    x.grad = None
+    sequence.tile_mlps(model, 4)
+    for again in (mlp(x), mlp(x[:, :3])):  # also where a piece is empty
+        assert torch.isfinite(again).all()
+    with after:
+        found = mlp(x)
+    found.square().sum().backward()
+    assert any(96 in shape for shape in before.shapes) and not any(96 in shape for shape in after.shapes)
+    torch.testing.assert_close(found, expected)
+    for p, g in zip([*mlp.parameters(), x], gradients):
+        torch.testing.assert_close(p.grad, g)
+
+
+def test_checkpoints_wait_on_the_host():
+    """One tensor a layer and those of the last norm; nothing of another shape is moved."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    moved, shape, ids = [], (2, 10, 64), torch.arange(20).view(2, 10)
+
+    class Hooks(saved_tensors_hooks):
+        def __init__(self, pack, unpack):
+            super().__init__(lambda x: (moved.append(tuple(x.shape)), pack(x))[1], unpack)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence, "saved_tensors_hooks", Hooks)
+        with sequence.keep_on_host(shape):
+            found = model.base_model(ids)[0]
+    assert 2 <= moved.count(shape) <= 6 and all(len(x) < 3 or x[-1] != 96 for x in moved)
+    found.sum().backward()
+    gradients = [p.grad.clone() for p in model.base_model.parameters()]
+    model.zero_grad()
+    model.base_model(ids)[0].sum().backward()
+    for p, g in zip(model.base_model.parameters(), gradients):
+        torch.testing.assert_close(p.grad, g)
