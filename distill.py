@@ -45,7 +45,7 @@ from projection_tools import fingerprint
 from sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_group, keep_on_host,
                       register_attention, tile_mlps)
 from teacher import MeanRows, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
-from teacher_ranks import Link, serve
+from teacher_ranks import Link, alike_on_node, serve
 from tiles import HiddenRows, LogitRows, head_of
 
 # --- models, data, loss ---------------------------------------------------------------------------
@@ -406,7 +406,9 @@ def what_to_load(lesson, device):
 def connect(job, roles):
     """Reach the teachers on ranks of their own."""
     under_way = 2 * job.engine.gradient_accumulation_steps()  # this window and the next one
-    job.link = Link(roles, under_way * sum(len(lesson.members) for lesson in job.lessons), job.device)
+    members = sum(len(lesson.members) for lesson in job.lessons)
+    alike = alike_on_node(roles, job.cfg.sequence_parallel)
+    job.link = Link(roles, under_way * members, job.device, alike)
     teachers = iter(job.link.teachers)
     for lesson in job.lessons:
         lesson.teachers = [next(teachers) for _ in lesson.members]
@@ -630,7 +632,7 @@ def hold_teachers(cfg, roles, device):
         teachers = [load_teacher(path, vocab, dtype, device, *how, shared=True)
                     for path, vocab, dtype, _, *how in roles.read("what to load")]
     with name_the_dead(roles):
-        serve(roles, teachers, cfg.tiled)
+        serve(roles, teachers, alike_on_node(roles, cfg.sequence_parallel), cfg.tiled)
 
 
 def batches_of(cfg, inputs, job, start):

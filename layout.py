@@ -7,6 +7,7 @@ teachers and nothing else; then student and teachers are two worlds (`split_rank
 of its own, and whatever counts ranks sees its own world alone.
 """
 
+import math
 import os
 import pickle
 from datetime import timedelta
@@ -145,7 +146,7 @@ class Replica:
             ids_BT: (B, T) or (2, B, T) int64; every rank has its own, of its own shape.
             alike: neighbouring ranks that have the same, counted from rank 0 of the job.
         """
-        alike = alike if len(self.ranks) % alike == 0 else 1
+        alike = math.gcd(alike, len(self.ranks))  # groups of either kind are blocks of neighbours
         shape = torch.tensor(ids_BT.shape, device=ids_BT.device)
         shapes = [torch.empty_like(shape) for _ in self.ranks]
         dist.all_gather(shapes, shape, group=self.group)

@@ -6,8 +6,9 @@ the teacher ranks, and the loss reads them where they lie.  `ask` may come long 
 teachers work on the next window while the student trains on this one.
 
 All ranks of the student ask the same teachers for the same signals in the same order, as they do the same
-steps.  In round k the node's teacher ranks serve request k of every one of them: with R replicas of a
-teacher, replica r those of the student's ranks r, r + R, ...
+steps.  Ranks that hold parts of the same sequences are one client: the first of them asks, all of them read.
+In round k the node's teacher ranks serve request k of every client: with R replicas of a teacher, replica r
+those of clients r, r + R, ...
 """
 
 from collections import deque
@@ -27,11 +28,17 @@ GOODBYE = -1  # in place of a teacher's number
 # --- the teachers' side ---------------------------------------------------------------------------
 
 
-def serve(roles, teachers, from_hidden=True):
+def alike_on_node(roles, sequence_parallel):
+    """Ranks of the student that are one client: a sequence group, if no group is on two nodes."""
+    return 1 if roles.students % sequence_parallel else sequence_parallel
+
+
+def serve(roles, teachers, alike=1, from_hidden=True):
     """Answer the student's ranks of this node until one of them leaves.
 
     Args:
         teachers: `teacher.Teacher` of every teacher of the job, loaded with `shared=True`.
+        alike: see `alike_on_node`.
         from_hidden: logits are what a teacher's head makes of its hidden states; else the model's own.
     Raises:
         ipc.Gone: a rank of the student has ended without a word.
@@ -41,10 +48,10 @@ def serve(roles, teachers, from_hidden=True):
         roles.publish("teachers", [(*shared, teacher.head[4:], teacher.degree)
                                    for shared, teacher in zip(tensors, teachers)])
     inboxes, outboxes = [], []
-    for client in range(roles.students):
+    for client in range(roles.students // alike):
         handle, slots = roles.read(f"requests of {client}")
         inboxes.append(ipc.Inbox(handle, roles.local))
-        outboxes.append(ipc.Outbox(1, TENSORS * slots))
+        outboxes.append(ipc.Outbox(alike, TENSORS * slots))
         roles.publish(f"answers of {roles.local} to {client}", outboxes[-1].handle)
     while True:
         requests = [_read(inbox) for inbox in inboxes]
@@ -100,27 +107,31 @@ class Link:
     Args:
         requests: that may be under way, or answered and not given back.
         device: where the student reads answers; on the device of the teacher they are not copied.
+        alike: see `alike_on_node`.
     Attributes:
         teachers: `Remote` of every teacher.
     """
 
-    def __init__(self, roles, requests, device):
+    def __init__(self, roles, requests, device, alike=1):
         self.roles, self.device, self.asked = roles, device, deque()
-        self.outbox = ipc.Outbox(roles.teachers, requests)
-        roles.publish(f"requests of {roles.local}", (self.outbox.handle, requests))
-        self.inboxes = [ipc.Inbox(roles.read(f"answers of {rank} to {roles.local}"), 0)
+        client, place = divmod(roles.local, alike)
+        self.outbox = None if place else ipc.Outbox(roles.teachers, requests)
+        if self.outbox:
+            roles.publish(f"requests of {client}", (self.outbox.handle, requests))
+        self.inboxes = [ipc.Inbox(roles.read(f"answers of {rank} to {client}"), place)
                         for rank in range(roles.teachers)]
         self.teachers = []
         for number, (weight, bias, rest, degree) in enumerate(roles.read("teachers")):
             weight, bias = [x and ipc.attach(x).to(device) for x in (weight, bias)]
             head = Head(weight, bias, None, None, *rest)
-            first = roles.local % (roles.teachers // degree) * degree
+            first = client % (roles.teachers // degree) * degree
             self.teachers.append(Remote(self, number, self.inboxes[first : first + degree], head))
 
     def ask(self, number, signal, top_k, ids):
         how = [number, SIGNALS.index(signal), top_k, *ids.view(-1, *ids.shape[-2:]).shape]
         self.asked.append(how)
-        self.outbox.put(torch.cat([torch.tensor(how), ids.cpu().flatten()]))
+        if self.outbox:
+            self.outbox.put(torch.cat([torch.tensor(how), ids.cpu().flatten()]))
 
     def expect(self, number, signal, top_k, ids):
         """The next answer is that to this request, which is asked now if it was not before."""
@@ -136,6 +147,8 @@ class Link:
 
     def leave(self):
         """Tell the teachers that there is nothing more to do."""
+        if not self.outbox:
+            return
         try:
             self.outbox.put(torch.tensor([GOODBYE, 0, 0, 1, 0, 0]))
             self.outbox.drain()

@@ -172,7 +172,8 @@ APART = [  # flags, and those of ranks for teachers beside the two of the studen
      ["--teacher_ranks=2", "--teacher_tp=2"]),
     (["--loss=projection_kl", "--exchange=topk", "--exchange_topk=600"],
      ["--teacher_ranks=3", "--teacher_engine=zero3"]),
-    (["--loss=gold", "--tiled=false"], ["--teacher_ranks=1"]), ([TWO], ["--teacher_ranks=2"])]
+    (["--loss=gold", "--tiled=false"], ["--teacher_ranks=1"]), ([TWO], ["--teacher_ranks=2"]),
+    (["--loss=piece_kl", "--sequence_parallel=2"], ["--teacher_ranks=2"])]
 
 
 def test_teachers_on_ranks_of_their_own(flags, models, untied):
