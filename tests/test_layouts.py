@@ -76,7 +76,7 @@ def layout_results(flags, texts, layouts, cases, tile_mib, halve=False):
             window = [collate(part) for part in mine]
             assert parts == 1 or "forward_kl" in case or len(collate(texts)[0]["travels"]) > 0
             tiles = window[0][0]["tiles"]
-            assert rank or tile_mib > 9 or len(tiles) > 1 < len(tiles[0].parts)
+            assert rank or tile_mib > 9 or micro < 2 or len(tiles) > 1 < len(tiles[0].parts)
             metrics = distill.train_step(job, window)
             name = f"{case}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps} {more}"
             out.append((name, metrics, dict(gradients) if rank == 0 else None))
@@ -195,8 +195,10 @@ SEQUENCES = {  # ranks: (ZeRO stage, samples, micro-steps, flags)
 MIXED = {
     4: [(2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
         (1, 4, 1, {"sequence_parallel": 2, "teacher_tp": 4}),
+        (0, 8, 1, {"sequence_parallel": 4, "teacher_tp": 4}),
         (3, 2, 2, {"sequence_parallel": 2, "activation_checkpointing": True, "activation_offload": True,
-                   "mlp_tiles": 3})],
+                   "mlp_tiles": 3}),
+        (3, 1, 8, {"sequence_parallel": 4})],  # a text a micro-batch, some shorter than its four ranks
     8: [(3, 4, 1, {"sequence_parallel": 4, "teacher_tp": 2}),
         (2, 2, 1, {"sequence_parallel": 2, "teacher_tp": 4}), (1, 1, 1, {"teacher_tp": 8})]}
 IN_PARTS = "cross_entropy", "piece_kl", "projection_kl", "gold", "alm"
