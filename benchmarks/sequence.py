@@ -84,8 +84,10 @@ def main(tokens=8192, layers=8, hidden=512, ranks=(1, 2, 4), here=False, checkpo
         for size in ranks if isinstance(ranks, (tuple, list)) else [ranks]:
             flags = [f"--tokens={tokens}", f"--layers={layers}", f"--hidden={hidden}", "--here",
                      f"--checkpointing={checkpointing}", f"--mlp_tiles={mlp_tiles}"]
+            # else the peak is that of glibc, which keeps what was freed
+            env = os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={1 << 20}"}
             subprocess.run([torchrun, f"--nproc_per_node={size}", "--master_port=29517", __file__, *flags],
-                           check=True, stderr=subprocess.DEVNULL)
+                           check=True, stderr=subprocess.DEVNULL, env=env)
 
 
 if __name__ == "__main__":
