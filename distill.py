@@ -538,20 +538,19 @@ def gradient_norm(engine):
 def run_evaluation(job, batches):
     """Held-out metrics; all ranks take part."""
     job.engine.eval()
-    result = {}
-    for i, lesson in enumerate(job.lessons or [None]):
-        teacher = (lesson.rows, lesson.distillation) if lesson else (None, None)
-        found = evaluate(own_batches(job, batches, i), job.student, *teacher, job.sequence)
-        result["student_bits_per_byte"] = found.pop("student_bits_per_byte")
-        result |= of_lesson(job, lesson, found) if lesson else {}
+    lessons = [(lesson.rows, lesson.distillation) for lesson in job.lessons]
+    bits, found = evaluate(on_device(job, batches), job.student, lessons, job.sequence)
     job.engine.train()
+    result = {"student_bits_per_byte": bits}
+    for lesson, own in zip(job.lessons, found):
+        result |= of_lesson(job, lesson, own)
     return {f"eval/{key}": value for key, value in result.items()}
 
 
-def own_batches(job, batches, i):
-    """Those of one teacher, on the device."""
-    for batch in batches:
-        yield to_device(batch[i], job.device)
+def on_device(job, batches):
+    """Held-out batches of every teacher, one after the other."""
+    for own in batches:
+        yield [to_device(batch, job.device) for batch in own]
         give_back(job)
 
 

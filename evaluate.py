@@ -19,44 +19,54 @@ SHARES = "linked_mass", "inside_mass"
 
 
 @torch.no_grad()
-def evaluate(batches, student, teacher=None, distillation=None, sequence=None):
+def evaluate(batches, student, lessons=(), sequence=None):
     """Global means over held-out batches; every rank has to call it, with the same number of batches.
 
     Args:
-        batches: of `data.Collate`, on the device.
+        batches: lists of a batch (of `data.Collate`, on the device) for every teacher, or of one for none.
         student: (batch, run) -> run(rows -> student logits), inside the model's forward.
-        teacher: batch -> (rows -> teacher logits); None: there is none.
-        distillation: `objective.Distillation`.
+        lessons: (teacher, distillation) of every teacher: batch -> (rows -> teacher logits), and
+            `objective.Distillation`.
         sequence: `sequence.SequenceGroup`, where ranks hold parts of sequences.
     Returns:
-        dict, equal on every rank: student_bits_per_byte; with a teacher also teacher_bits_per_byte, kd (nats
-        per term of the loss), aligned_bytes (share of the text in chunks that the loss used) and, if the loss
-        has them, the shares of teacher probability that it sees.
+        (student_bits_per_byte, [dict of every teacher]), equal on every rank; the dicts hold
+        teacher_bits_per_byte, kd (nats per term of the loss), aligned_bytes (share of the text in chunks that
+        the loss used) and, if the loss has them, the shares of teacher probability that it sees.
     """
-    sums = torch.zeros(8 + 2 * len(SHARES), dtype=torch.float64)
-    for batch in batches:
-        device = batch["student_ids"].device
-        rows = teacher(batch) if teacher else None
-        sums += student(batch, partial(_sums, batch=batch, teacher_rows=rows, distillation=distillation,
-                                       sequence=sequence))
+    sums = torch.zeros(2 + len(lessons) * (6 + 2 * len(SHARES)), dtype=torch.float64)
+    for own in batches:
+        device = own[0]["student_ids"].device
+        how = [(batch, teacher(batch), distillation) for batch, (teacher, distillation) in zip(own, lessons)]
+        sums += student(own[0], partial(_sums, batch=own[0], lessons=how, sequence=sequence))
     sums = sums.to(device)
     if dist.is_initialized():
         dist.all_reduce(sums)
-    nats_s, bytes_s, nats_t, bytes_t, kd, terms, aligned, total, *shares = sums.tolist()
-    result = {"student_bits_per_byte": nats_s / max(bytes_s, 1) / math.log(2)}
-    if teacher is not None:
-        result |= {"teacher_bits_per_byte": nats_t / max(bytes_t, 1) / math.log(2), "kd": kd / max(terms, 1),
-                   "aligned_bytes": aligned / max(total, 1)}
+    nats, size, *rest = sums.tolist()
+    found, each = [], 6 + 2 * len(SHARES)
+    for first, (_, distillation) in zip(range(0, len(rest), each), lessons):
+        nats_t, bytes_t, kd, terms, aligned, total, *shares = rest[first : first + each]
+        found.append({"teacher_bits_per_byte": _bits(nats_t, bytes_t), "kd": kd / max(terms, 1),
+                      "aligned_bytes": aligned / max(total, 1)})
         if distillation.shares:
-            result |= {name: a / max(n, 1) for name, a, n in zip(SHARES, shares[::2], shares[1::2])}
-    return result
+            found[-1] |= {name: a / max(n, 1) for name, a, n in zip(SHARES, shares[::2], shares[1::2])}
+    return _bits(nats, size), found
 
 
-def _sums(student_rows, batch, teacher_rows, distillation, sequence):
-    student_rows = complete(student_rows, batch.get("travels"), sequence)
-    found = [*_nats_and_bytes(student_rows, batch, "student")]
-    if teacher_rows is None:
-        return torch.tensor(found + [0] * (6 + 2 * len(SHARES)), dtype=torch.float64)
+def _bits(nats, size):
+    return nats / max(size, 1) / math.log(2)
+
+
+def _sums(student_rows, batch, lessons, sequence):
+    """Of one batch: of the student's text, then of every teacher."""
+    whole = complete(student_rows, batch.get("travels"), sequence)
+    found = [torch.tensor(_nats_and_bytes(whole, batch, "student"), dtype=torch.float64)]
+    for own, teacher_rows, distillation in lessons:
+        rows = whole if own is batch else complete(student_rows, own.get("travels"), sequence)
+        found.append(_lesson_sums(rows, teacher_rows, own, distillation))
+    return torch.cat(found)
+
+
+def _lesson_sums(student_rows, teacher_rows, batch, distillation):
     counts, kd, shares = batch["counts"], 0.0, torch.zeros(2 * len(SHARES), dtype=torch.float64)
     for tile in batch["tiles"]:
         x, y = student_rows(tile.student_rows), teacher_rows(tile.teacher_rows)
@@ -65,8 +75,8 @@ def _sums(student_rows, batch, teacher_rows, distillation, sequence):
             if distillation.shares:
                 of_part = distillation.shares(y[part.teacher], part)
                 shares += torch.stack([x.double().cpu() for name in SHARES for x in of_part[name]])
-    found += [*_nats_and_bytes(teacher_rows, batch, "teacher"), kd, counts["kd"], counts["aligned_bytes"],
-              counts["text_bytes"]]
+    found = [*_nats_and_bytes(teacher_rows, batch, "teacher"), kd, counts["kd"], counts["aligned_bytes"],
+             counts["text_bytes"]]
     return torch.cat([torch.tensor(found, dtype=torch.float64), shares])
 
 
