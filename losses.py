@@ -903,11 +903,12 @@ class _EventKL(torch.autograd.Function):
     ) -> Tensor:
         # one event more collects the tokens that have none
         event_V, event_W = [torch.where(event < 0, spelling.num_events, event) for event in spelling[:2]]
-        # the shift lets float32 reach down to log p = -157
-        p_CV, mass_CE, Z = _event_mass(x_NV, row_C, event_V, spelling.num_events, temperature, SHIFT)
+        shift = SHIFT / max(temperature, 1)  # lets float32 reach down to log p = -157 of temperature 1
+        p_CV, mass_CE, Z = _event_mass(x_NV, row_C, event_V, spelling.num_events, temperature, shift)
         _, q_CE, y_Z = _event_mass(y_MW, teacher_row_C, event_W, spelling.num_events, temperature, 0)
-        # in the precision of the wider one; not 0, whose logarithm would be infinite
-        ratio_CE = torch.div(q_CE, mass_CE).clamp_(min=torch.finfo(mass_CE.dtype).tiny)
+        # in the precision of the wider one; not 0, whose logarithm would be infinite, and with room above
+        limits = torch.finfo(mass_CE.dtype).tiny, torch.finfo(mass_CE.dtype).max ** 0.9
+        ratio_CE = torch.div(q_CE, mass_CE).clamp_(*limits)
         value = ratio_CE.log().add_(Z.log() - y_Z.log()).mul_(q_CE).sum(-1, keepdim=True).div_(y_Z)
         ctx.how = x_NV.shape, x_NV.dtype, temperature
         ctx.save_for_backward(p_CV, ratio_CE.to(p_CV.dtype), event_V, row_C, Z, y_Z.to(Z.dtype))
@@ -962,7 +963,7 @@ def _flatten(ranges: Ranges) -> Two:
 def _inside_teacher_kl(
     x: Tensor, y: Tensor, ranges: Ranges, spelling: Spelling, temperature: float
 ) -> Tensor:
-    logp_NV = _rows(x, ranges.fine_row, temperature).log_softmax(-1)
+    logp_NV = _rows(x, ranges.fine_row, temperature).log_softmax(-1).clamp(min=FLOOR)
     with torch.no_grad():
         N, V = logp_NV.shape
         term, place = _flatten(ranges)
@@ -1004,7 +1005,7 @@ def _chunk_logp(
 ) -> Tensor:
     """(count,) log-probability of the realised tokens of each chunk."""
     logp = vocab_log_softmax(_rows(logits, rows[:, 0], temperature), group)
-    chosen = vocab_gather(logp, next_BX.reshape(-1)[rows[:, :1]], group).squeeze(1)
+    chosen = vocab_gather(logp, next_BX.reshape(-1)[rows[:, :1]], group).squeeze(1).clamp(min=FLOOR)
     return chosen.new_zeros(count).index_add(0, rows[:, 1], chosen)
 
 
@@ -1066,7 +1067,8 @@ def gold(
     x = _used(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
     y = _used(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
     means, rests, share = [], [], slice(0)
-    shift = 0.0 if reverse or average == "logp" else SHIFT  # KL(q || p) needs what p gives almost nothing
+    # KL(q || p) needs what p gives almost nothing
+    shift = 0.0 if reverse or average == "logp" else SHIFT / max(temperature, 1)
     for rows, of, count, common in ((x, chunks.of_S, chunks.count_S, common_V),
                                     (y, chunks.of_T, chunks.count_T, common_W)):
         if average == "logp":

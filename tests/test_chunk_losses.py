@@ -138,6 +138,47 @@ def test_padding_and_extremes():
             assert value.isfinite() and gradient(value, x).isfinite().all(), (name, side)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_excluded_tokens_cost_a_finite_amount(side):
+    """-inf at every token of every position, realised ones included, one at a time."""
+    case = Case(1, dtype=torch.float32)
+    for b, t, v in itertools.product(*map(range, (case.x, case.y)[side].shape)):
+        if case.chunk[side][b, t] < 0:
+            continue
+        logits = [case.x.detach().clone(), case.y.clone()]
+        logits[side][b, t, v] = -torch.inf
+        logits[0].requires_grad_()
+        for name, (loss, _) in calls(case).items():
+            value = loss(*logits)[0]
+            assert value.isfinite() and gradient(value, logits[0]).isfinite().all(), (name, b, t, v)
+
+
+@pytest.mark.parametrize("gap", [100.0, 170.0, float("inf")])
+def test_an_excluded_event_of_several_tokens(gap):
+    """Tokens 0 - 5 are one event, which the student excludes and the teacher does not."""
+    event, ids, one = torch.tensor([0] * 6 + [1, 2]), torch.arange(8), torch.zeros(1, 1, dtype=torch.long)
+    ranges = ids[:, None], ids, torch.zeros(8, 1, dtype=torch.long), torch.full((8, 1), 8)
+    spelling = losses.Spelling(event, event, 3, *ranges, *ranges)
+    x = torch.zeros(1, 1, 8)
+    x[..., :6] = -gap
+    terms = losses.piece_terms(one, one, one, one, spelling)
+    value = losses.piece_kl(x.requires_grad_(), torch.zeros(1, 1, 8), one, one, terms, spelling)[0]
+    assert value > 70 and value.isfinite() and gradient(value, x).isfinite().all()
+
+
+@pytest.mark.parametrize("tau", [1.0, 10.0, 100.0])
+def test_agreement_at_high_temperature(tau):
+    """The shift against underflow shrinks with the temperature, whose square would multiply its rounding."""
+    ids, y = torch.arange(5000), torch.randn(1, 16, 5000) * 3
+    ranges = ids[:, None], ids, torch.zeros(5000, 1, dtype=torch.long), torch.full((5000, 1), 5000)
+    spelling, chunk = losses.Spelling(ids, ids, 5000, *ranges, *ranges), torch.arange(16)[None]
+    terms = losses.piece_terms(chunk, chunk, chunk, chunk, spelling)
+    found = losses.piece_kl(y, y, chunk, chunk, terms, spelling, tau)[0]
+    assert abs(found) < 1e-4 * tau
+    found = losses.gold(y, y, chunk, chunk, ids[:4000], ids[:4000], tau)[0]
+    assert abs(found) < 16 * 1e-6 * tau**2  # sums of probabilities are rounded, whatever the shift
+
+
 @pytest.mark.parametrize("gap", [10.0, 35.0, 60.0, 120.0])
 def test_sure_models_in_float32(gap):
     """What a model gives almost no probability underflows in float32; loss and gradient must not."""
