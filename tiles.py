@@ -303,6 +303,9 @@ class _Tiled(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
                  if x is not None and want else None for x, want in zip((rows_SH, *inputs), wanted)]
         weights = torch.tensor(run.weights, device=hidden.device)
+        # of about 1 while they stand in float16, which holds nothing below 6e-8
+        ctx.scale = max(map(abs, run.weights), default=0.0) or 1.0
+        scaled = weights / ctx.scale
         sums = torch.zeros(len(run.weights), device=hidden.device)
         for tile in run.tiles:
             h = rows_SH.index_select(0, tile.student_rows).to(dtype)
@@ -310,7 +313,7 @@ class _Tiled(torch.autograd.Function):
                 linear = head.linear(h)
                 y = None if run.teacher_rows is None else run.teacher_rows(tile.teacher_rows)
             for part in tile.parts:
-                found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), weights)
+                found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), scaled)
                 sums += found
                 for grad, d in zip(grads[5:], d_params):
                     if grad is not None and d is not None:
@@ -331,7 +334,8 @@ class _Tiled(torch.autograd.Function):
             raise RuntimeError("tiled_loss: a second backward pass; the first one gave the gradients away")
         out: list[Tensor | None] = [None]
         for grad, like in zip(ctx.grads, ctx.shapes):
-            out.append(None if grad is None else grad.mul_(outer[0].to(grad)).view(like[0]).to(like[1]))
+            factor = outer[0].float() * ctx.scale  # an outer scale that undoes a small weight is no rounding
+            out.append(None if grad is None else grad.mul_(factor.to(grad)).view(like[0]).to(like[1]))
         ctx.grads = None
         return tuple(out)
 

@@ -268,6 +268,26 @@ def test_float32_bfloat16_and_autocast():
                 assert a.dtype == b.dtype and close(a.float(), b.float(), worst), (dtype, autocast)
 
 
+def test_float16_under_a_loss_scale():
+    """Small weights do not push the gradient of the logits below what float16 holds."""
+    torch.manual_seed(0)
+    V, H, n, scale = 2000, 16, 8, 2.0**16
+    hidden, weight, y = torch.randn(n, H), torch.randn(V, H) * 0.3, torch.randn(n, V)
+    chunk = torch.arange(n)[None]
+    tiles = plan_tiles(chunk, chunk, chunk, chunk, (V, V), 0.1)
+    found = {}
+    for dtype in (torch.float32, torch.float16):
+        inputs = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+
+        def kl(x, y, part):
+            return losses.forward_kl(x[None], y[None], None)[0][None]
+
+        loss, _ = tiled_loss(inputs[0], Head(inputs[1]), LogitRows(y), kl, tiles, [1e-7])
+        found[dtype] = gradients(scale * loss, inputs)
+    for a, b in zip(found[torch.float16], found[torch.float32]):
+        assert (a.float() - b).norm() < 5e-3 * b.norm()
+
+
 def test_a_learned_projection_gets_its_gradient():
     models = Models(2)
     case, weight = models.case, models.case.likelihoods.clone().requires_grad_()
