@@ -453,7 +453,9 @@ def _common_spelling(student_ids, teacher_ids, student_table, teacher_table):
         return spelled[0], [Located(*_places(ids, table.lengths)) for ids, table in sides]
     text = min(spelled, key=len)
     found = [_by_bytes(ids, table.data, table.starts, table.lengths, text) for ids, table in sides]
-    return max(spelled, key=len), [Located(*place) if same else None for same, *place in found]
+    if not all(same for same, *_ in found):
+        text = max(spelled, key=len)
+    return text, [Located(*place) if same else None for same, *place in found]
 
 
 def _different(S, T, size):
@@ -530,7 +532,8 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
            t_ids, t_begin, t_end, t_kind, t_data, t_starts, size):
     """Cut a text at the common boundaries of two sequences of tokens, in one pass; see `Alignment`.
 
-    A token of no bytes belongs to the chunk that follows it.
+    A token of no bytes belongs to the chunk that follows it; tokens around a control token to none, because
+    those of a chunk are neighbours.
     """
     S, T = len(s_ids), len(t_ids)
     s_chunk, t_chunk = np.full(S, -1), np.full(T, -1)
@@ -552,7 +555,7 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
             elif i == S:
                 break
             else:
-                gap |= s_kind[i] == UNSPELLED
+                gap |= s_kind[i] == UNSPELLED or (s_num > 0 and s_begin[i - 1] < 0)
                 odd |= s_kind[i] != EXACT
                 s_at, i, s_num = s_end[i], i + 1, s_num + 1
         else:
@@ -562,7 +565,7 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
             elif j == T:
                 break
             else:
-                gap |= t_kind[j] == UNSPELLED
+                gap |= t_kind[j] == UNSPELLED or (t_num > 0 and t_begin[j - 1] < 0)
                 odd |= t_kind[j] != EXACT
                 t_at, j, t_num = t_end[j], j + 1, t_num + 1
         if s_at != t_at or (s_at == start and (s_num == 0 or t_num == 0)):

@@ -10,7 +10,7 @@ Shapes: S student tokens, T teacher tokens, C chunks.
 import numpy as np
 from numba import njit
 
-from align import Alignment, checked_ids
+from align import Alignment, _padding, checked_ids
 
 
 def align_dp(student_ids, teacher_ids, student_table, teacher_table, max_combination=4, band=48, anchor=24):
@@ -39,7 +39,7 @@ def align_dp(student_ids, teacher_ids, student_table, teacher_table, max_combina
     rows, forms = [], []
     for ids, table in ((student_ids, student_table), (teacher_ids, teacher_table)):
         ids = checked_ids(ids, table)
-        rows.append(ids[: np.flatnonzero(ids != table.pad)[-1] + 1] if (ids != table.pad).any() else ids[:0])
+        rows.append(ids[_padding(ids, table) == 0])
         forms.append(_canonical_row(rows[-1], table))
     (s_data, s_starts), (t_data, t_starts) = forms
     pairs = _anchors(s_data, s_starts, t_data, t_starts, anchor)

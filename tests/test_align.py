@@ -413,3 +413,22 @@ def test_located_tokens_need_no_text():
     table = table_of([b"ab", b"c"])
     place = Located(np.array([0, 2]), np.array([2, 3]), np.zeros(2, np.int8))
     assert align_located(np.arange(2), np.arange(2), place, place, table, table, 3).exact.all()
+
+
+def test_tokens_of_a_chunk_are_neighbours():
+    """A control token inside what would be a chunk leaves these bytes out."""
+    s, t = table_of([b"a", b"b", b"<pad>", b"c"], pad=2), table_of([b"ab", b"c"])
+    for swap in (False, True):
+        ids, tables = ([0, 2, 1, 3], [0, 1]), (s, t)
+        found = align(*ids[::-1], *tables[::-1]) if swap else align(*ids, *tables)
+        chunks = [found.student_chunk.tolist(), found.teacher_chunk.tolist()]
+        assert chunks[::-1 if swap else 1] == [[-1, -1, -1, 0], [-1, 0]]
+        assert found.dropped["unspelled"] == 2
+        assert common_cut((found.student_chunk, found.teacher_chunk), (9, 9)) == [len(x) for x in chunks]
+
+
+def test_a_space_in_front_is_no_byte_of_the_text():
+    s, t = table_of([b" the", b" x"]), table_of([b"the", b" x"])
+    for text in (None, "the x"):
+        found = align([0, 1], [0, 1], s, t, text)
+        assert found.text_bytes == 5 and sum(found.dropped.values()) == 0

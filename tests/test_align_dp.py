@@ -116,3 +116,8 @@ def test_long_texts_find_their_anchors(tokenizers, tables, texts):
     ids = [tokenizer(x, verbose=False)["input_ids"] for tokenizer, x in zip(tokenizers, both)]
     found = align_dp(*ids, *tables)
     assert coverage(found)["bytes"] > 0.97  # next to a word put in, n:m chunks are lost
+
+
+def test_the_end_of_a_text_is_kept_where_it_is_padding_too():
+    table = table_of([b"a", b"<e>"], eos=1, pad=1)
+    assert align_dp([0, 1, 1], [0, 1], table, table).student_chunk.tolist() == [0, 1, -1]
