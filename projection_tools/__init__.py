@@ -23,6 +23,7 @@ import torch
 
 from align import TokenTable
 
+ROLES = "eos", "end_of_turn", "bos", "pad", "unk"  # the first one counts where one token plays several
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", Path.home() / ".cache" / "isogloss"))
 
 
@@ -95,12 +96,23 @@ class Pair:
         names: hub ids or directories.
         tokenizers, tables: the fast tokenizers and their TokenTables.
         prints: their fingerprints.
+        roles: which id is the eos, bos, ... of each, as text; a tokenizer.json does not say that.
     """
 
     names: tuple
     tokenizers: tuple
     tables: tuple
     prints: tuple
+
+    @property
+    def roles(self):
+        return tuple(", ".join(f"{role} {getattr(table, role)}" for role in ROLES) for table in self.tables)
+
+    @property
+    def digest(self):
+        """For the names of what is cached: everything that tables of the pair depend on."""
+        roles = hashlib.sha256(repr(self.roles).encode()).hexdigest()[:8]
+        return f"{self.prints[0][:16]}-{self.prints[1][:16]}-{roles}"
 
     @classmethod
     def of(cls, student_tokenizer, teacher_tokenizer, names=("", ""), tables=None):
@@ -135,9 +147,14 @@ def as_tables(projection, pair, tool):
     indices, likelihoods = projection
     return {"indices": torch.from_numpy(np.ascontiguousarray(indices)),
             "likelihoods": torch.from_numpy(likelihoods.astype(np.float32)),
-            "teacher_vocab": len(pair.tables[1]), "student_fingerprint": pair.prints[0],
-            "teacher_fingerprint": pair.prints[1], "student_model_id": pair.names[0],
-            "teacher_model_id": pair.names[1], "tool": tool}
+            "teacher_vocab": len(pair.tables[1]), "tool": tool} | whose(pair)
+
+
+def whose(pair):
+    """What a file of tables says of the tokenizers that it belongs to."""
+    return {f"{role}_{key}": value
+            for key, values in (("fingerprint", pair.prints), ("roles", pair.roles), ("model_id", pair.names))
+            for role, value in zip(("student", "teacher"), values)}
 
 
 def save_atomically(tables, path):
@@ -183,7 +200,8 @@ def load_projection(path, pair):
     """Read a projection file and check that it belongs to these two tokenizers.
 
     Files of the public NeMo-RL tools carry no fingerprints: there only the sizes can be checked.  Slots and
-    sums that contradict each other are mended, with a warning.
+    sums that contradict each other are mended, with a warning, and so is their "scale trick", a weight of 0.2
+    in the last slot of every row that is not exact, on a token that means nothing.
 
     Returns:
         dict: indices (V, K) int64, -1 in unused slots; likelihoods (V, K) float32, and what else it holds.
@@ -197,16 +215,22 @@ def load_projection(path, pair):
     if indices.shape != likelihoods.shape or indices.ndim != 2 or indices.is_floating_point():
         raise ValueError(f"{path}: indices {list(indices.shape)} {indices.dtype} and likelihoods "
                          f"{list(likelihoods.shape)}; expected two (V, K), the former int64; make it again")
-    for role, expected in zip(("student", "teacher"), pair.prints):
-        found = tables.get(f"{role}_fingerprint")
-        if found not in (None, expected):
-            raise ValueError(f"{path}: made for another {role} tokenizer (fingerprint {found}, this one has "
+    for key, expected in whose(pair).items():
+        role, _, key = key.partition("_")
+        found = tables.get(f"{role}_{key}")
+        if key != "model_id" and found not in (None, expected):
+            raise ValueError(f"{path}: made for another {role} tokenizer ({key} {found}, this one has "
                              f"{expected}); build it again for this pair")
     V, W = map(len, pair.tables)
     if len(indices) < V or (V and int(indices[:V].max()) >= W):
         raise ValueError(f"{path}: {len(indices)} rows with teacher ids up to {int(indices.max())}, but "
                          f"the tokenizers have {V} student and {W} teacher ids; build it again")
-    indices, likelihoods = _consistent(path, indices[:V].long(), likelihoods[:V].float())
+    indices, likelihoods = indices[:V].long(), likelihoods[:V].float()
+    if tables.get("enable_scale_trick") and indices.shape[1] > 1:
+        warnings.warn(f"{path}: made with the scale trick; its last column is left out", stacklevel=2)
+        likelihoods = torch.cat([likelihoods[:, :-1], torch.zeros_like(likelihoods[:, :1])], 1)
+        likelihoods = likelihoods / likelihoods.sum(1, keepdim=True).clamp(min=1e-30)
+    indices, likelihoods = _consistent(path, indices, likelihoods)
     return tables | {"indices": indices, "likelihoods": likelihoods}
 
 

@@ -21,7 +21,7 @@ from projection_tools.generate import Embedder, similar_rows
 from projection_tools.multitoken import multitoken_rows
 from projection_tools.spell import spell
 
-VERSION = 3  # of what is cached; raise it when the same flags give another projection
+VERSION = 4  # of what is cached; raise it when the same flags give another projection
 
 
 @dataclass(kw_only=True)
@@ -64,11 +64,11 @@ def build_projection(pair, recipe=None):
 
 
 def cached_projection(pair, recipe=None, directory=None):
-    """Tables of `build_projection`, kept on disk under the fingerprints of both tokenizers and the recipe."""
+    """Tables of `build_projection`, kept on disk under the digest of the pair and the recipe."""
     recipe = recipe or Recipe()
     flags = json.dumps(asdict(recipe), sort_keys=True)
     digest = hashlib.sha256(flags.encode()).hexdigest()[:8]
-    name = f"projection-{VERSION}-{pair.prints[0][:16]}-{pair.prints[1][:16]}-{digest}.pt"
+    name = f"projection-{VERSION}-{pair.digest}-{digest}.pt"
     tool = f"isogloss, in flight, {flags}"
     return cached(name, lambda: as_tables(build_projection(pair, recipe), pair, tool), directory)
 

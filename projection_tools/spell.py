@@ -18,13 +18,12 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from align import BYTE_OF_CHARACTER, METASPACE
 from flags import check_types, tool
-from projection_tools import Pair, all_bytes, cached, save_atomically
+from projection_tools import ROLES, Pair, all_bytes, cached, save_atomically, whose
 
 CHARACTER_OF_BYTE = {b: c for c, b in BYTE_OF_CHARACTER.items()}
 SURROGATES = re.compile("[\udc80-\udcff]")  # how surrogateescape writes a byte that is no UTF-8
 RUNS = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # one of them, or the text between
-VERSION = 3  # of the tables; raise it when two tokenizers give other ones
-ROLES = "eos", "end_of_turn", "bos", "pad", "unk"  # the first one counts where one token plays several
+VERSION = 4  # of the tables; raise it when two tokenizers give other ones
 
 
 def mid_text_backend(tokenizer):
@@ -245,15 +244,12 @@ def build_spelling(pair, max_pieces=16):
         order, low, high = prefix_ranges(pieces)
         tables |= {f"pieces_{side}": pieces, f"order_{side}": order, f"low_{side}": low, f"high_{side}": high}
     tables = {k: torch.from_numpy(np.ascontiguousarray(v).astype(np.int32)) for k, v in tables.items()}
-    return tables | {"num_events": count, "student_fingerprint": pair.prints[0],
-                     "teacher_fingerprint": pair.prints[1], "student_model_id": pair.names[0],
-                     "teacher_model_id": pair.names[1]}
+    return tables | {"num_events": count} | whose(pair)
 
 
 def cached_spelling(pair, directory=None):
-    """`build_spelling`, kept on disk under the fingerprints of the two tokenizers."""
-    name = f"spelling-{VERSION}-{pair.prints[0][:16]}-{pair.prints[1][:16]}.pt"
-    return cached(name, lambda: build_spelling(pair), directory)
+    """`build_spelling`, kept on disk under the digest of the pair."""
+    return cached(f"spelling-{VERSION}-{pair.digest}.pt", lambda: build_spelling(pair), directory)
 
 
 def statistics(tables, pair):

@@ -261,6 +261,38 @@ def test_files_of_other_tools_load(pair, tmp_path):
     assert np.allclose(back["likelihoods"].numpy(), likelihoods, atol=4e-3)
 
 
+def test_files_with_the_scale_trick_lose_its_column(pair, tmp_path):
+    """What the public tool writes by default: 0.2 on a token without meaning in the last slot, normalised."""
+    indices, likelihoods = build.build_projection(pair)
+    tricked, several = likelihoods.copy(), (indices[:, 1] >= 0) & (indices[:, 3] < 0)
+    ids = indices.copy()
+    ids[several, 3], tricked[several, 3] = 0, 0.2
+    tricked /= np.maximum(tricked.sum(1, keepdims=True), 1e-30)
+    path = tmp_path / "p.pt"
+    torch.save({"indices": torch.from_numpy(ids), "likelihoods": torch.from_numpy(tricked),
+                "enable_scale_trick": True}, path)
+    with pytest.warns(UserWarning, match="scale trick; its last column is left out"):
+        back = load_projection(path, pair)
+    assert several.any() and (back["indices"][several][:, 3] == -1).all()
+    assert np.allclose(back["likelihoods"][several].numpy(), likelihoods[several], atol=1e-6)
+
+
+def test_another_eos_is_another_pair(tokenizers, tmp_path):
+    """Base and chat versions of a model share a tokenizer.json, but not the tables that link their eos."""
+    chat = copy.deepcopy(tokenizers[1])
+    chat.eos_token = chat.convert_ids_to_tokens(7)
+    base, other = Pair.of(*tokenizers), Pair.of(tokenizers[0], chat)
+    assert base.prints == other.prints and base.roles != other.roles and base.digest != other.digest
+    tables = [build.cached_projection(pair, directory=tmp_path) for pair in (base, other)]
+    assert not torch.equal(*[table["indices"] for table in tables])
+    assert not torch.equal(*[spell.cached_spelling(pair, tmp_path)["event_W"] for pair in (base, other)])
+    path = tmp_path / "p.pt"
+    torch.save(tables[0], path)
+    load_projection(path, base)
+    with pytest.raises(ValueError, match="another teacher tokenizer .roles eos 1?.*, this one has eos 7"):
+        load_projection(path, other)
+
+
 def build_slowly(folder, marks):
     def make():
         with open(marks, "a") as file:
