@@ -1,6 +1,7 @@
 """The flags of distill.py: what they mean, what they may be, and the same for each of several teachers."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class Config:
         reverse: KL(student || teacher) in projection_kl, gold and h_kl.
         alm_mode: binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or absolute.
         beta: of generalised_jsd, 0 (forward KL) to 1 (reverse KL).
-        skew: of skew_forward_kl and skew_reverse_kl, 0 to 1.
+        skew: of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.
         alpha: of adaptive_kl, 0 to 1.
         top_k: tokens that the losses for equal tokenizers compare, the teacher's likeliest, and one bucket
             for the rest; 0: all tokens.
@@ -163,9 +164,14 @@ class Config:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected one of {', '.join(known)}")
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{name} {value}: expected a number")
         for name in ("beta", "skew", "alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
+        if self.skew == 1:
+            raise ValueError("--skew 1.0: compares the teacher with itself; expected less than 1")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature}: expected more than 0")
         if self.kd_weight == self.ce_weight == 0:
