@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def save_checkpoint(engine, folder, step, identity, layout, keep):
     torch.save(random_state(), scratch / f"random_{rank}.pt")
     if rank == 0:
         (scratch / "position.json").write_text(json.dumps(
-            {"step": step, "run": identity, "layout": layout}, indent=1))
+            {"step": step, "run": identity, "layout": layout, "written": time.time()}, indent=1))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(target, ignore_errors=True)  # the same step, saved before and loaded since
@@ -67,8 +68,11 @@ def save_checkpoint(engine, folder, step, identity, layout, keep):
 
 
 def complete_checkpoints(folder):
-    """Oldest first."""
-    return sorted(Path(folder).glob("step_*"))
+    """The one that was written last comes last; after going back to an early step that is not the highest."""
+    def written(path):
+        return position_of(path).get("written", 0) if (path / "position.json").is_file() else 0
+
+    return sorted(sorted(Path(folder).glob("step_*")), key=written)
 
 
 def find_checkpoint(wish, folder, identity):
@@ -100,7 +104,7 @@ def find_checkpoint(wish, folder, identity):
 
 
 def position_of(checkpoint):
-    """{"step", "run", "layout"} of a checkpoint."""
+    """{"step", "run", "layout", "written" (seconds of the clock)} of a checkpoint."""
     return json.loads((checkpoint / "position.json").read_text())
 
 

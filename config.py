@@ -90,8 +90,8 @@ class Config:
         keep_checkpoints: how many of them to keep, 1 or more.
         resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a checkpoint.
         export: directory for the trained student in Hugging Face format; empty: none.
-        log_comms: time every collective of the engine and of attention in parts, which slows them down, and
-            print a summary after the last step.
+        log_comms: time every collective of the engine and of attention in parts for 100 steps, which slows
+            them down, and print a summary.
         wandb_project: log to this Weights & Biases project; empty: do not.
         num_workers: processes per rank that tokenise and align; 0: the training process does it.
         local_rank: set by the launcher.

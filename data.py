@@ -602,7 +602,8 @@ def load_rows(source, text_key, split="train", streaming=False):
 def _open(source, split, streaming):
     path = Path(source).expanduser()
     if (path / "state.json").is_file():
-        return datasets.load_from_disk(str(path))
+        rows = datasets.load_from_disk(str(path))
+        return rows.to_iterable_dataset() if streaming else rows
     if path.is_dir():
         files = sorted(str(f) for f in path.rglob("*") if f.suffix in READERS)
     else:
@@ -645,10 +646,22 @@ def _check_text(source, rows, text_key):
         raise ValueError(f"--data {source}: row {row} of {text_key!r} is null, expected text; remove it")
 
 
-def split_rows(rows, eval_rows):
+def _check_row(i, text):
+    if not isinstance(text, (str, list)):
+        raise ValueError(f"sample {i} of the stream holds {text!r:.40}, expected text; mend it or name "
+                         "another column by --text_key")
+
+
+def split_rows(rows, eval_rows, text_key):
     """(train, held out): the first `eval_rows` rows are held out, whatever the seed."""
     if isinstance(rows, datasets.IterableDataset):
-        return rows.skip(eval_rows), list(rows.take(eval_rows))
+        first = list(rows.take(eval_rows + 1))
+        if len(first) <= eval_rows:
+            raise ValueError(f"--eval_rows {eval_rows}: the data has {len(first)} rows, none is left to "
+                             "train on")
+        for i, row in enumerate(first):
+            _check_row(i, row[text_key])
+        return rows.skip(eval_rows), first[:eval_rows]
     if eval_rows >= len(rows):
         raise ValueError(f"--eval_rows {eval_rows}: the data has {len(rows)} rows, none is left to train on")
     return rows.select(range(eval_rows, len(rows))), rows.select(range(eval_rows))
@@ -677,9 +690,7 @@ class StreamedRows:
         self.iterator = self.iterator or self._forever()
         row = next(itertools.islice(self.iterator, i - self.position, None))
         self.position = i + 1
-        text = row[self.read.text_key]
-        if not isinstance(text, (str, list)):
-            raise ValueError(f"sample {i} of the stream holds {text!r:.40}, expected text")
+        _check_row(i, row[self.read.text_key])
         return self.read(row)
 
     def _forever(self):

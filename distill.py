@@ -28,24 +28,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from align import TokenTable
+from checks import check_heads, check_packing, check_parts
 from checkpoint import (export_model, export_projection, find_checkpoint, has_to_be_converted,
                         load_checkpoint, save_checkpoint)
 from config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
 from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
                   Side, StreamedRows, holds_chats, load_rows, loader, split_rows)
-from ds_config import BATCH_KEYS, batch_sizes, read_ds_config, resolve_ds_config
+from ds_config import BATCH_KEYS, FREE_KEYS, batch_sizes, read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import parse_flags
 from launch import agree, fail, name_the_dead, quieten, start_distributed
 from layout import node_size, split_ranks, teacher_groups
-from log import Log, time_collectives, utilisation
+from log import TIMED_STEPS, Log, time_collectives, utilisation
 from losses import teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
 from sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_group, keep_on_host,
                       register_attention, tile_mlps)
-from teacher import MeanRows, choose_engine, hidden_head_is_right, load_teacher, payload_bytes
-from teacher_ranks import Link, alike_on_node, serve
+from teacher import MeanRows, choose_engine, load_teacher, payload_bytes, weights_of
+from teacher_ranks import ANSWER, Link, alike_on_node, serve
 from tiles import HiddenRows, LogitRows, head_of
 
 # --- models, data, loss ---------------------------------------------------------------------------
@@ -179,7 +180,7 @@ def check_inputs(cfg, device, roles=None):
             if not side.tokenizer.chat_template:
                 raise ValueError(f"{name}: its tokenizer has no chat template, and {cfg.text_key!r} holds "
                                  "chats; set chat_template in tokenizer_config.json")
-    train_rows, held_out_rows = split_rows(rows, cfg.eval_rows)
+    train_rows, held_out_rows = split_rows(rows, cfg.eval_rows, cfg.text_key)
     lessons = plan_lessons(cfg, student, sides, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
     convert = checkpoint is not None and has_to_be_converted(checkpoint, run_layout(cfg))
@@ -223,7 +224,8 @@ def load_student(cfg, ds_config, attention=None):
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
     how = {"attn_implementation": attention} if attention else {}
-    model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32, **how)
+    with weights_of("student", cfg.student):
+        model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32, **how)
     if keep_alive:
         unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
     model.config.use_cache = False
@@ -261,64 +263,6 @@ def run_inside_forward(model, vocab, tiled, offload=False):
                    LogitRows(logits.flatten(0, 1)))
 
     model.forward = forward
-
-
-def check_heads(job, student_ids):
-    """A ValueError where `head_of` does not give a model's own logits; all ranks take part."""
-    cfg, ids = job.cfg, torch.tensor([student_ids], device=job.device)
-    batch = {"student_ids": ids}
-    if job.sequence:
-        here = torch.arange(ids.shape[1], device=job.device) + job.sequence.rank * ids.shape[1]
-        batch["student_positions"] = here.expand(ids.shape)
-    job.engine.eval()
-    with torch.no_grad():
-        logits = job.student(batch, None).logits[..., : job.vocab]
-        right = {f"--student {cfg.student}": job.student(
-            batch, lambda rows: hidden_head_is_right(rows, logits))}
-        for lesson in job.lessons:
-            W = len(lesson.side.table)
-            own = ids.clamp(max=W - 1)
-            for teacher, member in zip(lesson.teachers, lesson.members):
-                found = hidden_head_is_right(teacher.rows(own), teacher.logits(own)[..., :W])
-                right[f"--teacher {member.teacher}"] = found
-                give_back(job)
-    job.engine.train()
-    for role, good in right.items():
-        if not good:
-            raise ValueError(f"{role}: its logits are not those of its output embeddings, so its loss cannot "
-                             "be tiled; use --tiled=false")
-
-
-@torch.no_grad()
-def check_packing(job):
-    """A ValueError where a model sees across the border of packed samples; all ranks take part."""
-    parts, rank = (job.sequence.size, job.sequence.rank) if job.sequence else (1, 0)
-    least = min([job.vocab, *[len(lesson.side.table) for lesson in job.lessons]])
-    second = torch.arange(8 * parts, device=job.device) % least
-    rows = [torch.cat([first, second])[None] for first in (second, second.flip(0))]
-    positions = torch.arange(8 * parts, device=job.device).repeat(2)[None]
-    own, half = slice(16 * rank, 16 * (rank + 1)), 8 * parts
-
-    def of_student(ids):
-        part = {"student_ids": ids[:, own], "student_positions": positions[:, own]}
-        return job.student(part, None).logits[:, max(0, half - own.start) :]
-
-    logits = {f"--student {job.cfg.student}": of_student}
-    for lesson in job.lessons:
-        for teacher, member in zip(lesson.teachers, lesson.members):
-            logits[f"--teacher {member.teacher}"] = lambda ids, teacher=teacher: teacher.logits(
-                torch.stack([ids, positions]))[:, half:].clone()
-    job.engine.eval()
-    apart = {}
-    for role, run in logits.items():  # all of them on all ranks: they take collectives
-        one, other = [run(ids).float() for ids in rows]
-        give_back(job)
-        apart[role] = (one - other).norm() <= 1e-3 * one.norm()
-    job.engine.train()
-    for role, good in apart.items():
-        if not good:
-            raise ValueError(f"{role}: what it says of a text depends on the text before it in the same row; "
-                             "use --pack=false")
 
 
 def start_engine(model, ds_config, projection_learning_rate=0.0):
@@ -408,7 +352,8 @@ def connect(job, roles):
     under_way = 2 * job.engine.gradient_accumulation_steps()  # this window and the next one
     members = sum(len(lesson.members) for lesson in job.lessons)
     alike = alike_on_node(roles, job.cfg.sequence_parallel)
-    job.link = Link(roles, under_way * members, job.device, alike)
+    of_answer = max(ANSWER[signal] for lesson in job.lessons for signal, _ in lesson.signals)
+    job.link = Link(roles, under_way * members, job.device, alike, of_answer)
     teachers = iter(job.link.teachers)
     for lesson in job.lessons:
         lesson.teachers = [next(teachers) for _ in lesson.members]
@@ -570,7 +515,7 @@ def run_identity(cfg):
     flags = {key: value for key, value in asdict(cfg).items() if key not in FREE_ON_RESUME}
     ds_config = read_ds_config(cfg.ds_config)
     total = batch_sizes(ds_config, dist.get_world_size() // cfg.sequence_parallel, cfg.ds_config)[0]
-    kept = {key: value for key, value in ds_config.items() if key not in (*BATCH_KEYS, "zero_optimization")}
+    kept = {key: value for key, value in ds_config.items() if key not in (*BATCH_KEYS, *FREE_KEYS)}
     return flags | {"samples_per_step": total, "ds_config": kept}
 
 
@@ -605,10 +550,12 @@ def main(cfg):
     with name_the_dead(roles), ExitStack() as stack:
         if roles:
             connect(job, roles)
-            stack.callback(job.link.leave)
+            stack.push(partial(leave, job.link))
         with agree():
             if cfg.tiled:
                 check_heads(job, list(range(min(8, job.vocab))))
+            if cfg.sequence_parallel > 1:
+                check_parts(job)
             if cfg.pack:
                 check_packing(job)
         start = 0
@@ -620,6 +567,12 @@ def main(cfg):
         export_projection(job.engine, learned, Path(cfg.output_dir) / "projection.pt")
     if cfg.export:
         export_model(job.engine, inputs.student.tokenizer, cfg.export)
+
+
+def leave(link, kind, *_):
+    """At a clean end tell the teachers; after an error no one waits for them to listen."""
+    if kind is None or issubclass(kind, SystemExit):
+        link.leave()
 
 
 def hold_teachers(cfg, roles, device):
@@ -688,6 +641,9 @@ def train(job, batches, held_out, start, ds_config):
         metrics |= utilisation(device_name, parameters, metrics["tokens"], seconds, dist.get_world_size())
         log.write(step, metrics)
         log.advance(metrics)
+        if times_collectives and step == min(start + TIMED_STEPS, cfg.steps):
+            deepspeed.comm.log_summary()
+            deepspeed.comm.comm.comms_logger.enabled = False
         if evaluates:
             log.write(step, run_evaluation(job, held_out))
         if stop or (cfg.save_every and step % cfg.save_every == 0):
@@ -696,8 +652,6 @@ def train(job, batches, held_out, start, ds_config):
             log.close()
             raise SystemExit(128 + signal.SIGTERM)
     log.close()
-    if times_collectives:
-        deepspeed.comm.log_summary()
 
 
 def next_window(job, batches):

@@ -9,6 +9,10 @@ import json
 from pathlib import Path
 
 BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+# what may be another when a run goes on: where things are held, and what is reported
+FREE_KEYS = """zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print
+    wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger csv_monitor tensorboard wandb
+    comet log_level timers aio activation_checkpointing""".split()
 DS_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer
     scheduler fp16 bf16 torch_autocast data_types gradient_clipping zero_optimization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown

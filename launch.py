@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import socket
 import sys
 import warnings
@@ -15,7 +16,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 
 from ipc import runs
-from layout import gather
+from layout import LOADING, gather
 
 
 def start_distributed():
@@ -33,7 +34,9 @@ def start_distributed():
             torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
     else:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # shared memory takes two descriptors a buffer
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    deepspeed.init_distributed(timeout=LOADING)
     return torch.device(get_accelerator().current_device_name())
 
 

@@ -75,7 +75,8 @@ def split_ranks(teachers):
     environ |= {"RANK": str(node * own + local), "WORLD_SIZE": str(world // size * own),
                 "LOCAL_SIZE": str(own)}
     dist.init_process_group(get_accelerator().communication_backend_name(), rank=node * own + local,
-                            world_size=world // size * own, store=dist.PrefixStore(role, store))
+                            world_size=world // size * own, store=dist.PrefixStore(role, store),
+                            timeout=LOADING)
     return Roles(role, node, local, students, teachers, dist.PrefixStore("job", store))
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def utilisation(device_name, parameters, tokens, seconds, ranks):
     """
     peak = next((value for name, value in PEAKS.items() if name in device_name), None)
     return {"mfu": 6 * parameters * tokens / (seconds * ranks * peak)} if peak else {}
+
+
+TIMED_STEPS = 100  # DeepSpeed keeps every call, so not for ever
 
 
 def time_collectives():
@@ -71,8 +75,11 @@ class Log:
             import wandb  # a second to import, and rarely wanted
 
             name = folder.name
+            number = folder / "wandb_id"  # folders of one name are not one run
+            if not (start and number.exists()):
+                write_atomically(number, uuid.uuid4().hex[:16])
             self.wandb = wandb.init(project=cfg.wandb_project, name=name, dir=folder, config=asdict(cfg),
-                                    id=f"{name}-{cfg.seed}", resume="allow")
+                                    id=number.read_text(), resume="allow")
 
     def write(self, step, metrics):
         if not self.on:

@@ -52,6 +52,12 @@ def check_layout(size, ranks, config):
     """
     if ranks % size:
         raise ValueError(f"--sequence_parallel {size}: does not divide the {ranks} ranks of the student")
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if getattr(config, "attention_chunk_size", None):
+        kinds.add("chunked_attention")
+    if kinds:
+        raise ValueError(f"--sequence_parallel {size}: layers of {config.model_type} "
+                         f"({', '.join(sorted(kinds))}) would see one part alone; use 1")
     if not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
         raise ValueError(f"--sequence_parallel {size}: {config.model_type} models do not tell their "
                          "attention the positions, as those with rotary embeddings do; use 1")
@@ -86,13 +92,17 @@ def register_attention(config, sequence):
         for name in ("query", "key_value", "context"):
             shape = getattr(ulysses, f"required_{name}_shape")
             setattr(ulysses, f"required_{name}_shape", torch.Size([shape[0], len(query), *shape[2:]]))
-        return ulysses(module, query, key, value, None, *args, **how)  # the mask comes from the positions
+        try:  # the mask comes from the positions
+            return ulysses(module, query, key, value, None, *args, **how)
+        except AssertionError as error:
+            raise ValueError(f"--sequence_parallel {sequence.size}: the attention of {config.model_type} has "
+                             f"other shapes than its config says ({error}); use 1") from None
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
 
 
 def core_attention(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None,
-                   sliding_window=None, softcap=None, position_ids=None, **_):
+                   sliding_window=None, softcap=None, position_ids=None, s_aux=None, **_):
     """Causal attention inside documents, with the interface of transformers' attention functions.
 
     No mask of all positions exists: every document is a call of its own (by the device's fused kernel, on a
@@ -104,9 +114,14 @@ def core_attention(module, query, key, value, attention_mask=None, dropout=0.0, 
         softcap: c of c * tanh(scores / c).
         position_ids: (B, S); a document begins wherever one is not its predecessor plus 1, so that every
             token of left padding is a document.
+        s_aux: sinks, which are refused.
     Returns:
         ((B, S, heads, D), None)
+    Raises:
+        ValueError: of sinks.
     """
+    if s_aux is not None:
+        raise ValueError("--sequence_parallel: the student's attention has sinks; use 1")
     how = dropout, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap
     spans_B = documents(position_ids)
     if all(len(spans) == 1 and not spans[0][2] for spans in spans_B):
@@ -182,7 +197,11 @@ def tile_mlps(model, pieces):
     for mlp in found:
         def forward(x, own=mlp.forward):
             parts = x.tensor_split(pieces, dim=-2)
-            return torch.cat([checkpoint(own, part, use_reentrant=False) for part in parts], -2)
+            found = [checkpoint(own, part, use_reentrant=False) for part in parts]
+            if not isinstance(found[0], torch.Tensor):
+                raise ValueError(f"--mlp_tiles {pieces}: an MLP of {type(model).__name__} gives more than "
+                                 "hidden states; use 1")
+            return torch.cat(found, -2)
 
         mlp.forward = forward
 

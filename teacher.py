@@ -219,8 +219,19 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
     load = {"replicated": _replicated, "tensor_parallel": _tensor_parallel, "transformers": _transformers,
             "zero3": _zero3}[engine]
     order = Order(path, vocab, config, dtype, device, degree, offload, shared or alike % degree == 0, alike)
-    with torch.random.fork_rng():  # the inference engine makes all ranks' random numbers equal
+    # the inference engine makes all ranks' random numbers equal
+    with weights_of("teacher", path), torch.random.fork_rng():
         return load(order)
+
+
+@contextlib.contextmanager
+def weights_of(role, path):
+    """A ValueError where a directory has a config and no weights that can be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--{role} {path}: its weights cannot be loaded "
+                         f"({str(error).strip().splitlines()[0]})") from None
 
 
 def whole_teacher(model, vocab):

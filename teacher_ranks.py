@@ -21,7 +21,8 @@ import ipc
 from tiles import Head, HiddenRows, LogitRows, ShardedRows, TopKRows
 
 SIGNALS = "hidden", "logits", "topk", "own_logits"
-TENSORS = 3  # of an answer at most
+ANSWER = {"hidden": 1, "logits": 1, "topk": 3}  # tensors of an answer
+FOR_EVER = float("inf")  # a student that reads a stream again says nothing for long; a dead one is noticed
 GOODBYE = -1  # in place of a teacher's number
 
 
@@ -50,8 +51,8 @@ def serve(roles, teachers, alike=1, from_hidden=True):
     inboxes, outboxes = [], []
     for client in range(roles.students // alike):
         handle, slots = roles.read(f"requests of {client}")
-        inboxes.append(ipc.Inbox(handle, roles.local))
-        outboxes.append(ipc.Outbox(alike, TENSORS * slots))
+        inboxes.append(ipc.Inbox(handle, roles.local, timeout=FOR_EVER))
+        outboxes.append(ipc.Outbox(alike, slots, timeout=FOR_EVER))
         roles.publish(f"answers of {roles.local} to {client}", outboxes[-1].handle)
     while True:
         requests = [_read(inbox) for inbox in inboxes]
@@ -108,17 +109,18 @@ class Link:
         requests: that may be under way, or answered and not given back.
         device: where the student reads answers; on the device of the teacher they are not copied.
         alike: see `alike_on_node`.
+        of_answer: tensors that an answer has at most, see `ANSWER`.
     Attributes:
         teachers: `Remote` of every teacher.
     """
 
-    def __init__(self, roles, requests, device, alike=1):
+    def __init__(self, roles, requests, device, alike=1, of_answer=1):
         self.roles, self.device, self.asked = roles, device, deque()
         client, place = divmod(roles.local, alike)
-        self.outbox = None if place else ipc.Outbox(roles.teachers, requests)
+        self.outbox = None if place else ipc.Outbox(roles.teachers, requests, timeout=FOR_EVER)
         if self.outbox:
-            roles.publish(f"requests of {client}", (self.outbox.handle, requests))
-        self.inboxes = [ipc.Inbox(roles.read(f"answers of {rank} to {client}"), place)
+            roles.publish(f"requests of {client}", (self.outbox.handle, of_answer * requests))
+        self.inboxes = [ipc.Inbox(roles.read(f"answers of {rank} to {client}"), place, timeout=FOR_EVER)
                         for rank in range(roles.teachers)]
         self.teachers = []
         for number, (weight, bias, rest, degree) in enumerate(roles.read("teachers")):

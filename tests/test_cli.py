@@ -47,6 +47,8 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "all held out": ("--eval_rows=20", "the data has 20 rows, none is left to train on"),
     "chats without a template": ("--data={folder}/chats.jsonl", "its tokenizer has no chat template, and"),
     "no eos": ("--student={folder}/no_eos", "its tokenizer has no eos token"),
+    "a student without weights": ("--student={folder}/no_weights", "its weights cannot be loaded"),
+    "a teacher without weights": ("--teacher={folder}/no_weights", "its weights cannot be loaded"),
     "short student": ("--max_length=257", "has a context of 256 positions; use no more"),
     "short teacher": ("--teacher_max_length=257", "--teacher_max_length 257"),
     "small head": ("--student={folder}/small_head", "its lm_head has 340 rows, but its tokenizer 350 ids"),
@@ -116,10 +118,11 @@ def wrong(models, tokenizers, texts, tmp_path_factory):
     ds_config(folder / "no_lr.json", 2, 4, 1, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
     swapped = Pair.of(*reversed(tokenizers))
     save_atomically(as_tables(build_projection(swapped), swapped, "test"), folder / "swapped.pt")
-    for name in ("no_eos", "small_head"):
+    for name in ("no_eos", "small_head", "no_weights"):
         (folder / name).mkdir()
         for file in models[0].iterdir():
             (folder / name / file.name).symlink_to(file)
+    (folder / "no_weights" / "model.safetensors").unlink()
     for name, model in zip(("one", "two"), models):
         (folder / name).symlink_to(model)
     edit_json(folder / "no_eos" / "tokenizer_config.json", eos_token=None)

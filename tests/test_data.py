@@ -293,9 +293,15 @@ def test_files_of_every_kind(tmp_path):
         (more / name).write_text((tmp_path / "b.jsonl").read_text())
     assert len(load_rows(str(more), "text")) == len(load_rows(f"{more}/*.jsonl", "text")) == 6
     stream = load_rows(str(more), "text", streaming=True)
-    train, held_out = split_rows(stream, 2)
+    train, held_out = split_rows(stream, 2, "text")
     assert [row["text"] for row in held_out] == lines[:2] and len(list(train)) == 4
-    train, held_out = split_rows(load_rows(str(more), "text"), 2)
+    with pytest.raises(ValueError, match="--eval_rows 6: the data has 6 rows, none is left to train on"):
+        split_rows(stream, 6, "text")
+    assert next(iter(load_rows(str(tmp_path / "disk"), "text", streaming=True)))["text"] == lines[0]
+    datasets.Dataset.from_dict({"text": ["a", None, "b"]}).to_json(tmp_path / "null.jsonl")
+    with pytest.raises(ValueError, match="sample 1 of the stream holds None, expected text"):
+        split_rows(load_rows(str(tmp_path / "null.jsonl"), "text", streaming=True), 1, "text")
+    train, held_out = split_rows(load_rows(str(more), "text"), 2, "text")
     assert list(held_out["text"]) == lines[:2] and len(train) == 4
 
 

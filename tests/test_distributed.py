@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 
+import checkpoint
 import distill
+from conftest import ROOT
 from objective import ONE_TOKENIZER
 from projection_tools import Pair, load_projection
 from projection_tools.build import build_projection
@@ -36,6 +38,26 @@ def deaf_to_positions(argv, path):
 
     distill.run_inside_forward = deaf
     return listen(argv, path)
+
+
+def neighbours_mix(argv, path):
+    """`listen` to a run whose student looks at the position before by other means than attention."""
+    def mixing(*args, load=distill.load_student):
+        model = load(*args)
+        mlp = model.model.layers[0].mlp
+        mlp.forward = lambda x, own=mlp.forward: own(x + x.roll(1, 1))
+        return model
+
+    distill.load_student = mixing
+    return listen(argv, path)
+
+
+def test_students_that_look_beyond_their_part_are_refused(flags, tmp_path):
+    folder, common = flags
+    argv = [*common, f"--ds_config={folder / 'zero2.json'}", "--steps=2", "--sequence_parallel=2",
+            f"--output_dir={tmp_path}"]
+    assert ranks.run(2, neighbours_mix, argv, str(tmp_path / "said")) == [[2]] * 2
+    assert "depends on where its parts are cut" in (tmp_path / "said0").read_text()
 
 
 def test_models_that_see_across_packed_samples_are_refused(flags):
@@ -395,6 +417,29 @@ def test_a_learned_projection_is_trained_saved_and_resumed(flags, models):
 def gather_sums():
     distill.start_distributed()
     return distill.global_sums([1.0, dist.get_rank()], torch.device("cpu")).tolist()
+
+
+def test_what_was_written_last_counts_after_going_back(tmp_path):
+    """A run that went back from step 600 to 200 goes on from 300, and 600 is what makes room for it."""
+    for written, step in enumerate((500, 600, 300)):
+        (tmp_path / f"step_{step:07d}").mkdir()
+        (tmp_path / f"step_{step:07d}" / "position.json").write_text(json.dumps(
+            {"step": step, "run": {}, "layout": {}, "written": written}))
+    found = checkpoint.complete_checkpoints(tmp_path)
+    assert [checkpoint.position_of(path)["step"] for path in found] == [500, 600, 300]
+    assert checkpoint.find_checkpoint("auto", tmp_path, {}) == found[-1]
+
+
+def test_a_run_may_go_on_with_offload_and_reports(models, monkeypatch, tmp_path):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    plain = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    reports = {"flops_profiler": {"enabled": True}, "wall_clock_breakdown": True}
+    (tmp_path / "reports.json").write_text(json.dumps(plain | reports))
+    (tmp_path / "clipped.json").write_text(json.dumps(plain | {"gradient_clipping": 7.0}))
+    names = [ROOT / "ds_configs" / f"{name}.json" for name in ("zero2", "zero2_offload", "zero3_offload")]
+    found = [distill.run_identity(distill.Config(student="a", teacher="b", data="c", ds_config=str(path)))
+             for path in (*names, tmp_path / "reports.json", tmp_path / "clipped.json")]
+    assert all(identity == found[0] for identity in found[:4]) and found[4] != found[0]
 
 
 def test_global_sums_are_equal_on_every_rank():

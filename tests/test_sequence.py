@@ -164,6 +164,12 @@ def test_layouts_that_do_not_divide_are_refused():
         with pytest.raises(ValueError, match=words):
             sequence.check_layout(size, ranks_, config)
     sequence.check_layout(4, 8, config)
+    for how in ({"layer_types": ["linear_attention", "full_attention"]}, {"attention_chunk_size": 8}):
+        mixed = AutoConfig.for_model("llama", num_attention_heads=4, num_hidden_layers=2, **how)
+        with pytest.raises(ValueError, match="would see one part alone; use 1"):
+            sequence.check_layout(2, 4, mixed)
+    with pytest.raises(ValueError, match="has sinks; use 1"):
+        sequence.core_attention(None, *torch.zeros(3, 1, 2, 4, 8), s_aux=torch.zeros(2))
     with pytest.raises(ValueError, match="gpt2 models do not tell"):
         sequence.check_layout(2, 4, AutoConfig.for_model("gpt2"))
 
@@ -175,6 +181,11 @@ def test_models_without_mlps_are_refused():
                                   word_embed_proj_dim=8)
     with pytest.raises(ValueError, match="--mlp_tiles 4: OPTForCausalLM has no modules called mlp; use 1"):
         sequence.tile_mlps(AutoModelForCausalLM.from_config(config), 4)
+    model = torch.nn.ModuleDict({"mlp": torch.nn.Identity()})
+    model.mlp.forward = lambda x: (x, x)
+    sequence.tile_mlps(model, 4)
+    with pytest.raises(ValueError, match="gives more than hidden states; use 1"):
+        model.mlp(torch.zeros(1, 8, 2))
 
 
 class Saved(saved_tensors_hooks):
