@@ -303,7 +303,7 @@ def position_divergence(
         support: whose top_k: "teacher", "student", or (B, S, K) int64 ids without repetition.
         tail: False: no bucket for the rest, both are renormalised on the kept tokens.
     Returns:
-        (sum, count): nats (total variation: 0 to 1 per position), and positions.
+        (sum, count): nats (total variation: 0 to tau^2 per position), and positions.
     Raises:
         ValueError: unknown name or support.
     """

@@ -20,7 +20,7 @@ def test_the_lines_to_copy_work(tokenizers, texts):
               for role, tokenizer in (("student", student), ("teacher", teacher))}
     indices, likelihoods = map(torch.from_numpy, build_projection(Pair.of(student, teacher)))
     scope = dict(torch=torch, student_tokenizer=student, teacher_tokenizer=teacher, **ids, **logits,
-                 indices=indices, likelihoods=likelihoods)
+                 indices=indices, likelihoods=likelihoods, device="cpu")
     exec(snippet, scope)
     assert 0 < scope["loss"] < 20 and scope["count"] > 20
 
