@@ -341,6 +341,9 @@ def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
                  ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
     changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")] + [{"tiled": False}]
     [(*tiled, plain)] = ranks.run(1, largest_tensors, flags, batch_texts(texts), changes)
+    parts = [{"loss": loss, "sequence_parallel": 2} for loss in ("piece_kl", "gold")]
+    for found in ranks.run(2, largest_tensors, flags, batch_texts(texts), parts):
+        tiled += found
     for most, of_student, of_teacher in tiled:
         assert most < 0.5 * min(of_student, of_teacher)  # it is a layer of the models
     assert plain[0] >= max(plain[1:])
