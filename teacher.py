@@ -303,6 +303,7 @@ def _transformers(order):
         raise ValueError(f"--teacher_offload: not for {order.path}, which transformers shards; leave it out, "
                          "or use --teacher_engine zero3")
     replica, folder, dtype = Replica(order.degree), _local(order.path), order.dtype
+    _shards(folder)  # without them all ranks end here, not one of them below
     model = _frozen(AutoModelForCausalLM.from_pretrained(
         order.path, dtype=dtype, distributed_config=DistributedConfig(tp_size=order.degree)))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
