@@ -38,13 +38,14 @@ def write_atomically(path, text):
     os.replace(scratch_of(path), path)
 
 
-def save_checkpoint(engine, folder, step, identity, layout, keep):
+def save_checkpoint(engine, folder, step, identity, layout, keep, state):
     """Write ``folder/step_NNNNNNN``; all ranks take part.
 
     Args:
         identity: JSON-able dict of what must be the same when the run goes on.
         layout: JSON-able dict of what has to be the same for the checkpoint to load as it is.
         keep: how many checkpoints to leave, this one included.
+        state: JSON-able dict of what else the run goes on with, the same on every rank.
     """
     target, rank = Path(folder) / f"step_{step:07d}", dist.get_rank()
     scratch = scratch_of(target)
@@ -55,7 +56,8 @@ def save_checkpoint(engine, folder, step, identity, layout, keep):
     torch.save(random_state(), scratch / f"random_{rank}.pt")
     if rank == 0:
         (scratch / "position.json").write_text(json.dumps(
-            {"step": step, "run": identity, "layout": layout, "written": time.time()}, indent=1))
+            {"step": step, "run": identity, "layout": layout, "state": state, "written": time.time()},
+            indent=1))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(target, ignore_errors=True)  # the same step, saved before and loaded since
@@ -104,8 +106,13 @@ def find_checkpoint(wish, folder, identity):
 
 
 def position_of(checkpoint):
-    """{"step", "run", "layout", "written" (seconds of the clock)} of a checkpoint."""
+    """{"step", "run", "layout", "state", "written" (seconds of the clock)} of a checkpoint."""
     return json.loads((checkpoint / "position.json").read_text())
+
+
+def step_and_state(checkpoint):
+    position = position_of(checkpoint)
+    return position["step"], position.get("state", {})
 
 
 def has_to_be_converted(checkpoint, layout):
@@ -126,7 +133,7 @@ def has_to_be_converted(checkpoint, layout):
 
 
 def load_checkpoint(engine, checkpoint, convert=False):
-    """Everything that `save_checkpoint` wrote; returns the step. All ranks take part.
+    """Everything that `save_checkpoint` wrote; returns (step, state). All ranks take part.
 
     Args:
         convert: from another layout, by way of a universal checkpoint, which is removed again.
@@ -134,7 +141,7 @@ def load_checkpoint(engine, checkpoint, convert=False):
     if not convert:
         engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
         set_random_state(torch.load(checkpoint / f"random_{dist.get_rank()}.pt", weights_only=True))
-        return position_of(checkpoint)["step"]
+        return step_and_state(checkpoint)
     universal = scratch_of(checkpoint)
     if dist.get_rank() == 0:
         shutil.rmtree(universal, ignore_errors=True)
@@ -151,7 +158,7 @@ def load_checkpoint(engine, checkpoint, convert=False):
     if dist.get_rank() == 0:
         shutil.rmtree(universal)
         (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
-    return position_of(checkpoint)["step"]
+    return step_and_state(checkpoint)
 
 
 def mend_optimizer(optimizer, written):

@@ -47,6 +47,8 @@ class Config:
             total_variation; see docs/losses.md.
         kd_weight: weight of the distillation loss, >= 0; 0 loads no teacher.
         ce_weight: weight of the student's next-token cross-entropy, >= 0; 0 computes none in training.
+        dynamic_scale: multiply the distillation loss by cross-entropy / distillation loss of the step before,
+            for each teacher, so that kd_weight says how much it counts beside the text; needs ce_weight.
         tiled: compute logits and loss tile by tile from hidden states; false: all logits of a micro-batch.
         loss_memory_mib: MiB for the logits of a tile and what the loss makes of them.
         temperature: softens both models in the distillation loss, > 0.
@@ -117,6 +119,7 @@ class Config:
     loss: str = "piece_kl"
     kd_weight: float = 1.0
     ce_weight: float = 1.0
+    dynamic_scale: bool = False
     tiled: bool = True
     loss_memory_mib: int = 512
     temperature: float = 1.0
@@ -176,6 +179,9 @@ class Config:
             raise ValueError(f"--temperature {self.temperature}: expected more than 0")
         if self.kd_weight == self.ce_weight == 0:
             raise ValueError("--kd_weight 0 and --ce_weight 0: nothing would be learned; raise one of them")
+        if self.dynamic_scale and not (self.kd_weight and self.ce_weight):
+            raise ValueError("--dynamic_scale: scales distillation by cross-entropy; with --kd_weight 0 or "
+                             "--ce_weight 0 there is but one of them, so leave it out")
         if self.teachers:
             of_each_teacher(self)
         elif self.route_key:

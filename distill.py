@@ -40,7 +40,7 @@ from flags import parse_flags
 from launch import agree, fail, name_the_dead, quieten, start_distributed
 from layout import node_size, split_ranks, teacher_groups
 from log import TIMED_STEPS, Log, time_collectives, utilisation
-from losses import teacher_importance, teacher_weights, vocabulary_factors
+from losses import dynamic_scale, teacher_importance, teacher_weights, vocabulary_factors
 from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
 from sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_group, keep_on_host,
@@ -310,6 +310,7 @@ class Job:
     device: torch.device
     link: Link | None = None  # to teachers on ranks of their own
     sequence: SequenceGroup | None = None  # the ranks that share this one's sequences
+    scales: dict = field(default_factory=dict)  # of --dynamic_scale: the factor of each lesson's next step
 
 
 def build_job(cfg, inputs, device, roles=None):
@@ -374,8 +375,9 @@ def train_step(job, window, stop=False):
     counts = [dict(zip(COUNTS, totals[i : i + len(COUNTS)])) for i in range(0, len(totals), len(COUNTS))]
     # the engine divides by micro-steps and averages over ranks; this makes it a mean over the whole window
     scale = ranks * len(window)
-    weights = [[0.0, lesson.cfg.kd_weight * scale / max(count["kd"], 1)]
-               for lesson, count in zip(job.lessons, counts)] or [[0.0, 0.0]]
+    kd_weights = [lesson.cfg.kd_weight * job.scales.get(lesson.name, 1.0) for lesson in job.lessons]
+    weights = [[0.0, weight * scale / max(count["kd"], 1)]
+               for weight, count in zip(kd_weights, counts)] or [[0.0, 0.0]]
     weights[0][0] = cfg.ce_weight * scale / max(counts[0]["ce"], 1)  # the text is learned once
     window = [to_device(batch, job.device) for batch in window]
     signals = [teacher_signals(lesson, [batch[i] for batch in window])
@@ -400,15 +402,17 @@ def train_step(job, window, stop=False):
     metrics = {"loss": cfg.ce_weight * ce, "lr": lr}
     metrics["grad_norm"] = float(job.engine.get_global_grad_norm() or grad_norm)
     metrics |= {"ce": ce} if cfg.ce_weight else {}
-    for lesson, count, (_, kd), (*_, payload) in zip(job.lessons, counts, sums, signals):
+    for lesson, weight, count, (_, kd), (*_, payload) in zip(job.lessons, kd_weights, counts, sums, signals):
         kd /= max(count["kd"], 1)
-        metrics["loss"] += lesson.cfg.kd_weight * kd
+        metrics["loss"] += weight * kd
         own = {"kd": kd, "aligned_bytes": count["aligned_bytes"] / max(count["text_bytes"], 1),
                "aligned_tokens": count["aligned_tokens"] / max(count["ce"], 1)}
         own |= {key: count[key] / max(count["source_bytes"], 1) for key in DROPPED}
         own |= {key: count[key] / max(count["chunks"], 1) for key in CHUNKS[1:]}
         own["teacher_bytes_per_token"] = payload
-        own |= {"kd_weight": lesson.cfg.kd_weight} if len(job.lessons) > 1 else {}
+        own |= {"kd_weight": weight} if len(job.lessons) > 1 or cfg.dynamic_scale else {}
+        if cfg.dynamic_scale and kd > 0:
+            job.scales[lesson.name] = float(dynamic_scale(torch.tensor(ce), torch.tensor(kd)))
         metrics |= of_lesson(job, lesson, own)
     return metrics | {"tokens": int(counts[0]["ce"]), "stop": stops > 0}
 
@@ -503,7 +507,7 @@ def save(job, step):
     """All ranks take part."""
     cfg = job.cfg
     save_checkpoint(job.engine, checkpoint_folder(cfg), step, run_identity(cfg), run_layout(cfg),
-                    cfg.keep_checkpoints)
+                    cfg.keep_checkpoints, {"scales": job.scales})
 
 
 def checkpoint_folder(cfg):
@@ -560,7 +564,8 @@ def main(cfg):
                 check_packing(job)
         start = 0
         if inputs.checkpoint:
-            start = load_checkpoint(job.engine, inputs.checkpoint, inputs.convert)
+            start, state = load_checkpoint(job.engine, inputs.checkpoint, inputs.convert)
+            job.scales = state.get("scales", {})
         train(job, *batches_of(cfg, inputs, job, start), start, inputs.ds_config)
     if cfg.learn_projection:
         learned = inputs.lessons[0].distillation.projection

@@ -31,6 +31,7 @@ WRONG = {  # what is changed in a good command line -> what the one line has to 
     "a share beyond 1": ("--beta=1.5", "--beta 1.5: expected 0 to 1"),
     "a skew of nothing": ("--skew=1", "--skew 1.0: compares the teacher with itself"),
     "not a number": ("--kd_weight=nan", "--kd_weight=nan"),
+    "a ratio to nothing": ("--dynamic_scale --ce_weight=0", "there is but one of them, so leave it out"),
     "cold": ("--temperature=0", "--temperature 0.0: expected more than 0"),
     "a projection of no use": ("--learn_projection --loss=gold", "only --loss projection_kl trains one"),
     "nothing to learn": ("--kd_weight=0 --ce_weight=0", "nothing would be learned"),

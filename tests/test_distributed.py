@@ -419,6 +419,36 @@ def gather_sums():
     return distill.global_sums([1.0, dist.get_rank()], torch.device("cpu")).tolist()
 
 
+def test_the_dynamic_scale_is_that_of_the_step_before(flags, models, untied):
+    """It is exact after a resume, each teacher's own, and the same on any number of ranks."""
+    folder, common = flags
+    two = json.dumps([{"model": str(models[1]), "name": "a"},
+                      {"model": str(untied), "loss": "alm", "name": "b", "weight": 0.5}])
+    argv = [flag for flag in common if not flag.startswith(("--teacher", "--student"))]  # without dropout
+    argv += [f"--student={models[0]}", f"--teachers={two}", "--kd_weight=0.6", "--ce_weight=0.3", "--steps=5",
+             "--dynamic_scale", "--save_every=3"]
+    curves = []
+    for world, micro_steps in ((2, 2), (1, 4)):
+        output = folder / f"dynamic{world}"
+        config = ds_config(folder / f"dynamic{world}.json", 2, 1, micro_steps)
+        run = [*argv, f"--ds_config={config}", f"--output_dir={output}"]
+        assert ranks.run(world, run_distill, [run]) == [[0]] * world
+        curves.append([line for line in losses_of(output) if "loss" in line])
+    step = output / "checkpoints" / "step_0000003"
+    assert ranks.run(1, run_distill, [[*run, f"--resume={step}"]]) == [[0]]
+    assert [line for line in losses_of(output) if "loss" in line] == curves[1]
+    for before, line in zip([None, *curves[1]], curves[1]):
+        kd = 0
+        for name, weight in (("a", 0.6), ("b", 0.3)):
+            factor = before["ce"] / before[f"kd/{name}"] if before else 1
+            assert math.isclose(line[f"kd_weight/{name}"], weight * factor, rel_tol=1e-6)
+            kd += line[f"kd_weight/{name}"] * line[f"kd/{name}"]
+        assert math.isclose(line["loss"], 0.3 * line["ce"] + kd, rel_tol=1e-9)
+    for a, b in zip(*curves, strict=True):
+        assert math.isclose(a["loss"], b["loss"], rel_tol=1e-5)
+        assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-4)
+
+
 def test_what_was_written_last_counts_after_going_back(tmp_path):
     """A run that went back from step 600 to 200 goes on from 300, and 600 is what makes room for it."""
     for written, step in enumerate((500, 600, 300)):
