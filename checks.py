@@ -85,6 +85,7 @@ def check_parts(job):
     parts = [torch.empty_like(logits) for _ in range(size)]
     dist.all_gather(parts, logits.contiguous(), group=group)
     one, two = parts[0][0, :8].float(), torch.cat(parts[:2], 1)[1, 12:20].float()
-    if not (one - two).norm() <= 1e-3 * one.norm():
+    worst = 1e-3 if logits.dtype == torch.float32 else 0.05  # the two are computed in other blocks
+    if not (one - two).norm() <= worst * one.norm():
         raise ValueError(f"--student {job.cfg.student}: what it says of a text depends on where its parts "
                          "are cut, so its layers do more than attend; use --sequence_parallel 1")

@@ -19,6 +19,9 @@ from ipc import runs
 from layout import LOADING, gather
 
 
+FILES = 1 << 16  # that a rank may hold open
+
+
 def start_distributed():
     """Join the job's process group (a group of one without a launcher); returns the device of this rank."""
     with socket.socket() as free:
@@ -34,8 +37,9 @@ def start_distributed():
             torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
     else:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # shared memory takes two descriptors a buffer
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < FILES:  # the usual 1,024 are few: shared memory takes two a buffer
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES if hard < 0 else min(hard, FILES), hard))
     deepspeed.init_distributed(timeout=LOADING)
     return torch.device(get_accelerator().current_device_name())
 
