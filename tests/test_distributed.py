@@ -58,6 +58,9 @@ def test_students_that_look_beyond_their_part_are_refused(flags, tmp_path):
             f"--output_dir={tmp_path}"]
     assert ranks.run(2, neighbours_mix, argv, str(tmp_path / "said")) == [[2]] * 2
     assert "depends on where its parts are cut" in (tmp_path / "said0").read_text()
+    argv = [*common, f"--ds_config={folder / 'bf16.json'}", "--steps=1", "--sequence_parallel=2",
+            f"--output_dir={tmp_path / 'bf16'}"]
+    assert ranks.run(2, run_distill, [argv]) == [[0]] * 2  # other blocks, other rounding
 
 
 def test_models_that_see_across_packed_samples_are_refused(flags):
