@@ -18,7 +18,8 @@ import math
 import re
 import signal
 import sys
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -81,10 +82,15 @@ class Sample:
     teacher: tuple
     alignment: Alignment | None  # before the cut
     aligned_bytes: int
+    refused: bool = False  # by a chat template
 
 
 NOTHING = (np.zeros(0, np.int64),) * 4
 EMPTY = Sample(NOTHING, NOTHING, None, 0)  # fills the last evaluation batch
+
+
+class Refused(ValueError):
+    """A chat template does not write a chat."""
 
 
 def make_sample(text, student_ids, teacher_ids, student, teacher, most=sys.maxsize):
@@ -170,14 +176,14 @@ def render(messages, side):
     """Write a chat by the template of one side and find its messages again.
 
     Raises:
-        ValueError: the template refuses the chat.
+        Refused: the template does not write it.
     """
     def template(chat):
         try:
             return side.tokenizer.apply_chat_template(chat, tokenize=False)
         except Exception as error:  # templates raise whatever they like
             name = side.tokenizer.name_or_path
-            raise ValueError(f"the chat template of {name} refuses a chat: {error}") from None
+            raise Refused(f"the chat template of {name} refuses a chat: {error}") from None
 
     text = template(messages)
     coded = side.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -360,6 +366,7 @@ class Collate:
                   "aligned_bytes": sum(s.aligned_bytes for s in samples),
                   "aligned_tokens": int((batch["student_chunk"] >= 0).sum())}
         counts |= _chunk_counts([s.alignment for s in samples if s.alignment])
+        counts["refused_chats"] = sum(s.refused for s in samples)
         if self.sequence_rank:
             counts |= dict.fromkeys(counts.keys() - OF_OWN_ROWS, 0)  # the first rank has counted them
         if self.teacher is not None:
@@ -424,7 +431,17 @@ class Collate:
                 ids = next(student_ids), next(teacher_ids) if teacher else None
                 yield make_sample(text, *ids, self.student, teacher, limit)
             else:
-                yield make_chat_sample(text, self.student, teacher, self.train_on, limit)
+                yield self._chat_sample(text, teacher, limit)
+
+    def _chat_sample(self, messages, teacher, limit):
+        """What the teacher's template refuses the student learns alone, what its own refuses not at all."""
+        for side in (teacher, None) if teacher else (None,):
+            try:
+                sample = make_chat_sample(messages, self.student, side, self.train_on, limit)
+                return replace(sample, refused=side is not teacher)
+            except Refused as error:
+                warnings.warn(f"{error}; such chats are left out", stacklevel=2)
+        return replace(EMPTY, refused=True)
 
 
 class Routed(NamedTuple):
@@ -631,6 +648,22 @@ def holds_chats(rows, text_key):
         first = next(iter(rows.take(1)))[text_key]
         return isinstance(first, list) and {"role", "content"} <= set(first[0])
     return {"role", "content"} <= set(getattr(features[text_key], "feature", None) or {})
+
+
+def check_templates(rows, text_key, sides):
+    """A ValueError where a side's chat template refuses every one of the first chats."""
+    chats = [row[text_key] for row in rows.take(8)]
+    for side in sides:
+        refused = []
+        for chat in chats:
+            try:
+                render(chat, side)
+                break
+            except Refused as error:
+                refused.append(error)
+        if chats and len(refused) == len(chats):
+            raise ValueError(f"{refused[0]}; so it does the other {len(chats) - 1} of the first chats; mend "
+                             "the chats or the template")
 
 
 def _check_text(source, rows, text_key):

@@ -33,7 +33,7 @@ from checkpoint import (export_model, export_projection, find_checkpoint, has_to
                         load_checkpoint, save_checkpoint)
 from config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
 from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
-                  Side, StreamedRows, holds_chats, load_rows, loader, split_rows)
+                  Side, StreamedRows, check_templates, holds_chats, load_rows, loader, split_rows)
 from ds_config import BATCH_KEYS, FREE_KEYS, batch_sizes, read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import parse_flags
@@ -180,6 +180,7 @@ def check_inputs(cfg, device, roles=None):
             if not side.tokenizer.chat_template:
                 raise ValueError(f"{name}: its tokenizer has no chat template, and {cfg.text_key!r} holds "
                                  "chats; set chat_template in tokenizer_config.json")
+        check_templates(rows, cfg.text_key, [student, *sides.values()])
     train_rows, held_out_rows = split_rows(rows, cfg.eval_rows, cfg.text_key)
     lessons = plan_lessons(cfg, student, sides, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
@@ -294,7 +295,8 @@ def to_device(value, device):
 
 # --- one step -------------------------------------------------------------------------------------
 
-COUNTS = "ce", "kd", "text_bytes", "aligned_bytes", "aligned_tokens", "source_bytes", *DROPPED, *CHUNKS
+COUNTS = ("ce", "kd", "text_bytes", "aligned_bytes", "aligned_tokens", "refused_chats", "source_bytes",
+          *DROPPED, *CHUNKS)
 
 
 @dataclass
@@ -409,7 +411,7 @@ def train_step(job, window, stop=False):
                "aligned_tokens": count["aligned_tokens"] / max(count["ce"], 1)}
         own |= {key: count[key] / max(count["source_bytes"], 1) for key in DROPPED}
         own |= {key: count[key] / max(count["chunks"], 1) for key in CHUNKS[1:]}
-        own["teacher_bytes_per_token"] = payload
+        own |= {"refused_chats": int(count["refused_chats"]), "teacher_bytes_per_token": payload}
         own |= {"kd_weight": weight} if len(job.lessons) > 1 or cfg.dynamic_scale else {}
         if cfg.dynamic_scale and kd > 0:
             job.scales[lesson.name] = float(dynamic_scale(torch.tensor(ce), torch.tensor(kd)))

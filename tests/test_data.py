@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data import (Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, Routed, ShuffledRows, Side,
-                  StreamedRows, holds_chats, load_rows, loader, render, split_rows)
+                  StreamedRows, check_templates, holds_chats, load_rows, loader, render, split_rows)
 
 
 @pytest.fixture
@@ -199,10 +199,23 @@ def test_reasoning_and_tool_calls_keep_their_place(chat_sides):
     assert counts["different_bytes"] == 0
 
 
-def test_templates_that_refuse_a_chat_say_so(chat_sides):
-    chat_sides[0].tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="refuses a chat: roles must alternate"):
-        Collate(*chat_sides, None)([CHAT])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_chat_that_a_template_refuses_is_left_out_and_counted(chat_sides, side):
+    """The student learns alone what the teacher's refuses; where all is refused, the job ends."""
+    expected = [CollateAll([Collate(*chat_sides, None)])([chat])[0] for chat in (CHAT, CHAT[1:])]
+    tokenizer = chat_sides[side].tokenizer
+    tokenizer.chat_template = ("{% if messages|length != " + str(len(CHAT)) + " %}{{ raise_exception('no') }}"
+                               "{% endif %}" + tokenizer.chat_template)
+    with pytest.warns(UserWarning, match="refuses a chat: no; such chats are left out"):
+        [found] = CollateAll([Collate(*chat_sides, None)])([CHAT, CHAT[1:]])
+    counts = [batch["counts"] for batch in expected]
+    assert counts[1]["kd"] > 0 == counts[0]["refused_chats"]
+    assert found["counts"]["refused_chats"] == 1 and found["counts"]["kd"] == counts[0]["kd"]
+    assert found["counts"]["ce"] == counts[0]["ce"] + (counts[1]["ce"] if side else 0)
+    rows = datasets.Dataset.from_dict({"text": [CHAT[1:], CHAT]})
+    check_templates(rows, "text", chat_sides)
+    with pytest.raises(ValueError, match="refuses a chat: no; so it does the other 0 of the first chats"):
+        check_templates(rows.select([0]), "text", chat_sides)
 
 
 def test_columns_of_chats_are_recognised(tmp_path):
