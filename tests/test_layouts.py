@@ -212,8 +212,8 @@ def test_same_loss_and_gradient_with_sequences_in_parts(models, untied, texts, t
     for teacher, names in ((models[1], IN_PARTS), (untied, ["forward_kl"])):
         own = flags | {"teacher": str(teacher)}
         expected = ranks.run(1, plain_references, own, samples, names)[0]
-        for world, layouts in SEQUENCES.items():
-            how = own, samples, layouts, packed_and_not(names), 0.2, world == 4
+        for world, layouts in SEQUENCES.items() if teacher == models[1] else [(4, SEQUENCES[4])]:
+            how = own, samples, layouts, packed_and_not(names), 0.2, world == 4 and len(names) > 1
             for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
                 same_step(name, metrics, gradients, *expected[name.split(",")[0].split(" ")[0]])
 
