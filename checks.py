@@ -6,6 +6,12 @@ import torch.distributed as dist
 from teacher import hidden_head_is_right
 
 
+def _all_good(verdicts, why):
+    for role, good in verdicts.items():
+        if not good:
+            raise ValueError(f"{role}: {why}")
+
+
 def check_heads(job, student_ids):
     """A ValueError where `head_of` does not give a model's own logits; all ranks take part."""
     cfg, ids = job.cfg, torch.tensor([student_ids], device=job.device)
@@ -27,10 +33,8 @@ def check_heads(job, student_ids):
                 if job.link:
                     job.link.give_back()
     job.engine.train()
-    for role, good in right.items():
-        if not good:
-            raise ValueError(f"{role}: its logits are not those of its output embeddings, so its loss cannot "
-                             "be tiled; use --tiled=false")
+    _all_good(right, "its logits are not those of its output embeddings, so its loss cannot be tiled; use "
+                     "--tiled=false")
 
 
 @torch.no_grad()
@@ -60,10 +64,7 @@ def check_packing(job):
             job.link.give_back()
         apart[role] = (one - other).norm() <= 1e-3 * one.norm()
     job.engine.train()
-    for role, good in apart.items():
-        if not good:
-            raise ValueError(f"{role}: what it says of a text depends on the text before it in the same row; "
-                             "use --pack=false")
+    _all_good(apart, "what it says of a text depends on the text before it in the same row; use --pack=false")
 
 
 @torch.no_grad()
