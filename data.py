@@ -33,7 +33,7 @@ from align import (Alignment, Located, TokenTable, align_located, align_regions,
                    coverage, locate)
 from losses import Spelling, find_chunks, piece_terms
 from sequence import share_of
-from tiles import plan_tiles
+from tiles import CPU_PARTS, plan_tiles
 
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
            ".csv": "csv"}
@@ -316,7 +316,7 @@ class Collate:
         student, teacher: Side; teacher None: the text alone.
         spelling: tables for the terms of piece_kl, or None for losses that work on whole chunks.
         train_on: what to learn of a chat: "assistant" or "all".
-        tile_mib, part_share: see `tiles.plan_tiles`; inf: one tile of one part holds all.
+        tile_mib, parts: see `tiles.plan_tiles`; inf: one tile of one part holds all.
         sequence_rank, sequence_size: which part of every sequence this rank holds, see sequence.py.
     """
 
@@ -325,7 +325,7 @@ class Collate:
     spelling: Spelling | None
     train_on: str = "assistant"
     tile_mib: float = math.inf
-    part_share: float = 0.125
+    parts: tuple = CPU_PARTS
     sequence_rank: int = 0
     sequence_size: int = 1
 
@@ -408,10 +408,10 @@ class Collate:
         student = batch["student_labels"], batch["student_chunk"]
         if self.teacher is None:
             nothing, sizes = torch.zeros(len(student[0]), 0, dtype=torch.long), (len(self.student.table), 0)
-            return plan_tiles(*student, nothing, nothing, sizes, self.tile_mib, self.part_share)
+            return plan_tiles(*student, nothing, nothing, sizes, self.tile_mib, self.parts)
         teacher = batch["teacher_labels"], batch["teacher_chunk"]
         sizes = len(self.student.table), len(self.teacher.table)
-        tiles = plan_tiles(*student, *teacher, sizes, self.tile_mib, self.part_share)
+        tiles = plan_tiles(*student, *teacher, sizes, self.tile_mib, self.parts)
         return [tile._replace(parts=tuple(self._with_terms(part) for part in tile.parts)) for tile in tiles]
 
     def _with_terms(self, part):

@@ -47,7 +47,7 @@ from sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_grou
                       register_attention, tile_mlps)
 from teacher import MeanRows, choose_engine, load_teacher, payload_bytes, weights_of
 from teacher_ranks import ANSWER, Link, alike_on_node, serve
-from tiles import HiddenRows, LogitRows, head_of
+from tiles import CPU_PARTS, GPU_PARTS, HiddenRows, LogitRows, head_of
 
 # --- models, data, loss ---------------------------------------------------------------------------
 
@@ -599,8 +599,7 @@ def batches_of(cfg, inputs, job, start):
     parts = cfg.sequence_parallel  # ranks of a sequence group read the same samples
     rank, ranks = dist.get_rank() // parts, dist.get_world_size() // parts
     memory = cfg.loss_memory_mib if cfg.tiled else math.inf
-    part_share = 0.125 if job.device.type == "cpu" else 0.5  # a CPU wants large tiles, a GPU few calls
-    collate = collate_all(cfg, inputs, memory, part_share)
+    collate = collate_all(cfg, inputs, memory, CPU_PARTS if job.device.type == "cpu" else GPU_PARTS)
     micro = job.engine.train_micro_batch_size_per_gpu()
     read = Reader(cfg.text_key, cfg.route_key)
     stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, read, cfg.seed)
@@ -610,11 +609,11 @@ def batches_of(cfg, inputs, job, start):
     return iter(loader(batches, cfg.num_workers)), loader(held_out, 0)
 
 
-def collate_all(cfg, inputs, tile_mib, part_share=0.125):
+def collate_all(cfg, inputs, tile_mib, parts=CPU_PARTS):
     """Texts -> a batch for every teacher; one of the text alone where there is none."""
     sides = [(lesson.side, lesson.distillation.spelling) for lesson in inputs.lessons] or [(None, None)]
     routes = [routes_of_each_teacher(cfg).get(lesson.name) for lesson in inputs.lessons]
-    how = cfg.train_on, tile_mib, part_share, dist.get_rank() % cfg.sequence_parallel, cfg.sequence_parallel
+    how = cfg.train_on, tile_mib, parts, dist.get_rank() % cfg.sequence_parallel, cfg.sequence_parallel
     return CollateAll([Collate(inputs.student, *pair, *how) for pair in sides], routes, cfg.pack)
 
 

@@ -106,7 +106,8 @@ def _ids(part):
 def _pieces(cfg, pair, device):
     tables = cached_spelling(pair)
     tables = {name: tables[name] for name in Spelling._fields}
-    spelling = Spelling(**{k: t.long() if isinstance(t, torch.Tensor) else t for k, t in tables.items()})
+    spelling = Spelling(**{k: t.long() if isinstance(t, torch.Tensor) and "event" not in k else t
+                           for k, t in tables.items()})
     on_device = Spelling(*[t.to(device) if isinstance(t, torch.Tensor) else t for t in spelling])
 
     def loss(x, y, part):
@@ -141,10 +142,11 @@ def _projected(cfg, pair, device):
 
         return Distillation(over(None), keep=over, projection=learned)
     common = common_tokens(indices, likelihoods, relaxed=cfg.loss == "h_kl")
+    rest = tuple(losses.other_tokens(ids, len(table)) for ids, table in zip(common, pair.tables))
 
     def loss(x, y, part):
         how = cfg.temperature, cfg.uncommon_topk, "p", cfg.reverse, _weight(part)
-        return losses.gold(x[None], y[None], *_ids(part)[2:], *common, *how, chunks=part.terms)[0]
+        return losses.gold(x[None], y[None], *_ids(part)[2:], *common, *how, chunks=part.terms, rest=rest)[0]
 
     return Distillation(loss)
 

@@ -2,8 +2,9 @@
 
 Two models with vocabularies of 128k and 152k tokens need 2 GiB a side for the float32 logits of 4096 tokens,
 and a plain loss keeps several copies.  Here the positions are cut into tiles of whole chunks (`plan_tiles`).
-For each tile `tiled_loss` computes the logits of both sides; part by part, the loss and the gradient, which
-takes the place of the logits; and from that at once the gradient of the hidden states and the head.  Backward
+For each tile `tiled_loss` computes the student's logits and, half a tile at a time, the teacher's; part by
+part, the loss and the gradient, which takes the place of the student's logits; and from that at once the
+gradient of the hidden states and the head.  Backward
 only scales.  What lives between the two is the gradients.
 
 Shapes: S, T student and teacher positions of a batch, flattened; n, m those of a tile; V, W vocabularies; H
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-COPIES = 8  # float32 numbers alive at the peak of a loss, per logit of a part
+# share of the memory for what a loss makes of one part; float32 numbers alive at its peak, per logit of the part
+CPU_PARTS = 0.07, 3  # large tiles, which multiply faster; compiled losses hold little
+GPU_PARTS = 0.5, 8  # few calls
 BLOCK = 8192  # rows of a head's gradient that are summed at a time, where they are not float32 already
 
 
@@ -44,10 +47,19 @@ class Head(NamedTuple):
     softcap: float = 0.0
     vocab: int = 0
 
-    def linear(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) before scale and soft-cap, in the precision of the hidden states."""
-        dtype, vocab = hidden_NH.dtype, self.vocab or len(self.weight_VH)
-        out = hidden_NH @ self.weight_VH[:vocab].to(dtype).T
+    @property
+    def tokens(self) -> int:
+        """V."""
+        return self.vocab or len(self.weight_VH)
+
+    def linear(self, hidden_NH: Tensor, memory: Tensor | None = None) -> Tensor:
+        """(N, V) before scale and soft-cap, in the precision of the hidden states.
+
+        memory: 1-d, where to write it; not with gradients.
+        """
+        dtype, vocab = hidden_NH.dtype, self.tokens
+        out = None if memory is None else memory[: len(hidden_NH) * vocab].view(-1, vocab)
+        out = torch.mm(hidden_NH, self.weight_VH[:vocab].to(dtype).T, out=out)
         if self.bias_V is not None:
             out += self.bias_V[:vocab].to(dtype)
         if self.down_RH is not None and self.up_VR is not None:
@@ -87,16 +99,24 @@ def head_of(model: Any, vocab: int) -> Head:
 
 
 class HiddenRows(NamedTuple):
-    """Teacher logits of any positions, from its final hidden states (T, H) and its head."""
+    """Teacher logits of any positions, from its final hidden states (T, H) and its head.
+
+    memory: 1-d, where the next call writes its logits, over those of the last; None: each call has its own.
+    """
 
     hidden_TH: Tensor
     head: Head
+    memory: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self.head.finish(self.head.linear(self.hidden_TH.index_select(0, rows)))
+        return self.head.finish(self.head.linear(self.hidden_TH.index_select(0, rows), self.memory))
 
     def columns(self, ids: Tensor) -> "HiddenRows":
         return self._replace(head=self.head.columns(ids))
+
+    def with_memory(self, most: int) -> "HiddenRows":
+        """For calls with at most so many positions."""
+        return self._replace(memory=self.hidden_TH.new_empty(most * self.head.tokens))
 
 
 class LogitRows(NamedTuple):
@@ -175,7 +195,7 @@ class Part(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Positions whose logits exist at the same time.
+    """Positions whose student logits exist at the same time.
 
     student_rows, teacher_rows: (n,), (m,) int64, rows of the flattened (B * S), (B * T).
     parts: the tile, cut once more.
@@ -185,10 +205,26 @@ class Tile(NamedTuple):
     teacher_rows: Tensor
     parts: tuple[Part, ...]
 
+    def halves(self) -> list[tuple[Tensor, tuple[Part, ...]]]:
+        """[(teacher rows, parts)]: the tile in two, with half of the teacher's logits at a time.
+
+        The parts' teacher slices count from there.
+        """
+        middle = len(self.teacher_rows) // 2
+        split = sum(part.teacher.stop <= middle for part in self.parts)
+        halves = []
+        for parts in (self.parts[:split], self.parts[split:]):
+            if not parts:
+                continue
+            low, high = parts[0].teacher.start, parts[-1].teacher.stop
+            own = [part._replace(teacher=slice(part.teacher.start - low, part.teacher.stop - low)) for part in parts]
+            halves.append((self.teacher_rows[low:high], tuple(own)))
+        return halves
+
 
 def plan_tiles(
     labels_BS: Tensor, student_chunk_BS: Tensor, teacher_next_BT: Tensor, teacher_chunk_BT: Tensor,
-    vocabs: tuple[int, int], memory_mib: float = 512.0, part_share: float = 0.125,
+    vocabs: tuple[int, int], memory_mib: float = 512.0, parts: tuple[float, float] = GPU_PARTS,
 ) -> list[Tile]:
     """Cut a batch into tiles; meant for the CPU, where the ids come from.
 
@@ -202,8 +238,7 @@ def plan_tiles(
         vocabs: V and W.
         memory_mib: MiB for the logits of a tile and what a loss makes of them; at least one chunk is taken.
             inf: one tile of one part.
-        part_share: of the memory, for what a loss makes of one part.  Small parts leave room for large
-            tiles, which multiply faster; large ones need fewer calls.
+        parts: CPU_PARTS or GPU_PARTS.  Small parts leave room for large tiles; large ones need fewer calls.
     """
     B = labels_BS.shape[0]
     most = 1 + max([int(x.max()) for x in (student_chunk_BS, teacher_chunk_BT) if x.numel()], default=-1)
@@ -224,20 +259,21 @@ def plan_tiles(
     # the first row of every unit, of both sides, and the end
     ends = [torch.searchsorted(unit, torch.arange(units + 1)) for unit in (s_unit, t_unit)]
     mib = (ends[0] * vocabs[0] + ends[1] * vocabs[1]).double() * 4 / 2**20
+    at_once = (ends[0] * vocabs[0] + ends[1] * vocabs[1] / 2).double() * 4 / 2**20  # half of the teacher's
     bounds = [int(end) for end in ends[0]], [int(end) for end in ends[1]]
     whole = memory_mib == float("inf")
     tiles = []
-    for low, high in _cuts(mib, 0, units, memory_mib if whole else memory_mib * (1 - part_share)):
+    for low, high in _cuts(at_once, 0, units, memory_mib if whole else memory_mib * (1 - parts[0])):
         (s, s_end), (t, t_end) = [(bound[low], bound[high]) for bound in bounds]
-        parts = []
-        for first, last in _cuts(mib, low, high, memory_mib if whole else memory_mib * part_share / COPIES):
+        pieces = []
+        for first, last in _cuts(mib, low, high, memory_mib if whole else memory_mib * parts[0] / parts[1]):
             own_s, own_t = [slice(bound[first], bound[last]) for bound in bounds]
             chunk = torch.where(s_key[own_s] >= 0, s_unit[own_s] - first, -1)
-            parts.append(Part(
+            pieces.append(Part(
                 slice(own_s.start - s, own_s.stop - s), slice(own_t.start - t, own_t.stop - t),
                 labels_BS.reshape(-1)[s_row[own_s]], teacher_next_BT.reshape(-1)[t_row[own_t]],
                 chunk, t_unit[own_t] - first))
-        tiles.append(Tile(s_row[s:s_end], t_row[t:t_end], tuple(parts)))
+        tiles.append(Tile(s_row[s:s_end], t_row[t:t_end], tuple(pieces)))
     return tiles
 
 
@@ -307,22 +343,29 @@ class _Tiled(torch.autograd.Function):
         ctx.scale = max(map(abs, run.weights), default=0.0) or 1.0
         scaled = weights / ctx.scale
         sums = torch.zeros(len(run.weights), device=hidden.device)
+        # memory that is new to the process costs a CPU as much as reading it ten times, so tiles share theirs
+        memory = rows_SH.new_empty(head.tokens * max([len(tile.student_rows) for tile in run.tiles], default=0),
+                                   dtype=dtype)
+        teacher_rows = run.teacher_rows
+        if isinstance(teacher_rows, HiddenRows):
+            most = max([len(rows) for tile in run.tiles for rows, _ in tile.halves()], default=0)
+            teacher_rows = teacher_rows.with_memory(most)
         for tile in run.tiles:
             h = rows_SH.index_select(0, tile.student_rows).to(dtype)
             with torch.autocast(kind, enabled=False):
-                linear = head.linear(h)
-                y = None if run.teacher_rows is None else run.teacher_rows(tile.teacher_rows)
-            for part in tile.parts:
-                found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), scaled)
-                sums += found
-                for grad, d in zip(grads[5:], d_params):
-                    if grad is not None and d is not None:
-                        grad += d
-            del y
+                linear = head.linear(h, memory)
+            for rows, parts in tile.halves():
+                with torch.autocast(kind, enabled=False):
+                    y = None if teacher_rows is None else teacher_rows(rows)
+                for part in parts:
+                    found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), scaled)
+                    sums += found
+                    for grad, d in zip(grads[5:], d_params):
+                        if grad is not None and d is not None:
+                            grad += d
             if any(wanted):
                 with torch.autocast(kind, enabled=False):
                     _add_gradients(grads, head, h, linear, tile.student_rows)
-            del linear
         ctx.mark_non_differentiable(sums)
         ctx.shapes = [None if x is None else (x.shape, x.dtype) for x in (hidden, *inputs)]
         ctx.grads = grads  # not save_for_backward: they are handed over, not copied

@@ -14,7 +14,7 @@ from test_chunk_losses import common_of
 from test_losses import Case
 
 import losses
-from tiles import Head, HiddenRows, LogitRows, TopKRows, plan_tiles, tiled_loss
+from tiles import GPU_PARTS, Head, HiddenRows, LogitRows, TopKRows, plan_tiles, tiled_loss
 
 H = 6
 LOSSES = "ce", "piece_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
@@ -60,7 +60,7 @@ class Models:
 
     def tiles(self, memory_mib):
         ids = self.labels, self.chunk[0], self.case.next[1], self.chunk[1]
-        planned = plan_tiles(*ids, self.sizes, memory_mib, 0.5)
+        planned = plan_tiles(*ids, self.sizes, memory_mib, GPU_PARTS)
         return [tile._replace(parts=tuple(
             part._replace(terms=losses.piece_terms(*one(part), self.case.spelling)) for part in tile.parts))
             for tile in planned]
@@ -160,10 +160,10 @@ def test_every_row_and_every_chunk_is_in_one_part():
                     assert [c.start for c in cuts] + [size] == [0] + [c.stop for c in cuts]
             for tile in tiles:
                 count += sum(int(part.terms.count_all) for part in tile.parts)
-                pieces = [(tile.parts, tile.student_rows, tile.teacher_rows, memory / 2)]
-                pieces += [([part], part.labels, part.teacher_next, memory / 16) for part in tile.parts]
+                pieces = [(tile.parts, len(tile.student_rows), len(tile.teacher_rows) / 2, memory / 2)]
+                pieces += [([part], len(part.labels), len(part.teacher_next), memory / 16) for part in tile.parts]
                 for parts, s, t, limit in pieces:
-                    cost = 4 * (len(s) * models.sizes[0] + len(t) * models.sizes[1]) / 2**20
+                    cost = 4 * (s * models.sizes[0] + t * models.sizes[1]) / 2**20
                     assert cost <= limit + 1e-9 or sum(units(part) for part in parts) == 1
             assert count == int(whole.parts[0].terms.count_all)
 

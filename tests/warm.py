@@ -8,9 +8,11 @@ import gc
 
 import deepspeed.module_inject.auto_ep_layer  # noqa: F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  starts a compiler
+import torch
 import transformers.conversion_mapping  # noqa: F401
 import transformers.trainer_utils  # noqa: F401
 
+import cpu_kernels
 import demo
 import distill  # noqa: F401
 from align import TokenTable
@@ -21,5 +23,9 @@ tokenizer = demo.byte_level_bpe(["warm"], 256)
 demo.llama(tokenizer, dict(hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1), 0)
 side = Side(tokenizer, TokenTable.from_tokenizer(tokenizer), 9)
 Collate(side, side, None)(["warm"])
+one, rows = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
+side, event = (one, torch.ones(1), rows, rows), torch.zeros(3, dtype=torch.int32)
+cpu_kernels.event_kl(one, rows, one, rows, event, event, 1, 1.0, 0.0)
+cpu_kernels.mixture_distance(side, side, None, None, 3, 1.0)
 gc.collect()
 gc.freeze()
