@@ -10,8 +10,8 @@ Sorted distances need no sort.  With N_p(t) the number of entries of p that are 
 so an entry counts with the sign of what is inside the bars at its own value.  Entries are counted in bins of
 equal leading bits; in nearly all bins one side is ahead for the whole bin, and only the others are sorted.
 
-Threads: as many as torch has.  OMP_WAIT_POLICY=passive, set before Python starts, keeps torch's own threads from
-spinning on the cores that these need; a third of the time where all cores are in use.
+Threads: as many as torch has.  OMP_WAIT_POLICY=passive, set before Python starts, keeps torch's own threads
+from spinning on the cores that these need.
 
 Shapes: N, M rows; R rows of chunks; C chunks; V, W vocabularies.  Needs numba, numpy and torch.
 """
@@ -62,7 +62,7 @@ def mixture_distance(
     """losses._common_and_rest of chunks' probabilities, which are weighted sums of the softmax of their rows.
 
     Args:
-        student, teacher: logits (N, X); weights (R,); rows (R,), chunk by chunk; numbers of their chunks (R,).
+        student, teacher: logits (N, X); weights (R,); rows (R,), chunk by chunk; of which chunk (R,).
         common, rest: (student ids, teacher ids); None: all are rest.
     Returns:
         ((C,) values, (N, V) their derivative by the student's logits, (R,) by its weights).
@@ -75,13 +75,14 @@ def mixture_distance(
     starts = [F.pad(torch.bincount(side[3]).cumsum(0), (1, 0)) for side in (student, teacher)]
     value_C, d_NV, d_R = x.new_empty(len(starts[0]) - 1), _derivative(x, row_R), torch.empty_like(weight_R)
     nothing = row_R[:0], row_R[:0]
-    _over_rows(_mixture_rows, len(value_C), *student[:3], starts[0], *teacher[:3], starts[1], *(common or nothing),
-               *(rest or nothing), k, reverse, f32(shift), f32(1 / temperature), value_C, d_NV, d_R)
+    sides = *student[:3], starts[0], *teacher[:3], starts[1], *(common or nothing), *(rest or nothing)
+    how = k, reverse, f32(shift), f32(1 / temperature)
+    _over_rows(_mixture_rows, len(value_C), *sides, *how, value_C, d_NV, d_R)
     return value_C, d_NV, d_R
 
 
 def sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """losses._sorted_distance: ((N,) sum |sorted p - sorted q| over the k largest, (N, V) its derivative by p)."""
+    """losses._sorted_distance: ((N,) sum |sorted p - sorted q| of the k largest, (N, V) derivative by p)."""
     value_N, sign_NV = p_NV.new_empty(len(p_NV)), torch.empty_like(p_NV)
     _over_rows(_distance_rows, len(p_NV), p_NV, q_NW, k, value_N, sign_NV)
     return value_N, sign_NV
@@ -261,10 +262,11 @@ def _bin(x):
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def _scratch(size_p, size_q):
-    """What `_distance` works on: by bin counts of either side, signs of either side, cell; cells; entries held back."""
+    """What `_distance` works on: a place per bin for counts, signs, cells; cells; entries held back."""
     n = 2**BIN_BITS
-    return (np.zeros(n, np.int32), np.zeros(n, np.int32), np.zeros(n, f32), np.zeros(n, f32), np.zeros(n, np.int32),
-            np.empty((n, 4), np.int32), np.empty(size_p, np.int32), np.empty(size_q, f32))
+    return (np.zeros(n, np.int32), np.zeros(n, np.int32), np.zeros(n, f32), np.zeros(n, f32),
+            np.zeros(n, np.int32), np.empty((n, 4), np.int32), np.empty(size_p, np.int32),
+            np.empty(size_q, f32))
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -316,9 +318,10 @@ def _dot(a, b):
 def _judge(count_p, count_q, top, k, sign_p, sign_q, cell_of, cells):
     """The sign of the entries of either side by bin, from bin `top` down; the counts are set back to 0.
 
-    The entries of p in a bin have the ranks above_p, ..., end_p - 1.  An entry of rank r < k counts with the sign of
-    p_(r) - q_(r).  Where both may be in the same bin, it is UNSURE, and the bin a cell (above_p, above_q, entries
-    of p and of q in the cells before); one more cell ends them.  Returns how many there are without that.
+    The entries of p in a bin have the ranks above_p, ..., end_p - 1.  An entry of rank r < k counts with the
+    sign of p_(r) - q_(r).  Where both may be in the same bin, it is UNSURE, and the bin a cell (above_p,
+    above_q, entries of p and of q in the cells before); one more cell ends them.  Returns how many there are
+    without that.
     """
     above_p, above_q, held_p, held_q, last = 0, 0, 0, 0, 0
     for b in range(top, -1, -1):
@@ -376,14 +379,16 @@ def _sort_unsure(p, k, sign, places, held, cell_of, cells):
         for r in range(m):
             place, s = n - 1 - r + offset, 0
             if cells[j, 1] + r < k:
-                s = 1 if place >= n else -1 if place < 0 else _compare(p[own[place] & 0xFFFFFFFF], other, m - 1 - r)
+                s = 1 if place >= n else -1
+                if 0 <= place < n:
+                    s = _compare(p[own[place] & 0xFFFFFFFF], other, m - 1 - r)
             value -= (s - UNSURE) * np.float64(other[m - 1 - r])
     return value
 
 
 @njit(error_model="numpy")
 def _compare(x, ascending, place):
-    """Sign of x less the entry at `place`; what is behind the end is larger, what is before the start smaller."""
+    """Sign of x less the entry at `place`; what is behind the end is larger, before the start smaller."""
     if place >= len(ascending):
         return -1
     if place < 0:
@@ -443,7 +448,8 @@ def _mass_kl(p, q, reverse, shift, d):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _common_and_rest(x, y, common_x, common_y, rest_x, rest_y, k, reverse, shift, out, own, other, sign, scratch):
+def _common_and_rest(x, y, common_x, common_y, rest_x, rest_y, k, reverse, shift, out, own, other, sign,
+                     scratch):
     """KL on the common tokens and one bucket, distance of the sorted rest; the derivative by x into out."""
     a, b, found, kl = np.empty(BLOCK, f32), np.empty(BLOCK, f32), np.empty(BLOCK, f32), 0.0
     for start in range(0, len(common_x), BLOCK):
@@ -488,8 +494,8 @@ def _mixture_rows(low, high, x, weight, row, start, y, teacher_weight, teacher_r
         if whole:
             value[c] = _distance(p, q, k, slope, scratch)
         else:
-            value[c] = _common_and_rest(p, q, common_x, common_y, rest_x, rest_y, k, reverse, shift, slope, own,
-                                        other, sign, scratch)
+            value[c] = _common_and_rest(p, q, common_x, common_y, rest_x, rest_y, k, reverse, shift, slope,
+                                        own, other, sign, scratch)
         for r in range(start[c], start[c + 1]):
             d_weight[r] = _dot(slope, d[row[r]])
             _scale_back(d[row[r]], weight[r] * over_temperature, slope, f32(d_weight[r] * unshift))

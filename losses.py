@@ -20,8 +20,8 @@ t predicts.  Logits must be cut to the tokenizer's own vocabulary (no padding ro
 Every loss takes `group`, a process group over which the last axis of the logits, and nothing else, is sharded
 in rank order, evenly or not.  Every rank gets the same result, and the gradient of its own columns.
 
-Needs torch only.  Copy this file into your own repository.  With cpu_kernels.py and numba beside it, piece_kl,
-gold, h_kl and uld take a third to a half of the time on a CPU.  Tests: tests/test_losses.py.
+Needs torch only.  Copy this file into your own repository.  With cpu_kernels.py and numba beside it,
+piece_kl, gold, h_kl and uld take a third to two thirds of the time on a CPU.  Tests: tests/test_losses.py.
 """
 
 import math
@@ -788,7 +788,8 @@ def piece_kl(
     rows, values = [terms.start_S], [_start_kl(x, y, terms, spelling, temperature, group)]
     # what the others need of x, in one piece: each selection has a gradient as large as x
     chosen = terms.inside_teacher.fine_row, terms.inside_student.coarse_row, terms.many_S[:, 0]
-    x_teacher, x_student, x_many = x.index_select(0, torch.cat(chosen)).split([len(row) for row in chosen])
+    sizes = [len(row) for row in chosen]
+    x_teacher, x_student, x_many = torch.split(x.index_select(0, torch.cat(chosen)), sizes)
     if len(terms.inside_teacher.low):
         y_teacher = y.index_select(0, terms.inside_teacher.coarse_row)
         fine, coarse, ranges, share = _own_share(x_teacher, y_teacher, terms.inside_teacher, group)
@@ -825,7 +826,7 @@ def _start_kl(
         (x, share), (y, _) = vocab_turn(x[row_S], group), vocab_turn(y[row_T], group)
         row_S = row_T = torch.arange(len(x), device=x.device)
     how = row_S, at_least_float32(y), row_T, spelling, temperature
-    value = _WithDerivative.apply(at_least_float32(x), _event_kl, *how)  # type: ignore[no-untyped-call]
+    value: Tensor = _WithDerivative.apply(at_least_float32(x), _event_kl, *how)  # type: ignore[no-untyped-call]
     return vocab_join(value.index_select(0, row_S), share, len(terms.start_S), group)
 
 
@@ -898,7 +899,7 @@ def _entries(logits: Tensor, row: Tensor, column: Tensor, temperature: float) ->
 
 
 class _WithDerivative(torch.autograd.Function):
-    """find(x, *how) = (N,) values of the rows of x (N, V), and their derivative by x, which is then only scaled."""
+    """find(x, *how) = (N,) values of the rows of x (N, V) and their derivative, which is then only scaled."""
 
     @staticmethod
     def forward(ctx: Any, x_NV: Tensor, find: Callable[..., Two], *how: Any) -> Tensor:
@@ -913,7 +914,7 @@ class _WithDerivative(torch.autograd.Function):
 
 
 class _MixtureDistance(torch.autograd.Function):
-    """(C,) value of the chunks' probabilities, which are weighted sums of the softmax of their rows (compiled).
+    """(C,) values of chunks' probabilities, which are weighted sums of the softmax of their rows; compiled.
 
     Gradient for the student's logits x (N, V) and its weights (R,) of the rows row_R of the chunks of_R.
     """
@@ -923,7 +924,9 @@ class _MixtureDistance(torch.autograd.Function):
         ctx: Any, x_NV: Tensor, weight_R: Tensor, row_R: Tensor, of_R: Tensor, kernels: Any,
         teacher: tuple[Tensor, ...], *how: Any,
     ) -> Tensor:
-        value_C, d_NV, d_R = kernels.mixture_distance((x_NV, weight_R, row_R, of_R), teacher, *how)
+        student = x_NV, weight_R, row_R, of_R
+        value_C: Tensor
+        value_C, d_NV, d_R = kernels.mixture_distance(student, teacher, *how)
         ctx.save_for_backward(d_NV, d_R, row_R, of_R)
         ctx.others = 2 + len(how)
         return value_C
@@ -950,13 +953,14 @@ def _event_kl(
 ) -> Two:
     """((N,) KL(q || p) over events where a chunk begins, else 0; its derivative by x).
 
-    Tokens without an event are left out before the softmax.  By hand, because this is where the time goes: the
-    plain form has three times as many passes over [C, V].  With m the mass of an event before it is divided
-    by Z, dKL / dx_v = p_v - q_e exp(x_v) / m_e.
+    Tokens without an event are left out before the softmax.  By hand, because this is where the time goes:
+    the plain form has three times as many passes over [C, V].  With m the mass of an event before it is
+    divided by Z, dKL / dx_v = p_v - q_e exp(x_v) / m_e.
     """
     shift = SHIFT / max(temperature, 1)  # lets float32 reach down to log p = -157 of temperature 1
     if kernels := _compiled(x_NV, y_MW):
-        return kernels.event_kl(x_NV, row_C, y_MW, teacher_row_C, *spelling[:3], temperature, shift)
+        found: Two = kernels.event_kl(x_NV, row_C, y_MW, teacher_row_C, *spelling[:3], temperature, shift)
+        return found
     # one event more collects the tokens that have none
     event_V, event_W = [torch.where(event < 0, spelling.num_events, event) for event in spelling[:2]]
     p_CV, mass_CE, Z = _event_mass(x_NV, row_C, event_V, spelling.num_events, temperature, shift)
@@ -1137,10 +1141,10 @@ def gold(
     if average == "p" and (kernels := _compiled(student_logits_BSV, teacher_logits_BTW, group)):
         teacher = (1 / chunks.count_T).float()[chunks.of_T], chunks.row_T, chunks.of_T
         student = (1 / chunks.count_S).float()[chunks.of_S], chunks.row_S, chunks.of_S
-        how = (common_V, common_W), rest, min(uncommon_topk, *map(len, rest)), temperature, reverse, shift
-        value = _MixtureDistance.apply(  # type: ignore[no-untyped-call]
-            student_logits_BSV.flatten(0, 1), *student, kernels, (teacher_logits_BTW.detach().flatten(0, 1), *teacher),
-            *how)
+        x, y = student_logits_BSV.flatten(0, 1), teacher_logits_BTW.detach().flatten(0, 1)
+        k = min(uncommon_topk, *map(len, rest))
+        value: Tensor = _MixtureDistance.apply(  # type: ignore[no-untyped-call]
+            x, *student, kernels, (y, *teacher), (common_V, common_W), rest, k, temperature, reverse, shift)
         value = temperature**2 * value
         return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
     x = _used(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
@@ -1164,7 +1168,8 @@ def gold(
         value = value + (p_rest.topk(k, -1).values - q_rest.topk(k, -1).values).abs().sum(-1)
     else:
         how = (common_V, common_W), rest, k, reverse, shift
-        value = _WithDerivative.apply(means[0], _common_and_rest, means[1], *how)  # type: ignore[no-untyped-call]
+        value = _WithDerivative.apply(  # type: ignore[no-untyped-call]
+            means[0], _common_and_rest, means[1], *how)
     value = vocab_join(temperature**2 * value, share, len(chunks.first_S), group)
     return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
@@ -1211,7 +1216,8 @@ def _sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> Two:
     Beyond the end of a row there are zeros.
     """
     if kernels := _compiled(p_NV, q_NW):
-        return kernels.sorted_distance(p_NV, q_NW, k)
+        found: Two = kernels.sorted_distance(p_NV, q_NW, k)
+        return found
     (p_NK, place), (q_NK, _) = _largest(p_NV, k), _largest(q_NW, k)
     only_p, only_q = [max(0, a.shape[1] - b.shape[1]) for a, b in ((p_NK, q_NK), (q_NK, p_NK))]
     p_NK, q_NK = F.pad(p_NK, (0, only_q)), F.pad(q_NK, (0, only_p))
@@ -1254,8 +1260,7 @@ def uld(
     Others and Returns: of `projection_kl`; the value is no tau^2 multiple, since it is linear in p.
     """
     chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
-    kernels = None if common else _compiled(student_logits_BSV, teacher_logits_BTW, group)
-    sides, share = [], slice(0)
+    ends = []
     for logits, next_, row, of, first, count in (
             (student_logits_BSV, student_next_BS, chunks.row_S, chunks.of_S, chunks.first_S, chunks.count_S),
             (teacher_logits_BTW.detach(), teacher_next_BT, chunks.row_T, chunks.of_T, chunks.first_T,
@@ -1265,16 +1270,19 @@ def uld(
             others = torch.nonzero_static(row != last[of], size=len(row) - len(last)).squeeze(1)
             rows = torch.stack([row[others], of[others]], 1)
             before = _chunk_logp(logits, next_, rows, len(last), temperature, group).exp()
-        if kernels:
-            weight = logits.new_ones(len(last)) if before is None else before
-            sides.append((logits, weight, last, torch.arange(len(last))))
-            continue
+        ends.append((logits, last, before))
+    if common is None and (kernels := _compiled(student_logits_BSV, teacher_logits_BTW, group)):
+        number = torch.arange(len(chunks.first_S))
+        student, teacher = [(x, x.new_ones(len(last)) if before is None else before, last, number)
+                            for x, last, before in ends]
+        longest = max(student_logits_BSV.shape[2], teacher_logits_BTW.shape[2])
+        value: Tensor = _MixtureDistance.apply(  # type: ignore[no-untyped-call]
+            *student, kernels, teacher, None, None, longest, temperature)
+        return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
+    sides, share = [], slice(0)
+    for logits, last, before in ends:
         at_last, share = vocab_turn(vocab_softmax(_rows(logits, last, temperature), group), group)
         sides.append(at_last if before is None else at_last * vocab_copy(before, group)[share, None])
-    if kernels:
-        how = None, None, max(student_logits_BSV.shape[2], teacher_logits_BTW.shape[2]), temperature
-        value = _MixtureDistance.apply(*sides[0], kernels, sides[1], *how)  # type: ignore[no-untyped-call]
-        return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
     p, q = sides
     if common is None:
         value = _all_sorted(p, q)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# share of the memory for what a loss makes of one part; float32 numbers alive at its peak, per logit of the part
+# share of the memory for what a loss makes of one part; float32 numbers alive at its peak, per logit of it
 CPU_PARTS = 0.07, 3  # large tiles, which multiply faster; compiled losses hold little
 GPU_PARTS = 0.5, 8  # few calls
 BLOCK = 8192  # rows of a head's gradient that are summed at a time, where they are not float32 already
@@ -217,7 +217,8 @@ class Tile(NamedTuple):
             if not parts:
                 continue
             low, high = parts[0].teacher.start, parts[-1].teacher.stop
-            own = [part._replace(teacher=slice(part.teacher.start - low, part.teacher.stop - low)) for part in parts]
+            own = [part._replace(teacher=slice(part.teacher.start - low, part.teacher.stop - low))
+                   for part in parts]
             halves.append((self.teacher_rows[low:high], tuple(own)))
         return halves
 
@@ -343,10 +344,10 @@ class _Tiled(torch.autograd.Function):
         ctx.scale = max(map(abs, run.weights), default=0.0) or 1.0
         scaled = weights / ctx.scale
         sums = torch.zeros(len(run.weights), device=hidden.device)
-        # memory that is new to the process costs a CPU as much as reading it ten times, so tiles share theirs
-        memory = rows_SH.new_empty(head.tokens * max([len(tile.student_rows) for tile in run.tiles], default=0),
-                                   dtype=dtype)
-        teacher_rows = run.teacher_rows
+        # tiles share memory: what is new to the process costs a CPU several times what using it does
+        most = max([len(tile.student_rows) for tile in run.tiles], default=0)
+        memory = rows_SH.new_empty(most * head.tokens, dtype=dtype)
+        teacher_rows: Any = run.teacher_rows
         if isinstance(teacher_rows, HiddenRows):
             most = max([len(rows) for tile in run.tiles for rows, _ in tile.halves()], default=0)
             teacher_rows = teacher_rows.with_memory(most)

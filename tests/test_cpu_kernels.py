@@ -41,7 +41,8 @@ def test_compiled_rows_equal_the_plain_path(name, monkeypatch):
         x, y = [(spread * side.detach()).float() for side in (case.x, case.y)]
         x[case.chunk[0] < 0], y[case.chunk[1] < 0] = torch.nan, torch.nan
         loss, found = loss_of(name, case, (0.5, 1.0, 3.0)[seed % 3]), []
-        for compiled, dtype in ((True, torch.float32), (False, torch.float64 if spread < 30 else torch.float32)):
+        reference = torch.float64 if spread < 30 else torch.float32
+        for compiled, dtype in ((True, torch.float32), (False, reference)):
             monkeypatch.setattr(losses, "HAS_KERNELS", compiled)
             leaf = x.to(dtype).requires_grad_()
             value = loss(leaf, y.to(dtype))

@@ -161,7 +161,8 @@ def test_every_row_and_every_chunk_is_in_one_part():
             for tile in tiles:
                 count += sum(int(part.terms.count_all) for part in tile.parts)
                 pieces = [(tile.parts, len(tile.student_rows), len(tile.teacher_rows) / 2, memory / 2)]
-                pieces += [([part], len(part.labels), len(part.teacher_next), memory / 16) for part in tile.parts]
+                pieces += [([part], len(part.labels), len(part.teacher_next), memory / 16)
+                           for part in tile.parts]
                 for parts, s, t, limit in pieces:
                     cost = 4 * (s * models.sizes[0] + t * models.sizes[1]) / 2**20
                     assert cost <= limit + 1e-9 or sum(units(part) for part in parts) == 1
