@@ -242,7 +242,7 @@ def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=()
         return torch.stack(found)
 
     if isinstance(student_rows, HiddenRows):
-        return tiled_loss(*student_rows, teacher_rows, of_part, tiles, weights, params)
+        return tiled_loss(*student_rows[:2], teacher_rows, of_part, tiles, weights, params)
     sums = [student_rows.logits_TW[:0].float().sum().expand(2)]  # of the graph, also without a tile
     for tile in tiles:
         x, y = student_rows(tile.student_rows), teacher_rows and teacher_rows(tile.teacher_rows)
