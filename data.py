@@ -15,6 +15,7 @@ import glob
 import itertools
 import json
 import math
+import multiprocessing
 import re
 import signal
 import sys
@@ -785,3 +786,10 @@ def _ignore_sigterm(worker_id):
     """A job that is told to end takes a checkpoint first, and needs its workers for that long."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+def end_workers():
+    """Workers ignore the signal by which Python ends them at its exit: a rank that fails would wait for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch reports that they were killed
+    for worker in multiprocessing.active_children():
+        worker.kill()

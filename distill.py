@@ -33,7 +33,7 @@ from checkpoint import (export_model, export_projection, find_checkpoint, has_to
                         load_checkpoint, save_checkpoint)
 from config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
 from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
-                  Side, StreamedRows, check_templates, holds_chats, load_rows, loader, split_rows)
+                  Side, StreamedRows, check_templates, end_workers, holds_chats, load_rows, loader, split_rows)
 from ds_config import BATCH_KEYS, FREE_KEYS, batch_sizes, read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import parse_flags
@@ -554,6 +554,7 @@ def main(cfg):
     with agree(roles, "models"):
         job = build_job(cfg, inputs, device, roles)
     with name_the_dead(roles), ExitStack() as stack:
+        stack.callback(end_workers)
         if roles:
             connect(job, roles)
             stack.push(partial(leave, job.link))

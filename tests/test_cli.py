@@ -209,6 +209,19 @@ def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(models, texts, tmp
     assert losses_of(tmp_path / "run")[-1]["step"] == reached + 2
 
 
+def test_an_error_in_a_step_ends_the_process(models, texts, tmp_path):
+    """Although its data worker ignores the signal that Python ends workers with."""
+    broken = "import distill; distill.lesson_sums = lambda *rows, **lessons: 1 / 0; distill.cli()"
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 20)}",
+            f"--ds_config={ds_config(tmp_path / 'ds.json', 0, 2, 1)}", "--max_length=60", "--steps=9",
+            "--num_workers=1", "--eval_every=0", f"--output_dir={tmp_path / 'run'}"]
+    where = dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                 MASTER_PORT=str(ranks.free_port()))
+    done = subprocess.run([sys.executable, "-c", broken, *argv], cwd=ROOT, env=where, capture_output=True,
+                          text=True, timeout=180)
+    assert done.returncode == 1 and "ZeroDivisionError: division by zero" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("how", ["--teacher_tp=2", "--teacher_ranks=1"])
 def test_two_nodes(models, texts, tmp_path, how):
     """Two launches of two ranks each are one job; it learns what the student's ranks learn on one node."""
