@@ -789,7 +789,7 @@ def _ignore_sigterm(worker_id):
 
 
 def end_workers():
-    """Workers ignore the signal by which Python ends them at its exit: a rank that fails would wait for ever."""
+    """Workers ignore the signal by which Python ends them at its exit: a failed rank would wait for ever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch reports that they were killed
     for worker in multiprocessing.active_children():
         worker.kill()

@@ -33,7 +33,8 @@ from checkpoint import (export_model, export_projection, find_checkpoint, has_to
                         load_checkpoint, save_checkpoint)
 from config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
 from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
-                  Side, StreamedRows, check_templates, end_workers, holds_chats, load_rows, loader, split_rows)
+                  Side, StreamedRows, check_templates, end_workers, holds_chats, load_rows, loader,
+                  split_rows)
 from ds_config import BATCH_KEYS, FREE_KEYS, batch_sizes, read_ds_config, resolve_ds_config
 from evaluate import evaluate
 from flags import parse_flags
