@@ -479,7 +479,7 @@ def _common_and_rest(x, y, common_x, common_y, rest_x, rest_y, k, reverse, shift
 def _mixture_rows(low, high, x, weight, row, start, y, teacher_weight, teacher_row, teacher_start, common_x,
                   common_y, rest_x, rest_y, k, reverse, shift, over_temperature, value, d, d_weight):
     V, W = x.shape[1], y.shape[1]
-    whole = len(common_x) == 0
+    whole = len(common_x) + len(rest_x) == 0
     sizes = (V, W) if whole else (len(rest_x), len(rest_y))
     own, other, sign = np.empty(sizes[0], f32), np.empty(sizes[1], f32), np.empty(sizes[0], f32)
     p, q, one, slope = np.empty(V, f32), np.empty(W, f32), np.empty(W, f32), np.empty(V, f32)

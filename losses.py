@@ -826,7 +826,8 @@ def _start_kl(
         (x, share), (y, _) = vocab_turn(x[row_S], group), vocab_turn(y[row_T], group)
         row_S = row_T = torch.arange(len(x), device=x.device)
     how = row_S, at_least_float32(y), row_T, spelling, temperature
-    value: Tensor = _WithDerivative.apply(at_least_float32(x), _event_kl, *how)  # type: ignore[no-untyped-call]
+    value: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
+        at_least_float32(x), _event_kl, *how)
     return vocab_join(value.index_select(0, row_S), share, len(terms.start_S), group)
 
 
