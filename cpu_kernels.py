@@ -18,6 +18,7 @@ Shapes: N, M rows; R rows of chunks; C chunks; V, W vocabularies.  Needs numba, 
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,16 +44,16 @@ def event_kl(
     x_NV: Tensor, row_C: Tensor, y_MW: Tensor, teacher_row_C: Tensor, event_V: Tensor, event_W: Tensor,
     num_events: int, temperature: float, shift: float,
 ) -> tuple[Tensor, Tensor]:
-    """losses._event_kl: ((N,) KL over events where a chunk begins, else 0; (N, V) its derivative by x)."""
+    """losses._event_kl: ((C,) KL over events where a chunk begins; (N, V) its derivative by x)."""
     for logits, rows, event in ((x_NV, row_C, event_V), (y_MW, teacher_row_C, event_W)):
         _check(rows, 0, len(logits), "rows")
         _check(event, -1, num_events, "events")
         if len(event) != logits.shape[1]:
             raise ValueError(f"events of {len(event)} tokens, logits of {logits.shape[1]}")
-    value_N, d_NV = x_NV.new_zeros(len(x_NV)), _derivative(x_NV, row_C)
-    _over_rows(_event_rows, len(row_C), x_NV, row_C, y_MW, teacher_row_C, event_V, event_W, num_events,
-               f32(1 / temperature), f32(shift), value_N, d_NV)
-    return value_N, d_NV
+    value_C, d_NV = x_NV.new_empty(len(row_C)), _derivative(x_NV, row_C)
+    _over_rows(_event_rows, lambda: _event_scratch(num_events), len(row_C), x_NV, row_C, y_MW, teacher_row_C,
+               event_V, event_W, f32(1 / temperature), f32(shift), value_C, d_NV)
+    return value_C, d_NV
 
 
 def mixture_distance(
@@ -77,14 +78,17 @@ def mixture_distance(
     nothing = row_R[:0], row_R[:0]
     sides = *student[:3], starts[0], *teacher[:3], starts[1], *(common or nothing), *(rest or nothing)
     how = k, reverse, f32(shift), f32(1 / temperature)
-    _over_rows(_mixture_rows, len(value_C), *sides, *how, value_C, d_NV, d_R)
+    sizes = x.shape[1], teacher[0].shape[1], *map(len, rest or (x[0], teacher[0][0]))
+    out = value_C, d_NV, d_R
+    _over_rows(_mixture_rows, lambda: _mixture_scratch(*sizes), len(value_C), *sides, *how, *out)
     return value_C, d_NV, d_R
 
 
 def sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """losses._sorted_distance: ((N,) sum |sorted p - sorted q| of the k largest, (N, V) derivative by p)."""
     value_N, sign_NV = p_NV.new_empty(len(p_NV)), torch.empty_like(p_NV)
-    _over_rows(_distance_rows, len(p_NV), p_NV, q_NW, k, value_N, sign_NV)
+    sizes = p_NV.shape[1], q_NW.shape[1]
+    _over_rows(_distance_rows, lambda: _scratch(*sizes), len(p_NV), p_NV, q_NW, k, value_N, sign_NV)
     return value_N, sign_NV
 
 
@@ -104,14 +108,23 @@ def _derivative(x_NV: Tensor, row_R: Tensor) -> Tensor:
     return torch.empty_like(x_NV).index_fill_(0, others.nonzero().squeeze(1), 0.0)
 
 
-def _over_rows(kernel: Callable[..., None], count: int, *args: Any) -> None:
-    """kernel(first row, end, *args) on all threads, tensors as arrays."""
+def _over_rows(kernel: Callable[..., None], scratch: Callable[[], Any], count: int, *args: Any) -> None:
+    """kernel(row, own scratch, *args) for all rows, tensors as arrays; each thread takes the next one left."""
     arrays = [x.detach().contiguous().numpy() if torch.is_tensor(x) else x for x in args]
+    rows, lock = iter(range(count)), threading.Lock()
+
+    def work() -> None:
+        own = scratch()
+        while True:
+            with lock:
+                row = next(rows, None)
+            if row is None:
+                return
+            kernel(row, own, *arrays)
+
     threads = max(1, min(count, torch.get_num_threads()))
-    bounds = [count * i // threads for i in range(threads + 1)]
-    others = [_pool(threads - 1, os.getpid()).submit(kernel, low, high, *arrays)
-              for low, high in zip(bounds[:-2], bounds[1:-1])]
-    kernel(bounds[-2], count, *arrays)
+    others = [_pool(threads - 1, os.getpid()).submit(work) for _ in range(threads - 1)]
+    work()
     for other in others:
         other.result()
 
@@ -237,19 +250,21 @@ def _event_value(q, mass, log_ratio, over_z, over_y):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
-def _event_rows(low, high, x, row, y, teacher_row, event_V, event_W, num_events, over_temperature, shift,
-                value, d):
-    mass, q = np.empty(num_events + 1, f32), np.empty(num_events + 1, f32)
-    block = np.empty(BLOCK, f32)
-    for c in range(low, high):
-        own = d[row[c]]
-        Z = _mass(x[row[c]], event_V, over_temperature, shift, own, mass)
-        y_Z = _mass(y[teacher_row[c]], event_W, over_temperature, f32(0), block, q)
-        found = _event_value(q, mass, np.log(Z) - np.log(y_Z), f32(over_temperature / Z),
-                             f32(over_temperature / y_Z))
-        value[row[c]] = found / y_Z
-        for v in range(len(own)):
-            own[v] *= mass[event_V[v]]
+def _event_scratch(num_events):
+    return np.empty(num_events + 1, f32), np.empty(num_events + 1, f32), np.empty(BLOCK, f32)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+def _event_rows(c, scratch, x, row, y, teacher_row, event_V, event_W, over_temperature, shift, value, d):
+    mass, q, block = scratch
+    own = d[row[c]]
+    Z = _mass(x[row[c]], event_V, over_temperature, shift, own, mass)
+    y_Z = _mass(y[teacher_row[c]], event_W, over_temperature, f32(0), block, q)
+    log_ratio = np.log(Z) - np.log(y_Z)
+    found = _event_value(q, mass, log_ratio, f32(over_temperature / Z), f32(over_temperature / y_Z))
+    value[c] = found / y_Z
+    for v in range(len(own)):
+        own[v] *= mass[event_V[v]]
 
 
 # --- sorted distance ------------------------------------------------------------------------------
@@ -397,10 +412,8 @@ def _compare(x, ascending, place):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _distance_rows(low, high, p, q, k, value, sign):
-    scratch = _scratch(p.shape[1], q.shape[1])
-    for c in range(low, high):
-        value[c] = _distance(p[c], q[c], k, sign[c], scratch)
+def _distance_rows(c, scratch, p, q, k, value, sign):
+    value[c] = _distance(p[c], q[c], k, sign[c], scratch)
 
 
 # --- probabilities of chunks ----------------------------------------------------------------------
@@ -448,9 +461,9 @@ def _mass_kl(p, q, reverse, shift, d):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _common_and_rest(x, y, common_x, common_y, rest_x, rest_y, k, reverse, shift, out, own, other, sign,
-                     scratch):
+def _common_and_rest(x, y, common_x, common_y, rest_x, rest_y, k, reverse, shift, out, scratch, bins):
     """KL on the common tokens and one bucket, distance of the sorted rest; the derivative by x into out."""
+    own, other, sign = scratch
     a, b, found, kl = np.empty(BLOCK, f32), np.empty(BLOCK, f32), np.empty(BLOCK, f32), 0.0
     for start in range(0, len(common_x), BLOCK):
         at_x, at_y = common_x[start : start + BLOCK], common_y[start : start + BLOCK]
@@ -469,33 +482,35 @@ def _common_and_rest(x, y, common_x, common_y, rest_x, rest_y, k, reverse, shift
     unshift = f32(np.exp(-shift))
     for i in range(len(rest_x)):
         own[i] *= unshift
-    value = kl + _distance(own, other, k, sign, scratch)
+    value = kl + _distance(own, other, k, sign, bins)
     for i in range(len(rest_x)):
         out[rest_x[i]] = sign[i] * unshift + found[0]
     return value
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _mixture_rows(low, high, x, weight, row, start, y, teacher_weight, teacher_row, teacher_start, common_x,
+def _mixture_scratch(V, W, rest_V, rest_W):
+    sides = np.empty(V, f32), np.empty(W, f32), np.empty(W, f32), np.empty(V, f32)
+    rest = np.empty(rest_V, f32), np.empty(rest_W, f32), np.empty(rest_V, f32)
+    return sides, rest, _scratch(rest_V, rest_W)
+
+
+@njit(nogil=True, fastmath=plain, error_model="numpy", cache=True)
+def _mixture_rows(c, scratch, x, weight, row, start, y, teacher_weight, teacher_row, teacher_start, common_x,
                   common_y, rest_x, rest_y, k, reverse, shift, over_temperature, value, d, d_weight):
-    V, W = x.shape[1], y.shape[1]
-    whole = len(common_x) + len(rest_x) == 0
-    sizes = (V, W) if whole else (len(rest_x), len(rest_y))
-    own, other, sign = np.empty(sizes[0], f32), np.empty(sizes[1], f32), np.empty(sizes[0], f32)
-    p, q, one, slope = np.empty(V, f32), np.empty(W, f32), np.empty(W, f32), np.empty(V, f32)
-    scratch, unshift = _scratch(*sizes), np.exp(-np.float64(shift))
-    for c in range(low, high):
-        for r in range(start[c], start[c + 1]):
-            _softmax(x[row[r]], over_temperature, shift, d[row[r]])
-            _add_scaled(d[row[r]], weight[r], r == start[c], p)
-        for r in range(teacher_start[c], teacher_start[c + 1]):
-            _softmax(y[teacher_row[r]], over_temperature, f32(0), one)
-            _add_scaled(one, teacher_weight[r], r == teacher_start[c], q)
-        if whole:
-            value[c] = _distance(p, q, k, slope, scratch)
-        else:
-            value[c] = _common_and_rest(p, q, common_x, common_y, rest_x, rest_y, k, reverse, shift, slope,
-                                        own, other, sign, scratch)
-        for r in range(start[c], start[c + 1]):
-            d_weight[r] = _dot(slope, d[row[r]])
-            _scale_back(d[row[r]], weight[r] * over_temperature, slope, f32(d_weight[r] * unshift))
+    (p, q, one, slope), rest, bins = scratch
+    for r in range(start[c], start[c + 1]):
+        _softmax(x[row[r]], over_temperature, shift, d[row[r]])
+        _add_scaled(d[row[r]], weight[r], r == start[c], p)
+    for r in range(teacher_start[c], teacher_start[c + 1]):
+        _softmax(y[teacher_row[r]], over_temperature, f32(0), one)
+        _add_scaled(one, teacher_weight[r], r == teacher_start[c], q)
+    if len(common_x) + len(rest_x) == 0:
+        value[c] = _distance(p, q, k, slope, bins)
+    else:
+        value[c] = _common_and_rest(p, q, common_x, common_y, rest_x, rest_y, k, reverse, shift, slope, rest,
+                                    bins)
+    unshift = np.exp(-np.float64(shift))
+    for r in range(start[c], start[c + 1]):
+        d_weight[r] = _dot(slope, d[row[r]])
+        _scale_back(d[row[r]], weight[r] * over_temperature, slope, f32(d_weight[r] * unshift))

@@ -468,8 +468,9 @@ def kept_columns(lesson, window, teachers):
     importance = torch.full((len(lesson.side.table),), -torch.inf, device=device)
     for batch, rows in zip(window, teachers):
         for tile in batch["tiles"]:
-            y = rows(tile.teacher_rows)
             for part in tile.parts:
+                if part.fetch is not None:
+                    y = rows(part.fetch)
                 found = teacher_importance(y[None, part.teacher], part.teacher_chunk[None])
                 importance = torch.maximum(importance, found)
     dist.all_reduce(importance, op=dist.ReduceOp.MAX)

@@ -70,13 +70,13 @@ def _lesson_sums(student_rows, teacher_rows, batch, distillation):
     counts, kd, shares = batch["counts"], 0.0, torch.zeros(2 * len(SHARES), dtype=torch.float64)
     for tile in batch["tiles"]:
         x = student_rows(tile.student_rows)
-        for rows, parts in tile.halves():
-            y = teacher_rows(rows)
-            for part in parts:
-                kd += float(distillation.loss(x[part.student], y[part.teacher], part))
-                if distillation.shares:
-                    of_part = distillation.shares(y[part.teacher], part)
-                    shares += torch.stack([each.double().cpu() for name in SHARES for each in of_part[name]])
+        for part in tile.parts:
+            if part.fetch is not None:
+                y = teacher_rows(part.fetch)
+            kd += float(distillation.loss(x[part.student], y[part.teacher], part))
+            if distillation.shares:
+                of_part = distillation.shares(y[part.teacher], part)
+                shares += torch.stack([each.double().cpu() for name in SHARES for each in of_part[name]])
     found = [*_nats_and_bytes(teacher_rows, batch, "teacher"), kd, counts["kd"], counts["aligned_bytes"],
              counts["text_bytes"]]
     return torch.cat([torch.tensor(found, dtype=torch.float64), shares])

@@ -827,8 +827,8 @@ def _start_kl(
         row_S = row_T = torch.arange(len(x), device=x.device)
     how = row_S, at_least_float32(y), row_T, spelling, temperature
     value: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
-        at_least_float32(x), _event_kl, *how)
-    return vocab_join(value.index_select(0, row_S), share, len(terms.start_S), group)
+        at_least_float32(x), row_S, _event_kl, *how)
+    return vocab_join(value, share, len(terms.start_S), group)
 
 
 def _own_share(
@@ -900,18 +900,21 @@ def _entries(logits: Tensor, row: Tensor, column: Tensor, temperature: float) ->
 
 
 class _WithDerivative(torch.autograd.Function):
-    """find(x, *how) = (N,) values of the rows of x (N, V) and their derivative, which is then only scaled."""
+    """find(x, *how) = (C,) values of the rows row_C of x (N, V), None for all; (N, V) their derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x_NV: Tensor, find: Callable[..., Two], *how: Any) -> Tensor:
-        value_N, d_NV = find(x_NV, *how)
-        ctx.save_for_backward(d_NV)
-        ctx.others = len(how)
-        return value_N
+    def forward(
+        ctx: Any, x_NV: Tensor, row_C: Tensor | None, find: Callable[..., Two], *how: Any
+    ) -> Tensor:
+        value_C, d_NV = find(x_NV, *how)
+        ctx.save_for_backward(d_NV, torch.arange(len(d_NV), device=d_NV.device) if row_C is None else row_C)
+        ctx.others = 2 + len(how)
+        return value_C
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.saved_tensors[0] * grads[0][:, None], None, *[None] * ctx.others
+        d_NV, row_C = ctx.saved_tensors
+        return _scaled(d_NV, row_C, grads[0]), *[None] * ctx.others
 
 
 class _MixtureDistance(torch.autograd.Function):
@@ -936,8 +939,14 @@ class _MixtureDistance(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_NV, d_R, row_R, of_R = ctx.saved_tensors
         outer_R = grads[0][of_R]
-        outer_N = outer_R.new_zeros(len(d_NV)).index_copy_(0, row_R, outer_R)
-        return d_NV * outer_N[:, None], d_R * outer_R, None, None, *[None] * ctx.others
+        return _scaled(d_NV, row_R, outer_R), d_R * outer_R, None, None, *[None] * ctx.others
+
+
+def _scaled(d_NV: Tensor, row_R: Tensor, outer_R: Tensor) -> Tensor:
+    """The listed rows times these factors; the others hold 0.  Often all factors are 1."""
+    if outer_R.device.type == "cpu" and bool((outer_R == 1).all()):
+        return d_NV
+    return d_NV * outer_R.new_zeros(len(d_NV)).index_copy_(0, row_R, outer_R)[:, None]
 
 
 def _compiled(student_logits: Tensor, teacher_logits: Tensor, group: Any = None) -> Any:
@@ -952,7 +961,7 @@ def _compiled(student_logits: Tensor, teacher_logits: Tensor, group: Any = None)
 def _event_kl(
     x_NV: Tensor, row_C: Tensor, y_MW: Tensor, teacher_row_C: Tensor, spelling: Spelling, temperature: float
 ) -> Two:
-    """((N,) KL(q || p) over events where a chunk begins, else 0; its derivative by x).
+    """((C,) KL(q || p) over events where a chunk begins; its derivative by x).
 
     Tokens without an event are left out before the softmax.  By hand, because this is where the time goes:
     the plain form has three times as many passes over [C, V].  With m the mass of an event before it is
@@ -974,8 +983,7 @@ def _event_kl(
     factor_CE = (1 / Z - ratio_CE / y_Z).to(p_CV.dtype).div_(temperature)
     factor_CE[:, -1] = 0
     d_CV = factor_CE.index_select(1, event_V).mul_(p_CV)
-    value_N, d_NV = x_NV.new_zeros(len(x_NV)), torch.zeros_like(x_NV)
-    return value_N.index_copy_(0, row_C, value_C.to(d_CV.dtype)), d_NV.index_copy_(0, row_C, d_CV)
+    return value_C.to(d_CV.dtype), torch.zeros_like(x_NV).index_copy_(0, row_C, d_CV)
 
 
 def _event_mass(
@@ -1170,7 +1178,7 @@ def gold(
     else:
         how = (common_V, common_W), rest, k, reverse, shift
         value = _WithDerivative.apply(  # type: ignore[no-untyped-call]
-            means[0], _common_and_rest, means[1], *how)
+            means[0], None, _common_and_rest, means[1], *how)
     value = vocab_join(temperature**2 * value, share, len(chunks.first_S), group)
     return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
@@ -1301,7 +1309,7 @@ def uld(
 def _all_sorted(p_NV: Tensor, q_NW: Tensor) -> Tensor:
     """(N,) sum |sorted p - sorted q| over all entries."""
     how = q_NW, max(p_NV.shape[1], q_NW.shape[1])
-    value: Tensor = _WithDerivative.apply(p_NV, _sorted_distance, *how)  # type: ignore[no-untyped-call]
+    value: Tensor = _WithDerivative.apply(p_NV, None, _sorted_distance, *how)  # type: ignore[no-untyped-call]
     return value
 
 

@@ -245,7 +245,10 @@ def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=()
         return tiled_loss(*student_rows[:2], teacher_rows, of_part, tiles, weights, params)
     sums = [student_rows.logits_TW[:0].float().sum().expand(2)]  # of the graph, also without a tile
     for tile in tiles:
-        x, y = student_rows(tile.student_rows), teacher_rows and teacher_rows(tile.teacher_rows)
-        sums += [of_part(x[part.student], y if y is None else y[part.teacher], part) for part in tile.parts]
+        x = student_rows(tile.student_rows)
+        for part in tile.parts:
+            if part.fetch is not None and teacher_rows:
+                y = teacher_rows(part.fetch)
+            sums.append(of_part(x[part.student], y[part.teacher] if teacher_rows else None, part))
     sums = torch.stack(sums).sum(0)
     return (sums * sums.new_tensor(weights)).sum(), sums.detach()

@@ -2,10 +2,10 @@
 
 Two models with vocabularies of 128k and 152k tokens need 2 GiB a side for the float32 logits of 4096 tokens,
 and a plain loss keeps several copies.  Here the positions are cut into tiles of whole chunks (`plan_tiles`).
-For each tile `tiled_loss` computes the student's logits and, half a tile at a time, the teacher's; part by
-part, the loss and the gradient, which takes the place of the student's logits; and from that at once the
-gradient of the hidden states and the head.  Backward
-only scales.  What lives between the two is the gradients.
+For each tile `tiled_loss` computes the student's logits; part by part, the loss and the gradient, which takes
+the place of the student's logits; and from that at once the gradient of the hidden states and the head.  The
+teacher's logits are computed for fewer positions at a time, whenever the next part needs more.  Backward only
+scales.  What lives between the two is the gradients.
 
 Shapes: S, T student and teacher positions of a batch, flattened; n, m those of a tile; V, W vocabularies; H
 hidden size; R rank of an adapter.
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 # share of the memory for what a loss makes of one part; float32 numbers alive at its peak, per logit of it
-CPU_PARTS = 0.07, 3  # large tiles, which multiply faster; compiled losses hold little
+CPU_PARTS = 0.07, 2  # large tiles, which multiply faster; compiled losses hold little
 GPU_PARTS = 0.5, 8  # few calls
+TEACHER_ROWS = 0.75  # logits of the teacher that exist at a time, in rows, per row of the student
 BLOCK = 8192  # rows of a head's gradient that are summed at a time, where they are not float32 already
 
 
@@ -177,11 +178,13 @@ class TopKRows(NamedTuple):
 class Part(NamedTuple):
     """Some whole chunks, and positions that only predict text: what a loss sees at a time.
 
-    student, teacher: its rows, of those of the tile.
+    student, teacher: its rows, of those of the tile, and of the teacher's logits that exist.
     labels, teacher_next: (n,), (m,) int64, the token that each row predicts; labels are -100 for none.
     student_chunk, teacher_chunk: (n,), (m,) int64, chunks numbered within the part, -1 for none.
     terms: whatever else the loss knows from the ids.
     weight: (n,) float, weight of the terms that begin at each student row; None: 1.
+    fetch: int64, rows of the flattened (B * T), of which the teacher's logits are to be computed before this
+        part, for it and those that follow; None: those that exist serve.
     """
 
     student: slice
@@ -192,35 +195,18 @@ class Part(NamedTuple):
     teacher_chunk: Tensor
     terms: Any = None
     weight: Tensor | None = None
+    fetch: Tensor | None = None
 
 
 class Tile(NamedTuple):
     """Positions whose student logits exist at the same time.
 
-    student_rows, teacher_rows: (n,), (m,) int64, rows of the flattened (B * S), (B * T).
+    student_rows: (n,) int64, rows of the flattened (B * S).
     parts: the tile, cut once more.
     """
 
     student_rows: Tensor
-    teacher_rows: Tensor
     parts: tuple[Part, ...]
-
-    def halves(self) -> list[tuple[Tensor, tuple[Part, ...]]]:
-        """[(teacher rows, parts)]: the tile in two, with half of the teacher's logits at a time.
-
-        The parts' teacher slices count from there.
-        """
-        middle = len(self.teacher_rows) // 2
-        split = sum(part.teacher.stop <= middle for part in self.parts)
-        halves = []
-        for parts in (self.parts[:split], self.parts[split:]):
-            if not parts:
-                continue
-            low, high = parts[0].teacher.start, parts[-1].teacher.stop
-            own = [part._replace(teacher=slice(part.teacher.start - low, part.teacher.stop - low))
-                   for part in parts]
-            halves.append((self.teacher_rows[low:high], tuple(own)))
-        return halves
 
 
 def plan_tiles(
@@ -259,23 +245,30 @@ def plan_tiles(
     units = int(s_unit[-1]) + 1 if len(s_unit) else 0
     # the first row of every unit, of both sides, and the end
     ends = [torch.searchsorted(unit, torch.arange(units + 1)) for unit in (s_unit, t_unit)]
-    mib = (ends[0] * vocabs[0] + ends[1] * vocabs[1]).double() * 4 / 2**20
-    at_once = (ends[0] * vocabs[0] + ends[1] * vocabs[1] / 2).double() * 4 / 2**20  # half of the teacher's
-    bounds = [int(end) for end in ends[0]], [int(end) for end in ends[1]]
-    whole = memory_mib == float("inf")
-    tiles = []
-    for low, high in _cuts(at_once, 0, units, memory_mib if whole else memory_mib * (1 - parts[0])):
-        (s, s_end), (t, t_end) = [(bound[low], bound[high]) for bound in bounds]
-        pieces = []
-        for first, last in _cuts(mib, low, high, memory_mib if whole else memory_mib * parts[0] / parts[1]):
+    mib = [end.double() * vocab * 4 / 2**20 for end, vocab in zip(ends, vocabs)]
+    # one side's logits may take what the other does not need
+    teacher = vocabs[1] * min(TEACHER_ROWS, len(t_row) / max(1, len(s_row)))
+    share = vocabs[0] / (vocabs[0] + teacher)
+    shares = (1 - parts[0]) * share, (1 - parts[0]) * (1 - share), parts[0] / parts[1]
+    limits = [memory_mib if memory_mib == float("inf") else part * memory_mib for part in shares]
+    tiles = _cuts(mib[0], 0, units, limits[0])
+    cuts = [_cuts(mib[0] + mib[1], *tile, limits[2]) for tile in tiles]
+    blocks = _blocks(mib[1], [cut for tile in cuts for cut in tile], limits[1])
+    bounds = [end.tolist() for end in ends]
+    planned = []
+    for (low, high), own in zip(tiles, cuts):
+        s, pieces = bounds[0][low], []
+        for first, last in own:
             own_s, own_t = [slice(bound[first], bound[last]) for bound in bounds]
+            begin, end = blocks[first]
+            t, t_end = bounds[1][begin], bounds[1][end]
             chunk = torch.where(s_key[own_s] >= 0, s_unit[own_s] - first, -1)
             pieces.append(Part(
                 slice(own_s.start - s, own_s.stop - s), slice(own_t.start - t, own_t.stop - t),
                 labels_BS.reshape(-1)[s_row[own_s]], teacher_next_BT.reshape(-1)[t_row[own_t]],
-                chunk, t_unit[own_t] - first))
-        tiles.append(Tile(s_row[s:s_end], t_row[t:t_end], tuple(pieces)))
-    return tiles
+                chunk, t_unit[own_t] - first, fetch=t_row[t:t_end] if first == begin else None))
+        planned.append(Tile(s_row[s : bounds[0][high]], tuple(pieces)))
+    return planned
 
 
 def _cuts(mib: Tensor, low: int, high: int, limit: float) -> list[tuple[int, int]]:
@@ -287,6 +280,13 @@ def _cuts(mib: Tensor, low: int, high: int, limit: float) -> list[tuple[int, int
         cuts.append((low, end))
         low = end
     return cuts
+
+
+def _blocks(mib: Tensor, parts: list[tuple[int, int]], limit: float) -> dict[int, tuple[int, int]]:
+    """Parts whose teacher's logits are computed together: {first unit of a part: all their units}."""
+    ends = torch.tensor([0] + [last for _, last in parts])
+    return {first: (parts[low][0], parts[high - 1][1])
+            for low, high in _cuts(mib[ends], 0, len(parts), limit) for first, _ in parts[low:high]}
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -349,21 +349,23 @@ class _Tiled(torch.autograd.Function):
         memory = rows_SH.new_empty(most * head.tokens, dtype=dtype)
         teacher_rows: Any = run.teacher_rows
         if isinstance(teacher_rows, HiddenRows):
-            most = max([len(rows) for tile in run.tiles for rows, _ in tile.halves()], default=0)
+            fetches = [part.fetch for tile in run.tiles for part in tile.parts]
+            most = max([len(rows) for rows in fetches if rows is not None], default=0)
             teacher_rows = teacher_rows.with_memory(most)
+        y = None
         for tile in run.tiles:
             h = rows_SH.index_select(0, tile.student_rows).to(dtype)
             with torch.autocast(kind, enabled=False):
                 linear = head.linear(h, memory)
-            for rows, parts in tile.halves():
-                with torch.autocast(kind, enabled=False):
-                    y = None if teacher_rows is None else teacher_rows(rows)
-                for part in parts:
-                    found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), scaled)
-                    sums += found
-                    for grad, d in zip(grads[5:], d_params):
-                        if grad is not None and d is not None:
-                            grad += d
+            for part in tile.parts:
+                if part.fetch is not None and teacher_rows is not None:
+                    with torch.autocast(kind, enabled=False):
+                        y = teacher_rows(part.fetch)
+                found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), scaled)
+                sums += found
+                for grad, d in zip(grads[5:], d_params):
+                    if grad is not None and d is not None:
+                        grad += d
             if any(wanted):
                 with torch.autocast(kind, enabled=False):
                     _add_gradients(grads, head, h, linear, tile.student_rows)

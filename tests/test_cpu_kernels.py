@@ -69,11 +69,12 @@ def test_large_vocabularies_equal_the_plain_path(monkeypatch):
         rows = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 3])
         spelling = losses.Spelling(event_V, event_W, E, *[None] * 8)
         how = rows[0], y[0], rows[1], spelling, 1.5
-        return losses._WithDerivative.apply(x[0], losses._event_kl, *how).sum()
+        return losses._WithDerivative.apply(x[0], rows[0], losses._event_kl, *how).sum()
 
     none = torch.zeros(2, 0, dtype=torch.long)
 
-    for loss in (events, lambda x, y: losses.gold(x, y, *chunk, *none)[0], lambda x, y: losses.gold(x, y, *chunk, *common, 1.5, 1000)[0],
+    for loss in (events, lambda x, y: losses.gold(x, y, *chunk, *none)[0],
+                 lambda x, y: losses.gold(x, y, *chunk, *common, 1.5, 1000)[0],
                  lambda x, y: losses.gold(x, y, *chunk, *common, uncommon_topk=10**6, reverse=True)[0],
                  lambda x, y: losses.uld(x, y, *next_, *chunk)[0]):
         found = []

@@ -122,7 +122,7 @@ def plain_reference(cfg, texts):
             score = losses.teacher_scores(y, batch["teacher_labels"].clamp(min=0), mask, kind)
             size = batch["teacher_bytes"].clamp(min=0).sum(1).clamp(min=1)
             scores.append(score * mask.sum(1) / size if kind == "ce" else score)
-        rows = x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[tile.teacher_rows][:, columns]
+        rows = x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[part.fetch][:, columns]
         scale = lesson.cfg.kd_weight / batch["counts"]["kd"]
         sample = tile.student_rows // x.shape[1]
         kd.append(lambda weight, loss=kd_loss, rows=rows, part=part, scale=scale, sample=sample:

@@ -108,7 +108,7 @@ def plain(models, loss, weights):
     [tile] = models.tiles(math.inf)
     x = models.head.finish(models.head.linear(models.hidden.flatten(0, 1)))[tile.student_rows]
     [part] = tile.parts
-    sums = both(loss)(x, models.y.flatten(0, 1)[tile.teacher_rows], part)
+    sums = both(loss)(x, models.y.flatten(0, 1)[part.fetch], part)
     return (sums * torch.tensor(weights)).sum(), sums
 
 
@@ -150,23 +150,34 @@ def test_every_row_and_every_chunk_is_in_one_part():
         found, wanted = losses.find_chunks(*one(whole.parts[0])[2:]), losses.find_chunks(*models.chunk)
         assert len(found.first_S) == len(wanted.first_S)
         for memory in (0.0, 0.002, 0.01):
-            tiles, count = models.tiles(memory), 0
-            for side in ("student", "teacher"):
-                rows = torch.cat([getattr(tile, f"{side}_rows") for tile in tiles])
-                assert sorted(rows.tolist()) == getattr(whole, f"{side}_rows").tolist()
-                for tile in tiles:  # the parts are the tile
-                    size = len(getattr(tile, f"{side}_rows"))
-                    cuts = [getattr(part, side) for part in tile.parts]
-                    assert [c.start for c in cuts] + [size] == [0] + [c.stop for c in cuts]
-            for tile in tiles:
-                count += sum(int(part.terms.count_all) for part in tile.parts)
-                pieces = [(tile.parts, len(tile.student_rows), len(tile.teacher_rows) / 2, memory / 2)]
-                pieces += [([part], len(part.labels), len(part.teacher_next), memory / 16)
-                           for part in tile.parts]
-                for parts, s, t, limit in pieces:
-                    cost = 4 * (s * models.sizes[0] + t * models.sizes[1]) / 2**20
-                    assert cost <= limit + 1e-9 or sum(units(part) for part in parts) == 1
-            assert count == int(whole.parts[0].terms.count_all)
+            tiles, blocks = models.tiles(memory), []
+            parts = [part for tile in tiles for part in tile.parts]
+            for part in parts:
+                blocks += [] if part.fetch is None else [[]]
+                blocks[-1].append(part)
+            for name, groups, rows, all_rows in (
+                    ("student", [tile.parts for tile in tiles], [tile.student_rows for tile in tiles],
+                     whole.student_rows),
+                    ("teacher", blocks, [block[0].fetch for block in blocks], whole.parts[0].fetch)):
+                assert sorted(torch.cat(rows).tolist()) == all_rows.tolist()
+                for group, own in zip(groups, rows):  # the parts are the tile, or all that was fetched
+                    cuts = [getattr(part, name) for part in group]
+                    assert [c.start for c in cuts] + [len(own)] == [0] + [c.stop for c in cuts]
+            most = [0.0, 0.0]
+            for side, groups in enumerate(([tile.parts for tile in tiles], blocks)):
+                for group in groups:
+                    if sum(units(part) for part in group) > 1 and (side == 0 or len(group) > 1):
+                        most[side] = max(most[side], mib(group, models.sizes, side))
+            assert sum(most) <= memory / 2 + 1e-9
+            for part in parts:
+                assert mib([part], models.sizes) <= memory / 16 + 1e-9 or units(part) == 1
+            assert sum(int(part.terms.count_all) for part in parts) == int(whole.parts[0].terms.count_all)
+
+
+def mib(parts, sizes, side=slice(None)):
+    """MiB of both sides' logits, or of one."""
+    costs = torch.tensor([[len(part.labels), len(part.teacher_next)] for part in parts]) * torch.tensor(sizes)
+    return 4 * float(costs[:, side].sum()) / 2**20
 
 
 def units(part):
