@@ -109,7 +109,7 @@ def _derivative(x_NV: Tensor, row_R: Tensor) -> Tensor:
 
 
 def _over_rows(kernel: Callable[..., None], scratch: Callable[[], Any], count: int, *args: Any) -> None:
-    """kernel(row, own scratch, *args) for all rows, tensors as arrays; each thread takes the next one left."""
+    """kernel(row, own scratch, *args) for all rows, tensors as arrays; a thread takes the next one left."""
     arrays = [x.detach().contiguous().numpy() if torch.is_tensor(x) else x for x in args]
     rows, lock = iter(range(count)), threading.Lock()
 
