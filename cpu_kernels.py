@@ -78,8 +78,8 @@ def mixture_distance(
     nothing = row_R[:0], row_R[:0]
     sides = *student[:3], starts[0], *teacher[:3], starts[1], *(common or nothing), *(rest or nothing)
     how = k, reverse, f32(shift), f32(1 / temperature)
-    sizes = x.shape[1], teacher[0].shape[1], *map(len, rest or (x[0], teacher[0][0]))
-    out = value_C, d_NV, d_R
+    sizes, out = (x.shape[1], teacher[0].shape[1]), (value_C, d_NV, d_R)
+    sizes += tuple(map(len, rest)) if rest else sizes
     _over_rows(_mixture_rows, lambda: _mixture_scratch(*sizes), len(value_C), *sides, *how, *out)
     return value_C, d_NV, d_R
 

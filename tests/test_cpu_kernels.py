@@ -55,6 +55,18 @@ def test_compiled_rows_equal_the_plain_path(name, monkeypatch):
         assert torch.equal(d[case.chunk[0] < 0], wanted[case.chunk[0] < 0]), seed
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_a_chunk_there_is_nothing(name):
+    """Rows without a chunk, and a teacher without rows."""
+    for rows in (None, 0):
+        case = Case(0)
+        case.chunk = [torch.full_like(side, -1) for side in case.chunk]
+        case.chunk[1], case.next[1], case.y = [x[:, :rows] for x in (case.chunk[1], case.next[1], case.y)]
+        x, y = case.x.detach().float().requires_grad_(), case.y.float()
+        value = loss_of(name, case, 1.0)(x, y)
+        assert value == 0 and (gradient(value, x) == 0).all()
+
+
 def test_large_vocabularies_equal_the_plain_path(monkeypatch):
     """Blocks that do and do not end with the row; against float64."""
     torch.manual_seed(0)
