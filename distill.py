@@ -48,7 +48,7 @@ from sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_grou
                       register_attention, tile_mlps)
 from teacher import MeanRows, choose_engine, load_teacher, payload_bytes, weights_of
 from teacher_ranks import ANSWER, Link, alike_on_node, serve
-from tiles import CPU_PARTS, GPU_PARTS, HiddenRows, LogitRows, head_of
+from tiles import CPU_PARTS, GPU_PARTS, HiddenRows, LogitRows, TeacherBlocks, head_of
 
 # --- models, data, loss ---------------------------------------------------------------------------
 
@@ -467,12 +467,9 @@ def kept_columns(lesson, window, teachers):
     device = window[0]["teacher_ids"].device
     importance = torch.full((len(lesson.side.table),), -torch.inf, device=device)
     for batch, rows in zip(window, teachers):
-        for tile in batch["tiles"]:
-            for part in tile.parts:
-                if part.fetch is not None:
-                    y = rows(part.fetch)
-                found = teacher_importance(y[None, part.teacher], part.teacher_chunk[None])
-                importance = torch.maximum(importance, found)
+        teacher = TeacherBlocks(rows, batch["tiles"])
+        for fetched in teacher.fetches:
+            importance = torch.maximum(importance, teacher_importance(teacher.fetch(fetched)[None]))
     dist.all_reduce(importance, op=dist.ReduceOp.MAX)
     return importance.topk(lesson.cfg.projection_topk).indices.sort().values
 

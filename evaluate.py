@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from losses import at_least_float32
 from sequence import complete
+from tiles import TeacherBlocks
 
 BLOCK = 256  # positions whose logits are computed at a time
 SHARES = "linked_mass", "inside_mass"
@@ -68,14 +69,14 @@ def _sums(student_rows, batch, lessons, sequence):
 
 def _lesson_sums(student_rows, teacher_rows, batch, distillation):
     counts, kd, shares = batch["counts"], 0.0, torch.zeros(2 * len(SHARES), dtype=torch.float64)
+    teacher = TeacherBlocks(teacher_rows, batch["tiles"])
     for tile in batch["tiles"]:
         x = student_rows(tile.student_rows)
         for part in tile.parts:
-            if part.fetch is not None:
-                y = teacher_rows(part.fetch)
-            kd += float(distillation.loss(x[part.student], y[part.teacher], part))
+            y = teacher(part)
+            kd += float(distillation.loss(x[part.student], y, part))
             if distillation.shares:
-                of_part = distillation.shares(y[part.teacher], part)
+                of_part = distillation.shares(y, part)
                 shares += torch.stack([each.double().cpu() for name in SHARES for each in of_part[name]])
     found = [*_nats_and_bytes(teacher_rows, batch, "teacher"), kd, counts["kd"], counts["aligned_bytes"],
              counts["text_bytes"]]

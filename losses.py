@@ -533,15 +533,21 @@ def chunk_mean(rows_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
 # --- two vocabularies: projection -------------------------------------------------------------------
 
 
-def teacher_importance(teacher_logits_BTW: Tensor, teacher_chunk_BT: Tensor) -> Tensor:
+def teacher_importance(teacher_logits_BTW: Tensor, teacher_chunk_BT: Tensor | None = None) -> Tensor:
     """(W,) largest logit of every teacher token over the positions that have a chunk; -inf if there are none.
 
     Reduce it with max over micro-batches and ranks, then keep the top K columns: the kept set then depends
     neither on the cut of the batch nor on padding.
+
+    Args:
+        teacher_chunk_BT: shifted chunk ids, -1 for none; None: all positions have one.
     """
-    rows = at_least_float32(teacher_logits_BTW[teacher_chunk_BT >= 0])
-    floor = rows.new_full((1, rows.shape[1]), -torch.inf)
-    return torch.cat([floor, rows]).amax(0)
+    rows = teacher_logits_BTW.flatten(0, 1)
+    if teacher_chunk_BT is not None:
+        rows = rows[teacher_chunk_BT.flatten() >= 0]
+    if not len(rows):
+        rows = rows.new_full((1, rows.shape[1]), -torch.inf)
+    return at_least_float32(rows.amax(0))
 
 
 def projection_kl(

@@ -271,6 +271,32 @@ def plan_tiles(
     return planned
 
 
+class TeacherBlocks:
+    """Teacher logits of one part after the other; those of several are computed together, over the last.
+
+    fetches: all `Part.fetch` of the tiles.
+    """
+
+    def __init__(self, rows: Callable[[Tensor], Tensor], tiles: Sequence[Tile]) -> None:
+        self.fetches = [part.fetch for tile in tiles for part in tile.parts if part.fetch is not None]
+        most = max(map(len, self.fetches), default=0)
+        self.rows = rows.with_memory(most) if isinstance(rows, HiddenRows) else rows
+        self.block: Tensor | None = None
+
+    def __call__(self, part: Part) -> Tensor:
+        """(m, W) logits of the part."""
+        if part.fetch is not None:
+            self.fetch(part.fetch)
+        assert self.block is not None
+        return self.block[part.teacher]
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        """(m, W)"""
+        self.block = None  # two blocks never exist
+        self.block = self.rows(rows)
+        return self.block
+
+
 def _cuts(mib: Tensor, low: int, high: int, limit: float) -> list[tuple[int, int]]:
     """Cut the units low..high-1 so that no piece of several units is larger than `limit`."""
     cuts = []
@@ -347,20 +373,14 @@ class _Tiled(torch.autograd.Function):
         # tiles share memory: what is new to the process costs a CPU several times what using it does
         most = max([len(tile.student_rows) for tile in run.tiles], default=0)
         memory = rows_SH.new_empty(most * head.tokens, dtype=dtype)
-        teacher_rows: Any = run.teacher_rows
-        if isinstance(teacher_rows, HiddenRows):
-            fetches = [part.fetch for tile in run.tiles for part in tile.parts]
-            most = max([len(rows) for rows in fetches if rows is not None], default=0)
-            teacher_rows = teacher_rows.with_memory(most)
-        y = None
+        teacher = None if run.teacher_rows is None else TeacherBlocks(run.teacher_rows, run.tiles)
         for tile in run.tiles:
             h = rows_SH.index_select(0, tile.student_rows).to(dtype)
             with torch.autocast(kind, enabled=False):
                 linear = head.linear(h, memory)
             for part in tile.parts:
-                if part.fetch is not None and teacher_rows is not None:
-                    with torch.autocast(kind, enabled=False):
-                        y = teacher_rows(part.fetch)
+                with torch.autocast(kind, enabled=False):
+                    y = teacher(part) if teacher else None
                 found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), scaled)
                 sums += found
                 for grad, d in zip(grads[5:], d_params):
@@ -392,7 +412,7 @@ def _part(
     """(sums, gradients of the parameters); the part's logits are replaced by their gradient."""
     with torch.set_grad_enabled(train):
         leaf = linear.detach().requires_grad_(train)
-        found = run.tile_loss(head.finish(leaf), None if y is None else y[part.teacher], part)
+        found = run.tile_loss(head.finish(leaf), y, part)
         d: Sequence[Tensor | None] = [None] * (1 + len(run.params))
         if found.requires_grad:
             d = torch.autograd.grad((found * weights.to(found)).sum(), [leaf, *run.params], allow_unused=True)

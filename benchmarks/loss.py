@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import losses
-from tiles import CPU_PARTS, GPU_PARTS, Head, HiddenRows, LogitRows, plan_tiles, tiled_loss
+from tiles import CPU_PARTS, GPU_PARTS, Head, HiddenRows, LogitRows, TeacherBlocks, plan_tiles, tiled_loss
 
 LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "cross_entropy"
 EVENTS, OWN = 109_566 / 128_256, 101_566 / 128_256  # of the student's tokens; with a partner of their own
@@ -118,13 +118,17 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times
     teacher = None
     if name != "cross_entropy":
         teacher = HiddenRows(tensor(tokens, teacher_H), Head(tensor(W, teacher_H)))
-    tiles = plan_tiles(labels, *more, (V, W if teacher else 0), math.inf if plain else memory_mib,
-                       CPU_PARTS if device == "cpu" else GPU_PARTS)
-    if teacher:
-        tiles = [tile._replace(parts=tuple(with_terms(part, spelling) for part in tile.parts))
-                 for tile in tiles]
-    tiles = [to(tile, device) for tile in tiles]
-    [first, *_] = tiles[0].parts  # once, for what loading its code takes
+
+    def planned(memory_mib):
+        tiles = plan_tiles(labels, *more, (V, W if teacher else 0), memory_mib,
+                           CPU_PARTS if device == "cpu" else GPU_PARTS)
+        if teacher:
+            tiles = [tile._replace(parts=tuple(with_terms(part, spelling) for part in tile.parts))
+                     for tile in tiles]
+        return [to(tile, device) for tile in tiles]
+
+    tiles = planned(math.inf if plain else memory_mib)
+    first = planned(memory_mib)[0].parts[0]  # once, for what loading its code takes
     x, y = [torch.randn(side.stop, size, device=device, requires_grad=True)
             for side, size in ((first.student, V), (first.teacher, K if name == "projection_kl" else W))]
     loss(x, y, first).backward()
@@ -138,13 +142,10 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times
         rows = teacher
         if name == "projection_kl":
             importance = torch.full((W,), -torch.inf, device=device)
-            for tile in tiles:
-                for part in tile.parts:
-                    if part.fetch is not None:
-                        y = teacher(part.fetch)
-                    found = losses.teacher_importance(y[None, part.teacher], part.teacher_chunk[None])
-                    importance = torch.maximum(importance, found)
-            del y
+            blocks = TeacherBlocks(teacher, tiles)
+            for fetched in blocks.fetches:
+                importance = torch.maximum(importance, losses.teacher_importance(blocks.fetch(fetched)[None]))
+            del blocks
             importance.topk(K)
             rows = teacher.columns(kept)
         if plain:
@@ -173,7 +174,8 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times
     seconds, alone = [sum(x) / times for x in zip(*both)]
     found = {"loss": name, "path": "plain" if plain else "tiled", "tokens": tokens, "tiles": len(tiles),
              "seconds": round(seconds, 3), "matmul_seconds": round(alone, 3),
-             "ratio": round(seconds / alone, 2), "GiB": round(used, 2)}
+             "ratio": round(seconds / alone, 2), "ratios": [round(x / y, 2) for x, y in both],
+             "GiB": round(used, 2)}
     print(json.dumps(found), flush=True)
 
 

@@ -14,7 +14,7 @@ from test_chunk_losses import common_of
 from test_losses import Case
 
 import losses
-from tiles import GPU_PARTS, Head, HiddenRows, LogitRows, TopKRows, plan_tiles, tiled_loss
+from tiles import GPU_PARTS, Head, HiddenRows, LogitRows, TeacherBlocks, TopKRows, plan_tiles, tiled_loss
 
 H = 6
 LOSSES = "ce", "piece_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
@@ -363,6 +363,26 @@ def test_what_is_kept_for_backward_is_the_gradients():
     kept = sum(g.nbytes for g in found.grad_fn.grads if g is not None)
     assert kept == sum(x.nbytes for x in models.inputs)
     assert sum({each.x.data_ptr(): each.x.nbytes for each in saved}.values()) > 2 * kept and value > 0
+
+
+def test_one_block_of_the_teacher_exists_at_a_time():
+    models, alive = Models(6), []
+
+    def counted(rows):
+        assert not any(block() is not None for block in alive)
+        found = models.teacher["logits"](rows)
+        alive.append(weakref.ref(found))
+        return found
+
+    tiles = models.tiles(0.001)
+    blocks, counting = TeacherBlocks(models.teacher["hidden"], tiles), TeacherBlocks(counted, tiles)
+    rows, places = None, set()
+    for part in [part for tile in tiles for part in tile.parts]:
+        rows = part.fetch if part.fetch is not None else rows
+        wanted = models.teacher["logits"](rows)[part.teacher]
+        assert torch.allclose(blocks(part), wanted) and torch.equal(counting(part), wanted)
+        places.add(blocks.block.data_ptr())
+    assert len(alive) == len(blocks.fetches) > 2 and len(places) == 1
 
 
 def test_cached_top_k_of_a_teacher():
