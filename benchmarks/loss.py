@@ -2,19 +2,23 @@
 
     python benchmarks/loss.py                                  # the record of docs/LOG.md, one process a line
     python benchmarks/loss.py --losses piece_kl --tokens 1024 --plain
+    python benchmarks/loss.py --losses gold --beside           # tiles, and the plain path in turn with them
 
 Random hidden states and heads of two real sizes; chunks of one token a side for nine of ten, of two on either
 side for the others; common tokens as many as llama3 and qwen2 have.  Memory is the peak of the process (CPU)
 or of the allocator (CUDA) above inputs and gradients.  `matmuls`: the student's three (forward, and backward
 for hidden states and weight) and the teacher's, over all tokens, in one piece, in the same process.
+`stolen`: cores that other virtual machines took, on average over the runs.
 """
 
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import fire
@@ -93,7 +97,7 @@ def part_loss(name, V, W, kept, device):
     return None, lambda x, y, part: getattr(losses, name)(x[None], y[None], *ids(part), chunks=part.terms)[0]
 
 
-def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times):
+def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, beside, times):
     """One line of JSON: seconds of loss and gradients, and of the matmuls; GiB above inputs and gradients."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, dtype)
@@ -127,8 +131,8 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times
                      for tile in tiles]
         return [to(tile, device) for tile in tiles]
 
-    tiles = planned(math.inf if plain else memory_mib)
-    first = planned(memory_mib)[0].parts[0]  # once, for what loading its code takes
+    in_tiles, whole = planned(memory_mib), planned(math.inf) if plain or beside else None
+    first = in_tiles[0].parts[0]  # once, for what loading its code takes
     x, y = [torch.randn(side.stop, size, device=device, requires_grad=True)
             for side, size in ((first.student, V), (first.teacher, K if name == "projection_kl" else W))]
     loss(x, y, first).backward()
@@ -137,7 +141,8 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times
     before = peak(device)
     del hold
 
-    def run():
+    def run(plain):
+        tiles = whole if plain else in_tiles
         hidden.grad = weight.grad = None
         rows = teacher
         if name == "projection_kl":
@@ -168,14 +173,19 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, times
             if name == "projection_kl":
                 teacher.hidden_TH @ teacher.head.weight_VH[kept].T
 
-    run()
+    run(plain)
     used = peak(device) - before
-    both = [(timed(run, device), timed(matmuls, device)) for _ in range(times)]  # in turn: machines drift
-    seconds, alone = [sum(x) / times for x in zip(*both)]
-    found = {"loss": name, "path": "plain" if plain else "tiled", "tokens": tokens, "tiles": len(tiles),
-             "seconds": round(seconds, 3), "matmul_seconds": round(alone, 3),
-             "ratio": round(seconds / alone, 2), "ratios": [round(x / y, 2) for x, y in both],
-             "GiB": round(used, 2)}
+    runs = [partial(run, plain), matmuls, *([partial(run, True)] if beside else [])]
+    gone = stolen()
+    taken = [[timed(each, device) for each in runs] for _ in range(times)]  # in turn: machines drift
+    gone = (stolen() - gone) / sum(map(sum, taken))
+    seconds, alone, *other = [round(sum(x) / times, 3) for x in zip(*taken)]
+    found = {"loss": name, "path": "plain" if plain else "tiled", "tokens": tokens,
+             "tiles": len(whole if plain else in_tiles), "seconds": seconds, "matmul_seconds": alone,
+             "ratio": round(seconds / alone, 2), "ratios": [round(x / y, 2) for x, y, *_ in taken],
+             "GiB": round(used, 2), "stolen": round(gone, 2)}
+    if beside:
+        found |= {"plain_seconds": other[0], "of_plain": [round(x / z, 2) for x, _, z in taken]}
     print(json.dumps(found), flush=True)
 
 
@@ -203,11 +213,17 @@ def timed(run, device):
     return time.perf_counter() - begin
 
 
+def stolen():
+    """Seconds that a virtual machine's cores, together, wanted to run and could not; 0 where unknown."""
+    stat = Path("/proc/stat")
+    return int(stat.read_text().split()[8]) / os.sysconf("SC_CLK_TCK") if stat.exists() else 0.0
+
+
 def main(losses=LOSSES, tokens=4096, V=128_256, W=151_936, H=2048, teacher_H=2560, K=8192, memory_mib=512,
-         dtype="float32", plain=False, times=2, here=False):
+         dtype="float32", plain=False, beside=False, times=2, here=False):
     losses = losses.split(",") if isinstance(losses, str) else losses
     how = dict(tokens=tokens, V=V, W=W, H=H, teacher_H=teacher_H, K=K, memory_mib=memory_mib, dtype=dtype,
-               plain=plain, times=times)
+               plain=plain, beside=beside, times=times)
     for name in losses:
         if here:
             measure(name, **how)
