@@ -37,7 +37,7 @@ BIN_BITS = 16  # of the 31 of a positive float32: its exponent and 8 bits more, 
 UNSURE = f32(2)  # in the place of a sign
 
 plain = {"contract", "nsz"}
-sums = {"contract", "nsz", "nnan", "reassoc"}
+sums = {"contract", "nsz", "reassoc"}  # not nnan: what is no number is reported, not hidden
 
 
 def event_kl(
@@ -92,6 +92,27 @@ def sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> tuple[Tensor, Tensor]
     return value_N, sign_NV
 
 
+def divergence(
+    x_NV: Tensor, y_NV: Tensor, mixture: tuple[float, float, float] | None, temperature: float,
+    teacher_temperature: float, floor: float,
+) -> tuple[Tensor, Tensor]:
+    """((N,) values, (N, V) their derivative by x) of divergences between p, q, the softmax of x and y.
+
+    Args:
+        mixture: (a, b, s): a KL(q || m) + b KL(p || m), m = s p + (1 - s) q; None: sum |p - q| / 2.
+        floor: nats; no log-probability is lower.
+    Raises:
+        ValueError: x and y are not as large.
+    """
+    if x_NV.shape != y_NV.shape:
+        raise ValueError(f"logits {tuple(x_NV.shape)} of the student, {tuple(y_NV.shape)} of the teacher")
+    value_N, d_NV = x_NV.new_empty(len(x_NV)), torch.empty_like(x_NV)
+    how = [f32(x) for x in (*(mixture or (0, 0, -1)), 1 / temperature, 1 / teacher_temperature, floor)]
+    _over_rows(_divergence_rows, lambda: _divergence_scratch(x_NV.shape[1]), len(x_NV), x_NV, y_NV, *how,
+               value_N, d_NV)
+    return value_N, d_NV
+
+
 def _check(ids: Tensor, low: int, end: int, name: str) -> None:
     """Compiled code reads memory without asking whether it is there.
 
@@ -140,8 +161,8 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 
 @njit(error_model="numpy", fastmath=plain)
 def exp(x):
-    """To 1e-7, relative, by a polynomial (Cephes, expf), for x < 88; 0 below LOWEST."""
-    z = x if x > LOWEST else LOWEST
+    """To 1e-7, relative, by a polynomial (Cephes, expf), for x < 88; 0 below LOWEST; NaN of NaN."""
+    z = LOWEST if LOWEST > x else x
     n = np.floor(z * f32(1.44269504) + f32(0.5))
     r = z - n * f32(0.693359375) + n * f32(2.12194440e-4)
     y = f32(1.9875691500e-4)
@@ -152,7 +173,7 @@ def exp(x):
     y = y * r + f32(5.0000001201e-1)
     y = y * r * r + r + f32(1)
     power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(f32)
-    return y * power if x >= LOWEST else f32(0)
+    return f32(0) if LOWEST > x else y * power
 
 
 @njit(error_model="numpy", fastmath=plain)
@@ -209,6 +230,78 @@ def total(x):
             part += block[i]
         found += part
     return found
+
+
+# --- divergences of one vocabulary ----------------------------------------------------------------
+
+
+@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+def _divergence_scratch(V):
+    return np.empty(V, f32), np.empty(V, f32), np.empty(BLOCK, f32), np.empty(BLOCK, f32)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+def _exps(x, over_temperature, out):
+    """exp(x over_temperature - the largest) into out; (the largest, the sum)."""
+    top = largest(x) * over_temperature
+    for i in range(len(x)):
+        out[i] = exp(x[i] * over_temperature - top)
+    return top, total(out)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+def _logp(x, over_temperature, top, log_z, floor, out):
+    for i in range(len(x)):
+        found = x[i] * over_temperature - top - log_z
+        out[i] = floor if floor > found else found
+
+
+@njit(nogil=True, error_model="numpy", fastmath=sums, cache=True)
+def _divergence_block(logp, logq, p, q, a, b, s, floor, d):
+    """Of what `divergence` sums; its derivative by log p into d."""
+    value = f32(0)
+    if s == 1:  # KL(q || p); KL(p || p) is 0
+        for i in range(len(d)):
+            value += a * q[i] * (logq[i] - logp[i])
+            d[i] = -a * q[i] if logp[i] > floor else f32(0)
+    elif s == 0:
+        for i in range(len(d)):
+            value += b * p[i] * (logp[i] - logq[i])
+            d[i] = b * p[i] * (logp[i] - logq[i] + f32(1))
+    elif s < 0:
+        for i in range(len(d)):
+            gap = p[i] - q[i]
+            value += f32(0.5) * abs(gap)
+            d[i] = p[i] * (f32(0.5) if gap > 0 else f32(-0.5) if gap < 0 else f32(0))
+    else:
+        for i in range(len(d)):
+            m = s * p[i] + (f32(1) - s) * q[i]
+            m = TINY if TINY > m else m
+            logm, share = log(m, f32(0)), s / m
+            value += a * q[i] * (logq[i] - logm) + b * p[i] * (logp[i] - logm)
+            d[i] = p[i] * (b * (logp[i] - logm + f32(1) - p[i] * share) - a * q[i] * share)
+    return value
+
+
+@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+def _divergence_rows(n, scratch, x, y, a, b, s, over_temperature, over_teacher, floor, value, d):
+    p, q, logp, logq = scratch
+    x_n, y_n, own, found = x[n], y[n], d[n], 0.0
+    (top, Z), (y_top, y_Z) = _exps(x_n, over_temperature, p), _exps(y_n, over_teacher, q)
+    over_z, over_y, log_z, log_y = f32(1 / Z), f32(1 / y_Z), f32(np.log(Z)), f32(np.log(y_Z))
+    for start in range(0, len(own), BLOCK):
+        end = min(start + BLOCK, len(own))
+        block_p, block_q, k = p[start:end], q[start:end], end - start
+        for i in range(k):
+            block_p[i] *= over_z
+            block_q[i] *= over_y
+        _logp(x_n[start:end], over_temperature, top, log_z, floor, logp[:k])
+        _logp(y_n[start:end], over_teacher, y_top, log_y, floor, logq[:k])
+        found += _divergence_block(logp[:k], logq[:k], block_p, block_q, a, b, s, floor, own[start:end])
+    value[n] = found
+    mean = f32(total(own))
+    for i in range(len(own)):
+        own[i] = over_temperature * (own[i] - p[i] * mean)
 
 
 # --- KL over events -------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ Every loss takes `group`, a process group over which the last axis of the logits
 in rank order, evenly or not.  Every rank gets the same result, and the gradient of its own columns.
 
 Needs torch only.  Copy this file into your own repository.  With cpu_kernels.py and numba beside it,
-piece_kl, gold, h_kl and uld take a third to two thirds of the time on a CPU.  Tests: tests/test_losses.py.
+all but adaptive_kl, projection_kl and alm take a tenth to two thirds of the time on a CPU.  Tests:
+tests/test_losses.py.
 """
 
 import math
@@ -308,12 +309,18 @@ def position_divergence(
     Raises:
         ValueError: unknown name or support.
     """
-    logp = _soften(_chosen(student_logits_BSV, mask_BS), temperature)
-    logp = vocab_log_softmax(logp, group).clamp(min=FLOOR)
+    x, y = _chosen(student_logits_BSV, mask_BS), _chosen(teacher_logits_BSV.detach(), mask_BS)
+    taus, shape = (temperature, teacher_temperature or temperature), student_logits_BSV.shape[:2]
+    row = _chosen(torch.arange(shape.numel(), device=x.device).view(shape), mask_BS)
+    every = not top_k and isinstance(support, str)
+    if every and name != "adaptive_kl" and (kernels := _compiled(x, y, group)):
+        how = kernels.divergence, y, _mixture(name, coefficient), *taus, FLOOR
+        value = _WithDerivative.apply(x, None, *how)  # type: ignore[no-untyped-call]
+        return reduce_terms(temperature**2 * value, row, shape, weight_BS, reduction)
+    logp = vocab_log_softmax(_soften(x, taus[0]), group).clamp(min=FLOOR)
     with torch.no_grad():
-        logq = _soften(_chosen(teacher_logits_BSV.detach(), mask_BS), teacher_temperature or temperature)
-        logq = vocab_log_softmax(logq, group).clamp(min=FLOOR)
-    if top_k or isinstance(support, Tensor):
+        logq = vocab_log_softmax(_soften(y, taus[1]), group).clamp(min=FLOOR)
+    if not every:
         if isinstance(support, Tensor):
             ids = _chosen(support, mask_BS)
         elif support in ("teacher", "student"):
@@ -327,9 +334,22 @@ def position_divergence(
         value = vocab_join(_divergence(name, p_share, q_share, coefficient), share, len(logp), group)
     else:
         value = vocab_sum(_divergence(name, logp, logq, coefficient), group)
-    shape = student_logits_BSV.shape[:2]
-    row = _chosen(torch.arange(shape.numel(), device=value.device).view(shape), mask_BS)
     return reduce_terms(temperature**2 * value, row, shape, weight_BS, reduction)
+
+
+def _mixture(name: str, coefficient: float) -> tuple[float, float, float] | None:
+    """(a, b, s) of a divergence that is a KL(q || m) + b KL(p || m), m = s p + (1 - s) q; None: of no other.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    c = coefficient
+    jsd = (c, 1 - c, 1 - c) if 0 < c < 1 else (1 - c, c, 1 - c)
+    known = {"forward_kl": (1, 0, 1), "reverse_kl": (0, 1, 0), "generalised_jsd": jsd,
+             "skew_forward_kl": (1, 0, 1 - c), "skew_reverse_kl": (0, 1, c), "total_variation": None}
+    if name not in known:
+        raise ValueError(f"{name!r}: no such divergence")
+    return known[name]
 
 
 def _chosen(x_BSX: Tensor, mask_BS: Tensor | None) -> Tensor:

@@ -1,14 +1,17 @@
 """What does a loss cost, tiled and plain?  Seconds against the matmuls alone, and peak memory.
 
     python benchmarks/loss.py                                  # the record of docs/LOG.md, one process a line
-    python benchmarks/loss.py --losses piece_kl --tokens 1024 --plain
-    python benchmarks/loss.py --losses gold --beside           # tiles, and the plain path in turn with them
+    python benchmarks/loss.py --losses piece_kl --tokens 1024 --path plain
+    python benchmarks/loss.py --losses gold --beside plain,reference    # tiles, and these in turn with them
 
 Random hidden states and heads of two real sizes; chunks of one token a side for nine of ten, of two on either
 side for the others; common tokens as many as llama3 and qwen2 have.  Memory is the peak of the process (CPU)
-or of the allocator (CUDA) above inputs and gradients.  `matmuls`: the student's three (forward, and backward
-for hidden states and weight) and the teacher's, over all tokens, in one piece, in the same process.
-`stolen`: cores that other virtual machines took, on average over the runs.
+or of the allocator (CUDA) above inputs and gradients.
+
+plain: all logits at once.  reference: that, by torch alone, without compiled rows.
+matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's, over all
+tokens, in one piece, in the same process.
+stolen: cores that other virtual machines took, on average over the runs.
 """
 
 import json
@@ -18,8 +21,8 @@ import resource
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import fire
 import torch
@@ -29,18 +32,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import losses
 from tiles import CPU_PARTS, GPU_PARTS, Head, HiddenRows, LogitRows, TeacherBlocks, plan_tiles, tiled_loss
 
-LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "cross_entropy"
+DIVERGENCES = "forward_kl", "reverse_kl", "generalised_jsd"  # of one vocabulary, the student's
+LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy"
 EVENTS, OWN = 109_566 / 128_256, 101_566 / 128_256  # of the student's tokens; with a partner of their own
 
 
-def peak(device):
+def peak():
     """GiB, the most that was ever in use."""
-    if device == "cuda":
+    if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def texts(tokens, V, W, device):
+def texts(tokens, V, W):
     """(labels, student chunk, teacher next, teacher chunk) of one text."""
     torch.manual_seed(0)
     sizes = torch.ones(2, tokens, dtype=torch.long)
@@ -82,6 +86,9 @@ def part_loss(name, V, W, kept, device):
         here = losses.Spelling(*[x.to(device) if torch.is_tensor(x) else x for x in spelling])
         return spelling, lambda x, y, part: losses.piece_kl(
             x[None], y[None], *ids(part)[:2], part.terms, here)[0]
+    if name in DIVERGENCES:
+        return None, lambda x, y, part: getattr(losses, name)(
+            x[part.terms.first_S][None], y[part.terms.first_T][None], None)[0]
     common = torch.arange(int(OWN * V), device=device)
     if name == "gold":  # h_kl is the same with other common tokens
         rest = losses.other_tokens(common, V), losses.other_tokens(common, W)
@@ -97,23 +104,71 @@ def part_loss(name, V, W, kept, device):
     return None, lambda x, y, part: getattr(losses, name)(x[None], y[None], *ids(part), chunks=part.terms)[0]
 
 
-def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, beside, times):
-    """One line of JSON: seconds of loss and gradients, and of the matmuls; GiB above inputs and gradients."""
+class Job(NamedTuple):
+    """A batch and its two models' hidden states; `tiles` for the tiled path, `whole` for the plain one."""
+
+    name: str
+    loss: Any
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    teacher: HiddenRows | None
+    kept: torch.Tensor
+    tiles: list
+    whole: list | None
+
+    def rows(self, tiles):
+        """The teacher that the loss sees; of projection_kl, after the pass for the importance of columns."""
+        if self.name != "projection_kl":
+            return self.teacher
+        importance = torch.full_like(self.teacher.head.weight_VH[:, 0], -torch.inf, dtype=torch.float32)
+        blocks = TeacherBlocks(self.teacher, tiles)
+        for fetched in blocks.fetches:
+            found = losses.teacher_importance(blocks.fetch(fetched)[None])
+            importance = torch.maximum(importance, found)
+        importance.topk(len(self.kept))
+        return self.teacher.columns(self.kept)
+
+    def tiled(self):
+        self.hidden.grad = self.weight.grad = None
+        found = tiled_loss(self.hidden, Head(self.weight), self.rows(self.tiles),
+                           lambda *how: self.loss(*how)[None], self.tiles, [1.0])
+        found[0].backward()
+
+    def plain(self):
+        self.hidden.grad = self.weight.grad = None
+        [tile] = self.whole
+        [part] = tile.parts
+        rows = self.rows(self.whole)
+        x = self.hidden @ self.weight.T
+        y = rows and LogitRows(rows(torch.arange(len(x), device=x.device)))
+        self.loss(x[tile.student_rows], y and y(part.fetch), part).backward()
+
+    def reference(self):
+        """The plain path without compiled rows, as losses.py is alone."""
+        before, losses.HAS_KERNELS = losses.HAS_KERNELS, False
+        self.plain()
+        losses.HAS_KERNELS = before
+
+    @torch.no_grad()
+    def matmuls(self):
+        x = self.hidden @ self.weight.T
+        x @ self.weight
+        x.T @ self.hidden
+        del x
+        if self.teacher:
+            self.teacher.hidden_TH @ self.teacher.head.weight_VH.T
+        if self.name == "projection_kl":
+            self.teacher.hidden_TH @ self.teacher.head.weight_VH[self.kept].T
+
+
+def job(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, whole):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, dtype)
-    labels, *more = texts(tokens, V, W, device)
+    W = V if name in DIVERGENCES else W
+    labels, *more = texts(tokens, V, W)
     kept = torch.randperm(W)[:K].sort().values.to(device)
     spelling, loss = part_loss(name, V, W, kept, device)
-    if spelling:  # let the tokens of a chunk spell each other where one side has a single one
-        chunks = losses.find_chunks(more[0], more[2])
-        for coarse, fine, row, first, pieces, count in (
-                (more[1], labels, chunks.first_T, chunks.first_S, spelling.pieces_W, chunks.count_S),
-                (labels, more[1], chunks.first_S, chunks.first_T, spelling.pieces_V, chunks.count_T)):
-            several = count == 2
-            token = int(OWN * V) + torch.arange(int(several.sum()))
-            coarse[0, row[several]] = token
-            for k in (0, 1):
-                fine[0, first[several] + k] = pieces[token, k]
+    if spelling:
+        spell_chunks(labels, *more, V, spelling)
 
     def tensor(*shape):
         return torch.randn(*shape, device=device, dtype=dtype).mul_(shape[-1] ** -0.5)
@@ -131,62 +186,55 @@ def measure(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, plain, besid
                      for tile in tiles]
         return [to(tile, device) for tile in tiles]
 
-    in_tiles, whole = planned(memory_mib), planned(math.inf) if plain or beside else None
-    first = in_tiles[0].parts[0]  # once, for what loading its code takes
-    x, y = [torch.randn(side.stop, size, device=device, requires_grad=True)
-            for side, size in ((first.student, V), (first.teacher, K if name == "projection_kl" else W))]
-    loss(x, y, first).backward()
-    del x, y
-    hold = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-    before = peak(device)
+    return Job(name, loss, hidden, weight, teacher, kept, planned(memory_mib),
+               planned(math.inf) if whole else None)
+
+
+def measure(path, beside, times, **sizes):
+    """One line of JSON: seconds of loss and gradients, and of the matmuls; GiB above inputs and gradients."""
+    job_ = job(whole=path != "tiled" or beside, **sizes)
+    warm_up(job_)
+    hold = torch.zeros_like(job_.hidden), torch.zeros_like(job_.weight, dtype=torch.float32)
+    before = peak()
     del hold
-
-    def run(plain):
-        tiles = whole if plain else in_tiles
-        hidden.grad = weight.grad = None
-        rows = teacher
-        if name == "projection_kl":
-            importance = torch.full((W,), -torch.inf, device=device)
-            blocks = TeacherBlocks(teacher, tiles)
-            for fetched in blocks.fetches:
-                importance = torch.maximum(importance, losses.teacher_importance(blocks.fetch(fetched)[None]))
-            del blocks
-            importance.topk(K)
-            rows = teacher.columns(kept)
-        if plain:
-            x = hidden @ weight.T
-            y = rows and LogitRows(rows(torch.arange(tokens, device=device)))
-            [tile] = tiles
-            [part] = tile.parts
-            loss(x[tile.student_rows], y and y(part.fetch), part).backward()
-        else:
-            tiled_loss(hidden, Head(weight), rows, lambda *how: loss(*how)[None], tiles, [1.0])[0].backward()
-
-    def matmuls():
-        with torch.no_grad():
-            x = hidden @ weight.T
-            x @ weight
-            x.T @ hidden
-            del x
-            if teacher:
-                teacher.hidden_TH @ teacher.head.weight_VH.T
-            if name == "projection_kl":
-                teacher.hidden_TH @ teacher.head.weight_VH[kept].T
-
-    run(plain)
-    used = peak(device) - before
-    runs = [partial(run, plain), matmuls, *([partial(run, True)] if beside else [])]
-    gone = stolen()
-    taken = [[timed(each, device) for each in runs] for _ in range(times)]  # in turn: machines drift
+    getattr(job_, path)()
+    used, gone = peak() - before, stolen()
+    taken = [[timed(getattr(job_, each)) for each in (path, "matmuls", *beside)]
+             for _ in range(times)]  # in turn: machines drift
     gone = (stolen() - gone) / sum(map(sum, taken))
-    seconds, alone, *other = [round(sum(x) / times, 3) for x in zip(*taken)]
-    found = {"loss": name, "path": "plain" if plain else "tiled", "tokens": tokens,
-             "tiles": len(whole if plain else in_tiles), "seconds": seconds, "matmul_seconds": alone,
-             "ratio": round(seconds / alone, 2), "ratios": [round(x / y, 2) for x, y, *_ in taken],
+    seconds, alone, *others = [round(sum(x) / times, 3) for x in zip(*taken)]
+    found = {"loss": job_.name, "path": path, "tokens": len(job_.hidden),
+             "tiles": len(job_.tiles if path == "tiled" else job_.whole), "seconds": seconds,
+             "matmul_seconds": alone, "ratio": round(seconds / alone, 2),
+             "ratios": [round(one[0] / one[1], 2) for one in taken],
              "GiB": round(used, 2), "stolen": round(gone, 2)}
-    if beside:
-        found |= {"plain_seconds": other[0], "of_plain": [round(x / z, 2) for x, _, z in taken]}
+    for i, (other, its) in enumerate(zip(beside, others)):
+        found |= {f"{other}_seconds": its, f"of_{other}": [round(one[0] / one[2 + i], 2) for one in taken]}
     print(json.dumps(found), flush=True)
+
+
+def warm_up(job_):
+    """Once, for what loading the code of a loss takes."""
+    part, device = job_.tiles[0].parts[0], job_.hidden.device
+    W = 0
+    if job_.teacher:
+        W = len(job_.kept) if job_.name == "projection_kl" else len(job_.teacher.head.weight_VH)
+    x, y = [torch.randn(side.stop, size, device=device, requires_grad=True)
+            for side, size in ((part.student, len(job_.weight)), (part.teacher, W))]
+    job_.loss(x, y, part).backward()
+
+
+def spell_chunks(labels, student_chunk, teacher_next, teacher_chunk, V, spelling):
+    """Let the tokens of a chunk spell each other where one side has a single one; in place."""
+    chunks = losses.find_chunks(student_chunk, teacher_chunk)
+    for coarse, fine, row, first, pieces, count in (
+            (teacher_next, labels, chunks.first_T, chunks.first_S, spelling.pieces_W, chunks.count_S),
+            (labels, teacher_next, chunks.first_S, chunks.first_T, spelling.pieces_V, chunks.count_T)):
+        several = count == 2
+        token = int(OWN * V) + torch.arange(int(several.sum()))
+        coarse[0, row[several]] = token
+        for k in (0, 1):
+            fine[0, first[several] + k] = pieces[token, k]
 
 
 def with_terms(part, spelling):
@@ -204,11 +252,11 @@ def to(value, device):
     return value
 
 
-def timed(run, device):
+def timed(run):
     """Seconds."""
     begin = time.perf_counter()
     run()
-    if device == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - begin
 
@@ -220,14 +268,16 @@ def stolen():
 
 
 def main(losses=LOSSES, tokens=4096, V=128_256, W=151_936, H=2048, teacher_H=2560, K=8192, memory_mib=512,
-         dtype="float32", plain=False, beside=False, times=2, here=False):
-    losses = losses.split(",") if isinstance(losses, str) else losses
-    how = dict(tokens=tokens, V=V, W=W, H=H, teacher_H=teacher_H, K=K, memory_mib=memory_mib, dtype=dtype,
-               plain=plain, beside=beside, times=times)
+         dtype="float32", path="tiled", beside="", times=2, here=False):
+    """path: tiled, plain or reference.  beside: of these, with commas: what runs in turn with it."""
+    losses, beside = [x if isinstance(x, tuple | list) else [y for y in x.split(",") if y]
+                      for x in (losses, beside)]
+    sizes = dict(tokens=tokens, V=V, W=W, H=H, teacher_H=teacher_H, K=K, memory_mib=memory_mib)
     for name in losses:
         if here:
-            measure(name, **how)
+            measure(path, beside, times, name=name, dtype=getattr(torch, dtype), **sizes)
         else:  # a fresh process each: its peak is its own
+            how = sizes | dict(path=path, beside=",".join(beside), times=times, dtype=dtype)
             flags = [f"--{key}={value}" for key, value in how.items()]
             subprocess.run([sys.executable, __file__, f"--losses={name}", "--here", *flags], check=True)
 

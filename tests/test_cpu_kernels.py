@@ -67,6 +67,58 @@ def test_without_a_chunk_there_is_nothing(name):
         assert value == 0 and (gradient(value, x) == 0).all()
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_one_logit_that_is_no_number_is_reported(name, side, wrong):
+    case = Case(3, samples=3, sizes=(9, 12))
+    logits = [case.x.detach().float(), case.y.float()]
+    sample, position = (case.chunk[side] >= 0).nonzero()[0]  # where a chunk begins
+    logits[side][sample, position, 3] = wrong
+    x = logits[0].requires_grad_()
+    value = loss_of(name, case, 1.0)(x, logits[1])
+    assert value.isnan() and gradient(value, x).isnan().any()
+
+
+DIVERGENCES = [(name, c) for name in ("generalised_jsd", "skew_forward_kl", "skew_reverse_kl")
+               for c in (0.0, 0.3, 1.0)]
+DIVERGENCES += [(name, 0.0) for name in ("forward_kl", "reverse_kl", "total_variation")]
+
+
+@pytest.mark.parametrize("name,coefficient", DIVERGENCES)
+def test_divergences_equal_the_plain_path(name, coefficient, monkeypatch):
+    """Against float64 where float32 can tell all probabilities from 0, else against float32."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        spread, taus = (1, 4, 30, 500)[seed % 4], [(0.5, None), (1.0, 1.5), (3.0, None)][seed % 3]
+        V, weight = (9, 1000, 1536)[seed % 3], torch.rand(2, 5)
+        x, y = [spread * torch.randn(2, 5, V) for _ in range(2)]
+        x[0, 0, 0] = y[0, 1, 1] = x[0, 2, 2] = y[0, 2, 2] = -torch.inf
+        mask, found = torch.rand(2, 5) < 0.7, []
+        mask[0] = True
+        x[~mask], y[~mask] = torch.nan, torch.nan
+        reference = torch.float64 if spread < 30 else torch.float32
+        for compiled, dtype in ((True, torch.float32), (False, reference)):
+            monkeypatch.setattr(losses, "HAS_KERNELS", compiled)
+            leaf = x.to(dtype).requires_grad_()
+            value = losses.position_divergence(name, leaf, y.to(dtype), mask, *taus, weight_BS=weight,
+                                               coefficient=coefficient)[0]
+            found.append((value.detach().double(), gradient(value, leaf).double()))
+        (value, d), (expected, wanted) = found
+        assert abs(value - expected) <= 2e-6 * abs(expected).clamp(min=1), (seed, value, expected)
+        assert (d - wanted).norm() <= 1e-5 * (1 + wanted.norm()), (seed, (d - wanted).norm(), wanted.norm())
+        assert (d[~mask] == 0).all()
+    monkeypatch.undo()
+    for side in range(2):
+        logits = [torch.randn(1, 3, 700) for _ in range(2)]
+        logits[side][0, 1, 600] = torch.nan
+        x = logits[0].requires_grad_()
+        value = losses.position_divergence(name, x, logits[1], None, coefficient=coefficient)[0]
+        assert value.isnan() or (name, coefficient) in (("skew_forward_kl", 1), ("skew_reverse_kl", 1))
+    with pytest.raises(ValueError, match="logits .* of the student"):
+        losses.position_divergence(name, x, logits[1][..., :-1], None, coefficient=coefficient)
+
+
 def test_large_vocabularies_equal_the_plain_path(monkeypatch):
     """Blocks that do and do not end with the row; against float64."""
     torch.manual_seed(0)
