@@ -18,6 +18,7 @@ import json
 import math
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -203,13 +204,14 @@ def measure(path, beside, times, **sizes):
              for _ in range(times)]  # in turn: machines drift
     gone = (stolen() - gone) / sum(map(sum, taken))
     seconds, alone, *others = [round(sum(x) / times, 3) for x in zip(*taken)]
+    ratios = [[round(one[0] / one[i], 2) for one in taken] for i in range(1, len(taken[0]))]
     found = {"loss": job_.name, "path": path, "tokens": len(job_.hidden),
              "tiles": len(job_.tiles if path == "tiled" else job_.whole), "seconds": seconds,
              "matmul_seconds": alone, "ratio": round(seconds / alone, 2),
-             "ratios": [round(one[0] / one[1], 2) for one in taken],
+             "ratios": ratios[0], "median": statistics.median(ratios[0]),
              "GiB": round(used, 2), "stolen": round(gone, 2)}
-    for i, (other, its) in enumerate(zip(beside, others)):
-        found |= {f"{other}_seconds": its, f"of_{other}": [round(one[0] / one[2 + i], 2) for one in taken]}
+    for other, its, of in zip(beside, others, ratios[1:]):
+        found |= {f"{other}_seconds": its, f"of_{other}": of, f"median_of_{other}": statistics.median(of)}
     print(json.dumps(found), flush=True)
 
 
