@@ -232,21 +232,21 @@ def total(x):
     return found
 
 
+@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+def _exps(x, over_temperature, shift, out):
+    """exp(x over_temperature + shift - the largest) into out; (the largest - shift, the sum)."""
+    top = largest(x) * over_temperature - shift
+    for i in range(len(x)):
+        out[i] = exp(x[i] * over_temperature - top)
+    return top, total(out)
+
+
 # --- divergences of one vocabulary ----------------------------------------------------------------
 
 
 @njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
 def _divergence_scratch(V):
     return np.empty(V, f32), np.empty(V, f32), np.empty(BLOCK, f32), np.empty(BLOCK, f32)
-
-
-@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
-def _exps(x, over_temperature, out):
-    """exp(x over_temperature - the largest) into out; (the largest, the sum)."""
-    top = largest(x) * over_temperature
-    for i in range(len(x)):
-        out[i] = exp(x[i] * over_temperature - top)
-    return top, total(out)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
@@ -287,7 +287,7 @@ def _divergence_block(logp, logq, p, q, a, b, s, floor, d):
 def _divergence_rows(n, scratch, x, y, a, b, s, over_temperature, over_teacher, floor, value, d):
     p, q, logp, logq = scratch
     x_n, y_n, own, found = x[n], y[n], d[n], 0.0
-    (top, Z), (y_top, y_Z) = _exps(x_n, over_temperature, p), _exps(y_n, over_teacher, q)
+    (top, Z), (y_top, y_Z) = _exps(x_n, over_temperature, f32(0), p), _exps(y_n, over_teacher, f32(0), q)
     over_z, over_y, log_z, log_y = f32(1 / Z), f32(1 / y_Z), f32(np.log(Z)), f32(np.log(y_Z))
     for start in range(0, len(own), BLOCK):
         end = min(start + BLOCK, len(own))
@@ -515,10 +515,7 @@ def _distance_rows(c, scratch, p, q, k, value, sign):
 @njit(nogil=True, fastmath=plain, error_model="numpy", cache=True)
 def _softmax(x, over_temperature, shift, out):
     """softmax(x over_temperature) exp(shift)."""
-    top = largest(x) * over_temperature - shift
-    for i in range(len(x)):
-        out[i] = exp(x[i] * over_temperature - top)
-    factor = f32(np.exp(shift) / total(out))
+    factor = f32(np.exp(shift) / _exps(x, over_temperature, shift, out)[1])
     for i in range(len(x)):
         out[i] *= factor
 

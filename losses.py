@@ -338,7 +338,7 @@ def position_divergence(
 
 
 def _mixture(name: str, coefficient: float) -> tuple[float, float, float] | None:
-    """(a, b, s) of a divergence that is a KL(q || m) + b KL(p || m), m = s p + (1 - s) q; None: of no other.
+    """(a, b, s) of a KL(q || m) + b KL(p || m), m = s p + (1 - s) q; None: sum |p - q| / 2.
 
     Raises:
         ValueError: unknown name.
@@ -357,22 +357,15 @@ def _chosen(x_BSX: Tensor, mask_BS: Tensor | None) -> Tensor:
 
 
 def _divergence(name: str, logp: Tensor, logq: Tensor, coefficient: float) -> Tensor:
-    if name == "forward_kl" or (name, coefficient) == ("generalised_jsd", 0):
-        return _kl(logq, logp)
-    if name == "reverse_kl" or (name, coefficient) == ("generalised_jsd", 1):
-        return _kl(logp, logq)
-    if name == "generalised_jsd":
-        mixed = _mix(logp, logq, coefficient)
-        return coefficient * _kl(logq, mixed) + (1 - coefficient) * _kl(logp, mixed)
-    if name == "skew_forward_kl":
-        return _kl(logq, _mix(logp, logq, coefficient))
-    if name == "skew_reverse_kl":
-        return _kl(logp, _mix(logq, logp, coefficient))
-    if name == "total_variation":
-        return (logp.exp() - logq.exp()).abs().sum(-1) / 2
     if name == "adaptive_kl":
         return _adaptive(logp, logq, coefficient)
-    raise ValueError(f"{name!r}: no such divergence")
+    mixture = _mixture(name, coefficient)
+    if mixture is None:
+        return (logp.exp() - logq.exp()).abs().sum(-1) / 2
+    a, b, s = mixture
+    logm = logp if s == 1 else logq if s == 0 and b else _mix(logp, logq, 1 - s)  # has a gradient, if of 0
+    sides = [factor * _kl(side, logm) for factor, side in ((a, logq), (b, logp)) if factor]
+    return torch.stack(sides).sum(0)
 
 
 def forward_kl(
