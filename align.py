@@ -1,4 +1,4 @@
-"""Two tokenisations of one text -> aligned chunks, by bytes, in linear time.
+"""Two tokenizations of one text -> aligned chunks, by bytes, in linear time.
 
 A chunk is a minimal span of the text that begins and ends on a token boundary of both tokenizers:
 ``['201'] <-> ['2', '0', '1']``.  Boundaries come from the bytes of each token, never from decoded strings, so
@@ -177,7 +177,7 @@ def _sentencepiece_bytes(token):
 
 # --- where in the text each token stands ----------------------------------------------------------
 
-EXACT, SPACE, ALTERED, UNSPELLED = 0, 1, 2, 3
+EXACT, SPACE, NORMALIZED, UNENCODABLE = 0, 1, 2, 3
 
 
 class Located(NamedTuple):
@@ -187,7 +187,7 @@ class Located(NamedTuple):
         begin, end: (S,) int64 bytes of the text, in reading order; -1 for a control token that stands for
             no text.  Bytes between two tokens are such that no token stands for.
         kind: (S,) int8: EXACT; SPACE: spells one space before its part of the text that the text does not
-            have, as SentencePiece does at the beginning; ALTERED: spells something else; UNSPELLED: its bytes
+            have, as SentencePiece does at the beginning; NORMALIZED: spells something else; UNENCODABLE: its bytes
             are not known (unk).
     """
 
@@ -251,7 +251,7 @@ def _as_decoded(ids, table, text):
     lengths = table.lengths[ids]
     ends = np.cumsum(np.maximum(lengths, 0))
     begins = ends - np.maximum(lengths, 0)
-    kind = np.where(broken[ends] > broken[begins], ALTERED, EXACT).astype(np.int8)
+    kind = np.where(broken[ends] > broken[begins], NORMALIZED, EXACT).astype(np.int8)
     if lead:
         kind[np.argmax(ends > 0)] = SPACE
     begin, end = np.maximum(place[begins], 0), np.maximum(place[ends], 0)
@@ -368,7 +368,7 @@ def _by_offsets(ids, lows, highs, special, data, starts, text):
                     kind[k], skip, size = SPACE, 0, size - 1
                 place += size
             else:  # the group is one unit: its last token stands for all of it
-                kind[k] = UNSPELLED if special[ids[k]] else ALTERED
+                kind[k] = UNENCODABLE if special[ids[k]] else NORMALIZED
                 if k == j - 1:
                     place = high
             end[k] = place
@@ -392,8 +392,8 @@ class Alignment(NamedTuple):
         same_bytes: (C,) bool, False where one side writes a space that the text does not have, so that the
             tokens stand for the same text but a model's probabilities speak of another spelling.
         text_bytes: bytes of the text.
-        dropped: {reason: bytes of the text left out}: "altered", a side spells something else; "unspelled",
-            no token of a side stands for them; "different", the sides are no tokenisations of one text.
+        dropped: {reason: bytes of the text left out}: "normalized", a side spells something else; "unencodable",
+            no token of a side stands for them; "unmatched", the sides are no tokenizations of one text.
     """
 
     student_chunk: np.ndarray
@@ -410,7 +410,7 @@ class Alignment(NamedTuple):
 
 def align(student_ids, teacher_ids, student_table, teacher_table, text=None, student_offsets=None,
           teacher_offsets=None):
-    """Align two tokenisations of one text.
+    """Align two tokenizations of one text.
 
     Control tokens are left out, except that two end-of-text tokens at the very end pair up.
 
@@ -421,7 +421,7 @@ def align(student_ids, teacher_ids, student_table, teacher_table, text=None, stu
         student_offsets, teacher_offsets: (S, 2) and (T, 2) characters of the text, as a tokenizer gives
             them with return_offsets_mapping; needed for a side that alters the text.
     Returns:
-        Alignment; without any chunk, and all bytes dropped as "different", where a side does not fit the
+        Alignment; without any chunk, and all bytes dropped as "unmatched", where a side does not fit the
         text and has no offsets.
     """
     student_ids = checked_ids(student_ids, student_table)
@@ -461,7 +461,7 @@ def _common_spelling(student_ids, teacher_ids, student_table, teacher_table):
 def _different(S, T, size):
     nothing = np.zeros(0, np.int64)
     return Alignment(np.full(S, -1), np.full(T, -1), *[nothing] * 4, *[nothing.astype(bool)] * 2, size,
-                     {"altered": 0, "unspelled": 0, "different": size})
+                     {"normalized": 0, "unencodable": 0, "unmatched": size})
 
 
 def align_located(student_ids, teacher_ids, student, teacher, student_table, teacher_table, size, ends=True):
@@ -474,7 +474,7 @@ def align_located(student_ids, teacher_ids, student, teacher, student_table, tea
     *found, altered, unspelled = _merge(
         student_ids, *student, student_table.data, student_table.starts,
         teacher_ids, *teacher, teacher_table.data, teacher_table.starts, size)
-    result = Alignment(*found, size, {"altered": altered, "unspelled": unspelled, "different": 0})
+    result = Alignment(*found, size, {"normalized": altered, "unencodable": unspelled, "unmatched": 0})
     for ids, table in ((student_ids, student_table), (teacher_ids, teacher_table)):
         ends = ends and len(ids) > 0 and table.eos >= 0 and ids[-1] == table.eos
     return _with_pair(result, len(student_ids) - 1, len(teacher_ids) - 1) if ends else result
@@ -533,7 +533,7 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
     """Cut a text at the common boundaries of two sequences of tokens, in one pass; see `Alignment`.
 
     A token of no bytes belongs to the chunk that follows it; tokens around a control token to none, because
-    those of a chunk are neighbours.
+    those of a chunk are neighbors.
     """
     S, T = len(s_ids), len(t_ids)
     s_chunk, t_chunk = np.full(S, -1), np.full(T, -1)
@@ -555,7 +555,7 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
             elif i == S:
                 break
             else:
-                gap |= s_kind[i] == UNSPELLED or (s_num > 0 and s_begin[i - 1] < 0)
+                gap |= s_kind[i] == UNENCODABLE or (s_num > 0 and s_begin[i - 1] < 0)
                 odd |= s_kind[i] != EXACT
                 s_at, i, s_num = s_end[i], i + 1, s_num + 1
         else:
@@ -565,7 +565,7 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
             elif j == T:
                 break
             else:
-                gap |= t_kind[j] == UNSPELLED or (t_num > 0 and t_begin[j - 1] < 0)
+                gap |= t_kind[j] == UNENCODABLE or (t_num > 0 and t_begin[j - 1] < 0)
                 odd |= t_kind[j] != EXACT
                 t_at, j, t_num = t_end[j], j + 1, t_num + 1
         if s_at != t_at or (s_at == start and (s_num == 0 or t_num == 0)):
@@ -610,7 +610,7 @@ def join(parts, S, T):
         S, T: tokens of the whole rows; those of no part get no chunk.
     """
     student_chunk, teacher_chunk, count, size = np.full(S, -1), np.full(T, -1), 0, 0
-    columns, dropped = [], {"altered": 0, "unspelled": 0, "different": 0}
+    columns, dropped = [], {"normalized": 0, "unencodable": 0, "unmatched": 0}
     for s, t, part in parts:
         for whole, first, chunk in zip((student_chunk, teacher_chunk), (s, t), part):
             place = whole[first : first + len(chunk)]
@@ -643,7 +643,7 @@ def align_regions(student_ids, teacher_ids, student, teacher, regions, student_t
             low, high = (inside[0], inside[-1] + 1) if len(inside) else (0, 0)
             begin, end, kind = [part[low:high] for part in place]
             outside = (begin >= 0) & ((begin < first) | (end > first + size))
-            kind = np.where(outside & (kind != UNSPELLED), ALTERED, kind).astype(np.int8)
+            kind = np.where(outside & (kind != UNENCODABLE), NORMALIZED, kind).astype(np.int8)
             begin = np.where(begin < 0, -1, np.clip(begin - first, 0, size))
             end = np.where(begin < 0, -1, np.clip(end - first, 0, size))
             sides.append((low, ids[low:high], Located(begin, end, kind)))
@@ -742,13 +742,13 @@ def coverage(alignments):
              "chunks": int(shape.sum())}
     found |= {name: int(n) / max(1, found["chunks"]) for name, n in kinds.items()}
     return found | {reason: sum(a.dropped[reason] for a in alignments) / max(1, total)
-                    for reason in ("altered", "unspelled", "different")}
+                    for reason in ("normalized", "unencodable", "unmatched")}
 
 
 # --- to look at it --------------------------------------------------------------------------------
 
 
-def view(alignment, student_ids, teacher_ids, student_table, teacher_table, colour=True, width=100):
+def view(alignment, student_ids, teacher_ids, student_table, teacher_table, color=True, width=100):
     """Lines that show the chunks side by side: student above, teacher below; dropped tokens red.
 
     Args:
@@ -774,8 +774,8 @@ def view(alignment, student_ids, teacher_ids, student_table, teacher_table, colo
         size = max(map(len, parts)) + 2
         if used + size > width and used:
             lines, top, bottom, used = [*lines, top, bottom, ""], "", "", 0
-        paint = "" if not colour else "\x1b[31m" if chunk < 0 else "\x1b[36m" if chunk % 2 else "\x1b[33m"
-        top, bottom = [line + paint + part.ljust(size) + ("\x1b[0m" if colour else "")
+        paint = "" if not color else "\x1b[31m" if chunk < 0 else "\x1b[36m" if chunk % 2 else "\x1b[33m"
+        top, bottom = [line + paint + part.ljust(size) + ("\x1b[0m" if color else "")
                        for line, part in zip((top, bottom), parts)]
         used += size
     return [*lines, top, bottom]
@@ -808,7 +808,7 @@ def main(argv):
     tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in pair]
     coded = [tokenizer.encode(text, add_special_tokens=False) for tokenizer in pair]
     found = align(*[c.ids for c in coded], *tables, text, *[c.offsets for c in coded])
-    print(*view(found, *[c.ids for c in coded], *tables, colour=sys.stdout.isatty()), sep="\n")
+    print(*view(found, *[c.ids for c in coded], *tables, color=sys.stdout.isatty()), sep="\n")
     print(", ".join(f"{name} {value}" if name == "chunks" else f"{name} {value:.1%}"
                     for name, value in coverage(found).items()))
 

@@ -1,6 +1,6 @@
 """Align two token sequences whose texts differ, by dynamic programming over canonical token strings.
 
-`align.align` needs two tokenisations of one text.  Where the two sides were rendered differently (other
+`align.align` needs two tokenizations of one text.  Where the two sides were rendered differently (other
 templates, other spaces, words inserted or left out), `align_dp` finds what they have in common.  It returns
 the same `Alignment`.  Needs numpy, numba and align.py; copy both.  Tests: tests/test_align_dp.py.
 
@@ -34,7 +34,7 @@ def align_dp(student_ids, teacher_ids, student_table, teacher_table, max_combina
         anchor: bytes of an anchor.
     Returns:
         Alignment, with spans in the student's own bytes and control tokens that are matched as chunks; what
-        of these bytes is not matched is dropped as "altered".
+        of these bytes is not matched is dropped as "normalized".
     """
     rows, forms = [], []
     for ids, table in ((student_ids, student_table), (teacher_ids, teacher_table)):
@@ -258,6 +258,6 @@ def _describe(rows, tables, s_chunk, t_chunk, count):
                 side[c] += table.bytes_of(i)
     same = np.array([a == b for a, b in zip(*spelled)], bool)
     total = int(lengths[0].sum())
-    dropped = {"altered": total - int(size.sum()), "unspelled": 0, "different": 0}
+    dropped = {"normalized": total - int(size.sum()), "unencodable": 0, "unmatched": 0}
     exact = same & (num[0] == 1) & (num[1] == 1)
     return Alignment(s_chunk, t_chunk, start, size, *num, exact, same, total, dropped)

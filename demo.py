@@ -154,7 +154,7 @@ def unigram(texts, size):
 
 
 def llama(tokenizer, shape, seed):
-    """A freshly initialised Llama of the given shape, with tied embeddings."""
+    """A freshly initialized Llama of the given shape, with tied embeddings."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Distil a frozen teacher into a student that may have another tokenizer.
+"""Distill a frozen teacher into a student that may have another tokenizer.
 
     deepspeed distill.py --student S --teacher T --data corpus.jsonl --learning_rate 1e-4 --steps 1000
     deepspeed distill.py --student S --teacher T --data org/name --streaming --learning_rate 1e-4 \\
@@ -6,7 +6,7 @@
         --output_dir runs/a --export runs/a/student
     deepspeed --num_gpus 2 distill.py --student S --data corpus.txt --learning_rate 1e-4 --kd_weight 0
 
-Batch sizes, precision, optimiser, schedule and ZeRO live in the ds_config, everything else in the flags of
+Batch sizes, precision, optimizer, schedule and ZeRO live in the ds_config, everything else in the flags of
 `config.py`. The step is `train_step`.  Works on CPU ranks as on GPUs.
 """
 
@@ -28,33 +28,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from align import TokenTable
-from checks import check_heads, check_packing, check_parts
-from checkpoint import (export_model, export_projection, find_checkpoint, has_to_be_converted,
+from isogloss.checks import check_heads, check_packing, check_parts
+from isogloss.checkpoint import (export_model, export_projection, find_checkpoint, needs_conversion,
                         load_checkpoint, save_checkpoint)
-from config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
-from data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
-                  Side, StreamedRows, check_templates, end_workers, holds_chats, load_rows, loader,
+from isogloss.config import FREE_ON_RESUME, Config, of_each_teacher, routes_of_each_teacher
+from isogloss.data import (CHUNKS, DROPPED, Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, ShuffledRows,
+                  TextEncoder, StreamedRows, check_templates, end_workers, holds_chats, load_rows, loader,
                   split_rows)
-from ds_config import BATCH_KEYS, FREE_KEYS, batch_sizes, read_ds_config, resolve_ds_config
-from evaluate import evaluate
-from flags import parse_flags
-from launch import agree, fail, name_the_dead, quieten, start_distributed
-from layout import node_size, split_ranks, teacher_groups
-from log import TIMED_STEPS, Log, time_collectives, utilisation
+from isogloss.ds_config import BATCH_KEYS, FREE_KEYS, batch_sizes, read_ds_config, resolve_ds_config
+from isogloss.evaluate import evaluate
+from projection_tools.flags import parse_flags
+from isogloss.launch import fail_together, fail, report_dead_ranks, silence_libraries, start_distributed
+from isogloss.layout import node_size, split_ranks, teacher_groups
+from isogloss.log import TIMED_STEPS, Log, time_collectives, utilization
 from losses import dynamic_scale, teacher_importance, teacher_weights, vocabulary_factors
-from objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
+from isogloss.objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
-from sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_group, keep_on_host,
+from isogloss.sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_group, keep_on_host,
                       register_attention, tile_mlps)
-from teacher import MeanRows, choose_engine, load_teacher, payload_bytes, weights_of
-from teacher_ranks import ANSWER, Link, alike_on_node, serve
-from tiles import CPU_PARTS, GPU_PARTS, HiddenRows, LogitRows, TeacherBlocks, head_of
+from isogloss.teachers import EnsembleLogits, choose_engine, load_teacher, payload_bytes, weights_of
+from isogloss.remote_teachers import ANSWER, Link, alike_on_node, serve
+from tiles import CPU_SUB_TILES, GPU_SUB_TILES, HiddenLogits, StoredLogits, TeacherBlocks, head_of
 
 # --- models, data, loss ---------------------------------------------------------------------------
 
 
 def load_side(role, path, max_length):
-    """(Side, AutoConfig) of the student or the teacher, checked against each other.
+    """(TextEncoder, AutoConfig) of the student or the teacher, checked against each other.
 
     Args:
         max_length: positions per sample; 0: the model's context.
@@ -81,11 +81,11 @@ def load_side(role, path, max_length):
     if config.vocab_size < len(table):
         raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, but its tokenizer "
                          f"{len(table)} ids; use the tokenizer that the model was trained with")
-    return Side(tokenizer, table, max_length or context), config
+    return TextEncoder(tokenizer, table, max_length or context), config
 
 
 @dataclass
-class Lesson:
+class TeacherSetup:
     """A teacher, or the mean of several, and how the student learns from it.
 
     Attributes:
@@ -99,7 +99,7 @@ class Lesson:
 
     name: str
     cfg: Config
-    side: Side
+    side: TextEncoder
     distillation: Distillation
     members: list
     teachers: list = field(default_factory=list)
@@ -133,14 +133,14 @@ class Lesson:
         if len(found) == 1:
             return found[0]
         shares = torch.tensor([own.kd_weight for own in self.members], device=ids.device)
-        return MeanRows(tuple(found), shares / shares.sum(), self.cfg.teacher_weights.removeprefix("mean_"))
+        return EnsembleLogits(tuple(found), shares / shares.sum(), self.cfg.teacher_weights.removeprefix("mean_"))
 
 
 @dataclass
 class Inputs:
     """All that the flags name, read and checked; no lesson: the text alone."""
 
-    student: Side
+    student: TextEncoder
     lessons: list
     ds_config: dict
     train_rows: object
@@ -185,7 +185,7 @@ def check_inputs(cfg, device, roles=None):
     train_rows, held_out_rows = split_rows(rows, cfg.eval_rows, cfg.text_key)
     lessons = plan_lessons(cfg, student, sides, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
-    convert = checkpoint is not None and has_to_be_converted(checkpoint, run_layout(cfg))
+    convert = checkpoint is not None and needs_conversion(checkpoint, run_layout(cfg))
     if convert:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
     if cfg.export and Path(cfg.export).is_dir() and not (Path(cfg.export) / "config.json").exists():
@@ -194,13 +194,13 @@ def check_inputs(cfg, device, roles=None):
 
 
 def plan_lessons(cfg, student, sides, device):
-    """[Lesson] of every teacher.
+    """[TeacherSetup] of every teacher.
 
     Args:
-        sides: {name: Side} of the teachers.
+        sides: {name: TextEncoder} of the teachers.
     """
     factors = dict.fromkeys(sides, 1.0)
-    if cfg.normalise_vocabulary and sides:
+    if cfg.normalize_by_vocab and sides:
         factors = dict(zip(sides, vocabulary_factors([len(side.table) for side in sides.values()]).tolist()))
     owns = {name: replace(own, kd_weight=own.kd_weight / factors[name])
             for name, own in of_each_teacher(cfg).items()} if sides else {}
@@ -212,8 +212,8 @@ def plan_lessons(cfg, student, sides, device):
                                  f"{name} differ, so there is no mean of their predictions; use fixed")
         side = replace(sides[first], max_length=min(side.max_length for side in sides.values()))
         one = replace(owns[first], kd_weight=cfg.kd_weight)
-        return [Lesson("mean", one, side, build_loss(one, student, side, device), list(owns.values()))]
-    return [Lesson(name, own, sides[name], build_loss(own, student, sides[name], device), [own])
+        return [TeacherSetup("mean", one, side, build_loss(one, student, side, device), list(owns.values()))]
+    return [TeacherSetup(name, own, sides[name], build_loss(own, student, sides[name], device), [own])
             for name, own in owns.items()]
 
 
@@ -261,8 +261,8 @@ def run_inside_forward(model, vocab, tiled, offload=False):
                 hidden = model.base_model(input_ids=input_ids, use_cache=False, **how)[0]
             else:
                 logits = own(input_ids=input_ids, **how).logits[..., :vocab]
-        return run(HiddenRows(hidden.flatten(0, 1), head_of(model, vocab)) if tiled else
-                   LogitRows(logits.flatten(0, 1)))
+        return run(HiddenLogits(hidden.flatten(0, 1), head_of(model, vocab)) if tiled else
+                   StoredLogits(logits.flatten(0, 1)))
 
     model.forward = forward
 
@@ -296,7 +296,7 @@ def to_device(value, device):
 
 # --- one step -------------------------------------------------------------------------------------
 
-COUNTS = ("ce", "kd", "text_bytes", "aligned_bytes", "aligned_tokens", "refused_chats", "source_bytes",
+COUNTS = ("ce", "kd", "text_bytes", "aligned_bytes", "aligned_tokens", "skipped_chats", "source_bytes",
           *DROPPED, *CHUNKS)
 
 
@@ -307,7 +307,7 @@ class Job:
     cfg: Config
     engine: object
     student: object  # (batch, run) -> run(rows), see `run_inside_forward`
-    lessons: list  # Lesson; none: the text alone
+    lessons: list  # TeacherSetup; none: the text alone
     vocab: int  # tokens of the student
     params: list  # what the loss trains beside the student
     device: torch.device
@@ -364,7 +364,7 @@ def connect(job, roles):
 
 
 def train_step(job, window, stop=False):
-    """One optimiser step over a window of micro-batches.
+    """One optimizer step over a window of micro-batches.
 
     Args:
         window: this rank's micro-batches, one per accumulation step; each a list of batches, one per teacher.
@@ -412,7 +412,7 @@ def train_step(job, window, stop=False):
                "aligned_tokens": count["aligned_tokens"] / max(count["ce"], 1)}
         own |= {key: count[key] / max(count["source_bytes"], 1) for key in DROPPED}
         own |= {key: count[key] / max(count["chunks"], 1) for key in CHUNKS[1:]}
-        own |= {"refused_chats": int(count["refused_chats"]), "teacher_bytes_per_token": payload}
+        own |= {"skipped_chats": int(count["skipped_chats"]), "teacher_bytes_per_token": payload}
         own |= {"kd_weight": weight} if len(job.lessons) > 1 or cfg.dynamic_scale else {}
         if cfg.dynamic_scale and kd > 0:
             job.scales[lesson.name] = float(dynamic_scale(torch.tensor(ce), torch.tensor(kd)))
@@ -536,28 +536,28 @@ def run_layout(cfg):
 
 
 def main(cfg):
-    quieten()
+    silence_libraries()
     try:
         roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
     except ValueError as error:
         fail(str(error))
     device = start_distributed()
     if roles and roles.role == "teacher":
-        return hold_teachers(cfg, roles, device)
-    with agree(roles, "inputs"):
+        return serve_teachers(cfg, roles, device)
+    with fail_together(roles, "inputs"):
         inputs = check_inputs(cfg, device, roles)
     if roles and roles.local == 0:
         lists = [what_to_load(lesson, None) for lesson in inputs.lessons]
         roles.publish("what to load", sum(lists, []))
     transformers.set_seed(cfg.seed + dist.get_rank())
-    with agree(roles, "models"):
+    with fail_together(roles, "models"):
         job = build_job(cfg, inputs, device, roles)
-    with name_the_dead(roles), ExitStack() as stack:
+    with report_dead_ranks(roles), ExitStack() as stack:
         stack.callback(end_workers)
         if roles:
             connect(job, roles)
             stack.push(partial(leave, job.link))
-        with agree():
+        with fail_together():
             if cfg.tiled:
                 check_heads(job, list(range(min(8, job.vocab))))
             if cfg.sequence_parallel > 1:
@@ -582,15 +582,15 @@ def leave(link, kind, *_):
         link.leave()
 
 
-def hold_teachers(cfg, roles, device):
+def serve_teachers(cfg, roles, device):
     """What a rank that is for teachers alone does, until the student's ranks leave."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the student takes a checkpoint first
-    with agree(roles, "inputs"):
+    with fail_together(roles, "inputs"):
         pass  # the student's ranks read them
-    with agree(roles, "models"):
+    with fail_together(roles, "models"):
         teachers = [load_teacher(path, vocab, dtype, device, *how, shared=True)
                     for path, vocab, dtype, _, *how in roles.read("what to load")]
-    with name_the_dead(roles):
+    with report_dead_ranks(roles):
         serve(roles, teachers, alike_on_node(roles, cfg.sequence_parallel), cfg.tiled)
 
 
@@ -599,7 +599,7 @@ def batches_of(cfg, inputs, job, start):
     parts = cfg.sequence_parallel  # ranks of a sequence group read the same samples
     rank, ranks = dist.get_rank() // parts, dist.get_world_size() // parts
     memory = cfg.loss_memory_mib if cfg.tiled else math.inf
-    collate = collate_all(cfg, inputs, memory, CPU_PARTS if job.device.type == "cpu" else GPU_PARTS)
+    collate = collate_all(cfg, inputs, memory, CPU_SUB_TILES if job.device.type == "cpu" else GPU_SUB_TILES)
     micro = job.engine.train_micro_batch_size_per_gpu()
     read = Reader(cfg.text_key, cfg.route_key)
     stream = (StreamedRows if cfg.streaming else ShuffledRows)(inputs.train_rows, read, cfg.seed)
@@ -609,7 +609,7 @@ def batches_of(cfg, inputs, job, start):
     return iter(loader(batches, cfg.num_workers)), loader(held_out, 0)
 
 
-def collate_all(cfg, inputs, tile_mib, parts=CPU_PARTS):
+def collate_all(cfg, inputs, tile_mib, parts=CPU_SUB_TILES):
     """Texts -> a batch for every teacher; one of the text alone where there is none."""
     sides = [(lesson.side, lesson.distillation.spelling) for lesson in inputs.lessons] or [(None, None)]
     routes = [routes_of_each_teacher(cfg).get(lesson.name) for lesson in inputs.lessons]
@@ -644,7 +644,7 @@ def train(job, batches, held_out, start, ds_config):
         metrics = train_step(job, window, stop=bool(told))
         stop, seconds = metrics.pop("stop"), time.perf_counter() - begin
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
-        metrics |= utilisation(device_name, parameters, metrics["tokens"], seconds, dist.get_world_size())
+        metrics |= utilization(device_name, parameters, metrics["tokens"], seconds, dist.get_world_size())
         log.write(step, metrics)
         log.advance(metrics)
         if times_collectives and step == min(start + TIMED_STEPS, cfg.steps):

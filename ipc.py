@@ -3,9 +3,9 @@
     handle = share(tensor)            # in one process; a few hundred bytes, pickle it and send it
     tensor = attach(handle)           # in others: the same memory
 
-    outbox = Outbox(readers=2)        # a tensor a step; outbox.handle goes to both readers, once
+    outbox = TensorWriter(readers=2)        # a tensor a step; outbox.handle goes to both readers, once
     outbox.put(tensor)
-    inbox = Inbox(handle, reader=0)
+    inbox = TensorReader(handle, reader=0)
     with inbox.take() as tensor: ...  # the same memory, until the block ends
     a, b = inbox.next(), inbox.next()  # or several, until inbox.give_back()
 
@@ -171,7 +171,7 @@ class _Cuda:
 # --- a tensor a step -------------------------------------------------------------------------------
 
 
-class Gone(RuntimeError):
+class PeerDied(RuntimeError):
     """The process at the other end has ended, or says nothing."""
 
 
@@ -196,21 +196,21 @@ class _Board:
         return 16 * (1 + readers) + DESCRIPTION * slots
 
     def wait(self, word: int, least: int, who: str, timeout: float) -> None:
-        """Until words[word] >= least; its neighbour is the id of the process that counts there."""
+        """Until words[word] >= least; its neighbor is the id of the process that counts there."""
         pause, begin, looked = 2e-5, time.monotonic(), 0.0
         while self[word] < least:
             now = time.monotonic()
             if now - looked > 0.2:
                 looked, process = now, self[word + 1]
-                if process and not runs(process) and self[word] < least:
-                    raise Gone(f"{who} (process {process}) has ended")
+                if process and not is_running(process) and self[word] < least:
+                    raise PeerDied(f"{who} (process {process}) has ended")
             if now - begin > timeout:
-                raise Gone(f"{who} (process {self[word + 1]}) said nothing for {timeout:.0f} s")
+                raise PeerDied(f"{who} (process {self[word + 1]}) said nothing for {timeout:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
 
 
-def runs(process: int) -> bool:
+def is_running(process: int) -> bool:
     """Is there such a process, other than one that has ended and is not buried yet?"""
     try:
         with open(f"/proc/{process}/stat") as file:
@@ -227,7 +227,7 @@ def _finish(device: torch.device) -> None:
         event.synchronize()
 
 
-class Outbox:
+class TensorWriter:
     """Publishes tensors, one after the other, to a fixed number of readers.
 
     A buffer is written again only when every reader has given it back, and replaced by one of at least twice
@@ -253,7 +253,7 @@ class Outbox:
         """Publish a copy of a tensor of any shape, type and device.
 
         Raises:
-            Gone: a reader.
+            PeerDied: a reader.
         """
         (_, readers, slots), number = self.handle, self._board[0]
         for reader in range(readers):
@@ -274,7 +274,7 @@ class Outbox:
         """Wait until the readers have given everything back.
 
         Raises:
-            Gone: a reader.
+            PeerDied: a reader.
         """
         for reader in range(self.handle[1]):
             self._board.wait(2 + 2 * reader, self._board[0], f"reader {reader}", self.timeout)
@@ -286,11 +286,11 @@ class Outbox:
         self._shared = []
 
 
-class Inbox:
-    """Reads what an Outbox publishes, in order, every tensor.
+class TensorReader:
+    """Reads what an TensorWriter publishes, in order, every tensor.
 
     Args:
-        handle: of the Outbox.
+        handle: of the TensorWriter.
         reader: which of its readers this is, 0 to readers - 1.
         timeout: seconds to wait for a tensor.
     """
@@ -307,7 +307,7 @@ class Inbox:
         Of an outbox of n slots at most n tensors can be held, then this waits for ever.
 
         Raises:
-            Gone: the writer.
+            PeerDied: the writer.
         """
         self._board.wait(0, self._taken + 1, "the writer", self.timeout)
         buffer, shape, dtype = pickle.loads(bytes(self._board.slots[self._taken % self._slots].tolist()))

@@ -80,7 +80,7 @@ def next_token_cross_entropy(
         logits_BSV: (B, S, V), any float type; may hold NaN where the label is -100.
         labels_BS: (B, S) int64, the token that each position predicts (shifted already); -100: none.
     Returns:
-        (sum, count): nats over labelled positions, and how many there are.
+        (sum, count): nats over labeled positions, and how many there are.
     """
     keep = labels_BS != -100  # rows are selected, not masked: 0 * NaN would reach the gradient
     logp = vocab_log_softmax(at_least_float32(logits_BSV[keep]), group)
@@ -220,7 +220,7 @@ class _Turn(torch.autograd.Function):
         return flat.view(-1, columns[rank]), None, None, None
 
 
-def vocab_turn(rows_NV: Tensor, group: Any = None) -> tuple[Tensor, slice]:
+def columns_to_rows(rows_NV: Tensor, group: Any = None) -> tuple[Tensor, slice]:
     """Whole rows instead of columns: an even share of the rows on each rank, so memory stays what it was.
 
     For what needs a row as a whole (sorting, sums over sets of tokens).  Returns (the share, with all
@@ -236,8 +236,8 @@ def vocab_turn(rows_NV: Tensor, group: Any = None) -> tuple[Tensor, slice]:
     return whole, slice(ends[rank], ends[rank + 1])
 
 
-def vocab_join(value_N: Tensor, share: slice, count: int, group: Any = None) -> Tensor:
-    """(count,) what every rank has found for its share of the rows (see `vocab_turn`), on every rank."""
+def gather_row_values(value_N: Tensor, share: slice, count: int, group: Any = None) -> Tensor:
+    """(count,) what every rank has found for its share of the rows (see `columns_to_rows`), on every rank."""
     if group is None:
         return value_N
     return vocab_sum(F.pad(value_N, (share.start, count - share.stop)), group)
@@ -270,7 +270,7 @@ def _adaptive(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
 def _buckets(
     logp: Tensor, logq: Tensor, ids_NK: Tensor, tail: bool, group: Any
 ) -> Two:
-    """Log-probabilities of the kept tokens and, with `tail`, of all others together; else renormalised."""
+    """Log-probabilities of the kept tokens and, with `tail`, of all others together; else renormalized."""
     low, _ = vocab_range(logp, group)
     out = []
     for rows in (logp, logq):
@@ -295,7 +295,7 @@ def position_divergence(
     """Sum over positions of tau^2 D(q, p), q = softmax(teacher / tau), p = softmax(student / tau).
 
     Args:
-        name: forward_kl, reverse_kl, generalised_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl or
+        name: forward_kl, reverse_kl, generalized_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl or
             total_variation; each is a function of its own below.
         student_logits_BSV, teacher_logits_BSV: any float type; the teacher gets no gradient; may hold NaN
             where the mask is False.
@@ -303,7 +303,7 @@ def position_divergence(
         temperature, teacher_temperature: tau of student and teacher, > 0; None: the same.
         top_k: compare that many tokens and the rest as one bucket; 0: all tokens.
         support: whose top_k: "teacher", "student", or (B, S, K) int64 ids without repetition.
-        tail: False: no bucket for the rest, both are renormalised on the kept tokens.
+        tail: False: no bucket for the rest, both are renormalized on the kept tokens.
     Returns:
         (sum, count): nats (total variation: 0 to tau^2 per position), and positions.
     Raises:
@@ -330,8 +330,8 @@ def position_divergence(
         logp, logq = _buckets(logp, logq, ids, tail, group)
         group = None  # every rank holds all buckets now
     if name == "adaptive_kl":  # it sorts whole rows
-        (p_share, share), (q_share, _) = vocab_turn(logp, group), vocab_turn(logq, group)
-        value = vocab_join(_divergence(name, p_share, q_share, coefficient), share, len(logp), group)
+        (p_share, share), (q_share, _) = columns_to_rows(logp, group), columns_to_rows(logq, group)
+        value = gather_row_values(_divergence(name, p_share, q_share, coefficient), share, len(logp), group)
     else:
         value = vocab_sum(_divergence(name, logp, logq, coefficient), group)
     return reduce_terms(temperature**2 * value, row, shape, weight_BS, reduction)
@@ -345,7 +345,7 @@ def _mixture(name: str, coefficient: float) -> tuple[float, float, float] | None
     """
     c = coefficient
     jsd = (c, 1 - c, 1 - c) if 0 < c < 1 else (1 - c, c, 1 - c)
-    known = {"forward_kl": (1, 0, 1), "reverse_kl": (0, 1, 0), "generalised_jsd": jsd,
+    known = {"forward_kl": (1, 0, 1), "reverse_kl": (0, 1, 0), "generalized_jsd": jsd,
              "skew_forward_kl": (1, 0, 1 - c), "skew_reverse_kl": (0, 1, c), "total_variation": None}
     if name not in known:
         raise ValueError(f"{name!r}: no such divergence")
@@ -388,7 +388,7 @@ def reverse_kl(
     return position_divergence("reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
 
 
-def generalised_jsd(
+def generalized_jsd(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, beta: float = 0.5,
     **how: Any,
 ) -> Two:
@@ -400,7 +400,7 @@ def generalised_jsd(
     Args, Returns, Raises: of `position_divergence`, without its name.
     """
     how["coefficient"] = beta
-    return position_divergence("generalised_jsd", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
+    return position_divergence("generalized_jsd", student_logits_BSV, teacher_logits_BSV, mask_BS, **how)
 
 
 def skew_forward_kl(
@@ -508,7 +508,7 @@ def find_chunks(student_chunk_BS: Tensor, teacher_chunk_BT: Tensor) -> Chunks:
 
     Args:
         student_chunk_BS, teacher_chunk_BT: (B, S) and (B, T) int64, shifted chunk ids, -1 for none; the
-            tokens of a chunk are neighbours.
+            tokens of a chunk are neighbors.
     """
     B = student_chunk_BS.shape[0]
     most = 1 + max([int(x.max()) for x in (student_chunk_BS, teacher_chunk_BT) if x.numel()], default=-1)
@@ -572,9 +572,9 @@ def projection_kl(
 ) -> Two:
     """P-KL: sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary; reverse: KL(r || target).
 
-    r = mean over the student positions of the chunk of softmax(x / tau) @ W, renormalised over the kept
+    r = mean over the student positions of the chunk of softmax(x / tau) @ W, renormalized over the kept
     columns; target = mean over its teacher positions of softmax(y / tau) over the kept columns.  Averaging
-    probabilities keeps the target normalised, so the loss is never negative and zero when the models agree.
+    probabilities keeps the target normalized, so the loss is never negative and zero when the models agree.
 
     Args:
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may hold NaN
@@ -582,7 +582,7 @@ def projection_kl(
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
         indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.
         kept_K: (K,) int64 sorted teacher columns; None keeps all.
-        teacher_average: "p", or "logp" for the un-normalised mean of log-probabilities that NeMo-RL uses
+        teacher_average: "p", or "logp" for the un-normalized mean of log-probabilities that NeMo-RL uses
             (can be negative; kept for comparison with it).
         entries: `projection_entries` of this projection and these kept columns, if many calls share them; of
             the rank's own rows where there are a group and kept columns.
@@ -605,8 +605,8 @@ def projection_kl(
             log_target = log_target.clamp(min=1e-30).log()
     share = slice(0, len(chunks.first_S))
     if kept_K is None and group is not None:  # every rank holds some columns of all chunks: turn that around
-        p_CV, share = vocab_turn(chunk_mean(logp_NV.exp(), chunks.of_S, chunks.count_S), group)
-        log_target, _ = vocab_turn(log_target, group)
+        p_CV, share = columns_to_rows(chunk_mean(logp_NV.exp(), chunks.of_S, chunks.count_S), group)
+        log_target, _ = columns_to_rows(log_target, group)
         entries = entries or projection_entries(indices_VK, likelihoods_VK, log_target.shape[1])
         r_CK = _project(p_CV, entries)
     else:
@@ -619,7 +619,7 @@ def projection_kl(
     log_r = (r_CK + EPSILON).log() - (r_CK + EPSILON).sum(-1, keepdim=True).log()
     kl_C = _kl(log_r, log_target) if reverse else _kl(log_target, log_r)
     if kept_K is None:
-        kl_C = vocab_join(kl_C, share, len(chunks.first_S), group)
+        kl_C = gather_row_values(kl_C, share, len(chunks.first_S), group)
     return reduce_terms(temperature**2 * kl_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -759,12 +759,12 @@ def _inside(
     fine_next: Tensor, coarse_next: Tensor, fine_first: Tensor, coarse_first: Tensor, fine_count: Tensor,
     pieces: Tensor, low: Tensor, high: Tensor,
 ) -> Ranges:
-    """Positions k >= 1 of chunks with one coarse token, as far as its spelling is the realised one."""
+    """Positions k >= 1 of chunks with one coarse token, as far as its spelling is the realized one."""
     P = pieces.shape[1]
     k = torch.arange(P, device=pieces.device)
     coarse = coarse_next[coarse_first] if len(coarse_first) else coarse_first
-    realised = fine_next[(fine_first[:, None] + k).clamp(max=max(fine_next.numel() - 1, 0))]
-    same = (realised == pieces[coarse]) & (k < fine_count[:, None])
+    realized = fine_next[(fine_first[:, None] + k).clamp(max=max(fine_next.numel() - 1, 0))]
+    same = (realized == pieces[coarse]) & (k < fine_count[:, None])
     # the k-th token must match too: in context a tokenizer may spell a token otherwise than alone
     chunk, level = (same.cumprod(1)[:, 1:] > 0).nonzero(as_tuple=True)
     level = level + 1
@@ -784,9 +784,9 @@ def piece_kl(
     token w and B[v] the teacher's of student token v, the sum, times tau^2, of
       1. at the start of every chunk: KL over events, the connected components of w -- A[w][0], v -- B[v][0];
       2. inside one teacher token, after k student tokens: KL(T_k || p_k), where T_k(v) is the teacher's mass,
-         normalised, on tokens w whose spelling begins with the k tokens seen and goes on with v;
+         normalized, on tokens w whose spelling begins with the k tokens seen and goes on with v;
       3. inside one student token, after k teacher tokens: KL(q_k || S_k), where S_k(w) is the student's mass,
-         normalised, on tokens v whose spelling begins with the k tokens seen and goes on with w, and q_k is
+         normalized, on tokens v whose spelling begins with the k tokens seen and goes on with w, and q_k is
          restricted to the w that occur;
       4. in chunks of several tokens on both sides: KL between its two (chain rule) probabilities.
     Every term is >= 0; equal tokenizers give the forward KL exactly.  T_k knows that the teacher's token goes
@@ -813,7 +813,7 @@ def piece_kl(
         y_teacher = y.index_select(0, terms.inside_teacher.coarse_row)
         fine, coarse, ranges, share = _own_share(x_teacher, y_teacher, terms.inside_teacher, group)
         inside = _inside_teacher_kl(fine, coarse, ranges, spelling, temperature)
-        values.append(vocab_join(inside, share, len(terms.inside_teacher.low), group))
+        values.append(gather_row_values(inside, share, len(terms.inside_teacher.low), group))
         rows.append(terms.inside_teacher.fine_row)
     if terms.count_many:
         next_M = student_next_BS.reshape(-1)[chosen[2]]
@@ -827,7 +827,7 @@ def piece_kl(
         y_student = y.index_select(0, terms.inside_student.fine_row)
         fine, coarse, ranges, share = _own_share(y_student, x_student, terms.inside_student, group)
         inside = _inside_student_kl(coarse, fine, ranges, spelling, temperature)
-        inside = vocab_join(inside, share, len(terms.inside_student.low), group)
+        inside = gather_row_values(inside, share, len(terms.inside_student.low), group)
         at = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         at[terms.start_S] = torch.arange(len(terms.start_S), device=x.device)
         value = value.index_add(0, at[terms.inside_student.coarse_row], inside)
@@ -842,20 +842,20 @@ def _start_kl(
     """(C,) KL over events at the start of every chunk."""
     row_S, row_T, share = terms.start_S, terms.start_T, slice(0, len(terms.start_S))
     if group is not None:
-        (x, share), (y, _) = vocab_turn(x[row_S], group), vocab_turn(y[row_T], group)
+        (x, share), (y, _) = columns_to_rows(x[row_S], group), columns_to_rows(y[row_T], group)
         row_S = row_T = torch.arange(len(x), device=x.device)
     how = row_S, at_least_float32(y), row_T, spelling, temperature
     value: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
         at_least_float32(x), row_S, _event_kl, *how)
-    return vocab_join(value, share, len(terms.start_S), group)
+    return gather_row_values(value, share, len(terms.start_S), group)
 
 
 def _own_share(
     fine_NX: Tensor, coarse_NX: Tensor, ranges: Ranges, group: Any
 ) -> tuple[Tensor, Tensor, Ranges, slice]:
     """Logits of both sides, a row per range, and the ranges; with a group a share of them, whole rows."""
-    fine_NX, share = vocab_turn(fine_NX, group)
-    coarse_NX, _ = vocab_turn(coarse_NX, group)
+    fine_NX, share = columns_to_rows(fine_NX, group)
+    coarse_NX, _ = columns_to_rows(coarse_NX, group)
     own = torch.arange(len(fine_NX), device=fine_NX.device)
     low, high, level = [part[share] for part in ranges[2:5]]
     entries = ranges.entries if group is None else int((high - low).sum())
@@ -868,13 +868,13 @@ def _second_rows(rows_N2: Tensor, count: int) -> Tensor:
     return first.scatter_reduce(0, rows_N2[:, 1], rows_N2[:, 0], "amin") + 1
 
 
-def piece_shares(
+def piece_coverage(
     teacher_logits_BTW: Tensor, terms: PieceTerms, spelling: Spelling, temperature: float = 1.0
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """What the parts of `piece_kl` cover, each as (sum, count).
 
-    linked_mass: teacher probability, at the starts of chunks, of tokens that belong to an event;
-    inside_mass: teacher probability of the tokens that T_k is made of, at the positions inside its tokens;
+    event_coverage: teacher probability, at the starts of chunks, of tokens that belong to an event;
+    prefix_coverage: teacher probability of the tokens that T_k is made of, at the positions inside its tokens;
     one_to_one, inside_teacher, inside_student, many: chunks of that shape, of all chunks (1:1; one teacher
     and several student tokens; one student and several teacher tokens; several on both sides).
     """
@@ -889,8 +889,8 @@ def piece_shares(
             inside = _rows(y, ranges.coarse_row, temperature).softmax(-1)
             mass = torch.where(on, inside[term, w], 0.0).sum()
         chunks = torch.tensor(len(terms.start_S), device=y.device)
-        found = {"linked_mass": (q[:, spelling.event_W >= 0].sum(), chunks),
-                 "inside_mass": (mass, torch.tensor(len(ranges.low), device=y.device))}
+        found = {"event_coverage": (q[:, spelling.event_W >= 0].sum(), chunks),
+                 "prefix_coverage": (mass, torch.tensor(len(ranges.low), device=y.device))}
         parts = {"inside_teacher": (ranges.level == 1).sum(),
                  "inside_student": (terms.inside_student.level == 1).sum(),
                  "many": torch.tensor(terms.count_many, device=y.device)}
@@ -1059,7 +1059,7 @@ def _continuations(ranges: Ranges, order: Tensor, pieces: Tensor) -> _Continuati
     token = order[place]
     following = pieces[token, ranges.level[term]]
     goes_on = following >= 0
-    new = torch.ones_like(goes_on)  # a range is sorted, so equal (term, following) are neighbours
+    new = torch.ones_like(goes_on)  # a range is sorted, so equal (term, following) are neighbors
     new[1:] = (term[1:] != term[:-1]) | (following[1:] != following[:-1])
     group = new.cumsum(0) - 1
     group_term = torch.full_like(term, len(ranges.level)).scatter(
@@ -1099,7 +1099,7 @@ def _inside_student_kl(
 def _chunk_logp(
     logits: Tensor, next_BX: Tensor, rows: Tensor, count: int, temperature: float, group: Any
 ) -> Tensor:
-    """(count,) log-probability of the realised tokens of each chunk."""
+    """(count,) log-probability of the realized tokens of each chunk."""
     logp = vocab_log_softmax(_rows(logits, rows[:, 0], temperature), group)
     chosen = vocab_gather(logp, next_BX.reshape(-1)[rows[:, :1]], group).squeeze(1).clamp(min=FLOOR)
     return chosen.new_zeros(count).index_add(0, rows[:, 1], chosen)
@@ -1155,7 +1155,7 @@ def gold(
         common_V, common_W: (N,) int64, from `common_tokens`.
         uncommon_topk: how many of the others are compared, the largest; at most as many as either side has.
         average: "p", or "logp" for the reference (NeMo-RL's gold): means of log-probabilities, not
-            renormalised, no bucket; can be negative.
+            renormalized, no bucket; can be negative.
         reverse: KL(p || q).
         rest: `other_tokens` of common_V and of common_W; None: found anew.
     Others and Returns: of `projection_kl`.
@@ -1186,7 +1186,7 @@ def gold(
             rows = (vocab_log_softmax(rows, group) + shift).exp()
         else:
             rows = vocab_softmax(rows, group)
-        mean, share = vocab_turn(chunk_mean(rows, of, count), group)
+        mean, share = columns_to_rows(chunk_mean(rows, of, count), group)
         means.append(mean)
     k = min(uncommon_topk, *map(len, rest))
     if average == "logp":
@@ -1198,7 +1198,7 @@ def gold(
         how = (common_V, common_W), rest, k, reverse, shift
         value = _WithDerivative.apply(  # type: ignore[no-untyped-call]
             means[0], None, _common_and_rest, means[1], *how)
-    value = vocab_join(temperature**2 * value, share, len(chunks.first_S), group)
+    value = gather_row_values(temperature**2 * value, share, len(chunks.first_S), group)
     return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -1309,7 +1309,7 @@ def uld(
         return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
     sides, share = [], slice(0)
     for logits, last, before in ends:
-        at_last, share = vocab_turn(vocab_softmax(_rows(logits, last, temperature), group), group)
+        at_last, share = columns_to_rows(vocab_softmax(_rows(logits, last, temperature), group), group)
         sides.append(at_last if before is None else at_last * vocab_copy(before, group)[share, None])
     p, q = sides
     if common is None:
@@ -1321,7 +1321,7 @@ def uld(
         mixed = _mix(logs[0], logs[1], 0.5)
         matched = 0.5 * _kl(logs[1], mixed) + 0.5 * _kl(logs[0], mixed)
         value = part * matched + (1 - part) * _all_sorted(*rest)
-    value = vocab_join(value, share, len(chunks.first_S), group)
+    value = gather_row_values(value, share, len(chunks.first_S), group)
     return reduce_terms(value, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -1471,7 +1471,7 @@ def projected_agreement(
 
 
 def accuracy(logits_BSV: Tensor, labels_BS: Tensor) -> Two:
-    """(positions whose likeliest token is the label, labelled positions)."""
+    """(positions whose likeliest token is the label, labeled positions)."""
     keep = labels_BS != -100
     return (logits_BSV[keep].argmax(-1) == labels_BS[keep]).sum(), keep.sum()
 

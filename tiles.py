@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 # share of the memory for what a loss makes of one part; float32 numbers alive at its peak, per logit of it
-CPU_PARTS = 0.07, 2  # large tiles, which multiply faster; compiled losses hold little
-GPU_PARTS = 0.5, 8  # few calls
+CPU_SUB_TILES = 0.07, 2  # large tiles, which multiply faster; compiled losses hold little
+GPU_SUB_TILES = 0.5, 8  # few calls
 TEACHER_ROWS = 0.75  # logits of the teacher that exist at a time, in rows, per row of the student
 BLOCK = 8192  # rows of a head's gradient that are summed at a time, where they are not float32 already
 
@@ -99,7 +99,7 @@ def head_of(model: Any, vocab: int) -> Head:
 # --- the teacher's side ----------------------------------------------------------------------------
 
 
-class HiddenRows(NamedTuple):
+class HiddenLogits(NamedTuple):
     """Teacher logits of any positions, from its final hidden states (T, H) and its head.
 
     memory: 1-d, where the next call writes its logits, over those of the last; None: each call has its own.
@@ -112,15 +112,15 @@ class HiddenRows(NamedTuple):
     def __call__(self, rows: Tensor) -> Tensor:
         return self.head.finish(self.head.linear(self.hidden_TH.index_select(0, rows), self.memory))
 
-    def columns(self, ids: Tensor) -> "HiddenRows":
+    def columns(self, ids: Tensor) -> "HiddenLogits":
         return self._replace(head=self.head.columns(ids))
 
-    def with_memory(self, most: int) -> "HiddenRows":
+    def with_memory(self, most: int) -> "HiddenLogits":
         """For calls with at most so many positions."""
         return self._replace(memory=self.hidden_TH.new_empty(most * self.head.tokens))
 
 
-class LogitRows(NamedTuple):
+class StoredLogits(NamedTuple):
     """Teacher logits of any positions, from all of them (T, W)."""
 
     logits_TW: Tensor
@@ -128,11 +128,11 @@ class LogitRows(NamedTuple):
     def __call__(self, rows: Tensor) -> Tensor:
         return self.logits_TW.index_select(0, rows)
 
-    def columns(self, ids: Tensor) -> "LogitRows":
-        return LogitRows(self.logits_TW.index_select(1, ids))
+    def columns(self, ids: Tensor) -> "StoredLogits":
+        return StoredLogits(self.logits_TW.index_select(1, ids))
 
 
-class ShardedRows(NamedTuple):
+class ShardedLogits(NamedTuple):
     """Teacher logits of any positions, from parts of the vocabulary [(T, W_i)] that several ranks made."""
 
     shards: tuple[Tensor, ...]
@@ -140,15 +140,15 @@ class ShardedRows(NamedTuple):
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.cat([shard.index_select(0, rows) for shard in self.shards], 1)
 
-    def columns(self, ids: Tensor) -> LogitRows:
+    def columns(self, ids: Tensor) -> StoredLogits:
         """Of sorted ids."""
         sizes = [shard.shape[1] for shard in self.shards]
         bounds = torch.tensor([0, *sizes], device=ids.device).cumsum(0)
         own = [ids[(ids >= low) & (ids < high)] - low for low, high in zip(bounds[:-1], bounds[1:])]
-        return LogitRows(torch.cat([shard.index_select(1, part) for shard, part in zip(self.shards, own)], 1))
+        return StoredLogits(torch.cat([shard.index_select(1, part) for shard, part in zip(self.shards, own)], 1))
 
 
-class TopKRows(NamedTuple):
+class TopKLogits(NamedTuple):
     """Teacher logits of any positions from cached (T, K) ids and log-probabilities.
 
     What the K tokens leave is spread evenly over the others.
@@ -175,7 +175,7 @@ class TopKRows(NamedTuple):
 # --- tiles ----------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class SubTile(NamedTuple):
     """Some whole chunks, and positions that only predict text: what a loss sees at a time.
 
     student, teacher: its rows, of those of the tile, and of the teacher's logits that exist.
@@ -206,12 +206,12 @@ class Tile(NamedTuple):
     """
 
     student_rows: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[SubTile, ...]
 
 
 def plan_tiles(
     labels_BS: Tensor, student_chunk_BS: Tensor, teacher_next_BT: Tensor, teacher_chunk_BT: Tensor,
-    vocabs: tuple[int, int], memory_mib: float = 512.0, parts: tuple[float, float] = GPU_PARTS,
+    vocabs: tuple[int, int], memory_mib: float = 512.0, parts: tuple[float, float] = GPU_SUB_TILES,
 ) -> list[Tile]:
     """Cut a batch into tiles; meant for the CPU, where the ids come from.
 
@@ -220,12 +220,12 @@ def plan_tiles(
     Args:
         labels_BS: (B, S) int64, -100 for none.
         student_chunk_BS, teacher_chunk_BT: (B, S), (B, T) int64, shifted chunk ids, -1 for none; the tokens
-            of a chunk are neighbours.
+            of a chunk are neighbors.
         teacher_next_BT: (B, T) int64.
         vocabs: V and W.
         memory_mib: MiB for the logits of a tile and what a loss makes of them; at least one chunk is taken.
             inf: one tile of one part.
-        parts: CPU_PARTS or GPU_PARTS.  Small parts leave room for large tiles; large ones need fewer calls.
+        parts: CPU_SUB_TILES or GPU_SUB_TILES.  Small parts leave room for large tiles; large ones need fewer calls.
     """
     B = labels_BS.shape[0]
     most = 1 + max([int(x.max()) for x in (student_chunk_BS, teacher_chunk_BT) if x.numel()], default=-1)
@@ -263,7 +263,7 @@ def plan_tiles(
             begin, end = blocks[first]
             t, t_end = bounds[1][begin], bounds[1][end]
             chunk = torch.where(s_key[own_s] >= 0, s_unit[own_s] - first, -1)
-            pieces.append(Part(
+            pieces.append(SubTile(
                 slice(own_s.start - s, own_s.stop - s), slice(own_t.start - t, own_t.stop - t),
                 labels_BS.reshape(-1)[s_row[own_s]], teacher_next_BT.reshape(-1)[t_row[own_t]],
                 chunk, t_unit[own_t] - first, fetch=t_row[t:t_end] if first == begin else None))
@@ -274,16 +274,16 @@ def plan_tiles(
 class TeacherBlocks:
     """Teacher logits of one part after the other; those of several are computed together, over the last.
 
-    fetches: all `Part.fetch` of the tiles.
+    fetches: all `SubTile.fetch` of the tiles.
     """
 
     def __init__(self, rows: Callable[[Tensor], Tensor], tiles: Sequence[Tile]) -> None:
         self.fetches = [part.fetch for tile in tiles for part in tile.parts if part.fetch is not None]
         most = max(map(len, self.fetches), default=0)
-        self.rows = rows.with_memory(most) if isinstance(rows, HiddenRows) else rows
+        self.rows = rows.with_memory(most) if isinstance(rows, HiddenLogits) else rows
         self.block: Tensor | None = None
 
-    def __call__(self, part: Part) -> Tensor:
+    def __call__(self, part: SubTile) -> Tensor:
         """(m, W) logits of the part."""
         if part.fetch is not None:
             self.fetch(part.fetch)
@@ -320,7 +320,7 @@ def _blocks(mib: Tensor, parts: list[tuple[int, int]], limit: float) -> dict[int
 
 def tiled_loss(
     student_hidden: Tensor, student_head: Head, teacher_rows: Callable[[Tensor], Tensor] | None,
-    tile_loss: Callable[[Tensor, Tensor | None, Part], Tensor], tiles: Sequence[Tile],
+    tile_loss: Callable[[Tensor, Tensor | None, SubTile], Tensor], tiles: Sequence[Tile],
     weights: Sequence[float], params: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of losses over all tiles.
@@ -347,7 +347,7 @@ def tiled_loss(
 class _Run(NamedTuple):
     head: Head
     teacher_rows: Callable[[Tensor], Tensor] | None
-    tile_loss: Callable[[Tensor, Tensor | None, Part], Tensor]
+    tile_loss: Callable[[Tensor, Tensor | None, SubTile], Tensor]
     tiles: Sequence[Tile]
     weights: Sequence[float]
     params: Sequence[Tensor]
@@ -407,7 +407,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _part(
-    run: _Run, head: Head, linear: Tensor, y: Tensor | None, part: Part, train: bool, weights: Tensor
+    run: _Run, head: Head, linear: Tensor, y: Tensor | None, part: SubTile, train: bool, weights: Tensor
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """(sums, gradients of the parameters); the part's logits are replaced by their gradient."""
     with torch.set_grad_enabled(train):

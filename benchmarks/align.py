@@ -44,7 +44,7 @@ def main(student, teacher, tokens=4096, long=16384):
                f"one word again and again, {long}": ("the " * long, long),
                f"random digits, {long}": ("".join(map(str, rng.integers(0, 10, 4 * long))), long),
                f"Chinese, {long}": ("".join(map(chr, rng.integers(0x4E00, 0x9FA5, 2 * long))), long)}
-    rows = [("text, student tokens", "tokenise ms", "align ms", "M tokens/s", "of tokenising", "align_dp ms")]
+    rows = [("text, student tokens", "tokenize ms", "align ms", "M tokens/s", "of tokenizing", "align_dp ms")]
     for name, (text, limit) in samples.items():
         ids = pair[0](text, add_special_tokens=False, verbose=False)["input_ids"][:limit]
         text = tables[0].decode(ids).decode(errors="ignore").removeprefix(" ")

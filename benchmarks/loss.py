@@ -31,9 +31,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import losses
-from tiles import CPU_PARTS, GPU_PARTS, Head, HiddenRows, LogitRows, TeacherBlocks, plan_tiles, tiled_loss
+from tiles import CPU_SUB_TILES, GPU_SUB_TILES, Head, HiddenLogits, StoredLogits, TeacherBlocks, plan_tiles, tiled_loss
 
-DIVERGENCES = "forward_kl", "reverse_kl", "generalised_jsd"  # of one vocabulary, the student's
+DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # of one vocabulary, the student's
 LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy"
 EVENTS, OWN = 109_566 / 128_256, 101_566 / 128_256  # of the student's tokens; with a partner of their own
 
@@ -112,7 +112,7 @@ class Job(NamedTuple):
     loss: Any
     hidden: torch.Tensor
     weight: torch.Tensor
-    teacher: HiddenRows | None
+    teacher: HiddenLogits | None
     kept: torch.Tensor
     tiles: list
     whole: list | None
@@ -141,7 +141,7 @@ class Job(NamedTuple):
         [part] = tile.parts
         rows = self.rows(self.whole)
         x = self.hidden @ self.weight.T
-        y = rows and LogitRows(rows(torch.arange(len(x), device=x.device)))
+        y = rows and StoredLogits(rows(torch.arange(len(x), device=x.device)))
         self.loss(x[tile.student_rows], y and y(part.fetch), part).backward()
 
     def reference(self):
@@ -177,11 +177,11 @@ def job(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, whole):
     hidden, weight = tensor(tokens, H).requires_grad_(), tensor(V, H).requires_grad_()
     teacher = None
     if name != "cross_entropy":
-        teacher = HiddenRows(tensor(tokens, teacher_H), Head(tensor(W, teacher_H)))
+        teacher = HiddenLogits(tensor(tokens, teacher_H), Head(tensor(W, teacher_H)))
 
     def planned(memory_mib):
         tiles = plan_tiles(labels, *more, (V, W if teacher else 0), memory_mib,
-                           CPU_PARTS if device == "cpu" else GPU_PARTS)
+                           CPU_SUB_TILES if device == "cpu" else GPU_SUB_TILES)
         if teacher:
             tiles = [tile._replace(parts=tuple(with_terms(part, spelling) for part in tile.parts))
                      for tile in tiles]

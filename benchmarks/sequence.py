@@ -29,11 +29,11 @@ def measure(tokens, layers, hidden, checkpointing, mlp_tiles):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import distill
-    from sequence import ATTENTION, join_sequence_group, register_attention, tile_mlps
+    from isogloss.sequence import ATTENTION, join_sequence_group, register_attention, tile_mlps
     from tiles import head_of, plan_tiles, tiled_loss
 
     distill.start_distributed()
-    distill.quieten()
+    distill.silence_libraries()
     torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
     size, rank = dist.get_world_size(), dist.get_rank()
     config = AutoConfig.for_model(

@@ -33,10 +33,10 @@ def resident():
 def load(folder, degree, engine):
     """What one rank needs for one teacher."""
     import distill
-    from teacher import load_teacher
+    from isogloss.teachers import load_teacher
 
     distill.start_distributed()
-    distill.quieten()
+    distill.silence_libraries()
     (own, files, _), begin = resident(), time.perf_counter()
     teacher = load_teacher(folder, 32000, "float32", "cpu", engine, degree)
     seconds = time.perf_counter() - begin

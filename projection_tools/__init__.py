@@ -28,7 +28,7 @@ CACHE = Path(os.environ.get("ISOGLOSS_CACHE", Path.home() / ".cache" / "isogloss
 
 
 def fingerprint(tokenizer):
-    """Hex digest of all that decides how a fast tokenizer cuts text (vocabulary, merges, normaliser, ...)."""
+    """Hex digest of all that decides how a fast tokenizer cuts text (vocabulary, merges, normalizer, ...)."""
     spec = tokenizer.backend_tokenizer.to_str()
     spec = spec[spec.index('"added_tokens"') :]  # before it: truncation and padding, which is no identity
     return hashlib.sha256(spec.encode()).hexdigest()[:32]
@@ -44,7 +44,7 @@ def all_bytes(table):
 
 
 def pack(rows, columns, weights, V, top_k):
-    """Projection from its entries: sorted, the `top_k` heaviest of each row, normalised.
+    """Projection from its entries: sorted, the `top_k` heaviest of each row, normalized.
 
     Args:
         rows, columns, weights: (N,) entries; of equal weights the earlier one comes first.  An entry may
@@ -147,10 +147,10 @@ def as_tables(projection, pair, tool):
     indices, likelihoods = projection
     return {"indices": torch.from_numpy(np.ascontiguousarray(indices)),
             "likelihoods": torch.from_numpy(likelihoods.astype(np.float32)),
-            "teacher_vocab": len(pair.tables[1]), "tool": tool} | whose(pair)
+            "teacher_vocab": len(pair.tables[1]), "tool": tool} | tokenizer_metadata(pair)
 
 
-def whose(pair):
+def tokenizer_metadata(pair):
     """What a file of tables says of the tokenizers that it belongs to."""
     return {f"{role}_{key}": value
             for key, values in (("fingerprint", pair.prints), ("roles", pair.roles), ("model_id", pair.names))
@@ -215,7 +215,7 @@ def load_projection(path, pair):
     if indices.shape != likelihoods.shape or indices.ndim != 2 or indices.is_floating_point():
         raise ValueError(f"{path}: indices {list(indices.shape)} {indices.dtype} and likelihoods "
                          f"{list(likelihoods.shape)}; expected two (V, K), the former int64; make it again")
-    for key, expected in whose(pair).items():
+    for key, expected in tokenizer_metadata(pair).items():
         role, _, key = key.partition("_")
         found = tables.get(f"{role}_{key}")
         if key != "model_id" and found not in (None, expected):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from flags import check_types, tool
+from projection_tools.flags import check_types, tool
 from projection_tools import Pair, as_tables, cached, fill_empty, finish
 from projection_tools.cut import cut_rows
 from projection_tools.exact import exact_pairs, pin_exact
@@ -73,7 +73,7 @@ def cached_projection(pair, recipe=None, directory=None):
     return cached(name, lambda: as_tables(build_projection(pair, recipe), pair, tool), directory)
 
 
-def why_empty(pair, indices):
+def empty_row_reasons(pair, indices):
     """{reason: number} of the rows without an image."""
     student = pair.tables[0]
     empty = indices[:, 0] < 0
@@ -116,7 +116,7 @@ def main(args):
     pair = Pair.load(args.student_model, args.teacher_model)
     recipe = Recipe(**{name: getattr(args, name) for name in asdict(Recipe())})
     found = build_projection(pair, recipe)
-    reasons = [f"empty: {number} {reason}" for reason, number in why_empty(pair, found[0]).items()]
+    reasons = [f"empty: {number} {reason}" for reason, number in empty_row_reasons(pair, found[0]).items()]
     finish(found, pair, args, *reasons)
 
 

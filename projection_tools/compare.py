@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flags import check_types, tool
+from projection_tools.flags import check_types, tool
 from projection_tools import Pair, load_arrays
-from projection_tools.show import explained, row_text
+from projection_tools.show import byte_explained, row_text
 
 
 def row_distance(a, b):
@@ -71,7 +71,7 @@ def main(args):
     pair = Pair.load(args.student_model, args.teacher_model)
     both = [load_arrays(path, pair) for path in (args.projection, args.other)]
     distance = row_distance(*both)
-    good = [explained(projection, pair) for projection in both]
+    good = [byte_explained(projection, pair) for projection in both]
     for v in np.argsort(-distance, kind="stable")[: args.num_examples].tolist():
         if distance[v] > 1e-6:
             lines = [row_text(v, projection, pair, g) for projection, g in zip(both, good)]

@@ -1,4 +1,4 @@
-"""Sort the rows of a projection, keep the heaviest entries, normalise.
+"""Sort the rows of a projection, keep the heaviest entries, normalize.
 
     python -m projection_tools.cut --student-model A --teacher-model B --projection F.pt --output G.pt \\
         --top-k 2 [--threshold 0.01]
@@ -6,12 +6,12 @@
 
 from dataclasses import dataclass
 
-from flags import check_types, tool
+from projection_tools.flags import check_types, tool
 from projection_tools import Pair, entries, finish, load_arrays, pack
 
 
 def cut_rows(projection, top_k, threshold=0.0):
-    """The `top_k` heaviest entries of every row that weigh `threshold` or more, normalised again.
+    """The `top_k` heaviest entries of every row that weigh `threshold` or more, normalized again.
 
     A row of one remaining slot counts as exact to the losses that look at common tokens; so does one that
     was cut to it.

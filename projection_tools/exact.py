@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flags import check_types, tool
+from projection_tools.flags import check_types, tool
 from projection_tools import Pair, all_bytes, finish, load_arrays, widen
 from projection_tools.spell import spell
 

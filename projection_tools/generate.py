@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flags import check_types, tool
+from projection_tools.flags import check_types, tool
 from projection_tools import Pair, finish, pack
 
 

@@ -2,9 +2,9 @@
 
     python -m projection_tools.multitoken --student-model A --teacher-model B --output F.pt [--reverse]
 
-The i-th teacher piece of a student token weighs 0.9 * 0.1^i, normalised: '201' -> '2' .9009, '0' .0901,
+The i-th teacher piece of a student token weighs 0.9 * 0.1^i, normalized: '201' -> '2' .9009, '0' .0901,
 '1' .0090.  With --reverse, teacher tokens that the student spells in several pieces stand in the rows of
-those pieces too, with the same weights before they are normalised.  Control tokens: by role, by equal name,
+those pieces too, with the same weights before they are normalized.  Control tokens: by role, by equal name,
 by similar name.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flags import check_types, tool
+from projection_tools.flags import check_types, tool
 from projection_tools import Pair, entries, fill_empty, finish, load_arrays, pack
 from projection_tools.spell import link_special_tokens, spell
 

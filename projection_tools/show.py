@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flags import check_types, tool
+from projection_tools.flags import check_types, tool
 from projection_tools import Pair, all_bytes, describe, load_arrays
-from projection_tools.build import why_empty
+from projection_tools.build import empty_row_reasons
 from projection_tools.spell import link_special_tokens
 
 
-def explained(projection, pair):
+def byte_explained(projection, pair):
     """(V, K) bool: does an entry's token stand for a part of the student token's bytes, or for its role?"""
     indices, _ = projection
     student, teacher = [all_bytes(table) for table in pair.tables]
@@ -59,7 +59,7 @@ def row_statistics(projection, pair):
     facts = {"rows": len(indices), "of one teacher token": int((used == 1).sum()),
              "of these with equal bytes": int((np.array(same) & (used == 1)).sum()),
              "of several": int((used > 1).sum()), "empty": int((used == 0).sum())}
-    facts |= {f"empty, {reason}": number for reason, number in why_empty(pair, indices).items()}
+    facts |= {f"empty, {reason}": number for reason, number in empty_row_reasons(pair, indices).items()}
     facts["largest distance of a row's sum from 1"] = f"{np.abs(sums[used > 0] - 1).max(initial=0):.1e}"
     many = likelihoods[used > 1]
     for k in range(indices.shape[1] if len(many) else 0):
@@ -67,7 +67,7 @@ def row_statistics(projection, pair):
     facts["common set, strict"] = len(common_set(projection)[0])
     facts["common set, relaxed"] = len(common_set(projection, relaxed=True)[0])
     facts["teacher tokens that some row holds"] = len(np.unique(indices[indices >= 0]))
-    facts["entries that bytes do not explain"] = int((~explained(projection, pair) & (indices >= 0)).sum())
+    facts["entries that bytes do not explain"] = int((~byte_explained(projection, pair) & (indices >= 0)).sum())
     return facts
 
 
@@ -110,7 +110,7 @@ def row_text(v, projection, pair, good):
 
 
 def picture(projection, pair, rows, path):
-    """A block of rows as coloured weights, and the histogram of row sizes."""
+    """A block of rows as colored weights, and the histogram of row sizes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -179,7 +179,7 @@ def main(args):
         several = several if len(several) else np.flatnonzero(projection[0][:, 0] >= 0)
         count = min(args.num_examples, len(several))
         rows = several[np.linspace(0, len(several) - 1, count).astype(int)].tolist()
-    good = explained(projection, pair)
+    good = byte_explained(projection, pair)
     for v in rows:
         print(row_text(v, projection, pair, good))
     print(f"{args.projection}: {describe(projection[0])}")

@@ -17,8 +17,8 @@ from numba import njit
 from tokenizers import Tokenizer, pre_tokenizers
 
 from align import BYTE_OF_CHARACTER, METASPACE
-from flags import check_types, tool
-from projection_tools import ROLES, Pair, all_bytes, cached, save_atomically, whose
+from projection_tools.flags import check_types, tool
+from projection_tools import ROLES, Pair, all_bytes, cached, save_atomically, tokenizer_metadata
 
 CHARACTER_OF_BYTE = {b: c for c, b in BYTE_OF_CHARACTER.items()}
 SURROGATES = re.compile("[\udc80-\udcff]")  # how surrogateescape writes a byte that is no UTF-8
@@ -27,7 +27,7 @@ VERSION = 4  # of the tables; raise it when two tokenizers give other ones
 
 
 def mid_text_backend(tokenizer):
-    """A backend on the same model that continues a text: no normaliser, prefix space or control tokens."""
+    """A backend on the same model that continues a text: no normalizer, prefix space or control tokens."""
     given = tokenizer.backend_tokenizer
     backend = Tokenizer(given.model)  # shared; a copy of 128k merges through JSON takes a second
     if given.pre_tokenizer is not None:
@@ -203,7 +203,7 @@ def events(student_pieces_WP, teacher_pieces_VP):
 
 
 def prefix_ranges(pieces_NP):
-    """Sort spellings so that all rows that share a prefix are neighbours.
+    """Sort spellings so that all rows that share a prefix are neighbors.
 
     Returns:
         (order_N, low_NP, high_NP): int32; the rows that begin with the same k pieces as row n are
@@ -244,7 +244,7 @@ def build_spelling(pair, max_pieces=16):
         order, low, high = prefix_ranges(pieces)
         tables |= {f"pieces_{side}": pieces, f"order_{side}": order, f"low_{side}": low, f"high_{side}": high}
     tables = {k: torch.from_numpy(np.ascontiguousarray(v).astype(np.int32)) for k, v in tables.items()}
-    return tables | {"num_events": count} | whose(pair)
+    return tables | {"num_events": count} | tokenizer_metadata(pair)
 
 
 def cached_spelling(pair, directory=None):

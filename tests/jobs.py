@@ -24,7 +24,7 @@ def write_corpus(folder, texts, count):
 
 def job_for(flags):
     device = distill.start_distributed()
-    distill.quieten()
+    distill.silence_libraries()
     cfg = distill.Config(**flags)
     inputs = distill.check_inputs(cfg, device)
     return distill.build_job(cfg, inputs, device), inputs

@@ -135,13 +135,13 @@ def log_mean(p, q, share_q):
 
 def divergence(name, p, q, coefficient=0.0):
     """D(q, p) of two lists of probabilities."""
-    if name == "generalised_jsd" and coefficient in (0, 1):
+    if name == "generalized_jsd" and coefficient in (0, 1):
         name = "reverse_kl" if coefficient else "forward_kl"
     if name == "forward_kl":
         return kl(q, p)
     if name == "reverse_kl":
         return kl(p, q)
-    if name == "generalised_jsd":
+    if name == "generalized_jsd":
         m = log_mean(p, q, coefficient)
         return coefficient * kl(q, m) + (1 - coefficient) * kl(p, m)
     if name == "skew_forward_kl":

@@ -208,7 +208,7 @@ def test_real_tokenizers_lose_what_they_are_known_to_lose():
     assert not survives("e\u0301", "qwen2") and survives("e\u0301", "llama3")
     pair, tables = zip(real("qwen2"), real("gpt2"))
     found = check("so e\u0301 it is", pair, tables)
-    assert found.dropped["altered"] + found.dropped["unspelled"] == 4 and coverage(found)["bytes"] == 8 / 12
+    assert found.dropped["normalized"] + found.dropped["unencodable"] == 4 and coverage(found)["bytes"] == 8 / 12
     both = check("so  it is", *zip(real("t5"), real("tok512")))  # both write one space: the same bytes
     assert both.same_bytes.all() and both.chunk_bytes.sum() == 8
 
@@ -243,7 +243,7 @@ def zoo(texts):
     return {kind: (t, TokenTable.from_tokenizer(t)) for kind, t in tokenizers.items()}
 
 
-def test_families_are_recognised(zoo):
+def test_families_are_recognized(zoo):
     families = {kind: table.family for kind, (_, table) in zoo.items()}
     assert families == {"bpe": "byte_level", "unigram": "sentencepiece", "wordpiece": "wordpiece",
                         "characters": "plain"}
@@ -273,7 +273,7 @@ def test_the_sign_that_sentencepiece_writes_for_a_space(zoo):
         for text in ("\u2581", "the \u2581 value", "a\u2581b", "\u2581\u2581 the"):
             found = check(text, pair, tables)
             lost = 3 * text.count("\u2581")
-            assert found.dropped == {"altered": lost, "unspelled": 0, "different": 0}, (text, found)
+            assert found.dropped == {"normalized": lost, "unencodable": 0, "unmatched": 0}, (text, found)
             assert found.chunk_bytes.sum() == len(text.encode()) - lost
             same_turned(found, text, pair, tables)
 
@@ -282,7 +282,7 @@ def test_wordpiece_words_carry_the_space_before_them(zoo):
     pair, tables = zip(zoo["wordpiece"], zoo["bpe"])
     found = check("the value of the index", pair, tables)
     assert coverage(found)["bytes"] == 1 and not found.same_bytes[0] and found.same_bytes[1:].all()
-    assert check("The  value", pair, tables).dropped["altered"] > 0  # lower case, two spaces
+    assert check("The  value", pair, tables).dropped["normalized"] > 0  # lower case, two spaces
 
 
 def test_the_end_of_text_pairs_up_and_an_added_space_is_marked(tokenizers, tables):
@@ -303,9 +303,9 @@ def test_other_text_is_never_aligned(tokenizers, tables):
     ids = [tokenizer(text)["input_ids"] for tokenizer, text in zip(tokenizers, texts)]
     for found in (align(*ids, *tables), align(*ids, *tables, texts[0])):
         assert (found.student_chunk == -1).all() and len(found.chunk_bytes) == 0
-        assert found.dropped["different"] == found.text_bytes >= 12
+        assert found.dropped["unmatched"] == found.text_bytes >= 12
     assert align([], [], *tables).text_bytes == 0 and not any(align([], [], *tables).dropped.values())
-    assert align(ids[0], [], *tables).dropped["different"] > 0
+    assert align(ids[0], [], *tables).dropped["unmatched"] > 0
 
 
 # --- sampled ids ----------------------------------------------------------------------------------
@@ -323,14 +323,14 @@ def test_sampled_ids_align_with_their_decoded_text(tables, tokenizers):
         text = student.decode(ids).decode(errors="replace")
         coded = tokenizers[1](text, return_offsets_mapping=True)
         found = align(ids, coded["input_ids"], *tables, text, None, coded["offset_mapping"])
-        assert found.dropped["different"] == found.dropped["unspelled"] == 0
-        assert found.chunk_bytes.sum() + found.dropped["altered"] == len(text.encode())
+        assert found.dropped["unmatched"] == found.dropped["unencodable"] == 0
+        assert found.chunk_bytes.sum() + found.dropped["normalized"] == len(text.encode())
         for c in range(len(found.chunk_bytes)):
             spelled = [b"".join(table.bytes_of(i) for i, k in zip(row, chunk) if k == c)
                        for row, chunk, table in zip((ids, coded["input_ids"]), found, tables)]
             assert spelled[0] == spelled[1] or not found.same_bytes[c]
-        broken += found.dropped["altered"] > 0
-        assert found.dropped["altered"] == 0 or "\ufffd" in text
+        broken += found.dropped["normalized"] > 0
+        assert found.dropped["normalized"] == 0 or "\ufffd" in text
     assert 20 < broken < 200
     letters = {teacher.bytes_of(i): i for i in range(len(teacher)) if not teacher.special[i]}
     bytes_ = {student.bytes_of(i): i for i in halves}
@@ -350,7 +350,7 @@ def test_regions_of_two_renderings():
     teacher = Located(*[np.array(x) for x in ((0, 2, 3, 5, 7), (2, 3, 5, 7, 10))], np.zeros(5, np.int8))
     found = align_regions(np.arange(5), np.arange(5), student, teacher, [(3, 2, 4, (4, 4))], s, t)
     assert found.student_chunk.tolist() == found.teacher_chunk.tolist() == [-1, 0, 0, -1, 1]
-    assert found.chunk_bytes.tolist() == [3, 0] and found.dropped["altered"] == 1 and found.text_bytes == 4
+    assert found.chunk_bytes.tolist() == [3, 0] and found.dropped["normalized"] == 1 and found.text_bytes == 4
 
 
 def test_coverage_counts():
@@ -358,9 +358,9 @@ def test_coverage_counts():
     found = align([0, 1, 4], [2, 3, 1, 4], table, table)
     assert coverage(found) == {
         "bytes": 1, "student_tokens": 1, "teacher_tokens": 1, "chunks": 3, "1:1": 2 / 3, "1:n": 1 / 3,
-        "n:1": 0, "n:m": 0, "altered": 0, "unspelled": 0, "different": 0}
+        "n:1": 0, "n:m": 0, "normalized": 0, "unencodable": 0, "unmatched": 0}
     half = coverage([found, align([0], [1], table, table)])
-    assert half["different"] == 2 / 6 and half["student_tokens"] == 3 / 4
+    assert half["unmatched"] == 2 / 6 and half["student_tokens"] == 3 / 4
     assert coverage([])["bytes"] == 0
 
 
@@ -368,7 +368,7 @@ def test_the_view_shows_every_token_once():
     table = table_of([b"ab", b"c", b"a", b"b", b" d", b"<x>"], eos=5)
     ids = [0, 1, 4, 5], [2, 3, 1, 4]
     found = align(*ids, table, table)
-    top, bottom = view(found, *ids, table, table, colour=False)
+    top, bottom = view(found, *ids, table, table, color=False)
     assert top.split() == ["ab", "c", "·d", "b'<x>'"] and bottom.split() == ["a│b", "c", "·d"]
     assert "\x1b[31m" in view(found, *ids, table, table)[0]
 
@@ -415,7 +415,7 @@ def test_located_tokens_need_no_text():
     assert align_located(np.arange(2), np.arange(2), place, place, table, table, 3).exact.all()
 
 
-def test_tokens_of_a_chunk_are_neighbours():
+def test_tokens_of_a_chunk_are_neighbors():
     """A control token inside what would be a chunk leaves these bytes out."""
     s, t = table_of([b"a", b"b", b"<pad>", b"c"], pad=2), table_of([b"ab", b"c"])
     for swap in (False, True):
@@ -423,7 +423,7 @@ def test_tokens_of_a_chunk_are_neighbours():
         found = align(*ids[::-1], *tables[::-1]) if swap else align(*ids, *tables)
         chunks = [found.student_chunk.tolist(), found.teacher_chunk.tolist()]
         assert chunks[::-1 if swap else 1] == [[-1, -1, -1, 0], [-1, 0]]
-        assert found.dropped["unspelled"] == 2
+        assert found.dropped["unencodable"] == 2
         assert common_cut((found.student_chunk, found.teacher_chunk), (9, 9)) == [len(x) for x in chunks]
 
 

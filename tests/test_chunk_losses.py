@@ -140,7 +140,7 @@ def test_padding_and_extremes():
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_excluded_tokens_cost_a_finite_amount(side):
-    """-inf at every token of every position, realised ones included, one at a time."""
+    """-inf at every token of every position, realized ones included, one at a time."""
     case = Case(1, dtype=torch.float32)
     for b, t, v in itertools.product(*map(range, (case.x, case.y)[side].shape)):
         if case.chunk[side][b, t] < 0:
@@ -230,13 +230,13 @@ def test_low_precision_inputs_are_summed_in_float32():
 def test_shares_of_the_parts_of_piece_kl():
     case = Case(5, samples=4)
     terms = losses.piece_terms(*case.next, *case.chunk, case.spelling)
-    found = losses.piece_shares(case.y, terms, case.spelling)
+    found = losses.piece_coverage(case.y, terms, case.spelling)
     shapes = [(len(s), len(t)) for _, s, t in oracle.chunks(*case.chunk)]
     assert found["one_to_one"][0] == shapes.count((1, 1)) and found["many"][0] == sum(
         s > 1 and t > 1 for s, t in shapes)
     assert found["one_to_one"][1] == len(shapes)
-    linked = found["linked_mass"]
-    assert linked[0] <= linked[1] and 0 <= found["inside_mass"][0] <= found["inside_mass"][1]
+    linked = found["event_coverage"]
+    assert linked[0] <= linked[1] and 0 <= found["prefix_coverage"][0] <= found["prefix_coverage"][1]
 
 
 def test_projected_agreement():

@@ -256,12 +256,12 @@ def processes_with(*words):
     return [number for _, number in sorted(found)]
 
 
-def test_utilisation_where_the_peak_is_known():
-    from log import utilisation
+def test_utilization_where_the_peak_is_known():
+    from isogloss.log import utilization
 
-    assert utilisation("cpu", 1e9, 1e4, 1.0, 1) == {}
-    assert utilisation("NVIDIA H100 80GB HBM3", 1e9, 1e5, 2.0, 2)["mfu"] == 6e14 / (4 * 989e12)
-    assert utilisation("NVIDIA H100 PCIe", 1e9, 1e5, 2.0, 2)["mfu"] == 6e14 / (4 * 756e12)
+    assert utilization("cpu", 1e9, 1e4, 1.0, 1) == {}
+    assert utilization("NVIDIA H100 80GB HBM3", 1e9, 1e5, 2.0, 2)["mfu"] == 6e14 / (4 * 989e12)
+    assert utilization("NVIDIA H100 PCIe", 1e9, 1e5, 2.0, 2)["mfu"] == 6e14 / (4 * 756e12)
 
 
 def test_the_launcher_passes_on_the_exit_code():

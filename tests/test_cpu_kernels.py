@@ -80,7 +80,7 @@ def test_one_logit_that_is_no_number_is_reported(name, side, wrong):
     assert value.isnan() and gradient(value, x).isnan().any()
 
 
-DIVERGENCES = [(name, c) for name in ("generalised_jsd", "skew_forward_kl", "skew_reverse_kl")
+DIVERGENCES = [(name, c) for name in ("generalized_jsd", "skew_forward_kl", "skew_reverse_kl")
                for c in (0.0, 0.3, 1.0)]
 DIVERGENCES += [(name, 0.0) for name in ("forward_kl", "reverse_kl", "total_variation")]
 

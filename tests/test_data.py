@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from data import (Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, Routed, ShuffledRows, Side,
+from isogloss.data import (Collate, CollateAll, HeldOutBatches, MicroBatches, Reader, Routed, ShuffledRows, TextEncoder,
                   StreamedRows, check_templates, holds_chats, load_rows, loader, render, split_rows)
 
 
 @pytest.fixture
 def sides(tokenizers, tables):
-    return [Side(tokenizer, table, 400) for tokenizer, table in zip(tokenizers, tables)]
+    return [TextEncoder(tokenizer, table, 400) for tokenizer, table in zip(tokenizers, tables)]
 
 
 def spelled(table, labels, chunk, c):
@@ -24,7 +24,7 @@ def spelled(table, labels, chunk, c):
 def test_several_teachers_share_the_students_tokens(sides, texts):
     """Contexts of 60 and 90 tokens, on texts of very different length: all are cut where the shortest is."""
     student, teacher = sides
-    cuts = [Collate(student, Side(teacher.tokenizer, teacher.table, most), None) for most in (400, 60, 90)]
+    cuts = [Collate(student, TextEncoder(teacher.tokenizer, teacher.table, most), None) for most in (400, 60, 90)]
     cuts.append(Collate(student, student, None))
     samples = [*texts[:8], None, "", texts[0][:9]]
     batches = CollateAll(cuts)(samples)
@@ -72,7 +72,7 @@ def test_chunks_speak_of_the_predicted_token(sides, texts):
 def test_both_sides_are_cut_at_the_same_byte(tokenizers, tables, texts):
     text = " ".join(texts[:5])
     for student_max, teacher_max in ((40, 400), (400, 25), (33, 30)):
-        sides = [Side(*pair, n) for *pair, n in zip(tokenizers, tables, (student_max, teacher_max))]
+        sides = [TextEncoder(*pair, n) for *pair, n in zip(tokenizers, tables, (student_max, teacher_max))]
         batch = Collate(*sides, None)([text])
         read = []
         for name, side in zip(("student", "teacher"), sides):
@@ -97,7 +97,7 @@ def test_without_bos_the_first_chunk_has_no_predictor(tokenizers, tables, texts)
 
     table = copy.copy(tables[1])
     table.bos = -1
-    whole, without = [Side(tokenizers[1], t, 400) for t in (tables[1], table)]
+    whole, without = [TextEncoder(tokenizers[1], t, 400) for t in (tables[1], table)]
     assert 0 in Collate(whole, whole, None)(texts[:1])["student_chunk"]
     batch = Collate(whole, without, None)(texts[:1])
     assert 0 not in batch["student_chunk"] and 0 not in batch["teacher_chunk"]
@@ -114,11 +114,11 @@ def test_altered_text_is_counted_and_still_read(sides, tokenizers):
     lower = copy.deepcopy(tokenizers[0])
     backend = lower.backend_tokenizer
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
-    lossy = Side(lower, sides[0].table, 400)
+    lossy = TextEncoder(lower, sides[0].table, 400)
     batch = Collate(lossy, sides[1], None)(["the Upper value", "the value"])
     assert (batch["student_labels"][0] >= 0).any() and (batch["student_chunk"][0] >= 0).any()
-    assert 0 < batch["counts"]["altered_bytes"] < len("the Upper value")
-    assert batch["counts"]["different_bytes"] == 0
+    assert 0 < batch["counts"]["normalized_bytes"] < len("the Upper value")
+    assert batch["counts"]["unmatched_bytes"] == 0
     assert batch["counts"]["source_bytes"] == len("the Upper valuethe value")
     s, t = batch["student_chunk"][0], batch["teacher_chunk"][0]
     for c in set(s.tolist()) - {-1}:
@@ -146,7 +146,7 @@ def chat_sides(tokenizers):
     student, teacher = map(copy.deepcopy, tokenizers)
     student.chat_template, teacher.chat_template = CHATML, PLAIN
     student.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    return [Side(t, TokenTable.from_tokenizer(t), 400) for t in (student, teacher)]
+    return [TextEncoder(t, TokenTable.from_tokenizer(t), 400) for t in (student, teacher)]
 
 
 def test_chats_meet_message_by_message(chat_sides):
@@ -167,7 +167,7 @@ def test_chats_meet_message_by_message(chat_sides):
     assert set(s[ends[0]].tolist()) == set(t[ends[1]].tolist())
     told = sum(len(m["content"]) for m in CHAT)
     assert batch["counts"]["source_bytes"] == told
-    assert batch["counts"]["different_bytes"] == len(" ") + len(" \n") + len("<think>\nlong\n</think>\n\n")
+    assert batch["counts"]["unmatched_bytes"] == len(" ") + len(" \n") + len("<think>\nlong\n</think>\n\n")
     whole = Collate(*chat_sides, None, "all")([CHAT])
     assert whole["counts"]["ce"] > batch["counts"]["ce"] and whole["counts"]["aligned_bytes"] > len(shared)
     assert Collate(chat_sides[0], None, None)([CHAT])["counts"]["ce"] == batch["counts"]["ce"]
@@ -196,7 +196,7 @@ def test_reasoning_and_tool_calls_keep_their_place(chat_sides):
                      (2, "content")]
     counts = Collate(*chat_sides, None, "all")([chat])["counts"]
     assert counts["source_bytes"] == len("look" "look" '{"at": "the index"}' "the index" "the value")
-    assert counts["different_bytes"] == 0
+    assert counts["unmatched_bytes"] == 0
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -209,8 +209,8 @@ def test_a_chat_that_a_template_refuses_is_left_out_and_counted(chat_sides, side
     with pytest.warns(UserWarning, match="refuses a chat: no; such chats are left out"):
         [found] = CollateAll([Collate(*chat_sides, None)])([CHAT, CHAT[1:]])
     counts = [batch["counts"] for batch in expected]
-    assert counts[1]["kd"] > 0 == counts[0]["refused_chats"]
-    assert found["counts"]["refused_chats"] == 1 and found["counts"]["kd"] == counts[0]["kd"]
+    assert counts[1]["kd"] > 0 == counts[0]["skipped_chats"]
+    assert found["counts"]["skipped_chats"] == 1 and found["counts"]["kd"] == counts[0]["kd"]
     assert found["counts"]["ce"] == counts[0]["ce"] + (counts[1]["ce"] if side else 0)
     rows = datasets.Dataset.from_dict({"text": [CHAT[1:], CHAT]})
     check_templates(rows, "text", chat_sides)
@@ -218,7 +218,7 @@ def test_a_chat_that_a_template_refuses_is_left_out_and_counted(chat_sides, side
         check_templates(rows.select([0]), "text", chat_sides)
 
 
-def test_columns_of_chats_are_recognised(tmp_path):
+def test_columns_of_chats_are_recognized(tmp_path):
     frame = datasets.Dataset.from_dict({"messages": [CHAT] * 3, "text": ["a"] * 3})
     frame.to_json(tmp_path / "chats.jsonl")
     for streaming in (False, True):
@@ -245,7 +245,7 @@ def rows():
 
 
 def stream_of(rows, ranks, micro, micro_steps, workers=0, start=0, steps=6, seed=3):
-    """Samples of the first steps, step by step, each sorted: what the optimiser sees."""
+    """Samples of the first steps, step by step, each sorted: what the optimizer sees."""
     samples = ShuffledRows(rows, Reader("text"), seed)
     parts = [MicroBatches(samples, Texts(), micro, micro_steps, r, ranks, start) for r in range(ranks)]
     iterators = [iter(loader(part, workers)) for part in parts]

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 
-import checkpoint
+from isogloss import checkpoint
 import distill
 from conftest import ROOT
-from objective import ONE_TOKENIZER
+from isogloss.objective import ONE_TOKENIZER
 from projection_tools import Pair, load_projection
 from projection_tools.build import build_projection
 
@@ -40,7 +40,7 @@ def deaf_to_positions(argv, path):
     return listen(argv, path)
 
 
-def neighbours_mix(argv, path):
+def neighbors_mix(argv, path):
     """`listen` to a run whose student looks at the position before by other means than attention."""
     def mixing(*args, load=distill.load_student):
         model = load(*args)
@@ -56,7 +56,7 @@ def test_students_that_look_beyond_their_part_are_refused(flags, tmp_path):
     folder, common = flags
     argv = [*common, f"--ds_config={folder / 'zero2.json'}", "--steps=2", "--sequence_parallel=2",
             f"--output_dir={tmp_path}"]
-    assert ranks.run(2, neighbours_mix, argv, str(tmp_path / "said")) == [[2]] * 2
+    assert ranks.run(2, neighbors_mix, argv, str(tmp_path / "said")) == [[2]] * 2
     assert "depends on where its parts are cut" in (tmp_path / "said0").read_text()
     argv = [*common, f"--ds_config={folder / 'bf16.json'}", "--steps=1", "--sequence_parallel=2",
             f"--output_dir={tmp_path / 'bf16'}"]

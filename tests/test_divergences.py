@@ -11,7 +11,7 @@ import torch.distributed as dist
 import losses
 
 F64 = torch.float64
-NAMES = {"forward_kl": {}, "reverse_kl": {}, "generalised_jsd": {"beta": 0.3},
+NAMES = {"forward_kl": {}, "reverse_kl": {}, "generalized_jsd": {"beta": 0.3},
          "skew_forward_kl": {"skew": 0.2}, "skew_reverse_kl": {"skew": 0.1},
          "adaptive_kl": {"alpha": 0.5}, "total_variation": {}}
 
@@ -143,9 +143,9 @@ def test_float32_and_bfloat16_stay_close():
 def test_the_ends_of_jsd_are_the_two_divergences():
     case = Case(2)
     for beta, name in ((0.0, "forward_kl"), (1.0, "reverse_kl")):
-        end = losses.generalised_jsd(case.x, case.y, case.mask, beta)[0]
+        end = losses.generalized_jsd(case.x, case.y, case.mask, beta)[0]
         assert end == getattr(losses, name)(case.x, case.y, case.mask)[0]
-        near = losses.generalised_jsd(case.x, case.y, case.mask, abs(beta - 1e-4))[0] / (1e-4 * (1 - 1e-4))
+        near = losses.generalized_jsd(case.x, case.y, case.mask, abs(beta - 1e-4))[0] / (1e-4 * (1 - 1e-4))
         assert abs(near - end) < 0.01 * end  # towards its ends it is beta (1 - beta) times those
 
 

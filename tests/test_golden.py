@@ -58,18 +58,18 @@ def test_nemo_rl(mode):
     assert len(cases) >= 16
 
 
-def test_generalised_jsd_of_trl():
-    data = golden("peers.pt")["generalised_jsd"]
+def test_generalized_jsd_of_trl():
+    data = golden("peers.pt")["generalized_jsd"]
     for beta, case in data["cases"].items():
         x = data["student_logits"].clone().requires_grad_()
-        total, count = losses.generalised_jsd(x, data["teacher_logits"], data["labels"] != -100, beta)
+        total, count = losses.generalized_jsd(x, data["teacher_logits"], data["labels"] != -100, beta)
         assert near((total / count).detach(), case["mean"]), beta
         assert close(gradient(total / count, x), case["grad"], 1e-5), beta
 
 
 def test_divergences_of_dskd():
     data = golden("peers.pt")["divergences"]
-    ours = {"js_divergence": losses.generalised_jsd, "skewed_forward_kl": losses.skew_forward_kl,
+    ours = {"js_divergence": losses.generalized_jsd, "skewed_forward_kl": losses.skew_forward_kl,
             "skewed_reverse_kl": losses.skew_reverse_kl}
     for name, case in data["cases"].items():
         x = data["student_logits"].clone().requires_grad_()

@@ -46,7 +46,7 @@ def writer(pipes, device, steps, slots):
     before = named_shared_memory()
     fixed = [ipc.share(pattern(9, dtype, device)) for dtype in DTYPES]
     scalar = ipc.share(torch.tensor(5.0, device=device)), ipc.share(torch.empty(0, 4, device=device))
-    outbox = ipc.Outbox(len(pipes), slots, timeout=60)
+    outbox = ipc.TensorWriter(len(pipes), slots, timeout=60)
     for pipe in pipes:
         pipe.send((fixed, scalar, outbox.handle))
     for number in range(steps):
@@ -66,7 +66,7 @@ def reader(pipe, index, steps):
     for tensor, dtype in zip(tensors, DTYPES):
         assert tensor.dtype == dtype and torch.equal(tensor.cpu(), pattern(9, dtype))
     assert ipc.attach(scalar[0]) == 5 and ipc.attach(scalar[1]).shape == (0, 4)
-    inbox = ipc.Inbox(handle, index, timeout=60)
+    inbox = ipc.TensorReader(handle, index, timeout=60)
     for number in range(steps):
         with inbox.take() as tensor:
             for _ in range(3):  # it does not change while it is held
@@ -92,11 +92,11 @@ def test_readers_see_every_tensor_whole_and_in_order(device, slots):
 
 
 def last_words(pipe, device, silent):
-    outbox = ipc.Outbox(1, 2, timeout=0.5 if silent else 60)
+    outbox = ipc.TensorWriter(1, 2, timeout=0.5 if silent else 60)
     outbox.put(torch.ones(1 << 20, device=device))
     pipe.send(outbox.handle)
     if silent:
-        with pytest.raises(ipc.Gone, match="said nothing for"):
+        with pytest.raises(ipc.PeerDied, match="said nothing for"):
             for _ in range(3):
                 outbox.put(torch.ones(1))
     else:
@@ -106,14 +106,14 @@ def last_words(pipe, device, silent):
 def test_a_killed_writer_leaves_nothing_and_is_noticed(device):
     ours, theirs = ranks._context.Pipe()
     group = ranks.start(1, last_words, theirs, device, False)
-    inbox = ipc.Inbox(ours.recv(), 0, timeout=60)
+    inbox = ipc.TensorReader(ours.recv(), 0, timeout=60)
     files = named_shared_memory(group[0][0].pid)
     with inbox.take() as tensor:
         ranks.kill(group)
         if device == "cpu":
             assert tensor.sum() == 1 << 20  # what is mapped stays
     begin = time.monotonic()
-    with pytest.raises(ipc.Gone, match=f"the writer .process {group[0][0].pid}. has ended"):
+    with pytest.raises(ipc.PeerDied, match=f"the writer .process {group[0][0].pid}. has ended"):
         with inbox.take():
             pass
     assert time.monotonic() - begin < 30  # long before the timeout

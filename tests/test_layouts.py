@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import distill
 import losses
-from data import Collate, CollateAll
+from isogloss.data import Collate, CollateAll
 from losses import next_token_cross_entropy
-from objective import ANY_TOKENIZERS
+from isogloss.objective import ANY_TOKENIZERS
 
 
 def batch_texts(texts):
@@ -362,7 +362,7 @@ def several_teachers(models, untied):
 def test_several_teachers_give_the_sum_of_their_losses(models, untied, texts, tmp_path):
     flags = dict(student=str(models[0]), teachers=several_teachers(models, untied), max_length=250,
                  data=write_corpus(tmp_path, texts, 20), kd_weight=0.7, ce_weight=0.3, projection_topk=100,
-                 normalise_vocabulary=True, output_dir=str(tmp_path))
+                 normalize_by_vocab=True, output_dir=str(tmp_path))
     samples = batch_texts(texts)
     value, reference = ranks.run(1, plain_references, flags, samples, ["several"])[0]["several"]
     for world, layouts in {1: [(2, 4, 2)], 4: [(0, 1, 2), (2, 2, 1), (3, 1, 2)]}.items():

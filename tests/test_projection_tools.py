@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, asset
 from transformers import AutoTokenizer
 
-from flags import parse_flags, tool
+from projection_tools.flags import parse_flags, tool
 from projection_tools import (Pair, as_tables, build, cached, compare, cut, exact, fill_empty, fingerprint,
                               generate, load_projection, load_tables, multitoken, pack, save_atomically, show,
                               spell)
@@ -41,7 +41,7 @@ def rows_explained(projection, pair):
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def test_packing_sorts_cuts_and_normalises():
+def test_packing_sorts_cuts_and_normalizes():
     found = pack([1, 0, 1, 1, 0], [5, 6, 7, 8, 6], [1.0, 2.0, 3.0, 1.0, 2.0], 3, 2)
     assert found[0].tolist() == [[6, 6], [7, 5], [-1, -1]]  # twice in a row stays twice; ties in their order
     assert found[1].tolist() == [[0.5, 0.5], [0.75, 0.25], [0, 0]]
@@ -89,8 +89,8 @@ def test_projection_of_two_kinds(pair):
     assert indices[student.eos].tolist() == [teacher.eos, -1, -1, -1]
     again = build.build_projection(pair)
     assert all(np.array_equal(a, b) for a, b in zip(found, again))
-    assert build.why_empty(pair, indices) == {"control tokens without a counterpart": 2}
-    assert show.explained(found, pair)[indices >= 0].all()
+    assert build.empty_row_reasons(pair, indices) == {"control tokens without a counterpart": 2}
+    assert show.byte_explained(found, pair)[indices >= 0].all()
 
 
 def test_tokens_of_equal_bytes_are_alone_in_their_row(pair):
@@ -166,7 +166,7 @@ def test_llama3_and_qwen2():
     halves = [i for i in range(len(student)) if not student.special[i]
               and set(student.bytes_of(i).decode(errors="replace")) == {"\ufffd"}]
     assert len(halves) > 500 and (indices[halves, 0] >= 0).all()
-    assert set(build.why_empty(pair, indices)) == {"control tokens without a counterpart"}
+    assert set(build.empty_row_reasons(pair, indices)) == {"control tokens without a counterpart"}
     facts = spell.statistics(spell.build_spelling(pair), pair)
     # 109,564 of text, 101,675 of these of one token a side, and two pairs of control tokens
     assert facts["events"] == 109_566 and facts["of one token a side"] == 101_675 + 2
@@ -182,7 +182,7 @@ def test_all_pairs_of_all_families():
         found = build.build_projection(pair)
         rows_explained(found, pair)
         if "t5" not in (a, b):  # it has no byte tokens
-            assert "bytes that the teacher cannot write" not in build.why_empty(pair, found[0]), (a, b)
+            assert "bytes that the teacher cannot write" not in build.empty_row_reasons(pair, found[0]), (a, b)
         if a != "gpt2" and b == "gpt2":
             the = pair.tables[0].tokens.index("▁the")
             assert pair.tables[1].bytes_of(int(found[0][the, 0])) == b" the" and found[1][the, 0] == 1
@@ -262,7 +262,7 @@ def test_files_of_other_tools_load(pair, tmp_path):
 
 
 def test_files_with_the_scale_trick_lose_its_column(pair, tmp_path):
-    """What the public tool writes by default: 0.2 on a token without meaning in the last slot, normalised."""
+    """What the public tool writes by default: 0.2 on a token without meaning in the last slot, normalized."""
     indices, likelihoods = build.build_projection(pair)
     tricked, several = likelihoods.copy(), (indices[:, 1] >= 0) & (indices[:, 3] < 0)
     ids = indices.copy()

@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distill
-import sequence
-from sequence import share_of
+from isogloss import sequence
+from isogloss.sequence import sequence_shard
 
 SHAPE = dict(vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
              num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, head_dim=8)
@@ -47,7 +47,7 @@ def logits_in_parts(kinds):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     distill.start_distributed()
-    distill.quieten()
+    distill.silence_libraries()
     group, worst = sequence.join_sequence_group(dist.get_world_size()), {}
     for name, how in MODELS.items():
         config = AutoConfig.for_model(name, **{k: v for k, v in (SHAPE | how).items() if v is not None})
@@ -136,15 +136,15 @@ def test_every_position_and_chunk_has_one_owner(size):
     """Chunks cut by a boundary, one that spans all ranks; positions without a chunk stay where they are."""
     chunk_S = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, -1, 3, 3, 3, 3], [0] * 12, [-1] * 12])
     chunk_T = torch.tensor([[0, 1, 1, -1, 2, 3, 3], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
-    part, shares = 12 // size, [share_of(chunk_S, chunk_T, rank, size) for rank in range(size)]
+    part, shares = 12 // size, [sequence_shard(chunk_S, chunk_T, rank, size) for rank in range(size)]
     assert torch.equal(sum(s.owned.int() for s in shares), torch.ones_like(chunk_S, dtype=torch.int))
     assert torch.equal(sum(s.taught.int() for s in shares), (chunk_T >= 0).int())
     values = torch.arange(36.0)  # of every position
     own = [values.view(3, 12)[:, rank * part : (rank + 1) * part].flatten() for rank in range(size)]
-    travelling = torch.stack([torch.where(s.travels >= 0, x[s.travels.clamp(min=0)], 0)
+    traveling = torch.stack([torch.where(s.travels >= 0, x[s.travels.clamp(min=0)], 0)
                               for s, x in zip(shares, own)]).sum(0) if len(shares[0].travels) else values[:0]
     for rank, share in enumerate(shares):
-        rows = torch.cat([own[rank], travelling])
+        rows = torch.cat([own[rank], traveling])
         owned = share.owned.flatten()
         assert torch.equal(rows[share.row[owned]], values[owned])
         for b, chunks in enumerate(chunk_S):

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import distill
-import teacher
-from layout import teacher_groups
+from isogloss import teachers as teacher
+from isogloss.layout import teacher_groups
 
 VOCAB = 90  # of the tokenizer; the heads have 100 rows
 SHAPE = dict(vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
@@ -80,7 +80,7 @@ def compare(folder, name, engine, degree):
 def offloaded(folder):
     """Teachers that sleep in the host's memory say what the others say."""
     distill.start_distributed()
-    distill.quieten()
+    distill.silence_libraries()
     ids = torch.arange(12).view(2, 6)
     for name, *how in (("qwen2", "replicated", 1), ("llama", "tensor_parallel", 2), ("phi3", "zero3", 1)):
         plain, asleep = [teacher.load_teacher(str(folder / name), VOCAB, "float32", "cpu", *how, offload)
@@ -110,7 +110,7 @@ def test_weights_are_at_home_but_while_awake():
 
 def compare_all(folder, cases):
     distill.start_distributed()
-    distill.quieten()
+    distill.silence_libraries()
     return [compare(folder, *case) for case in cases]
 
 
@@ -134,7 +134,7 @@ def groups_of_a_forward(folder):
     """Ranks of every group that loading and asking a teacher has used, on nodes of two ranks."""
     os.environ["LOCAL_SIZE"] = "2"
     distill.start_distributed()
-    distill.quieten()
+    distill.silence_libraries()
     used = set()
     for name in ("all_reduce", "broadcast", "all_gather", "broadcast_object_list", "all_gather_into_tensor"):
         def spy(*args, function=getattr(dist, name), **how):
@@ -155,7 +155,7 @@ def test_no_teacher_tensor_leaves_a_node(checkpoints):
     assert found == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
 
 
-def test_groups_are_neighbours_on_a_node():
+def test_groups_are_neighbors_on_a_node():
     assert teacher_groups(8, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert teacher_groups(4, 2, 1) == [[0], [1], [2], [3]]
     for world, node, degree, words in ((4, 4, 3, "use one of 1, 2, 4"), (4, 2, 4, "use one of 1, 2"),

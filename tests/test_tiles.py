@@ -14,7 +14,7 @@ from test_chunk_losses import common_of
 from test_losses import Case
 
 import losses
-from tiles import GPU_PARTS, Head, HiddenRows, LogitRows, TeacherBlocks, TopKRows, plan_tiles, tiled_loss
+from tiles import GPU_SUB_TILES, Head, HiddenLogits, StoredLogits, TeacherBlocks, TopKLogits, plan_tiles, tiled_loss
 
 H = 6
 LOSSES = "ce", "piece_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
@@ -41,10 +41,10 @@ class Models:
         if kind in ("adapter", "frozen"):
             own[0].requires_grad_(False)
         self.head = Head(*own, vocab=V, **how[kind])
-        teacher = HiddenRows(tensor(case.y.shape[0] * case.y.shape[1], H), Head(tensor(W + 3, H), vocab=W))
+        teacher = HiddenLogits(tensor(case.y.shape[0] * case.y.shape[1], H), Head(tensor(W + 3, H), vocab=W))
         with torch.no_grad():
             self.y = teacher(torch.arange(len(teacher.hidden_TH))).view(*case.y.shape[:2], W)
-        self.teacher = {"hidden": teacher, "logits": LogitRows(self.y.flatten(0, 1))}
+        self.teacher = {"hidden": teacher, "logits": StoredLogits(self.y.flatten(0, 1))}
         self.labels = torch.where(case.chunk[0] >= 0, case.next[0], -100)
         self.labels[0, 0] = -100  # a chunk that is no text to learn
         self.chunk = [c.clone() for c in case.chunk]
@@ -60,7 +60,7 @@ class Models:
 
     def tiles(self, memory_mib):
         ids = self.labels, self.chunk[0], self.case.next[1], self.chunk[1]
-        planned = plan_tiles(*ids, self.sizes, memory_mib, GPU_PARTS)
+        planned = plan_tiles(*ids, self.sizes, memory_mib, GPU_SUB_TILES)
         return [tile._replace(parts=tuple(
             part._replace(terms=losses.piece_terms(*one(part), self.case.spelling)) for part in tile.parts))
             for tile in planned]
@@ -230,7 +230,7 @@ def test_nothing_waits_for_the_device(name, monkeypatch):
             value = losses.gold(x[None], y[None], *ids, *common, 2.0, chunks=chunks)
         elif name in ("jsd", "top_k"):
             rows = [side.index_select(0, torch.zeros_like(chunks.first_S))[None, :, :V] for side in (x, y)]
-            value = losses.generalised_jsd(*rows, None, top_k=3 * (name == "top_k"))
+            value = losses.generalized_jsd(*rows, None, top_k=3 * (name == "top_k"))
         else:
             how = {"common": common} if name == "hybrid" else {}
             function = losses.alm if name == "alm" else losses.uld
@@ -294,7 +294,7 @@ def test_float16_under_a_loss_scale():
         def kl(x, y, part):
             return losses.forward_kl(x[None], y[None], None)[0][None]
 
-        loss, _ = tiled_loss(inputs[0], Head(inputs[1]), LogitRows(y), kl, tiles, [1e-7])
+        loss, _ = tiled_loss(inputs[0], Head(inputs[1]), StoredLogits(y), kl, tiles, [1e-7])
         found[dtype] = gradients(scale * loss, inputs)
     for a, b in zip(found[torch.float16], found[torch.float32]):
         assert (a.float() - b).norm() < 5e-3 * b.norm()
@@ -389,7 +389,7 @@ def test_cached_top_k_of_a_teacher():
     torch.manual_seed(0)
     logp = torch.randn(5, 9).log_softmax(-1)
     top = logp.topk(3)
-    rows = TopKRows(top.indices, top.values, 9)(torch.tensor([4, 1])).softmax(-1)
+    rows = TopKLogits(top.indices, top.values, 9)(torch.tensor([4, 1])).softmax(-1)
     assert torch.allclose(rows.sum(1), torch.ones(2)) and torch.allclose(
         rows.gather(1, top.indices[[4, 1]]), top.values[[4, 1]].exp())
     rest = 1 - top.values[4].exp().sum()
@@ -417,7 +417,7 @@ ARCHITECTURES = {
 def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from teacher import hidden_head_is_right, whole_teacher
+    from isogloss.teachers import hidden_head_is_right, whole_teacher
 
     torch.manual_seed(0)
     how = SHAPE if architecture not in ("gpt2",) else {"vocab_size": 40}

@@ -16,12 +16,12 @@ import cpu_kernels
 import demo
 import distill  # noqa: F401
 from align import TokenTable
-from data import Collate, Side
+from isogloss.data import Collate, TextEncoder
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # probes them all
 tokenizer = demo.byte_level_bpe(["warm"], 256)
 demo.llama(tokenizer, dict(hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1), 0)
-side = Side(tokenizer, TokenTable.from_tokenizer(tokenizer), 9)
+side = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 9)
 Collate(side, side, None)(["warm"])
 one, rows = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
 side, event = (one, torch.ones(1), rows, rows), torch.zeros(3, dtype=torch.int32)

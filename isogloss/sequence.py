@@ -1,4 +1,4 @@
-"""Sequence parallelism: neighbouring ranks hold a part of every sequence each (Ulysses).
+"""Sequence parallelism: neighboring ranks hold a part of every sequence each (Ulysses).
 
 Attention sees whole sequences and a part of the heads: DeepSpeed's `UlyssesSPAttentionHF` turns the one into
 the other, around a core attention of our own that keeps what its stock ones drop: documents that were packed
@@ -34,7 +34,7 @@ class SequenceGroup(NamedTuple):
 
 
 def join_sequence_group(size):
-    """The group of `size` neighbouring ranks that this one is in; all ranks take part."""
+    """The group of `size` neighboring ranks that this one is in; all ranks take part."""
     for first in range(0, dist.get_world_size(), size):
         ranks = list(range(first, first + size))
         group = dist.new_group(ranks)
@@ -232,7 +232,7 @@ def keep_on_host(shape, on=True):
 # --- chunks across parts --------------------------------------------------------------------------
 
 
-class Share(NamedTuple):
+class SequenceShard(NamedTuple):
     """What one rank holds of a batch (B, S), and what its loss is about.
 
     owned: (B, S) bool, positions whose loss this rank computes.
@@ -248,13 +248,13 @@ class Share(NamedTuple):
     travels: torch.Tensor
 
 
-def share_of(student_chunk_BS, teacher_chunk_BT, rank, size):
+def sequence_shard(student_chunk_BS, teacher_chunk_BT, rank, size):
     """The share of one rank of a sequence group.
 
     Args:
         student_chunk_BS, teacher_chunk_BT: shifted chunk ids, -1 for none; `size` divides S.
     Returns:
-        Share.
+        SequenceShard.
     """
     B, S = student_chunk_BS.shape
     part, samples = S // size, torch.arange(B)[:, None]
@@ -270,15 +270,15 @@ def share_of(student_chunk_BS, teacher_chunk_BT, rank, size):
     row = torch.where(here, place, -1).flatten()
     travels = row[moved]
     row[moved] = torch.where(here.flatten()[moved], row[moved], B * part + torch.arange(len(moved)))
-    return Share(owner == rank, taught, row, travels)
+    return SequenceShard(owner == rank, taught, row, travels)
 
 
 def complete(rows, travels_M, sequence):
     """A rank's own rows, and behind them those that travel; differentiable, one collective.
 
     Args:
-        rows: `tiles.HiddenRows` or `tiles.LogitRows` of the rank's part.
-        travels_M: of its Share; None or empty: nothing travels.
+        rows: `tiles.HiddenLogits` or `tiles.StoredLogits` of the rank's part.
+        travels_M: of its SequenceShard; None or empty: nothing travels.
         sequence: SequenceGroup.
     """
     if travels_M is None or not len(travels_M):

@@ -17,14 +17,14 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from checkpoint import write_atomically
+from isogloss.checkpoint import write_atomically
 
 
 # dense bfloat16 operations a second, as the makers state them
 PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
-def utilisation(device_name, parameters, tokens, seconds, ranks):
+def utilization(device_name, parameters, tokens, seconds, ranks):
     """{"mfu": share of the devices' peak that the student's forward and backward use}, if it is known.
 
     Six operations per parameter and token; attention, teachers and recomputation are not counted.

@@ -5,14 +5,14 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flags import check_types
-from objective import ALM_MODES, ANY_TOKENIZERS, ONE_TOKENIZER
-from teacher import ENGINES, SIGNALS
+from projection_tools.flags import check_types
+from isogloss.objective import ALM_MODES, ANY_TOKENIZERS, ONE_TOKENIZER
+from isogloss.teachers import ENGINES, SIGNALS
 
 
 @dataclass(kw_only=True)
 class Config:
-    """Distil a frozen teacher into a student.
+    """Distill a frozen teacher into a student.
 
     Args:
         student: hub id or directory of the model to train; its tokenizer needs an eos token.
@@ -28,7 +28,7 @@ class Config:
         teacher_alpha: shares are softmax(teacher_alpha * score); 0: equal ones.
         route_key: column whose value says which teachers a row is for: those with it in their "routes", a
             list, as in {"model": "A", "routes": ["maths"]}; teachers without routes take the other rows.
-        normalise_vocabulary: divide the weight of each of several teachers by log W / log of the smallest W.
+        normalize_by_vocab: divide the weight of each of several teachers by log W / log of the smallest W.
         data: hub id (org/name or org/name:config), file, directory or glob: .txt .jsonl .json .parquet
             .arrow .csv.
         text_key: column that holds the text, or chats: lists of {"role", "content"}.
@@ -36,14 +36,14 @@ class Config:
         split: split of a hub data set.
         streaming: read the data as a stream instead of preparing it on disk first.
         eval_rows: rows held out of training, the first ones of the data; 0: none.
-        steps: optimiser steps in all, 1 or more.
+        steps: optimizer steps in all, 1 or more.
         pack: put several texts of a micro-batch into one row where they fit into max_length (and the
             teacher's); attention stays inside each, and the loss is the same.
         max_length: student positions per sample, 2 or more; longer texts are cut, both sides at the same
             byte.
         teacher_max_length: teacher positions per sample; 0: the teacher's context.
         loss: piece_kl, projection_kl, gold, h_kl, uld or alm for any two tokenizers; for equal ones also
-            forward_kl, reverse_kl, generalised_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl,
+            forward_kl, reverse_kl, generalized_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl,
             total_variation; see docs/losses.md.
         kd_weight: weight of the distillation loss, >= 0; 0 loads no teacher.
         ce_weight: weight of the student's next-token cross-entropy, >= 0; 0 computes none in training.
@@ -61,13 +61,13 @@ class Config:
         uncommon_topk: tokens that gold and h_kl compare by rank, outside the common ones.
         reverse: KL(student || teacher) in projection_kl, gold and h_kl.
         alm_mode: binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or absolute.
-        beta: of generalised_jsd, 0 (forward KL) to 1 (reverse KL).
+        beta: of generalized_jsd, 0 (forward KL) to 1 (reverse KL).
         skew: of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.
         alpha: of adaptive_kl, 0 to 1.
         top_k: tokens that the losses for equal tokenizers compare, the teacher's likeliest, and one bucket
             for the rest; 0: all tokens.
         teacher_dtype: auto (as in the checkpoint), float32, bfloat16 or float16.
-        teacher_tp: ranks that hold one teacher together, neighbours on a node; divides the ranks of a node.
+        teacher_tp: ranks that hold one teacher together, neighbors on a node; divides the ranks of a node.
         teacher_ranks: ranks of every node, the last ones, that hold the teachers and nothing else, and work
             on the next step while the others train; 0: the student's ranks hold them.
         teacher_engine: replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference engine),
@@ -77,7 +77,7 @@ class Config:
         exchange: what is kept of the teacher until a loss reads it: hidden (final hidden states), logits or
             topk (the likeliest tokens; the rest of the probability is spread evenly).
         exchange_topk: tokens of exchange topk.
-        sequence_parallel: neighbouring ranks that hold a part of every sequence each (Ulysses); divides the
+        sequence_parallel: neighboring ranks that hold a part of every sequence each (Ulysses); divides the
             student's attention heads.
         activation_checkpointing: recompute the student's activations in backward instead of keeping them.
         activation_offload: what activation_checkpointing keeps waits in the host's memory until backward.
@@ -95,7 +95,7 @@ class Config:
         log_comms: time every collective of the engine and of attention in parts for 100 steps, which slows
             them down, and print a summary.
         wandb_project: log to this Weights & Biases project; empty: do not.
-        num_workers: processes per rank that tokenise and align; 0: the training process does it.
+        num_workers: processes per rank that tokenize and align; 0: the training process does it.
         local_rank: set by the launcher.
     """
 
@@ -105,7 +105,7 @@ class Config:
     teacher_weights: str = "fixed"
     teacher_alpha: float = 1.0
     route_key: str = ""
-    normalise_vocabulary: bool = False
+    normalize_by_vocab: bool = False
     data: str = ""
     text_key: str = "text"
     train_on: str = "assistant"

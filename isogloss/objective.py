@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 
 import losses
-from losses import (Spelling, at_least_float32, common_tokens, piece_kl, piece_shares, projection_entries,
+from losses import (Spelling, at_least_float32, common_tokens, piece_kl, piece_coverage, projection_entries,
                     projection_kl)
 from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling
-from sequence import complete
-from tiles import HiddenRows, tiled_loss
+from isogloss.sequence import complete
+from tiles import HiddenLogits, tiled_loss
 
 ANY_TOKENIZERS = "piece_kl", "projection_kl", "gold", "h_kl", "uld", "alm"
 ONE_TOKENIZER = {  # and the flags that each of them takes
-    "forward_kl": (), "reverse_kl": (), "generalised_jsd": ("beta",), "skew_forward_kl": ("skew",),
+    "forward_kl": (), "reverse_kl": (), "generalized_jsd": ("beta",), "skew_forward_kl": ("skew",),
     "skew_reverse_kl": ("skew",), "adaptive_kl": ("alpha",), "total_variation": ()}
 BLOCK = 256  # positions whose logits are computed at a time
 ALM_MODES = "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute"
@@ -73,7 +73,7 @@ def build_loss(cfg, student, teacher, device):
 
     Args:
         cfg: with loss, its parameters, and projection.
-        student, teacher: `data.Side`.
+        student, teacher: `data.TextEncoder`.
     Returns:
         Distillation.
     Raises:
@@ -115,7 +115,7 @@ def _pieces(cfg, pair, device):
                         _weight(part))[0]
 
     def shares(y, part):
-        return piece_shares(y[None], part.terms, on_device, cfg.temperature)
+        return piece_coverage(y[None], part.terms, on_device, cfg.temperature)
 
     return Distillation(loss, spelling, shares=shares)
 
@@ -222,7 +222,7 @@ def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=()
     """Cross-entropy and distillation loss of a micro-batch.
 
     Args:
-        student_rows: `HiddenRows`, then no more than a tile of logits ever exists; or `LogitRows`.
+        student_rows: `HiddenLogits`, then no more than a tile of logits ever exists; or `StoredLogits`.
         teacher_rows: rows -> teacher logits; None with kd_loss None.
         kd_loss: of a Distillation; None: none.
         weights: of the two; what has weight 0 is not computed.
@@ -241,7 +241,7 @@ def weighted_sums(student_rows, teacher_rows, kd_loss, tiles, weights, params=()
             found = found[0], kd_loss(x, y, part)
         return torch.stack(found)
 
-    if isinstance(student_rows, HiddenRows):
+    if isinstance(student_rows, HiddenLogits):
         return tiled_loss(*student_rows[:2], teacher_rows, of_part, tiles, weights, params)
     sums = [student_rows.logits_TW[:0].float().sum().expand(2)]  # of the graph, also without a tile
     for tile in tiles:

@@ -1,7 +1,7 @@
 """Teachers on ranks of their own: what such a rank does, and how the student's ranks ask it.
 
 The last ranks of a node hold its teachers (`--teacher_ranks`), the others the student.  A rank of the student
-puts token ids into its `ipc.Outbox`, which all teacher ranks of the node read; the answers lie in Outboxes of
+puts token ids into its `ipc.TensorWriter`, which all teacher ranks of the node read; the answers lie in Outboxes of
 the teacher ranks, and the loss reads them where they lie.  `ask` may come long before `rows`, so that
 teachers work on the next window while the student trains on this one.
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 import ipc
-from tiles import Head, HiddenRows, LogitRows, ShardedRows, TopKRows
+from tiles import Head, HiddenLogits, StoredLogits, ShardedLogits, TopKLogits
 
 SIGNALS = "hidden", "logits", "topk", "own_logits"
 ANSWER = {"hidden": 1, "logits": 1, "topk": 3}  # tensors of an answer
@@ -42,7 +42,7 @@ def serve(roles, teachers, alike=1, from_hidden=True):
         alike: see `alike_on_node`.
         from_hidden: logits are what a teacher's head makes of its hidden states; else the model's own.
     Raises:
-        ipc.Gone: a rank of the student has ended without a word.
+        ipc.PeerDied: a rank of the student has ended without a word.
     """
     if roles.local == 0:
         tensors = [[x if x is None else ipc.share(x) for x in teacher.head[:2]] for teacher in teachers]
@@ -51,8 +51,8 @@ def serve(roles, teachers, alike=1, from_hidden=True):
     inboxes, outboxes = [], []
     for client in range(roles.students // alike):
         handle, slots = roles.read(f"requests of {client}")
-        inboxes.append(ipc.Inbox(handle, roles.local, timeout=FOR_EVER))
-        outboxes.append(ipc.Outbox(alike, slots, timeout=FOR_EVER))
+        inboxes.append(ipc.TensorReader(handle, roles.local, timeout=FOR_EVER))
+        outboxes.append(ipc.TensorWriter(alike, slots, timeout=FOR_EVER))
         roles.publish(f"answers of {roles.local} to {client}", outboxes[-1].handle)
     while True:
         requests = [_read(inbox) for inbox in inboxes]
@@ -117,10 +117,10 @@ class Link:
     def __init__(self, roles, requests, device, alike=1, of_answer=1):
         self.roles, self.device, self.asked = roles, device, deque()
         client, place = divmod(roles.local, alike)
-        self.outbox = None if place else ipc.Outbox(roles.teachers, requests, timeout=FOR_EVER)
+        self.outbox = None if place else ipc.TensorWriter(roles.teachers, requests, timeout=FOR_EVER)
         if self.outbox:
             roles.publish(f"requests of {client}", (self.outbox.handle, of_answer * requests))
-        self.inboxes = [ipc.Inbox(roles.read(f"answers of {rank} to {client}"), place, timeout=FOR_EVER)
+        self.inboxes = [ipc.TensorReader(roles.read(f"answers of {rank} to {client}"), place, timeout=FOR_EVER)
                         for rank in range(roles.teachers)]
         self.teachers = []
         for number, (weight, bias, rest, degree) in enumerate(roles.read("teachers")):
@@ -154,7 +154,7 @@ class Link:
         try:
             self.outbox.put(torch.tensor([GOODBYE, 0, 0, 1, 0, 0]))
             self.outbox.drain()
-        except ipc.Gone:
+        except ipc.PeerDied:
             pass
 
 
@@ -178,12 +178,12 @@ class Remote(NamedTuple):
         """As of `teacher.Teacher`; valid until `Link.give_back`."""
         self.link.expect(self.number, signal, top_k, ids_BT)
         if signal == "hidden":
-            return HiddenRows(self._next().flatten(0, 1), self.head)
+            return HiddenLogits(self._next().flatten(0, 1), self.head)
         if signal == "topk":
             ids, logp, total = [self._next() for _ in range(3)]
-            return TopKRows(ids, logp, self.head.vocab, total)
+            return TopKLogits(ids, logp, self.head.vocab, total)
         shards = tuple(self._next(member) for member in range(len(self.inboxes)))
-        return LogitRows(shards[0]) if len(shards) == 1 else ShardedRows(shards)
+        return StoredLogits(shards[0]) if len(shards) == 1 else ShardedLogits(shards)
 
     def logits(self, ids_BT):
         """(B, T, W or more), the model's own."""

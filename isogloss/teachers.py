@@ -1,7 +1,7 @@
 """The frozen teacher: load, shard, forward.
 
 It lives in the student's job, in a precision of its own, and never builds a graph.  It is held in one of
-four ways (`ENGINES`): a whole copy per rank; sharded over some neighbouring ranks by DeepSpeed's
+four ways (`ENGINES`): a whole copy per rank; sharded over some neighboring ranks by DeepSpeed's
 tensor-parallel inference engine; or, for architectures that this does not know, sharded over all ranks by the
 tensor parallelism of transformers, or partitioned over them by ZeRO-3.
 """
@@ -27,9 +27,9 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import ipc
-from layout import Replica, node_size
+from isogloss.layout import Replica, node_size
 from losses import average_teachers
-from tiles import Head, HiddenRows, LogitRows, TopKRows, head_of
+from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 ENGINES = "auto", "replicated", "tensor_parallel", "transformers", "zero3"
 SIGNALS = "hidden", "logits", "topk"
@@ -67,16 +67,16 @@ class Teacher(NamedTuple):
             signal: what is kept until they are asked for: "hidden" states, "logits", or the "topk" likeliest
                 tokens, the rest of the probability being spread evenly.
         Returns:
-            HiddenRows, LogitRows or TopKRows.
+            HiddenLogits, StoredLogits or TopKLogits.
         """
         if signal == "logits":
-            return LogitRows(self.logits(ids_BT)[..., : self.head.vocab].flatten(0, 1))
-        rows = HiddenRows(self.hidden(ids_BT).flatten(0, 1), self.head)
+            return StoredLogits(self.logits(ids_BT)[..., : self.head.vocab].flatten(0, 1))
+        rows = HiddenLogits(self.hidden(ids_BT).flatten(0, 1), self.head)
         return rows if signal == "hidden" else _likeliest(rows, top_k)
 
 
 def _likeliest(rows, top_k):
-    """TopKRows of all positions, a block at a time."""
+    """TopKLogits of all positions, a block at a time."""
     vocab, places = rows.head.vocab, torch.arange(len(rows.hidden_TH), device=rows.hidden_TH.device)
     found = []
     for block in places.split(BLOCK):
@@ -84,10 +84,10 @@ def _likeliest(rows, top_k):
         total, top = logits.logsumexp(-1), logits.topk(min(top_k, vocab))
         found.append((top.indices.int(), top.values - total[:, None], total))
     ids, logp, total = map(torch.cat, zip(*found))
-    return TopKRows(ids, logp, vocab, total)
+    return TopKLogits(ids, logp, vocab, total)
 
 
-class MeanRows(NamedTuple):
+class EnsembleLogits(NamedTuple):
     """Logits of the mean of several teachers with one vocabulary; see `losses.average_teachers`."""
 
     of_teachers: tuple
@@ -104,7 +104,7 @@ class MeanRows(NamedTuple):
 
 def payload_bytes(rows):
     """What a teacher's signal occupies until the loss reads it."""
-    if isinstance(rows, MeanRows):
+    if isinstance(rows, EnsembleLogits):
         return sum(map(payload_bytes, rows.of_teachers))
     return sum(x.nbytes for x in getattr(rows, "shards", rows) if isinstance(x, torch.Tensor))
 
@@ -207,7 +207,7 @@ def load_teacher(path, vocab, dtype="auto", device="cpu", engine="replicated", d
         engine, degree: one of `ENGINES` and the ranks that share the model, see `choose_engine`.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
         shared: the ranks that hold it together will ask with the same ids; else each with its own.
-        alike: neighbouring ranks that ask with the same ids.
+        alike: neighboring ranks that ask with the same ids.
     Returns:
         Teacher.
     Raises:

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from teacher import hidden_head_is_right
+from isogloss.teachers import hidden_head_is_right
 
 
 def _all_good(verdicts, why):
@@ -71,7 +71,7 @@ def check_packing(job):
 def check_parts(job):
     """A ValueError where the student does not say of a text in two parts what it says of it in one.
 
-    As models do that look at neighbours in another way than by attention.  All ranks take part.
+    As models do that look at neighbors in another way than by attention.  All ranks take part.
     """
     group, rank, size = job.sequence
     text = torch.arange(8, device=job.device) % job.vocab

@@ -1,6 +1,6 @@
 """Checkpoints that are complete or absent, and the export to Hugging Face format.
 
-A checkpoint holds the engine (weights, optimiser, schedule), the random state of every rank and the position
+A checkpoint holds the engine (weights, optimizer, schedule), the random state of every rank and the position
 of the run, which is its step number: data.py derives the samples from it.  It is written under a scratch name
 and renamed when every rank is done, so whatever bears a final name is complete.  In the layout that wrote it
 a run goes on bit by bit; in another one (ranks, ZeRO stage, parts of sequences) DeepSpeed's universal format
@@ -115,7 +115,7 @@ def step_and_state(checkpoint):
     return position["step"], position.get("state", {})
 
 
-def has_to_be_converted(checkpoint, layout):
+def needs_conversion(checkpoint, layout):
     """Is this checkpoint of another layout?  Then the engine has to be told before it starts.
 
     Raises:
@@ -149,11 +149,11 @@ def load_checkpoint(engine, checkpoint, convert=False):
             ds_to_universal(Namespace(
                 input_folder=str(checkpoint), output_folder=str(universal), num_extract_workers=1,
                 num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True))
-        make_fit_for_all_stages(universal)
+        normalize_universal_checkpoint(universal)
     dist.barrier()
     engine.load_checkpoint(str(universal.parent), tag=universal.name)
     written = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
-    mend_optimizer(engine.optimizer, written)
+    repair_optimizer_state(engine.optimizer, written)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(universal)
@@ -161,7 +161,7 @@ def load_checkpoint(engine, checkpoint, convert=False):
     return step_and_state(checkpoint)
 
 
-def mend_optimizer(optimizer, written):
+def repair_optimizer_state(optimizer, written):
     """Stage 3 gives all groups the first one's settings, and all parameters one and the same step counter."""
     for group, then in zip(optimizer.param_groups, written["param_groups"], strict=True):
         group |= {key: value for key, value in then.items() if key != "params"}
@@ -170,7 +170,7 @@ def mend_optimizer(optimizer, written):
             state["step"] = state["step"].clone()
 
 
-def make_fit_for_all_stages(universal):
+def normalize_universal_checkpoint(universal):
     """Give a universal checkpoint both what stages 1 and 2 and what stage 3 look for beside the weights."""
     names = [universal / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
     for name, other in (names, names[::-1]):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from losses import at_least_float32
-from sequence import complete
+from isogloss.sequence import complete
 from tiles import TeacherBlocks
 
 BLOCK = 256  # positions whose logits are computed at a time
-SHARES = "linked_mass", "inside_mass"
+SHARES = "event_coverage", "prefix_coverage"
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from ipc import runs
-from layout import LOADING, gather
+from ipc import is_running
+from isogloss.layout import LOADING, gather
 
 
 FILES = 1 << 16  # that a rank may hold open
@@ -45,7 +45,7 @@ def start_distributed():
 
 
 @contextmanager
-def agree(roles=None, what=""):
+def fail_together(roles=None, what=""):
     """A ValueError on any rank ends all ranks with its one line, before anything was trained or written.
 
     Args:
@@ -63,7 +63,7 @@ def agree(roles=None, what=""):
 
 
 @contextmanager
-def name_the_dead(roles=None):
+def report_dead_ranks(roles=None):
     """Where a step fails because ranks of this node have ended, one line says which, and this one ends."""
     node, process = platform.node(), os.getpid()
     name = f"{'teacher ' if roles and roles.role == 'teacher' else ''}rank {dist.get_rank()}"
@@ -72,7 +72,7 @@ def name_the_dead(roles=None):
         yield
     except (RuntimeError, FileNotFoundError):
         here = [peer for peer in peers if peer[0] == node]
-        gone = [peer for peer in here if not runs(peer[1])]
+        gone = [peer for peer in here if not is_running(peer[1])]
         if not gone:
             raise
         if process == next(peer[1] for peer in here if peer not in gone):
@@ -89,7 +89,7 @@ def fail(message, loud=None):
     raise SystemExit(2)
 
 
-def quieten():
+def silence_libraries():
     """Warnings and errors of the libraries, not their progress reports."""
     deepspeed.utils.logger.setLevel("ERROR")
     transformers.logging.set_verbosity_error()

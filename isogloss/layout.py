@@ -1,6 +1,6 @@
 """Which ranks hold which part of a teacher, and whose samples they read.
 
-A teacher of degree N is sharded over N neighbouring ranks of one node.  Every group of N ranks holds a whole
+A teacher of degree N is sharded over N neighboring ranks of one node.  Every group of N ranks holds a whole
 teacher (a replica) and runs the samples of its own ranks, one rank's after the other, so the student's layout
 is free and no teacher tensor leaves a node.  With `--teacher_ranks` the last ranks of every node hold
 teachers and nothing else; then student and teachers are two worlds (`split_ranks`), each with a process group
@@ -110,7 +110,7 @@ def teacher_groups(world, node, degree):
         node: ranks per node.
         degree: ranks that hold one teacher together, 1 or more.
     Returns:
-        list of lists of `degree` neighbouring ranks; every rank is in one.
+        list of lists of `degree` neighboring ranks; every rank is in one.
     Raises:
         ValueError: `degree` does not divide the ranks of a node, or nodes differ.
 
@@ -145,9 +145,9 @@ class Replica:
 
         Args:
             ids_BT: (B, T) or (2, B, T) int64; every rank has its own, of its own shape.
-            alike: neighbouring ranks that have the same, counted from rank 0 of the job.
+            alike: neighboring ranks that have the same, counted from rank 0 of the job.
         """
-        alike = math.gcd(alike, len(self.ranks))  # groups of either kind are blocks of neighbours
+        alike = math.gcd(alike, len(self.ranks))  # groups of either kind are blocks of neighbors
         shape = torch.tensor(ids_BT.shape, device=ids_BT.device)
         shapes = [torch.empty_like(shape) for _ in self.ranks]
         dist.all_gather(shapes, shape, group=self.group)

@@ -1,6 +1,6 @@
-"""Text -> pairs of tokenisations, aligned, truncated at the same byte, padded.
+"""Text -> pairs of tokenizations, aligned, truncated at the same byte, padded.
 
-One sample is read by the student and by the teacher, each through its own tokenizer.  Tokenising and aligning
+One sample is read by the student and by the teacher, each through its own tokenizer.  Tokenizing and aligning
 happen inside DataLoader workers.  A position t of a batch row predicts the token at t + 1, so labels and
 chunk ids are shifted by one, here and nowhere else (`shift`).
 
@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from align import (Alignment, Located, TokenTable, align_located, align_regions, character_starts, common_cut,
                    coverage, locate)
 from losses import Spelling, find_chunks, piece_terms
-from sequence import share_of
-from tiles import CPU_PARTS, plan_tiles
+from isogloss.sequence import sequence_shard
+from tiles import CPU_SUB_TILES, plan_tiles
 
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
            ".csv": "csv"}
@@ -42,7 +42,7 @@ SHUFFLE_BUFFER = 10_000  # samples; streaming only
 
 
 @dataclass
-class Side:
+class TextEncoder:
     """One model's view of text.
 
     Attributes:
@@ -99,7 +99,7 @@ def make_sample(text, student_ids, teacher_ids, student, teacher, most=sys.maxsi
 
     Args:
         student_ids, teacher_ids: with bos and eos; teacher_ids is None when no teacher takes part.
-        student, teacher: the Side of each.
+        student, teacher: the TextEncoder of each.
         most: student tokens to keep at most, beside what `student` says.
     """
     places = [student.place(student_ids, text)]
@@ -123,7 +123,7 @@ def finish_sample(ids, bytes_, alignment, sides, learned=None, most=sys.maxsize)
     Args:
         ids, bytes_: of the student and, with a teacher, of the teacher.
         learned: (S,) bool, student tokens to learn from; None: all.
-        most: student tokens to keep at most, beside what its Side says.
+        most: student tokens to keep at most, beside what its TextEncoder says.
     """
     limits = [side.max_length + 1 for side in sides]
     limits[0] = min(limits[0], most)
@@ -233,7 +233,7 @@ def find_parts(messages, text, template):
                 at += len(form)
                 break
     contents = [(m, start, start + len(kept)) for (m, _), (start, _, kept) in found.items()]
-    for m, message in enumerate(messages):  # the rest stands between the contents of its neighbours
+    for m, message in enumerate(messages):  # the rest stands between the contents of its neighbors
         low = max([end for k, _, end in contents if k < m], default=0)
         high = min([start for k, start, _ in contents if k > m], default=len(text))
         for key, part in _other_parts(message):
@@ -285,7 +285,7 @@ def make_chat_sample(messages, student, teacher, train_on, most=sys.maxsize):
     alignment = align_regions(*ids, views[0].place, views[1].place, regions, *pair)
     told = [text for m in messages for text in (m.get("content") or "", *dict(_other_parts(m)).values())]
     told = sum(len(text.encode()) for text in told)
-    alignment.dropped["different"] += told - alignment.text_bytes  # what a template left out or rewrote
+    alignment.dropped["unmatched"] += told - alignment.text_bytes  # what a template left out or rewrote
     return finish_sample(ids, bytes_, alignment._replace(text_bytes=told), sides, learned, most)
 
 
@@ -314,19 +314,19 @@ class Collate:
     """Texts -> one batch of tensors.
 
     Attributes:
-        student, teacher: Side; teacher None: the text alone.
+        student, teacher: TextEncoder; teacher None: the text alone.
         spelling: tables for the terms of piece_kl, or None for losses that work on whole chunks.
         train_on: what to learn of a chat: "assistant" or "all".
         tile_mib, parts: see `tiles.plan_tiles`; inf: one tile of one part holds all.
         sequence_rank, sequence_size: which part of every sequence this rank holds, see sequence.py.
     """
 
-    student: Side
-    teacher: Side | None
+    student: TextEncoder
+    teacher: TextEncoder | None
     spelling: Spelling | None
     train_on: str = "assistant"
     tile_mib: float = math.inf
-    parts: tuple = CPU_PARTS
+    parts: tuple = CPU_SUB_TILES
     sequence_rank: int = 0
     sequence_size: int = 1
 
@@ -341,7 +341,7 @@ class Collate:
             student_positions, teacher_positions: (B, S), (B, T), where samples are packed into rows;
             counts: dict of ints about the batch.
             With sequence_size above 1 all of the student, tiles and counts are of this rank's part, S is
-            shorter, and there are student_positions and what `sequence.Share` calls travels.
+            shorter, and there are student_positions and what `sequence.SequenceShard` calls travels.
         """
         return self.batch(self.samples(texts, [sys.maxsize] * len(texts)))
 
@@ -367,7 +367,7 @@ class Collate:
                   "aligned_bytes": sum(s.aligned_bytes for s in samples),
                   "aligned_tokens": int((batch["student_chunk"] >= 0).sum())}
         counts |= _chunk_counts([s.alignment for s in samples if s.alignment])
-        counts["refused_chats"] = sum(s.refused for s in samples)
+        counts["skipped_chats"] = sum(s.refused for s in samples)
         if self.sequence_rank:
             counts |= dict.fromkeys(counts.keys() - OF_OWN_ROWS, 0)  # the first rank has counted them
         if self.teacher is not None:
@@ -382,7 +382,7 @@ class Collate:
         if self.sequence_size == 1:
             return None
         chunks = batch["student_chunk"], batch.get("teacher_chunk", batch["student_chunk"][:, :0])
-        share = share_of(*chunks, self.sequence_rank, self.sequence_size)
+        share = sequence_shard(*chunks, self.sequence_rank, self.sequence_size)
         batch["whole_labels"] = batch["student_labels"]
         batch["student_labels"] = torch.where(share.owned, batch["student_labels"], -100)
         batch["student_chunk"] = torch.where(share.owned, batch["student_chunk"], -1)
@@ -531,7 +531,7 @@ def pack_rows(sizes, limits):
     return rows
 
 
-DROPPED = "altered_bytes", "unspelled_bytes", "different_bytes"
+DROPPED = "normalized_bytes", "unencodable_bytes", "unmatched_bytes"
 CHUNKS = "chunks", "chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"
 OF_OWN_ROWS = {"ce", "kd", "aligned_tokens"}  # counts of a rank's part of the sequences; others are of all
 

@@ -1,0 +1,173 @@
+"""Check that a change of the code changes no number: short runs before and after it, compared exactly.
+
+    git worktree add /tmp/before HEAD~1
+    (cd /tmp/before && python tests/same_numbers.py record /tmp/numbers/before)
+    python tests/same_numbers.py record /tmp/numbers/after
+    python tests/same_numbers.py compare /tmp/numbers/before /tmp/numbers/after [--renames old=new,old=new]
+
+The runs cover ZeRO 0-3, data and sequence parallelism, sharded and remote teachers, packing, routed teachers,
+chats, a learned projection, top-k teacher outputs, every loss, ensembles and resume; float32, one thread a
+rank, a fixed seed.  Three minutes on two cores.  Metrics that only the later runs have are allowed.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+               "DS_ACCELERATOR": "cpu", "WANDB_MODE": "offline"}
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for the ranks
+
+TIMES = {"seconds", "tokens_per_second", "mfu"}
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}"
+         "{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}")
+TEACHERS = [{"model": "teacher", "weight": 2.0, "routes": ["a"], "max_length": 90},
+            {"model": "teacher", "name": "other", "loss": "gold", "temperature": 2.0}]
+WEIGHED = [{"model": "teacher", "loss": "alm"}, {"model": "untied", "loss": "forward_kl"}]
+ENSEMBLE = [{"model": "untied", "weight": 2.0, "loss": "reverse_kl"}, {"model": "student", "name": "b"}]
+
+RUNS = {  # name: (ranks, ZeRO stage, micro-batch size, accumulation steps, flags)
+    "zero0": (2, 0, 2, 2, {"eval_rows": 6, "eval_every": 2}),
+    "zero1": (2, 1, 2, 2, {"loss": "projection_kl", "projection_topk": 100}),
+    "zero2": (2, 2, 2, 2, {"loss": "gold", "eval_rows": 6, "eval_every": 2}),
+    "zero3": (2, 3, 2, 2, {"eval_rows": 6, "eval_every": 2}),
+    "plain_logits": (1, 2, 4, 1, {"tiled": False, "loss": "uld"}),
+    "sp2": (2, 2, 4, 1, {"sequence_parallel": 2, "eval_rows": 6, "eval_every": 2}),
+    "sp2_zero3": (2, 3, 4, 1, {"sequence_parallel": 2, "loss": "gold", "activation_checkpointing": True,
+                               "activation_offload": True, "mlp_tiles": 2}),
+    "teacher_tp2": (2, 2, 2, 1, {"teacher_tp": 2, "eval_rows": 6, "eval_every": 2}),
+    "teacher_zero3": (2, 2, 2, 1, {"teacher_engine": "zero3", "loss": "h_kl"}),
+    "teacher_ranks1": (2, 2, 2, 2, {"teacher_ranks": 1, "eval_rows": 6, "eval_every": 2}),
+    "packed": (2, 2, 4, 1, {"pack": True, "eval_rows": 6, "eval_every": 2}),
+    "packed_sp2": (2, 2, 4, 1, {"pack": True, "sequence_parallel": 2, "loss": "projection_kl",
+                                "projection_topk": 100}),
+    "routes": (2, 2, 4, 1, {"teachers": TEACHERS, "route_key": "kind", "eval_rows": 6, "eval_every": 2}),
+    "weighed": (1, 2, 4, 1, {"teachers": WEIGHED, "teacher_weights": "ce", "normalize_by_vocab": True,
+                             "pack": True}),
+    "ensemble": (1, 1, 4, 1, {"teachers": ENSEMBLE, "teacher_weights": "mean_p", "eval_rows": 6}),
+    "chats": (2, 2, 2, 2, {"text_key": "chat", "eval_rows": 6, "eval_every": 2}),
+    "learned": (2, 3, 2, 1, {"loss": "projection_kl", "projection_topk": 100, "learn_projection": True,
+                             "projection_learning_rate": 1e-2, "eval_rows": 6}),
+    "topk": (2, 2, 2, 1, {"teacher_output": "topk", "teacher_output_topk": 40, "eval_rows": 6}),
+    "topk_remote": (2, 2, 2, 1, {"teacher_output": "topk", "teacher_output_topk": 40, "teacher_ranks": 1}),
+    "dynamic": (1, 2, 2, 2, {"dynamic_scale": True, "loss": "alm", "alm_mode": "binary_ce"}),
+    "text": (2, 1, 2, 2, {"kd_weight": 0, "eval_rows": 6, "eval_every": 2}),
+    "streamed": (1, 0, 2, 2, {"streaming": True}),
+    "jsd": (1, 2, 4, 1, {"teacher": "untied", "loss": "generalized_jsd", "jsd_beta": 0.3, "loss_topk": 20}),
+}
+
+
+def prepare(folder):
+    """Write models with tokenizers of two kinds and a corpus into a folder."""
+    import torch
+    from pydoc_data import topics
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import demo
+
+    texts = []
+    for _, text in sorted(topics.topics.items()):
+        texts += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
+    texts = texts[:300]
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
+    tokenizers = {"student": demo.unigram(texts, 350), "teacher": demo.byte_level_bpe(texts, 500)}
+    tokenizers["student"].chat_template = CHATML
+    tokenizers["teacher"].chat_template = PLAIN
+    tokenizers["student"].add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    for seed, (name, tokenizer) in enumerate(tokenizers.items(), 1):
+        model = demo.llama(tokenizer, shape, seed)
+        model.resize_token_embeddings(len(tokenizer) + 10)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    config = AutoConfig.from_pretrained(folder / "student")
+    config.tie_word_embeddings = False
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "untied")
+    tokenizers["student"].save_pretrained(folder / "untied")
+    with open(folder / "corpus.jsonl", "w") as file:
+        for number, text in enumerate(texts[:60]):
+            chat = [{"role": "user", "content": text[:50]}, {"role": "assistant", "content": text[50:]}]
+            row = {"text": text, "kind": "ab"[number % 2], "chat": chat}
+            file.write(json.dumps(row) + "\n")
+
+
+def command_line(folder, name):
+    """Return the flags of one run."""
+    _, stage, micro_batch_size, accumulation_steps, changes = RUNS[name]
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": micro_batch_size, "optimizer": optimizer,
+              "gradient_accumulation_steps": accumulation_steps, "gradient_clipping": 0.5,
+              "zero_optimization": {"stage": stage}}
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config))
+    flags = {"student": folder / "student", "data": folder / "corpus.jsonl", "max_length": 120, "steps": 4,
+             "ds_config": path, "output_dir": folder / name, "save_every": 2}
+    flags |= changes
+    if "teachers" in flags:
+        teachers = [entry | {"model": str(folder / entry["model"])} for entry in flags["teachers"]]
+        flags["teachers"] = json.dumps(teachers)
+    elif flags.get("kd_weight", 1):
+        flags["teacher"] = folder / flags.get("teacher", "teacher")
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
+def resumed(argv):
+    """Return the command line of the same run after a kill: four steps, of which two are loaded."""
+    return [*argv, "--steps=6"]
+
+
+def record(folder):
+    """Make all runs; FOLDER/NAME/metrics.jsonl are what they logged."""
+    import jobs
+    import ranks
+
+    folder = Path(folder).resolve()
+    folder.mkdir(parents=True)
+    os.environ["ISOGLOSS_CACHE"] = str(folder / "cache")
+    prepare(folder)
+    for size in sorted({run[0] for run in RUNS.values()}):
+        for name in [name for name, run in RUNS.items() if run[0] == size]:
+            argv = command_line(folder, name)
+            again = [*argv, "--steps=6"]  # goes on from the checkpoint of step 4
+            codes = ranks.run(size, jobs.run_distill, [argv])
+            codes += ranks.run(size, jobs.run_distill, [again])
+            lines = len((folder / name / "metrics.jsonl").read_text().splitlines())
+            print(f"{name}: exit codes {codes}, {lines} lines", flush=True)
+
+
+def compare(before, after, renames=""):
+    """Print every metric that differs; exit code 1 if there is one."""
+    new_name = dict(pair.split("=") for pair in renames.split(",")) if renames else {}
+    differences = 0
+    values = 0
+    for name in RUNS:
+        runs = [(Path(folder) / name / "metrics.jsonl").read_text().splitlines() for folder in (before, after)]
+        if len(runs[0]) != len(runs[1]):
+            print(f"{name}: {len(runs[0])} lines before, {len(runs[1])} after")
+            differences += 1
+        for old_line, new_line in zip(*runs):
+            old, new = json.loads(old_line), json.loads(new_line)
+            for key, value in old.items():
+                head, slash, teacher = key.removeprefix("eval/").partition("/")
+                prefix = "eval/" if key.startswith("eval/") else ""
+                renamed = prefix + new_name.get(head, head) + slash + teacher
+                if head in TIMES:
+                    continue
+                values += 1
+                if value != new.get(renamed):
+                    print(f"{name}, step {old['step']}: {key} was {value!r}, is {new.get(renamed)!r}")
+                    differences += 1
+    print(f"{values} values in {len(RUNS)} runs, {differences} differ")
+    return differences > 0
+
+
+if __name__ == "__main__":
+    command, *arguments = sys.argv[1:]
+    if "--renames" in arguments:
+        arguments.remove("--renames")
+    raise SystemExit({"record": record, "compare": compare}[command](*arguments))
