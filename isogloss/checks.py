@@ -1,92 +1,146 @@
-"""What is asked of the loaded models before the first step, lest a job learns from wrong logits."""
+"""Questions to the loaded models before the first step, so that no job learns from wrong logits.
+
+Each check runs tiny inputs through the student and the teachers; all ranks take part.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from isogloss.teachers import hidden_head_is_right
+from isogloss.batch import StudentBatch
+from isogloss.model_teachers import head_gives_own_logits
+from isogloss.teachers import model_teachers
+
+# Relative difference between two computations of the same logits: what one layer too many or too
+# few changes is far above it.  Half precision rounds at 0.4 %.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 
-def _all_good(verdicts, why):
+@dataclass
+class HeadTest:
+    """Terms for `StudentWithLoss`: whether its tiled logits are the model's own."""
+
+    model_logits: torch.Tensor
+
+    def reduce(self, student_logits):
+        return head_gives_own_logits(student_logits, self.model_logits)
+
+
+def student_batch(ids, positions=None):
+    """Return a StudentBatch of bare ids."""
+    nothing = torch.full_like(ids, -100)
+    return StudentBatch(ids, nothing, nothing, positions)
+
+
+@contextmanager
+def evaluation_mode(state):
+    """Switch dropout off, compute without gradients."""
+    state.engine.eval()
+    with torch.no_grad():
+        yield
+    state.engine.train()
+
+
+def _refuse(verdicts, reason):
+    """Raise a ValueError for the first role whose verdict is bad."""
     for role, good in verdicts.items():
         if not good:
-            raise ValueError(f"{role}: {why}")
+            raise ValueError(f"{role}: {reason}")
 
 
-def check_heads(job, student_ids):
-    """A ValueError where `head_of` does not give a model's own logits; all ranks take part."""
-    cfg, ids = job.cfg, torch.tensor([student_ids], device=job.device)
-    batch = {"student_ids": ids}
-    if job.sequence:
-        here = torch.arange(ids.shape[1], device=job.device) + job.sequence.rank * ids.shape[1]
-        batch["student_positions"] = here.expand(ids.shape)
-    job.engine.eval()
-    with torch.no_grad():
-        logits = job.student(batch, None).logits[..., : job.vocab]
-        right = {f"--student {cfg.student}": job.student(
-            batch, lambda rows: hidden_head_is_right(rows, logits))}
-        for lesson in job.lessons:
-            W = len(lesson.side.table)
-            own = ids.clamp(max=W - 1)
-            for teacher, member in zip(lesson.teachers, lesson.members):
-                found = hidden_head_is_right(teacher.rows(own), teacher.logits(own)[..., :W])
-                right[f"--teacher {member.teacher}"] = found
-                if job.link:
-                    job.link.give_back()
-    job.engine.train()
-    _all_good(right, "its logits are not those of its output embeddings, so its loss cannot be tiled; use "
-                     "--tiled=false")
+def _all_models(state):
+    """Yield (role, source, tokens of its tokenizer) of every teacher whose logits can be asked."""
+    for setup in state.teachers:
+        for source in model_teachers(setup.source):
+            yield f"--teacher {source.spec.path}", source, len(setup.encoder.table)
 
 
-@torch.no_grad()
-def check_packing(job):
-    """A ValueError where a model sees across the border of packed samples; all ranks take part."""
-    parts, rank = (job.sequence.size, job.sequence.rank) if job.sequence else (1, 0)
-    least = min([job.vocab, *[len(lesson.side.table) for lesson in job.lessons]])
-    second = torch.arange(8 * parts, device=job.device) % least
-    rows = [torch.cat([first, second])[None] for first in (second, second.flip(0))]
-    positions = torch.arange(8 * parts, device=job.device).repeat(2)[None]
-    own, half = slice(16 * rank, 16 * (rank + 1)), 8 * parts
+def check_heads(state, student_ids):
+    """Raise a ValueError where `head_of` does not give a model's own logits.
 
-    def of_student(ids):
-        part = {"student_ids": ids[:, own], "student_positions": positions[:, own]}
-        return job.student(part, None).logits[:, max(0, half - own.start) :]
-
-    logits = {f"--student {job.cfg.student}": of_student}
-    for lesson in job.lessons:
-        for teacher, member in zip(lesson.teachers, lesson.members):
-            logits[f"--teacher {member.teacher}"] = lambda ids, teacher=teacher: teacher.logits(
-                torch.stack([ids, positions]))[:, half:].clone()
-    job.engine.eval()
-    apart = {}
-    for role, run in logits.items():  # all of them on all ranks: they take collectives
-        one, other = [run(ids).float() for ids in rows]
-        if job.link:
-            job.link.give_back()
-        apart[role] = (one - other).norm() <= 1e-3 * one.norm()
-    job.engine.train()
-    _all_good(apart, "what it says of a text depends on the text before it in the same row; use --pack=false")
-
-
-@torch.no_grad()
-def check_parts(job):
-    """A ValueError where the student does not say of a text in two parts what it says of it in one.
-
-    As models do that look at neighbors in another way than by attention.  All ranks take part.
+    Args:
+        state: `distill.TrainState`.
+        student_ids: list of ids that every model has.
     """
-    group, rank, size = job.sequence
-    text = torch.arange(8, device=job.device) % job.vocab
-    ids = torch.zeros(2, 16 * size, dtype=torch.long, device=job.device)
-    positions = torch.arange(16 * size, device=job.device).repeat(2, 1)
-    ids[0, :8], ids[1, 12:20] = text, text  # the second one goes on where the part of the next rank begins
+    ids = torch.tensor([student_ids], device=state.device)
+    positions = None
+    if state.sequence_group:
+        first = state.sequence_group.rank * ids.shape[1]
+        positions = torch.arange(first, first + ids.shape[1], device=state.device)[None]
+    batch = student_batch(ids, positions)
+    verdicts = {}
+    with evaluation_mode(state):
+        logits = state.engine(batch)[..., : state.vocab]
+        verdicts[f"--student {state.cfg.student}"] = state.engine(batch, HeadTest(logits))
+        for role, source, vocab in _all_models(state):
+            known = ids.clamp(max=vocab - 1)
+            model_logits = source.logits(known)[..., :vocab]
+            verdicts[role] = head_gives_own_logits(source.read(known), model_logits)
+            source.release()
+    _refuse(verdicts, "its logits are not those of its output embeddings, so its loss cannot be "
+                      "tiled; use --tiled=false")
+
+
+def check_packing(state):
+    """Raise a ValueError where a model sees across the border of packed samples.
+
+    The same text stands behind two different ones; what a model says of it must not differ.
+    """
+    group = state.sequence_group
+    num_shards = group.size if group else 1
+    rank = group.rank if group else 0
+    vocabs = [len(setup.encoder.table) for setup in state.teachers]
+    text = torch.arange(8 * num_shards, device=state.device) % min([state.vocab, *vocabs])
+    rows = [torch.cat([before, text])[None] for before in (text, text.flip(0))]
+    positions = torch.arange(8 * num_shards, device=state.device).repeat(2)[None]
+    half = 8 * num_shards
+    columns = slice(16 * rank, 16 * (rank + 1))
+    independent = {}
+    with evaluation_mode(state):
+        logits = []
+        for ids in rows:
+            batch = student_batch(ids[:, columns], positions[:, columns])
+            logits.append(state.engine(batch)[:, max(0, half - columns.start) :])
+        independent[f"--student {state.cfg.student}"] = _same(*logits)
+        for role, source, _ in _all_models(state):
+            logits = []
+            for ids in rows:
+                answer = source.logits(torch.stack([ids, positions]))[:, half:]
+                logits.append(answer.clone())  # the next answer may be written over this one
+                source.release()
+            independent[role] = _same(*logits)
+    _refuse(independent, "what it says of a text depends on the text before it in the same row; "
+                         "use --pack=false")
+
+
+def _same(logits, other):
+    difference = logits.float() - other.float()
+    return difference.norm() <= TOLERANCE[torch.float32] * logits.float().norm()
+
+
+def check_sequence_shards(state):
+    """Raise a ValueError where cutting a text in two changes what the student says of it.
+
+    That is so for models that look at neighbors in another way than by attention.
+    """
+    group = state.sequence_group
+    text = torch.arange(8, device=state.device) % state.vocab
+    ids = torch.zeros(2, 16 * group.size, dtype=torch.long, device=state.device)
+    positions = torch.arange(16 * group.size, device=state.device).repeat(2, 1)
+    ids[0, :8] = text
+    ids[1, 12:20] = text  # goes on where the shard of the next rank begins
     positions[1, 12:] -= 12
-    own = slice(16 * rank, 16 * (rank + 1))
-    job.engine.eval()
-    logits = job.student({"student_ids": ids[:, own], "student_positions": positions[:, own]}, None).logits
-    job.engine.train()
-    parts = [torch.empty_like(logits) for _ in range(size)]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    one, two = parts[0][0, :8].float(), torch.cat(parts[:2], 1)[1, 12:20].float()
-    worst = 1e-3 if logits.dtype == torch.float32 else 0.05  # the two are computed in other blocks
-    if not (one - two).norm() <= worst * one.norm():
-        raise ValueError(f"--student {job.cfg.student}: what it says of a text depends on where its parts "
-                         "are cut, so its layers do more than attend; use --sequence_parallel 1")
+    columns = slice(16 * group.rank, 16 * (group.rank + 1))
+    with evaluation_mode(state):
+        logits = state.engine(student_batch(ids[:, columns], positions[:, columns]))
+    shards = [torch.empty_like(logits) for _ in range(group.size)]
+    dist.all_gather(shards, logits.contiguous(), group=group.group)
+    whole = shards[0][0, :8].float()
+    cut = torch.cat(shards[:2], 1)[1, 12:20].float()
+    tolerance = TOLERANCE[logits.dtype]  # the two are computed in other blocks
+    if not (whole - cut).norm() <= tolerance * whole.norm():
+        raise ValueError(
+            f"--student {state.cfg.student}: what it says of a text depends on where its shards "
+            "are cut, so its layers do more than attend; use --sequence_parallel 1")

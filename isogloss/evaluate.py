@@ -1,91 +1,263 @@
-"""Held-out quality: bits per byte of student and teacher, and the divergence between them.
+"""Held-out quality: bits per byte, accuracy and entropy of both models, and how far they are apart.
 
-Bits per byte compares models with different tokenizers: the negative log2-likelihood of all text tokens,
-divided by the UTF-8 bytes that they spell.  End-of-text tokens count on neither side of the fraction.
+Bits per byte compares models with different tokenizers: the negative log2-likelihood of all text
+tokens, divided by the UTF-8 bytes that they spell.  End-of-text tokens count on neither side of the
+fraction.  Accuracy and entropy are per token, so those of different tokenizers compare roughly.
 """
 
 import math
-from functools import partial
+from dataclasses import dataclass, field, fields
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
-from losses import at_least_float32
-from isogloss.sequence import complete
-from tiles import TeacherBlocks
+from isogloss.batch import TeacherBatch, global_sums
+from isogloss.loss_table import DistillationLoss
+from isogloss.sequence import SequenceGroup, gather_halo
+from losses import at_least_float32, find_chunks, next_token_cross_entropy
+from projection_tools import all_bytes
+from tiles import LogitsSource, TeacherBlocks
 
-BLOCK = 256  # positions whose logits are computed at a time
-SHARES = "event_coverage", "prefix_coverage"
+BLOCK = 256  # positions whose logits exist at a time: 150 MB of 152k float32; not tuned
+
+
+@dataclass
+class ModelSums:
+    """What one model says of the text of a batch; all fields add up.
+
+    Attributes:
+        nats: -log p of the text tokens.
+        num_bytes: that they spell.
+        correct: tokens that are the model's most likely ones.
+        entropy: of its predictions, nats.
+        tokens: how many there are.
+    """
+
+    nats: float = 0.0
+    num_bytes: float = 0
+    correct: float = 0
+    entropy: float = 0.0
+    tokens: float = 0
+
+    def metrics(self, role):
+        """Return the metrics of the student or the teacher."""
+        tokens = max(self.tokens, 1)
+        return {
+            f"{role}_bits_per_byte": self.nats / max(self.num_bytes, 1) / math.log(2),
+            f"{role}_accuracy": self.correct / tokens,
+            f"{role}_entropy": self.entropy / tokens,
+        }
+
+
+@dataclass
+class PairSums:
+    """What a teacher and the student say of the same batch; all fields add up.
+
+    Attributes:
+        kd: sum of the distillation loss, nats; kd_terms: over so many terms.
+        aligned_bytes, text_bytes: see `batch.PairCounts`.
+        agree: chunk starts where the most likely tokens of both models spell the same bytes.
+        projected: those where the projection maps the student's most likely token to the teacher's.
+        starts: chunk starts.
+        event, event_count, prefix, prefix_count: coverage of piece_kl, see docs/metrics.md.
+    """
+
+    kd: float = 0.0
+    kd_terms: float = 0
+    aligned_bytes: float = 0
+    text_bytes: float = 0
+    agree: float = 0
+    projected: float = 0
+    starts: float = 0
+    event: float = 0.0
+    event_count: float = 0.0
+    prefix: float = 0.0
+    prefix_count: float = 0.0
+
+    def metrics(self, loss):
+        """Return the metrics of a pair whose loss is a DistillationLoss."""
+        starts = max(self.starts, 1)
+        metrics = {
+            "kd": self.kd / max(self.kd_terms, 1),
+            "aligned_bytes": self.aligned_bytes / max(self.text_bytes, 1),
+            "agreement": self.agree / starts,
+        }
+        if loss.indices_VK is not None:
+            metrics["projected_agreement"] = self.projected / starts
+        if loss.coverage:
+            metrics["event_coverage"] = self.event / max(self.event_count, 1)
+            metrics["prefix_coverage"] = self.prefix / max(self.prefix_count, 1)
+        return metrics
+
+
+def numbers_of(sums):
+    """List the fields of ModelSums or PairSums, in order."""
+    return [getattr(sums, entry.name) for entry in fields(sums)]
+
+
+@dataclass
+class SpellingIds:
+    """Numbers for the bytes of tokens, equal for tokens of both vocabularies with equal bytes.
+
+    Attributes:
+        student_V, teacher_W: int64, -1 for control tokens and ids without bytes.
+    """
+
+    student_V: torch.Tensor
+    teacher_W: torch.Tensor
+
+    @classmethod
+    def of(cls, student_table, teacher_table, device):
+        """Number the bytes of the tokens of two TokenTables."""
+        number_of = {}
+        ids = []
+        for table in (student_table, teacher_table):
+            numbers = []
+            for token, spelled in enumerate(all_bytes(table)):
+                known = spelled and not table.special[token]
+                numbers.append(number_of.setdefault(spelled, len(number_of)) if known else -1)
+            ids.append(torch.tensor(numbers, device=device))
+        return cls(*ids)
+
+
+@dataclass
+class EvaluationPair:
+    """A teacher's side of a held-out batch.
+
+    Attributes:
+        batch: TeacherBatch.
+        logits: LogitsSource of the teacher.
+        loss: DistillationLoss.
+        spelling_ids: SpellingIds of the pair.
+    """
+
+    batch: TeacherBatch
+    logits: LogitsSource
+    loss: DistillationLoss
+    spelling_ids: SpellingIds
+
+
+@dataclass
+class EvaluationTerms:
+    """What `StudentWithLoss` makes of its logits in an evaluation.
+
+    Attributes:
+        student: StudentBatch.
+        counts: Counts of the batch.
+        pairs: EvaluationPair of every teacher.
+        sequence_group: ranks that hold the other shards of the sequences, or None.
+    """
+
+    student: object
+    counts: object
+    pairs: list[EvaluationPair] = field(default_factory=list)
+    sequence_group: SequenceGroup | None = None
+
+    @torch.no_grad()
+    def reduce(self, student_logits):
+        """Return (n,) float64: ModelSums of the student, then both sums of every teacher."""
+        numbers = numbers_of(model_sums(student_logits, self.student))
+        for pair, counts in zip(self.pairs, self.counts.pairs):
+            complete = gather_halo(student_logits, pair.batch.halo_index, self.sequence_group)
+            sums = pair_sums(complete, pair)
+            sums.kd_terms = counts.kd_terms
+            sums.aligned_bytes = counts.aligned_bytes
+            sums.text_bytes = self.counts.text_bytes
+            numbers += numbers_of(model_sums(pair.logits, pair.batch))
+            numbers += numbers_of(sums)
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+def model_sums(logits, batch):
+    """Return the ModelSums of a model.
+
+    Args:
+        logits: LogitsSource; batch: StudentBatch or TeacherBatch.
+    """
+    sums = ModelSums()
+    num_bytes = batch.num_bytes.flatten()
+    labels = batch.labels.flatten()
+    positions = ((num_bytes >= 0) & (labels != -100)).nonzero().squeeze(1)
+    for block in positions.split(BLOCK):
+        rows = at_least_float32(logits(block))
+        nats, _ = next_token_cross_entropy(rows[None], labels[block][None], select=False)
+        sums.nats += float(nats)
+        sums.correct += int((rows.argmax(-1) == labels[block]).sum())
+        sums.entropy += float(torch.distributions.Categorical(logits=rows).entropy().sum())
+    sums.tokens = len(positions)
+    sums.num_bytes = int(num_bytes.clamp(min=0).sum())
+    return sums
+
+
+def pair_sums(student_logits, pair):
+    """Return the PairSums of what depends on logits.
+
+    Args:
+        student_logits: LogitsSource, complete; pair: EvaluationPair.
+    """
+    sums = PairSums()
+    blocks = TeacherBlocks(pair.logits, pair.batch.tiles)
+    for tile in pair.batch.tiles:
+        tile_logits = student_logits(tile.student_positions)
+        for sub_tile in tile.sub_tiles:
+            teacher = blocks(sub_tile)
+            student = tile_logits[sub_tile.student_slice]
+            sums.kd += float(pair.loss.loss_fn(student, teacher, sub_tile))
+            add_agreement(sums, student, teacher, sub_tile, pair)
+            if pair.loss.coverage:
+                covered = pair.loss.coverage(teacher, sub_tile)
+                event, event_count = covered["event_coverage"]
+                prefix, prefix_count = covered["prefix_coverage"]
+                sums.event += float(event)
+                sums.event_count += float(event_count)
+                sums.prefix += float(prefix)
+                sums.prefix_count += float(prefix_count)
+    return sums
+
+
+def add_agreement(sums, student, teacher, sub_tile, pair):
+    """Add the chunk starts of a sub-tile, and where the most likely tokens of both models agree."""
+    chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
+    v = student[chunks.first_S].argmax(-1)
+    w = teacher[chunks.first_T].argmax(-1)
+    spelled = pair.spelling_ids.student_V[v]
+    agree = (spelled >= 0) & (spelled == pair.spelling_ids.teacher_W[w])
+    sums.starts += len(v)
+    sums.agree += int(agree.sum())
+    if pair.loss.indices_VK is not None:
+        sums.projected += int((pair.loss.indices_VK[v, 0] == w).sum())
 
 
 @torch.no_grad()
-def evaluate(batches, student, lessons=(), sequence=None):
-    """Global means over held-out batches; every rank has to call it, with the same number of batches.
+def evaluate(batches, student, setups, sequence_group=None):
+    """Compute global means over held-out batches.  All ranks call it, with equally many batches.
 
     Args:
-        batches: lists of a batch (of `data.Collate`, on the device) for every teacher, or of one for none.
-        student: (batch, run) -> run(rows -> student logits), inside the model's forward.
-        lessons: (teacher, distillation) of every teacher: batch -> (rows -> teacher logits), and
-            `objective.Distillation`.
-        sequence: `sequence.SequenceGroup`, where ranks hold parts of sequences.
+        batches: Batches on the device.
+        student: the engine, or a StudentWithLoss: (StudentBatch, terms) -> terms.reduce(logits).
+        setups: `targets.TeacherSetup` of every teacher, with its source.
+        sequence_group: SequenceGroup where ranks hold shards of sequences.
     Returns:
-        (student_bits_per_byte, [dict of every teacher]), equal on every rank; the dicts hold
-        teacher_bits_per_byte, kd (nats per term of the loss), aligned_bytes (share of the text in chunks that
-        the loss used) and, if the loss has them, the shares of teacher probability that it sees.
+        (metrics of the student, [metrics of each teacher]), equal on every rank; see
+        docs/metrics.md.
     """
-    sums = torch.zeros(2 + len(lessons) * (6 + 2 * len(SHARES)), dtype=torch.float64)
-    for own in batches:
-        device = own[0]["student_ids"].device
-        how = [(batch, teacher(batch), distillation) for batch, (teacher, distillation) in zip(own, lessons)]
-        sums += student(own[0], partial(_sums, batch=own[0], lessons=how, sequence=sequence))
-    sums = sums.to(device)
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    nats, size, *rest = sums.tolist()
-    found, each = [], 6 + 2 * len(SHARES)
-    for first, (_, distillation) in zip(range(0, len(rest), each), lessons):
-        nats_t, bytes_t, kd, terms, aligned, total, *shares = rest[first : first + each]
-        found.append({"teacher_bits_per_byte": _bits(nats_t, bytes_t), "kd": kd / max(terms, 1),
-                      "aligned_bytes": aligned / max(total, 1)})
-        if distillation.shares:
-            found[-1] |= {name: a / max(n, 1) for name, a, n in zip(SHARES, shares[::2], shares[1::2])}
-    return _bits(nats, size), found
-
-
-def _bits(nats, size):
-    return nats / max(size, 1) / math.log(2)
-
-
-def _sums(student_rows, batch, lessons, sequence):
-    """Of one batch: of the student's text, then of every teacher."""
-    whole = complete(student_rows, batch.get("travels"), sequence)
-    found = [torch.tensor(_nats_and_bytes(whole, batch, "student"), dtype=torch.float64)]
-    for own, teacher_rows, distillation in lessons:
-        rows = whole if own is batch else complete(student_rows, own.get("travels"), sequence)
-        found.append(_lesson_sums(rows, teacher_rows, own, distillation))
-    return torch.cat(found)
-
-
-def _lesson_sums(student_rows, teacher_rows, batch, distillation):
-    counts, kd, shares = batch["counts"], 0.0, torch.zeros(2 * len(SHARES), dtype=torch.float64)
-    teacher = TeacherBlocks(teacher_rows, batch["tiles"])
-    for tile in batch["tiles"]:
-        x = student_rows(tile.student_rows)
-        for part in tile.parts:
-            y = teacher(part)
-            kd += float(distillation.loss(x[part.student], y, part))
-            if distillation.shares:
-                of_part = distillation.shares(y, part)
-                shares += torch.stack([each.double().cpu() for name in SHARES for each in of_part[name]])
-    found = [*_nats_and_bytes(teacher_rows, batch, "teacher"), kd, counts["kd"], counts["aligned_bytes"],
-             counts["text_bytes"]]
-    return torch.cat([torch.tensor(found, dtype=torch.float64), shares])
-
-
-def _nats_and_bytes(rows, batch, side):
-    bytes_, labels = batch[f"{side}_bytes"].flatten(), batch[f"{side}_labels"].flatten()
-    nats = 0.0
-    for part in ((bytes_ >= 0) & (labels != -100)).nonzero().squeeze(1).split(BLOCK):
-        nats += float(F.cross_entropy(at_least_float32(rows(part)), labels[part], reduction="sum"))
-    return nats, int(bytes_.clamp(min=0).sum())
+    model_size = len(fields(ModelSums))
+    pair_size = len(fields(PairSums))
+    totals = torch.zeros(model_size + len(setups) * (model_size + pair_size), dtype=torch.float64)
+    for batch in batches:
+        device = batch.student.ids.device
+        terms = EvaluationTerms(batch.student, batch.counts, sequence_group=sequence_group)
+        for setup, teacher_batch in zip(setups, batch.teachers):
+            logits = setup.source.targets(teacher_batch)
+            pair = EvaluationPair(teacher_batch, logits, setup.loss, setup.spelling_ids)
+            terms.pairs.append(pair)
+        totals += student(batch.student, terms)
+        for setup in setups:
+            setup.source.release()
+    numbers = global_sums(totals, device).tolist()
+    metrics = []
+    for number, setup in enumerate(setups):
+        first = model_size + number * (model_size + pair_size)
+        teacher = ModelSums(*numbers[first : first + model_size])
+        pair = PairSums(*numbers[first + model_size : first + model_size + pair_size])
+        metrics.append(teacher.metrics("teacher") | pair.metrics(setup.loss))
+    return ModelSums(*numbers[:model_size]).metrics("student"), metrics

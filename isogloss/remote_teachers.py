@@ -1,194 +1,286 @@
 """Teachers on ranks of their own: what such a rank does, and how the student's ranks ask it.
 
-The last ranks of a node hold its teachers (`--teacher_ranks`), the others the student.  A rank of the student
-puts token ids into its `ipc.TensorWriter`, which all teacher ranks of the node read; the answers lie in Outboxes of
-the teacher ranks, and the loss reads them where they lie.  `ask` may come long before `rows`, so that
-teachers work on the next window while the student trains on this one.
+The last ranks of a node hold its teachers (`--teacher_ranks`), the others the student.  A rank of
+the student writes token ids into its `ipc.TensorWriter`, which all teacher ranks of the node read.
+The responses are in TensorWriters of the teacher ranks, and the loss reads them in place.  `request`
+may come long before `targets`, so teachers run on the next window while the student trains on this
+one.
 
-All ranks of the student ask the same teachers for the same signals in the same order, as they do the same
-steps.  Ranks that hold parts of the same sequences are one client: the first of them asks, all of them read.
-In round k the node's teacher ranks serve request k of every client: with R replicas of a teacher, replica r
-those of clients r, r + R, ...
+All ranks of the student ask the same teachers for the same outputs in the same order, as they do
+the same steps.  Ranks that hold shards of the same sequences are one client: the first of them asks,
+all of them read.  In round k the node's teacher ranks serve request k of every client: with R
+replicas of a teacher, replica r serves clients r, r + R, ...
 """
 
+import contextlib
 from collections import deque
-from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 import ipc
-from tiles import Head, HiddenLogits, StoredLogits, ShardedLogits, TopKLogits
+from isogloss.model_teachers import model_input
+from isogloss.specs import TeacherSpec
+from tiles import Head, HiddenLogits, ShardedLogits, StoredLogits, TopKLogits
 
-SIGNALS = "hidden", "logits", "topk", "own_logits"
-ANSWER = {"hidden": 1, "logits": 1, "topk": 3}  # tensors of an answer
-FOR_EVER = float("inf")  # a student that reads a stream again says nothing for long; a dead one is noticed
-GOODBYE = -1  # in place of a teacher's number
+# What a request may ask for: a TeacherSpec's output, or the model's own logits, to check its head.
+KINDS = "hidden", "logits", "topk", "model_logits"
+TENSORS_PER_RESPONSE = {"hidden": 1, "logits": 1, "topk": 3}
+# A student that reads a stream again is silent for long; one that died is noticed by its process.
+NO_TIMEOUT = float("inf")
+SHUT_DOWN = -1  # in place of a teacher's number
+
+
+class Request(NamedTuple):
+    """What a client asks for, as it is sent: six integers, then the ids.
+
+    Attributes:
+        teacher: its number in the job, or SHUT_DOWN.
+        kind: index into KINDS.
+        top_k: tokens of "topk".
+        parts, rows, width: shape of the ids: 1 part, or 2 with the positions of packed rows.
+    """
+
+    teacher: int
+    kind: int = 0
+    top_k: int = 0
+    parts: int = 1
+    rows: int = 0
+    width: int = 0
+
+    @classmethod
+    def of(cls, teacher, kind, top_k, ids):
+        shape = ids.view(-1, *ids.shape[-2:]).shape
+        return cls(teacher, KINDS.index(kind), top_k, *shape)
+
+    def tensor(self, ids):
+        """Return header and ids as one (6 + n,) int64 tensor."""
+        return torch.cat([torch.tensor(self), ids.cpu().flatten()])
+
+
+class SharedTeacher(NamedTuple):
+    """What teacher ranks tell the student's about one teacher.
+
+    Attributes:
+        weight, bias: ipc.Handle of the head's tensors; bias may be None.
+        head: the Head without tensors.
+        degree: ranks that share the model.
+    """
+
+    weight: ipc.Handle
+    bias: ipc.Handle | None
+    head: Head
+    degree: int
 
 
 # --- the teachers' side ---------------------------------------------------------------------------
 
 
-def alike_on_node(roles, sequence_parallel):
-    """Ranks of the student that are one client: a sequence group, if no group is on two nodes."""
-    return 1 if roles.students % sequence_parallel else sequence_parallel
+def client_size(roles, sequence_parallel_size):
+    """Return the student's ranks that are one client: a sequence group, if it is on one node."""
+    return 1 if roles.student_ranks % sequence_parallel_size else sequence_parallel_size
 
 
-def serve(roles, teachers, alike=1, from_hidden=True):
-    """Answer the student's ranks of this node until one of them leaves.
+def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
+    """Respond to the student's ranks of this node until one of them shuts down.
 
     Args:
-        teachers: `teacher.Teacher` of every teacher of the job, loaded with `shared=True`.
-        alike: see `alike_on_node`.
-        from_hidden: logits are what a teacher's head makes of its hidden states; else the model's own.
+        teachers: `ModelTeacher` of every teacher of the job, loaded with `same_ids`.
+        ranks_per_client: see `client_size`.
+        from_hidden: logits are what a teacher's head makes of its hidden states; else the model's
+            own.
     Raises:
-        ipc.PeerDied: a rank of the student has ended without a word.
+        ipc.PeerDied: a rank of the student has ended without shutting down.
     """
-    if roles.local == 0:
-        tensors = [[x if x is None else ipc.share(x) for x in teacher.head[:2]] for teacher in teachers]
-        roles.publish("teachers", [(*shared, teacher.head[4:], teacher.degree)
-                                   for shared, teacher in zip(tensors, teachers)])
-    inboxes, outboxes = [], []
-    for client in range(roles.students // alike):
+    if roles.local_rank == 0:
+        roles.publish("teachers", [_shared(teacher) for teacher in teachers])
+    readers = []
+    writers = []
+    for client in range(roles.student_ranks // ranks_per_client):
         handle, slots = roles.read(f"requests of {client}")
-        inboxes.append(ipc.TensorReader(handle, roles.local, timeout=FOR_EVER))
-        outboxes.append(ipc.TensorWriter(alike, slots, timeout=FOR_EVER))
-        roles.publish(f"answers of {roles.local} to {client}", outboxes[-1].handle)
+        readers.append(ipc.TensorReader(handle, roles.local_rank, timeout=NO_TIMEOUT))
+        writers.append(ipc.TensorWriter(ranks_per_client, slots, timeout=NO_TIMEOUT))
+        roles.publish(f"responses of {roles.local_rank} to {client}", writers[-1].handle)
     while True:
-        requests = [_read(inbox) for inbox in inboxes]
-        number, signal, top_k = requests[0][0]
-        if number == GOODBYE:
+        requests = [_read_request(reader) for reader in readers]
+        first = requests[0][0]  # all clients ask the same teacher for the same kind
+        if first.teacher == SHUT_DOWN:
             return
-        teacher = teachers[number]
-        replica, member = divmod(roles.local, teacher.degree)
-        replicas = roles.teachers // teacher.degree
-        for first in range(0, len(requests), replicas):
-            client = first + replica
+        teacher = teachers[first.teacher]
+        replica, member = divmod(roles.local_rank, teacher.degree)
+        num_replicas = roles.teacher_ranks // teacher.degree
+        for first_client in range(0, len(requests), num_replicas):
+            client = first_client + replica
             if client < len(requests):
-                for tensor in _answer(teacher, requests[client][1], signal, top_k, member, from_hidden):
-                    outboxes[client].put(tensor)
-            elif teacher.engine == "zero3":  # whose other ranks wait for this one
-                _answer(teacher, requests[-1][1], signal, top_k, member, from_hidden)
+                request, ids = requests[client]
+                for tensor in _respond(teacher, request, ids, member, from_hidden):
+                    writers[client].put(tensor)
+            elif teacher.engine == "zero3":  # its other ranks wait for this one's forward pass
+                request, ids = requests[-1]
+                _respond(teacher, request, ids, member, from_hidden)
 
 
-def _read(inbox):
-    """((number of the teacher, signal, top_k), ids (B, T) or (2, B, T)) of the next request."""
-    with inbox.take() as request:
-        number, signal, top_k, *shape = request[:6].tolist()
-        ids = request[6:].clone().view(shape)
-        return (number, SIGNALS[signal], top_k), ids if len(ids) == 2 else ids.flatten(0, 1)
+def _shared(teacher):
+    head = teacher.head
+    bias = None if head.bias_V is None else ipc.publish(head.bias_V)
+    return SharedTeacher(ipc.publish(head.weight_VH), bias,
+                         head.with_tensors(None, None, None, None), teacher.degree)
+
+
+def _read_request(reader):
+    """Return (Request, ids (B, T) or (2, B, T)) of a client's next request."""
+    with reader.take() as tensor:
+        numbers = tensor[: len(Request._fields)].tolist()
+        request = Request(*numbers)
+        ids = tensor[len(numbers) :].clone().view(request.parts, request.rows, request.width)
+        return request, ids if request.parts == 2 else ids.flatten(0, 1)
 
 
 @torch.no_grad()
-def _answer(teacher, ids, signal, top_k, member, from_hidden):
-    """What this member of a replica publishes; all of them compute."""
+def _respond(teacher, request, ids, member, from_hidden):
+    """Return the tensors that this member of a replica publishes; all of them compute."""
     head = teacher.head
+    kind = KINDS[request.kind]
     ids = ids.to(head.weight_VH.device)
-    if signal == "logits":  # every member a part of the vocabulary
-        columns = slice(*[head.vocab * m // teacher.degree for m in (member, member + 1)])
+    if kind == "logits":  # every member publishes a shard of the vocabulary
+        low = head.vocab * member // teacher.degree
+        high = head.vocab * (member + 1) // teacher.degree
         if not from_hidden:
-            return [teacher.logits(ids)[..., columns].flatten(0, 1)]
-        bias = None if head.bias_V is None else head.bias_V[columns]
-        shard = head._replace(weight_VH=head.weight_VH[columns], bias_V=bias, vocab=0)
+            return [teacher.logits(ids)[..., low:high].flatten(0, 1)]
+        bias = None if head.bias_V is None else head.bias_V[low:high]
+        shard = head._replace(weight_VH=head.weight_VH[low:high], bias_V=bias, vocab=0)
         return [shard.finish(shard.linear(teacher.hidden(ids).flatten(0, 1)))]
-    if signal == "topk":
-        ids_TK, logp_TK, _, total_T = teacher.rows(ids, "topk", top_k)
-        found = [ids_TK, logp_TK, total_T]
+    if kind == "topk":
+        logits = teacher.read(ids, "topk", request.top_k)
+        tensors = [logits.ids_TK, logits.logp_TK, logits.total_T]
     else:
-        found = [teacher.hidden(ids) if signal == "hidden" else teacher.logits(ids)]
-    return found if member == 0 else []
+        tensors = [teacher.hidden(ids) if kind == "hidden" else teacher.logits(ids)]
+    return tensors if member == 0 else []
 
 
 # --- the student's side ---------------------------------------------------------------------------
 
 
-class Link:
-    """The teachers of this node, asked by this rank of the student.
+class TeacherClient:
+    """The connection of one rank of the student to the teachers of its node.
 
-    Args:
-        requests: that may be under way, or answered and not given back.
-        device: where the student reads answers; on the device of the teacher they are not copied.
-        alike: see `alike_on_node`.
-        of_answer: tensors that an answer has at most, see `ANSWER`.
     Attributes:
-        teachers: `Remote` of every teacher.
+        teachers: SharedTeacher of every teacher of the job, with its Head attached.
     """
 
-    def __init__(self, roles, requests, device, alike=1, of_answer=1):
-        self.roles, self.device, self.asked = roles, device, deque()
-        client, place = divmod(roles.local, alike)
-        self.outbox = None if place else ipc.TensorWriter(roles.teachers, requests, timeout=FOR_EVER)
-        if self.outbox:
-            roles.publish(f"requests of {client}", (self.outbox.handle, of_answer * requests))
-        self.inboxes = [ipc.TensorReader(roles.read(f"answers of {rank} to {client}"), place, timeout=FOR_EVER)
-                        for rank in range(roles.teachers)]
-        self.teachers = []
-        for number, (weight, bias, rest, degree) in enumerate(roles.read("teachers")):
-            weight, bias = [x and ipc.attach(x).to(device) for x in (weight, bias)]
-            head = Head(weight, bias, None, None, *rest)
-            first = client % (roles.teachers // degree) * degree
-            self.teachers.append(Remote(self, number, self.inboxes[first : first + degree], head))
+    def __init__(self, roles, num_requests, device, ranks_per_client=1, tensors_per_response=1):
+        """Connect; all ranks of the student and of the teachers take part.
 
-    def ask(self, number, signal, top_k, ids):
-        how = [number, SIGNALS.index(signal), top_k, *ids.view(-1, *ids.shape[-2:]).shape]
-        self.asked.append(how)
-        if self.outbox:
-            self.outbox.put(torch.cat([torch.tensor(how), ids.cpu().flatten()]))
+        Args:
+            num_requests: that may be under way, or answered and not released.
+            device: where the student reads responses; on the teacher's device nothing is copied.
+            ranks_per_client: see `client_size`.
+            tensors_per_response: see `TENSORS_PER_RESPONSE`.
+        """
+        self.roles = roles
+        self.device = device
+        self.pending = deque()  # requests sent, in order, whose responses were not read yet
+        self.client, place = divmod(roles.local_rank, ranks_per_client)
+        self.writer = None
+        if place == 0:
+            self.writer = ipc.TensorWriter(roles.teacher_ranks, num_requests, timeout=NO_TIMEOUT)
+            slots = tensors_per_response * num_requests
+            roles.publish(f"requests of {self.client}", (self.writer.handle, slots))
+        self.readers = []
+        for rank in range(roles.teacher_ranks):
+            handle = roles.read(f"responses of {rank} to {self.client}")
+            self.readers.append(ipc.TensorReader(handle, place, timeout=NO_TIMEOUT))
+        self.teachers = roles.read("teachers")
 
-    def expect(self, number, signal, top_k, ids):
-        """The next answer is that to this request, which is asked now if it was not before."""
-        if not self.asked:
-            self.ask(number, signal, top_k, ids)
-        how = [number, SIGNALS.index(signal), top_k, *ids.view(-1, *ids.shape[-2:]).shape]
-        assert self.asked.popleft() == how, "teachers are asked in one order and read in another"
+    def head_of(self, number):
+        """Return the Head of a teacher, mapped from its rank's memory."""
+        shared = self.teachers[number]
+        tensors = [None if handle is None else ipc.attach(handle).to(self.device)
+                   for handle in (shared.weight, shared.bias)]
+        return shared.head.with_tensors(*tensors, None, None)
 
-    def give_back(self):
-        """The teachers may write over all answers that were read."""
-        for inbox in self.inboxes:
-            inbox.give_back()
+    def readers_of(self, number):
+        """List the readers of the members of the replica that serves this rank."""
+        degree = self.teachers[number].degree
+        num_replicas = self.roles.teacher_ranks // degree
+        first = self.client % num_replicas * degree
+        return self.readers[first : first + degree]
 
-    def leave(self):
+    def request(self, number, kind, top_k, ids):
+        """Send a request; ranks that are not the first of their client only note it."""
+        request = Request.of(number, kind, top_k, ids)
+        self.pending.append(request)
+        if self.writer:
+            self.writer.put(request.tensor(ids))
+
+    def expect(self, number, kind, top_k, ids):
+        """Make sure that the next response is to this request; send it if nothing is under way."""
+        if not self.pending:
+            self.request(number, kind, top_k, ids)
+        expected = Request.of(number, kind, top_k, ids)
+        sent = self.pending.popleft()
+        assert sent == expected, f"read in another order than asked: {sent}, {expected}"
+
+    def release(self):
+        """Allow the teachers to write over all responses that were read."""
+        for reader in self.readers:
+            reader.release()
+
+    def shut_down(self):
         """Tell the teachers that there is nothing more to do."""
-        if not self.outbox:
+        if not self.writer:
             return
-        try:
-            self.outbox.put(torch.tensor([GOODBYE, 0, 0, 1, 0, 0]))
-            self.outbox.drain()
-        except ipc.PeerDied:
-            pass
+        with contextlib.suppress(ipc.PeerDied):
+            self.writer.put(torch.tensor(Request(SHUT_DOWN)))
+            self.writer.drain()
 
 
-class Remote(NamedTuple):
-    """A teacher on ranks of its own, with the interface of `teacher.Teacher`.
+@dataclass
+class RemoteTeacher:
+    """A teacher on ranks of its own; see `teachers.TeacherSource`."""
 
-    inboxes: of the members of the replica that serves this rank.
-    """
+    spec: TeacherSpec
 
-    link: Link
-    number: int
-    inboxes: list
-    head: Head
-    awake = nullcontext
+    def __post_init__(self):
+        self.client = self.spec.client
+        self.head = self.client.head_of(self.spec.number)
+        self.readers = self.client.readers_of(self.spec.number)
 
-    def ask(self, ids_BT, signal="hidden", top_k=256):
-        """Start what `rows` with these arguments, in the same order, will return."""
-        self.link.ask(self.number, signal, top_k, ids_BT)
+    def request(self, batch):
+        """Start what `targets` of this batch, in the same order, will return."""
+        self.client.request(self.spec.number, self.spec.output, self.spec.output_topk,
+                            model_input(batch))
 
-    def rows(self, ids_BT, signal="hidden", top_k=256):
-        """As of `teacher.Teacher`; valid until `Link.give_back`."""
-        self.link.expect(self.number, signal, top_k, ids_BT)
-        if signal == "hidden":
+    def targets(self, batch):
+        """Return the logits of a TeacherBatch; valid until `release`."""
+        return self.read(model_input(batch), self.spec.output, self.spec.output_topk)
+
+    def read(self, ids, output="hidden", output_topk=256):
+        """Return a LogitsSource, as `ModelTeacher.read` does."""
+        self.client.expect(self.spec.number, output, output_topk, ids)
+        if output == "hidden":
             return HiddenLogits(self._next().flatten(0, 1), self.head)
-        if signal == "topk":
-            ids, logp, total = [self._next() for _ in range(3)]
-            return TopKLogits(ids, logp, self.head.vocab, total)
-        shards = tuple(self._next(member) for member in range(len(self.inboxes)))
+        if output == "topk":
+            ids_TK = self._next()
+            logp_TK = self._next()
+            return TopKLogits(ids_TK, logp_TK, self.head.vocab, self._next())
+        shards = tuple(self._next(member) for member in range(len(self.readers)))
         return StoredLogits(shards[0]) if len(shards) == 1 else ShardedLogits(shards)
 
-    def logits(self, ids_BT):
-        """(B, T, W or more), the model's own."""
-        self.link.expect(self.number, "own_logits", 0, ids_BT)
+    def logits(self, ids):
+        """Return (B, T, W or more), the model's own logits."""
+        self.client.expect(self.spec.number, "model_logits", 0, ids)
         return self._next()
 
+    def on_device(self):
+        return contextlib.nullcontext()
+
+    def release(self):
+        self.client.release()
+
+    def close(self):
+        """Do nothing: the client is shut down once for all teachers."""
+
     def _next(self, member=0):
-        return self.inboxes[member].next().to(self.link.device)
+        return self.readers[member].next().to(self.client.device)

@@ -1,0 +1,665 @@
+"""Texts -> one batch of tensors: the student's side once, and each teacher's side beside it.
+
+`Collator` runs inside DataLoader workers.  It encodes, aligns and cuts (sample.py, chat.py), pads or
+packs, plans the tiles of every student-teacher pair, and counts the terms of every loss, which are
+known from the data before any forward pass.
+
+Shapes: B rows (samples, or packed rows), S student positions, T teacher positions.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from align import coverage
+from isogloss.chat import SkippedChat, encode_chat, pair_chats, render
+from isogloss.sample import (
+    EncodedText,
+    PairSample,
+    Pairing,
+    TextEncoder,
+    cut_sample,
+    encode_text,
+    pair_texts,
+)
+from isogloss.sequence import SequenceShard, sequence_shard
+from losses import Spelling, find_chunks, piece_terms
+from tiles import CPU_SUB_TILES, Tile, plan_tiles
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class PairCounts:
+    """What a batch holds for one student-teacher pair; every field is a sum over samples.
+
+    Attributes:
+        kd_terms: terms of the distillation loss.
+        aligned_tokens: student tokens in the chunks that the loss compares.
+        aligned_bytes: bytes in these chunks.
+        skipped_chats: chats that a template does not render.
+        source_bytes: bytes of the whole texts, before any cut; the fields below speak of these.
+        normalized_bytes, unencodable_bytes, unmatched_bytes: see `align.Alignment.dropped`.
+        chunks: all chunks; chunks_1_n: of one student token and several teacher tokens, and so on.
+    """
+
+    kd_terms: float = 0
+    aligned_tokens: float = 0
+    aligned_bytes: float = 0
+    skipped_chats: float = 0
+    source_bytes: float = 0
+    normalized_bytes: float = 0
+    unencodable_bytes: float = 0
+    unmatched_bytes: float = 0
+    chunks: float = 0
+    chunks_1_1: float = 0
+    chunks_1_n: float = 0
+    chunks_n_1: float = 0
+    chunks_n_m: float = 0
+
+    def add_alignments(self, alignments):
+        """Count whole texts, before any cut."""
+        for alignment in alignments:
+            self.source_bytes += alignment.text_bytes
+            self.normalized_bytes += alignment.dropped["normalized"]
+            self.unencodable_bytes += alignment.dropped["unencodable"]
+            self.unmatched_bytes += alignment.dropped["unmatched"]
+        # `coverage` gives shares of the chunks; sums over batches need counts.
+        shares = coverage(alignments)
+        self.chunks += shares["chunks"]
+        self.chunks_1_1 += round(shares["1:1"] * shares["chunks"])
+        self.chunks_1_n += round(shares["1:n"] * shares["chunks"])
+        self.chunks_n_1 += round(shares["n:1"] * shares["chunks"])
+        self.chunks_n_m += round(shares["n:m"] * shares["chunks"])
+
+    def metrics(self, tokens, text_bytes):
+        """Return the logged shares, see docs/metrics.md.
+
+        Args:
+            tokens, text_bytes: of the student's side, see `Counts`.
+        """
+        metrics = {
+            "aligned_bytes": self.aligned_bytes / max(text_bytes, 1),
+            "aligned_tokens": self.aligned_tokens / max(tokens, 1),
+            "skipped_chats": int(self.skipped_chats),
+        }
+        for name in ("normalized_bytes", "unencodable_bytes", "unmatched_bytes"):
+            metrics[name] = getattr(self, name) / max(self.source_bytes, 1)
+        for name in ("chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"):
+            metrics[name] = getattr(self, name) / max(self.chunks, 1)
+        return metrics
+
+
+PAIR_FIELDS = [entry.name for entry in fields(PairCounts)]
+
+
+@dataclass
+class Counts:
+    """What a batch, a step or a whole job's step holds; they add up.
+
+    Attributes:
+        tokens: student tokens to predict, the terms of the cross-entropy.
+        text_bytes: UTF-8 bytes that these tokens spell.
+        pairs: PairCounts of every teacher.
+    """
+
+    tokens: float = 0
+    text_bytes: float = 0
+    pairs: list = field(default_factory=list)
+
+    def vector(self):
+        """Return all numbers as one list, in the order that `of_vector` reads."""
+        numbers = [self.tokens, self.text_bytes]
+        for pair in self.pairs:
+            numbers += [getattr(pair, name) for name in PAIR_FIELDS]
+        return numbers
+
+    @classmethod
+    def of_vector(cls, numbers):
+        """Make Counts of what `vector` returned."""
+        counts = cls(numbers[0], numbers[1])
+        for first in range(2, len(numbers), len(PAIR_FIELDS)):
+            counts.pairs.append(PairCounts(*numbers[first : first + len(PAIR_FIELDS)]))
+        return counts
+
+    def __add__(self, other):
+        pairs = zip(self.vector(), other.vector(), strict=True)
+        return Counts.of_vector([a + b for a, b in pairs])
+
+    def all_reduce(self, device):
+        """Return the sums over all ranks, equal on every rank."""
+        return Counts.of_vector(global_sums(self.vector(), device).tolist())
+
+
+def global_sums(values, device):
+    """Return (n,) float64 on the CPU: the sum over all ranks, equal on every rank."""
+    total = torch.as_tensor(values, dtype=torch.float64).to(device, copy=True)
+    dist.all_reduce(total)
+    return total.cpu()
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+@dataclass
+class StudentBatch:
+    """The student's side of a micro-batch; with sequence parallelism, this rank's shard of it.
+
+    Attributes:
+        ids: (B, S) int64.
+        labels: (B, S) int64, the token that each position predicts, -100 for none.
+        num_bytes: (B, S) int64, bytes of the predicted token, -1 for eos and padding.
+        positions: (B, S) int64 for packed rows and for shards; None: 0, 1, 2, ...
+        tiles: list of `tiles.Tile` for the cross-entropy of a run without a teacher, else None.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    num_bytes: torch.Tensor
+    positions: torch.Tensor | None = None
+    tiles: list | None = None
+
+
+@dataclass
+class TeacherBatch:
+    """One teacher's side of a micro-batch, and how it is compared with the student's.
+
+    Attributes:
+        ids, labels, num_bytes, positions: (B, T), as of StudentBatch; the whole sequences also with
+            sequence parallelism.
+        sample: (B * T,) int64, sample of every teacher position.
+        num_samples: samples in the micro-batch; packed, these are more than the rows.
+        student_chunk, teacher_chunk: (B, S), (B, T) int64, chunk of each predicted token, -1: none.
+        tiles: list of `tiles.Tile`, their sub-tiles with `PieceTerms` for piece_kl, else `Chunks`.
+        sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
+        halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
+            `sequence.SequenceShard`; None without sequence parallelism.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    num_bytes: torch.Tensor
+    positions: torch.Tensor | None
+    sample: torch.Tensor
+    num_samples: int
+    student_chunk: torch.Tensor
+    teacher_chunk: torch.Tensor
+    tiles: list
+    sample_of_student: torch.Tensor
+    halo_index: torch.Tensor | None = None
+
+
+@dataclass
+class Batch:
+    """A micro-batch.
+
+    Attributes:
+        student: StudentBatch.
+        teachers: a TeacherBatch for each teacher.
+        counts: Counts of this rank's samples.
+        sample_ids: position of each sample in the data stream; -1: fills up the last batch.
+    """
+
+    student: StudentBatch
+    teachers: list
+    counts: Counts
+    sample_ids: list
+
+
+def to_device(value, device):
+    """Move the tensors in dataclasses, named tuples and lists; leave everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, (list, tuple)):
+        moved = [to_device(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    if is_dataclass(value):
+        names = [entry.name for entry in fields(value)]
+        return type(value)(**{name: to_device(getattr(value, name), device) for name in names})
+    return value
+
+
+# --- collate --------------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    """A row of the data: its text or chat, and the value that chooses its teachers.
+
+    route: value of the column --route_key; an Ellipsis: every teacher takes part.
+    """
+
+    content: object
+    route: object = ...
+
+
+@dataclass
+class PairOptions:
+    """A teacher, as far as batches are concerned.
+
+    Attributes:
+        encoder: TextEncoder.
+        spelling: tables for the terms of piece_kl; None for losses that work on whole chunks.
+        routes: values of `Example.route` that the teacher is for; None: those that no other is for.
+    """
+
+    encoder: TextEncoder
+    spelling: Spelling | None = None
+    routes: list | None = None
+
+
+@dataclass
+class Collator:
+    """Examples -> a Batch.
+
+    Attributes:
+        student: TextEncoder.
+        pairs: PairOptions of every teacher; empty: cross-entropy alone.
+        train_on: what to learn of a chat: "assistant" or "all".
+        aligner: see `sample.pair_texts`.
+        pack: put several texts into a row where they fit, see `pack_rows`.
+        tile_mib, sub_tiles: see `tiles.plan_tiles`; inf: one tile of one sub-tile holds all.
+        sequence_rank, sequence_size: which shard of every sequence this rank holds.
+    """
+
+    student: TextEncoder
+    pairs: list
+    train_on: str = "assistant"
+    aligner: str = "bytes"
+    pack: bool = False
+    tile_mib: float = math.inf
+    sub_tiles: tuple = CPU_SUB_TILES
+    sequence_rank: int = 0
+    sequence_size: int = 1
+
+    def __call__(self, examples, sample_ids=None):
+        """Return the Batch of some examples.
+
+        Args:
+            examples: Example, text, chat (list of messages) or None (no sample) each.
+            sample_ids: positions of the examples in the data stream; None: not known.
+        """
+        examples = [as_example(example) for example in examples]
+        samples = self.samples(examples)
+        rows = self._pack(samples) if self.pack else [[number] for number in range(len(samples))]
+        student_sides = [sample.student for sample in samples]
+        student_rows = Rows(rows, student_sides, self.sequence_size)
+        student = self._student_batch(student_sides, student_rows)
+        counts = Counts(text_bytes=int(student.num_bytes.clamp(min=0).sum()))
+        teachers = []
+        for number, pair in enumerate(self.pairs):
+            pair_samples = [sample.pairs[number] for sample in samples]
+            teacher, pair_counts, tokens = self._teacher_batch(
+                pair, pair_samples, student, student_rows)
+            teachers.append(teacher)
+            counts.pairs.append(pair_counts)
+            # Sequence shards of different pairs own different positions near a border, but over
+            # all ranks each pair owns every position once: any of them counts the tokens.
+            counts.tokens = counts.tokens if number else tokens
+        if not self.pairs:
+            counts.tokens = self._plan_cross_entropy(student)
+        if self.sequence_rank:
+            counts.text_bytes = 0  # the first rank of the sequence group counts whole texts
+        if self.sequence_size > 1:
+            self._keep_shard(student)
+        sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
+        return Batch(student, teachers, counts, sample_ids)
+
+    # --- texts -> samples
+
+    def samples(self, examples):
+        """Return a cut `Sample` for each Example."""
+        takes_part = [self._teachers_of(example) for example in examples]
+        student_ids = self._encode_plain(self.student, examples)
+        teacher_ids = []
+        for number, pair in enumerate(self.pairs):
+            wanted = [example if part[number] else Example(None)
+                      for example, part in zip(examples, takes_part)]
+            teacher_ids.append(self._encode_plain(pair.encoder, wanted))
+        max_lengths = [pair.encoder.max_length for pair in self.pairs]
+        samples = []
+        for number, (example, part) in enumerate(zip(examples, takes_part)):
+            if example.content is None:
+                student, pairings = None, [Pairing() for _ in self.pairs]
+            elif isinstance(example.content, str):
+                ids = [of_teacher[number] for of_teacher in teacher_ids]
+                student, pairings = self._read_text(example.content, student_ids[number], ids)
+            else:
+                student, pairings = self._read_chat(example.content, part)
+            samples.append(cut_sample(student, pairings, self.student.max_length, max_lengths))
+        return samples
+
+    def _teachers_of(self, example):
+        """Return for each teacher whether it takes part in an example."""
+        if example.route is ...:
+            return [True] * len(self.pairs)
+        claimed = set()
+        for pair in self.pairs:
+            claimed.update(pair.routes or ())
+        takes_part = []
+        for pair in self.pairs:
+            if pair.routes is None:  # a teacher without routes takes what is left
+                takes_part.append(example.route not in claimed)
+            else:
+                takes_part.append(example.route in pair.routes)
+        return takes_part
+
+    @staticmethod
+    def _encode_plain(encoder, examples):
+        """Tokenize all plain texts in one call; None in the place of everything else."""
+        numbers = [n for n, example in enumerate(examples) if isinstance(example.content, str)]
+        encoded = [None] * len(examples)
+        if numbers:
+            ids = encoder.encode([examples[number].content for number in numbers])
+            for number, row in zip(numbers, ids):
+                encoded[number] = row
+        return encoded
+
+    def _read_text(self, text, student_ids, teacher_ids):
+        """Return (EncodedText, [Pairing]) of a plain text; teacher ids are None without a part."""
+        student = encode_text(text, student_ids, self.student)
+        pairings = []
+        for pair, ids in zip(self.pairs, teacher_ids):
+            if ids is None:
+                pairings.append(Pairing())
+                continue
+            teacher = encode_text(text, ids, pair.encoder)
+            tables = self.student.table, pair.encoder.table
+            pairings.append(pair_texts(text, student, teacher, *tables, self.aligner))
+        return student, pairings
+
+    def _read_chat(self, messages, takes_part):
+        """Return (EncodedText, [Pairing]) of a chat.
+
+        The student learns alone what a teacher's template does not render; what its own template
+        does not render it does not learn at all.
+        """
+        rendering = self._render(messages, self.student)
+        if rendering is None:
+            return None, [Pairing(skipped=True) for _ in self.pairs]
+        student = encode_chat(messages, rendering, self.student, self.train_on)
+        pairings = []
+        for pair, part in zip(self.pairs, takes_part):
+            of_teacher = self._render(messages, pair.encoder) if part else None
+            if of_teacher is None:
+                pairings.append(Pairing(skipped=part))
+                continue
+            encoders = self.student, pair.encoder
+            pairings.append(pair_chats(messages, (rendering, of_teacher), encoders, self.aligner))
+        return student, pairings
+
+    @staticmethod
+    def _render(messages, encoder):
+        """Return the Rendering of a chat, or None, with a warning, where the template refuses."""
+        try:
+            return render(messages, encoder)
+        except SkippedChat as error:
+            warnings.warn(f"{error}; such chats are left out", stacklevel=2)
+            return None
+
+    # --- samples -> tensors
+
+    def _pack(self, samples):
+        """Return the samples of every row; student and teachers have the same rows."""
+        sizes = []
+        for sample in samples:
+            of_teachers = [len(pair.teacher.ids) for pair in sample.pairs]
+            sizes.append([len(sample.student.ids), *of_teachers])
+        limits = [self.student.max_length]
+        limits += [pair.encoder.max_length for pair in self.pairs]
+        return pack_rows(sizes, limits)
+
+    def _student_batch(self, sides, rows):
+        """Return the StudentBatch of whole sequences."""
+        return StudentBatch(
+            ids=rows.fill(sides, "ids", pad_id(self.student.table)),
+            labels=rows.fill(sides, "labels", -100),
+            num_bytes=rows.fill(sides, "num_bytes", -1),
+            positions=rows.positions() if self.pack else None,
+        )
+
+    def _teacher_batch(self, pair, samples, student, student_rows):
+        """Return (TeacherBatch, PairCounts, student tokens that this rank's loss predicts)."""
+        sides = [sample.teacher for sample in samples]
+        rows = Rows(student_rows.rows, sides)
+        renumber_chunks(samples, student_rows)
+        batch = TeacherBatch(
+            ids=rows.fill(sides, "ids", pad_id(pair.encoder.table)),
+            labels=rows.fill(sides, "labels", -100),
+            num_bytes=rows.fill(sides, "num_bytes", -1),
+            positions=rows.positions() if self.pack else None,
+            sample=rows.sample_of_position(),
+            num_samples=len(samples),
+            student_chunk=student_rows.fill(samples, "student_chunk", -1),
+            teacher_chunk=rows.fill(samples, "teacher_chunk", -1),
+            tiles=[],
+            sample_of_student=student_rows.sample_of_position(),
+        )
+        labels = student.labels
+        shard = self._shard(batch.student_chunk, batch.teacher_chunk)
+        if shard:
+            # each rank computes the chunks and labels that it owns
+            labels = torch.where(shard.owned_mask, labels, -100)
+            batch.student_chunk = torch.where(shard.owned_mask, batch.student_chunk, -1)
+            batch.teacher_chunk = torch.where(shard.teacher_mask, batch.teacher_chunk, -1)
+        batch.tiles = self._plan_tiles(pair, labels, batch)
+        counts = self._count_pair(pair, samples, batch)
+        tokens = int((labels >= 0).sum())
+        if shard:
+            self._localize(batch, shard)
+        return batch, counts, tokens
+
+    def _plan_tiles(self, pair, labels, batch):
+        """Return the tiles of a pair, with the terms of its loss."""
+        vocab_sizes = len(self.student.table), len(pair.encoder.table)
+        tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
+                           vocab_sizes, self.tile_mib, self.sub_tiles)
+        planned = []
+        for tile in tiles:
+            sub_tiles = [with_terms(sub_tile, pair.spelling) for sub_tile in tile.sub_tiles]
+            planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
+        return planned
+
+    def _count_pair(self, pair, samples: list[PairSample], batch):
+        """Return the PairCounts of this rank."""
+        counts = PairCounts(aligned_tokens=int((batch.student_chunk >= 0).sum()))
+        if pair.spelling is None:
+            chunks = find_chunks(batch.student_chunk, batch.teacher_chunk)
+            counts.kd_terms = len(chunks.first_S)
+        else:
+            for tile in batch.tiles:
+                for sub_tile in tile.sub_tiles:
+                    counts.kd_terms += int(sub_tile.terms.count_all)
+        if self.sequence_rank:  # the first rank of the sequence group counts whole texts
+            return counts
+        counts.aligned_bytes = sum(sample.aligned_bytes for sample in samples)
+        counts.skipped_chats = sum(sample.skipped for sample in samples)
+        aligned = [sample.alignment for sample in samples if sample.alignment]
+        counts.add_alignments(aligned)
+        return counts
+
+    def _plan_cross_entropy(self, student):
+        """Plan the tiles of a run without a teacher; return the tokens that they predict."""
+        no_chunk = torch.full_like(student.ids, -1)
+        nothing = torch.zeros(len(student.ids), 0, dtype=torch.long)
+        labels = student.labels
+        shard = self._shard(no_chunk, nothing)
+        if shard:
+            labels = torch.where(shard.owned_mask, labels, -100)
+        student.tiles = plan_tiles(labels, no_chunk, nothing, nothing, (len(self.student.table), 0),
+                                   self.tile_mib, self.sub_tiles)
+        if shard:
+            student.tiles = localize_tiles(student.tiles, shard)
+        return int((labels >= 0).sum())
+
+    # --- sequence parallelism
+
+    def _shard(self, student_chunk, teacher_chunk) -> SequenceShard | None:
+        """Return what this rank holds of the batch, or None without sequence parallelism."""
+        if self.sequence_size == 1:
+            return None
+        return sequence_shard(student_chunk, teacher_chunk, self.sequence_rank, self.sequence_size)
+
+    def _own_columns(self, width):
+        """Return the slice of a row of `width` positions that this rank holds."""
+        size = width // self.sequence_size
+        return slice(self.sequence_rank * size, (self.sequence_rank + 1) * size)
+
+    def _keep_shard(self, student):
+        """Cut the student's tensors to this rank's shard of every row."""
+        num_rows, width = student.ids.shape
+        if student.positions is None:
+            student.positions = torch.arange(width).expand(num_rows, width)
+        columns = self._own_columns(width)
+        for name in ("ids", "labels", "num_bytes", "positions"):
+            setattr(student, name, getattr(student, name)[:, columns].contiguous())
+
+    def _localize(self, batch, shard):
+        """Let a TeacherBatch name the student's positions as this rank finds them."""
+        num_rows, width = batch.student_chunk.shape
+        columns = self._own_columns(width)
+        num_local = num_rows * (columns.stop - columns.start)
+        batch.tiles = localize_tiles(batch.tiles, shard)
+        batch.student_chunk = batch.student_chunk[:, columns].contiguous()
+        sample = torch.zeros(num_local + len(shard.halo_index), dtype=torch.long)
+        reachable = shard.local_position >= 0
+        sample[shard.local_position[reachable]] = batch.sample_of_student[reachable]
+        batch.sample_of_student = sample
+        batch.halo_index = shard.halo_index
+
+
+def as_example(value):
+    """Return an Example of a bare text, chat or None."""
+    return value if isinstance(value, Example) else Example(value)
+
+
+def pad_id(table):
+    """Return the id that fills rows: with causal attention no real position looks at padding."""
+    return table.pad if table.pad >= 0 else max(table.eos, 0)
+
+
+def renumber_chunks(samples: list[PairSample], rows):
+    """Number the chunks of a row's samples one after the other; -1 stays."""
+    numbers = [sample.num_chunk_ids for sample in samples]
+    for sample, first in zip(samples, rows.numbers_before(numbers)):
+        for name in ("student_chunk", "teacher_chunk"):
+            chunk = getattr(sample, name)
+            setattr(sample, name, np.where(chunk >= 0, chunk + first, -1))
+
+
+def with_terms(sub_tile, spelling):
+    """Return the sub-tile with what its loss knows from the ids."""
+    student_chunk = sub_tile.student_chunk[None]
+    teacher_chunk = sub_tile.teacher_chunk[None]
+    if spelling is None:
+        return sub_tile._replace(terms=find_chunks(student_chunk, teacher_chunk))
+    student_next = sub_tile.student_labels.clamp(min=0)[None]
+    teacher_next = sub_tile.teacher_labels[None]
+    terms = piece_terms(student_next, teacher_next, student_chunk, teacher_chunk, spelling)
+    return sub_tile._replace(terms=terms)
+
+
+def localize_tiles(tiles: list[Tile], shard):
+    """Return the tiles with the student positions of this rank: its shard, then the halo."""
+    return [tile._replace(student_positions=shard.local_position[tile.student_positions])
+            for tile in tiles]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Where the samples of a batch stand in its right-padded rows.
+
+    Attributes:
+        rows: the samples of every row, one after the other.
+        offsets: (samples,) column at which each sample begins.
+        shape: of the tensors.
+    """
+
+    def __init__(self, rows, sides, multiple=1):
+        """Lay out samples.
+
+        Args:
+            rows: as of `pack_rows`.
+            sides: TokenRow of every sample.
+            multiple: of the width.
+        """
+        self.rows = rows
+        lengths = [len(side.ids) for side in sides]
+        self.offsets = self.numbers_before(lengths)
+        longest = 1
+        for row in rows:
+            longest = max(longest, sum(lengths[number] for number in row))
+        self.shape = len(rows), -(-longest // multiple) * multiple
+
+    def numbers_before(self, sizes):
+        """Return for each sample the sum of the sizes of the samples before it in its row."""
+        before = [0] * len(sizes)
+        for row in self.rows:
+            total = 0
+            for number in row:
+                before[number] = total
+                total += sizes[number]
+        return before
+
+    def fill(self, samples, name, padding):
+        """Return a (rows, width) int64 tensor of the array `name` of every sample."""
+        out = np.full(self.shape, padding, np.int64)
+        for line, row in enumerate(self.rows):
+            for number in row:
+                values = getattr(samples[number], name)
+                start = self.offsets[number]
+                out[line, start : start + len(values)] = values
+        return torch.from_numpy(out)
+
+    def positions(self):
+        """Return (rows, width) positions, counted anew in every sample.
+
+        Padding goes on counting where the last sample of its row ends.
+        """
+        width = self.shape[1]
+        out = np.zeros(self.shape, np.int64)
+        for line, row in enumerate(self.rows):
+            for number in row:
+                start = self.offsets[number]
+                out[line, start:] = np.arange(width - start)
+        return torch.from_numpy(out)
+
+    def sample_of_position(self):
+        """Return (rows * width,) the sample of every position; padding counts to the last one."""
+        out = np.zeros(self.shape, np.int64)
+        for line, row in enumerate(self.rows):
+            for number in row:
+                out[line, self.offsets[number] :] = number
+        return torch.from_numpy(out).flatten()
+
+
+def pack_rows(sizes, limits):
+    """Put each sample into the first row that has room for it on every side.
+
+    Args:
+        sizes: positions of each sample for the student and for each teacher.
+        limits: of a row, likewise.
+    Returns:
+        [[sample, ...] of every row].
+
+    >>> pack_rows([(6, 5), (5, 9), (4, 4)], (10, 10))
+    [[0, 2], [1]]
+    """
+    rows = []
+    used = []
+    for number, size in enumerate(sizes):
+        for row, full in zip(rows, used):
+            if all(a + b <= limit for a, b, limit in zip(full, size, limits)):
+                row.append(number)
+                full[:] = [a + b for a, b in zip(full, size)]
+                break
+        else:
+            rows.append([number])
+            used.append(list(size))
+    return rows

@@ -1,0 +1,273 @@
+"""Render a chat by each model's own template and align what the two renderings have in common.
+
+Two templates write different headers around the same messages, so spans are aligned message by
+message, inside the content only, and the end of a turn by its role.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from align import Located, align_regions, character_starts, locate
+from align_dp import align_dp
+from isogloss.sample import EncodedText, Pairing, bytes_of_tokens
+
+
+class SkippedChat(ValueError):
+    """A chat template does not render a chat."""
+
+
+@dataclass
+class Rendering:
+    """A chat as one model's template writes it.
+
+    Attributes:
+        ids: (S,) int64.
+        located: where in the rendering the tokens stand.
+        spans: {(message, part): Span}, what the template kept of each part of each message; part:
+            "content", "reasoning" or (number, "name" or "arguments") of a tool call.
+        ends: {message: token that ends its turn}.
+    """
+
+    ids: np.ndarray
+    located: Located
+    spans: dict
+    ends: dict
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """Where a rendering holds a part of a message.
+
+    Attributes:
+        begin: byte of the rendering.
+        skipped: bytes of the part that the template left out before it.
+        size: bytes that the template kept.
+    """
+
+    begin: int
+    skipped: int
+    size: int
+
+
+def render(messages, encoder):
+    """Write a chat by a model's template and find its messages again.
+
+    Raises:
+        SkippedChat: the template does not render it.
+    """
+    def template(chat):
+        try:
+            return encoder.tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception as error:  # templates raise whatever they like
+            name = encoder.tokenizer.name_or_path
+            raise SkippedChat(f"the chat template of {name} refuses a chat: {error}") from None
+
+    text = template(messages)
+    coded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                              verbose=False)
+    ids = np.array(coded["input_ids"], np.int64)
+    located = locate(ids, encoder.table, text, coded["offset_mapping"])
+    byte_of_character = character_starts(text)
+    spans = {}
+    for key, kept in find_parts(messages, text, template).items():
+        begin = int(byte_of_character[kept.start])
+        spans[key] = Span(begin, len(kept.before.encode()), len(kept.text.encode()))
+    return Rendering(ids, located, spans, _turn_ends(ids, located, spans, encoder.table))
+
+
+def _turn_ends(ids, located, spans, table):
+    """Return {message: token that ends its turn}: the first token behind it, if that is a stop."""
+    stop_ids = {table.eos, table.end_of_turn} - {-1}
+    end_of_message = {}
+    for (message, _), span in spans.items():
+        end = span.begin + span.size
+        end_of_message[message] = max(end, end_of_message.get(message, 0))
+    ends = {}
+    for message, end in end_of_message.items():
+        after = np.flatnonzero(located.begin >= end)
+        if len(after) and int(ids[after[0]]) in stop_ids:
+            ends[message] = int(after[0])
+    return ends
+
+
+@dataclass
+class KeptText:
+    """A part of a message in a rendering.
+
+    Attributes:
+        start: character of the rendering.
+        before: what the template cut off in front.
+        text: what it kept.
+    """
+
+    start: int
+    before: str
+    text: str
+
+
+MARK = "\ue000{}\ue001"  # of Unicode's private use area, so it is in no chat
+
+
+def find_parts(messages, text, template):
+    """Find the parts of each message in a rendering.
+
+    A second rendering with marks instead of contents tells what the template writes around them,
+    so a content like "user" is not mistaken for a header.  What the template rewrote is not found.
+
+    Returns:
+        {(message, part): KeptText}.
+    """
+    marked = []
+    for number, message in enumerate(messages):
+        if message.get("content"):
+            message = dict(message, content=MARK.format(number))
+        marked.append(message)
+    # [text, number, text, number, ..., text]
+    skeleton = re.split(MARK.format(r"(\d+)"), template(marked))
+    parts = {}
+    position = 0
+    for before, number, after in zip(skeleton[::2], skeleton[1::2], skeleton[2::2]):
+        start = text.find(before, position)
+        if start < 0:
+            continue
+        position = start + len(before)
+        content = messages[int(number)]["content"]
+        for form in _forms_of(content):
+            if form and text.startswith(form + after, position):
+                skipped = content[: content.rindex(form)]
+                parts[int(number), "content"] = KeptText(position, skipped, form)
+                position += len(form)
+                break
+    _find_other_parts(messages, text, parts)
+    return parts
+
+
+def _forms_of(content):
+    """List the forms in which templates write a content: stripped, and without what was thought."""
+    forms = [content, content.strip(), content.rstrip(), content.lstrip()]
+    thought, _, answer = content.rpartition("</think>")
+    if thought:
+        forms += [answer, answer.strip()]
+    return forms
+
+
+def _find_other_parts(messages, text, parts):
+    """Add reasoning and tool calls, which stand between the contents of a message's neighbors."""
+    contents = []
+    for (number, _), kept in parts.items():
+        contents.append((number, kept.start, kept.start + len(kept.text)))
+    for number, message in enumerate(messages):
+        low = max([end for other, _, end in contents if other < number], default=0)
+        high = min([start for other, start, _ in contents if other > number], default=len(text))
+        for key, part in other_parts(message):
+            start = text.find(part, low, high)
+            if part and start >= 0:
+                parts[number, key] = KeptText(start, "", part)
+                low = start + len(part)
+
+
+def other_parts(message):
+    """Yield (key, text) of what a message holds beside its content."""
+    yield "reasoning", (message.get("reasoning_content") or "").strip()
+    for number, call in enumerate(message.get("tool_calls") or []):
+        function = call.get("function", call)
+        yield (number, "name"), function.get("name", "")
+        arguments = function.get("arguments", "")
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        yield (number, "arguments"), arguments
+
+
+def bytes_of_messages(messages):
+    """Count the bytes of all parts of all messages."""
+    total = 0
+    for message in messages:
+        total += len((message.get("content") or "").encode())
+        # a dict, as `find_parts` keeps one text per key
+        for text in dict(other_parts(message)).values():
+            total += len(text.encode())
+    return total
+
+
+def encode_chat(messages, rendering, encoder, train_on=None):
+    """Return the EncodedText of a rendered chat.
+
+    Args:
+        rendering: Rendering.
+        train_on: of the student: "assistant": learn what the assistant says, and to end its turn;
+            "all": the whole rendering.  None: the reading of a teacher.
+    """
+    num_bytes = bytes_of_tokens(rendering.located)
+    num_bytes[encoder.table.special[rendering.ids]] = -1
+    if train_on is None:
+        return EncodedText(rendering.ids, rendering.located, num_bytes)
+    learned = np.ones(len(rendering.ids), bool)
+    if train_on == "assistant":
+        learned = _said_by_assistant(messages, rendering)
+    num_bytes = np.where(learned, num_bytes, -1)
+    return EncodedText(rendering.ids, rendering.located, num_bytes, learned)
+
+
+def _said_by_assistant(messages, rendering):
+    """Return (S,) bool: tokens of the assistant's messages and of the ends of its turns."""
+    learned = np.zeros(len(rendering.ids), bool)
+    located = rendering.located
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and number in rendering.ends:
+            learned[rendering.ends[number]] = True
+    for (number, _), span in rendering.spans.items():
+        if messages[number]["role"] == "assistant":
+            learned |= (located.begin < span.begin + span.size) & (located.end > span.begin)
+    return learned
+
+
+def pair_chats(messages, renderings, encoders, aligner="bytes"):
+    """Align a chat as the student and as a teacher render it.
+
+    Args:
+        renderings, encoders: (student's, teacher's).
+        aligner: "bytes": part by part of every message; "dp": the whole renderings.
+    Returns:
+        Pairing.
+    """
+    student, teacher = renderings
+    tables = [encoder.table for encoder in encoders]
+    encoded = encode_chat(messages, teacher, encoders[1])
+    if aligner == "dp":
+        return Pairing(encoded, align_dp(student.ids, teacher.ids, *tables))
+    regions = common_regions(student, teacher)
+    alignment = align_regions(student.ids, teacher.ids, student.located, teacher.located, regions,
+                              *tables)
+    num_bytes = bytes_of_messages(messages)
+    # what a template left out or rewrote
+    alignment.dropped["unmatched"] += num_bytes - alignment.text_bytes
+    return Pairing(encoded, alignment._replace(text_bytes=num_bytes))
+
+
+def common_regions(student, teacher):
+    """List for `align_regions` what both renderings kept of each part, in the order of both."""
+    common = student.spans.keys() & teacher.spans.keys()
+    keys = sorted(common, key=lambda key: student.spans[key])
+    last_part = {message: (message, part) for message, part in keys}
+    regions = []
+    teacher_end = 0
+    for key in keys:
+        message = key[0]
+        left = student.spans[key]
+        right = teacher.spans[key]
+        # the bytes of the part that both kept
+        low = max(left.skipped, right.skipped)
+        high = min(left.skipped + left.size, right.skipped + right.size)
+        if low >= high or right.begin < teacher_end:
+            continue
+        teacher_end = right.begin + right.size
+        ends = None
+        if message in student.ends and message in teacher.ends and last_part[message] == key:
+            ends = student.ends[message], teacher.ends[message]
+        student_begin = left.begin + low - left.skipped
+        teacher_begin = right.begin + low - right.skipped
+        regions.append((student_begin, teacher_begin, high - low, ends))
+    return regions

@@ -1,0 +1,233 @@
+"""Read and check everything that the flags name, but for the weights, before the first step."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import datasets
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoConfig, AutoTokenizer
+
+from align import TokenTable
+from isogloss.checkpoint import find_checkpoint, needs_conversion
+from isogloss.config import configs_by_teacher
+from isogloss.data import (
+    check_templates,
+    column_names,
+    holds_chats,
+    load_dataset,
+    split_dataset,
+)
+from isogloss.ds_config import read_ds_config, resolve_ds_config
+from isogloss.evaluate import SpellingIds
+from isogloss.layout import node_size, teacher_groups
+from isogloss.loss_table import build_loss
+from isogloss.model_teachers import resolve_engine
+from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.sample import TextEncoder
+from isogloss.sequence import check_sequence_layout
+from isogloss.specs import TeacherSpec
+from isogloss.targets import TeacherSetup
+from isogloss.teachers import MODEL_ENGINES
+from projection_tools import fingerprint
+from teacher_mixing import vocabulary_factors
+
+
+@dataclass
+class RunInputs:
+    """All that the flags name, read and checked.
+
+    Attributes:
+        student: TextEncoder.
+        teachers: TeacherSetup of every teacher, without a source; empty: cross-entropy alone.
+        ds_config: what DeepSpeed will see.
+        train_data, held_out_data: data sets.
+        checkpoint: Path to resume from, or None.
+        convert: the checkpoint was written in another layout.
+    """
+
+    student: TextEncoder
+    teachers: list
+    ds_config: dict
+    train_data: datasets.Dataset
+    held_out_data: datasets.Dataset | list
+    checkpoint: Path | None
+    convert: bool = False
+
+
+def check_inputs(cfg, device, roles=None):
+    """Read everything but the weights; whatever can be wrong is found here.
+
+    Args:
+        roles: `layout.Roles` where teachers have ranks of their own.
+    Returns:
+        RunInputs.
+    Raises:
+        ValueError: what arrived, what was expected, what to do.
+    """
+    raw_ds_config = read_ds_config(cfg.ds_config)
+    student, student_config = load_text_encoder("student", cfg.student, cfg.max_length)
+    encoders = load_teacher_encoders(cfg, roles)
+    bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
+    num_ranks = dist.get_world_size()
+    if cfg.sequence_parallel > 1:
+        check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
+    ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
+    train_data, held_out_data = load_data(cfg, student, encoders)
+    teachers = plan_teachers(cfg, student, encoders, device)
+    checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
+    convert = checkpoint is not None and needs_conversion(checkpoint, run_layout(cfg))
+    if convert:
+        ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
+    export = Path(cfg.export)
+    if cfg.export and export.is_dir() and not (export / "config.json").exists():
+        raise ValueError(f"--export {cfg.export}: exists and is not a model directory; name "
+                         "another directory")
+    return RunInputs(student, teachers, ds_config, train_data, held_out_data, checkpoint, convert)
+
+
+def load_text_encoder(role, path, max_length):
+    """Return (TextEncoder, AutoConfig) of the student or a teacher, checked against each other.
+
+    Args:
+        max_length: positions per sample; 0: the model's context.
+    Raises:
+        ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
+    """
+    local = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not local.is_dir():
+        raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
+                         "directory")
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        table = TokenTable.from_tokenizer(tokenizer)
+    except (OSError, ValueError, KeyError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"--{role} {path}: cannot be loaded ({lines[0]})") from None
+    if role == "student" and table.eos < 0:
+        raise ValueError(f"--student {path}: its tokenizer has no eos token, so the student could "
+                         "not learn to end; set eos_token in tokenizer_config.json")
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if max_length > context:
+        flag = "max_length" if role == "student" else "teacher_max_length"
+        raise ValueError(f"--{flag} {max_length}: {path} has a context of {context} positions; use "
+                         "no more")
+    if config.vocab_size < len(table):
+        raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, but its "
+                         f"tokenizer {len(table)} ids; use the tokenizer that the model was "
+                         "trained with")
+    return TextEncoder(tokenizer, table, max_length or context), config
+
+
+def load_teacher_encoders(cfg, roles=None):
+    """Return {name: TextEncoder} of every teacher, whose layout is checked too."""
+    if not cfg.kd_weight:
+        return {}
+    num_ranks = dist.get_world_size()
+    ranks_per_node = node_size()
+    if roles:
+        num_ranks = num_ranks // roles.student_ranks * roles.teacher_ranks
+        ranks_per_node = roles.teacher_ranks
+    encoders = {}
+    for name, teacher_cfg in configs_by_teacher(cfg).items():
+        encoders[name], config = load_text_encoder(
+            "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length)
+        teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
+        engine = teacher_cfg.teacher_engine
+        if engine in MODEL_ENGINES:
+            resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks)
+        elif roles:
+            raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
+                             "out --teacher_ranks")
+    return encoders
+
+
+def load_data(cfg, student, encoders):
+    """Return (train, held out) data sets, checked against flags and chat templates."""
+    dataset = load_dataset(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
+    if cfg.route_key:
+        columns = column_names(dataset)
+        if cfg.route_key not in columns:
+            raise ValueError(f"--route_key {cfg.route_key}: no such column; it has "
+                             f"{', '.join(columns)}")
+    if holds_chats(dataset, cfg.text_key):
+        for name, encoder in {cfg.student: student, **encoders}.items():
+            if not encoder.tokenizer.chat_template:
+                raise ValueError(f"{name}: its tokenizer has no chat template, and "
+                                 f"{cfg.text_key!r} holds chats; set chat_template in "
+                                 "tokenizer_config.json")
+        check_templates(dataset, cfg.text_key, [student, *encoders.values()])
+    return split_dataset(dataset, cfg.eval_rows, cfg.text_key)
+
+
+def plan_teachers(cfg, student, encoders, device):
+    """Return the TeacherSetup of every teacher, with its loss, but without a source.
+
+    Args:
+        student: TextEncoder; encoders: {name: TextEncoder} of the teachers.
+    Raises:
+        ValueError: see `build_loss`; or there is no mean of teachers with several tokenizers.
+    """
+    if not encoders:
+        return []
+    factors = [1.0] * len(encoders)
+    if cfg.normalize_by_vocab:
+        sizes = [len(encoder.table) for encoder in encoders.values()]
+        factors = vocabulary_factors(sizes).tolist()
+    configs = {}
+    for (name, teacher_cfg), factor in zip(configs_by_teacher(cfg).items(), factors):
+        configs[name] = replace(teacher_cfg, kd_weight=teacher_cfg.kd_weight / factor)
+    if cfg.teacher_weights.startswith("mean_") and len(configs) > 1:
+        return [plan_ensemble(cfg, student, encoders, configs, device)]
+    setups = []
+    for name, teacher_cfg in configs.items():
+        encoder = encoders[name]
+        loss = build_loss(teacher_cfg, student, encoder, device)
+        spec = teacher_spec(teacher_cfg, encoder, device)
+        ids = spelling_ids(cfg, student, encoder, device)
+        setups.append(TeacherSetup(name, teacher_cfg, encoder, loss, spec, ids))
+    return setups
+
+
+def plan_ensemble(cfg, student, encoders, configs, device):
+    """Return one TeacherSetup for the mean of teachers with one tokenizer."""
+    first, *others = configs
+    for name in others:
+        prints = [fingerprint(encoders[teacher].tokenizer) for teacher in (first, name)]
+        if prints[0] != prints[1]:
+            raise ValueError(f"--teacher_weights {cfg.teacher_weights}: the tokenizers of {first} "
+                             f"and {name} differ, so there is no mean of their predictions; use "
+                             "fixed")
+    shortest = min(encoder.max_length for encoder in encoders.values())
+    encoder = replace(encoders[first], max_length=shortest)
+    ensemble_cfg = replace(configs[first], kd_weight=cfg.kd_weight)
+    members = [teacher_spec(member, encoders[name], device) for name, member in configs.items()]
+    spec = TeacherSpec(
+        path="mean", vocab=len(encoder.table), engine="ensemble", members=members,
+        weights=[member.kd_weight for member in configs.values()],
+        space=cfg.teacher_weights.removeprefix("mean_"))
+    loss = build_loss(ensemble_cfg, student, encoder, device)
+    ids = spelling_ids(cfg, student, encoder, device)
+    return TeacherSetup("mean", ensemble_cfg, encoder, loss, spec, ids)
+
+
+def teacher_spec(cfg, encoder, device):
+    """Return the TeacherSpec of a run with one teacher."""
+    output = cfg.teacher_output
+    if output == "hidden" and not cfg.tiled:
+        output = "logits"  # the model's own: a head may be more than `tiles.head_of` knows
+    return TeacherSpec(
+        path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
+        dtype=cfg.teacher_dtype, device=device, degree=cfg.teacher_tp,
+        offload=cfg.teacher_offload, output=output, output_topk=cfg.teacher_output_topk,
+        sequence_parallel_size=cfg.sequence_parallel)
+
+
+def spelling_ids(cfg, student, encoder, device):
+    """Return what evaluations compare tokens by; None without held-out rows."""
+    if not cfg.eval_rows:
+        return None
+    return SpellingIds.of(student.table, encoder.table, device)

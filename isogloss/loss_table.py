@@ -1,0 +1,320 @@
+"""The distillation losses of a run: one table, from which flags, checks, help and docs follow.
+
+A loss is a function of losses.py, or of your own, and one entry in `LOSSES`; see docs/extending.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+import losses
+from losses import (
+    Spelling,
+    common_tokens,
+    other_tokens,
+    piece_coverage,
+    piece_kl,
+    projection_entries,
+    projection_kl,
+)
+from projection_tools import Pair, as_tables, load_projection
+from projection_tools.build import cached_projection
+from projection_tools.spell import cached_spelling
+
+ALM_MODES = (
+    "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
+
+
+@dataclass
+class DistillationLoss:
+    """A distillation loss, ready for the sub-tiles of `batch.Collator`.
+
+    Attributes:
+        loss_fn: (student logits (n, V), teacher logits (m, W), `tiles.SubTile`) -> (), the sum over
+            the terms of the sub-tile, in nats.
+        spelling: tables from which the data workers list the terms of piece_kl, else None.
+        for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
+            these alone; None: it needs all columns.
+        coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers; or None.
+        indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
+        learned_projection: LearnedProjection whose scores are trained with the student, or None.
+    """
+
+    loss_fn: Callable
+    spelling: Spelling | None = None
+    for_columns: Callable | None = None
+    coverage: Callable | None = None
+    indices_VK: torch.Tensor | None = None
+    learned_projection: "LearnedProjection | None" = None
+
+
+class LearnedProjection:
+    """A projection whose weights are trained with the student: a softmax of scores in each row.
+
+    It starts as the projection that it is given; rows of one slot stay as they are.  The scores
+    (V, K) are the parameter `projection_scores` of StudentWithLoss, so the engine steps, saves and
+    resumes them.
+    """
+
+    def __init__(self, indices_VK, likelihoods_VK, pair):
+        self.indices_VK = indices_VK
+        self.pair = pair
+        self.module = None
+        # log of the weights, so that a softmax gives them back; 1e-6 stands for an unused slot
+        self.start_VK = likelihoods_VK.clamp(min=1e-6).log()
+
+    def attach(self, module, device):
+        """Make the scores a parameter of a StudentWithLoss."""
+        scores = torch.nn.Parameter(self.start_VK.to(device))
+        module.register_parameter("projection_scores", scores)
+        self.module = module
+
+    def likelihoods(self, scores=None):
+        """Return (V, K) float32 weights as they are now; rows sum to 1, or to 0 without a slot."""
+        scores = self.module.projection_scores if scores is None else scores
+        used = self.indices_VK >= 0
+        masked = torch.where(used, scores.float(), -1e9)
+        return torch.where(used, masked.softmax(1), 0.0)
+
+    def tables(self, scores=None):
+        """Return what a projection file holds, rows sorted by weight again."""
+        weights, order = self.likelihoods(scores).detach().sort(dim=1, descending=True, stable=True)
+        arrays = self.indices_VK.gather(1, order).cpu().numpy(), weights.cpu().numpy()
+        return as_tables(arrays, self.pair, "distill.py --learn_projection")
+
+
+# --- build: (cfg, pair, device) -> DistillationLoss -----------------------------------------------
+
+
+def build_piece_kl(cfg, pair, device):
+    tables = cached_spelling(pair)
+    fields = {}
+    for name in Spelling._fields:
+        value = tables[name]
+        if isinstance(value, torch.Tensor) and "event" not in name:
+            value = value.long()  # indices; events stay int32, which the compiled rows read
+        fields[name] = value
+    spelling = Spelling(**fields)
+    moved = {name: value.to(device) for name, value in fields.items()
+             if isinstance(value, torch.Tensor)}
+    on_device = spelling._replace(**moved)
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return piece_kl(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            sub_tile.terms, on_device, cfg.temperature, ids.weight)[0]
+
+    def coverage(teacher_logits, sub_tile):
+        return piece_coverage(teacher_logits[None], sub_tile.terms, on_device, cfg.temperature)
+
+    return DistillationLoss(loss_fn, spelling, coverage=coverage)
+
+
+def build_projection_kl(cfg, pair, device):
+    indices, likelihoods = _projection(cfg, pair, device)
+    learned = LearnedProjection(indices, likelihoods, pair) if cfg.learn_projection else None
+    # Entries of a learned projection hold their place in it, where the weight is looked up anew
+    # in every step.
+    places = torch.arange(indices.numel(), device=device).view_as(indices)
+    source = places if learned else likelihoods
+
+    def for_columns(kept_K):
+        listed = projection_entries(indices, source, len(pair.tables[1]), kept_K)
+
+        def loss_fn(student_logits, teacher_logits, sub_tile):
+            entries = listed
+            if learned:
+                weights = learned.likelihoods().flatten()
+                entries = listed._replace(weight_E=weights[listed.weight_E])
+            ids = batch_of_one(sub_tile)
+            return projection_kl(
+                student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
+                indices, likelihoods, temperature=cfg.temperature, reverse=cfg.reverse_kl,
+                weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms)[0]
+
+        return loss_fn
+
+    return DistillationLoss(for_columns(None), for_columns=for_columns, indices_VK=indices,
+                            learned_projection=learned)
+
+
+def build_gold(cfg, pair, device):
+    return _common_and_rest(cfg, pair, device, relaxed=False)
+
+
+def build_h_kl(cfg, pair, device):
+    return _common_and_rest(cfg, pair, device, relaxed=True)
+
+
+def _common_and_rest(cfg, pair, device, relaxed):
+    indices, likelihoods = _projection(cfg, pair, device)
+    common_V, common_W = common_tokens(indices, likelihoods, relaxed=relaxed)
+    rest_V = other_tokens(common_V, len(pair.tables[0]))
+    rest_W = other_tokens(common_W, len(pair.tables[1]))
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return losses.gold(
+            student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
+            common_V, common_W, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
+            reverse=cfg.reverse_kl, weight_BS=ids.weight, chunks=sub_tile.terms,
+            rest=(rest_V, rest_W))[0]
+
+    return DistillationLoss(loss_fn, indices_VK=indices)
+
+
+def build_per_chunk(cfg, pair, device, loss, flag_of):
+    """Build a loss that compares whole chunks and needs nothing but their ids.
+
+    Args:
+        loss: such as `losses.uld`.
+        flag_of: {parameter of the loss: flag}.
+    """
+    parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return loss(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            ids.student_chunk, ids.teacher_chunk, chunks=sub_tile.terms, weight_BS=ids.weight,
+            **parameters)[0]
+
+    return DistillationLoss(loss_fn)
+
+
+def build_per_position(cfg, pair, device, divergence, flag_of):
+    """Build a loss for equal tokenizers: every chunk is one token, a position on either side."""
+    parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        chunks = sub_tile.terms
+        weight = sub_tile.weight
+        if weight is not None:
+            weight = weight.index_select(0, chunks.first_S)[None]
+        return divergence(
+            student_logits.index_select(0, chunks.first_S)[None],
+            teacher_logits.index_select(0, chunks.first_T)[None],
+            None, weight_BS=weight, **parameters)[0]
+
+    return DistillationLoss(loss_fn)
+
+
+def _projection(cfg, pair, device):
+    """Return (indices (V, K), likelihoods (V, K)) of the run's projection."""
+    if cfg.projection:
+        tables = load_projection(cfg.projection, pair)
+    else:
+        tables = cached_projection(pair)
+    return tables["indices"].to(device), tables["likelihoods"].to(device)
+
+
+def batch_of_one(sub_tile):
+    """Return the sub-tile with a first axis of size 1 on ids, chunks and weight."""
+    return sub_tile._replace(
+        student_labels=sub_tile.student_labels[None],
+        teacher_labels=sub_tile.teacher_labels[None],
+        student_chunk=sub_tile.student_chunk[None],
+        teacher_chunk=sub_tile.teacher_chunk[None],
+        weight=None if sub_tile.weight is None else sub_tile.weight[None])
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """What a run has to know of a loss.
+
+    Attributes:
+        build: (cfg, `projection_tools.Pair`, device) -> DistillationLoss.
+        needs: what it works on: "spellings", "projection", "chunks", or "positions".
+        flags: flags of config.py that it reads; they may differ for each of several teachers.
+        tokenizers: "any", or "equal": student and teacher must have the same one.
+        columns: it compares only the `--projection_topk` most important teacher columns.
+        coverage: the metrics that its `coverage` logs.
+    """
+
+    build: Callable
+    needs: str
+    flags: tuple = ("temperature",)
+    tokenizers: str = "any"
+    columns: bool = False
+    coverage: tuple = ()
+
+
+def per_chunk(loss, **flag_of):
+    """Return the entry of a loss with the parameters of `losses.uld`.
+
+    Args:
+        flag_of: {parameter of the loss: flag} beside the temperature.
+    """
+    flag_of = {"temperature": "temperature"} | flag_of
+    build = partial(build_per_chunk, loss=loss, flag_of=flag_of)
+    return LossSpec(build, "chunks", tuple(flag_of.values()))
+
+
+def per_position(divergence, **flag_of):
+    """Return the entry of a divergence between models with equal tokenizers, likewise."""
+    flag_of = {"temperature": "temperature", "top_k": "loss_topk"} | flag_of
+    build = partial(build_per_position, divergence=divergence, flag_of=flag_of)
+    return LossSpec(build, "positions", tuple(flag_of.values()), tokenizers="equal")
+
+
+COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
+
+LOSSES: dict[str, LossSpec] = {
+    "piece_kl": LossSpec(build_piece_kl, "spellings",
+                         coverage=("event_coverage", "prefix_coverage")),
+    "projection_kl": LossSpec(
+        build_projection_kl, "projection",
+        ("temperature", "projection", "projection_topk", "reverse_kl"), columns=True),
+    "gold": LossSpec(build_gold, "projection", COMMON_FLAGS),
+    "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
+    "uld": per_chunk(losses.uld),
+    "alm": per_chunk(losses.alm, mode="alm_mode"),
+    "forward_kl": per_position(losses.forward_kl),
+    "reverse_kl": per_position(losses.reverse_kl),
+    "generalized_jsd": per_position(losses.generalized_jsd, beta="jsd_beta"),
+    "skew_forward_kl": per_position(losses.skew_forward_kl, skew="skew_lambda"),
+    "skew_reverse_kl": per_position(losses.skew_reverse_kl, skew="skew_lambda"),
+    "adaptive_kl": per_position(losses.adaptive_kl, alpha="akl_alpha"),
+    "total_variation": per_position(losses.total_variation),
+}
+
+
+def losses_for(tokenizers):
+    """List the names of the losses for "any" or for "equal" tokenizers."""
+    return [name for name, spec in LOSSES.items() if spec.tokenizers == tokenizers]
+
+
+def loss_flags():
+    """List the flags that losses read, in the order of the table, each once."""
+    flags = {}
+    for spec in LOSSES.values():
+        flags |= dict.fromkeys(spec.flags)
+    return list(flags)
+
+
+def build_loss(cfg, student, teacher, device):
+    """Build the distillation loss of a run, or of one of its teachers.
+
+    Args:
+        cfg: with loss, its parameters, and projection.
+        student, teacher: `sample.TextEncoder`.
+    Returns:
+        DistillationLoss.
+    Raises:
+        ValueError: tokenizers that differ where the loss needs one, or have nothing in common.
+    """
+    tokenizers = student.tokenizer, teacher.tokenizer
+    names = cfg.student, cfg.teacher
+    pair = Pair.of(*tokenizers, names, (student.table, teacher.table))
+    spec = LOSSES[cfg.loss]
+    if spec.tokenizers == "equal" and pair.fingerprints[0] != pair.fingerprints[1]:
+        raise ValueError(
+            f"--loss {cfg.loss}: needs equal tokenizers, but those of {cfg.student} and "
+            f"{cfg.teacher} differ; use one of {', '.join(losses_for('any'))}")
+    return spec.build(cfg, pair, device)

@@ -1,0 +1,523 @@
+"""Teachers that are models on this job's ranks, and the four ways to load them.
+
+They compute in a precision of their own and never build a graph.  Sharded models are asked by all
+ranks that share them together; every one of these ends up with all hidden states, and all logits.
+"""
+
+import contextlib
+import io
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject import auto_tp
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+import ipc
+from isogloss.layout import Replica, node_size
+from isogloss.specs import TeacherSpec
+from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
+
+# model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
+SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
+# and only once every rank has loaded them whole
+SHARDED_ONCE_WHOLE = {"gpt_neox"}
+BLOCK = 256  # positions whose logits exist at a time in `most_likely`: 150 MB of 152k float32
+
+
+def resolve_engine(engine, degree, config, num_ranks):
+    """Return the engine that "auto" means; check the others.
+
+    Args:
+        engine: key of `teachers.TEACHER_SOURCES` or "auto".
+        degree: ranks that share the model.
+        config: of the model, for text.
+        num_ranks: all ranks that hold teachers.
+    Raises:
+        ValueError: an engine that cannot shard this model over `degree` ranks.
+    """
+    model_type = config.model_type
+    known = SHARDED | SHARDED_ONCE_WHOLE
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+    has_plan = bool(getattr(config, "base_model_tp_plan", None)) and heads % degree == 0
+    if engine == "auto":
+        if degree == 1:
+            return "replicated"
+        if model_type in known:
+            return "tensor_parallel"
+        return "transformers" if has_plan and degree == num_ranks else "zero3"
+    if engine == "transformers" and not has_plan:
+        raise ValueError(
+            f"--teacher_tp {degree} with --teacher_engine transformers: it has no plan to shard "
+            f"{model_type} models of {heads} key-value heads so; use auto")
+    if engine == "transformers" and not degree == num_ranks > 1:
+        raise ValueError(
+            f"--teacher_tp {degree} with --teacher_engine transformers: it takes all of the "
+            f"{num_ranks} ranks that hold teachers, and more than one; use auto")
+    if engine == "tensor_parallel" and model_type not in known:
+        raise ValueError(
+            f"--teacher_engine tensor_parallel: does not shard {model_type} models, only "
+            f"{', '.join(sorted(known))}; use auto or zero3")
+    if engine == "replicated" and degree > 1:
+        raise ValueError(
+            f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy per rank is "
+            "degree 1; use auto")
+    return engine
+
+
+# --- the source -----------------------------------------------------------------------------------
+
+
+class Offload:
+    """A model's weights in the host's memory (pinned where there is a GPU), on the device in use."""
+
+    def __init__(self, model, device):
+        self.device = device
+        self.users = 0
+        pinned = torch.cuda.is_available()
+        self.host_copies = []
+        for parameter in model.parameters():
+            copy = parameter.detach().to("cpu", copy=True)
+            self.host_copies.append((parameter, copy.pin_memory() if pinned else copy))
+        self._leave_device()
+
+    def _leave_device(self):
+        for parameter, host_copy in self.host_copies:
+            parameter.data = host_copy
+
+    @contextlib.contextmanager
+    def on_device(self):
+        """Bring the weights to the device; nested uses cost one transfer."""
+        if self.users == 0:
+            for parameter, host_copy in self.host_copies:
+                parameter.data = host_copy.to(self.device, non_blocking=True, copy=True)
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            if self.users == 0:
+                self._leave_device()
+
+
+@dataclass
+class ModelTeacher:
+    """A frozen model on this rank, whole or one shard of it; see `teachers.TeacherSource`.
+
+    Attributes:
+        runner: WholeModel, SharedModel or Zero3Model.
+        head: `tiles.Head` that maps hidden states to logits, whole on every rank.
+        spec: TeacherSpec.
+        engine: which way of loading it is.
+        num_parameters: that this rank holds, its copy of the head not counted.
+        degree: ranks that share the model.
+        offload: Offload, or None.
+    """
+
+    runner: object
+    head: Head
+    spec: TeacherSpec
+    engine: str
+    num_parameters: int
+    degree: int = 1
+    offload: Offload | None = None
+
+    def request(self, batch):
+        """Do nothing: `targets` computes at once."""
+
+    def targets(self, batch):
+        """Return the logits of a TeacherBatch as the spec's output."""
+        return self.read(model_input(batch), self.spec.output, self.spec.output_topk)
+
+    @torch.no_grad()
+    def read(self, ids, output="hidden", output_topk=256):
+        """Return a LogitsSource of any positions of the flattened (B * T).
+
+        Args:
+            ids: see `model_input`.
+            output, output_topk: see TeacherSpec.
+        """
+        if output == "logits":
+            return StoredLogits(self.logits(ids)[..., : self.head.vocab].flatten(0, 1))
+        logits = HiddenLogits(self.hidden(ids).flatten(0, 1), self.head)
+        return logits if output == "hidden" else most_likely(logits, output_topk)
+
+    def hidden(self, ids):
+        """Return (B, T, H) final hidden states."""
+        with self.on_device():
+            return self.runner.hidden(ids)
+
+    def logits(self, ids):
+        """Return (B, T, W or more), the model's own logits."""
+        with self.on_device():
+            return self.runner.logits(ids)
+
+    def on_device(self):
+        return self.offload.on_device() if self.offload else contextlib.nullcontext()
+
+    def release(self):
+        """Do nothing: every answer has memory of its own."""
+
+    def close(self):
+        """Do nothing."""
+
+    def offloaded(self, model):
+        """Return the same teacher with its weights in the host's memory, if the spec says so."""
+        if not self.spec.offload:
+            return self
+        # the head stays on the device: losses read it outside of the teacher's forward pass
+        bias = self.head.bias_V
+        self.head = self.head._replace(
+            weight_VH=self.head.weight_VH.detach(),
+            bias_V=None if bias is None else bias.detach())
+        self.offload = Offload(model, self.spec.device)
+        return self
+
+
+def most_likely(logits, top_k):
+    """Return TopKLogits of all positions, a block at a time."""
+    vocab = logits.head.vocab
+    positions = torch.arange(len(logits.hidden_TH), device=logits.hidden_TH.device)
+    ids = []
+    logp = []
+    totals = []
+    for block in positions.split(BLOCK):
+        block_logits = logits(block).float()
+        total = block_logits.logsumexp(-1)
+        top = block_logits.topk(min(top_k, vocab))
+        ids.append(top.indices.int())
+        logp.append(top.values - total[:, None])
+        totals.append(total)
+    return TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
+
+
+def model_input(batch):
+    """Return what a model reads of a TeacherBatch.
+
+    Returns:
+        (B, T) ids; packed rows: (2, B, T), ids and positions, as one tensor that ranks can send.
+    """
+    if batch.positions is None:
+        return batch.ids
+    return torch.stack([batch.ids, batch.positions])
+
+
+def model_arguments(ids):
+    """Return the keyword arguments of a Hugging Face model for a `model_input`."""
+    if ids.dim() == 2:
+        return {"input_ids": ids, "use_cache": False}
+    return {"input_ids": ids[0], "position_ids": ids[1], "use_cache": False}
+
+
+# --- how a model runs -----------------------------------------------------------------------------
+
+
+@dataclass
+class WholeModel:
+    """A whole copy on this rank."""
+
+    model: nn.Module
+
+    def hidden(self, ids):
+        return self.model.base_model(**model_arguments(ids))[0]
+
+    def logits(self, ids):
+        return self.model(**model_arguments(ids)).logits
+
+
+@dataclass
+class SharedModel:
+    """A model of which every rank of a replica has a shard.
+
+    Attributes:
+        whole: WholeModel; a call of it takes all ranks of the replica.
+        replica: Replica.
+        same_ids, sequence_parallel_size: see TeacherSpec.
+    """
+
+    whole: WholeModel
+    replica: Replica
+    same_ids: bool
+    sequence_parallel_size: int
+
+    def hidden(self, ids):
+        return self._run(self.whole.hidden, ids)
+
+    def logits(self, ids):
+        return self._run(self.whole.logits, ids)
+
+    def _run(self, run, ids):
+        if self.same_ids:
+            return run(ids)
+        return self.replica.run_for_each_member(run, ids, self.sequence_parallel_size)
+
+
+class HiddenOrLogits(nn.Module):
+    """A causal language model whose forward gives hidden states or logits, for one engine."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, hidden):
+        if hidden:
+            return self.model.base_model(**model_arguments(ids))[0]
+        return self.model(**model_arguments(ids)).logits
+
+
+@dataclass
+class Zero3Model:
+    """A model partitioned over all ranks; each runs its own samples, all at the same time."""
+
+    engine: object
+
+    def hidden(self, ids):
+        return self.engine(ids, True)
+
+    def logits(self, ids):
+        return self.engine(ids, False)
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def load_replicated(spec):
+    """Load a whole copy on every rank."""
+    model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=_dtype(spec))
+    model = _frozen(model).to(spec.device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    head = head_of(model, spec.vocab)
+    teacher = ModelTeacher(WholeModel(model), head, spec, "replicated", num_parameters)
+    return teacher.offloaded(model)
+
+
+def load_tensor_parallel(spec):
+    """Shard a model over neighboring ranks by DeepSpeed's inference engine."""
+    replica = Replica(spec.degree)
+    config = AutoConfig.from_pretrained(spec.path)
+    with contextlib.ExitStack() as stack:
+        # DeepSpeed prints every layer that it shards
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        if config.get_text_config().model_type in SHARDED:
+            model, weight, bias = _shard_while_loading(spec, config, replica, stack)
+        else:
+            model, weight, bias = _shard_once_whole(spec, replica)
+    for parameter in model.parameters():
+        # some are still the files' own pages, and keep all of them mapped
+        parameter.data = parameter.data.clone()
+    model = _frozen(model)
+    if weight is None:  # tied: every rank keeps the whole input embedding
+        weight = model.get_input_embeddings().weight
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    teacher = ModelTeacher(
+        _shared(model, replica, spec), _head(weight, bias, spec, config), spec, "tensor_parallel",
+        num_parameters, spec.degree)
+    return teacher.offloaded(model)
+
+
+def _shard_while_loading(spec, config, replica, stack):
+    """Return (sharded model, head's weight or None, its bias or None); no rank loads it whole."""
+    dtype = _dtype(spec)
+    folder = _local_folder(spec.path)
+    with deepspeed.OnDevice(dtype=dtype, device="meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    names = [file.name for file in _weight_files(folder)]
+    file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
+    file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
+    file.flush()
+    stack.enter_context(_every_layer_loads())
+    head = model.get_output_embeddings()
+    [name] = [name for name, module in model.named_modules() if module is head]
+    weight, bias = _once_per_node(lambda: _read_layer(folder, name, dtype), spec.device)
+    engine = deepspeed.init_inference(
+        model, tensor_parallel=_shape(spec, replica), dtype=dtype, checkpoint=file.name,
+        base_dir=str(folder))
+    return engine.module, weight, bias
+
+
+def _shard_once_whole(spec, replica):
+    """Return the same for a model type that DeepSpeed shards only after loading."""
+    dtype = _dtype(spec)
+    model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype)
+    head = model.get_output_embeddings()
+    weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
+    engine = deepspeed.init_inference(model, tensor_parallel=_shape(spec, replica), dtype=dtype)
+    return engine.module, weight, bias
+
+
+def _shape(spec, replica):
+    return {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group}
+
+
+def load_transformers(spec):
+    """Shard a model over all ranks as its own tensor-parallel plan says, experts included."""
+    if spec.offload:
+        raise ValueError(
+            f"--teacher_offload: not for {spec.path}, which transformers shards; leave it out, or "
+            "use --teacher_engine zero3")
+    dtype = _dtype(spec)
+    replica = Replica(spec.degree)
+    folder = _local_folder(spec.path)
+    _weight_files(folder)  # without them all ranks end here, not one of them below
+    model = _frozen(AutoModelForCausalLM.from_pretrained(
+        spec.path, dtype=dtype, distributed_config=DistributedConfig(tp_size=spec.degree)))
+    names = {module: name for name, module in model.named_modules()}
+    head = names[model.get_output_embeddings()]
+    embedding = names[model.get_input_embeddings()]
+
+    def whole_head():
+        weight, bias = _read_layer(folder, head, dtype)
+        if weight is None:  # tied
+            weight, _ = _read_layer(folder, embedding, dtype)
+        return weight, bias
+
+    weight, bias = _once_per_node(whole_head, spec.device)
+    num_parameters = 0
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        num_parameters += local.numel()
+    config = AutoConfig.from_pretrained(spec.path)
+    return ModelTeacher(
+        _shared(model, replica, spec), _head(weight, bias, spec, config), spec, "transformers",
+        num_parameters, len(replica.ranks))
+
+
+def load_zero3(spec):
+    """Partition a model of any architecture over all ranks, whatever the degree."""
+    dtype = _dtype(spec)
+    zero = {"stage": 3}
+    if spec.offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    if dtype != torch.float32:
+        ds_config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    keep_alive = HfDeepSpeedConfig(ds_config)  # from_pretrained partitions while this exists
+    model = _frozen(AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype))
+    del keep_alive
+    unset_hf_deepspeed_config()
+    head = model.get_output_embeddings()
+    with deepspeed.zero.GatheredParameters(list(head.parameters())):
+        weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
+    engine = deepspeed.initialize(model=HiddenOrLogits(model), config=ds_config)[0]
+    engine.eval()
+    num_parameters = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
+    config = AutoConfig.from_pretrained(spec.path)
+    return ModelTeacher(
+        Zero3Model(engine), _head(weight, bias, spec, config), spec, "zero3", num_parameters)
+
+
+def _dtype(spec):
+    """Return the torch.dtype of a spec's weights."""
+    if spec.dtype != "auto":
+        return getattr(torch, spec.dtype)
+    return AutoConfig.from_pretrained(spec.path).dtype or torch.float32
+
+
+def _frozen(model):
+    return model.requires_grad_(False).eval()
+
+
+def _shared(model, replica, spec):
+    # ranks of one sequence group ask with the same ids; whole groups make up the replica then
+    same_ids = spec.same_ids or spec.sequence_parallel_size % spec.degree == 0
+    return SharedModel(WholeModel(model), replica, same_ids, spec.sequence_parallel_size)
+
+
+def _head(weight, bias, spec, config):
+    """Return what `head_of` makes of a model with this head."""
+    layer = nn.Module()
+    layer.weight = weight.detach()
+    layer.bias = bias
+    model = nn.Module()
+    model.config = config.get_text_config()
+    model.get_output_embeddings = lambda: layer
+    return head_of(model, spec.vocab)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _local_folder(path):
+    """Return the directory of a checkpoint's safetensors files."""
+    if not Path(path).is_dir():
+        path = snapshot_download(path, allow_patterns=["*.safetensors"])
+    return Path(path).resolve()
+
+
+def _weight_files(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"--teacher {folder}: no .safetensors files, which sharded loading reads; save the "
+            "model with save_pretrained, or use --teacher_engine zero3")
+    return files
+
+
+def _read_layer(folder, name, dtype):
+    """Return (weight, bias) of a layer; None for what the files lack, such as a tied head."""
+    tensors = {}
+    for path in _weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118, it is no dict
+                if key in (f"{name}.weight", f"{name}.bias"):
+                    tensors[key] = file.get_tensor(key).to(dtype)
+    return tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
+
+
+def _copy_of(layer):
+    """Return (weight, bias or None), detached copies."""
+    bias = None if layer.bias is None else layer.bias.detach().clone()
+    return layer.weight.detach().clone(), bias
+
+
+def _once_per_node(load, device):
+    """Return the tensors or Nones of load() on every rank; on the CPU a node holds them once."""
+    if torch.device(device).type != "cpu":  # a kernel cannot read another device's memory
+        return [None if tensor is None else tensor.to(device) for tensor in load()]
+    node = Replica(node_size())
+    sent = [None]
+    if dist.get_rank() == node.ranks[0]:
+        sent = [[None if tensor is None else ipc.publish(tensor) for tensor in load()]]
+    dist.broadcast_object_list(sent, node.ranks[0], group=node.group)
+    return [None if handle is None else ipc.attach(handle) for handle in sent[0]]
+
+
+@contextlib.contextmanager
+def _every_layer_loads():
+    """Let DeepSpeed load all norms: it skips those that are not on its list (its issue 8447)."""
+    before = auto_tp.Loading.is_load_module
+    layers = nn.Linear, nn.Embedding, nn.LayerNorm
+
+    def is_load_module(module):
+        return isinstance(module, layers) or type(module).__name__.endswith("RMSNorm")
+
+    auto_tp.Loading.is_load_module = is_load_module
+    try:
+        yield
+    finally:
+        auto_tp.Loading.is_load_module = before
+
+
+def head_gives_own_logits(logits, model_logits):
+    """Tell whether a head gives the model's own logits; not where a model does more than `head_of`.
+
+    Args:
+        logits: LogitsSource.
+        model_logits: (B, T, W), of the same positions.
+    """
+    model_logits = model_logits.flatten(0, 1)
+    positions = torch.arange(len(model_logits), device=model_logits.device)
+    difference = logits(positions).float() - model_logits.float()
+    # relative; half precision rounds at 0.4 %, and a wrong scale or soft-cap is off by much more
+    tolerance = 1e-4 if model_logits.dtype == torch.float32 else 0.05
+    return difference.norm() <= tolerance * model_logits.float().norm()

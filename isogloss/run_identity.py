@@ -1,0 +1,40 @@
+"""What has to be the same when a run resumes, and what a checkpoint depends on besides."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from isogloss.config import FREE_ON_RESUME
+from isogloss.ds_config import BATCH_KEYS, RESUMABLE_KEYS, batch_sizes, read_ds_config
+
+
+def checkpoint_folder(cfg):
+    return Path(cfg.output_dir) / "checkpoints"
+
+
+def _batch_sizes(cfg, ds_config):
+    # ranks of a sequence group read the same samples
+    num_readers = dist.get_world_size() // cfg.sequence_parallel
+    return batch_sizes(ds_config, num_readers, cfg.ds_config)
+
+
+def run_identity(cfg):
+    """Return what has to be the same when a run resumes, or its next loss would be another."""
+    flags = {name: value for name, value in asdict(cfg).items() if name not in FREE_ON_RESUME}
+    ds_config = read_ds_config(cfg.ds_config)
+    flags["samples_per_step"] = _batch_sizes(cfg, ds_config).train_batch_size
+    ignored = {*BATCH_KEYS, *RESUMABLE_KEYS}
+    flags["ds_config"] = {key: value for key, value in ds_config.items() if key not in ignored}
+    return flags
+
+
+def run_layout(cfg):
+    """Return what a checkpoint depends on beside the run's identity."""
+    ds_config = read_ds_config(cfg.ds_config)
+    return {
+        "ranks": dist.get_world_size(),
+        "sequence_parallel": cfg.sequence_parallel,
+        "zero_stage": ds_config.get("zero_optimization", {}).get("stage", 0),
+        "micro_batch": _batch_sizes(cfg, ds_config).micro_batch_size,
+    }

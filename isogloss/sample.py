@@ -1,0 +1,260 @@
+"""Read one text with the student's and a teacher's tokenizer, align, cut both at the same byte.
+
+A text is encoded once by each model (`EncodedText`) and aligned once with each teacher (`Pairing`).
+Only then is it cut, because the shortest cut that any teacher's context asks for is the cut of all.
+
+A position t of a model predicts the token at t + 1, so labels, chunk ids and byte counts are shifted
+by one, here and nowhere else (`shift`).
+
+Shapes: S student tokens, T teacher tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from align import Alignment, Located, TokenTable, align_located, common_cut, locate
+from align_dp import align_dp
+
+ALIGNERS = "bytes", "dp"
+
+
+@dataclass
+class TextEncoder:
+    """How one model reads text.
+
+    Attributes:
+        tokenizer: a fast Hugging Face tokenizer.
+        table: its TokenTable.
+        max_length: positions per sample, at most.
+    """
+
+    tokenizer: object
+    table: TokenTable
+    max_length: int
+
+    def encode(self, texts):
+        """Return an int64 array `[bos] text eos` for each text.
+
+        bos is added only if the tokenizer has one and does not refuse it; eos whenever it has one.
+        """
+        prefix = [self.table.bos] if self._adds_bos() else []
+        suffix = [self.table.eos] if self.table.eos >= 0 else []
+        coded = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)
+        return [np.array(prefix + ids + suffix, np.int64) for ids in coded["input_ids"]]
+
+    def locate(self, ids, text):
+        """Return where in the text the tokens of `encode` stand, as a Located."""
+        located = locate(ids, self.table, text)
+        if located is None:  # bytes do not tell, so the tokenizer's own offsets have to
+            located = locate(ids, self.table, text, self._offsets(text))
+        return located
+
+    def _adds_bos(self):
+        if self.table.bos < 0:
+            return False
+        return getattr(self.tokenizer, "init_kwargs", {}).get("add_bos_token") is not False
+
+    def _offsets(self, text):
+        """Return (tokens, 2) characters of the text for each token of `encode`."""
+        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                               verbose=False)
+        nowhere = [(0, 0)]  # bos and eos stand for no characters
+        prefix = nowhere if self._adds_bos() else []
+        suffix = nowhere if self.table.eos >= 0 else []
+        return np.array([*prefix, *coded["offset_mapping"], *suffix]).reshape(-1, 2)
+
+
+@dataclass
+class EncodedText:
+    """One text as one model reads it, before any cut.
+
+    Attributes:
+        ids: (S,) int64, with bos and eos.
+        located: where in the text (of a chat: in its rendering) the tokens stand.
+        num_bytes: (S,) int64, bytes that each token stands for; -1 for those that do not count.
+        learned: (S,) bool, tokens to learn from; None: all of them.
+    """
+
+    ids: np.ndarray
+    located: Located
+    num_bytes: np.ndarray
+    learned: np.ndarray | None = None
+
+
+@dataclass
+class Pairing:
+    """What one teacher makes of a text.
+
+    Attributes:
+        teacher: the text as the teacher reads it; None: this teacher takes no part.
+        alignment: of the whole text; None without a teacher.
+        skipped: the teacher, or the student itself, could not render this chat.
+    """
+
+    teacher: EncodedText | None = None
+    alignment: Alignment | None = None
+    skipped: bool = False
+
+
+class TokenRow(NamedTuple):
+    """One model's side of a sample; entry t of labels and num_bytes speaks of the token after t.
+
+    ids, labels, num_bytes: (S,) int64; labels are -100 and bytes -1 where nothing is learned.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    num_bytes: np.ndarray
+
+
+NO_TOKENS = TokenRow(*[np.zeros(0, np.int64)] * 3)
+NO_CHUNKS = np.zeros(0, np.int64)
+
+
+@dataclass
+class PairSample:
+    """A cut text for one teacher.
+
+    Attributes:
+        teacher: its tokens; none if it takes no part.
+        student_chunk, teacher_chunk: (S,), (T,) int64, chunk of each predicted token, -1 for none.
+        alignment: of the whole text, before the cut; None without a teacher.
+        aligned_bytes: bytes in the chunks that are left after the cut.
+        skipped: see `Pairing`.
+    """
+
+    teacher: TokenRow = NO_TOKENS
+    student_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
+    teacher_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
+    alignment: Alignment | None = None
+    aligned_bytes: int = 0
+    skipped: bool = False
+
+    @property
+    def num_chunk_ids(self):
+        """One more than the highest chunk id on either side."""
+        highest = -1
+        for chunk in (self.student_chunk, self.teacher_chunk):
+            if len(chunk):
+                highest = max(highest, int(chunk.max()))
+        return highest + 1
+
+
+@dataclass
+class Sample:
+    """A text, cut: the student's tokens, and what each teacher says about them."""
+
+    student: TokenRow
+    pairs: list
+
+
+def encode_text(text, ids, encoder):
+    """Return the EncodedText of a plain text whose ids are known."""
+    located = encoder.locate(ids, text)
+    return EncodedText(ids, located, bytes_of_tokens(located))
+
+
+def bytes_of_tokens(located):
+    """Return (S,) bytes of the text that each token stands for, -1 for a control token."""
+    return np.where(located.begin < 0, -1, located.end - located.begin)
+
+
+def pair_texts(text, student, teacher, student_table, teacher_table, aligner="bytes"):
+    """Align two readings of one plain text.
+
+    Args:
+        student, teacher: EncodedText.
+        aligner: "bytes": chunks by byte positions; "dp": by dynamic programming (align_dp.py).
+    Returns:
+        Pairing.
+    """
+    if aligner == "dp":
+        alignment = align_dp(student.ids, teacher.ids, student_table, teacher_table)
+        return Pairing(teacher, alignment)
+    size = len(text.encode(errors="replace"))
+    alignment = align_located(student.ids, teacher.ids, student.located, teacher.located,
+                              student_table, teacher_table, size)
+    return Pairing(teacher, alignment)
+
+
+def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
+    """Cut a text for the student and all its teachers at the same student token.
+
+    Args:
+        student: EncodedText; None: the student cannot read this text, so that nothing is left.
+        pairings: a Pairing for each teacher.
+        student_max_length, teacher_max_lengths: positions, at most.
+    Returns:
+        Sample.
+    """
+    if student is None:
+        return Sample(NO_TOKENS, [PairSample(skipped=pairing.skipped) for pairing in pairings])
+    limit = student_max_length + 1  # n positions predict the tokens 1 .. n
+    while True:
+        pairs = []
+        lengths = []
+        for pairing, teacher_max_length in zip(pairings, teacher_max_lengths):
+            cut, pair = cut_pair(student, pairing, limit, teacher_max_length + 1)
+            pairs.append(pair)
+            lengths.append(len(student.ids[: cut - 1]))
+        if not pairs:
+            return Sample(_student_row(student, limit), [])
+        # A teacher with a short context asks all others for its cut, whose chunks may need
+        # another one again: this ends because the limit falls each time.
+        shortest = min(lengths) + 1
+        if all(length + 1 == shortest for length in lengths):
+            return Sample(_student_row(student, cut), pairs)
+        limit = shortest
+
+
+def _student_row(student, cut):
+    labels = student.ids
+    if student.learned is not None:
+        labels = np.where(student.learned, student.ids, -100)
+    # A text below the limit keeps its last token as a position that predicts nothing.
+    return TokenRow(student.ids[: cut - 1], labels[1:cut], student.num_bytes[1:cut])
+
+
+def cut_pair(student, pairing, student_limit, teacher_limit):
+    """Cut one teacher's side, and find out where that cuts the student's.
+
+    Args:
+        student: EncodedText.
+        pairing: Pairing.
+        student_limit, teacher_limit: tokens to keep, at most.
+    Returns:
+        (student tokens kept, PairSample).
+    """
+    alignment = pairing.alignment
+    if alignment is None:
+        no_chunk = np.full(len(student.ids), -1)[1:student_limit]
+        return student_limit, PairSample(student_chunk=no_chunk, skipped=pairing.skipped)
+    # Where one side alone spells a space that the text does not have, the models speak of other
+    # words: such chunks are not compared.
+    numbers = np.arange(len(alignment.same_bytes))
+    usable = np.append(np.where(alignment.same_bytes, numbers, -1), -1)
+    chunks = [usable[alignment.student_chunk], usable[alignment.teacher_chunk]]
+    student_cut, teacher_cut = common_cut(chunks, [student_limit, teacher_limit])
+    # A chunk needs a position that predicts its first token; without bos the first token has none.
+    lost = {int(chunk[0]) for chunk in chunks if len(chunk)}
+    if student.learned is not None:
+        lost |= set(chunks[0][~student.learned].tolist())
+    chunks = [np.where(np.isin(chunk, list(lost)), -1, chunk) for chunk in chunks]
+    teacher = pairing.teacher
+    pair = PairSample(
+        teacher=shift(teacher.ids, teacher.ids, teacher.num_bytes, teacher_cut),
+        student_chunk=chunks[0][1:student_cut],
+        teacher_chunk=chunks[1][1:teacher_cut],
+        alignment=alignment,
+        skipped=pairing.skipped,
+    )
+    kept = np.unique(pair.student_chunk[pair.student_chunk >= 0])
+    pair.aligned_bytes = int(alignment.chunk_bytes[kept].sum())
+    return student_cut, pair
+
+
+def shift(ids, labels, num_bytes, cut):
+    """Return the TokenRow of the first `cut` tokens: position t reads ids[t], predicts ids[t + 1]."""
+    return TokenRow(ids[: cut - 1], labels[1:cut], num_bytes[1:cut])

@@ -1,0 +1,63 @@
+"""What a teacher source is made of, as plain values that ranks can send to one another."""
+
+import contextlib
+from dataclasses import dataclass, field
+
+TEACHER_OUTPUTS = "hidden", "logits", "topk"
+
+
+@dataclass
+class TeacherSpec:
+    """A teacher to load, and how it will be asked.
+
+    Attributes:
+        path: hub id or directory; of an ensemble its name.
+        vocab: tokens of its tokenizer; an lm_head is often padded beyond them.
+        engine: key of `teachers.TEACHER_SOURCES`, or "auto".
+        dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
+        device: torch.device; None: to be filled in by the rank that loads it.
+        degree: ranks that share the model.
+        offload: keep the weights in the host's memory but for the teacher's forward passes.
+        output: what is kept until a loss reads it: final "hidden" states, "logits", or "topk".
+        output_topk: tokens of the output "topk"; the others get what is left in equal parts.
+        same_ids: the ranks that share the model ask with the same ids; else each with its own.
+        sequence_parallel_size: neighboring ranks that ask with the same ids.
+        members, weights, space: of an ensemble, see `teachers.EnsembleTeacher`.
+        number: of a remote teacher, its place among all of the job.
+        client: of a remote teacher, `remote_teachers.TeacherClient`.
+    """
+
+    path: str
+    vocab: int
+    engine: str = "replicated"
+    dtype: str = "auto"
+    device: object = "cpu"
+    degree: int = 1
+    offload: bool = False
+    output: str = "hidden"
+    output_topk: int = 256
+    same_ids: bool = False
+    sequence_parallel_size: int = 1
+    members: list = field(default_factory=list)
+    weights: list = field(default_factory=list)
+    space: str = "p"
+    number: int = 0
+    client: object = None
+
+    def single(self):
+        """List the specs of the teachers in this one: its members, or itself."""
+        return self.members or [self]
+
+
+@contextlib.contextmanager
+def weights_of(role, path):
+    """Turn an OSError of loading into a ValueError that names the flag.
+
+    Raises:
+        ValueError: a directory has a config, and no weights that can be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"--{role} {path}: its weights cannot be loaded ({reason})") from None

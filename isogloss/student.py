@@ -1,0 +1,122 @@
+"""The student: load it, put the loss inside its forward pass, start the DeepSpeed engine."""
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from isogloss.activations import offload_activations, tile_mlps
+from isogloss.specs import weights_of
+from tiles import HiddenLogits, StoredLogits, head_of
+
+
+class StudentWithLoss(nn.Module):
+    """A causal language model whose forward pass ends in the loss.  The engine wraps this module.
+
+    The loss is computed in here because this is where ZeRO-3 gathers the head: its parameters are
+    registered as external ones of this module, so they stay until their gradient has arrived.
+
+    Attributes:
+        model: the Hugging Face model; exported files have its parameter names.
+        vocab: tokens of the student's tokenizer; the lm_head may be padded beyond them.
+        tiled: compute logits tile by tile from hidden states, not for a whole micro-batch.
+        activation_offload: checkpointed activations wait in the host's memory.
+        projection_scores: parameter of a learned projection, or None.
+    """
+
+    def __init__(self, model, vocab, tiled=True, activation_offload=False):
+        super().__init__()
+        self.model = model
+        self.vocab = vocab
+        self.tiled = tiled
+        self.activation_offload = activation_offload
+        self.register_parameter("projection_scores", None)
+        for parameter in model.get_output_embeddings().parameters():
+            if hasattr(parameter, "ds_id"):  # partitioned by ZeRO-3
+                deepspeed.zero.register_external_parameter(self, parameter)
+
+    def forward(self, batch, terms=None):
+        """Run the model on a StudentBatch.
+
+        Args:
+            batch: StudentBatch.
+            terms: None, or what to make of the logits: `objective.LossTerms`, which gives
+                (loss, sums), `evaluate.EvaluationTerms` or `checks.HeadTest`.
+        Returns:
+            Without terms the model's own (B, S, V or more) logits; else `terms.reduce(logits)`,
+            where logits is a LogitsSource of any positions of the flattened (B * S).
+        """
+        arguments = {"input_ids": batch.ids, "use_cache": False}
+        if batch.positions is not None:
+            arguments["position_ids"] = batch.positions
+        if terms is None:
+            return self.model(**arguments).logits
+        hidden_size = self.model.config.get_text_config().hidden_size
+        with offload_activations((*batch.ids.shape, hidden_size), self.activation_offload):
+            if self.tiled:
+                hidden = self.model.base_model(**arguments)[0]
+                logits = HiddenLogits(hidden.flatten(0, 1), head_of(self.model, self.vocab))
+            else:
+                all_logits = self.model(**arguments).logits[..., : self.vocab]
+                logits = StoredLogits(all_logits.flatten(0, 1))
+        return terms.reduce(logits)
+
+    def loss_parameters(self):
+        """List the parameters that the loss itself trains beside the model's."""
+        return [] if self.projection_scores is None else [self.projection_scores]
+
+
+def load_student(cfg, ds_config, attention=None):
+    """Load the student in float32 (DeepSpeed casts it); under ZeRO-3 each rank loads its shard.
+
+    Args:
+        attention: name of its attention implementation; None: the usual one.
+    """
+    partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
+    keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
+    options = {"attn_implementation": attention} if attention else {}
+    with weights_of("student", cfg.student):
+        model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32, **options)
+    if keep_alive:
+        unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
+    model.config.use_cache = False
+    model.train()  # from_pretrained leaves it in evaluation mode, without dropout
+    if cfg.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if cfg.mlp_tiles > 1:
+        tile_mlps(model, cfg.mlp_tiles)
+    return model
+
+
+def start_engine(module, ds_config, projection_learning_rate=0.0):
+    """Wrap a StudentWithLoss in a DeepSpeed engine.
+
+    Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
+
+    Args:
+        projection_learning_rate: of a learned projection; 0: the student's.
+    """
+    matrices = []
+    vectors = []
+    for parameter in module.model.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves shape (0,)
+            (matrices if len(shape) > 1 else vectors).append(parameter)
+    projection = {"params": module.loss_parameters(), "weight_decay": 0.0}
+    if projection_learning_rate:
+        projection["lr"] = projection_learning_rate
+    groups = [projection, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    return deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)[0]
+
+
+def gradient_norm(engine):
+    """Return the norm of the averaged gradient where the engine reports none, else 0.
+
+    That is ZeRO stage 0 in float32, at the end of an accumulation.
+    """
+    if engine.zero_optimization() or not engine.is_gradient_accumulation_boundary():
+        return 0.0
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients))

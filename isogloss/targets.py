@@ -1,0 +1,134 @@
+"""What the teachers say about a step: their logits, the columns a loss keeps, their confidence."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from isogloss.config import Config
+from isogloss.evaluate import SpellingIds
+from isogloss.loss_table import LOSSES, DistillationLoss
+from isogloss.objective import TeacherTarget, weigh_samples
+from isogloss.sample import TextEncoder
+from isogloss.specs import TeacherSpec
+from isogloss.teachers import TeacherSource
+from losses import teacher_importance
+from teacher_mixing import teacher_scores, teacher_weights
+from tiles import TeacherBlocks
+
+# What --teacher_weights asks of a teacher: "select" compares cross-entropies.
+SCORE_KINDS = {"ce": "ce", "entropy": "entropy", "max_prob": "max_prob", "select": "ce"}
+BLOCK = 256  # positions whose logits exist at a time: 150 MB of 152k float32; not tuned
+
+
+@dataclass
+class TeacherSetup:
+    """A teacher, or an ensemble, and how the student learns from it.
+
+    Attributes:
+        name: of the teacher, for metrics.
+        cfg: the flags as if it were the only teacher, with its own kd_weight.
+        encoder: TextEncoder of the teacher.
+        loss: DistillationLoss.
+        spec: TeacherSpec.
+        spelling_ids: SpellingIds of the student's and this tokenizer, for evaluations.
+        source: TeacherSource; None: not loaded yet.
+    """
+
+    name: str
+    cfg: Config
+    encoder: TextEncoder
+    loss: DistillationLoss
+    spec: TeacherSpec
+    spelling_ids: SpellingIds | None = None
+    source: TeacherSource | None = None
+
+    @property
+    def keeps_columns(self):
+        """Whether the loss compares the most important teacher columns only."""
+        has_more = len(self.encoder.table) > self.cfg.projection_topk
+        return LOSSES[self.cfg.loss].columns and has_more
+
+
+def teacher_targets(setup, batches):
+    """Run a teacher on the micro-batches of a step; its replica's ranks take part together.
+
+    Args:
+        setup: TeacherSetup.
+        batches: its TeacherBatch of every micro-batch.
+    Returns:
+        a TeacherTarget for each micro-batch.
+    """
+    with setup.source.on_device():
+        logits = [setup.source.targets(batch) for batch in batches]
+    bytes_per_token = logits[0].nbytes / batches[0].ids.numel()
+    kind = SCORE_KINDS.get(setup.cfg.teacher_weights)
+    confidences = [None] * len(batches)
+    if kind:
+        confidences = [sample_scores(source, batch, kind)
+                       for source, batch in zip(logits, batches)]
+    loss_fn = setup.loss.loss_fn
+    if setup.keeps_columns:
+        kept_K = kept_columns(setup, batches, logits)
+        logits = [source.columns(kept_K) for source in logits]
+        loss_fn = setup.loss.for_columns(kept_K)
+    return [TeacherTarget(source, loss_fn, confidence, bytes_per_token)
+            for source, confidence in zip(logits, confidences)]
+
+
+def kept_columns(setup, batches, logits):
+    """Return the sorted teacher columns (K,) that a loss compares in this step, on every rank."""
+    device = batches[0].ids.device
+    importance = torch.full((len(setup.encoder.table),), -torch.inf, device=device)
+    for batch, source in zip(batches, logits):
+        blocks = TeacherBlocks(source, batch.tiles)
+        for positions in blocks.fetches:
+            block = teacher_importance(blocks.fetch(positions)[None])
+            importance = torch.maximum(importance, block)
+    dist.all_reduce(importance, op=dist.ReduceOp.MAX)
+    return importance.topk(setup.cfg.projection_topk).indices.sort().values
+
+
+@torch.no_grad()
+def sample_scores(logits, batch, kind):
+    """Return (B,) how sure a teacher is of each sample, see `teacher_mixing.teacher_scores`.
+
+    Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers
+    compare.
+
+    Args:
+        logits: LogitsSource of the teacher.
+        batch: its TeacherBatch.
+        kind: "ce", "entropy" or "max_prob".
+    """
+    labels = batch.labels.flatten()
+    num_bytes = batch.num_bytes.flatten()
+    scores = []
+    for number in range(batch.num_samples):
+        in_sample = batch.sample == number
+        positions = (in_sample & (labels != -100)).nonzero().squeeze(1)
+        total = 0.0
+        for block in positions.split(BLOCK):
+            every = torch.ones(1, len(block), dtype=torch.bool, device=labels.device)
+            mean = teacher_scores(logits(block)[None], labels[block][None], every, kind)[0]
+            total = total + len(block) * mean
+        size = len(positions)
+        if kind == "ce":
+            size = int(num_bytes[in_sample].clamp(min=0).sum())
+        score = torch.as_tensor(total / max(size, 1), dtype=torch.float32, device=labels.device)
+        scores.append(score)
+    return torch.stack(scores)
+
+
+def weigh_by_confidence(cfg, batches, targets):
+    """Let each sample of a micro-batch weigh as much as each teacher is sure of it.
+
+    Args:
+        batches: TeacherBatch of every teacher; targets: TeacherTarget likewise.
+    Returns:
+        the batches, with weights.
+    """
+    scores_MB = torch.stack([target.confidence for target in targets])
+    select = cfg.teacher_weights == "select"
+    weights_MB = teacher_weights(scores_MB, cfg.teacher_alpha, select)
+    return [weigh_samples(batch, weight_B) for batch, weight_B in zip(batches, weights_MB)]
