@@ -1,60 +1,73 @@
-"""Two tokenizations of one text -> aligned chunks, by bytes, in linear time.
+"""Align two tokenizations of one text: cut it into chunks, by bytes, in linear time.
 
 A chunk is a minimal span of the text that begins and ends on a token boundary of both tokenizers:
-``['201'] <-> ['2', '0', '1']``.  Boundaries come from the bytes of each token, never from decoded strings, so
-they are exact inside a UTF-8 character and hold for ids that a model sampled.  A tokenizer that alters a
-text (composes characters, collapses spaces, lower-cases) is found out by comparing bytes, and is then placed
-by its own offsets.  A chunk is used only if the tokens of both sides spell the same bytes; what is left
-out is counted.
+``['201'] <-> ['2', '0', '1']``.  Boundaries come from the bytes of each token, never from decoded
+strings, so they are exact inside a UTF-8 character and hold for ids that a model sampled.
+Comparing bytes shows when a tokenizer normalized the text (composed characters, collapsed spaces,
+lower case); its own offsets then place its tokens.  A chunk is used only if the tokens of both
+sides spell the same bytes.  The bytes that are left out are counted.
 
-    table = TokenTable.from_tokenizer(tokenizer)                          # once per tokenizer
-    found = align(student_ids, teacher_ids, student_table, teacher_table)  # found.student_chunk, ...
+    table = TokenTable.from_tokenizer(tokenizer)  # once per tokenizer
+    alignment = align(student_ids, teacher_ids, student_table, teacher_table)
 
 Or, to look at it:  python align.py --student A --teacher B --text "in 2010"
 
 Shapes: S student tokens, T teacher tokens, C chunks, V entries of a vocabulary, N bytes of text.
-Needs numpy and numba only; tokenizers are duck-typed (Hugging Face fast ones, `tokenizers.Tokenizer`,
-tiktoken).  Copy this file into your own repository.  Tests: tests/test_align.py.
+Inside the numba functions ``s_`` stands for the student's side and ``t_`` for the teacher's.
+
+Needs numpy and numba only; tokenizers are duck-typed (Hugging Face fast ones,
+`tokenizers.Tokenizer`, tiktoken).  Copy this file into your own repository.  License: Apache-2.0
+(see LICENSE). Tests: tests/test_align.py.
 """
 
 import codecs
 import re
 import sys
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-# --- what every id stands for ---------------------------------------------------------------------
+# --- the bytes of every token ---------------------------------------------------------------------
 
 
 def _gpt2_characters():
-    """The 256 printable characters with which byte-level BPE writes bytes in its vocabulary file."""
+    """Map the 256 characters that byte-level BPE vocabulary files write to bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]  # numbered from U+0100 on, in order
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    mapping = {chr(byte): byte for byte in printable}
+    for byte in range(256):
+        if byte not in printable:
+            # GPT-2 numbers the other bytes from U+0100 on, in order
+            mapping[chr(256 + len(mapping) - len(printable))] = byte
+    return mapping
 
 
 BYTE_OF_CHARACTER = _gpt2_characters()
-TO_LATIN1 = {i: "\ufffd" for i in range(256)} | {ord(c): chr(b) for c, b in BYTE_OF_CHARACTER.items()}
+# for str.translate: each such character becomes the Latin-1 character of its byte; any other
+# Latin-1 character becomes U+FFFD, which Latin-1 cannot encode, so that plain text is noticed
+TO_LATIN1 = dict.fromkeys(range(256), "\ufffd")
+TO_LATIN1 |= {ord(character): chr(byte) for character, byte in BYTE_OF_CHARACTER.items()}
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")  # SentencePiece byte fallback
-METASPACE = "\u2581"
-# control tokens that stand in the text of a message, where another tokenizer spells them letter by letter
+METASPACE = "\u2581"  # how SentencePiece writes a space
+# control tokens that stand in the text of a message, where another tokenizer spells them letter by
+# letter
 TEXT_MARKER = re.compile(r"</?(think|reason|tool|function)\w*>\Z")
-END_OF_TURN = "<|im_end|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>"
+# names of the token that ends a turn of a chat; the first that a vocabulary has counts
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<|end|>",
+               "<|end_of_turn|>")
 
 
 @dataclass
 class TokenTable:
-    """What every id of one tokenizer stands for, as bytes.
+    """Bytes of every id of one tokenizer.
 
     Attributes:
         data: (sum of lengths,) uint8, the bytes of all tokens, one after the other.
-        starts: (V + 1,) int64; token i is ``data[starts[i]:starts[i + 1]]``; V is the largest id + 1.
-        special: (V,) bool, control tokens (bos, eos, pad, unk, chat markers): they stand for no text.
-            Markers of thinking and of tool calls are text.
+        starts: (V + 1,) int64; token i is ``data[starts[i]:starts[i + 1]]``; V is the largest id +
+            1.
+        special: (V,) bool, control tokens (bos, eos, pad, unk, chat markers), which stand for no
+            text. Markers of thinking and of tool calls are text.
         tokens: V strings as the vocabulary writes them, "" for ids that are not in use.
         family: "byte_level", "sentencepiece", "wordpiece" or "plain".
         bos, eos, pad, unk, end_of_turn: id of the token in that role, -1 for none.
@@ -80,20 +93,21 @@ class TokenTable:
         return len(self.starts) - 1
 
     def bytes_of(self, token_id):
-        """The bytes of one token; a control token gives its literal name."""
+        """Return the bytes of one token; for a control token these are its literal name."""
         return self.data[self.starts[token_id] : self.starts[token_id + 1]].tobytes()
 
     def decode(self, ids):
-        """The bytes that a sequence of ids spells; control tokens spell nothing."""
-        return _spelled(np.asarray(ids, np.int64), self.data, self.starts, self.lengths).tobytes()
+        """Return the bytes that a sequence of ids spells; control tokens spell nothing."""
+        ids = np.asarray(ids, np.int64)
+        return _spelled(ids, self.data, self.starts, self.lengths).tobytes()
 
     @classmethod
     def from_tokenizer(cls, tokenizer):
         """Build the table from a fast tokenizer.
 
         Args:
-            tokenizer: a Hugging Face fast tokenizer or `tokenizers.Tokenizer` of any model (BPE, Unigram,
-                WordPiece, characters), or a tiktoken Encoding.
+            tokenizer: a Hugging Face fast tokenizer or `tokenizers.Tokenizer` of any model (BPE,
+                Unigram, WordPiece, characters), or a tiktoken Encoding.
         Raises:
             ValueError: it is neither, so the bytes of its tokens are not known.
         """
@@ -103,92 +117,153 @@ class TokenTable:
         if not hasattr(backend, "get_added_tokens_decoder"):
             kind = type(tokenizer).__name__
             raise ValueError(f"{kind} is not a fast tokenizer: a tokenizer.json is needed")
-        family, spell = _family(backend)
+
         vocab = backend.get_vocab(with_added_tokens=True)
         tokens = [""] * (max(vocab.values(), default=-1) + 1)
         for token, i in vocab.items():
             tokens[i] = token
-        added_tokens, special = backend.get_added_tokens_decoder(), np.zeros(len(tokens), bool)
-        pieces = spell(["" if i in added_tokens else token for i, token in enumerate(tokens)])
+        # an added token stands in the vocabulary as plain text, whatever the family
+        added_tokens = backend.get_added_tokens_decoder()
+        learned = list(tokens)
+        for i in added_tokens:
+            learned[i] = ""
+        family = _family(backend)
+        pieces = _token_bytes(learned, family, backend.model)
+        special = np.zeros(len(tokens), bool)
         for i, added in added_tokens.items():
-            # an added token stands in the vocabulary as plain text, whatever the family
             pieces[i] = added.content.encode()
             special[i] = added.special and not TEXT_MARKER.match(added.content)
-        roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk")}
-        if roles["unk"] is None:
-            roles["unk"] = vocab.get(getattr(backend.model, "unk_token", None))
-        return cls._of(pieces, special, tokens, family, roles, vocab)
+
+        unk = getattr(tokenizer, "unk_token_id", None)
+        if unk is None:  # a bare `tokenizers.Tokenizer` knows this role alone
+            unk = vocab.get(getattr(backend.model, "unk_token", None))
+        bos = getattr(tokenizer, "bos_token_id", None)
+        eos = getattr(tokenizer, "eos_token_id", None)
+        pad = getattr(tokenizer, "pad_token_id", None)
+        return cls._from_pieces(pieces, special, tokens, family, vocab, bos, eos, pad, unk)
 
     @classmethod
     def _from_tiktoken(cls, encoding):
-        names = {encoding.encode_single_token(name): name for name in encoding.special_tokens_set}
-        pieces, special = [], np.zeros(encoding.n_vocab, bool)
+        """Build the table from a tiktoken Encoding."""
+        vocab = {}  # control tokens only: the others have no names
+        for name in encoding.special_tokens_set:
+            vocab[name] = encoding.encode_single_token(name)
+        name_of_id = {i: name for name, i in vocab.items()}
+        pieces = []
+        tokens = []
+        special = np.zeros(encoding.n_vocab, bool)
         for i in range(encoding.n_vocab):
             try:
-                pieces.append(encoding.decode_single_token_bytes(i))
+                piece = encoding.decode_single_token_bytes(i)
             except KeyError:  # tiktoken leaves holes
-                pieces.append(b"")
-            special[i] = i in names and not TEXT_MARKER.match(names[i])
-        tokens = [names.get(i) or piece.decode("latin-1") for i, piece in enumerate(pieces)]
-        vocab = {name: i for i, name in names.items()}
-        return cls._of(pieces, special, tokens, "byte_level", {"eos": encoding.eot_token}, vocab)
+                piece = b""
+            pieces.append(piece)
+            tokens.append(name_of_id.get(i) or piece.decode("latin-1"))
+            special[i] = i in name_of_id and not TEXT_MARKER.match(name_of_id[i])
+        eos = encoding.eot_token
+        return cls._from_pieces(pieces, special, tokens, "byte_level", vocab, eos=eos)
 
     @classmethod
-    def _of(cls, pieces, special, tokens, family, roles, vocab):
-        roles = {role: -1 if i is None else int(i) for role, i in roles.items()}
-        ends = [vocab[name] for name in END_OF_TURN if name in vocab]
-        roles["end_of_turn"] = ends[0] if ends else roles.get("eos", -1)
-        special[[i for i in roles.values() if i >= 0]] = True
-        starts = np.concatenate([[0], np.cumsum([len(p) for p in pieces])]).astype(np.int64)
-        return cls(np.frombuffer(b"".join(pieces), np.uint8), starts, special, tokens, family, **roles)
+    def _from_pieces(cls, pieces, special, tokens, family, vocab, bos=None, eos=None, pad=None,
+                     unk=None):
+        """Build the table from the bytes of each token and the ids of the roles, None for none."""
+        end_of_turn = eos
+        for name in END_OF_TURN:
+            if name in vocab:
+                end_of_turn = vocab[name]
+                break
+        roles = {"bos": bos, "eos": eos, "pad": pad, "unk": unk, "end_of_turn": end_of_turn}
+        for role, i in roles.items():
+            roles[role] = -1 if i is None else int(i)
+            if roles[role] >= 0:
+                special[roles[role]] = True
+        ends = np.cumsum([len(piece) for piece in pieces])
+        starts = np.concatenate([[0], ends]).astype(np.int64)
+        data = np.frombuffer(b"".join(pieces), np.uint8)
+        return cls(data, starts, special, tokens, family, **roles)
 
 
 def _family(backend):
-    """(name, tokens -> their bytes): how a tokenizer writes bytes in its vocabulary, read off its parts."""
-    parts = repr([backend.decoder, backend.pre_tokenizer, backend.normalizer])
-    suffix = getattr(backend.model, "end_of_word_suffix", None) or ""
-    if "ByteLevel(" in parts:
-        return "byte_level", lambda tokens: _byte_level_bytes([t.removesuffix(suffix) for t in tokens])
-    if METASPACE in parts or "Metaspace(" in parts:
-        return "sentencepiece", lambda tokens: [_sentencepiece_bytes(t) for t in tokens]
+    """Return how a tokenizer writes bytes in its vocabulary, read off its components."""
+    components = repr([backend.decoder, backend.pre_tokenizer, backend.normalizer])
+    if "ByteLevel(" in components:
+        return "byte_level"
+    if METASPACE in components or "Metaspace(" in components:
+        return "sentencepiece"
     if type(backend.model).__name__ == "WordPiece":
-        inside = backend.model.continuing_subword_prefix
+        return "wordpiece"
+    return "plain"
 
-        def wordpiece(token):  # a space goes before every word, as its decoder has it
-            return token.removeprefix(inside).encode() if token.startswith(inside) else f" {token}".encode()
 
-        return "wordpiece", lambda tokens: list(map(wordpiece, tokens))
-    return "plain", lambda tokens: [t.removesuffix(suffix).encode() for t in tokens]
+def _token_bytes(tokens, family, model):
+    """Return the bytes of tokens that a vocabulary of this family writes as strings."""
+    if family == "sentencepiece":
+        return [_sentencepiece_bytes(token) for token in tokens]
+    if family == "wordpiece":
+        prefix = model.continuing_subword_prefix
+        return [_wordpiece_bytes(token, prefix) for token in tokens]
+    suffix = getattr(model, "end_of_word_suffix", None) or ""
+    tokens = [token.removesuffix(suffix) for token in tokens]
+    if family == "byte_level":
+        return _byte_level_bytes(tokens)
+    return [token.encode() for token in tokens]
 
 
 def _byte_level_bytes(tokens):
-    """A character of such a token is a byte, so all are translated at once."""
+    """Translate all tokens at once: every character of such a token is a byte."""
     try:
         raw = "".join(tokens).translate(TO_LATIN1).encode("latin-1")
-    except UnicodeEncodeError:  # plain text found its way into the vocabulary
-        return [_byte_level_bytes([t])[0] for t in tokens] if len(tokens) > 1 else [tokens[0].encode()]
-    return [raw[end - len(t) : end] for t, end in zip(tokens, accumulate(map(len, tokens)))]
+    except UnicodeEncodeError:
+        # plain text found its way into the vocabulary: look for it token by token
+        if len(tokens) == 1:
+            return [tokens[0].encode()]
+        pieces = []
+        for token in tokens:
+            pieces += _byte_level_bytes([token])
+        return pieces
+    pieces = []
+    begin = 0
+    for token in tokens:
+        end = begin + len(token)
+        pieces.append(raw[begin:end])
+        begin = end
+    return pieces
 
 
 def _sentencepiece_bytes(token):
     byte = BYTE_TOKEN.match(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace(METASPACE, " ").encode()
+    if byte:
+        return bytes([int(byte[1], 16)])
+    return token.replace(METASPACE, " ").encode()
 
 
-# --- where in the text each token stands ----------------------------------------------------------
+def _wordpiece_bytes(token, prefix):
+    if token.startswith(prefix):
+        return token.removeprefix(prefix).encode()
+    return f" {token}".encode()  # its decoder writes a space before every word
 
-EXACT, SPACE, NORMALIZED, UNENCODABLE = 0, 1, 2, 3
+
+# --- the place of each token in the text ----------------------------------------------------------
+
+# kinds of Located
+EXACT = 0
+SPACE = 1
+NORMALIZED = 2
+UNENCODABLE = 3
+
+SPACE_BYTE = 32  # b" "
 
 
 class Located(NamedTuple):
-    """Where in a text the tokens of one side stand.
+    """Places of the tokens of one side in a text.
 
     Attributes:
-        begin, end: (S,) int64 bytes of the text, in reading order; -1 for a control token that stands for
-            no text.  Bytes between two tokens are such that no token stands for.
-        kind: (S,) int8: EXACT; SPACE: spells one space before its part of the text that the text does not
-            have, as SentencePiece does at the beginning; NORMALIZED: spells something else; UNENCODABLE: its bytes
-            are not known (unk).
+        begin, end: (S,) int64 bytes of the text, in reading order; -1 for a control token that
+            stands for no text.  No token stands for the bytes between the end of one and the begin
+            of the next.
+        kind: (S,) int8.  EXACT: spells its bytes of the text.  SPACE: spells one space more in
+            front, which the text does not have, as SentencePiece does at the beginning.
+            NORMALIZED: spells something else.  UNENCODABLE: its bytes are not known (unk).
     """
 
     begin: np.ndarray
@@ -199,180 +274,220 @@ class Located(NamedTuple):
 def locate(ids, table, text, offsets=None):
     """Place tokens in the text that they were made from, or that was made from them.
 
-    Tried in this order: the tokens spell the text byte for byte; the text is what they decode to, with
-    U+FFFD for bytes that are not UTF-8 (sampled ids); the tokenizer's own offsets, corrected by the bytes.
+    Tried in this order: the tokens spell the text byte for byte; the tokenizer's own offsets,
+    corrected by the bytes; without offsets, the text is what the tokens decode to, with U+FFFD for
+    bytes that are not UTF-8 (sampled ids).
 
     Args:
         ids: (S,) int64.
         table: their TokenTable.
         text: str.
-        offsets: (S, 2) characters of the text, as tokenizers give them; None: not at hand.
+        offsets: (S, 2) characters of the text, as tokenizers give them; None: not available.
     Returns:
         Located, or None if the tokens do not spell the text and there are no offsets.
     """
     raw = np.frombuffer(text.encode(errors="replace"), np.uint8)
-    same, *found = _by_bytes(ids, table.data, table.starts, table.lengths, raw)
-    if same:
-        return Located(*found)
-    if offsets is not None:
-        at = character_starts(text)[np.asarray(offsets, np.int64).reshape(-1, 2)]
-        return Located(*_by_offsets(ids, at[:, 0].copy(), at[:, 1].copy(), table.special, table.data,
-                                    table.starts, raw))
-    return _as_decoded(ids, table, text)
+    spells_text, begin, end, kind = _by_bytes(ids, table.data, table.starts, table.lengths, raw)
+    if spells_text:
+        return Located(begin, end, kind)
+    if offsets is None:
+        return _as_decoded(ids, table, text)
+    spans = character_starts(text)[np.asarray(offsets, np.int64).reshape(-1, 2)]
+    lows = spans[:, 0].copy()  # contiguous: numba compiles one version
+    highs = spans[:, 1].copy()
+    return Located(*_by_offsets(ids, lows, highs, table.special, table.data, table.starts, raw))
 
 
 def character_starts(text):
-    """(characters + 1,) int64: byte of UTF-8 at which each character begins, and the end."""
+    """Return (characters + 1,) int64: the byte at which each character begins, and the end."""
     code = np.frombuffer(text.encode("utf-32-le", errors="replace"), np.uint32)
-    return np.concatenate([[0], np.cumsum(1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000))])
+    # UTF-8 takes one byte more from each of these code points on
+    sizes = 1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000)
+    return np.concatenate([[0], np.cumsum(sizes)])
 
 
 def _as_decoded(ids, table, text):
-    """Located, if the text is what the tokens decode to; else None."""
-    raw, invalid = table.decode(ids), []
+    """Place tokens in the text that they decode to; return None if the text is another one."""
+    raw = table.decode(ids)
+    invalid_spans = []
 
-    def note(error):
-        invalid.append((error.start, error.end))
+    def note_invalid(error):
+        invalid_spans.append((error.start, error.end))
         return "\ufffd", error.end
 
-    codecs.register_error("align.note", note)
-    decoded = raw.decode(errors="align.note")
-    lead = len(decoded) - len(text)
+    codecs.register_error("align.note_invalid", note_invalid)
+    decoded = raw.decode(errors="align.note_invalid")
+    lead = len(decoded) - len(text)  # 1: the tokens spell a space in front
     if lead not in (0, 1) or decoded != " " * lead + text:
         return None
-    place = np.ones(len(raw) + 1, np.int64)  # place[i]: byte of the text that byte i of `raw` became
-    place[0] = -lead
-    broken = np.zeros(len(raw) + 1, np.int64)  # is byte i of `raw` part of a U+FFFD?
-    for start, end in invalid:
-        place[start + 1 : end + 1] = 0
-        place[end] = 3  # U+FFFD has three bytes
-        broken[start:end] = 1
-    place, broken = np.cumsum(place), np.concatenate([[0], np.cumsum(broken)])
+
+    # position[i]: byte of the text that byte i of `raw` became; summed up from steps, which are 1
+    # except where a run of invalid bytes became the three bytes of U+FFFD
+    steps = np.ones(len(raw) + 1, np.int64)
+    steps[0] = -lead
+    is_invalid = np.zeros(len(raw) + 1, np.int64)
+    for start, end in invalid_spans:
+        steps[start + 1 : end + 1] = 0
+        steps[end] = 3
+        is_invalid[start:end] = 1
+    position = np.cumsum(steps)
+    invalid_before = np.concatenate([[0], np.cumsum(is_invalid)])
+
     lengths = table.lengths[ids]
-    ends = np.cumsum(np.maximum(lengths, 0))
-    begins = ends - np.maximum(lengths, 0)
-    kind = np.where(broken[ends] > broken[begins], NORMALIZED, EXACT).astype(np.int8)
+    raw_end = np.cumsum(np.maximum(lengths, 0))
+    raw_begin = raw_end - np.maximum(lengths, 0)
+    has_invalid = invalid_before[raw_end] > invalid_before[raw_begin]
+    kind = np.where(has_invalid, NORMALIZED, EXACT).astype(np.int8)
     if lead:
-        kind[np.argmax(ends > 0)] = SPACE
-    begin, end = np.maximum(place[begins], 0), np.maximum(place[ends], 0)
+        kind[np.argmax(raw_end > 0)] = SPACE
+    begin = np.maximum(position[raw_begin], 0)
+    end = np.maximum(position[raw_end], 0)
     return Located(np.where(lengths < 0, -1, begin), np.where(lengths < 0, -1, end), kind)
 
 
 @njit(cache=True)
-def _spelled(ids, data, starts, lengths):
-    """The bytes that ids spell; control tokens spell nothing."""
+def _num_bytes(ids, lengths):
+    """Return how many bytes ids spell."""
     total = 0
     for i in ids:
         total += max(lengths[i], 0)
-    out = np.empty(total, np.uint8)
-    at = 0
+    return total
+
+
+@njit(cache=True)
+def _spelled(ids, data, starts, lengths):
+    """Return the bytes that ids spell; control tokens spell nothing."""
+    out = np.empty(_num_bytes(ids, lengths), np.uint8)
+    filled = 0
     for i in ids:
         for b in range(max(lengths[i], 0)):
-            out[at] = data[starts[i] + b]
-            at += 1
+            out[filled] = data[starts[i] + b]
+            filled += 1
     return out
 
 
 @njit(cache=True)
 def _places(ids, lengths):
-    """(begin, end, kind) in the text that the ids themselves spell."""
-    n, at = len(ids), 0
-    begin, end, kind = np.full(n, -1), np.full(n, -1), np.zeros(n, np.int8)
+    """Return (begin, end, kind) in the text that the ids themselves spell."""
+    n = len(ids)
+    begin = np.full(n, -1)
+    end = np.full(n, -1)
+    kind = np.zeros(n, np.int8)
+    position = 0
     for k in range(n):
         size = lengths[ids[k]]
         if size >= 0:
-            begin[k], end[k] = at, at + size
-            at += size
+            begin[k] = position
+            position += size
+            end[k] = position
     return begin, end, kind
 
 
 @njit(cache=True)
 def _by_bytes(ids, data, starts, lengths, text):
-    """(do the ids spell the text, with or without a space in front?, begin, end, kind)."""
+    """Return (the ids spell the text, with or without a space in front; begin; end; kind)."""
     n = len(ids)
-    begin, end, kind = np.full(n, -1), np.full(n, -1), np.zeros(n, np.int8)
-    total = 0
-    for i in ids:
-        total += max(lengths[i], 0)
-    lead = total - len(text)
+    begin = np.full(n, -1)
+    end = np.full(n, -1)
+    kind = np.zeros(n, np.int8)
+    lead = _num_bytes(ids, lengths) - len(text)
     if lead != 0 and lead != 1:
         return False, begin, end, kind
-    at = 0
+    position = 0
     for k in range(n):
         size = lengths[ids[k]]
         if size < 0:
             continue
         first = starts[ids[k]]
-        begin[k] = at
+        begin[k] = position
         if lead == 1 and size > 0:
-            if data[first] != 32:
+            if data[first] != SPACE_BYTE:
                 return False, begin, end, kind
-            kind[k], lead, first, size = SPACE, 0, first + 1, size - 1
+            kind[k] = SPACE
+            lead = 0
+            first += 1
+            size -= 1
         for b in range(size):
-            if data[first + b] != text[at + b]:
+            if data[first + b] != text[position + b]:
                 return False, begin, end, kind
-        at += size
-        end[k] = at
+        position += size
+        end[k] = position
     return True, begin, end, kind
 
 
 @njit(cache=True)
-def _spells(ids, special, i, j, data, starts, text, low, high, skip):
-    """Do the tokens i..j-1, without their first `skip` bytes, spell text[low:high]?"""
-    at = low - skip
-    for k in range(i, j):
+def _spells(ids, special, first, stop, data, starts, text, low, high, skip):
+    """Return whether tokens first..stop-1 spell text[low:high], after `skip` spaces in front."""
+    position = low - skip
+    for k in range(first, stop):
         if special[ids[k]]:
             return False
         for b in range(starts[ids[k]], starts[ids[k] + 1]):
-            if at < low:
-                if data[b] != 32:
+            if position < low:
+                if data[b] != SPACE_BYTE:
                     return False
-            elif at >= high or data[b] != text[at]:
+            elif position >= high or data[b] != text[position]:
                 return False
-            at += 1
-    return at == high
+            position += 1
+    return position == high
+
+
+@njit(cache=True)
+def _fit_group(ids, special, first, stop, data, starts, text, placed, low, high):
+    """Return (tokens first..stop-1 spell bytes of the text, the first of these, spaces in
+    front)."""
+    # offsets that leave out the spaces before a word are widened if that makes the bytes right
+    if low > placed and _spells(ids, special, first, stop, data, starts, text, placed, high, 0):
+        return True, placed, 0
+    if _spells(ids, special, first, stop, data, starts, text, low, high, 0):
+        return True, low, 0
+    if _spells(ids, special, first, stop, data, starts, text, low, high, 1):
+        return True, low, 1
+    return False, low, 0
 
 
 @njit(cache=True)
 def _by_offsets(ids, lows, highs, special, data, starts, text):
-    """(begin, end, kind) from the tokenizer's offsets; tokens that share a character are one group.
+    """Return (begin, end, kind) from the tokenizer's offsets lows..highs, in bytes of the text.
 
-    Where the bytes of a group are those of the text, its inner boundaries are exact too.  Offsets that leave
-    out the spaces before a word are widened if that makes the bytes right.
+    Tokens that have a character in common are one group.  Where the bytes of a group are those of
+    the text, its inner boundaries are exact too.
     """
     n = len(ids)
-    begin, end, kind = np.full(n, -1), np.full(n, -1), np.zeros(n, np.int8)
-    at, i = 0, 0  # bytes of the text that are accounted for; first token of the group
-    while i < n:
-        low, high, j = max(lows[i], at), max(highs[i], at), i + 1
-        if special[ids[i]] and lows[i] >= highs[i]:
-            i += 1
+    begin = np.full(n, -1)
+    end = np.full(n, -1)
+    kind = np.zeros(n, np.int8)
+    placed = 0  # bytes of the text that are accounted for
+    first = 0  # first token of the group
+    while first < n:
+        if special[ids[first]] and lows[first] >= highs[first]:
+            first += 1
             continue
-        while j < n and lows[j] < high and highs[j] > lows[j]:
-            high, j = max(high, highs[j]), j + 1
-        skip, good = 0, True
-        if low > at and _spells(ids, special, i, j, data, starts, text, at, high, 0):
-            low = at
-        elif _spells(ids, special, i, j, data, starts, text, low, high, 0):
-            pass
-        elif _spells(ids, special, i, j, data, starts, text, low, high, 1):
-            skip = 1
-        else:
-            good = False
-        place = low
-        for k in range(i, j):
-            begin[k] = place
-            if good:
+        low = max(lows[first], placed)
+        high = max(highs[first], placed)
+        stop = first + 1
+        while stop < n and lows[stop] < high and highs[stop] > lows[stop]:
+            high = max(high, highs[stop])
+            stop += 1
+        fits, position, skip = _fit_group(ids, special, first, stop, data, starts, text, placed,
+                                          low, high)
+        for k in range(first, stop):
+            begin[k] = position
+            if fits:
                 size = starts[ids[k] + 1] - starts[ids[k]]
                 if skip == 1 and size > 0:
-                    kind[k], skip, size = SPACE, 0, size - 1
-                place += size
-            else:  # the group is one unit: its last token stands for all of it
+                    kind[k] = SPACE
+                    skip = 0
+                    size -= 1
+                position += size
+            else:
+                # the group is one unit: its last token stands for all of it
                 kind[k] = UNENCODABLE if special[ids[k]] else NORMALIZED
-                if k == j - 1:
-                    place = high
-            end[k] = place
-        at, i = max(at, high), j
+                if k == stop - 1:
+                    position = high
+            end[k] = position
+        placed = max(placed, high)
+        first = stop
     return begin, end, kind
 
 
@@ -388,12 +503,14 @@ class Alignment(NamedTuple):
         chunk_start: (C,) int64, byte of the text at which each chunk begins.
         chunk_bytes: (C,) int64, its bytes of the text; 0 for a pair of end tokens.
         student_tokens, teacher_tokens: (C,) int64, tokens in each chunk.
-        exact: (C,) bool, one token on either side, and they spell the same.
-        same_bytes: (C,) bool, False where one side writes a space that the text does not have, so that the
-            tokens stand for the same text but a model's probabilities speak of another spelling.
+        exact: (C,) bool, one token on either side, and both spell the same bytes.
+        same_bytes: (C,) bool, False where the tokens stand for the same text but one side spells a
+            space that the text does not have, so the two models' probabilities are those of two
+            spellings.
         text_bytes: bytes of the text.
-        dropped: {reason: bytes of the text left out}: "normalized", a side spells something else; "unencodable",
-            no token of a side stands for them; "unmatched", the sides are no tokenizations of one text.
+        dropped: {reason: bytes of the text left out}.  "normalized": a side spells something else.
+            "unencodable": a side has no token for them, or an unk.  "unmatched": the two sides are
+            no tokenizations of one text.
     """
 
     student_chunk: np.ndarray
@@ -408,6 +525,11 @@ class Alignment(NamedTuple):
     dropped: dict
 
 
+# fields of Alignment that have one entry per chunk
+CHUNK_FIELDS = ("chunk_start", "chunk_bytes", "student_tokens", "teacher_tokens", "exact",
+                "same_bytes")
+
+
 def align(student_ids, teacher_ids, student_table, teacher_table, text=None, student_offsets=None,
           teacher_offsets=None):
     """Align two tokenizations of one text.
@@ -418,374 +540,634 @@ def align(student_ids, teacher_ids, student_table, teacher_table, text=None, stu
         student_ids, teacher_ids: (S,) and (T,) ints, special tokens included, no padding.
         student_table, teacher_table: the `TokenTable` of each side.
         text: str that both were made from, or that one was decoded to; None: what they spell.
-        student_offsets, teacher_offsets: (S, 2) and (T, 2) characters of the text, as a tokenizer gives
-            them with return_offsets_mapping; needed for a side that alters the text.
+        student_offsets, teacher_offsets: (S, 2) and (T, 2) characters of the text, as a tokenizer
+            gives them with return_offsets_mapping; needed for a side that normalizes the text.
     Returns:
-        Alignment; without any chunk, and all bytes dropped as "unmatched", where a side does not fit the
-        text and has no offsets.
+        Alignment; without any chunk, and all bytes dropped as "unmatched", where a side does not
+        fit the text and has no offsets.
+    Raises:
+        ValueError: an id is outside its vocabulary.
     """
     student_ids = checked_ids(student_ids, student_table)
     teacher_ids = checked_ids(teacher_ids, teacher_table)
     if text is None:
-        text, found = _common_spelling(student_ids, teacher_ids, student_table, teacher_table)
+        text_bytes, student, teacher = _locate_in_common_spelling(student_ids, teacher_ids,
+                                                                  student_table, teacher_table)
     else:
-        found = [locate(student_ids, student_table, text, student_offsets),
-                 locate(teacher_ids, teacher_table, text, teacher_offsets)]
-        text = text.encode(errors="replace")
-    if None in found:
-        return _different(len(student_ids), len(teacher_ids), len(text))
-    return align_located(student_ids, teacher_ids, *found, student_table, teacher_table, len(text))
+        student = locate(student_ids, student_table, text, student_offsets)
+        teacher = locate(teacher_ids, teacher_table, text, teacher_offsets)
+        text_bytes = len(text.encode(errors="replace"))
+    if student is None or teacher is None:
+        return _no_chunks(len(student_ids), len(teacher_ids), text_bytes)
+    return align_located(student_ids, teacher_ids, student, teacher, student_table, teacher_table,
+                         text_bytes)
 
 
 def checked_ids(ids, table):
-    """(S,) int64; a ValueError where an id is none of the tokenizer's."""
+    """Return ids as (S,) int64; raise a ValueError if one is outside the vocabulary."""
     ids = np.asarray(ids, np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(table):
-        raise ValueError(f"ids from {ids.min()} to {ids.max()}, but the tokenizer has 0 to {len(table) - 1}")
+        raise ValueError(
+            f"ids from {ids.min()} to {ids.max()}, but the tokenizer has 0 to {len(table) - 1}: "
+            "pass the table of the tokenizer that made the ids"
+        )
     return ids
 
 
-def _common_spelling(student_ids, teacher_ids, student_table, teacher_table):
-    """(bytes that both sides spell, [Located, Located]), without a space that one side alone has in front."""
-    sides = (student_ids, student_table), (teacher_ids, teacher_table)
-    spelled = [_spelled(ids, table.data, table.starts, table.lengths) for ids, table in sides]
-    if np.array_equal(*spelled):
-        return spelled[0], [Located(*_places(ids, table.lengths)) for ids, table in sides]
-    text = min(spelled, key=len)
-    found = [_by_bytes(ids, table.data, table.starts, table.lengths, text) for ids, table in sides]
-    if not all(same for same, *_ in found):
-        text = max(spelled, key=len)
-    return text, [Located(*place) if same else None for same, *place in found]
+def _locate_in_common_spelling(student_ids, teacher_ids, student_table, teacher_table):
+    """Locate both sides in the bytes that they spell, without a space that one alone has in front.
+
+    Returns:
+        (bytes of that text, Located of the student, Located of the teacher); None for a side that
+        does not spell it.
+    """
+    s_table = student_table
+    t_table = teacher_table
+    s_spelled = _spelled(student_ids, s_table.data, s_table.starts, s_table.lengths)
+    t_spelled = _spelled(teacher_ids, t_table.data, t_table.starts, t_table.lengths)
+    if np.array_equal(s_spelled, t_spelled):
+        student = Located(*_places(student_ids, s_table.lengths))
+        teacher = Located(*_places(teacher_ids, t_table.lengths))
+        return len(s_spelled), student, teacher
+
+    text = min(s_spelled, t_spelled, key=len)
+    student = _located_by_bytes(student_ids, s_table, text)
+    teacher = _located_by_bytes(teacher_ids, t_table, text)
+    if student is None or teacher is None:  # two texts: all bytes of the longer one are dropped
+        text = max(s_spelled, t_spelled, key=len)
+    return len(text), student, teacher
 
 
-def _different(S, T, size):
-    nothing = np.zeros(0, np.int64)
-    return Alignment(np.full(S, -1), np.full(T, -1), *[nothing] * 4, *[nothing.astype(bool)] * 2, size,
-                     {"normalized": 0, "unencodable": 0, "unmatched": size})
+def _located_by_bytes(ids, table, text):
+    """Return Located if the ids spell the bytes of a text, else None."""
+    spells_text, begin, end, kind = _by_bytes(ids, table.data, table.starts, table.lengths, text)
+    return Located(begin, end, kind) if spells_text else None
 
 
-def align_located(student_ids, teacher_ids, student, teacher, student_table, teacher_table, size, ends=True):
-    """`align` for tokens whose places in a text of `size` bytes are known.
+def _no_chunks(S, T, text_bytes):
+    """Return an alignment without chunks; all bytes are dropped as "unmatched"."""
+    no_counts = np.zeros(0, np.int64)
+    no_flags = np.zeros(0, bool)
+    dropped = {"normalized": 0, "unencodable": 0, "unmatched": text_bytes}
+    return Alignment(
+        np.full(S, -1), np.full(T, -1), chunk_start=no_counts, chunk_bytes=no_counts,
+        student_tokens=no_counts, teacher_tokens=no_counts, exact=no_flags, same_bytes=no_flags,
+        text_bytes=text_bytes, dropped=dropped)
+
+
+def align_located(student_ids, teacher_ids, student, teacher, student_table, teacher_table,
+                  text_bytes, pair_eos=True):
+    """Align tokens whose places in a text are known, as `align` does.
 
     Args:
+        student_ids, teacher_ids: (S,) and (T,) int64.
         student, teacher: Located.
-        ends: pair two end-of-text tokens at the very end.
+        text_bytes: bytes of the text.
+        pair_eos: make a chunk of two end-of-text tokens at the very end.
     """
-    *found, altered, unspelled = _merge(
-        student_ids, *student, student_table.data, student_table.starts,
-        teacher_ids, *teacher, teacher_table.data, teacher_table.starts, size)
-    result = Alignment(*found, size, {"normalized": altered, "unencodable": unspelled, "unmatched": 0})
-    for ids, table in ((student_ids, student_table), (teacher_ids, teacher_table)):
-        ends = ends and len(ids) > 0 and table.eos >= 0 and ids[-1] == table.eos
-    return _with_pair(result, len(student_ids) - 1, len(teacher_ids) - 1) if ends else result
+    *fields, normalized, unencodable = _merge(
+        student_ids, student.begin, student.end, student.kind,
+        student_table.data, student_table.starts,
+        teacher_ids, teacher.begin, teacher.end, teacher.kind,
+        teacher_table.data, teacher_table.starts, text_bytes)
+    dropped = {"normalized": normalized, "unencodable": unencodable, "unmatched": 0}
+    alignment = Alignment(*fields, text_bytes, dropped)
+    both_end = (_ends_with_eos(student_ids, student_table)
+                and _ends_with_eos(teacher_ids, teacher_table))
+    if pair_eos and both_end:
+        return _with_pair(alignment, len(student_ids) - 1, len(teacher_ids) - 1)
+    return alignment
 
 
-def _with_pair(a, s, t):
-    """The alignment with one more chunk, of no bytes, at its end: student token s and teacher token t."""
-    a.student_chunk[s] = a.teacher_chunk[t] = len(a.chunk_start)
-    more = a.text_bytes, 0, 1, 1, True, True
-    return a._replace(**{name: np.append(getattr(a, name), value)
-                         for name, value in zip(Alignment._fields[2:8], more)})
+def _ends_with_eos(ids, table):
+    return len(ids) > 0 and table.eos >= 0 and ids[-1] == table.eos
+
+
+def _with_pair(alignment, student_token, teacher_token):
+    """Append a chunk of no bytes: one student token and one teacher token."""
+    number = len(alignment.chunk_start)
+    alignment.student_chunk[student_token] = number
+    alignment.teacher_chunk[teacher_token] = number
+    return alignment._replace(
+        chunk_start=np.append(alignment.chunk_start, alignment.text_bytes),
+        chunk_bytes=np.append(alignment.chunk_bytes, 0),
+        student_tokens=np.append(alignment.student_tokens, 1),
+        teacher_tokens=np.append(alignment.teacher_tokens, 1),
+        exact=np.append(alignment.exact, True),
+        same_bytes=np.append(alignment.same_bytes, True),
+    )
+
+
+# results of comparing the bytes of a chunk's two sides
+SAME = 0
+SPACE_MORE_IN_STUDENT = 1
+SPACE_MORE_IN_TEACHER = -1
+DIFFERENT = 2
 
 
 @njit(cache=True)
-def _compare(a_ids, a_begin, a, a_stop, a_data, a_starts, b_ids, b_begin, b, b_stop, b_data, b_starts):
-    """Bytes of two runs of tokens: 0 equal, 1 / -1 equal after one space more in a / b, 2 different."""
-    a_total, b_total = 0, 0
-    for k in range(a, a_stop):
-        if a_begin[k] >= 0:
-            a_total += a_starts[a_ids[k] + 1] - a_starts[a_ids[k]]
-    for k in range(b, b_stop):
-        if b_begin[k] >= 0:
-            b_total += b_starts[b_ids[k] + 1] - b_starts[b_ids[k]]
-    lead = a_total - b_total
+def _num_located_bytes(ids, begin, first, stop, starts):
+    """Return how many bytes tokens first..stop-1 have, control tokens that are no text apart."""
+    total = 0
+    for k in range(first, stop):
+        if begin[k] >= 0:
+            total += starts[ids[k] + 1] - starts[ids[k]]
+    return total
+
+
+@njit(cache=True)
+def _next_byte(ids, begin, starts, token, stop, byte, byte_stop):
+    """Go on to the next token that has bytes, if those of the last one are used up.
+
+    Returns:
+        (next token to read, next byte, end of the bytes of its token); byte == end: no more bytes.
+    """
+    while byte == byte_stop and token < stop:
+        if begin[token] >= 0:
+            byte = starts[ids[token]]
+            byte_stop = starts[ids[token] + 1]
+        token += 1
+    return token, byte, byte_stop
+
+
+@njit(cache=True)
+def _compare(s_ids, s_begin, s, s_stop, s_data, s_starts,
+             t_ids, t_begin, t, t_stop, t_data, t_starts):
+    """Compare the bytes of student tokens s..s_stop-1 with those of teacher tokens t..t_stop-1."""
+    s_total = _num_located_bytes(s_ids, s_begin, s, s_stop, s_starts)
+    lead = s_total - _num_located_bytes(t_ids, t_begin, t, t_stop, t_starts)
     if lead < -1 or lead > 1:
-        return 2
-    i, i_stop, j, j_stop, skip = 0, 0, 0, 0, lead
+        return DIFFERENT
+    s, s_byte, s_byte_stop = _next_byte(s_ids, s_begin, s_starts, s, s_stop, 0, 0)
+    t, t_byte, t_byte_stop = _next_byte(t_ids, t_begin, t_starts, t, t_stop, 0, 0)
+    if lead == 1:
+        if s_data[s_byte] != SPACE_BYTE:
+            return DIFFERENT
+        s_byte += 1
+    elif lead == -1:
+        if t_data[t_byte] != SPACE_BYTE:
+            return DIFFERENT
+        t_byte += 1
     while True:
-        while i == i_stop and a < a_stop:  # next token of a
-            if a_begin[a] >= 0:
-                i, i_stop = a_starts[a_ids[a]], a_starts[a_ids[a] + 1]
-            a += 1
-        while j == j_stop and b < b_stop:
-            if b_begin[b] >= 0:
-                j, j_stop = b_starts[b_ids[b]], b_starts[b_ids[b] + 1]
-            b += 1
-        if skip == 1:
-            if a_data[i] != 32:
-                return 2
-            i, skip = i + 1, 0
-        elif skip == -1:
-            if b_data[j] != 32:
-                return 2
-            j, skip = j + 1, 0
-        elif i == i_stop or j == j_stop:
+        s, s_byte, s_byte_stop = _next_byte(s_ids, s_begin, s_starts, s, s_stop,
+                                            s_byte, s_byte_stop)
+        t, t_byte, t_byte_stop = _next_byte(t_ids, t_begin, t_starts, t, t_stop,
+                                            t_byte, t_byte_stop)
+        if s_byte == s_byte_stop or t_byte == t_byte_stop:
             return lead
-        else:
-            if a_data[i] != b_data[j]:
-                return 2
-            i, j = i + 1, j + 1
+        if s_data[s_byte] != t_data[t_byte]:
+            return DIFFERENT
+        s_byte += 1
+        t_byte += 1
+
+
+@njit(cache=True)
+def _skip_control(begin, token):
+    """Return the first token from `token` on that stands for text."""
+    while token < len(begin) and begin[token] < 0:
+        token += 1
+    return token
+
+
+@njit(cache=True)
+def _take_piece(begin, end, kind, token, reached, num_tokens, text_bytes):
+    """Take the next piece of one side: the gap before its next token, or that token.
+
+    Args:
+        token: next token of the side; one that stands for text.
+        reached: bytes of the text that the side has accounted for.
+        num_tokens: its tokens in the open chunk.
+    Returns:
+        (next token, reached, num_tokens, no token is known to spell the piece, a token may spell
+        something else)
+    """
+    place = begin[token] if token < len(begin) else text_bytes
+    if place > reached:
+        return token, place, num_tokens, True, False
+    # tokens of a chunk are neighbors: a control token between two of them spoils the chunk
+    after_control = num_tokens > 0 and begin[token - 1] < 0
+    is_unknown = kind[token] == UNENCODABLE or after_control
+    return token + 1, end[token], num_tokens + 1, is_unknown, kind[token] != EXACT
+
+
+@njit(cache=True)
+def _compare_chunk(s_ids, s_begin, s_kind, s_first, s_stop, s_data, s_starts,
+                   t_ids, t_begin, t_kind, t_first, t_stop, t_data, t_starts):
+    """Compare the two sides of a chunk; only a token of kind SPACE may spell a space more."""
+    s = _skip_control(s_begin, s_first)
+    t = _skip_control(t_begin, t_first)
+    verdict = _compare(s_ids, s_begin, s, s_stop, s_data, s_starts,
+                       t_ids, t_begin, t, t_stop, t_data, t_starts)
+    if verdict == SPACE_MORE_IN_STUDENT and s_kind[s] != SPACE:
+        return DIFFERENT
+    if verdict == SPACE_MORE_IN_TEACHER and t_kind[t] != SPACE:
+        return DIFFERENT
+    return verdict
+
+
+@njit(cache=True)
+def _number_tokens(chunk, begin, first, stop, number):
+    """Write the number of a chunk at those of its tokens that stand for text."""
+    for k in range(first, stop):
+        chunk[k] = number if begin[k] >= 0 else -1
 
 
 @njit(cache=True)
 def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
-           t_ids, t_begin, t_end, t_kind, t_data, t_starts, size):
+           t_ids, t_begin, t_end, t_kind, t_data, t_starts, text_bytes):
     """Cut a text at the common boundaries of two sequences of tokens, in one pass; see `Alignment`.
 
-    A token of no bytes belongs to the chunk that follows it; tokens around a control token to none, because
-    those of a chunk are neighbors.
+    A token of no bytes belongs to the chunk that follows it.  Tokens around a control token belong
+    to no chunk, because those of a chunk are neighbors.
+
+    Returns:
+        (the fields of Alignment up to same_bytes, normalized bytes, unencodable bytes)
     """
-    S, T = len(s_ids), len(t_ids)
-    s_chunk, t_chunk = np.full(S, -1), np.full(T, -1)
-    spans = np.empty((4, min(S, T)), np.int64)  # start, bytes, student tokens, teacher tokens
-    exact, same = np.empty(min(S, T), np.bool_), np.empty(min(S, T), np.bool_)
-    altered, unspelled, count = 0, 0, 0
-    i, j, s_at, t_at = 0, 0, 0, 0  # next token and first byte not accounted for, on either side
-    s_first, t_first, start, s_num, t_num = 0, 0, 0, 0, 0  # of the open chunk
-    gap, odd = False, False  # is a byte without token in it? a token that may spell something else?
+    s_chunk = np.full(len(s_ids), -1)
+    t_chunk = np.full(len(t_ids), -1)
+    most_chunks = min(len(s_ids), len(t_ids))
+    counts = np.empty((4, most_chunks), np.int64)  # start, bytes, student tokens, teacher tokens
+    flags = np.empty((2, most_chunks), np.bool_)  # exact, same_bytes
+    num_chunks = normalized = unencodable = 0
+    s = t = 0  # next token of each side
+    s_reached = t_reached = 0  # bytes of the text that each side has accounted for
+    # the open chunk: where it begins, its tokens, and whether a token may spell something else
+    start = s_first = t_first = s_num = t_num = 0
+    has_gap = in_doubt = False
     while True:
-        while i < S and s_begin[i] < 0:
-            i += 1
-        while j < T and t_begin[j] < 0:
-            j += 1
-        if s_at <= t_at:  # the next piece of the side that is behind: a gap or a token
-            place = s_begin[i] if i < S else size
-            if place > s_at:
-                s_at, gap = place, True
-            elif i == S:
+        s = _skip_control(s_begin, s)
+        t = _skip_control(t_begin, t)
+        if s_reached <= t_reached:  # the side that is behind goes on
+            if s == len(s_ids) and s_reached >= text_bytes:
                 break
-            else:
-                gap |= s_kind[i] == UNENCODABLE or (s_num > 0 and s_begin[i - 1] < 0)
-                odd |= s_kind[i] != EXACT
-                s_at, i, s_num = s_end[i], i + 1, s_num + 1
+            s, s_reached, s_num, is_gap, is_doubtful = _take_piece(
+                s_begin, s_end, s_kind, s, s_reached, s_num, text_bytes)
         else:
-            place = t_begin[j] if j < T else size
-            if place > t_at:
-                t_at, gap = place, True
-            elif j == T:
+            if t == len(t_ids) and t_reached >= text_bytes:
                 break
-            else:
-                gap |= t_kind[j] == UNENCODABLE or (t_num > 0 and t_begin[j - 1] < 0)
-                odd |= t_kind[j] != EXACT
-                t_at, j, t_num = t_end[j], j + 1, t_num + 1
-        if s_at != t_at or (s_at == start and (s_num == 0 or t_num == 0)):
+            t, t_reached, t_num, is_gap, is_doubtful = _take_piece(
+                t_begin, t_end, t_kind, t, t_reached, t_num, text_bytes)
+        has_gap |= is_gap
+        in_doubt |= is_doubtful
+        # no boundary of both, or only tokens of no bytes on one side alone
+        if s_reached != t_reached or (s_reached == start and (s_num == 0 or t_num == 0)):
             continue
-        verdict = 2 if gap else 0
-        if odd and not gap:
-            while s_first < i and s_begin[s_first] < 0:
-                s_first += 1
-            while t_first < j and t_begin[t_first] < 0:
-                t_first += 1
-            verdict = _compare(s_ids, s_begin, s_first, i, s_data, s_starts,
-                               t_ids, t_begin, t_first, j, t_data, t_starts)
-            if (verdict == 1 and s_kind[s_first] != SPACE) or (verdict == -1 and t_kind[t_first] != SPACE):
-                verdict = 2
-        if verdict != 2:
-            for k in range(s_first, i):
-                s_chunk[k] = count if s_begin[k] >= 0 else -1
-            for k in range(t_first, j):
-                t_chunk[k] = count if t_begin[k] >= 0 else -1
-            spans[0, count], spans[1, count] = start, s_at - start
-            spans[2, count], spans[3, count] = s_num, t_num
-            same[count] = verdict == 0
-            exact[count] = verdict == 0 and s_num == 1 and t_num == 1
-            count += 1
-        elif gap:
-            unspelled += s_at - start
+        verdict = DIFFERENT if has_gap else SAME
+        if in_doubt and not has_gap:
+            verdict = _compare_chunk(s_ids, s_begin, s_kind, s_first, s, s_data, s_starts,
+                                     t_ids, t_begin, t_kind, t_first, t, t_data, t_starts)
+        if verdict != DIFFERENT:
+            _number_tokens(s_chunk, s_begin, s_first, s, num_chunks)
+            _number_tokens(t_chunk, t_begin, t_first, t, num_chunks)
+            counts[0, num_chunks] = start
+            counts[1, num_chunks] = s_reached - start
+            counts[2, num_chunks] = s_num
+            counts[3, num_chunks] = t_num
+            flags[0, num_chunks] = verdict == SAME and s_num == 1 and t_num == 1
+            flags[1, num_chunks] = verdict == SAME
+            num_chunks += 1
+        elif has_gap:
+            unencodable += s_reached - start
         else:
-            altered += s_at - start
-        s_first, t_first, start, s_num, t_num, gap, odd = i, j, s_at, 0, 0, False, False
-    return (s_chunk, t_chunk, spans[0, :count].copy(), spans[1, :count].copy(), spans[2, :count].copy(),
-            spans[3, :count].copy(), exact[:count].copy(), same[:count].copy(), altered, unspelled)
+            normalized += s_reached - start
+        start = s_reached
+        s_first = s
+        t_first = t
+        s_num = t_num = 0
+        has_gap = in_doubt = False
+    return (s_chunk, t_chunk,
+            counts[0, :num_chunks].copy(), counts[1, :num_chunks].copy(),
+            counts[2, :num_chunks].copy(), counts[3, :num_chunks].copy(),
+            flags[0, :num_chunks].copy(), flags[1, :num_chunks].copy(), normalized, unencodable)
 
 
 # --- documents, regions, batches, truncation ------------------------------------------------------
 
 
-def join(parts, S, T):
-    """One Alignment of rows that hold several texts.
+class PlacedAlignment(NamedTuple):
+    """Alignment of one text among several that the sequences of tokens hold.
 
-    Args:
-        parts: (first student token, first teacher token, Alignment) of each text, in reading order.
-        S, T: tokens of the whole rows; those of no part get no chunk.
+    Attributes:
+        student_token, teacher_token: its first token on either side.
+        alignment: Alignment of its tokens.
     """
-    student_chunk, teacher_chunk, count, size = np.full(S, -1), np.full(T, -1), 0, 0
-    columns, dropped = [], {"normalized": 0, "unencodable": 0, "unmatched": 0}
-    for s, t, part in parts:
-        for whole, first, chunk in zip((student_chunk, teacher_chunk), (s, t), part):
-            place = whole[first : first + len(chunk)]
-            place[chunk >= 0] = chunk[chunk >= 0] + count
-        columns.append((part.chunk_start + size, *part[3:8]))
-        dropped = {reason: n + part.dropped[reason] for reason, n in dropped.items()}
-        count, size = count + len(part.chunk_start), size + part.text_bytes
-    columns = [np.concatenate(column) for column in zip(*columns)] or _different(0, 0, 0)[2:8]
-    return Alignment(student_chunk, teacher_chunk, *columns, size, dropped)
+
+    student_token: int
+    teacher_token: int
+    alignment: Alignment
 
 
-def align_regions(student_ids, teacher_ids, student, teacher, regions, student_table, teacher_table):
-    """Align the parts that two different texts have in common, such as the messages of two chat templates.
-
-    A token that reaches over the border of a region spells more than the region and is left out, unless
-    the other side does the same.
+def join(placed, S, T):
+    """Join the alignments of several texts into one.
 
     Args:
-        student, teacher: Located, each in its own text.
-        regions: (first byte in the student's text, in the teacher's, bytes, pair) in reading order; pair:
-            (student token, teacher token) that end the message on either side, or None.
+        placed: PlacedAlignments in reading order.
+        S, T: tokens of the whole sequences; those of no text get no chunk.
+    Returns:
+        Alignment; its text is all texts, one after the other.
+    """
+    joined = _no_chunks(S, T, text_bytes=0)
+    pieces = [joined]  # has no chunks, but fixes the dtypes when nothing else is to be joined
+    num_chunks = 0
+    text_bytes = 0
+    for student_token, teacher_token, piece in placed:
+        _write_chunks(joined.student_chunk, student_token, piece.student_chunk, num_chunks)
+        _write_chunks(joined.teacher_chunk, teacher_token, piece.teacher_chunk, num_chunks)
+        pieces.append(piece._replace(chunk_start=piece.chunk_start + text_bytes))
+        for reason in joined.dropped:
+            joined.dropped[reason] += piece.dropped[reason]
+        num_chunks += len(piece.chunk_start)
+        text_bytes += piece.text_bytes
+    columns = {}
+    for name in CHUNK_FIELDS:
+        columns[name] = np.concatenate([getattr(piece, name) for piece in pieces])
+    return joined._replace(text_bytes=text_bytes, **columns)
+
+
+def _write_chunks(whole, first, chunk, num_before):
+    """Write a text's chunk ids at its tokens, counted on from the chunks before it, in place."""
+    window = whole[first : first + len(chunk)]
+    window[chunk >= 0] = chunk[chunk >= 0] + num_before
+
+
+class Region(NamedTuple):
+    """Stretch of bytes that two different texts have in common.
+
+    Attributes:
+        student_byte, teacher_byte: its first byte in the text of either side.
+        num_bytes: its length.
+        end_pair: (student token, teacher token) that end the message on either side, or None.
+    """
+
+    student_byte: int
+    teacher_byte: int
+    num_bytes: int
+    end_pair: tuple | None = None
+
+
+def align_regions(student_ids, teacher_ids, student, teacher, regions, student_table,
+                  teacher_table):
+    """Align what two different texts have in common, such as the messages of two chat templates.
+
+    A token that reaches over the border of a region spells more than the region and is left out,
+    unless the other side does the same.
+
+    Args:
+        student_ids, teacher_ids: (S,) and (T,) int64.
+        student, teacher: Located, each in its side's text.
+        regions: Regions, or tuples of their four fields, in reading order.
     Returns:
         Alignment; its text is all regions, one after the other.
     """
-    parts = []
-    for s_first, t_first, size, pair in regions:
-        sides = []
-        for ids, place, first in ((student_ids, student, s_first), (teacher_ids, teacher, t_first)):
-            inside = np.flatnonzero((place.begin < first + size) & (place.end > first) & (place.begin >= 0))
-            low, high = (inside[0], inside[-1] + 1) if len(inside) else (0, 0)
-            begin, end, kind = [part[low:high] for part in place]
-            outside = (begin >= 0) & ((begin < first) | (end > first + size))
-            kind = np.where(outside & (kind != UNENCODABLE), NORMALIZED, kind).astype(np.int8)
-            begin = np.where(begin < 0, -1, np.clip(begin - first, 0, size))
-            end = np.where(begin < 0, -1, np.clip(end - first, 0, size))
-            sides.append((low, ids[low:high], Located(begin, end, kind)))
-        (s_low, s_ids, s), (t_low, t_ids, t) = sides
-        part = align_located(s_ids, t_ids, s, t, student_table, teacher_table, size, ends=False)
-        parts.append((s_low, t_low, part))
-        if pair:
-            parts.append((*pair, _with_pair(_different(1, 1, 0), 0, 0)))
-    return join(parts, len(student_ids), len(teacher_ids))
+    placed = []
+    for student_byte, teacher_byte, num_bytes, end_pair in regions:
+        s_low, s_high, s_located = _clip(student, student_byte, num_bytes)
+        t_low, t_high, t_located = _clip(teacher, teacher_byte, num_bytes)
+        alignment = align_located(
+            student_ids[s_low:s_high], teacher_ids[t_low:t_high], s_located, t_located,
+            student_table, teacher_table, num_bytes, pair_eos=False)
+        placed.append(PlacedAlignment(s_low, t_low, alignment))
+        if end_pair:
+            pair = _with_pair(_no_chunks(1, 1, text_bytes=0), 0, 0)
+            placed.append(PlacedAlignment(*end_pair, pair))
+    return join(placed, len(student_ids), len(teacher_ids))
 
 
-def align_batch(student_ids, teacher_ids, student_table, teacher_table, student_doc=None, teacher_doc=None):
-    """`align` for padded, possibly packed rows; documents never align across their boundary.
+def _clip(located, first, num_bytes):
+    """Return (first token, last token + 1, Located of the tokens between) of a region."""
+    last = first + num_bytes
+    touches = (located.begin < last) & (located.end > first) & (located.begin >= 0)
+    inside = np.flatnonzero(touches)
+    low = inside[0] if len(inside) else 0
+    high = inside[-1] + 1 if len(inside) else 0
+    begin = located.begin[low:high]
+    end = located.end[low:high]
+    kind = located.kind[low:high]
+    # a token that reaches over the border spells something else than its bytes of the region
+    reaches_out = (begin >= 0) & ((begin < first) | (end > last)) & (kind != UNENCODABLE)
+    kind = np.where(reaches_out, NORMALIZED, kind).astype(np.int8)
+    clipped_begin = np.where(begin < 0, -1, np.clip(begin - first, 0, num_bytes))
+    clipped_end = np.where(begin < 0, -1, np.clip(end - first, 0, num_bytes))
+    return low, high, Located(clipped_begin, clipped_end, kind)
+
+
+def align_batch(student_ids, teacher_ids, student_table, teacher_table, student_doc=None,
+                teacher_doc=None):
+    """Align padded, possibly packed rows; documents never align across their boundary.
 
     Args:
         student_ids, teacher_ids: (B, S) and (B, T) ints.
-        student_doc, teacher_doc: (B, S) and (B, T) ints, number of the document that a token belongs to, not
-            decreasing along a row; -1 for padding, which is never looked at.  None: every row is one
-            document, padded on the right with the tokenizer's pad token, or with eos after the first eos.
+        student_doc, teacher_doc: (B, S) and (B, T) ints, number of the document that a token
+            belongs to, not decreasing along a row; -1 for padding, which is never looked at.  None:
+            every row is one document, padded on the right with the tokenizer's pad token, or with
+            eos after the first eos.
     Returns:
         list of B Alignments.
     """
-    out = []
+    alignments = []
     for b in range(len(student_ids)):
-        sides = []
-        for ids, doc, table in ((student_ids, student_doc, student_table),
-                                (teacher_ids, teacher_doc, teacher_table)):
-            row = np.asarray(ids[b], np.int64)
-            sides.append((row, _padding(row, table) if doc is None else np.asarray(doc[b], np.int64)))
-        (s, s_doc), (t, t_doc) = sides
-        parts = []
+        s_ids = np.asarray(student_ids[b], np.int64)
+        t_ids = np.asarray(teacher_ids[b], np.int64)
+        s_doc = _documents(student_doc, b, s_ids, student_table)
+        t_doc = _documents(teacher_doc, b, t_ids, teacher_table)
+        placed = []
         for number in np.intersect1d(s_doc[s_doc >= 0], t_doc[t_doc >= 0]):
-            (s_low, s_high), (t_low, t_high) = [
-                (found[0], found[-1] + 1) for found in (np.flatnonzero(d == number) for d in (s_doc, t_doc))]
-            pair = s[s_low:s_high], t[t_low:t_high]
-            parts.append((s_low, t_low, align(*pair, student_table, teacher_table)))
-        out.append(join(parts, len(s), len(t)))
-    return out
+            s_tokens = np.flatnonzero(s_doc == number)
+            t_tokens = np.flatnonzero(t_doc == number)
+            s_document = s_ids[s_tokens[0] : s_tokens[-1] + 1]
+            t_document = t_ids[t_tokens[0] : t_tokens[-1] + 1]
+            alignment = align(s_document, t_document, student_table, teacher_table)
+            placed.append(PlacedAlignment(s_tokens[0], t_tokens[0], alignment))
+        alignments.append(join(placed, len(s_ids), len(t_ids)))
+    return alignments
 
 
-def _padding(row, table):
-    """Document numbers of one right-padded row: 0, and -1 for padding."""
-    if table.pad >= 0 and table.pad != table.eos:
-        text = np.flatnonzero(row != table.pad)
-    else:
-        text = np.flatnonzero(row != table.eos)
-    end = text[-1] + 1 if len(text) else 0
-    end += end < len(row) and row[end] == table.eos  # the one that ends the text
-    return np.where(np.arange(len(row)) < end, 0, -1)
+def _documents(doc, b, ids, table):
+    """Return the document numbers of row b: those given, or one document up to the padding."""
+    if doc is not None:
+        return np.asarray(doc[b], np.int64)
+    return np.where(np.arange(len(ids)) < unpadded_length(ids, table), 0, -1)
+
+
+def unpadded_length(ids, table):
+    """Return how many tokens of a right-padded row are not padding.
+
+    Rows are padded with the pad token, or with eos where a tokenizer has no pad token or the same
+    one; then the first eos of those at the end is text.
+    """
+    has_pad = table.pad >= 0 and table.pad != table.eos
+    padding = table.pad if has_pad else table.eos
+    text = np.flatnonzero(ids != padding)
+    length = text[-1] + 1 if len(text) else 0
+    if length < len(ids) and ids[length] == table.eos:
+        length += 1
+    return length
 
 
 def common_cut(chunks, limits):
-    """How many tokens to keep on either side: whole chunks only, so both are cut at the same byte.
+    """Return how many tokens to keep on either side to cut both at the same byte, between chunks.
 
     Args:
-        chunks: chunk id per token, of student and teacher.
-        limits: the most tokens that each may keep.
+        chunks: chunk id per token, of student and teacher: (S,) and (T,) ints.
+        limits: the most tokens to keep of student and teacher.
     """
-    if all(len(chunk) <= limit for chunk, limit in zip(chunks, limits)):
-        return [len(chunk) for chunk in chunks]
-    ends = []  # one more than the last token of every chunk
-    for chunk in chunks:
-        ends.append(np.flatnonzero((chunk >= 0) & np.append(chunk[1:] != chunk[:-1], True)) + 1)
-    fits = np.flatnonzero((ends[0] <= limits[0]) & (ends[1] <= limits[1]))
+    student_chunk, teacher_chunk = chunks
+    student_limit, teacher_limit = limits
+    if len(student_chunk) <= student_limit and len(teacher_chunk) <= teacher_limit:
+        return [len(student_chunk), len(teacher_chunk)]
+    student_ends = _chunk_ends(student_chunk)
+    teacher_ends = _chunk_ends(teacher_chunk)
+    fits = np.flatnonzero((student_ends <= student_limit) & (teacher_ends <= teacher_limit))
     if len(fits) == 0:  # nothing aligned fits: the student still learns from the text
-        return [min(len(chunk), limit) for chunk, limit in zip(chunks, limits)]
-    return [int(end[fits[-1]]) for end in ends]
+        return [min(len(student_chunk), student_limit), min(len(teacher_chunk), teacher_limit)]
+    return [int(student_ends[fits[-1]]), int(teacher_ends[fits[-1]])]
+
+
+def _chunk_ends(chunk):
+    """Return one more than the last token of every chunk, in reading order."""
+    is_last = np.append(chunk[1:] != chunk[:-1], True)
+    return np.flatnonzero((chunk >= 0) & is_last) + 1
 
 
 # --- coverage -------------------------------------------------------------------------------------
 
 
 def coverage(alignments):
-    """How much of the texts is in used chunks.
+    """Measure how much of the texts is in used chunks.
 
     Args:
         alignments: an Alignment or several.
     Returns:
-        dict: bytes, student_tokens, teacher_tokens: shares from 0 to 1 (control tokens count as tokens);
-        chunks; the shares of them that are 1:1, 1:n, n:1, n:m (student : teacher tokens); and altered,
-        unspelled, different: share of the bytes that were dropped for this reason.
+        dict with these keys.  bytes, student_tokens, teacher_tokens: fraction in chunks, 0 to 1
+        (control tokens count as tokens).  chunks: how many.  1:1, 1:n, n:1, n:m: fraction of the
+        chunks with so many student : teacher tokens.  normalized, unencodable, unmatched: fraction
+        of the bytes that were dropped for this reason.
     """
-    alignments = [alignments] if isinstance(alignments, Alignment) else list(alignments)
-    total = sum(a.text_bytes for a in alignments)
-    shape = np.zeros((2, 2), np.int64)  # more than one student token?, more than one teacher token?
-    for a in alignments:
-        np.add.at(shape, ((a.student_tokens > 1).astype(int), (a.teacher_tokens > 1).astype(int)), 1)
+    if isinstance(alignments, Alignment):
+        alignments = [alignments]
+    alignments = list(alignments)
+    shapes = np.zeros((2, 2), np.int64)  # [several student tokens, several teacher tokens]
+    text_bytes = 0
+    chunk_bytes = 0
+    dropped = {"normalized": 0, "unencodable": 0, "unmatched": 0}
+    for alignment in alignments:
+        several_student = (alignment.student_tokens > 1).astype(int)
+        several_teacher = (alignment.teacher_tokens > 1).astype(int)
+        np.add.at(shapes, (several_student, several_teacher), 1)
+        text_bytes += alignment.text_bytes
+        chunk_bytes += int(alignment.chunk_bytes.sum())
+        for reason in dropped:
+            dropped[reason] += alignment.dropped[reason]
 
-    def share(side):
-        chunks = [getattr(a, f"{side}_chunk") for a in alignments]
-        return sum(int((c >= 0).sum()) for c in chunks) / max(1, sum(map(len, chunks)))
+    chunks = int(shapes.sum())
+    result = {
+        "bytes": chunk_bytes / max(1, text_bytes),
+        "student_tokens": _in_chunks([alignment.student_chunk for alignment in alignments]),
+        "teacher_tokens": _in_chunks([alignment.teacher_chunk for alignment in alignments]),
+        "chunks": chunks,
+        "1:1": int(shapes[0, 0]) / max(1, chunks),
+        "1:n": int(shapes[0, 1]) / max(1, chunks),
+        "n:1": int(shapes[1, 0]) / max(1, chunks),
+        "n:m": int(shapes[1, 1]) / max(1, chunks),
+    }
+    for reason, num_bytes in dropped.items():
+        result[reason] = num_bytes / max(1, text_bytes)
+    return result
 
-    kinds = {"1:1": shape[0, 0], "1:n": shape[0, 1], "n:1": shape[1, 0], "n:m": shape[1, 1]}
-    found = {"bytes": sum(int(a.chunk_bytes.sum()) for a in alignments) / max(1, total),
-             "student_tokens": share("student"), "teacher_tokens": share("teacher"),
-             "chunks": int(shape.sum())}
-    found |= {name: int(n) / max(1, found["chunks"]) for name, n in kinds.items()}
-    return found | {reason: sum(a.dropped[reason] for a in alignments) / max(1, total)
-                    for reason in ("normalized", "unencodable", "unmatched")}
+
+def _in_chunks(chunks):
+    """Return the fraction of tokens that have a chunk, over several texts."""
+    aligned = sum(int((chunk >= 0).sum()) for chunk in chunks)
+    return aligned / max(1, sum(map(len, chunks)))
 
 
 # --- to look at it --------------------------------------------------------------------------------
 
+RED = "\x1b[31m"
+YELLOW = "\x1b[33m"
+CYAN = "\x1b[36m"
+RESET = "\x1b[0m"
+
+
+class Cell(NamedTuple):
+    """Tokens shown side by side: those of one chunk, or dropped ones (chunk -1)."""
+
+    chunk: int
+    student: list
+    teacher: list
+
 
 def view(alignment, student_ids, teacher_ids, student_table, teacher_table, color=True, width=100):
-    """Lines that show the chunks side by side: student above, teacher below; dropped tokens red.
+    """Return lines that show the chunks, student above teacher; dropped tokens are red.
 
     Args:
+        alignment: Alignment of the ids.
+        student_ids, teacher_ids: (S,) and (T,) ints.
+        color: paint with ANSI escapes; chunks alternate between two colors.
         width: characters of a line, about.
     """
-    cells = []  # (chunk, student tokens, teacher tokens)
-    sides = zip((student_ids, teacher_ids), alignment, (student_table, teacher_table))
-    shown = [[(int(c), _shown(int(i), table)) for i, c in zip(ids, chunk)] for ids, chunk, table in sides]
-    while any(shown):
-        lost = [[], []]
-        for side, row in zip(lost, shown):
-            while row and row[0][0] < 0:
-                side.append(row.pop(0)[1])
-        if any(lost):
-            cells.append((-1, *lost))
-        here = min((row[0][0] for row in shown if row), default=-1)
-        cell = [[row.pop(0)[1] for _ in [*row] if row and row[0][0] == here] for row in shown]
-        if any(cell):
-            cells.append((here, *cell))
-    lines, top, bottom, used = [], "", "", 0
-    for chunk, *tokens in cells:
-        parts = ["\u2502".join(side) for side in tokens]
-        size = max(map(len, parts)) + 2
+    lines = []
+    top = ""
+    bottom = ""
+    used = 0  # characters of the line, without the escapes
+    student = _shown_tokens(student_ids, alignment.student_chunk, student_table)
+    teacher = _shown_tokens(teacher_ids, alignment.teacher_chunk, teacher_table)
+    for cell in _cells(student, teacher):
+        student_text = "\u2502".join(cell.student)
+        teacher_text = "\u2502".join(cell.teacher)
+        size = max(len(student_text), len(teacher_text)) + 2
         if used + size > width and used:
-            lines, top, bottom, used = [*lines, top, bottom, ""], "", "", 0
-        paint = "" if not color else "\x1b[31m" if chunk < 0 else "\x1b[36m" if chunk % 2 else "\x1b[33m"
-        top, bottom = [line + paint + part.ljust(size) + ("\x1b[0m" if color else "")
-                       for line, part in zip((top, bottom), parts)]
+            lines += [top, bottom, ""]
+            top = ""
+            bottom = ""
+            used = 0
+        top += _painted(student_text.ljust(size), cell.chunk, color)
+        bottom += _painted(teacher_text.ljust(size), cell.chunk, color)
         used += size
     return [*lines, top, bottom]
 
 
-def _shown(i, table):
-    """A token as people want to see it: spaces as dots, what is no text escaped."""
-    if table.special[i]:
-        return table.tokens[i]
-    return repr(table.bytes_of(i).decode(errors="replace"))[1:-1].replace(" ", "\u00b7") or "\u2205"
+def _cells(student, teacher):
+    """Group the (chunk, token) pairs of both sides into cells, in reading order."""
+    cells = []
+    while student or teacher:
+        dropped = Cell(-1, _take(student, -1), _take(teacher, -1))
+        if dropped.student or dropped.teacher:
+            cells.append(dropped)
+        if student or teacher:
+            chunk = min(side[0][0] for side in (student, teacher) if side)
+            cells.append(Cell(chunk, _take(student, chunk), _take(teacher, chunk)))
+    return cells
+
+
+def _take(side, chunk):
+    """Remove the tokens of a chunk from the front of (chunk, token) pairs and return them."""
+    tokens = []
+    while side and side[0][0] == chunk:
+        tokens.append(side.pop(0)[1])
+    return tokens
+
+
+def _shown_tokens(ids, chunks, table):
+    """Return (chunk, token as people want to see it) of every token."""
+    shown = []
+    for i, chunk in zip(ids, chunks):
+        if table.special[i]:
+            text = table.tokens[i]
+        else:
+            # spaces as dots, what is no text escaped, a token without bytes as an empty set
+            text = repr(table.bytes_of(i).decode(errors="replace"))[1:-1]
+            text = text.replace(" ", "\u00b7") or "\u2205"
+        shown.append((int(chunk), text))
+    return shown
+
+
+def _painted(text, chunk, color):
+    if not color:
+        return text
+    if chunk < 0:
+        return RED + text + RESET
+    return (CYAN if chunk % 2 else YELLOW) + text + RESET
 
 
 USAGE = """usage: python align.py --student A --teacher B --text TEXT
@@ -797,20 +1179,33 @@ def main(argv):
     flags = {name.removeprefix("--"): value for name, value in zip(argv[::2], argv[1::2])}
     if len(argv) % 2 or set(flags) != {"student", "teacher", "text"}:
         raise SystemExit(USAGE)
+    text = flags["text"]
+    student = _load_tokenizer(flags["student"])
+    teacher = _load_tokenizer(flags["teacher"])
+    tables = TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher)
+    student = student.encode(text, add_special_tokens=False)
+    teacher = teacher.encode(text, add_special_tokens=False)
+    alignment = align(student.ids, teacher.ids, *tables, text, student.offsets, teacher.offsets)
+    color = sys.stdout.isatty()
+    print(*view(alignment, student.ids, teacher.ids, *tables, color=color), sep="\n")
+    figures = []
+    for name, value in coverage(alignment).items():
+        figures.append(f"{name} {value}" if name == "chunks" else f"{name} {value:.1%}")
+    print(", ".join(figures))
+
+
+def _load_tokenizer(name):
+    # imported here, because only the command line needs them
     from pathlib import Path
 
     from tokenizers import Tokenizer
 
-    pair, text = [], flags["text"]
-    for name in (flags["student"], flags["teacher"]):
-        path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
-        pair.append(Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(name))
-    tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in pair]
-    coded = [tokenizer.encode(text, add_special_tokens=False) for tokenizer in pair]
-    found = align(*[c.ids for c in coded], *tables, text, *[c.offsets for c in coded])
-    print(*view(found, *[c.ids for c in coded], *tables, color=sys.stdout.isatty()), sep="\n")
-    print(", ".join(f"{name} {value}" if name == "chunks" else f"{name} {value:.1%}"
-                    for name, value in coverage(found).items()))
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        return Tokenizer.from_file(str(path))
+    return Tokenizer.from_pretrained(name)
 
 
 if __name__ == "__main__":

@@ -1,129 +1,224 @@
-"""Align two token sequences whose texts differ, by dynamic programming over canonical token strings.
+"""Align two token sequences whose texts differ, by dynamic programming over canonical tokens.
 
-`align.align` needs two tokenizations of one text.  Where the two sides were rendered differently (other
-templates, other spaces, words inserted or left out), `align_dp` finds what they have in common.  It returns
-the same `Alignment`.  Needs numpy, numba and align.py; copy both.  Tests: tests/test_align_dp.py.
+`align.align` needs two tokenizations of one text.  Where the two sides were rendered differently
+(other templates, other spaces, words inserted or left out), `align_dp` finds what they have in
+common.  It returns the same `Alignment`.
 
-Shapes: S student tokens, T teacher tokens, C chunks.
+Shapes: S student tokens, T teacher tokens, C chunks.  Inside the numba functions ``s_`` stands for
+    the
+student's side and ``t_`` for the teacher's.
+
+Needs numpy, numba and align.py; copy both files.  License: Apache-2.0 (see LICENSE).
+Tests: tests/test_align_dp.py.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from align import Alignment, _padding, checked_ids
+from align import Alignment, TokenTable, checked_ids, unpadded_length
 
 
-def align_dp(student_ids, teacher_ids, student_table, teacher_table, max_combination=4, band=48, anchor=24):
+class CanonicalRow(NamedTuple):
+    """Tokens of one side without padding, and their canonical bytes.
+
+    Attributes:
+        ids: (S,) int64.
+        table: their TokenTable.
+        data: uint8, the canonical bytes of all tokens, one after the other.
+        starts: (S + 1,) int64; token i of the row is ``data[starts[i]:starts[i + 1]]``.
+    """
+
+    ids: np.ndarray
+    table: TokenTable
+    data: np.ndarray
+    starts: np.ndarray
+
+
+def align_dp(student_ids, teacher_ids, student_table, teacher_table, max_combination=4, band=48,
+             anchor=24):
     """Align two token sequences whose texts differ in places, by dynamic programming.
 
-    Tokens are compared in canonical form: control tokens by role (bos, eos, pad, unk, end of turn) or by
-    name; CR LF is LF; a run of spaces and tabs, over tokens too, is one space.  Moves: one token with one
-    token; one with 2 to max_combination of the other side; a gap on either side.  A match of n canonical
-    bytes scores 64 n + 1, a gap 0, so most text is matched first and more chunks are preferred second; ties
-    go to 1:1, then 1:k and k:1 with the smallest k, then a gap of the student.  Afterwards M:N windows of
-    equal bytes are cut out of what is left in the gaps.
+    Prefer it where the two sides are no tokenizations of one text, so that `align` would drop all
+    bytes as "unmatched": two templates, two ways to write spaces or line ends, words put in or left
+    out. For two tokenizations of one text prefer `align` and `align_located`: they are many times
+    faster, find every chunk, also next to a difference, and count why bytes were dropped.
 
-    The search runs between anchors (canonical n-grams that start at tokens and are unique on both sides, in
-    their longest common order) and within a band around the straight line between two anchors, so the time is
-    linear in the tokens, whatever the text.  Padding at the end is never looked at.
+    Tokens are compared in canonical form: control tokens by role (bos, eos, pad, unk, end of turn)
+    or by name; CR LF is LF; a run of spaces and tabs, over tokens too, is one space.  Moves: one
+    token with one token; one with 2 to max_combination of the other side; a gap on either side.  A
+    match of n canonical bytes scores 64 n + 1, a gap 0, so most text is matched first and more
+    chunks are preferred second; ties go to 1:1, then 1:k and k:1 with the smallest k, then a gap of
+    the student.  Afterwards M:N windows of equal bytes are cut out of what is left in the gaps.
+
+    The search runs between anchors (canonical n-grams that start at tokens and are unique on both
+    sides, in their longest common order) and within a band around the straight line between two
+    anchors, so the time is linear in the tokens, whatever the text.  Padding at the end is never
+    looked at.
 
     Args:
-        student_ids, teacher_ids: (S,) and (T,) ints.
-        max_combination: most tokens of one side that may match one of the other, 1 or more.
+        student_ids, teacher_ids: (S,) and (T,) ints, padded on the right or not.
+        student_table, teacher_table: the `TokenTable` of each side.
+        max_combination: most tokens of one side that may match one of the other, 1 to 99.
         band: half the width of the band, tokens.
         anchor: bytes of an anchor.
     Returns:
-        Alignment, with spans in the student's own bytes and control tokens that are matched as chunks; what
-        of these bytes is not matched is dropped as "normalized".
+        Alignment, with all fields of `align_located`'s.  Four of them mean something else, because
+        there is no common text.  text_bytes and chunk_start refer to the bytes that the student's
+        ids spell. Control tokens that match are chunks of no bytes, bos included.  same_bytes is
+        False for a chunk that matches in canonical form only, such as two spaces against one: the
+        two models' probabilities are those of two spellings, so a loss on probabilities should
+        leave the chunk out, as it does with `align`.  dropped counts all bytes of the student
+        without chunk as "normalized".
+    Raises:
+        ValueError: an id is outside its vocabulary, or max_combination is not in 1 to 99.
     """
-    rows, forms = [], []
-    for ids, table in ((student_ids, student_table), (teacher_ids, teacher_table)):
-        ids = checked_ids(ids, table)
-        rows.append(ids[_padding(ids, table) == 0])
-        forms.append(_canonical_row(rows[-1], table))
-    (s_data, s_starts), (t_data, t_starts) = forms
-    pairs = _anchors(s_data, s_starts, t_data, t_starts, anchor)
-    s_chunk, t_chunk = np.full(len(student_ids), -1), np.full(len(teacher_ids), -1)
-    count, at = 0, (0, 0)
-    for stop in [*pairs, (len(rows[0]), len(rows[1]))]:
-        count = _dp(s_data, s_starts, t_data, t_starts, *at, *stop, max_combination, band, count,
-                    s_chunk, t_chunk)
-        at = stop
-    return _describe(rows, (student_table, teacher_table), s_chunk, t_chunk, count)
+    if not 1 <= max_combination < STUDENT_GAP:
+        raise ValueError(f"max_combination is {max_combination}; expected 1 to {STUDENT_GAP - 1}")
+    student = _canonical_row(student_ids, student_table)
+    teacher = _canonical_row(teacher_ids, teacher_table)
+    s_chunk = np.full(len(student_ids), -1)
+    t_chunk = np.full(len(teacher_ids), -1)
+    num_chunks = 0
+    s_first = t_first = 0
+    end = len(student.ids), len(teacher.ids)
+    for s_stop, t_stop in [*_anchors(student, teacher, anchor), end]:
+        num_chunks = _align_segment(
+            student.data, student.starts, s_first, s_stop, s_chunk,
+            teacher.data, teacher.starts, t_first, t_stop, t_chunk,
+            max_combination, band, num_chunks)
+        s_first = s_stop
+        t_first = t_stop
+    return _describe(student, teacher, s_chunk, t_chunk, num_chunks)
+
+
+# --- canonical form -------------------------------------------------------------------------------
+
+SPACE = 32
+TAB = 9
+CR = 13
+LF = 10
+CONTROL = 255  # begins the canonical form of a control token; a byte that no text holds
+
+# a token in several roles is compared by the last of them
+ROLES = ("end_of_turn", "unk", "pad", "eos", "bos")
 
 
 def _canonical_row(ids, table):
-    """(data, starts): the canonical form of every token of a row."""
-    names = {getattr(table, role): role for role in ("end_of_turn", "unk", "pad", "eos", "bos")}
-    control = [i for i in np.unique(ids).tolist() if table.special[i]]
-    names = {i: f"<{names.get(i, table.tokens[i])}>".encode() for i in control}
-    used = np.array(sorted(names), np.int64)
-    data = np.frombuffer(b"".join(names[i] for i in used), np.uint8)
-    starts = np.cumsum([0, *(len(names[i]) for i in used)])
-    return _canonical(ids, table.data, table.starts, table.special, used, data, starts)
+    """Check ids, cut off padding and write every token in canonical form."""
+    ids = checked_ids(ids, table)
+    ids = ids[: unpadded_length(ids, table)]
+    role_of_id = {getattr(table, role): role for role in ROLES}
+    names = {}
+    for i in np.unique(ids).tolist():
+        if table.special[i]:
+            names[i] = f"<{role_of_id.get(i, table.tokens[i])}>".encode()
+    control_ids = np.array(list(names), np.int64)  # rising, as np.unique gave them
+    name_data = np.frombuffer(b"".join(names.values()), np.uint8)
+    name_starts = np.cumsum([0, *map(len, names.values())])
+    data, starts = _canonical(
+        ids, table.data, table.starts, table.special, control_ids, name_data, name_starts)
+    return CanonicalRow(ids, table, data, starts)
 
 
 @njit(cache=True)
-def _canonical(ids, data, starts, special, used, names, name_starts):
-    total = 0
+def _canonical(ids, data, starts, special, control_ids, name_data, name_starts):
+    """Return (data, starts) of `CanonicalRow`.
+
+    Args:
+        control_ids: the control tokens of the row, rising; control token k is compared as
+            ``name_data[name_starts[k]:name_starts[k + 1]]``.
+    """
+    most_bytes = 0
     for i in ids:
-        k = np.searchsorted(used, i)
-        total += name_starts[k + 1] - name_starts[k] + 1 if special[i] else starts[i + 1] - starts[i]
-    out, out_starts, at, last = np.empty(total, np.uint8), np.zeros(len(ids) + 1, np.int64), 0, 0
+        if special[i]:
+            k = np.searchsorted(control_ids, i)
+            most_bytes += name_starts[k + 1] - name_starts[k] + 1
+        else:
+            most_bytes += starts[i + 1] - starts[i]
+    out = np.empty(most_bytes, np.uint8)
+    out_starts = np.zeros(len(ids) + 1, np.int64)
+    filled = 0
+    last = 0  # byte written before, also by another token
     for n, i in enumerate(ids):
         if special[i]:
-            k = np.searchsorted(used, i)
-            out[at], at, last = 255, at + 1, 255  # a byte that no text holds
+            out[filled] = CONTROL
+            filled += 1
+            last = CONTROL
+            k = np.searchsorted(control_ids, i)
             for b in range(name_starts[k], name_starts[k + 1]):
-                out[at], at = names[b], at + 1
+                out[filled] = name_data[b]
+                filled += 1
         else:
             for b in range(starts[i], starts[i + 1]):
-                byte = 32 if data[b] == 9 else data[b]
-                if byte == 32 and last == 32:
+                byte = SPACE if data[b] == TAB else data[b]
+                if byte == SPACE and last == SPACE:
                     continue
-                if byte == 10 and last == 13:
-                    at -= 1  # the CR goes; where it was a token of its own, that token is left empty
-                    out_starts[n] = min(out_starts[n], at)
-                out[at], at, last = byte, at + 1, byte
-        out_starts[n + 1] = at
-    return out[:at], out_starts
+                if byte == LF and last == CR:
+                    # LF takes the place of CR; a token of the CR alone is left empty
+                    filled -= 1
+                    out_starts[n] = min(out_starts[n], filled)
+                out[filled] = byte
+                filled += 1
+                last = byte
+        out_starts[n + 1] = filled
+    return out[:filled], out_starts
 
 
-def _anchors(s_data, s_starts, t_data, t_starts, size):
-    """[(student token, teacher token)], rising: both begin the same n-gram, found once on either side."""
-    hashes = []
-    for data, starts in ((s_data, s_starts), (t_data, t_starts)):
-        where = np.flatnonzero((starts[:-1] + size <= len(data)) & (starts[1:] > starts[:-1]))
-        hashes.append((_hash(data, starts[where], size), where))
-    once = []
-    for values, where in hashes:
-        found, first, times = np.unique(values, return_index=True, return_counts=True)
-        once.append((found[times == 1], where[first[times == 1]]))
-    _, a, b = np.intersect1d(once[0][0], once[1][0], assume_unique=True, return_indices=True)
-    i, j = once[0][1][a], once[1][1][b]
-    order = np.argsort(i)
-    i, j = i[order], j[order]
-    return [(int(i[k]), int(j[k])) for k in _longest_rise(j)]
+# --- anchors --------------------------------------------------------------------------------------
+
+
+def _anchors(student, teacher, size):
+    """Return [(student token, teacher token)], rising: both begin the same n-gram of `size` bytes.
+
+    Such an n-gram occurs once on either side.
+    """
+    s_hashes, s_tokens = _unique_ngrams(student, size)
+    t_hashes, t_tokens = _unique_ngrams(teacher, size)
+    _, in_student, in_teacher = np.intersect1d(
+        s_hashes, t_hashes, assume_unique=True, return_indices=True)
+    s_tokens = s_tokens[in_student]
+    t_tokens = t_tokens[in_teacher]
+    order = np.argsort(s_tokens)
+    s_tokens = s_tokens[order]
+    t_tokens = t_tokens[order]
+    kept = _longest_rise(t_tokens)
+    return list(zip(s_tokens[kept].tolist(), t_tokens[kept].tolist()))
+
+
+def _unique_ngrams(row, size):
+    """Return (hash, token) of the n-grams that begin at a token and have a hash of their own."""
+    fits = row.starts[:-1] + size <= len(row.data)
+    has_bytes = row.starts[1:] > row.starts[:-1]
+    tokens = np.flatnonzero(fits & has_bytes)
+    hashes = _hash(row.data, row.starts[tokens], size)
+    values, first, times = np.unique(hashes, return_index=True, return_counts=True)
+    return values[times == 1], tokens[first[times == 1]]
 
 
 @njit(cache=True)
 def _hash(data, places, size):
+    """Return the FNV-1a hash of `size` bytes at each place."""
     out = np.empty(len(places), np.int64)
     for n, place in enumerate(places):
-        value = np.int64(1469598103934665603)
+        value = np.int64(1469598103934665603)  # a start that fits int64; FNV's own does not
         for b in data[place : place + size]:
-            value = (value ^ b) * np.int64(1099511628211)  # FNV-1a
+            value = (value ^ b) * np.int64(1099511628211)  # FNV's prime
         out[n] = value
     return out
 
 
 @njit(cache=True)
 def _longest_rise(values):
-    """Indices of a longest strictly rising subsequence."""
+    """Return the indices of a longest strictly rising subsequence, by patience sorting."""
     n = len(values)
-    tails, before, size = np.empty(n, np.int64), np.full(n, -1), 0
+    tails = np.empty(n, np.int64)  # tails[l]: index of the smallest end of a rise of l + 1 values
+    before = np.full(n, -1)  # index of the value before in the longest rise that ends here
+    size = 0
     for k in range(n):
-        low, high = 0, size
+        low = 0
+        high = size
         while low < high:
             middle = (low + high) // 2
             if values[tails[middle]] < values[k]:
@@ -133,14 +228,30 @@ def _longest_rise(values):
         before[k] = tails[low - 1] if low else -1
         tails[low] = k
         size = max(size, low + 1)
-    out, k = np.empty(size, np.int64), tails[size - 1] if size else -1
+    out = np.empty(size, np.int64)
+    k = tails[size - 1] if size else -1
     for place in range(size - 1, -1, -1):
-        out[place], k = k, before[k]
+        out[place] = k
+        k = before[k]
     return out
+
+
+# --- dynamic programming between two anchors ------------------------------------------------------
+
+# moves of a path: k > 0: k student tokens with one teacher token; k < -1: one with -k; and the
+# gaps. A combination therefore has fewer than 100 tokens (int8 holds up to 127).
+STUDENT_GAP = 100
+TEACHER_GAP = 101
+
+# 64 per canonical byte and 1 per chunk: a chunk more never outweighs a byte, up to 64 chunks
+SCORE_OF_BYTE = 64
+
+REACH = 16  # most tokens of an M:N window and of the way to its begin; not tuned
 
 
 @njit(cache=True)
 def _equal(s_data, s, s_stop, t_data, t, t_stop):
+    """Return whether s_data[s:s_stop] == t_data[t:t_stop], and is not empty."""
     if s_stop - s != t_stop - t or s == s_stop:
         return False
     for k in range(s_stop - s):
@@ -150,114 +261,240 @@ def _equal(s_data, s, s_stop, t_data, t, t_stop):
 
 
 @njit(cache=True)
-def _dp(s_data, s_starts, t_data, t_starts, i0, j0, i1, j1, most, band, count, s_chunk, t_chunk):
-    """Fill in the chunks of student tokens i0..i1-1 and teacher tokens j0..j1-1; the new count of chunks."""
-    n, m = i1 - i0, j1 - j0
-    width = min(2 * band, m) + 1
-    score = np.full((n + 1, width), -1)
-    move = np.zeros((n + 1, width), np.int8)  # k > 0: k:1; k < -1: 1:-k; 100, 101: gap of student, teacher
-    first = np.empty(n + 1, np.int64)  # teacher token of column 0
-    for i in range(n + 1):
-        first[i] = max(0, min(m + 1 - width, i * m // max(n, 1) - band))
+def _align_segment(s_data, s_starts, s_first, s_stop, s_chunk,
+                   t_data, t_starts, t_first, t_stop, t_chunk, most, band, num_chunks):
+    """Write the chunks of student tokens s_first..s_stop-1 and teacher tokens t_first..t_stop-1.
+
+    Returns:
+        the new number of chunks
+    """
+    n = s_stop - s_first
+    m = t_stop - t_first
     if n == 0 or m == 0:
-        return count
-    for i in range(n + 1):
-        for c in range(width):
-            j = first[i] + c
-            best, how = (0, 0) if i == 0 and j == 0 else (-1, 0)
-            for k in range(1, most + 1):  # 1:1, then 1:k and k:1
-                for turn in range(2 if k > 1 else 1):
-                    a, b = (1, k) if turn == 0 else (k, 1)
-                    if a > i or b > j:
-                        continue
-                    d = j - b - first[i - a]
-                    if d < 0 or d >= width or score[i - a, d] < 0:
-                        continue
-                    s, s_stop = s_starts[i0 + i - a], s_starts[i0 + i]
-                    gain = score[i - a, d] + 64 * (s_stop - s) + 1
-                    t, t_stop = t_starts[j0 + j - b], t_starts[j0 + j]
-                    if gain > best and _equal(s_data, s, s_stop, t_data, t, t_stop):
-                        best, how = gain, -k if turn == 0 and k > 1 else k
-            if i > 0:
-                d = j - first[i - 1]
-                if 0 <= d < width and score[i - 1, d] > best:
-                    best, how = score[i - 1, d], 100
-            if c > 0 and score[i, c - 1] > best:
-                best, how = score[i, c - 1], 101
-            score[i, c], move[i, c] = best, how
-    i, j, steps = n, m, 1
-    path = np.empty((n + m + 2, 3), np.int64)
-    path[0, 0], path[0, 1], path[0, 2] = n, m, 0  # closes the last gap
-    while i > 0 or j > 0:
-        how = np.int64(move[i, j - first[i]])
-        a, b = (1, 0) if how == 100 else (0, 1) if how == 101 else (1, -how) if how < 0 else (how, 1)
-        path[steps, 0], path[steps, 1], path[steps, 2] = i - a, j - b, how
-        i, j, steps = i - a, j - b, steps + 1
-    gap_i, gap_j = 0, 0  # where the open run of gaps begins
-    for step in range(steps - 1, -1, -1):
-        i, j, how = path[step]
-        if how >= 100:
+        return num_chunks
+    # from here on, tokens are counted from the beginning of the segment
+    s_starts = s_starts[s_first : s_stop + 1]
+    t_starts = t_starts[t_first : t_stop + 1]
+    s_chunk = s_chunk[s_first:s_stop]
+    t_chunk = t_chunk[t_first:t_stop]
+    moves, first = _best_moves(s_data, s_starts, t_data, t_starts, most, band)
+    path = _trace(moves, first, n, m)
+
+    gap_i = gap_j = 0  # where the open run of gaps begins
+    for step in range(len(path) - 1, -1, -1):
+        i, j, move = path[step]
+        if move >= STUDENT_GAP:
             continue
-        count = _windows(s_data, s_starts, t_data, t_starts, i0 + gap_i, i0 + i, j0 + gap_j, j0 + j, count,
-                         s_chunk, t_chunk)
-        if step > 0:
-            a, b = (1, -how) if how < 0 else (how, 1)
-            s_chunk[i0 + i : i0 + i + a] = count
-            t_chunk[j0 + j : j0 + j + b] = count
-            count, gap_i, gap_j = count + 1, i + a, j + b
-    return count
+        num_chunks = _windows(s_data, s_starts, gap_i, i, s_chunk,
+                              t_data, t_starts, gap_j, j, t_chunk, num_chunks)
+        if step > 0:  # path[0] is no move
+            gap_i = i + (1 if move < 0 else move)
+            gap_j = j + (-move if move < 0 else 1)
+            s_chunk[i:gap_i] = num_chunks
+            t_chunk[j:gap_j] = num_chunks
+            num_chunks += 1
+    return num_chunks
 
 
 @njit(cache=True)
-def _windows(s_data, s_starts, t_data, t_starts, i, i1, j, j1, count, s_chunk, t_chunk, reach=16):
-    """Cut M:N chunks of equal bytes out of a gap, from left to right."""
-    while i < i1 and j < j1:
-        done = False
-        for skip in range(reach):  # the closest pair of beginnings first
-            for a in range(min(skip, i1 - i - 1) + 1):
-                b = skip - a
-                if j + b >= j1:
+def _best_moves(s_data, s_starts, t_data, t_starts, most, band):
+    """Find the move with which the best path reaches each cell of the band.
+
+    Returns:
+        moves: (n + 1, width) int8; column c of line i is the cell after i student tokens and
+            first[i] + c teacher tokens.
+        first: (n + 1,) int64.
+    """
+    n = len(s_starts) - 1
+    m = len(t_starts) - 1
+    width = min(2 * band, m) + 1
+    scores = np.full((n + 1, width), -1)  # -1: no path leads there inside the band
+    moves = np.zeros((n + 1, width), np.int8)
+    first = np.empty(n + 1, np.int64)
+    for i in range(n + 1):
+        first[i] = max(0, min(m + 1 - width, i * m // n - band))
+    for i in range(n + 1):
+        for c in range(width):
+            j = first[i] + c
+            best = 0 if i == 0 and j == 0 else -1
+            best_move = 0
+            for k in range(1, most + 1):
+                # one student token with k teacher tokens, then k with one
+                gain = _gain(scores, first, i, j, 1, k, best, s_data, s_starts, t_data, t_starts)
+                if gain > best:
+                    best = gain
+                    best_move = -k if k > 1 else k
+                if k == 1:
                     continue
-                p, q = i + a, j + b
-                while p < i1 and q < j1 and p - i - a < reach and q - j - b < reach:
-                    s_size, t_size = s_starts[p + 1] - s_starts[i + a], t_starts[q + 1] - t_starts[j + b]
-                    if s_size == t_size:
-                        done = _equal(s_data, s_starts[i + a], s_starts[p + 1], t_data, t_starts[j + b],
-                                      t_starts[q + 1])
-                        break
-                    if s_size < t_size:
-                        p += 1
-                    else:
-                        q += 1
-                if done:
-                    s_chunk[i + a : p + 1] = count
-                    t_chunk[j + b : q + 1] = count
-                    count, i, j = count + 1, p + 1, q + 1
-                    break
-            if done:
-                break
-        if not done:
+                gain = _gain(scores, first, i, j, k, 1, best, s_data, s_starts, t_data, t_starts)
+                if gain > best:
+                    best = gain
+                    best_move = k
+            if i > 0:
+                above = j - first[i - 1]
+                if 0 <= above < width and scores[i - 1, above] > best:
+                    best = scores[i - 1, above]
+                    best_move = STUDENT_GAP
+            if c > 0 and scores[i, c - 1] > best:
+                best = scores[i, c - 1]
+                best_move = TEACHER_GAP
+            scores[i, c] = best
+            moves[i, c] = best_move
+    return moves, first
+
+
+@njit(cache=True)
+def _gain(scores, first, i, j, a, b, best, s_data, s_starts, t_data, t_starts):
+    """Return the score of cell (i, j) after matching a student tokens with b teacher tokens.
+
+    Returns -1 where they do not match, or where the score would not exceed `best`.
+    """
+    if a > i or b > j:
+        return -1
+    c = j - b - first[i - a]
+    if c < 0 or c >= scores.shape[1] or scores[i - a, c] < 0:
+        return -1
+    s = s_starts[i - a]
+    s_stop = s_starts[i]
+    gain = scores[i - a, c] + SCORE_OF_BYTE * (s_stop - s) + 1
+    if gain > best and _equal(s_data, s, s_stop, t_data, t_starts[j - b], t_starts[j]):
+        return gain
+    return -1
+
+
+@njit(cache=True)
+def _trace(moves, first, n, m):
+    """Follow the moves back from the end of both sides.
+
+    Returns:
+        (steps, 3) int64: student token and teacher token at which a move begins, and the move; the
+        last move first, after (n, m, 0), which closes the last gap.
+    """
+    path = np.empty((n + m + 1, 3), np.int64)
+    path[0, 0] = n
+    path[0, 1] = m
+    path[0, 2] = 0
+    steps = 1
+    i = n
+    j = m
+    while i > 0 or j > 0:
+        move = np.int64(moves[i, j - first[i]])
+        if move == STUDENT_GAP:
+            i -= 1
+        elif move == TEACHER_GAP:
+            j -= 1
+        elif move < 0:
+            i -= 1
+            j += move
+        else:
+            i -= move
+            j -= 1
+        path[steps, 0] = i
+        path[steps, 1] = j
+        path[steps, 2] = move
+        steps += 1
+    return path[:steps]
+
+
+# --- windows of several tokens on both sides ------------------------------------------------------
+
+
+@njit(cache=True)
+def _windows(s_data, s_starts, i, i_stop, s_chunk,
+             t_data, t_starts, j, j_stop, t_chunk, num_chunks):
+    """Cut M:N chunks of equal bytes out of a gap, from left to right; return the number of chunks.
+
+    The gap holds student tokens i..i_stop-1 and teacher tokens j..j_stop-1.
+    """
+    while i < i_stop and j < j_stop:
+        a, a_stop, b, b_stop = _next_window(s_data, s_starts, i, i_stop,
+                                            t_data, t_starts, j, j_stop)
+        if a == a_stop:
             break
-    return count
+        s_chunk[a:a_stop] = num_chunks
+        t_chunk[b:b_stop] = num_chunks
+        num_chunks += 1
+        i = a_stop
+        j = b_stop
+    return num_chunks
 
 
-def _describe(rows, tables, s_chunk, t_chunk, count):
-    """Alignment of given chunks, with spans in the student's bytes."""
-    lengths = [np.maximum(table.lengths[ids], 0) for ids, table in zip(rows, tables)]
-    inside = s_chunk[: len(rows[0])]
-    size = np.bincount(inside[inside >= 0], lengths[0][inside >= 0], count).astype(np.int64)
-    begin = np.cumsum(lengths[0]) - lengths[0]
-    start = np.zeros(count, np.int64)
-    start[inside[::-1][inside[::-1] >= 0]] = begin[::-1][inside[::-1] >= 0]
-    num = [np.bincount(chunk[chunk >= 0], minlength=count) for chunk in (s_chunk, t_chunk)]
-    same = np.zeros(count, bool)
-    spelled = [[b""] * count for _ in rows]
-    for side, ids, table, chunk in zip(spelled, rows, tables, (s_chunk, t_chunk)):
-        for i, c in zip(ids.tolist(), chunk.tolist()):
-            if c >= 0 and not table.special[i]:
-                side[c] += table.bytes_of(i)
-    same = np.array([a == b for a, b in zip(*spelled)], bool)
-    total = int(lengths[0].sum())
-    dropped = {"normalized": total - int(size.sum()), "unencodable": 0, "unmatched": 0}
-    exact = same & (num[0] == 1) & (num[1] == 1)
-    return Alignment(s_chunk, t_chunk, start, size, *num, exact, same, total, dropped)
+@njit(cache=True)
+def _next_window(s_data, s_starts, i, i_stop, t_data, t_starts, j, j_stop):
+    """Find the window whose begin is closest to tokens i and j.
+
+    Returns:
+        (a, a_stop, b, b_stop): student tokens a..a_stop-1 and teacher tokens b..b_stop-1 have the
+        same bytes; (i, i, j, j) where no window is in reach.
+    """
+    for skip in range(REACH):  # tokens left out before the window, of both sides together
+        for s_skip in range(min(skip, i_stop - i - 1) + 1):
+            a = i + s_skip
+            b = j + skip - s_skip
+            if b >= j_stop:
+                continue
+            a_last = a
+            b_last = b
+            # lengthen the shorter side until both have equally many bytes
+            while (a_last < i_stop and b_last < j_stop
+                   and a_last - a < REACH and b_last - b < REACH):
+                s_size = s_starts[a_last + 1] - s_starts[a]
+                t_size = t_starts[b_last + 1] - t_starts[b]
+                if s_size < t_size:
+                    a_last += 1
+                elif s_size > t_size:
+                    b_last += 1
+                else:
+                    if _equal(s_data, s_starts[a], s_starts[a_last + 1],
+                              t_data, t_starts[b], t_starts[b_last + 1]):
+                        return a, a_last + 1, b, b_last + 1
+                    break
+    return i, i, j, j
+
+
+# --- result ---------------------------------------------------------------------------------------
+
+
+def _describe(student, teacher, s_chunk, t_chunk, num_chunks):
+    """Return the Alignment of given chunks, with spans in the student's bytes."""
+    lengths = np.maximum(student.table.lengths[student.ids], 0)
+    begin = np.cumsum(lengths) - lengths
+    text_bytes = int(lengths.sum())
+    chunk = s_chunk[: len(student.ids)]  # without padding
+    tokens = np.flatnonzero(chunk >= 0)
+    chunk_bytes = np.bincount(chunk[tokens], lengths[tokens], num_chunks).astype(np.int64)
+    chunk_start = np.zeros(num_chunks, np.int64)
+    # backwards, so that the first token of a chunk is written last and stays
+    chunk_start[chunk[tokens][::-1]] = begin[tokens][::-1]
+    student_tokens = np.bincount(s_chunk[s_chunk >= 0], minlength=num_chunks)
+    teacher_tokens = np.bincount(t_chunk[t_chunk >= 0], minlength=num_chunks)
+
+    s_spelled = _chunk_spellings(student, s_chunk, num_chunks)
+    t_spelled = _chunk_spellings(teacher, t_chunk, num_chunks)
+    same_bytes = np.array([s == t for s, t in zip(s_spelled, t_spelled)], bool)
+    dropped = {
+        "normalized": text_bytes - int(chunk_bytes.sum()),
+        "unencodable": 0,
+        "unmatched": 0,
+    }
+    return Alignment(
+        s_chunk,
+        t_chunk,
+        chunk_start,
+        chunk_bytes,
+        student_tokens,
+        teacher_tokens,
+        exact=same_bytes & (student_tokens == 1) & (teacher_tokens == 1),
+        same_bytes=same_bytes,
+        text_bytes=text_bytes,
+        dropped=dropped,
+    )
+
+
+def _chunk_spellings(row, chunk, num_chunks):
+    """Return the bytes, as the tokens spell them, of each chunk of one side."""
+    spellings = [b""] * num_chunks
+    for i, number in zip(row.ids.tolist(), chunk.tolist()):
+        if number >= 0 and not row.table.special[i]:
+            spellings[number] += row.table.bytes_of(i)
+    return spellings
