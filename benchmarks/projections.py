@@ -1,4 +1,4 @@
-"""How fast are projection_tools, and in how much memory?  Figures of record are in docs/LOG.md.
+"""Measure the seconds and the memory of projection_tools.  Figures of record are in docs/LOG.md.
 
     python benchmarks/projections.py STUDENT TEACHER         # directories or hub ids
     python benchmarks/projections.py DIR_OF_TOKENIZERS       # all ordered pairs in it
@@ -14,47 +14,74 @@ import time
 from itertools import permutations
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs without installation
 
 
-def measure(what, student, teacher):
-    """One line of JSON: seconds, peak resident MiB of the process, and facts about the result."""
+def measure(tool, student, teacher):
+    """Print one line of JSON: seconds, peak resident MiB of the process, facts about the result.
+
+    Args:
+        tool: build or spell.
+        student, teacher: directories or hub ids.
+    """
     from transformers import AutoTokenizer
 
     from projection_tools import Pair, build, describe, spell
 
-    tokenizers = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
+    student_tokenizer = AutoTokenizer.from_pretrained(student)
+    teacher_tokenizer = AutoTokenizer.from_pretrained(teacher)
+    # The byte tables are part of the work, the tokenizers are not.
     begin = time.perf_counter()
-    pair = Pair.of(*tokenizers, (student, teacher))
-    if what == "build":
-        found = build.build_projection(pair)
-        seconds, facts = time.perf_counter() - begin, describe(found[0])
-    else:
-        found = spell.build_spelling(pair)
+    pair = Pair.of(student_tokenizer, teacher_tokenizer, (student, teacher))
+    if tool == "build":
+        indices, _ = build.build_projection(pair)
         seconds = time.perf_counter() - begin
-        facts = spell.statistics(found, pair)
-        facts = (f"{facts['events']} events, {facts['of one token a side']} of one token a side, largest "
-                 f"{facts['tokens of the largest']}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps([seconds, peak, facts]))
+        facts = describe(indices)
+    else:
+        tables = spell.build_spelling(pair)
+        seconds = time.perf_counter() - begin
+        facts = describe_events(spell.statistics(tables, pair))
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux counts in KiB
+    print(json.dumps({"seconds": seconds, "peak_mib": peak_mib, "facts": facts}))
+
+
+def describe_events(facts):
+    """Return one line of the facts about a spelling."""
+    return (
+        f"{facts['events']} events, {facts['of one token a side']} of one token a side, largest "
+        f"{facts['tokens of the largest']}"
+    )
+
+
+def tokenizer_pairs(names):
+    """Return the pair that is named, or all ordered pairs of a directory's folders."""
+    if len(names) == 2:
+        return [tuple(names)]
+    folders = sorted(str(path) for path in Path(names[0]).iterdir() if path.is_dir())
+    return list(permutations(folders, 2))
 
 
 def main(*names):
-    if len(names) == 1:
-        folders = sorted(str(path) for path in Path(names[0]).iterdir() if path.is_dir())
-        pairs = list(permutations(folders, 2))
-    else:
-        pairs = [names]
-    print("| student | teacher | tool | seconds | peak MiB | result |\n| --- | --- | --- | --- | --- | --- |")
-    for student, teacher in pairs:
-        for what in ("build", "spell"):
-            command = [sys.executable, __file__, "--measure", what, student, teacher]
+    print("| student | teacher | tool | seconds | peak MiB | result |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for student, teacher in tokenizer_pairs(names):
+        for tool in ("build", "spell"):
+            # A fresh process, because peak memory never goes down again within one.
+            command = [sys.executable, __file__, "--measure", tool, student, teacher]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(done.stderr)
-            seconds, peak, facts = json.loads(done.stdout.splitlines()[-1])
-            row = Path(student).name, Path(teacher).name, what, f"{seconds:.1f}", f"{peak:.0f}", facts
-            print(f"| {' | '.join(row)} |", flush=True)
+            # The last line; libraries may print others before it.
+            result = json.loads(done.stdout.splitlines()[-1])
+            cells = [
+                Path(student).name,
+                Path(teacher).name,
+                tool,
+                f"{result['seconds']:.1f}",
+                f"{result['peak_mib']:.0f}",
+                result["facts"],
+            ]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

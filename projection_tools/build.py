@@ -1,10 +1,11 @@
-"""The projection W [V, W]: which teacher tokens say what a student token says.
+"""Build the projection W [V, W]: which teacher tokens say what a student token says.
 
-    python -m projection_tools.build --student-model A --teacher-model B --output projection.pt [--top-k 4]
+    python -m projection_tools.build --student A --teacher B --output projection.pt [--top_k 4]
 
-The whole chain in one process: pieces (multitoken.py), tokens of equal bytes pinned (exact.py), the heaviest
-entries kept (cut.py); with --embedding-model, similar tokens where bytes say nothing (generate.py).
-Training builds it in flight when no file is given, and keeps it under the fingerprints and flags.
+The whole chain in one process: pieces (multitoken.py), tokens of equal bytes pinned (exact.py), the
+heaviest entries kept (cut.py); with --embedding_model, similar tokens where bytes say nothing
+(generate.py).  Training builds it in flight when no file is given, and keeps it under the
+fingerprints and flags.
 """
 
 import hashlib
@@ -13,10 +14,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from projection_tools.flags import check_types, tool
 from projection_tools import Pair, as_tables, cached, fill_empty, finish
 from projection_tools.cut import cut_rows
 from projection_tools.exact import exact_pairs, pin_exact
+from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.generate import Embedder, similar_rows
 from projection_tools.multitoken import multitoken_rows
 from projection_tools.spell import spell
@@ -26,8 +27,9 @@ VERSION = 4  # of what is cached; raise it when the same flags give another proj
 
 @dataclass(kw_only=True)
 class Recipe:
-    """How a projection is built; see `Args`."""
+    """The choices that decide a projection; `Args` describes them."""
 
+    # None of these defaults is tuned.  A change of one changes the cached files' names by itself.
     top_k: int = 4
     threshold: float = 0.0
     max_pieces: int = 4
@@ -37,51 +39,82 @@ class Recipe:
 
 
 def build_projection(pair, recipe=None):
-    """Sparse student-to-teacher projection.
+    """Build the sparse student-to-teacher projection.
 
     Args:
         pair: Pair.
         recipe: Recipe; None: the defaults.
     Returns:
-        (indices, likelihoods): (V, K) int64, -1 in unused slots, and float64; rows sorted, summing to 1,
-        or to 0 where a token has no image.
+        (indices, likelihoods): (V, K) int64, -1 in unused slots, and float64; rows sorted, summing
+        to 1, or to 0 where a token has no counterpart.
     """
     recipe = recipe or Recipe()
-    V = len(pair.tables[0])
-    if pair.prints[0] == pair.prints[1]:  # one tokenizer: every token is its own image, reachable or not
-        K = recipe.top_k
-        indices, likelihoods = np.full((V, K), -1, np.int64), np.zeros((V, K))
-        indices[:, 0], likelihoods[:, 0] = np.arange(V), 1
-        return indices, likelihoods
-    wide = max(recipe.top_k, recipe.max_pieces) if recipe.threshold else recipe.top_k
     student, teacher = pair.tables
+    if pair.fingerprints[0] == pair.fingerprints[1]:
+        # One tokenizer: every token stands for itself, even one that no text is cut into.
+        return _identity(len(student), recipe.top_k)
+
+    # A threshold looks at all pieces, so none may be cut off before it.
+    slots = max(recipe.top_k, recipe.max_pieces) if recipe.threshold else recipe.top_k
+    # Two pieces at least, because exact_pairs has to see whether there is a second one.
     pieces = spell(student, pair.tokenizers[1], teacher, max(2, recipe.max_pieces))
-    found = multitoken_rows(pair, wide, recipe.max_pieces, recipe.reverse, recipe.special_threshold, pieces)
-    found = pin_exact(found, *exact_pairs(student, teacher, pieces)[:2])
+    projection = multitoken_rows(
+        pair,
+        slots,
+        recipe.max_pieces,
+        recipe.reverse,
+        recipe.special_threshold,
+        pieces,
+    )
+    # Equal bytes are certain, so such a row needs no second entry.
+    v, w, _ = exact_pairs(student, teacher, pieces)
+    projection = pin_exact(projection, v, w)
+    # Bytes come first: an embedding counts only where they say nothing.
     if recipe.embedding_model:
-        found = fill_empty(found, similar_rows(pair, Embedder(recipe.embedding_model), recipe.top_k))
-    return cut_rows(found, recipe.top_k, recipe.threshold)
+        embed = Embedder(recipe.embedding_model)
+        projection = fill_empty(projection, similar_rows(pair, embed, recipe.top_k))
+    return cut_rows(projection, recipe.top_k, recipe.threshold)
+
+
+def _identity(V, K):
+    """Return the projection that maps every token to itself, in K slots."""
+    indices = np.full((V, K), -1, np.int64)
+    indices[:, 0] = np.arange(V)
+    likelihoods = np.zeros((V, K))
+    likelihoods[:, 0] = 1
+    return indices, likelihoods
 
 
 def cached_projection(pair, recipe=None, directory=None):
-    """Tables of `build_projection`, kept on disk under the digest of the pair and the recipe."""
+    """Return the tables of `build_projection`, kept on disk under the digest of pair and recipe."""
     recipe = recipe or Recipe()
+    # Sorted, so that the digest does not change when fields are moved.
     flags = json.dumps(asdict(recipe), sort_keys=True)
     digest = hashlib.sha256(flags.encode()).hexdigest()[:8]
     name = f"projection-{VERSION}-{pair.digest}-{digest}.pt"
-    tool = f"isogloss, in flight, {flags}"
-    return cached(name, lambda: as_tables(build_projection(pair, recipe), pair, tool), directory)
+
+    def build():
+        projection = build_projection(pair, recipe)
+        return as_tables(projection, pair, f"isogloss, in flight, {flags}")
+
+    return cached(name, build, directory)
 
 
 def empty_row_reasons(pair, indices):
-    """{reason: number} of the rows without an image."""
+    """Return {reason: number} of the student tokens whose row is empty."""
     student = pair.tables[0]
-    empty = indices[:, 0] < 0
-    nothing = np.diff(student.starts) == 0
-    found = {"control tokens without a counterpart": int((empty & student.special).sum()),
-             "ids without a token": int((empty & ~student.special & nothing).sum()),
-             "bytes that the teacher cannot write": int((empty & ~student.special & ~nothing).sum())}
-    return {reason: number for reason, number in found.items() if number}
+    empty = indices[:, 0] < 0  # rows are sorted, so the first slot is the last to be unused
+    unused = np.diff(student.starts) == 0
+    masks = {
+        "control tokens without a counterpart": empty & student.special,
+        "ids without a token": empty & ~student.special & unused,
+        "bytes that the teacher cannot write": empty & ~student.special & ~unused,
+    }
+    reasons = {}
+    for reason, mask in masks.items():
+        if mask.any():
+            reasons[reason] = int(mask.sum())
+    return reasons
 
 
 @dataclass(kw_only=True)
@@ -89,36 +122,52 @@ class Args(Recipe):
     """Build the projection between a student's and a teacher's vocabulary.
 
     Args:
-        student_model: hub id or directory with the student's tokenizer.
-        teacher_model: likewise, the teacher's.
+        student: hub id or directory with the student's tokenizer.
+        teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors.
         top_k: entries kept in a row, 1 or more.
         threshold: entries that weigh less are dropped, 0 to 1.
         max_pieces: pieces of a spelling that count, 1 or more.
         reverse: add teacher tokens that are made of several student tokens.
-        special_threshold: similarity of the names from which on two control tokens are paired, 0 to 1.
-        embedding_model: hub id or directory of a model whose embeddings fill rows that bytes leave empty;
-            empty: they stay empty.
+        special_threshold: similarity of the names from which on two control tokens are paired, 0
+            to 1.
+        embedding_model: hub id or directory of a model whose embeddings fill the rows that bytes
+            leave empty; empty: they stay empty.
     """
 
-    student_model: str
-    teacher_model: str
+    student: str
+    teacher: str
     output: str
 
     def __post_init__(self):
         check_types(self)
-        if min(self.top_k, self.max_pieces) < 1 or not 0 <= self.threshold <= 1:
-            raise ValueError(f"--top-k {self.top_k}, --max-pieces {self.max_pieces}, --threshold "
-                             f"{self.threshold}: expected 1 or more, 1 or more, 0 to 1")
+        for name in ("top_k", "max_pieces"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected 1 or more")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"--threshold {self.threshold}: expected 0 to 1")
 
 
 def main(args):
-    pair = Pair.load(args.student_model, args.teacher_model)
-    recipe = Recipe(**{name: getattr(args, name) for name in asdict(Recipe())})
-    found = build_projection(pair, recipe)
-    reasons = [f"empty: {number} {reason}" for reason, number in empty_row_reasons(pair, found[0]).items()]
-    finish(found, pair, args, *reasons)
+    pair = Pair.load(args.student, args.teacher)
+    recipe = Recipe(
+        top_k=args.top_k,
+        threshold=args.threshold,
+        max_pieces=args.max_pieces,
+        reverse=args.reverse,
+        special_threshold=args.special_threshold,
+        embedding_model=args.embedding_model,
+    )
+    projection = build_projection(pair, recipe)
+    notes = []
+    for reason, number in empty_row_reasons(pair, projection[0]).items():
+        notes.append(f"empty: {number} {reason}")
+    finish(projection, pair, args, *notes)
+
+
+def cli(argv=None):
+    tool(Args, main, aliases=OLD_NAMES, argv=argv)
 
 
 if __name__ == "__main__":
-    tool(Args, main)
+    cli()

@@ -1,84 +1,119 @@
-"""What differs between two projections of the same pair.
+"""Show how two projections of the same pair differ.
 
-    python -m projection_tools.compare F.pt G.pt --student-model A --teacher-model B [--num-examples 20]
+    python -m projection_tools.compare F.pt G.pt --student A --teacher B [--num_examples 20]
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from projection_tools.flags import check_types, tool
-from projection_tools import Pair, load_arrays
+from projection_tools import Pair, entries, load_arrays
+from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.show import byte_explained, row_text
+
+SAME = 1e-6  # rows at this distance or less are the same; float32 in a file rounds to 6e-8
 
 
 def row_distance(a, b):
-    """(V,) total variation distance between the rows of two projections: 0 the same, 1 nothing in common.
+    """Return the total variation distance between the rows of two projections, (V,) float64.
 
-    A row that only one of them has is at distance 1.
+    It is 0 for equal rows, 1 for rows with nothing in common and for a row that is empty in one of
+    the projections alone.
+
+    Args:
+        a, b: (indices, likelihoods) with V rows each.
     """
-    V, width = len(a[0]), 1 + max(int(a[0].max(initial=-1)), int(b[0].max(initial=-1)))
-    keys, weights = [], []
-    for (indices, likelihoods), sign in ((a, 1), (b, -1)):
-        rows, slots = np.nonzero(indices >= 0)
-        keys.append(rows * width + indices[rows, slots])
-        weights.append(sign * likelihoods[rows, slots])
-    keys, place = np.unique(np.concatenate(keys), return_inverse=True)
-    difference = np.abs(np.bincount(place, np.concatenate(weights), len(keys)))
-    distance = np.bincount(keys // max(width, 1), difference, V) / 2
-    one = (a[0][:, 0] >= 0) != (b[0][:, 0] >= 0)
-    return np.where(one, 1.0, distance)
+    V = len(a[0])
+    a_rows, a_columns, a_weights = entries(*a)
+    b_rows, b_columns, b_weights = entries(*b)
+    # An entry's key is its position in a dense V x W matrix.  Adding up the weights of a key, those
+    # of b with a minus, gives the entries of a - b without that matrix.
+    columns = np.concatenate([a_columns, b_columns])
+    rows = np.concatenate([a_rows, b_rows])
+    weights = np.concatenate([a_weights, -1 * b_weights])
+    W = max(1, int(columns.max(initial=-1)) + 1)
+    keys, positions = np.unique(rows * W + columns, return_inverse=True)
+    difference = np.bincount(positions, weights, len(keys))
+
+    # Total variation is half of the L1 norm.  A row against an empty one would come out at 1/2.
+    distance = np.bincount(keys // W, np.abs(difference), V) / 2
+    only_one = _has_entries(a) != _has_entries(b)
+    return np.where(only_one, 1.0, distance)
+
+
+def _has_entries(projection):
+    """Return (V,) bool: the row is not empty."""
+    indices, _ = projection
+    return indices[:, 0] >= 0
 
 
 def differences(a, b):
-    """Facts about how two projections differ, as {name: number}."""
+    """Return facts about how two projections differ, as {name: number}."""
     distance = row_distance(a, b)
-    has = [part[0][:, 0] >= 0 for part in (a, b)]
-    both = has[0] & has[1]
-    return {"rows": len(distance), "the same within 1e-6": int((distance <= 1e-6).sum()),
-            "with another heaviest token": int((a[0][:, 0] != b[0][:, 0])[both].sum()),
-            "in the first only": int((has[0] & ~has[1]).sum()),
-            "in the second only": int((has[1] & ~has[0]).sum()),
-            "mean distance (total variation)": float(distance.mean()),
-            "entries of the first": int((a[0] >= 0).sum()), "entries of the second": int((b[0] >= 0).sum())}
+    a_indices, _ = a
+    b_indices, _ = b
+    in_a = _has_entries(a)
+    in_b = _has_entries(b)
+    other_heaviest = (a_indices[:, 0] != b_indices[:, 0]) & in_a & in_b
+    return {
+        "rows": len(distance),
+        "the same within 1e-6": int((distance <= SAME).sum()),
+        "with another heaviest token": int(other_heaviest.sum()),
+        "in the first only": int((in_a & ~in_b).sum()),
+        "in the second only": int((in_b & ~in_a).sum()),
+        "mean distance (total variation)": float(distance.mean()),
+        "entries of the first": int((a_indices >= 0).sum()),
+        "entries of the second": int((b_indices >= 0).sum()),
+    }
 
 
 @dataclass(kw_only=True)
 class Args:
-    """What differs between two projections of the same pair.
+    """Show how two projections of the same pair differ.
 
     Args:
         projection: the first file, .pt or .safetensors.
-        other: the second file.
-        student_model: hub id or directory with the student's tokenizer.
-        teacher_model: likewise, the teacher's.
-        num_examples: rows to show, those that differ most.
+        other: the second file, .pt or .safetensors.
+        student: hub id or directory with the student's tokenizer.
+        teacher: hub id or directory with the teacher's tokenizer.
+        num_examples: rows to show, those that differ most; 0: none.
     """
 
     projection: str
     other: str
-    student_model: str
-    teacher_model: str
+    student: str
+    teacher: str
     num_examples: int = 20
 
     def __post_init__(self):
         check_types(self)
         if self.num_examples < 0:
-            raise ValueError(f"--num-examples {self.num_examples}: expected 0 or more")
+            raise ValueError(f"--num_examples {self.num_examples}: expected 0 or more")
 
 
 def main(args):
-    pair = Pair.load(args.student_model, args.teacher_model)
-    both = [load_arrays(path, pair) for path in (args.projection, args.other)]
-    distance = row_distance(*both)
-    good = [byte_explained(projection, pair) for projection in both]
-    for v in np.argsort(-distance, kind="stable")[: args.num_examples].tolist():
-        if distance[v] > 1e-6:
-            lines = [row_text(v, projection, pair, g) for projection, g in zip(both, good)]
-            print(f"{distance[v]:.3f}  {lines[0]}  |  {lines[1].split(' -> ', 1)[1]}")
-    for name, value in differences(*both).items():
-        print(f"  {name}: {value:.4f}" if isinstance(value, float) else f"  {name}: {value}")
+    pair = Pair.load(args.student, args.teacher)
+    first = load_arrays(args.projection, pair)
+    second = load_arrays(args.other, pair)
+    first_explained = byte_explained(first, pair)
+    second_explained = byte_explained(second, pair)
+    distance = row_distance(first, second)
+    # Stable, so that of equal distances the lower id comes first.
+    farthest = np.argsort(-distance, kind="stable")
+    for v in farthest[: args.num_examples].tolist():
+        if distance[v] > SAME:
+            text = row_text(v, first, pair, first_explained)
+            other_text = row_text(v, second, pair, second_explained)
+            _, other_tokens = other_text.split(" -> ", 1)  # the student's token is there already
+            print(f"{distance[v]:.3f}  {text}  |  {other_tokens}")
+    for name, value in differences(first, second).items():
+        number = f"{value:.4f}" if isinstance(value, float) else value
+        print(f"  {name}: {number}")
+
+
+def cli(argv=None):
+    tool(Args, main, positional=("projection", "other"), aliases=OLD_NAMES, argv=argv)
 
 
 if __name__ == "__main__":
-    tool(Args, main, positional=("projection", "other"))
+    cli()

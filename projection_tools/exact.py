@@ -1,52 +1,81 @@
 """Pin tokens of equal bytes: weight 1, alone in their row.
 
-    python -m projection_tools.exact --student-model A --teacher-model B --projection F.pt --output G.pt
+    python -m projection_tools.exact --student A --teacher B --projection F.pt --output G.pt
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from projection_tools.flags import check_types, tool
 from projection_tools import Pair, all_bytes, finish, load_arrays, widen
+from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import spell
 
 
-def exact_pairs(student, teacher, pieces):
-    """Tokens of both vocabularies that stand for the same bytes.
+class Duplicates(NamedTuple):
+    """How many tokens of each vocabulary have the bytes of another one that is pinned."""
 
-    Where several teacher tokens have the same bytes, as '<0x41>' and 'A', the one counts that the teacher
-    itself writes; if it writes none of them, the lowest id.
+    student: int
+    teacher: int
+
+
+def exact_pairs(student, teacher, pieces):
+    """Pair the tokens of both vocabularies that stand for the same bytes.
+
+    Where several teacher tokens have the same bytes, as '<0x41>' and 'A', the one counts that the
+    teacher itself writes; if it writes none of them, the lowest id.
 
     Args:
         student, teacher: TokenTables.
         pieces: (V, P >= 2) how the teacher spells the student's tokens, -1 behind the last piece.
     Returns:
-        (v, w, duplicates): (N,) ids, rising in v; and how many tokens, on student and on teacher side, have
-        the bytes of another one that takes part.
+        (v, w, duplicates): (N,) ids, rising in v; and `Duplicates`.
     """
-    lowest, times = {}, Counter()
-    spelled = all_bytes(teacher)
-    for w in np.flatnonzero(teacher.lengths > 0)[::-1].tolist():
-        lowest[spelled[w]] = w
-        times[spelled[w]] += 1
+    lowest, times = _ids_by_bytes(teacher)
+    student_bytes = all_bytes(student)
     v = np.flatnonzero(student.lengths > 0)
-    spelled = all_bytes(student)
-    spelled = [spelled[i] for i in v.tolist()]
-    w = np.array([lowest.get(bytes_, -1) for bytes_ in spelled], np.int64)
-    common = {bytes_ for bytes_ in spelled if bytes_ in lowest}
-    one = (pieces[v, 0] >= 0) & (pieces[v, 1:] < 0).all(1)  # written as one token: the one of equal bytes
-    w = np.where(one, pieces[v, 0], w)
-    v, w = v[w >= 0], w[w >= 0]
-    return v, w, (len(v) - len(common), sum(times[bytes_] - 1 for bytes_ in common))
+    w = np.full(len(v), -1)
+    common = set()  # byte strings that both vocabularies have a token for
+    for n, i in enumerate(v.tolist()):
+        spelled = student_bytes[i]
+        if spelled in lowest:
+            w[n] = lowest[spelled]
+            common.add(spelled)
+
+    # Where the teacher writes the bytes as one token, that is the one, whatever its id.
+    first = pieces[v, 0]
+    one_piece = (first >= 0) & (pieces[v, 1:] < 0).all(1)
+    w = np.where(one_piece, first, w)
+    paired = w >= 0
+    v = v[paired]
+    w = w[paired]
+    # A teacher token stands in a row for each student token of its bytes, but of the teacher tokens
+    # with these bytes only one is ever pinned.
+    teacher_duplicates = sum(times[spelled] - 1 for spelled in common)
+    return v, w, Duplicates(len(v) - len(common), teacher_duplicates)
+
+
+def _ids_by_bytes(table):
+    """Return ({bytes: lowest id of a token that stands for them}, Counter of these tokens)."""
+    token_bytes = all_bytes(table)
+    lowest = {}
+    times = Counter()
+    # Length 0 is an id without a token, -1 a control token.  From the last id, so the lowest stays.
+    for i in np.flatnonzero(table.lengths > 0)[::-1].tolist():
+        lowest[token_bytes[i]] = i
+        times[token_bytes[i]] += 1
+    return lowest, times
 
 
 def pin_exact(projection, v, w):
-    """The projection with rows v that hold w alone."""
-    indices, likelihoods = [part.copy() for part in widen(projection, 1)]
-    indices[v], likelihoods[v] = -1, 0
-    indices[v, 0], likelihoods[v, 0] = w, 1
+    """Return the projection with rows v that hold w alone."""
+    indices, likelihoods = widen(projection, 1)  # a copy, so the caller's arrays stay
+    indices[v] = -1
+    indices[v, 0] = w
+    likelihoods[v] = 0
+    likelihoods[v, 0] = 1
     return indices, likelihoods
 
 
@@ -55,14 +84,14 @@ class Args:
     """Pin tokens of equal bytes.
 
     Args:
-        student_model: hub id or directory with the student's tokenizer.
-        teacher_model: likewise, the teacher's.
+        student: hub id or directory with the student's tokenizer.
+        teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors.
         projection: file whose other rows are kept; empty: they stay empty.
     """
 
-    student_model: str
-    teacher_model: str
+    student: str
+    teacher: str
     output: str
     projection: str = ""
 
@@ -71,15 +100,28 @@ class Args:
 
 
 def main(args):
-    pair = Pair.load(args.student_model, args.teacher_model)
-    V = len(pair.tables[0])
-    start = load_arrays(args.projection, pair) if args.projection else (np.full((V, 1), -1), np.zeros((V, 1)))
-    pieces = spell(pair.tables[0], pair.tokenizers[1], pair.tables[1], max_pieces=2)
-    v, w, duplicates = exact_pairs(*pair.tables, pieces)
-    finish(pin_exact(start, v, w), pair, args,
-           f"{len(v)} pinned; {duplicates[0]} student tokens have the bytes of another one and share its "
-           f"teacher token, {duplicates[1]} such teacher tokens are left out")
+    pair = Pair.load(args.student, args.teacher)
+    student, teacher = pair.tables
+    if args.projection:
+        projection = load_arrays(args.projection, pair)
+    else:
+        V = len(student)
+        projection = (np.full((V, 1), -1), np.zeros((V, 1)))
+    pieces = spell(student, pair.tokenizers[1], teacher, max_pieces=2)
+    v, w, duplicates = exact_pairs(student, teacher, pieces)
+    finish(
+        pin_exact(projection, v, w),
+        pair,
+        args,
+        f"{len(v)} pinned; {duplicates.student} student tokens have the bytes of another one and "
+        f"share its teacher token; {duplicates.teacher} teacher tokens have the bytes of a pinned "
+        "one and are left out",
+    )
+
+
+def cli(argv=None):
+    tool(Args, main, aliases=OLD_NAMES, argv=argv)
 
 
 if __name__ == "__main__":
-    tool(Args, main)
+    cli()

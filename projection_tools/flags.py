@@ -1,22 +1,43 @@
-"""A dataclass as a command line, by fire: values get their type, an unknown flag names the nearest known one.
+"""Read a dataclass from a command line, with fire: typed values, help in full, errors in one line.
 
     cfg = parse_flags(Config, sys.argv[1:])
 
-Fire alone would call the function before it refuses a misspelt flag, take `--resume=false` for true, and
-`--name=2024` for a number.
+Fire reads the values.  The words around them are read here, because fire alone
+
+- calls the function before it rejects a misspelled flag,
+- takes ``--resume=false`` for true, ``--name=2024`` for a number and ``--output`` for "True",
+- ends a description in ``--help`` where a later line of it holds a colon, and offers short flags.
 """
 
 import difflib
+import inspect
+import re
+import shutil
 import sys
+import textwrap
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 import fire
 
+# Names of flags that public recipes use, and what they are called here.
+OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
+
+# Columns of the help: below 60 a description becomes a ribbon, above 120 the eye loses its line.
+NARROWEST = 60
+WIDEST = 120
+
+
+# --- values ---------------------------------------------------------------------------------------
+
 
 def typed(name, value, kind):
-    """The value as `kind`; fire reads 1e3 as a float and passes `=false` as text.
+    """Return the value as `kind`; fire reads 1e3 as a float and passes `=false` as text.
 
+    Args:
+        name: the flag's name, for the message.
+        value: what fire made of the text.
+        kind: bool, int, float or str.
     Raises:
         ValueError: it is of another type.
     """
@@ -24,7 +45,7 @@ def typed(name, value, kind):
         return str(value).lower() == "true"
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int:  # not isinstance: True is an int too
         return float(value)
     if type(value) is not kind:
         raise ValueError(f"--{name}={value}: expected {kind.__name__}, got {type(value).__name__}")
@@ -32,52 +53,306 @@ def typed(name, value, kind):
 
 
 def check_types(config):
-    """Give every field of a dataclass its type; for its __post_init__."""
+    """Convert every field of a dataclass to its type; for its __post_init__.
+
+    Raises:
+        ValueError: a value is of another type.
+    """
     for field in fields(config):
-        setattr(config, field.name, typed(field.name, getattr(config, field.name), field.type))
+        value = getattr(config, field.name)
+        setattr(config, field.name, typed(field.name, value, field.type))
 
 
-def parse_flags(kind, argv, positional=()):
-    """An instance of a keyword-only dataclass from the command line; hyphens or underscores.
+# --- the command line -----------------------------------------------------------------------------
+
+
+def parse_flags(kind, argv, positional=(), aliases=None, groups=None):
+    """Return an instance of a keyword-only dataclass from the command line.
+
+    Flags are written with hyphens or underscores.  A bool flag may stand alone: ``--pack`` is true,
+    ``--nopack`` is false.  ``-h`` or ``--help`` anywhere prints the help.
 
     Args:
+        kind: the dataclass; its fields are of type bool, int, float or str.
+        argv: the words of the command line, without the program.
         positional: names of the fields that the first words without a flag fill.
+        aliases: {other name of a flag: field name}.
+        groups: {title: field names} of the help; see `help_text`.
     Raises:
-        ValueError: unknown flag, wrong type, a word that belongs to no flag, a flag that is missing.
+        ValueError: an unknown flag, a wrong type, a word that belongs to no flag, a missing flag.
+        SystemExit: code 0, after the help was printed.
     """
-    names = [field.name for field in fields(kind)]
-    words, argv = list(positional), list(argv)
-    while words and argv and not argv[0].startswith("-"):
-        argv.append(f"--{words.pop(0)}={argv.pop(0)}")
-    after_flag, given = False, set()
-    for word in argv:
-        if word in ("-h", "--help", "--"):
-            break
-        if word.startswith("--"):
-            name = word[2:].split("=")[0].replace("-", "_")
-            if name not in names and name.removeprefix("no") not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                hint = f"; did you mean --{near[0]}?" if near else "; --help lists them all"
-                raise ValueError(f"unknown flag --{name}{hint}")
-            given.add(name)
-        elif not after_flag:
-            raise ValueError(f"unexpected argument {word!r}: a value belongs to a flag, as in --{names[0]} X")
-        after_flag = word.startswith("--") and "=" not in word
-    else:
-        missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
-        if missing:
-            raise ValueError(f"--{missing[0]} is missing; --help describes all flags")
-    as_text = {field.name: str for field in fields(kind) if field.type is str}  # --text_key=2024 stays text
-    config = fire.Fire(fire.decorators.SetParseFns(**as_text)(kind), command=argv, serialize=lambda _: None)
+    aliases = aliases or {}
+    if "-h" in argv or "--help" in argv:
+        print(help_text(kind, groups, positional=positional, aliases=aliases))
+        raise SystemExit(0)
+    given = _assignments(kind, list(argv), positional, aliases)
+
+    as_text = {}
+    for field in fields(kind):
+        if _is_required(field) and field.name not in given:
+            raise ValueError(f"--{field.name} is missing; --help describes every flag")
+        if field.type is str:
+            as_text[field.name] = str  # not evaluated: --text_key=2024 stays text
+
+    # Every flag goes to fire as one word, --name=value, which leaves it nothing to guess.
+    command = [f"--{name}={value}" for name, value in given.items()]
+    parser = fire.decorators.SetParseFns(**as_text)(kind)
+    config = fire.Fire(parser, command=command, serialize=lambda _: None)
     assert isinstance(config, kind), config
     return config
 
 
-def tool(kind, main, positional=(), argv=None):
-    """Run `main(args)` of a small tool; wrong input ends it with one line and exit code 2."""
+def _fields_by_name(kind):
+    return {field.name: field for field in fields(kind)}
+
+
+def _is_required(field):
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _is_flag(word):
+    """Return whether a word is a flag rather than a value such as 7, -1 or x."""
+    return re.match(r"--|-[A-Za-z]", word) is not None
+
+
+def _assignments(kind, argv, positional, aliases):
+    """Return {field name: text of its value} of a command line.
+
+    A flag that is given twice counts as given last, so that a script may append to a fixed command.
+    """
+    given = {}
+    for name in positional:
+        if not argv or argv[0].startswith("-"):
+            break
+        given[name] = argv.pop(0)
+
+    # A stack with the first word on top: a flag without "=" takes the word behind it.
+    words = argv[::-1]
+    while words:
+        word = words.pop()
+        if not _is_flag(word) or word == "--":
+            example = fields(kind)[0].name
+            raise ValueError(
+                f"unexpected argument {word!r}: a value follows a flag, as in --{example} VALUE"
+            )
+        flag, equals, value = word.partition("=")
+        field, negated = _field_of(kind, flag, aliases)
+        if negated and equals:
+            raise ValueError(f"{flag} takes no value; write --{field.name}={value}")
+        if negated:
+            value = "False"
+        elif not equals and words and not _is_flag(words[-1]):
+            value = words.pop()
+        elif not equals and field.type is bool:
+            value = "True"
+        elif not equals:
+            # Fire would pass the text "True": --export alone would write to a folder of that name.
+            raise ValueError(f"--{field.name} needs a value, as in --{field.name}=VALUE")
+        given[field.name] = value
+    return given
+
+
+def _field_of(kind, flag, aliases):
+    """Return (field, negated) of a flag as it was written, such as --top-k or --nopack.
+
+    Raises:
+        ValueError: a short flag, or one that does not exist.
+    """
+    by_name = _fields_by_name(kind)
+    name = flag.lstrip("-").replace("-", "_")
+    name = aliases.get(name, name)
+    is_long = flag.startswith("--")
+    if is_long and name in by_name:
+        return by_name[name], False
+    opposite = by_name.get(name.removeprefix("no"))
+    if is_long and opposite is not None and opposite.type is bool:
+        return opposite, True
+
+    near = _nearest(name, by_name, aliases)
+    hint = f"did you mean --{near}?" if near else "--help lists them all"
+    if is_long:
+        raise ValueError(f"unknown flag --{name}; {hint}")
+    raise ValueError(f"unknown flag {flag}; flags begin with two hyphens; {hint}")
+
+
+def _nearest(name, names, aliases):
+    """Return the known name most like `name`, for a letter one that begins with it, or None."""
+    if len(name) == 1:
+        return next((known for known in names if known.startswith(name)), None)
+    near = difflib.get_close_matches(name, [*names, *aliases], 1)
+    if not near:
+        return None
+    return aliases.get(near[0], near[0])
+
+
+# --- the help -------------------------------------------------------------------------------------
+
+
+def descriptions(kind):
+    """Read the ``Args:`` block of a class docstring.
+
+    Every line at the block's first indentation begins an entry, ``name: text``.  All deeper lines
+    belong to that entry, whatever they hold: colons, parentheses, lists.  Blank lines separate its
+    paragraphs.
+
+    Returns:
+        {name: list of paragraphs}, each paragraph one line of text.
+    """
+    lines = inspect.getdoc(kind).splitlines()
+    if "Args:" not in lines:
+        return {}
+    entries = {}
+    indentation = None  # of the first entry, and so of all
+    begins_paragraph = True
+    for line in lines[lines.index("Args:") + 1 :]:
+        text = line.strip()
+        if not text:
+            begins_paragraph = True
+            continue
+        depth = len(line) - len(line.lstrip())
+        if depth == 0:  # the next section, such as Raises:
+            break
+        if indentation is None:
+            indentation = depth
+        if depth <= indentation:
+            name, _, first_words = text.partition(":")
+            paragraphs = [first_words.strip()] if first_words else []
+            entries[name] = paragraphs
+        elif begins_paragraph or not paragraphs:
+            paragraphs.append(text)
+        else:
+            paragraphs[-1] += f" {text}"
+        begins_paragraph = False
+    return entries
+
+
+def undescribed(kind):
+    """Assert that ``Args:`` describes every flag of a dataclass and nothing else; for tests.
+
+    Raises:
+        AssertionError: a flag without a description, or a description without a flag.
+    """
+    about = descriptions(kind)
+    names = _fields_by_name(kind)
+    for name in names:
+        assert about.get(name), f"{kind.__qualname__}: the flag {name} has no description"
+    for name in about:
+        assert name in names, f"{kind.__qualname__}: the description {name!r} has no flag"
+
+
+def help_text(kind, groups=None, width=None, positional=(), aliases=None):
+    """Return the help of a dataclass: usage, the docstring's first paragraph, all of its flags.
+
+    Args:
+        kind: the dataclass, with an ``Args:`` block in its docstring.
+        groups: {title: field names}, in the order of the help; fields in no group come last, under
+            "other".  None: one list, in the order of the fields.
+        width: columns; None: the terminal's, between 60 and 120.
+        positional, aliases: as for `parse_flags`.
+    """
+    if width is None:
+        columns = shutil.get_terminal_size().columns  # 80 where there is no terminal
+        width = min(max(columns, NARROWEST), WIDEST)
+    by_name = _fields_by_name(kind)
+    about = descriptions(kind)
+    summary = inspect.getdoc(kind).split("\n\n")[0]
+    blocks = [_usage(kind, positional, width), _wrapped(summary, width)]
+    for title, names in _grouped(by_name, groups).items():
+        entries = [_flag_help(by_name[name], about.get(name, []), width) for name in names]
+        blocks.append("\n".join([f"{title}:", *entries]))
+
+    if any(field.type is bool for field in by_name.values()):
+        note = "A BOOL flag may stand alone: --flag means --flag=true, --noflag means --flag=false."
+        blocks.append(_wrapped(note, width))
+    if aliases:
+        pairs = [f"--{old} for --{new}" for old, new in aliases.items()]
+        blocks.append(_wrapped(f"Other names that work: {', '.join(pairs)}.", width))
+    return "\n\n".join(blocks)
+
+
+def _wrapped(text, width, indent=""):
+    """Return text in lines of at most `width` columns."""
+    return textwrap.fill(
+        " ".join(text.split()),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,  # paths and flags stay whole, so that they can be copied
+        break_on_hyphens=False,
+    )
+
+
+def _usage(kind, positional, width):
+    """Return the usage line: the program, its positional words, the required flags."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:
+        program = Path(sys.argv[0]).name
+    else:  # it was started by python -m, which names a package "package.__main__"
+        program = f"python -m {spec.name.removesuffix('.__main__')}"
+    words = [f"usage: {program}", *map(str.upper, positional)]
+    for field in fields(kind):
+        if _is_required(field) and field.name not in positional:
+            words.append(f"--{field.name} {_type_name(field)}")
+    words.append("[--flag value ...]")
+    return _wrapped(" ".join(words), width)
+
+
+def _type_name(field):
+    return "TEXT" if field.type is str else field.type.__name__.upper()
+
+
+def _grouped(by_name, groups):
+    """Return {title: field names} in which every field stands once."""
+    if groups is None:
+        return {"flags": list(by_name)}
+    ungrouped = list(by_name)
+    for title, names in groups.items():
+        for name in names:
+            assert name in ungrouped, f"group {title!r}: {name} is no flag, or has a group already"
+            ungrouped.remove(name)
+    if not ungrouped:
+        return groups
+    return {**groups, "other": ungrouped}
+
+
+def _flag_help(field, paragraphs, width):
+    """Return a flag's name, type and default on one line, and its description below."""
+    default = field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
+    if default is MISSING:
+        note = "required"
+    elif field.type is bool:
+        note = f"default: {str(default).lower()}"  # as it is written on the command line
+    elif default == "":
+        note = 'default: ""'
+    else:
+        note = f"default: {default}"
+    lines = [f"  --{field.name} {_type_name(field)} ({note})"]
+    for paragraph in paragraphs:
+        lines.append(_wrapped(paragraph, width, indent=" " * 6))
+    return "\n".join(lines)
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+def tool(kind, main, positional=(), aliases=None, argv=None):
+    """Run ``main(args)`` of a small tool; wrong input ends it with one line and exit code 2.
+
+    Args:
+        kind: the dataclass of its flags.
+        main: function of an instance of that dataclass.
+        positional, aliases: as for `parse_flags`.
+        argv: the words of the command line; None: those of this process.
+    """
+    words = sys.argv[1:] if argv is None else argv
     try:
-        main(parse_flags(kind, sys.argv[1:] if argv is None else argv, positional))
+        main(parse_flags(kind, words, positional, aliases))
     except ValueError as error:
-        where = Path(main.__code__.co_filename)
-        print(f"{where.parent.name}.{where.stem}: {' '.join(str(error).split())}", file=sys.stderr)
+        # The source file, because the module is called __main__ when it runs as a program.
+        source = Path(main.__code__.co_filename)
+        message = " ".join(str(error).split())
+        print(f"{source.parent.name}.{source.stem}: {message}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,79 +1,119 @@
-"""Rows from spellings: which teacher tokens spell a student token.
+"""Make rows from spellings: which teacher tokens spell a student token.
 
-    python -m projection_tools.multitoken --student-model A --teacher-model B --output F.pt [--reverse]
+    python -m projection_tools.multitoken --student A --teacher B --output F.pt [--reverse]
 
-The i-th teacher piece of a student token weighs 0.9 * 0.1^i, normalized: '201' -> '2' .9009, '0' .0901,
-'1' .0090.  With --reverse, teacher tokens that the student spells in several pieces stand in the rows of
-those pieces too, with the same weights before they are normalized.  Control tokens: by role, by equal name,
-by similar name.
+The i-th teacher piece of a student token weighs 0.9 * 0.1^i, normalized: '201' -> '2' .9009,
+'0' .0901, '1' .0090.  With --reverse, teacher tokens that the student spells in several pieces
+stand in the rows of those pieces too, with the same weights before they are normalized.  Control
+tokens are paired by role, by equal name, by similar name.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from projection_tools.flags import check_types, tool
 from projection_tools import Pair, entries, fill_empty, finish, load_arrays, pack
+from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import link_special_tokens, spell
 
-FIRST, NEXT = 0.9, 0.1  # weight of the first piece, and of each piece in units of the one before
+# Weight of the first piece, and of each further piece relative to the one before it.  Not tuned.
+FIRST = 0.9
+NEXT = 0.1
 
 
-def multitoken_rows(pair, top_k=4, max_pieces=8, reverse=False, special_threshold=0.8, pieces=None):
-    """Projection from the pieces by which each side spells the other's tokens.
+def multitoken_rows(
+    pair,
+    top_k=4,
+    max_pieces=8,
+    reverse=False,
+    special_threshold=0.8,
+    pieces=None,
+):
+    """Return a projection from the pieces by which each side spells the other's tokens.
 
     Args:
         pair: Pair.
         top_k: entries kept in a row.
         max_pieces: pieces of a spelling that count.
-        reverse: add teacher tokens that are made of several student tokens, behind the pieces; of those
-            with equal weight the ones of fewer pieces come first, then the lower ids.
-        special_threshold: similarity of the names from which on two control tokens are paired, 0 to 1.
+        reverse: add teacher tokens that are made of several student tokens, behind the pieces; of
+            those with equal weight the ones of fewer pieces come first, then the lower ids.
+        special_threshold: similarity of the names from which on two control tokens are paired, 0
+            to 1.
         pieces: (V, P) spelling of the student's tokens by the teacher, if at hand.
     Returns:
         (indices, likelihoods) with `top_k` slots.
     """
-    (student, teacher), (student_tokenizer, teacher_tokenizer) = pair.tables, pair.tokenizers
+    student, teacher = pair.tables
+    student_tokenizer, teacher_tokenizer = pair.tokenizers
     if pieces is None:
         pieces = spell(student, teacher_tokenizer, teacher, max_pieces)
-    rows, slots = np.nonzero(pieces[:, :max_pieces] >= 0)
-    columns = pieces[rows, slots].astype(np.int64)
+    rows, ranks = np.nonzero(pieces[:, :max_pieces] >= 0)
+    columns = pieces[rows, ranks].astype(np.int64)
     if reverse:
-        back = spell(teacher, student_tokenizer, student, max_pieces=64)
-        size = (back >= 0).sum(1)
-        w, place = np.nonzero((back[:, :max_pieces] >= 0) & (size > 1)[:, None])
-        order = np.lexsort((w, size[w]))
-        w, place = w[order], place[order]
-        known = np.isin(back[w, place] * len(teacher) + w, rows * len(teacher) + columns)
-        w, place = w[~known], place[~known]
-        _, first = np.unique(back[w, place] * len(teacher) + w, return_index=True)
-        first.sort()  # where a piece occurs twice in a token, its first place counts
-        rows = np.concatenate([rows, back[w, place][first]])
-        columns = np.concatenate([columns, w[first]])
-        slots = np.concatenate([slots, place[first]])
-    linked = np.array(link_special_tokens(student, teacher, special_threshold), np.int64).reshape(-1, 2)
-    keep = ~np.isin(rows, linked[:, 0])
-    rows, columns = np.append(rows[keep], linked[:, 0]), np.append(columns[keep], linked[:, 1])
-    return pack(rows, columns, FIRST * NEXT ** np.append(slots[keep], 0 * linked[:, 0]), len(student), top_k)
+        back = spell(teacher, student_tokenizer, student, max_pieces=64)  # of these all count
+        made_rows, made_columns, made_ranks = _reverse_entries(back, max_pieces, rows, columns)
+        rows = np.concatenate([rows, made_rows])
+        columns = np.concatenate([columns, made_columns])
+        ranks = np.concatenate([ranks, made_ranks])
+
+    # A control token's row holds its counterpart alone, whatever its name is spelled like.
+    linked = link_special_tokens(student, teacher, special_threshold)
+    linked_v, linked_w = np.array(linked, np.int64).reshape(-1, 2).T
+    keep = ~np.isin(rows, linked_v)
+    rows = np.append(rows[keep], linked_v)
+    columns = np.append(columns[keep], linked_w)
+    ranks = np.append(ranks[keep], np.zeros_like(linked_v))
+    weights = FIRST * NEXT**ranks
+    return pack(rows, columns, weights, len(student), top_k)
+
+
+def _reverse_entries(back, max_pieces, rows, columns):
+    """Return entries for the teacher tokens that are made of several student tokens.
+
+    Args:
+        back: (W, P) spelling of the teacher's tokens by the student.
+        max_pieces: pieces of a spelling that count.
+        rows, columns: the entries that exist already.
+    Returns:
+        (rows, columns, ranks): int64; rank i of an entry: the row is the i-th piece of the column.
+    """
+    W = len(back)
+    size = (back >= 0).sum(1)
+    several = size > 1
+    w, rank = np.nonzero((back[:, :max_pieces] >= 0) & several[:, None])
+    order = np.lexsort((w, size[w]))  # fewer pieces first, then lower ids
+    w = w[order]
+    rank = rank[order]
+    v = back[w, rank].astype(np.int64)  # v * W + w is beyond int32 for two large vocabularies
+
+    is_new = ~np.isin(v * W + w, rows * W + columns)
+    v = v[is_new]
+    w = w[is_new]
+    rank = rank[is_new]
+    # Where a piece occurs twice in a token, its first position counts.
+    _, first = np.unique(v * W + w, return_index=True)
+    first.sort()
+    return v[first], w[first], rank[first]
 
 
 @dataclass(kw_only=True)
 class Args:
-    """Rows of a projection from spellings.
+    """Make the rows of a projection from spellings.
 
     Args:
-        student_model: hub id or directory with the student's tokenizer.
-        teacher_model: likewise, the teacher's.
+        student: hub id or directory with the student's tokenizer.
+        teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors.
         projection: file whose rows fill those that stay empty here; empty: none.
         top_k: entries kept in a row, 1 or more.
         max_pieces: pieces of a spelling that count, 1 or more.
         reverse: add teacher tokens that are made of several student tokens.
-        special_threshold: similarity of the names from which on two control tokens are paired, 0 to 1.
+        special_threshold: similarity of the names from which on two control tokens are paired, 0
+            to 1.
     """
 
-    student_model: str
-    teacher_model: str
+    student: str
+    teacher: str
     output: str
     projection: str = ""
     top_k: int = 4
@@ -83,18 +123,30 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        if min(self.top_k, self.max_pieces) < 1:
-            raise ValueError(f"--top-k {self.top_k}, --max-pieces {self.max_pieces}: expected 1 or more")
+        for name in ("top_k", "max_pieces"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected 1 or more")
 
 
 def main(args):
-    pair = Pair.load(args.student_model, args.teacher_model)
-    found = multitoken_rows(pair, args.top_k, args.max_pieces, args.reverse, args.special_threshold)
+    pair = Pair.load(args.student, args.teacher)
+    projection = multitoken_rows(
+        pair,
+        args.top_k,
+        args.max_pieces,
+        args.reverse,
+        args.special_threshold,
+    )
     if args.projection:
-        other = load_arrays(args.projection, pair)
-        found = pack(*entries(*fill_empty(found, other)), len(found[0]), args.top_k)
-    finish(found, pair, args)
+        filled = fill_empty(projection, load_arrays(args.projection, pair))
+        # The file may have more slots than --top_k.
+        projection = pack(*entries(*filled), len(pair.tables[0]), args.top_k)
+    finish(projection, pair, args)
+
+
+def cli(argv=None):
+    tool(Args, main, aliases=OLD_NAMES, argv=argv)
 
 
 if __name__ == "__main__":
-    tool(Args, main)
+    cli()

@@ -1,7 +1,7 @@
 """Look at a projection: examples, statistics, a check against two tokenizers, a picture.
 
-    python -m projection_tools.show --student-model A --teacher-model B --projection F.pt \\
-        [--tokens '201,hello'] [--num-examples 20] [--png F.png]
+    python -m projection_tools.show --student A --teacher B --projection F.pt \\
+        [--tokens '201,hello'] [--num_examples 20] [--png F.png]
 
 A row's tokens are written with their bytes; `*` marks an entry that the bytes do not explain.
 """
@@ -10,137 +10,245 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from projection_tools.flags import check_types, tool
 from projection_tools import Pair, all_bytes, describe, load_arrays
 from projection_tools.build import empty_row_reasons
+from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import link_special_tokens
+
+# Top weight from which on a row takes part in the relaxed common set, as in the loss h_kl.
+RELAXED_WEIGHT = 0.6
+
+FONT_SIZE = 8  # points, of the picture
+LABEL_LENGTH = 24  # characters of a token that fit beside a row of the picture
+
+
+# --- facts ----------------------------------------------------------------------------------------
 
 
 def byte_explained(projection, pair):
-    """(V, K) bool: does an entry's token stand for a part of the student token's bytes, or for its role?"""
+    """Return (V, K) bool: the bytes of the student's token explain the entry, or its role does.
+
+    Bytes explain a teacher token that stands for a part of them.
+    """
     indices, _ = projection
-    student, teacher = [all_bytes(table) for table in pair.tables]
-    roles = set(link_special_tokens(*pair.tables, threshold=0.8))
-    control = pair.tables[1].special
-    out = np.zeros(indices.shape, bool)
-    for v, row in enumerate(indices.tolist()):
-        for k, w in enumerate(row):
-            if w >= 0:
-                out[v, k] = (v, w) in roles or (not control[w] and teacher[w] in student[v])
-    return out
+    student_bytes = all_bytes(pair.tables[0])
+    teacher_bytes = all_bytes(pair.tables[1])
+    is_control = pair.tables[1].special.tolist()
+    linked = set(link_special_tokens(*pair.tables, threshold=0.8))  # the default of `build`
+    result = np.zeros(indices.shape, bool)
+    rows, slots = np.nonzero(indices >= 0)
+    columns = indices[rows, slots].tolist()
+    explained = []
+    for v, w in zip(rows.tolist(), columns):
+        within = not is_control[w] and teacher_bytes[w] in student_bytes[v]
+        explained.append(within or (v, w) in linked)
+    result[rows, slots] = explained
+    return result
 
 
 def common_set(projection, relaxed=False):
-    """(v, w) ids of the tokens that both vocabularies share, as the losses gold and h_kl count them.
+    """Return the tokens that both vocabularies share, as the losses gold and h_kl count them.
 
     Args:
-        relaxed: False: rows of one slot with weight 1, of one teacher token the lowest v.  True: rows whose
-            top weight is 0.6 or more; of one teacher token the heaviest row, then the lowest v.
+        projection: (indices, likelihoods).
+        relaxed: False: rows of one slot with weight 1; of one teacher token the lowest v.  True:
+            rows whose top weight is 0.6 or more; of one teacher token the heaviest row, then the
+            lowest v.
+    Returns:
+        (v, w): ids, rising in v.
     """
     indices, likelihoods = projection
     top = likelihoods[:, 0]
     if relaxed:
-        v = np.flatnonzero((indices[:, 0] >= 0) & (top >= 0.6))
+        common = top >= RELAXED_WEIGHT
     else:
-        alone = (indices[:, 1:] < 0).all(1)
-        v = np.flatnonzero((indices[:, 0] >= 0) & alone & (top > 1 - 1e-6))
-    order = np.lexsort((v, -top[v], indices[v, 0]))
-    _, first = np.unique(indices[v[order], 0], return_index=True)
+        one_slot = (indices[:, 1:] < 0).all(1)
+        common = one_slot & (top > 1 - 1e-6)  # a float32 file rounds
+    v = np.flatnonzero((indices[:, 0] >= 0) & common)
+
+    # Each teacher token once: its rows stand together, the one that counts first.
+    w = indices[v, 0]
+    order = np.lexsort((v, -top[v], w))
+    _, first = np.unique(w[order], return_index=True)
     v = np.sort(v[order][first])
     return v, indices[v, 0]
 
 
 def row_statistics(projection, pair):
-    """Facts about a projection, as {name: number or text}."""
+    """Return facts about a projection, as {name: number or text}."""
     indices, likelihoods = projection
-    used = (indices >= 0).sum(1)
-    sums = likelihoods.sum(1)
-    same = [a == b for a, b in zip(all_bytes(pair.tables[0]), _bytes_of(indices[:, 0], pair.tables[1]))]
-    facts = {"rows": len(indices), "of one teacher token": int((used == 1).sum()),
-             "of these with equal bytes": int((np.array(same) & (used == 1)).sum()),
-             "of several": int((used > 1).sum()), "empty": int((used == 0).sum())}
-    facts |= {f"empty, {reason}": number for reason, number in empty_row_reasons(pair, indices).items()}
-    facts["largest distance of a row's sum from 1"] = f"{np.abs(sums[used > 0] - 1).max(initial=0):.1e}"
-    many = likelihoods[used > 1]
-    for k in range(indices.shape[1] if len(many) else 0):
-        facts[f"mean weight at rank {k + 1}, rows of several"] = f"{many[:, k].mean():.4f}"
+    used = indices >= 0
+    sizes = used.sum(1)
+    one = sizes == 1
+    facts = {
+        "rows": len(indices),
+        "of one teacher token": int(one.sum()),
+        "of these with equal bytes": int((one & _equal_bytes(indices[:, 0], pair)).sum()),
+        "of several": int((sizes > 1).sum()),
+        "empty": int((sizes == 0).sum()),
+    }
+    for reason, number in empty_row_reasons(pair, indices).items():
+        facts[f"empty, {reason}"] = number
+    sums = likelihoods[sizes > 0].sum(1)
+    facts["largest distance of a row's sum from 1"] = f"{np.abs(sums - 1).max(initial=0):.1e}"
+    several = likelihoods[sizes > 1]
+    if len(several):
+        for k in range(indices.shape[1]):
+            mean = several[:, k].mean()
+            facts[f"mean weight at rank {k + 1}, rows of several"] = f"{mean:.4f}"
     facts["common set, strict"] = len(common_set(projection)[0])
     facts["common set, relaxed"] = len(common_set(projection, relaxed=True)[0])
-    facts["teacher tokens that some row holds"] = len(np.unique(indices[indices >= 0]))
-    facts["entries that bytes do not explain"] = int((~byte_explained(projection, pair) & (indices >= 0)).sum())
+    facts["teacher tokens that some row holds"] = len(np.unique(indices[used]))
+    unexplained = used & ~byte_explained(projection, pair)
+    facts["entries that bytes do not explain"] = int(unexplained.sum())
     return facts
 
 
-def _bytes_of(ids, table):
-    known = all_bytes(table)
-    return [known[i] if i >= 0 else None for i in ids.tolist()]
+def _equal_bytes(teacher_ids, pair):
+    """Return (V,) bool: a student token and the teacher token given for it have equal bytes.
+
+    Args:
+        teacher_ids: (V,) ids, -1 for none.
+    """
+    student_bytes = all_bytes(pair.tables[0])
+    teacher_bytes = all_bytes(pair.tables[1])
+    equal = np.zeros(len(student_bytes), bool)
+    for v, w in enumerate(teacher_ids.tolist()):
+        equal[v] = w >= 0 and student_bytes[v] == teacher_bytes[w]
+    return equal
+
+
+# --- tokens as text -------------------------------------------------------------------------------
 
 
 def find_tokens(words, table):
-    """Ids of student tokens given by id (#12), by their bytes as text, or as the vocabulary writes them.
+    """Return the ids of tokens that are given by id (#12), by their text, or by their name.
 
+    Args:
+        words: list of strings.
+        table: TokenTable; a name is how the vocabulary writes the token, such as '▁the'.
     Raises:
-        ValueError: no such token.
+        ValueError: there is no such token.
     """
-    by_bytes = {b: i for i, b in reversed(list(enumerate(all_bytes(table))))}
-    by_name = {token: i for i, token in reversed(list(enumerate(table.tokens)))}
-    out = []
+    by_bytes = {}
+    by_name = {}
+    token_bytes = all_bytes(table)
+    for i in reversed(range(len(table))):  # from the last id, so that the lowest one stays
+        by_bytes[token_bytes[i]] = i
+        by_name[table.tokens[i]] = i
+    ids = []
     for word in words:
         i = by_bytes.get(word.encode(), by_name.get(word, -1))
         if word.startswith("#") and word[1:].isdigit():
             i = int(word[1:])
         if not 0 <= i < len(table):
-            raise ValueError(f"--tokens {word}: the student has no such token; give its text, its name "
-                             f"in the vocabulary, or #id below {len(table)}")
-        out.append(i)
-    return out
+            raise ValueError(
+                f"--tokens {word}: the student has no such token; give its text, its name in the "
+                f"vocabulary, or #id below {len(table)}"
+            )
+        ids.append(i)
+    return ids
 
 
 def shown(i, table):
-    """A token for people: its bytes as text in quotes, or its name."""
-    return table.tokens[i] if table.special[i] else repr(table.bytes_of(i).decode(errors="backslashreplace"))
+    """Return a token for people: its bytes as text in quotes, or the name of a control token."""
+    if table.special[i]:
+        return table.tokens[i]
+    return repr(table.bytes_of(i).decode(errors="backslashreplace"))
 
 
-def row_text(v, projection, pair, good):
-    """One line: a student token and its teacher tokens."""
+def row_text(v, projection, pair, explained):
+    """Return one line: a student token and its teacher tokens.
+
+    Args:
+        v: id of the student's token.
+        projection: (indices, likelihoods).
+        pair: Pair.
+        explained: (V, K) bool of `byte_explained`.
+    """
     indices, likelihoods = projection
-    parts = [f"{shown(w, pair.tables[1])} {weight:.4f}{'' if ok else '*'}"
-             for w, weight, ok in zip(indices[v].tolist(), likelihoods[v], good[v]) if w >= 0]
-    return f"#{v} {shown(v, pair.tables[0])} -> {', '.join(parts) or 'nothing'}"
+    student, teacher = pair.tables
+    tokens = []
+    for k in np.flatnonzero(indices[v] >= 0):
+        mark = "" if explained[v, k] else "*"
+        token = shown(int(indices[v, k]), teacher)
+        tokens.append(f"{token} {likelihoods[v, k]:.4f}{mark}")
+    return f"#{v} {shown(v, student)} -> {', '.join(tokens) or 'nothing'}"
+
+
+# --- the picture ----------------------------------------------------------------------------------
 
 
 def picture(projection, pair, rows, path):
-    """A block of rows as colored weights, and the histogram of row sizes."""
+    """Draw a block of rows as colored weights, and the histogram of row sizes.
+
+    Args:
+        projection: (indices, likelihoods).
+        pair: Pair.
+        rows: ids of the student's tokens to draw.
+        path: file to write; its suffix decides the format.
+    """
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # draws without a screen
     from matplotlib import pyplot
 
-    indices, likelihoods = projection
-    K, table = indices.shape[1], pair.tables[1]
+    K = projection[0].shape[1]
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(4 + 1.4 * K, 1.5 + 0.28 * len(rows)), width_ratios=(2, 1), constrained_layout=True)
-    left.imshow(likelihoods[rows], aspect="auto", cmap="Blues", vmin=0, vmax=1)
-    left.set_yticks(range(len(rows)), [_plain(shown(v, pair.tables[0])) for v in rows], fontsize=8)
-    left.set_xticks(range(K), [f"rank {k + 1}" for k in range(K)], fontsize=8)
-    for y, v in enumerate(rows):
-        for x in np.flatnonzero(indices[v] >= 0):
-            weight = likelihoods[v, x]
-            left.text(x, y, f"{_plain(shown(indices[v, x], table))}  {weight:.3f}", ha="center", va="center",
-                      fontsize=7, color="white" if weight > 0.6 else "black", clip_on=True)
-    left.set_title("weights", fontsize=9)
-    sizes = np.bincount((indices >= 0).sum(1), minlength=K + 1)
-    right.bar(range(K + 1), sizes, color="C0")
-    right.set_yscale("symlog")
-    right.set(xlabel="teacher tokens in a row", ylabel="rows")
-    right.set_xticks(range(K + 1))
+        1,
+        2,
+        figsize=(4 + 1.4 * K, 1.5 + 0.28 * len(rows)),  # inches, grown with columns and rows
+        width_ratios=(2, 1),
+        constrained_layout=True,
+    )
+    _draw_weights(left, projection, pair, rows)
+    _draw_sizes(right, projection)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
+def _draw_weights(axes, projection, pair, rows):
+    indices, likelihoods = projection
+    K = indices.shape[1]
+    student, teacher = pair.tables
+    axes.imshow(likelihoods[rows], aspect="auto", cmap="Blues", vmin=0, vmax=1)
+    row_labels = [_plain(shown(v, student)) for v in rows]
+    axes.set_yticks(range(len(rows)), row_labels, fontsize=FONT_SIZE)
+    column_labels = [f"rank {k + 1}" for k in range(K)]
+    axes.set_xticks(range(K), column_labels, fontsize=FONT_SIZE)
+    for y, v in enumerate(rows):
+        for x in np.flatnonzero(indices[v] >= 0):
+            weight = likelihoods[v, x]
+            axes.text(
+                x,
+                y,
+                f"{_plain(shown(indices[v, x], teacher))}  {weight:.3f}",
+                ha="center",
+                va="center",
+                fontsize=FONT_SIZE - 1,
+                color="white" if weight > 0.6 else "black",  # to be read on dark blue
+                clip_on=True,
+            )
+    axes.set_title("weights", fontsize=FONT_SIZE + 1)
+
+
+def _draw_sizes(axes, projection):
+    indices, _ = projection
+    K = indices.shape[1]
+    sizes = np.bincount((indices >= 0).sum(1), minlength=K + 1)
+    axes.bar(range(K + 1), sizes, color="C0")
+    axes.set_yscale("symlog")  # a log scale that has a 0
+    axes.set(xlabel="teacher tokens in a row", ylabel="rows")
+    axes.set_xticks(range(K + 1))
+
+
 def _plain(text):
-    """Text that any font can draw: no mathematics, no letters beyond Latin."""
-    return text.replace("$", r"\$").encode("latin-1", "backslashreplace").decode("latin-1")[:24]
+    """Return text that any font can draw: no mathematics, no letters beyond Latin."""
+    text = text.replace("$", r"\$")
+    return text.encode("latin-1", "backslashreplace").decode("latin-1")[:LABEL_LENGTH]
+
+
+# --- the command line -----------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -148,16 +256,17 @@ class Args:
     """Look at a projection.
 
     Args:
-        student_model: hub id or directory with the student's tokenizer.
-        teacher_model: likewise, the teacher's.
+        student: hub id or directory with the student's tokenizer.
+        teacher: hub id or directory with the teacher's tokenizer.
         projection: file to show, .pt or .safetensors.
-        tokens: student tokens to show, with commas between: text, spelling in the vocabulary, or #id.
-        num_examples: rows to show when no tokens are named, evenly spaced among those of several tokens.
-        png: picture to draw of the shown rows; empty: none.
+        tokens: student tokens to show, separated by commas: text, name in the vocabulary, or #id.
+        num_examples: rows to show when no tokens are named, evenly spaced among those of several
+            tokens.
+        png: file to draw a picture of these rows in; empty: none.
     """
 
-    student_model: str
-    teacher_model: str
+    student: str
+    teacher: str
     projection: str
     tokens: str = ""
     num_examples: int = 20
@@ -166,22 +275,33 @@ class Args:
     def __post_init__(self):
         check_types(self)
         if self.num_examples < 0:
-            raise ValueError(f"--num-examples {self.num_examples}: expected 0 or more")
+            raise ValueError(f"--num_examples {self.num_examples}: expected 0 or more")
+
+
+def example_rows(indices, num_examples):
+    """Return the ids of rows of several teacher tokens, evenly spaced.
+
+    Where no row has several, rows of one are returned.
+    """
+    sizes = (indices >= 0).sum(1)
+    rows = np.flatnonzero(sizes > 1)
+    if not len(rows):
+        rows = np.flatnonzero(sizes > 0)
+    count = min(num_examples, len(rows))
+    positions = np.linspace(0, len(rows) - 1, count).astype(int)
+    return rows[positions].tolist()
 
 
 def main(args):
-    pair = Pair.load(args.student_model, args.teacher_model)
+    pair = Pair.load(args.student, args.teacher)
     projection = load_arrays(args.projection, pair)
     if args.tokens:
         rows = find_tokens(args.tokens.split(","), pair.tables[0])
     else:
-        several = np.flatnonzero((projection[0] >= 0).sum(1) > 1)
-        several = several if len(several) else np.flatnonzero(projection[0][:, 0] >= 0)
-        count = min(args.num_examples, len(several))
-        rows = several[np.linspace(0, len(several) - 1, count).astype(int)].tolist()
-    good = byte_explained(projection, pair)
+        rows = example_rows(projection[0], args.num_examples)
+    explained = byte_explained(projection, pair)
     for v in rows:
-        print(row_text(v, projection, pair, good))
+        print(row_text(v, projection, pair, explained))
     print(f"{args.projection}: {describe(projection[0])}")
     for name, value in row_statistics(projection, pair).items():
         print(f"  {name}: {value}")
@@ -190,5 +310,9 @@ def main(args):
         print(args.png)
 
 
+def cli(argv=None):
+    tool(Args, main, aliases=OLD_NAMES, argv=argv)
+
+
 if __name__ == "__main__":
-    tool(Args, main)
+    cli()

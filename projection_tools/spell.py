@@ -1,15 +1,19 @@
-"""Spelling tables: how each tokenizer spells the other's tokens, and the events that both can express.
+"""Spelling tables: how each tokenizer spells the other's tokens, and the events both can express.
 
-    python -m projection_tools.spell --student-model A --teacher-model B [--output spelling.pt]
+    python -m projection_tools.spell --student A --teacher B [--output spelling.pt]
 
-`piece_kl` (losses.py) reads these.  A spelling is made from bytes, in mid-text context: no bos, no added
-prefix space.  A token and the first piece of its spelling are linked; connected components are the events.
+`piece_kl` (losses.py) reads these.  A spelling is made from bytes, in mid-text context: no bos, no
+added prefix space.  A token and the first piece of its spelling are linked; connected components
+are the events.
+
+Shapes: V student vocabulary, W teacher vocabulary, P pieces, N tokens of either vocabulary.
 """
 
 import copy
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -17,162 +21,282 @@ from numba import njit
 from tokenizers import Tokenizer, pre_tokenizers
 
 from align import BYTE_OF_CHARACTER, METASPACE
-from projection_tools.flags import check_types, tool
-from projection_tools import ROLES, Pair, all_bytes, cached, save_atomically, tokenizer_metadata
+from projection_tools import (
+    ROLES,
+    Pair,
+    all_bytes,
+    cached,
+    save_atomically,
+    tokenizer_metadata,
+)
+from projection_tools.flags import OLD_NAMES, check_types, tool
 
-CHARACTER_OF_BYTE = {b: c for c, b in BYTE_OF_CHARACTER.items()}
-SURROGATES = re.compile("[\udc80-\udcff]")  # how surrogateescape writes a byte that is no UTF-8
+CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+
+# Python decodes a byte that is not UTF-8 to one of these (errors="surrogateescape"), 0xDC00 + byte.
+SURROGATE_BASE = 0xDC00
+SURROGATES = re.compile("[\udc80-\udcff]")
 RUNS = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # one of them, or the text between
-VERSION = 4  # of the tables; raise it when two tokenizers give other ones
+
+VERSION = 4  # of the tables; raise it when they change for the same two tokenizers
+
+
+# --- spellings ------------------------------------------------------------------------------------
 
 
 def mid_text_backend(tokenizer):
-    """A backend on the same model that continues a text: no normalizer, prefix space or control tokens."""
-    given = tokenizer.backend_tokenizer
-    backend = Tokenizer(given.model)  # shared; a copy of 128k merges through JSON takes a second
-    if given.pre_tokenizer is not None:
-        backend.pre_tokenizer = _without_prefix_space(copy.deepcopy(given.pre_tokenizer))
-    backend.add_tokens([token for _, token in sorted(given.get_added_tokens_decoder().items())])
+    """Return a backend on the same model that continues a text.
+
+    It has no normalizer, adds no space before the text, and reads control tokens as text.
+    """
+    original = tokenizer.backend_tokenizer
+    backend = Tokenizer(original.model)  # shared; a copy of 128k merges through JSON takes a second
+    if original.pre_tokenizer is not None:
+        pre_tokenizer = copy.deepcopy(original.pre_tokenizer)  # the tokenizer stays as it is
+        _drop_prefix_space(pre_tokenizer)
+        backend.pre_tokenizer = pre_tokenizer
+    added_tokens = original.get_added_tokens_decoder()
+    in_order = map(added_tokens.get, sorted(added_tokens))
+    backend.add_tokens(list(in_order))
     backend.encode_special_tokens = True  # as any other text
     return backend
 
 
-def _without_prefix_space(part):
-    if isinstance(part, pre_tokenizers.Sequence):
-        for step in part:
-            _without_prefix_space(step)
-    elif isinstance(part, pre_tokenizers.ByteLevel):
-        part.add_prefix_space = False
-    elif isinstance(part, pre_tokenizers.Metaspace):
-        part.prepend_scheme = "never"
-    return part
+def _drop_prefix_space(pre_tokenizer):
+    """Change a pre-tokenizer in place, so that it adds no space before a text."""
+    if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
+        for step in pre_tokenizer:
+            _drop_prefix_space(step)
+    elif isinstance(pre_tokenizer, pre_tokenizers.ByteLevel):
+        pre_tokenizer.add_prefix_space = False
+    elif isinstance(pre_tokenizer, pre_tokenizers.Metaspace):
+        pre_tokenizer.prepend_scheme = "never"
 
 
 def spell(source, tokenizer, target, max_pieces=16):
-    """How a tokenizer writes the bytes of another vocabulary's tokens.
+    """Spell the tokens of one vocabulary by the tokenizer of the other.
 
     Args:
         source: TokenTable with the N tokens to spell; its control tokens are left out.
         tokenizer: the fast tokenizer that spells.
         target: TokenTable of that tokenizer.
+        max_pieces: pieces kept of a spelling.
     Returns:
         (N, P) int32 ids, -1 behind the last piece; all -1 where the bytes cannot be spelled; cut at
         max_pieces.
     """
-    backend = mid_text_backend(tokenizer)
-    wanted = [b"" if control else b for b, control in zip(all_bytes(source), source.special.tolist())]
-    texts = [b.decode(errors="surrogateescape") for b in wanted]
-    broken = [i for i, t in enumerate(texts) if not t.isascii() and SURROGATES.search(t)]
-    by_bytes = {i: texts[i] for i in broken}
-    for i in broken:
-        texts[i] = ""
-    space = METASPACE if target.family == "sentencepiece" else " "
-    batch = backend.encode_batch_fast([t.replace(" ", space) for t in texts], add_special_tokens=False)
-    rows = [e.ids for e in batch]
-    byte_ids = {token: i for i, token in enumerate(target.tokens)}
-    for i, text in by_bytes.items():
-        rows[i] = _spell_bytes(text, backend, target, byte_ids)
-    sizes = np.array([len(row) for row in rows], np.int64)
-    flat = np.array([i for row in rows for i in row], np.int64)
-    good = _same_bytes(flat, sizes, target, wanted)
-    slot = np.arange(len(flat)) - (np.cumsum(sizes) - sizes).repeat(sizes)
-    row = np.arange(len(rows)).repeat(sizes)
-    kept = good[row] & (slot < max_pieces)
-    pieces = np.full((len(rows), max(1, int(slot[kept].max(initial=0)) + 1)), -1, np.int32)
-    pieces[row[kept], slot[kept]] = flat[kept]
+    expected = all_bytes(source)
+    for i in np.flatnonzero(source.special).tolist():
+        expected[i] = b""
+    spellings = _encode(expected, mid_text_backend(tokenizer), target)
+    sizes = np.array(list(map(len, spellings)), np.int64)
+    ids = np.fromiter(chain.from_iterable(spellings), np.int64)
+    spelled = _same_bytes(ids, sizes, target, expected)
+
+    # The i-th id of the flat list stands in row rows[i] and slot slots[i] of the matrix.
+    rows = np.arange(len(sizes)).repeat(sizes)
+    first = np.cumsum(sizes) - sizes
+    slots = np.arange(len(ids)) - first.repeat(sizes)
+    kept = spelled[rows] & (slots < max_pieces)
+    longest = int(slots[kept].max(initial=0)) + 1
+    pieces = np.full((len(sizes), longest), -1, np.int32)
+    pieces[rows[kept], slots[kept]] = ids[kept]
     return pieces
 
 
-def _same_bytes(flat, sizes, table, wanted):
-    """(N,) bool: do the next sizes[n] of the flat ids spell wanted[n], by tokens that are text?"""
-    row = np.arange(len(sizes)).repeat(sizes)
-    spelled = np.bincount(row, table.lengths[flat], len(sizes)).astype(np.int64)
-    expected = np.array([len(b) for b in wanted], np.int64)
-    good = (spelled == expected) & (np.bincount(row, table.special[flat], len(sizes)) == 0)
-    found = np.frombuffer(table.decode(flat[good[row]]), np.uint8)
-    text = np.frombuffer(b"".join(b for b, ok in zip(wanted, good.tolist()) if ok), np.uint8)
-    wrong = np.searchsorted(np.cumsum(expected[good]), np.flatnonzero(found != text), "right")
-    good[np.flatnonzero(good)[wrong]] = False
-    return good
+def _encode(expected, backend, target):
+    """Return a list of ids for each of the byte strings; not yet checked against the bytes."""
+    # Without a normalizer, SentencePiece has to be given the character that it writes for a space.
+    space = METASPACE if target.family == "sentencepiece" else " "
+    texts = []
+    not_utf8 = {}
+    for i, raw in enumerate(expected):
+        text = raw.decode(errors="surrogateescape")
+        if not text.isascii() and SURROGATES.search(text):
+            not_utf8[i] = text
+            text = ""
+        texts.append(text.replace(" ", space))
+    # One call for all texts, which the backend spreads over its threads.
+    batch = backend.encode_batch_fast(texts, add_special_tokens=False)
+    spellings = [encoding.ids for encoding in batch]
+
+    id_of_token = {}
+    for i, token in enumerate(target.tokens):
+        id_of_token[token] = i
+    for i, text in not_utf8.items():
+        spellings[i] = _encode_surrogates(text, backend, target, id_of_token)
+    return spellings
 
 
-def _spell_bytes(text, backend, target, byte_ids):
-    """Ids for bytes that are not all UTF-8 (lone surrogates stand for the others); [] if there are none."""
+def _encode_surrogates(text, backend, target, id_of_token):
+    """Return ids for bytes that are not all UTF-8; [] if the vocabulary cannot write them.
+
+    Args:
+        text: the bytes, those that are not UTF-8 as surrogates.
+    """
     if target.family == "byte_level":
+        # The model takes any bytes, written as its characters.  The pre-tokenizer is skipped.
         raw = text.encode(errors="surrogateescape")
-        return [t.id for t in backend.model.tokenize("".join(CHARACTER_OF_BYTE[b] for b in raw))]
+        characters = "".join(map(CHARACTER_OF_BYTE.__getitem__, raw))
+        return [token.id for token in backend.model.tokenize(characters)]
     ids = []
     for run in RUNS.findall(text):
         if SURROGATES.match(run):
-            ids.append(byte_ids.get(f"<0x{ord(run) - 0xDC00:02X}>"))
+            byte_token = f"<0x{ord(run) - SURROGATE_BASE:02X}>"
+            ids.append(id_of_token.get(byte_token))
         else:
-            ids += backend.encode(run.replace(" ", METASPACE), add_special_tokens=False).ids
-    return [] if None in ids else ids
+            run = run.replace(" ", METASPACE)
+            ids += backend.encode(run, add_special_tokens=False).ids
+    if None in ids:  # a byte without a byte token
+        return []
+    return ids
 
 
-def why_unspelled(source, pieces, total):
-    """{reason: number} of the tokens that have no spelling, or only the beginning of one.
+def _same_bytes(ids, sizes, table, expected):
+    """Return (N,) bool: the next sizes[n] of the flat ids spell expected[n], by tokens of text."""
+    rows = np.arange(len(sizes)).repeat(sizes)
+    N = len(sizes)
+    lengths = np.bincount(rows, table.lengths[ids], N).astype(np.int64)
+    num_control = np.bincount(rows, table.special[ids], N)
+    expected_lengths = np.array(list(map(len, expected)), np.int64)
+    same = (lengths == expected_lengths) & (num_control == 0)
+
+    # What has the right length is compared as one long array.  The position of a byte that differs
+    # gives the token, by the position where each one ends.
+    candidates = np.flatnonzero(same)
+    actual = table.decode(ids[same[rows]])
+    actual_bytes = np.frombuffer(actual, np.uint8)
+    joined = b"".join(map(expected.__getitem__, candidates.tolist()))
+    expected_bytes = np.frombuffer(joined, np.uint8)
+    differing = np.flatnonzero(actual_bytes != expected_bytes)
+    ends = np.cumsum(expected_lengths[candidates])
+    wrong = np.searchsorted(ends, differing, "right")
+    same[candidates[wrong]] = False
+    return same
+
+
+def unencodable_reasons(source, pieces, total):
+    """Return {reason: number} of the tokens without a spelling, or with the beginning of one.
 
     Args:
         source: TokenTable of the tokens.
         pieces: (N, P) their spelling.
         total: (N,) bytes that the pieces stand for.
     """
-    nothing, missing = np.diff(source.starts) == 0, pieces[:, 0] < 0
-    text = ~source.special & ~nothing
-    found = {"control tokens without a counterpart": missing & source.special,
-             "ids without a token": missing & ~source.special & nothing,
-             "bytes that the other side cannot write": missing & text,
-             "spelled up to the most pieces only": ~missing & text & (total < source.lengths)}
-    return {reason: int(which.sum()) for reason, which in found.items() if which.any()}
+    unused = np.diff(source.starts) == 0
+    missing = pieces[:, 0] < 0
+    text = ~source.special & ~unused
+    masks = {
+        "control tokens without a counterpart": missing & source.special,
+        "ids without a token": missing & ~source.special & unused,
+        "bytes that the other side cannot write": missing & text,
+        "spelled up to the most pieces only": ~missing & text & (total < source.lengths),
+    }
+    reasons = {}
+    for reason, mask in masks.items():
+        if mask.any():
+            reasons[reason] = int(mask.sum())
+    return reasons
+
+
+# --- control tokens -------------------------------------------------------------------------------
 
 
 def link_special_tokens(student, teacher, threshold=1.0):
-    """Pairs (student id, teacher id) of control tokens, each used once: by role, equal name, similar name.
+    """Pair control tokens of both vocabularies: by role, by equal name, by similar name.
 
-    Names are compared without case, brackets and bars, by the Dice coefficient of their pairs of letters;
-    their digits must be the same, and a name with a slash never goes with one without.
+    Names are compared without case, brackets and bars, by the Dice coefficient of their pairs of
+    letters; their digits must be the same, and a name with a slash never goes with one without.
 
     Args:
-        threshold: similarity, 0 to 1, from which on two names are taken for one; 1: they may differ in case
-            and brackets.
+        student, teacher: TokenTables.
+        threshold: similarity, 0 to 1, from which on two names count as one; 1: they may differ in
+            case and brackets.
+    Returns:
+        list of (student id, teacher id), each id used once.
     """
-    by_role = [(getattr(student, role), getattr(teacher, role)) for role in ROLES]
-    names = [{int(i): table.tokens[i] for i in np.flatnonzero(table.special)} for table in (student, teacher)]
-    ids = {name: w for w, name in names[1].items()}
-    by_name = [(v, ids.get(name, -1)) for v, name in names[0].items()]
-    groups, similar = defaultdict(list), []
-    for w, name in names[1].items():
-        kind, letters = _signature(name)
-        groups[kind].append((w, letters))
-    for v, name in names[0].items():
-        kind, letters = _signature(name)
-        for w, others in groups[kind]:
-            dice = 2 * (letters & others).total() / max(1, letters.total() + others.total())
-            if dice >= threshold:
-                similar.append((-dice, v, w))
-    pairs, used = {}, set()
-    for v, w in by_role + by_name + [(v, w) for _, v, w in sorted(similar)]:
-        if v >= 0 and w >= 0 and v not in pairs and w not in used:
+    student_names = _control_names(student)
+    teacher_names = _control_names(teacher)
+    candidates = []
+    for role in ROLES:
+        candidates.append((getattr(student, role), getattr(teacher, role)))
+    candidates += _equal_names(student_names, teacher_names)
+    candidates += _similar_names(student_names, teacher_names, threshold)
+
+    # The first candidate whose two ids are still free wins; -1 stands for no token.
+    pairs = {}
+    used = set()
+    for v, w in candidates:
+        exists = v >= 0 and w >= 0
+        if exists and v not in pairs and w not in used:
             pairs[v] = w
             used.add(w)
     return list(pairs.items())
 
 
+def _control_names(table):
+    """Return {id: name} of a vocabulary's control tokens."""
+    ids = np.flatnonzero(table.special).tolist()
+    return {i: table.tokens[i] for i in ids}
+
+
+def _equal_names(student_names, teacher_names):
+    """Return (v, w) of the control tokens that are called the same; w is -1 for no such token."""
+    id_of_name = {name: w for w, name in teacher_names.items()}
+    pairs = []
+    for v, name in student_names.items():
+        w = id_of_name.get(name, -1)
+        pairs.append((v, w))
+    return pairs
+
+
+def _similar_names(student_names, teacher_names, threshold):
+    """Return (v, w) of control tokens with names of similarity `threshold` or more, best first."""
+    candidates = defaultdict(list)  # only names of one kind are compared
+    for w, name in teacher_names.items():
+        kind, letters = _signature(name)
+        candidates[kind].append((w, letters))
+    similar = []  # sorted by falling similarity, then by ids
+    for v, name in student_names.items():
+        kind, letters = _signature(name)
+        for w, other_letters in candidates[kind]:
+            common = (letters & other_letters).total()
+            both = letters.total() + other_letters.total()
+            dice = 2 * common / max(1, both)
+            if dice >= threshold:
+                similar.append((-dice, v, w))
+    similar.sort()
+    return [(v, w) for _, v, w in similar]
+
+
 def _signature(name):
-    """(what must be equal: digits, slash; what may differ a little: pairs of letters) of a name."""
+    """Return (kind, letters) of a name.
+
+    kind: what must be equal, a slash and the digits.  letters: Counter of its pairs of letters,
+    which may differ a little.
+    """
+    digits = filter(str.isdigit, name)
+    kind = ("/" in name, *digits)
     letters = "".join(c for c in name.casefold() if c.isalpha() or c == "_")
-    return ("/" in name, *(c for c in name if c.isdigit())), Counter(zip(letters, letters[1:]))
+    return kind, Counter(pairwise(letters))
+
+
+# --- events ---------------------------------------------------------------------------------------
 
 
 @njit(cache=True)
 def _components(links, count):
-    """Union-find over `links` (L, 2); every node gets the smallest node of its component."""
+    """Return for each of `count` nodes the smallest node of its component (union-find).
+
+    Args:
+        links: (L, 2) int64 nodes.
+    """
     root = np.arange(count)
     for k in range(len(links)):
-        a, b = links[k]
+        a = links[k, 0]
+        b = links[k, 1]
         while root[a] != a:
-            root[a] = root[root[a]]
+            root[a] = root[root[a]]  # path halving
             a = root[a]
         while root[b] != b:
             root[b] = root[root[b]]
@@ -184,22 +308,34 @@ def _components(links, count):
 
 
 def events(student_pieces_WP, teacher_pieces_VP):
-    """Connected components of w -- A[w][0] and v -- B[v][0].
+    """Number the connected components of w -- A[w][0] and v -- B[v][0].
 
+    Args:
+        student_pieces_WP: A, how the student spells the teacher's tokens, -1 behind the last piece.
+        teacher_pieces_VP: B, how the teacher spells the student's tokens.
     Returns:
-        (event_V, event_W, count): int64; -1 for a token that is linked to nothing of the other side.
+        (event_V, event_W, count): int64; -1 for a token that is linked to nothing on the other
+        side.
     """
-    W, V = len(student_pieces_WP), len(teacher_pieces_VP)
-    w, v = np.flatnonzero(student_pieces_WP[:, 0] >= 0), np.flatnonzero(teacher_pieces_VP[:, 0] >= 0)
-    links = np.concatenate([np.stack([student_pieces_WP[w, 0], V + w], 1),
-                            np.stack([v, V + teacher_pieces_VP[v, 0]], 1)])
+    W = len(student_pieces_WP)
+    V = len(teacher_pieces_VP)
+    w = np.flatnonzero(student_pieces_WP[:, 0] >= 0)
+    v = np.flatnonzero(teacher_pieces_VP[:, 0] >= 0)
+    # Nodes: the student's tokens 0 .. V - 1, then the teacher's V .. V + W - 1.
+    first_of_teacher = student_pieces_WP[w, 0]
+    first_of_student = teacher_pieces_VP[v, 0]
+    teacher_links = np.stack([first_of_teacher, V + w], 1)
+    student_links = np.stack([v, V + first_of_student], 1)
+    links = np.concatenate([teacher_links, student_links])
+    roots = _components(links.astype(np.int64), V + W)
+
     linked = np.zeros(V + W, bool)
     linked[links.reshape(-1)] = True
-    roots = _components(links.astype(np.int64), V + W)
     _, event = np.unique(roots[linked], return_inverse=True)
     numbers = np.full(V + W, -1)
     numbers[linked] = event
-    return numbers[:V], numbers[V:], int(event.max(initial=-1)) + 1
+    count = int(event.max(initial=-1)) + 1
+    return numbers[:V], numbers[V:], count
 
 
 def prefix_ranges(pieces_NP):
@@ -212,90 +348,134 @@ def prefix_ranges(pieces_NP):
     N, P = pieces_NP.shape
     order = np.lexsort(pieces_NP.T[::-1])
     ordered = pieces_NP[order]
-    low, high = np.zeros((N, P), np.int32), np.full((N, P), N, np.int32)
-    new = np.zeros(N, bool)  # does a prefix begin at this row?
+    low = np.zeros((N, P), np.int32)
+    high = np.full((N, P), N, np.int32)
+    begins = np.zeros(N, bool)  # a row whose first k pieces differ from those of the row before
     for k in range(1, P):
-        new[1:] |= ordered[1:, k - 1] != ordered[:-1, k - 1]
-        group = np.cumsum(new)
-        starts = np.flatnonzero(np.append(True, new[1:]))
+        column = ordered[:, k - 1]
+        begins[1:] |= column[1:] != column[:-1]
+        group = np.cumsum(begins)
+        starts = np.flatnonzero(np.append(True, begins[1:]))
+        ends = np.append(starts[1:], N)
         low[order, k] = starts[group]
-        high[order, k] = np.append(starts[1:], N)[group]
+        high[order, k] = ends[group]
     return order.astype(np.int32), low, high
 
 
+# --- tables ---------------------------------------------------------------------------------------
+
+
 def build_spelling(pair, max_pieces=16):
-    """All tables of `losses.Spelling` (int32 tensors), with the fingerprints of both tokenizers.
+    """Return all tables of `losses.Spelling` (int32 tensors), with the tokenizers' fingerprints.
 
     Args:
         pair: Pair.
         max_pieces: longest spelling kept, in pieces; of longer ones the beginning.
     """
-    student, teacher = pair.tables
-    if pair.prints[0] == pair.prints[1]:  # one tokenizer: every token, reachable or not, is its own spelling
-        A = B = np.arange(len(student), dtype=np.int32)[:, None]
-    else:
-        A = spell(teacher, pair.tokenizers[0], student, max_pieces)
-        B = spell(student, pair.tokenizers[1], teacher, max_pieces)
-        for v, w in link_special_tokens(student, teacher):
-            A[w, 0], B[v, 0] = v, w
-    event_V, event_W, count = events(A, B)
-    tables = {"event_V": event_V, "event_W": event_W}
-    for side, pieces in (("W", A), ("V", B)):
+    student_pieces_WP, teacher_pieces_VP = _pieces(pair, max_pieces)
+    event_V, event_W, count = events(student_pieces_WP, teacher_pieces_VP)
+    arrays = {"event_V": event_V, "event_W": event_W}
+    for axis, pieces in (("W", student_pieces_WP), ("V", teacher_pieces_VP)):
         order, low, high = prefix_ranges(pieces)
-        tables |= {f"pieces_{side}": pieces, f"order_{side}": order, f"low_{side}": low, f"high_{side}": high}
-    tables = {k: torch.from_numpy(np.ascontiguousarray(v).astype(np.int32)) for k, v in tables.items()}
+        arrays[f"pieces_{axis}"] = pieces
+        arrays[f"order_{axis}"] = order
+        arrays[f"low_{axis}"] = low
+        arrays[f"high_{axis}"] = high
+    tables = {}
+    for key, array in arrays.items():
+        array = np.ascontiguousarray(array).astype(np.int32)
+        tables[key] = torch.from_numpy(array)
     return tables | {"num_events": count} | tokenizer_metadata(pair)
 
 
+def _pieces(pair, max_pieces):
+    """Return (A, B): how the student spells the teacher's tokens, and the teacher the student's."""
+    student, teacher = pair.tables
+    student_tokenizer, teacher_tokenizer = pair.tokenizers
+    if pair.fingerprints[0] == pair.fingerprints[1]:
+        # One tokenizer: every token is its own spelling, even one that no text is cut into.
+        ids = np.arange(len(student), dtype=np.int32)
+        return ids[:, None], ids[:, None]
+    student_pieces_WP = spell(teacher, student_tokenizer, student, max_pieces)
+    teacher_pieces_VP = spell(student, teacher_tokenizer, teacher, max_pieces)
+    for v, w in link_special_tokens(student, teacher):
+        student_pieces_WP[w, 0] = v
+        teacher_pieces_VP[v, 0] = w
+    return student_pieces_WP, teacher_pieces_VP
+
+
 def cached_spelling(pair, directory=None):
-    """`build_spelling`, kept on disk under the digest of the pair."""
-    return cached(f"spelling-{VERSION}-{pair.digest}.pt", lambda: build_spelling(pair), directory)
+    """Return the tables of `build_spelling`, kept on disk under the digest of the pair."""
+    name = f"spelling-{VERSION}-{pair.digest}.pt"
+    return cached(name, lambda: build_spelling(pair), directory)
 
 
 def statistics(tables, pair):
-    """Facts about spelling tables, as {name: number or text}."""
-    count, sides = tables["num_events"], [tables["event_V"].long(), tables["event_W"].long()]
-    sizes = [torch.bincount(event[event >= 0], minlength=count) for event in sides]
-    single = (sizes[0] == 1) & (sizes[1] == 1)
-    facts = {"events": count, "of one token a side": int(single.sum()),
-             "tokens of the largest": int((sizes[0] + sizes[1]).max()) if count else 0}
-    for role, event in zip(("student", "teacher"), sides):
-        share = float(single[event[event >= 0]].sum()) / max(1, len(event))
-        facts[f"{role} tokens in events of one token a side"] = f"{share:.1%}"
-    for i, (role, side) in enumerate((("student", "V"), ("teacher", "W"))):
-        source, target, pieces = pair.tables[i], pair.tables[1 - i], tables[f"pieces_{side}"].numpy()
-        used = pieces >= 0
-        total = np.where(used, target.lengths[np.where(used, pieces, 0)], 0).sum(1)
-        facts[f"pieces per {role} token"] = f"{used.sum() / max(1, used[:, 0].sum()):.2f}"
-        for reason, number in why_unspelled(source, pieces, total).items():
-            facts[f"{role}: {reason}"] = number
+    """Return facts about spelling tables, as {name: number or text}."""
+    count = tables["num_events"]
+    event_V = tables["event_V"].long()
+    event_W = tables["event_W"].long()
+    student_tokens = torch.bincount(event_V[event_V >= 0], minlength=count)  # of each event
+    teacher_tokens = torch.bincount(event_W[event_W >= 0], minlength=count)
+    single = (student_tokens == 1) & (teacher_tokens == 1)
+    facts = {
+        "events": count,
+        "of one token a side": int(single.sum()),
+        "tokens of the largest": int((student_tokens + teacher_tokens).max()) if count else 0,
+    }
+    for role, event in (("student", event_V), ("teacher", event_W)):
+        linked = event[event >= 0]
+        num_single = float(single[linked].sum())
+        fraction = num_single / max(1, len(event))
+        # These tokens are compared one to one; all others only as a sum.
+        facts[f"{role} tokens in events of one token a side"] = f"{fraction:.1%}"
+
+    student, teacher = pair.tables
+    facts |= _piece_statistics("student", student, teacher, tables["pieces_V"].numpy())
+    facts |= _piece_statistics("teacher", teacher, student, tables["pieces_W"].numpy())
     return facts
+
+
+def _piece_statistics(role, source, target, pieces):
+    """Return facts about the spelling of one vocabulary by the other tokenizer."""
+    used = pieces >= 0
+    lengths = target.lengths[np.where(used, pieces, 0)]
+    total = np.where(used, lengths, 0).sum(1)
+    spelled = used[:, 0].sum()
+    mean = used.sum() / max(1, spelled)
+    facts = {f"pieces per {role} token": f"{mean:.2f}"}
+    for reason, number in unencodable_reasons(source, pieces, total).items():
+        facts[f"{role}: {reason}"] = number
+    return facts
+
+
+# --- the command line -----------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
 class Args:
-    """Spelling tables of a student and a teacher tokenizer.
+    """Build the spelling tables of a student's and a teacher's tokenizer.
 
     Args:
-        student_model: hub id or directory with the student's tokenizer.
-        teacher_model: likewise, the teacher's.
+        student: hub id or directory with the student's tokenizer.
+        teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors; empty: only print the statistics.
         max_pieces: longest spelling kept, in pieces, 1 or more.
     """
 
-    student_model: str
-    teacher_model: str
+    student: str
+    teacher: str
     output: str = ""
     max_pieces: int = 16
 
     def __post_init__(self):
         check_types(self)
         if self.max_pieces < 1:
-            raise ValueError(f"--max-pieces {self.max_pieces}: expected 1 or more")
+            raise ValueError(f"--max_pieces {self.max_pieces}: expected 1 or more")
 
 
 def main(args):
-    pair = Pair.load(args.student_model, args.teacher_model)
+    pair = Pair.load(args.student, args.teacher)
     tables = build_spelling(pair, args.max_pieces)
     if args.output:
         save_atomically(tables, args.output)
@@ -304,5 +484,9 @@ def main(args):
         print(f"  {name}: {value}")
 
 
+def cli(argv=None):
+    tool(Args, main, aliases=OLD_NAMES, argv=argv)
+
+
 if __name__ == "__main__":
-    tool(Args, main)
+    cli()

@@ -1,4 +1,4 @@
-"""projection_tools: every weight is explained by bytes, every file belongs to its two tokenizers."""
+"""projection_tools: bytes explain every weight, every file belongs to its two tokenizers."""
 
 import copy
 import multiprocessing
@@ -12,10 +12,26 @@ import torch
 from conftest import ROOT, asset
 from transformers import AutoTokenizer
 
-from projection_tools.flags import parse_flags, tool
-from projection_tools import (Pair, as_tables, build, cached, compare, cut, exact, fill_empty, fingerprint,
-                              generate, load_projection, load_tables, multitoken, pack, save_atomically, show,
-                              spell)
+from projection_tools import (
+    Pair,
+    as_tables,
+    build,
+    cached,
+    compare,
+    cut,
+    exact,
+    fill_empty,
+    fingerprint,
+    generate,
+    load_projection,
+    load_tables,
+    multitoken,
+    pack,
+    save_atomically,
+    show,
+    spell,
+)
+from projection_tools.flags import parse_flags
 
 
 @pytest.fixture(scope="module")
@@ -23,150 +39,241 @@ def pair(tokenizers, tables):
     return Pair.of(*tokenizers, tables=tables)
 
 
-def rows_explained(projection, pair):
-    """Every weight stands on bytes of the student token, in reading order, control tokens aside."""
-    (indices, likelihoods), (student, teacher) = projection, pair.tables
+def swapped(pair):
+    return Pair.of(*pair.tokenizers[::-1], tables=pair.tables[::-1])
+
+
+def assert_explained(projection, pair):
+    """Assert that every weight stands on bytes of the student token, in reading order.
+
+    Control tokens, which have no bytes, are left out.
+    """
+    indices, likelihoods = projection
+    student, teacher = pair.tables
     text = ~student.special
-    used = indices[text] >= 0
-    size = np.where(used, teacher.lengths[np.where(used, indices[text], 0)], 0).sum(1)
+    text_indices = indices[text]
+    used = text_indices >= 0
+    lengths = teacher.lengths[np.where(used, text_indices, 0)]
+    size = np.where(used, lengths, 0).sum(1)
     assert (size <= student.lengths[text]).all()
-    begins = student.starts[:-1][text]  # a row's tokens spell the first `size` bytes of the student's token
-    places = np.repeat(begins - (np.cumsum(size) - size), size) + np.arange(size.sum())
-    assert student.data[places].tobytes() == teacher.decode(indices[text][used])
+
+    # A row's tokens spell the first `size` bytes of the student's token.
+    begins = student.starts[:-1][text]
+    before = np.cumsum(size) - size
+    positions = np.repeat(begins - before, size) + np.arange(size.sum())
+    assert student.data[positions].tobytes() == teacher.decode(text_indices[used])
+
     sums = likelihoods.sum(1)
     assert ((np.abs(sums - 1) < 1e-6) | (sums == 0)).all()
-    assert ((indices < 0) == (likelihoods == 0)).all() and (np.diff(likelihoods, axis=1) <= 0).all()
+    assert ((indices < 0) == (likelihoods == 0)).all()
+    assert (np.diff(likelihoods, axis=1) <= 0).all()
 
 
-# --- rows -----------------------------------------------------------------------------------------
+# --- projections as arrays ------------------------------------------------------------------------
 
 
 def test_packing_sorts_cuts_and_normalizes():
-    found = pack([1, 0, 1, 1, 0], [5, 6, 7, 8, 6], [1.0, 2.0, 3.0, 1.0, 2.0], 3, 2)
-    assert found[0].tolist() == [[6, 6], [7, 5], [-1, -1]]  # twice in a row stays twice; ties in their order
-    assert found[1].tolist() == [[0.5, 0.5], [0.75, 0.25], [0, 0]]
-    assert cut.cut_rows(found, 1)[1].tolist() == [[1], [1], [0]]
-    assert cut.cut_rows(found, 2, threshold=0.3)[0].tolist() == [[6, 6], [7, -1], [-1, -1]]
-    other = np.array([[1], [2], [3]]), np.ones((3, 1))
-    assert fill_empty(found, other)[0].tolist() == [[6, 6], [7, 5], [3, -1]]
+    projection = pack([1, 0, 1, 1, 0], [5, 6, 7, 8, 6], [1.0, 2.0, 3.0, 1.0, 2.0], 3, 2)
+    indices, likelihoods = projection
+    assert indices.tolist() == [[6, 6], [7, 5], [-1, -1]]  # twice in a row stays twice; 5 before 8
+    assert likelihoods.tolist() == [[0.5, 0.5], [0.75, 0.25], [0, 0]]
+    assert cut.cut_rows(projection, 1)[1].tolist() == [[1], [1], [0]]
+    heavy, _ = cut.cut_rows(projection, 2, threshold=0.3)
+    assert heavy.tolist() == [[6, 6], [7, -1], [-1, -1]]
+    other = (np.array([[1], [2], [3]]), np.ones((3, 1)))
+    filled, _ = fill_empty(projection, other)
+    assert filled.tolist() == [[6, 6], [7, 5], [3, -1]]
+
+
+def without_padding(pieces):
+    spellings = []
+    for row in pieces.tolist():
+        spellings.append([i for i in row if i >= 0])
+    return spellings
 
 
 def expected_rows(pair, top_k, max_pieces, reverse):
-    """multitoken.py by its definition, one dictionary a row."""
-    (student, teacher), (student_tokenizer, teacher_tokenizer) = pair.tables, pair.tokenizers
-    forward = spell.spell(student, teacher_tokenizer, teacher, 64).tolist()
-    back = spell.spell(teacher, student_tokenizer, student, 64).tolist()
-    back = [[i for i in row if i >= 0] for row in back]
-    roles, out = dict(spell.link_special_tokens(student, teacher, 0.8)), []
+    """Return the rows of multitoken.py by their definition, as lists of (teacher id, weight)."""
+    student, teacher = pair.tables
+    student_tokenizer, teacher_tokenizer = pair.tokenizers
+    forward = without_padding(spell.spell(student, teacher_tokenizer, teacher, 64))
+    back = without_padding(spell.spell(teacher, student_tokenizer, student, 64))
+    linked = dict(spell.link_special_tokens(student, teacher, 0.8))
+    rows = []
     for v in range(len(student)):
-        pieces = [w for w in forward[v] if w >= 0][:max_pieces]
+        pieces = forward[v][:max_pieces]
         row = [(0.9 * 0.1**i, w) for i, w in enumerate(pieces)]
         if reverse:
-            made_of = [(len(back[w]), w) for w in range(len(teacher))
-                       if len(back[w]) > 1 and v in back[w][:max_pieces] and w not in pieces]
-            row += [(0.9 * 0.1 ** back[w].index(v), w) for _, w in sorted(made_of)]
-        row = [(0.9, roles[v])] if v in roles else row
+            made_of_v = []
+            for w, spelling in enumerate(back):
+                if len(spelling) > 1 and v in spelling[:max_pieces] and w not in pieces:
+                    made_of_v.append((len(spelling), w))
+            for _, w in sorted(made_of_v):
+                row.append((0.9 * 0.1 ** back[w].index(v), w))
+        if v in linked:
+            row = [(0.9, linked[v])]
         row = sorted(row, key=lambda entry: -entry[0])[:top_k]
-        out.append([(w, weight / sum(x for x, _ in row)) for weight, w in row])
-    return out
+        total = sum(weight for weight, _ in row)
+        rows.append([(w, weight / total) for weight, w in row])
+    return rows
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_pieces_equal_their_definition(pair, reverse):
     indices, likelihoods = multitoken.multitoken_rows(pair, top_k=5, max_pieces=3, reverse=reverse)
-    several = 0
+    longer_than_forward = 0
     for v, row in enumerate(expected_rows(pair, 5, 3, reverse)):
-        assert [w for w in indices[v].tolist() if w >= 0] == [w for w, _ in row], v
-        assert np.allclose(likelihoods[v, : len(row)], [weight for _, weight in row], atol=1e-12)
-        several += len(row) > 3
-    assert (several > 10) == reverse
+        padding = [-1] * (5 - len(row))
+        assert indices[v].tolist() == [w for w, _ in row] + padding, v
+        weights = [weight for _, weight in row]
+        assert np.allclose(likelihoods[v, : len(row)], weights, atol=1e-12)
+        longer_than_forward += len(row) > 3
+    assert (longer_than_forward > 10) == reverse
+
+
+def test_entries_of_large_vocabularies_stay_distinct():
+    """Entry (v, w) is number v * W + w, which int32 cannot hold for two vocabularies of 130k."""
+    W = 2**16
+    back = np.full((W, 2), -1, np.int32)
+    back[1] = (0, 2)
+    back[2] = (2**16, 3)  # 2**16 * W is 0 in int32, so this would be taken for ...
+    back[3] = (1, 2**16)
+    none = np.zeros(0, np.int64)
+    known = (np.array([0]), np.array([2]))  # ... this one
+    for rows, columns in ((none, none), known):
+        v, w, rank = multitoken._reverse_entries(back, 2, rows, columns)
+        entries = sorted(zip(v.tolist(), w.tolist(), rank.tolist()))
+        assert entries == [(0, 1, 0), (1, 3, 0), (2, 1, 1), (3, 2, 1), (W, 2, 0), (W, 3, 1)]
 
 
 def test_projection_of_two_kinds(pair):
-    found = build.build_projection(pair)
-    rows_explained(found, pair)
-    (student, teacher), (indices, _) = pair.tables, found
+    projection = build.build_projection(pair)
+    assert_explained(projection, pair)
+    student, teacher = pair.tables
+    indices, likelihoods = projection
     assert indices[student.eos].tolist() == [teacher.eos, -1, -1, -1]
     again = build.build_projection(pair)
-    assert all(np.array_equal(a, b) for a, b in zip(found, again))
-    assert build.empty_row_reasons(pair, indices) == {"control tokens without a counterpart": 2}
-    assert show.byte_explained(found, pair)[indices >= 0].all()
+    assert np.array_equal(again[0], indices) and np.array_equal(again[1], likelihoods)
+    reasons = build.empty_row_reasons(pair, indices)
+    assert reasons == {"control tokens without a counterpart": 2}
+    assert show.byte_explained(projection, pair)[indices >= 0].all()
+
+
+def text_ids(table):
+    return [i for i in range(len(table)) if not table.special[i]]
+
+
+def pinned_bytes(pair):
+    """Return the bytes of the pinned student tokens, and the duplicates of both sides."""
+    student, teacher = pair.tables
+    pieces = spell.spell(student, pair.tokenizers[1], teacher, max_pieces=2)
+    v, w, duplicates = exact.exact_pairs(student, teacher, pieces)
+    pinned = set()
+    for student_id, teacher_id in zip(v, w):
+        assert student.bytes_of(student_id) == teacher.bytes_of(teacher_id)
+        pinned.add(student.bytes_of(student_id))
+    return pinned, duplicates
 
 
 def test_tokens_of_equal_bytes_are_alone_in_their_row(pair):
     student, teacher = pair.tables
     indices, likelihoods = build.build_projection(pair)
-    common = {b for i in range(len(teacher)) if not teacher.special[i] and (b := teacher.bytes_of(i))}
-    shared = [v for v in range(len(student)) if not student.special[v] and student.bytes_of(v) in common]
-    assert len(shared) > 100 and (likelihoods[shared, 0] == 1).all() and (indices[shared, 1:] == -1).all()
-    assert all(teacher.bytes_of(int(indices[v, 0])) == student.bytes_of(v) for v in shared)
-    pinned = {}
-    for turn in (pair, Pair.of(*pair.tokenizers[::-1], tables=pair.tables[::-1])):
-        pieces = spell.spell(turn.tables[0], turn.tokenizers[1], turn.tables[1], max_pieces=2)
-        v, w, duplicates = exact.exact_pairs(*turn.tables, pieces)
-        pinned[turn is pair] = {turn.tables[0].bytes_of(i) for i in v}
-        assert all(turn.tables[0].bytes_of(i) == turn.tables[1].bytes_of(j) for i, j in zip(v, w))
-        assert duplicates[turn is pair] == 0 < duplicates[turn is not pair]  # <0x41> and A of the student
-    assert pinned[True] == pinned[False]  # the same set whichever way round
-    back = build.build_projection(Pair.of(*pair.tokenizers[::-1], tables=pair.tables[::-1]))
+    teacher_bytes = {teacher.bytes_of(i) for i in text_ids(teacher)} - {b""}
+    common = [v for v in text_ids(student) if student.bytes_of(v) in teacher_bytes]
+    assert len(common) > 100
+    assert (likelihoods[common, 0] == 1).all() and (indices[common, 1:] == -1).all()
+    for v in common:
+        assert teacher.bytes_of(int(indices[v, 0])) == student.bytes_of(v)
+
+
+def test_the_pinned_set_is_the_same_in_both_directions(pair):
+    """The student, a SentencePiece model, has bytes twice: '<0x41>' and 'A'."""
+    pinned, duplicates = pinned_bytes(pair)
+    pinned_back, duplicates_back = pinned_bytes(swapped(pair))
+    assert pinned == pinned_back
+    assert duplicates.teacher == 0 < duplicates.student
+    assert duplicates_back.student == 0 < duplicates_back.teacher
+
+    student, teacher = pair.tables
+    back, _ = build.build_projection(swapped(pair))
     a = teacher.tokens.index("a")
-    assert student.tokens[back[0][a, 0]] == "a"  # the token that it writes, not the byte token of lower id
+    assert student.tokens[back[a, 0]] == "a"  # the token that it writes, not the byte token
 
 
 def test_one_tokenizer_gives_the_identity(tokenizers, tables):
     indices, likelihoods = build.build_projection(Pair.of(tokenizers[0], tokenizers[0]))
-    assert np.array_equal(indices[:, 0], np.arange(len(tables[0]))) and (likelihoods[:, 0] == 1).all()
+    assert np.array_equal(indices[:, 0], np.arange(len(tables[0])))
+    assert (likelihoods[:, 0] == 1).all()
 
 
 def test_common_sets(pair):
-    projection = pack([0, 1, 2, 2, 3, 3, 4], [7, 7, 8, 9, 8, 5, 8], [1, 1, 0.7, 0.3, 0.5, 0.5, 1.0], 6, 2)
-    assert [part.tolist() for part in show.common_set(projection)] == [[0, 4], [7, 8]]
-    assert [part.tolist() for part in show.common_set(projection, relaxed=True)] == [[0, 4], [7, 8]]
+    rows = [0, 1, 2, 2, 3, 3, 4]
+    columns = [7, 7, 8, 9, 8, 5, 8]
+    weights = [1, 1, 0.7, 0.3, 0.5, 0.5, 1.0]
+    projection = pack(rows, columns, weights, 6, 2)
+    for relaxed in (False, True):
+        v, w = show.common_set(projection, relaxed)
+        assert (v.tolist(), w.tolist()) == ([0, 4], [7, 8])
     facts = show.row_statistics(build.build_projection(pair), pair)
     assert facts["entries that bytes do not explain"] == 0
     assert facts["common set, strict"] <= facts["of one teacher token"]
-    assert facts["of these with equal bytes"] == facts["of one teacher token"] - 1  # the end of text
+    # all but the end of text
+    assert facts["of these with equal bytes"] == facts["of one teacher token"] - 1
+
+
+def embed_first_letter(texts):
+    letters = torch.tensor([(text.strip() or " ").encode()[0] for text in texts])
+    return torch.nn.functional.one_hot(letters, 256).float()
 
 
 def test_similar_embeddings(pair, models):
-    def embed(texts):
-        letters = torch.tensor([(text.strip() or " ").encode()[0] for text in texts])
-        return torch.nn.functional.one_hot(letters, 256).float()
-
-    found = generate.similar_rows(pair, embed, top_k=3, block_mib=1)
+    indices, _ = generate.similar_rows(pair, embed_first_letter, top_k=3, block_mib=1)
     student, teacher = pair.tables
-    v = student.tokens.index("▁the")
-    assert all(teacher.bytes_of(int(w)).strip()[:1] == b"t" for w in found[0][v])
-    assert (found[0][[i for i in range(len(student)) if student.special[i]]] == -1).all()
+    for w in indices[student.tokens.index("▁the")]:
+        assert teacher.bytes_of(int(w)).strip()[:1] == b"t"
+    assert (indices[student.special] == -1).all()
+    filled, _ = build.build_projection(pair, build.Recipe(embedding_model=str(models[1])))
+    assert np.array_equal(filled, build.build_projection(pair)[0])  # bytes said all
+
+
+def test_an_embedding_is_a_mean_of_length_one(models):
     for pooling in ("input", "output"):
         embedder = generate.Embedder(str(models[1]), pooling)
         vectors = embedder(["the value", "the value", "", "index"])
-        assert torch.allclose(vectors[0], vectors[1]) and not vectors[2].any()
+        assert torch.allclose(vectors[0], vectors[1])
+        assert not vectors[2].any()  # no token
         assert torch.allclose(vectors[[0, 3]].norm(dim=1), torch.ones(2))
-    filled = build.build_projection(pair, build.Recipe(embedding_model=str(models[1])))
-    assert np.array_equal(filled[0], build.build_projection(pair)[0])  # bytes said all
 
 
 # --- real tokenizers ------------------------------------------------------------------------------
 
 
 def real_pair(student, teacher):
-    return Pair.of(*[AutoTokenizer.from_pretrained(asset("tokenizers", name)) for name in (student, teacher)])
+    tokenizers = []
+    for name in (student, teacher):
+        tokenizers.append(AutoTokenizer.from_pretrained(asset("tokenizers", name)))
+    return Pair.of(*tokenizers)
+
+
+def is_part_of_a_character(raw):
+    return set(raw.decode(errors="replace")) == {"\ufffd"}
 
 
 def test_llama3_and_qwen2():
     pair = real_pair("llama3", "qwen2")
     student, teacher = pair.tables
-    indices, likelihoods = found = build.build_projection(pair)
+    projection = build.build_projection(pair)
+    assert_explained(projection, pair)
+    indices, likelihoods = projection
     v = student.tokens.index("201")
     assert [teacher.tokens[w] for w in indices[v, :3]] == ["2", "0", "1"]
     assert np.allclose(likelihoods[v, :3], [0.9009, 0.0901, 0.0090], atol=1e-4)
-    assert int((indices >= 0).sum(1).__eq__(1).sum()) >= 109_500
-    rows_explained(found, pair)
-    halves = [i for i in range(len(student)) if not student.special[i]
-              and set(student.bytes_of(i).decode(errors="replace")) == {"\ufffd"}]
+    sizes = (indices >= 0).sum(1)
+    assert (sizes == 1).sum() >= 109_500
+    halves = [i for i in text_ids(student) if is_part_of_a_character(student.bytes_of(i))]
     assert len(halves) > 500 and (indices[halves, 0] >= 0).all()
     assert set(build.empty_row_reasons(pair, indices)) == {"control tokens without a counterpart"}
+
     facts = spell.statistics(spell.build_spelling(pair), pair)
     # 109,564 of text, 101,675 of these of one token a side, and two pairs of control tokens
     assert facts["events"] == 109_566 and facts["of one token a side"] == 101_675 + 2
@@ -174,32 +281,47 @@ def test_llama3_and_qwen2():
 
 
 def test_all_pairs_of_all_families():
-    names = "gpt2", "t5", "llama2", "tok512"
+    names = ("gpt2", "t5", "llama2", "tok512")
     loaded = {name: real_pair(name, name) for name in names}
     for a, b in permutations(names, 2):
-        pair = Pair((a, b), *[(getattr(loaded[a], part)[0], getattr(loaded[b], part)[0])
-                              for part in ("tokenizers", "tables", "prints")])
-        found = build.build_projection(pair)
-        rows_explained(found, pair)
+        student, teacher = loaded[a], loaded[b]
+        tokenizers = (student.tokenizers[0], teacher.tokenizers[0])
+        pair = Pair.of(*tokenizers, (a, b), (student.tables[0], teacher.tables[0]))
+        projection = build.build_projection(pair)
+        assert_explained(projection, pair)
+        indices, likelihoods = projection
         if "t5" not in (a, b):  # it has no byte tokens
-            assert "bytes that the teacher cannot write" not in build.empty_row_reasons(pair, found[0]), (a, b)
+            reasons = build.empty_row_reasons(pair, indices)
+            assert "bytes that the teacher cannot write" not in reasons, (a, b)
         if a != "gpt2" and b == "gpt2":
             the = pair.tables[0].tokens.index("▁the")
-            assert pair.tables[1].bytes_of(int(found[0][the, 0])) == b" the" and found[1][the, 0] == 1
+            assert pair.tables[1].bytes_of(int(indices[the, 0])) == b" the"
+            assert likelihoods[the, 0] == 1
+
+
+MEMORY_OF_A_BUILD = """
+import copy, resource
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
+from projection_tools import Pair, build, spell
+
+one = AutoTokenizer.from_pretrained({folder!r})
+other = copy.deepcopy(one)
+other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+pair = Pair.of(one, other)
+assert pair.fingerprints[0] != pair.fingerprints[1]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+build.build_projection(pair, build.Recipe(reverse=True))
+spell.build_spelling(pair)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
 
 
 def test_no_dense_matrix():
     """50k x 50k in float32 would be 9.4 GiB, as one byte an entry 2.4 GiB."""
-    code = ("import json, resource; from transformers import AutoTokenizer; "
-            "from projection_tools import Pair, build, spell; import copy; "
-            f"t = AutoTokenizer.from_pretrained({str(asset('tokenizers', 'gpt2'))!r}); u = copy.deepcopy(t); "
-            "from tokenizers import pre_tokenizers; "
-            "u.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True); "
-            "p = Pair.of(t, u); assert p.prints[0] != p.prints[1]; "
-            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
-            "build.build_projection(p, build.Recipe(reverse=True)); spell.build_spelling(p); "
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = MEMORY_OF_A_BUILD.format(folder=str(asset("tokenizers", "gpt2")))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 700 * 1024, f"{int(done.stdout) / 1024:.0f} MiB"
 
@@ -207,28 +329,39 @@ def test_no_dense_matrix():
 # --- files and cache ------------------------------------------------------------------------------
 
 
-def test_files_are_checked(pair, tmp_path):
-    path = tmp_path / "p.pt"
-    found = build.build_projection(pair)
-    tables = as_tables(found, pair, "test")
-    for suffix in ("pt", "safetensors"):
-        save_atomically(tables, tmp_path / f"p.{suffix}")
-        back = load_projection(tmp_path / f"p.{suffix}", pair)
+def test_files_hold_what_was_saved(pair, tmp_path):
+    tables = as_tables(build.build_projection(pair), pair, "test")
+    for name in ("p.pt", "p.safetensors"):
+        save_atomically(tables, tmp_path / name)
+        back = load_projection(tmp_path / name, pair)
         assert torch.equal(back["indices"], tables["indices"]) and back["tool"] == "test"
         assert torch.allclose(back["likelihoods"], tables["likelihoods"], atol=1e-7)
-    turned = Pair.of(*pair.tokenizers[::-1], tables=pair.tables[::-1])
-    with pytest.raises(ValueError, match="made for another student tokenizer"):
-        load_projection(path, turned)
-    bare = {k: tables[k] for k in ("indices", "likelihoods")}
-    for content, message in (({"indices": bare["indices"]}, "no projection"),
-                             (bare["indices"], "no projection"),
-                             ({k: t[:9] for k, t in bare.items()}, "9 rows"),
-                             (bare | {"indices": bare["indices"] + 600}, "teacher ids up to"),
-                             (bare | {"likelihoods": bare["likelihoods"][:, :2]}, r"expected two \(V, K\)"),
-                             (bare | {"indices": bare["indices"].float()}, "float32")):
+        # read by the public NeMo-RL tools under these names
+        assert {"student_model_id", "teacher_model_id"} <= back.keys()
+        with pytest.raises(ValueError, match="made for another student tokenizer"):
+            load_projection(tmp_path / name, swapped(pair))
+
+
+def test_files_are_checked(pair, tmp_path):
+    path = tmp_path / "p.pt"
+    indices, likelihoods = map(torch.from_numpy, build.build_projection(pair))
+    contents = {
+        "not a projection": {"indices": indices},
+        "not a projection, which": indices,
+        "9 rows": {"indices": indices[:9], "likelihoods": likelihoods[:9]},
+        "teacher ids up to": {"indices": indices + 600, "likelihoods": likelihoods},
+        r"expected two \(V, K\)": {"indices": indices, "likelihoods": likelihoods[:, :2]},
+        "float32": {"indices": indices.float(), "likelihoods": likelihoods},
+    }
+    for message, content in contents.items():
         torch.save(content, path)
         with pytest.raises(ValueError, match=message):
             load_projection(path, pair)
+
+
+def test_damaged_and_absent_files_are_rejected(pair, tmp_path):
+    tables = as_tables(build.build_projection(pair), pair, "test")
+    save_atomically(tables, tmp_path / "p.safetensors")
     whole = (tmp_path / "p.safetensors").read_bytes()
     for name in ("p.pt", "p.safetensors"):
         for damaged in (b"nothing", whole[: len(whole) // 2]):
@@ -240,37 +373,48 @@ def test_files_are_checked(pair, tmp_path):
 
 
 def test_files_of_other_tools_load(pair, tmp_path):
-    """bfloat16, no fingerprints, slots without sentinels, rows in any order, weights that do not sum to 1."""
+    """bfloat16, no fingerprints, slots without -1, unsorted rows, weights that do not sum to 1."""
     indices, likelihoods = build.build_projection(pair)
-    path, ids = tmp_path / "p.pt", torch.from_numpy(indices)
+    path = tmp_path / "p.pt"
+    ids = torch.from_numpy(indices)
     weights = torch.from_numpy(likelihoods).bfloat16()
-    torch.save({"indices": ids.flip(1), "likelihoods": weights.flip(1), "model_A_id": "a"}, path)
+    content = {"indices": ids.flip(1), "likelihoods": weights.flip(1), "model_A_id": "a"}
+    torch.save(content, path)
     back = load_projection(path, pair)
     assert torch.equal(back["indices"].sort(1).values, ids.sort(1).values)
     assert ((back["indices"][:, 0] >= 0) == (ids[:, 0] >= 0)).all()
     assert torch.allclose(back["likelihoods"].sum(1), (ids[:, 0] >= 0).float())
+
     torch.save({"indices": ids.clamp(min=0), "likelihoods": weights}, path)
     assert torch.equal(load_projection(path, pair)["indices"], ids)
+
     row = int(np.flatnonzero(indices[:, 1] >= 0)[0])
     weights[row] *= 2
     weights[row + 1, -1] = 0.5
     ids[row + 1, -1] = -1
     torch.save({"indices": ids, "likelihoods": weights}, path)
-    with pytest.warns(UserWarning, match="1 unused slots have a weight, 1 rows do not sum to 1; mended"):
+    message = "1 unused slots have a weight, 1 rows do not sum to 1; repaired"
+    with pytest.warns(UserWarning, match=message):
         back = load_projection(path, pair)
     assert np.allclose(back["likelihoods"].numpy(), likelihoods, atol=4e-3)
 
 
 def test_files_with_the_scale_trick_lose_its_column(pair, tmp_path):
-    """What the public tool writes by default: 0.2 on a token without meaning in the last slot, normalized."""
+    """The public tool writes by default 0.2 in the last slot, on a token without meaning."""
     indices, likelihoods = build.build_projection(pair)
-    tricked, several = likelihoods.copy(), (indices[:, 1] >= 0) & (indices[:, 3] < 0)
+    several = (indices[:, 1] >= 0) & (indices[:, 3] < 0)
     ids = indices.copy()
-    ids[several, 3], tricked[several, 3] = 0, 0.2
+    ids[several, 3] = 0
+    tricked = likelihoods.copy()
+    tricked[several, 3] = 0.2
     tricked /= np.maximum(tricked.sum(1, keepdims=True), 1e-30)
+    content = {
+        "indices": torch.from_numpy(ids),
+        "likelihoods": torch.from_numpy(tricked),
+        "enable_scale_trick": True,
+    }
     path = tmp_path / "p.pt"
-    torch.save({"indices": torch.from_numpy(ids), "likelihoods": torch.from_numpy(tricked),
-                "enable_scale_trick": True}, path)
+    torch.save(content, path)
     with pytest.warns(UserWarning, match="scale trick; its last column is left out"):
         back = load_projection(path, pair)
     assert several.any() and (back["indices"][several][:, 3] == -1).all()
@@ -278,22 +422,31 @@ def test_files_with_the_scale_trick_lose_its_column(pair, tmp_path):
 
 
 def test_another_eos_is_another_pair(tokenizers, tmp_path):
-    """Base and chat versions of a model share a tokenizer.json, but not the tables that link their eos."""
+    """Base and chat models share a tokenizer.json, but not the tables that link their eos."""
     chat = copy.deepcopy(tokenizers[1])
     chat.eos_token = chat.convert_ids_to_tokens(7)
-    base, other = Pair.of(*tokenizers), Pair.of(tokenizers[0], chat)
-    assert base.prints == other.prints and base.roles != other.roles and base.digest != other.digest
-    tables = [build.cached_projection(pair, directory=tmp_path) for pair in (base, other)]
-    assert not torch.equal(*[table["indices"] for table in tables])
-    assert not torch.equal(*[spell.cached_spelling(pair, tmp_path)["event_W"] for pair in (base, other)])
+    base = Pair.of(*tokenizers)
+    other = Pair.of(tokenizers[0], chat)
+    assert base.fingerprints == other.fingerprints
+    assert base.roles != other.roles and base.digest != other.digest
+    projection = build.cached_projection(base, directory=tmp_path)
+    other_projection = build.cached_projection(other, directory=tmp_path)
+    assert not torch.equal(projection["indices"], other_projection["indices"])
+    spelling = spell.cached_spelling(base, tmp_path)
+    other_spelling = spell.cached_spelling(other, tmp_path)
+    assert not torch.equal(spelling["event_W"], other_spelling["event_W"])
+
     path = tmp_path / "p.pt"
-    torch.save(tables[0], path)
+    torch.save(projection, path)
     load_projection(path, base)
-    with pytest.raises(ValueError, match="another teacher tokenizer .roles eos 1?.*, this one has eos 7"):
+    message = "another teacher tokenizer .roles eos 1?.*, this one has eos 7"
+    with pytest.raises(ValueError, match=message):
         load_projection(path, other)
 
 
 def build_slowly(folder, marks):
+    """Use a cache whose builder leaves an x in the file `marks`."""
+
     def make():
         with open(marks, "a") as file:
             file.write("x")
@@ -302,15 +455,16 @@ def build_slowly(folder, marks):
     assert cached("t.pt", make, folder)["x"].sum() == 2
 
 
-def test_the_cache_builds_once_and_mends_a_damaged_file(tmp_path):
+def test_the_cache_builds_once_and_repairs_a_damaged_file(tmp_path):
     marks = tmp_path / "marks"
-    jobs = [multiprocessing.get_context("fork").Process(target=build_slowly, args=(tmp_path, marks))
-            for _ in range(4)]
+    context = multiprocessing.get_context("fork")
+    jobs = [context.Process(target=build_slowly, args=(tmp_path, marks)) for _ in range(4)]
     for job in jobs:
         job.start()
     for job in jobs:
         job.join()
-    assert [job.exitcode for job in jobs] == [0] * 4 and marks.read_text() == "x"
+        assert job.exitcode == 0
+    assert marks.read_text() == "x"
     (tmp_path / "t.pt").write_bytes(b"damaged")
     for _ in range(2):
         build_slowly(tmp_path, marks)
@@ -335,61 +489,109 @@ def test_a_fingerprint_sees_merges_but_not_truncation(tokenizers):
 
 def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     def run(module, **flags):
-        argv = [f"--{key.replace('_', '-')}={value}" for key, value in flags.items()]
-        names = [f"--student-model={models[0]}", f"--teacher_model={models[1]}"]
-        tool(module.Args, module.main, argv=[*names, *argv])
+        argv = [f"--student={models[0]}", f"--teacher={models[1]}"]
+        for key, value in flags.items():
+            argv.append(f"--{key.replace('_', '-')}={value}")
+        module.cli(argv)
         return capsys.readouterr().out
 
     file = {name: tmp_path / f"{name}.pt" for name in "abcdeg"}
     run(multitoken, output=file["a"], max_pieces=4)
-    assert "have the bytes of another one" in run(exact, projection=file["a"], output=file["b"])
+    out = run(exact, projection=file["a"], output=file["b"])
+    assert "have the bytes of another one" in out
     run(cut, projection=file["b"], output=file["c"], top_k=4)
-    assert "empty: 2 control tokens" in run(build, output=file["d"])
-    known = load_tables(file["d"])
-    assert torch.equal(known["indices"], load_tables(file["c"])["indices"])
-    assert known["tool"].startswith("isogloss projection_tools.build --top-k 4") and known["student_model_id"]
+    out = run(build, output=file["d"])
+    assert "empty: 2 control tokens" in out
+    built = load_tables(file["d"])
+    assert torch.equal(built["indices"], load_tables(file["c"])["indices"])
+    assert built["tool"].startswith("isogloss projection_tools.build --top-k 4 --max-pieces 4")
+    assert "--student" not in built["tool"] and built["student_model_id"] == str(models[0])
+
     run(cut, projection=file["d"], output=file["e"], top_k=1)
     out = run(compare, projection=file["d"], other=file["e"], num_examples=3)
     assert out.count(" -> ") == 3 and "with another heaviest token: 0" in out
-    assert "the same within 1e-6: 350" in run(compare, projection=file["c"], other=file["d"])
+    out = run(compare, projection=file["c"], other=file["d"])
+    assert "the same within 1e-6: 350" in out
     run(generate, output=file["g"], embedding_model=models[1], top_k=2)
     out = run(show, projection=file["d"], tokens="▁the,e,#5", png=tmp_path / "p.png")
     assert "' the' -> ' the' 1.0000" in out and "#5 " in out and "common set, strict" in out
     assert (tmp_path / "p.png").stat().st_size > 10_000
-    assert run(show, projection=file["d"], num_examples=3).count(" -> ") == 3
+    out = run(show, projection=file["d"], num_examples=3)
+    assert out.count(" -> ") == 3
+
+
+# What each tool needs beside the two models.
+REQUIRED = {
+    build: ["--output={out}"],
+    compare: ["{file}", "{file}"],
+    cut: ["--projection={file}", "--output={out}"],
+    exact: ["--output={out}"],
+    generate: ["--output={out}", "--embedding_model={model}"],
+    multitoken: ["--output={out}"],
+    show: ["--projection={file}"],
+    spell: ["--output={out}"],
+}
+
+
+@pytest.mark.parametrize("module", REQUIRED, ids=lambda module: module.__name__.split(".")[1])
+def test_the_models_flags_have_an_old_and_a_new_spelling(
+    module, pair, models, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "p.pt"
+    save_atomically(as_tables(build.build_projection(pair), pair, "test"), path)
+    argv = []
+    for word in REQUIRED[module]:
+        argv.append(word.format(file=path, out="o.pt", model=models[1]))
+    outputs = set()
+    for student, teacher in (
+        ("--student", "--teacher"),
+        ("--student-model", "--teacher-model"),
+        ("--student_model", "--teacher_model"),
+    ):
+        module.cli([*argv, f"{student}={models[0]}", teacher, str(models[1])])
+        outputs.add(capsys.readouterr().out)
+    assert len(outputs) == 1 and outputs.pop()
 
 
 def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
     (tmp_path / "bad.pt").write_bytes(b"?")
-    pair = [f"--student-model={models[0]}", f"--teacher-model={models[1]}"]
+    student = f"--student={models[0]}"
+    pair = [student, f"--teacher={models[1]}"]
     out = f"--output={tmp_path / 'o.pt'}"
+    bad = f"--projection={tmp_path / 'bad.pt'}"
+    no_model = f"--embedding-model={tmp_path}"
     for module, argv, message in (
-            (build, [out], "--student_model is missing"),
-            (build, [*pair, out, "--topk=3"], "unknown flag --topk; did you mean --top_k?"),
-            (build, [*pair, out, "--top-k=0"], "expected 1 or more"),
-            (build, [*pair, out, "--top-k=many"], "--top_k=many: expected int, got str"),
-            (build, [pair[0], f"--teacher-model={tmp_path}", out], "no tokenizer there"),
-            (generate, [*pair, out, f"--embedding-model={tmp_path}"], "--embedding-model"),
-            (cut, [*pair, out, f"--projection={tmp_path / 'bad.pt'}"], "not a readable file of tables"),
-            (show, [*pair, f"--projection={tmp_path / 'no.pt'}"], "no such file"),
-            (compare, [*pair, "a.pt", "b.pt"], "unexpected argument 'a.pt'")):
+        (build, [out], "--student is missing"),
+        (build, [*pair, out, "--topk=3"], "unknown flag --topk; did you mean --top_k?"),
+        (build, [*pair, out, "--student_mode=a"], "--student_mode; did you mean --student?"),
+        (build, [*pair, out, "--top-k=0"], "expected 1 or more"),
+        (build, [*pair, out, "--top-k=many"], "--top_k=many: expected int, got str"),
+        (build, [student, f"--teacher={tmp_path}", out], "no tokenizer there"),
+        (build, [student, f"--teacher-model={tmp_path}", out], f"--teacher {tmp_path}: no"),
+        (generate, [*pair, out, no_model], f"--embedding_model {tmp_path}: cannot be loaded"),
+        (cut, [*pair, out, bad], "not a readable file of tables"),
+        (show, [*pair, f"--projection={tmp_path / 'no.pt'}"], "no such file"),
+        (compare, [*pair, "a.pt", "b.pt"], "unexpected argument 'a.pt'"),
+    ):
         with pytest.raises(SystemExit) as ended:
-            tool(module.Args, module.main, argv=argv)
+            module.cli(argv)
         error = capsys.readouterr().err
         assert ended.value.code == 2 and message in error and error.count("\n") == 1, error
         assert error.startswith(f"projection_tools.{module.__name__.split('.')[1]}: ")
     assert not (tmp_path / "o.pt").exists()
-    found = parse_flags(compare.Args, ["a.pt", "b.pt", *pair], ("projection", "other"))
-    assert (found.projection, found.other, found.student_model) == ("a.pt", "b.pt", str(models[0]))
+    args = parse_flags(compare.Args, ["a.pt", "b.pt", *pair], ("projection", "other"))
+    assert (args.projection, args.other, args.student) == ("a.pt", "b.pt", str(models[0]))
 
 
 def test_the_build_does_not_depend_on_its_threads(models, tmp_path, monkeypatch):
     """Bit for bit, with one thread of the tokenizer and with one per core."""
-    flags = ["--reverse", f"--student-model={models[0]}", f"--teacher-model={models[1]}"]
-    for parallel in ("false", "true"):
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
-        for suffix in ("pt", "safetensors"):
-            tool(build.Args, build.main, argv=[*flags, f"--output={tmp_path / f'{parallel}.{suffix}'}"])
+    flags = ["--reverse", f"--student={models[0]}", f"--teacher={models[1]}"]
     for suffix in ("pt", "safetensors"):
-        one, many = [(tmp_path / f"{parallel}.{suffix}").read_bytes() for parallel in ("false", "true")]
-        assert one == many
+        contents = set()
+        for parallel in ("false", "true"):
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+            path = tmp_path / f"{parallel}.{suffix}"
+            build.cli([*flags, f"--output={path}"])
+            contents.add(path.read_bytes())
+        assert len(contents) == 1

@@ -1,0 +1,263 @@
+"""The command line of a dataclass: typed values, errors in one line, a help without gaps."""
+
+import re
+from dataclasses import dataclass, field
+
+import pytest
+
+from isogloss.config import Config
+from projection_tools import build, compare, cut, exact, flags, generate, multitoken, show, spell
+from projection_tools.flags import check_types, descriptions, help_text, parse_flags, undescribed
+
+TOOLS = (build, compare, cut, exact, generate, multitoken, show, spell)
+KINDS = {tool.__name__: tool.Args for tool in TOOLS} | {"distill": Config}
+
+
+@dataclass(kw_only=True)
+class Small:
+    """Do something small,
+    on two lines.
+
+    This paragraph is not part of the summary.
+
+    Args:
+        text: a text (or: a name), such as {"model": "A", "weight": 2}:
+            not_a_flag: a colon in a later line, as in 'key: value'.
+              nested: deeper still (in two
+              lines).
+
+            A second paragraph: with a colon.
+        count:
+            begins on a line of its own, 1 or more.
+        ratio: 0 to 1.
+        pack: put them together.
+        path: where to write.
+
+    Raises:
+        ValueError: never.
+    """
+
+    text: str
+    count: int = 1
+    ratio: float = 0.5
+    pack: bool = False
+    path: str = ""
+
+    def __post_init__(self):
+        check_types(self)
+
+
+def normalized(text):
+    return " ".join(text.split())
+
+
+def parse(*argv, **options):
+    return parse_flags(Small, list(argv), **options)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def test_values_have_the_type_of_their_field():
+    args = parse("--text=2024", "--count=1e3", "--ratio=1", "--pack=true", "--path=false")
+    assert args == Small(text="2024", count=1000, ratio=1.0, pack=True, path="false")
+    assert type(args.count) is int and type(args.ratio) is float
+
+
+def test_a_text_stays_as_it_was_written():
+    for text in ("2024", "1e3", "false", "None", "[1, 2]", "'a'", "a=b", "a b", "", "-", "-x", "--x"):
+        assert parse(f"--text={text}").text == text
+    assert parse("--text", "-").text == "-"  # which separates words for fire
+    assert parse("--text", "-1").text == "-1"
+    teachers = '[{"model": "A", "weight": 2}]'
+    assert parse("--text", teachers).text == teachers
+
+
+def test_hyphens_and_underscores_are_equal():
+    args = parse_flags(build.Args, ["--student=a", "--teacher=b", "--output=c", "--top-k=2"])
+    other = parse_flags(build.Args, ["--student=a", "--teacher=b", "--output=c", "--top_k", "2"])
+    assert args == other and args.top_k == 2
+
+
+def test_a_bool_flag_may_stand_alone():
+    assert parse("--text=a", "--pack").pack
+    assert parse("--pack", "--text=a").pack
+    assert parse("--pack", "True", "--text=a").pack
+    assert not parse("--text=a", "--pack", "--nopack").pack  # the last one counts
+    assert not parse("--text=a", "--pack=False").pack
+
+
+def test_positional_words_fill_their_fields_first():
+    assert parse("a", "b", "--count=2", positional=("text", "path")) == Small(
+        text="a", path="b", count=2
+    )
+    assert parse("a", "--path=b", positional=("text", "path")).path == "b"
+
+
+def test_an_alias_is_the_flag_itself():
+    aliases = {"old_text": "text"}
+    for flag in ("--old_text", "--old-text", "--text"):
+        assert parse(f"{flag}=a", aliases=aliases).text == "a"
+        assert parse(flag, "a", aliases=aliases).text == "a"
+    assert parse("--old_text=a", "--text=b", aliases=aliases).text == "b"
+    with pytest.raises(ValueError, match="unknown flag --old_txt; did you mean --text"):
+        parse("--old_txt=a", aliases=aliases)
+    with pytest.raises(ValueError, match="unknown flag --old_text"):
+        parse("--old_text=a")
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+WRONG = {
+    "--txt=a": "unknown flag --txt; did you mean --text?",
+    "--text=a --qqq": "unknown flag --qqq; --help lists them all",
+    "--text=a --notext": "unknown flag --notext; did you mean --text?",
+    "--text=a --nopack=true": "--nopack takes no value; write --pack=true",
+    "--text=a -c 3": "unknown flag -c; flags begin with two hyphens; did you mean --count?",
+    "--text=a -z": "unknown flag -z; flags begin with two hyphens; --help lists them all",
+    "--text=a -count=3": "unknown flag -count; flags begin with two hyphens; did you mean --count?",
+    "--text=a b": "unexpected argument 'b': a value follows a flag, as in --text VALUE",
+    "--text=a -1": "unexpected argument '-1'",
+    "--text=a -- --interactive": "unexpected argument '--'",  # fire's own flags
+    "--count=3": "--text is missing; --help describes every flag",
+    "--text": "--text needs a value, as in --text=VALUE",
+    "--text --count=3": "--text needs a value",
+    "--text=a --count": "--count needs a value",
+    "--text=a --count=many": "--count=many: expected int, got str",
+    "--text=a --count=1.5": "--count=1.5: expected int, got float",
+    "--text=a --count=true": "--count=true: expected int, got str",
+    "--text=a --count=True": "--count=True: expected int, got bool",
+    "--text=a --ratio=nan": "--ratio=nan: expected float, got str",
+    "--text=a --pack=1": "--pack=1: expected bool, got int",
+    "--text=a --pack=no": "--pack=no: expected bool, got str",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_says_what_is_wrong(line):
+    with pytest.raises(ValueError, match=re.escape(WRONG[line])) as error:
+        parse(*line.split())
+    assert "\n" not in str(error.value)
+
+
+def test_the_class_is_not_called_when_a_flag_is_unknown():
+    @dataclass(kw_only=True)
+    class Counted:
+        steps: int = 1
+
+        def __post_init__(self):
+            raise AssertionError("called")
+
+    with pytest.raises(ValueError, match="did you mean --steps"):
+        parse_flags(Counted, ["--stps=1"])
+
+
+# --- the help -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_flag_is_described(name):
+    undescribed(KINDS[name])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_description_is_in_the_help_in_full(name, width):
+    kind = KINDS[name]
+    text = help_text(kind, width=width)
+    for paragraphs in descriptions(kind).values():
+        for paragraph in paragraphs:
+            assert normalized(paragraph) in normalized(text)
+    # No word of the docstring is lost, whatever the parser made of it.
+    args = kind.__doc__.partition("Args:\n")[2]
+    without_names = re.sub(r"^ {8}\w+:", "", args, flags=re.MULTILINE)
+    assert set(without_names.split()) <= set(text.split())
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_description_survives_colons_parentheses_and_blank_lines():
+    about = descriptions(Small)
+    assert list(about) == ["text", "count", "ratio", "pack", "path"]
+    assert about["text"] == [
+        'a text (or: a name), such as {"model": "A", "weight": 2}: not_a_flag: a colon in a later '
+        "line, as in 'key: value'. nested: deeper still (in two lines).",
+        "A second paragraph: with a colon.",
+    ]
+    assert about["count"] == ["begins on a line of its own, 1 or more."]
+
+
+def test_the_help_shows_type_and_default_of_every_flag():
+    text = help_text(Small, width=80)
+    assert "Do something small, on two lines." in text
+    assert "not part of the summary" not in text and "never" not in text
+    assert "--text TEXT [--flag value ...]" in text.split("\n\n")[0]
+    for line in (
+        "  --text TEXT (required)",
+        "  --count INT (default: 1)",
+        "  --ratio FLOAT (default: 0.5)",
+        "  --pack BOOL (default: false)",
+        '  --path TEXT (default: "")',
+    ):
+        assert line in text.splitlines()
+
+
+def test_groups_order_the_flags():
+    groups = {"input": ["path", "text"], "speed": ["pack"]}
+    text = help_text(Small, groups, width=80)
+    lines = [line for line in text.splitlines() if re.match(r"\w+:$|  --", line)]
+    assert [line.split()[0] for line in lines] == [
+        "input:", "--path", "--text", "speed:", "--pack", "other:", "--count", "--ratio",
+    ]  # fmt: skip
+    for wrong in ({"a": ["nothing"]}, {"a": ["text"], "b": ["text"]}):
+        with pytest.raises(AssertionError, match="is no flag, or has a group already"):
+            help_text(Small, wrong)
+
+
+def test_the_width_is_that_of_the_terminal(monkeypatch):
+    for columns, expected in ((20, 60), (100, 100), (300, 120)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert help_text(Small) == help_text(Small, width=expected)
+
+
+@pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--count=many", "--help"], ["--x", "-h"]])
+def test_help_anywhere_ends_with_code_0(argv, capsys):
+    groups = {"input": ["text"]}
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv, aliases={"old_text": "text"}, groups=groups)
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "input:" in out and "--old_text for --text" in out
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__.split(".")[1])
+def test_the_help_of_a_tool_ends_with_code_0(tool, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool.cli(["--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "--student TEXT (required)" in out
+    assert all(f"--{old} for --{new}" in out for old, new in flags.OLD_NAMES.items())
+
+
+def test_undescribed_finds_flags_and_descriptions_without_each_other():
+    @dataclass(kw_only=True)
+    class Silent:
+        """Args:
+            described: it is.
+            empty:
+        """
+
+        described: int = 1
+        empty: int = 1
+
+    @dataclass(kw_only=True)
+    class Stray:
+        """Args:
+            described: it is.
+            gone: it was.
+        """
+
+        described: list = field(default_factory=list)
+
+    with pytest.raises(AssertionError, match="the flag empty has no description"):
+        undescribed(Silent)
+    with pytest.raises(AssertionError, match="the description 'gone' has no flag"):
+        undescribed(Stray)
