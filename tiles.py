@@ -45,8 +45,8 @@ CPU_SUB_TILES = SubTileBudget(memory_fraction=0.07, live_copies=2)
 # A GPU gains from few, large calls; the losses in plain torch keep about eight copies.
 GPU_SUB_TILES = SubTileBudget(memory_fraction=0.5, live_copies=8)
 # Positions whose teacher logits exist at a time, per student position of the tile.  Measured on two
-# CPU cores with 512 MiB: with half of the tile's 600 positions the teacher's matmul takes 1.2 times
-# what it takes in one piece, with 0.75 of 515 positions 1.02 times.
+# CPU cores: with half of a tile (300 positions) the teacher's matmul takes 1.2 times as long as in
+# one piece, with three quarters (386 positions) 1.02 times.
 TEACHER_ROWS_PER_STUDENT_ROW = 0.75
 # Vocabulary rows of the head's gradient that are added at a time in half precision.  Not tuned.
 GRADIENT_BLOCK = 8192
