@@ -1,20 +1,21 @@
-"""One tensor seen by several processes of a node, not copied for each: CUDA IPC, shared memory on the CPU.
+"""Let the processes of a node see one tensor in the same memory: CUDA IPC, shared memory on CPU.
 
-    handle = share(tensor)            # in one process; a few hundred bytes, pickle it and send it
+    handle = publish(tensor)          # in one process; a few hundred bytes, pickle it and send it
     tensor = attach(handle)           # in others: the same memory
 
-    outbox = TensorWriter(readers=2)        # a tensor a step; outbox.handle goes to both readers, once
-    outbox.put(tensor)
-    inbox = TensorReader(handle, reader=0)
-    with inbox.take() as tensor: ...  # the same memory, until the block ends
-    a, b = inbox.next(), inbox.next()  # or several, until inbox.give_back()
+    writer = TensorWriter(readers=2)  # one tensor per step; send writer.handle to both readers
+    writer.put(tensor)
+    reader = TensorReader(handle, reader=0)
+    with reader.take() as tensor: ...          # the same memory, until the block ends
+    a, b = reader.next(), reader.next()        # or several, until reader.release()
 
-Shared memory has no name: it is a file descriptor that readers open through /proc, so it is gone with the
-last process that maps it, however that one ends, and nothing is ever left in /dev/shm.  CUDA buffers are
-allocated for the purpose, so neither torch's allocator nor its reference counts take part.  Linux; all
-processes belong to one user.
+Shared memory has no name: it is a file descriptor that readers open through /proc.  It disappears
+with the last process that maps it, however that process ends, so nothing is ever left in /dev/shm.
+CUDA buffers are allocated for the purpose, so neither torch's allocator nor its reference counts
+take part.  Linux only; all processes belong to one user.
 
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_ipc.py.
+License: Apache-2.0 (see LICENSE).
 """
 
 import ctypes
@@ -22,168 +23,258 @@ import mmap
 import os
 import pickle
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-DESCRIPTION = 1024  # bytes of a slot's description
-EVENT = 64  # bytes of a CUDA event's handle
-_kept: dict["Handle", Any] = {}  # what this process shares, until `release` or its own end
+DESCRIPTION_BYTES = 1024  # room for a slot's pickled description, which takes about 250
+CUDA_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE of cuda.h
+# What this process has published, until `release` or its own end.
+_published: dict["Handle", Tensor] = {}
 
 
 class Handle(NamedTuple):
-    """Where a shared tensor lies; to be pickled.
+    """Say where a published tensor lies; pickle it to send it to other processes.
 
-    place: (process id, file descriptor), or (uuid of the device, CUDA handle).
+    device: "cpu" or "cuda".
+    location: (process id, file descriptor), or (uuid of the device, CUDA handle).
+    shape, dtype: of the tensor.
+    nbytes: size of the memory, at least 1.
     """
 
     device: str
-    place: tuple[Any, Any]
+    location: tuple[Any, Any]
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
 
 
-def share(tensor: Tensor) -> Handle:
-    """Copy a tensor to where other processes of the node can see it, once.
+def publish(tensor: Tensor) -> Handle:
+    """Copy a tensor, once, to memory that other processes of the node can attach.
 
-    `attach(handle)` gives this process its own view, to be written in place if need be.
+    The copy lives until `release(handle)` or the end of this process.  `attach(handle)` gives this
+    process a view of it too, for example to write to it in place.
     """
-    nbytes, kind = max(1, tensor.nbytes), tensor.device.type
-    if kind == "cpu":
-        fd = os.memfd_create("isogloss")
-        os.ftruncate(fd, nbytes)
-        place: tuple[Any, Any] = (os.getpid(), fd)
-        kept: Any = _map(fd, nbytes)
+    nbytes = max(1, tensor.nbytes)  # neither mmap nor CUDA allocates 0 bytes
+    device_type = tensor.device.type
+    location: tuple[Any, Any]
+    if device_type == "cpu":
+        descriptor = os.memfd_create("isogloss")
+        os.ftruncate(descriptor, nbytes)
+        memory = _map(descriptor, nbytes)
+        location = (os.getpid(), descriptor)
     else:
-        kept, cuda_handle = _Cuda.get().allocate(nbytes, tensor.device)
-        place = (_uuid(tensor.device), cuda_handle)
-    handle = Handle(kind, place, tuple(tensor.shape), tensor.dtype, nbytes)
-    _kept[handle] = kept
+        memory, cuda_handle = _Cuda.get().allocate(nbytes, tensor.device)
+        location = (_uuid(tensor.device), cuda_handle)
+    handle = Handle(device_type, location, tuple(tensor.shape), tensor.dtype, nbytes)
+    _published[handle] = memory
     attach(handle).copy_(tensor)
-    if kind != "cpu":
+    if device_type != "cpu":
+        # Other processes do not wait for this one's streams.
         torch.cuda.synchronize(tensor.device)
     return handle
 
 
 def attach(handle: Handle) -> Tensor:
-    """The shared tensor itself, on the device of its owner; copy it to another device before computing there.
+    """Map the published tensor itself, without a copy.
 
+    Returns:
+        The tensor, on the device of its publisher; copy it to another device before use there.
     Raises:
-        FileNotFoundError: the owner has released it, or is gone.
+        FileNotFoundError: the publisher has released it or has ended.
+        RuntimeError: the publisher's GPU is not visible to this process, or CUDA fails.
     """
-    raw = _kept[handle] if handle in _kept else _open(handle)
-    count = handle.nbytes // handle.dtype.itemsize
-    flat = raw[: count * handle.dtype.itemsize].view(handle.dtype)
+    # CUDA cannot open a handle in the process that made it.
+    raw = _published[handle] if handle in _published else _open(handle)
+    itemsize = handle.dtype.itemsize
+    # An empty tensor has one byte of memory, which may be less than one item.
+    whole_items = handle.nbytes // itemsize
+    flat = raw[: whole_items * itemsize].view(handle.dtype)
     return flat[: torch.Size(handle.shape).numel()].view(handle.shape)
 
 
 def release(handle: Handle) -> None:
-    """Let others attach no longer; those that have keep the memory (CUDA: they must be done with it)."""
-    kept = _kept.pop(handle)
+    """Withdraw a published tensor, so that no other process can attach it any longer.
+
+    On the CPU, processes that have attached it keep the memory; on CUDA they must be done with it.
+    """
+    memory = _published.pop(handle)
     if handle.device == "cpu":
-        os.close(handle.place[1])
+        _, descriptor = handle.location
+        os.close(descriptor)  # the memory lives on in whoever maps it
     else:
-        _Cuda.get().free(kept)
+        _Cuda.get().free(memory)
 
 
-def _map(fd: int, nbytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)  # which keeps the map alive
+def _map(descriptor: int, nbytes: int) -> Tensor:
+    # The tensor keeps the map alive, and the map the memory.
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 def _open(handle: Handle) -> Tensor:
+    """Map the memory of another process as bytes."""
     if handle.device != "cpu":
         return _Cuda.get().open(handle)
-    fd = os.open("/proc/{}/fd/{}".format(*handle.place), os.O_RDWR)
+    process, publisher_descriptor = handle.location
+    descriptor = os.open(f"/proc/{process}/fd/{publisher_descriptor}", os.O_RDWR)
     try:
-        return _map(fd, handle.nbytes)
+        return _map(descriptor, handle.nbytes)
     finally:
-        os.close(fd)
+        os.close(descriptor)
 
 
 # --- CUDA -----------------------------------------------------------------------------------------
 
 
 def _uuid(device: torch.device | int) -> str:
+    """Return what identifies a GPU; its index differs between processes."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class _Cuda:
-    """The five calls of the driver that this takes."""
+    """Call the four functions of the CUDA driver that inter-process memory needs."""
 
-    _only: "_Cuda | None" = None
+    _instance: "_Cuda | None" = None
 
-    class _Bytes(ctypes.Structure):
-        _fields_ = [("reserved", ctypes.c_char * 64)]
+    class _IpcHandle(ctypes.Structure):  # CUipcMemHandle of cuda.h
+        _fields_ = [("reserved", ctypes.c_char * CUDA_HANDLE_BYTES)]
 
     def __init__(self) -> None:
+        # Argument types have to be named: ctypes would pass 64-bit pointers as 32-bit integers.
         self.driver = ctypes.CDLL("libcuda.so.1")
-        self.driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, self._Bytes, ctypes.c_uint]
+        self.driver.cuIpcOpenMemHandle_v2.argtypes = [
+            ctypes.c_void_p,
+            self._IpcHandle,
+            ctypes.c_uint,
+        ]
         self.driver.cuMemFree_v2.argtypes = [ctypes.c_uint64]
         self.driver.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.driver.cuIpcGetMemHandle.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
 
     @classmethod
     def get(cls) -> "_Cuda":
-        cls._only = cls._only or cls()
-        return cls._only
+        """Return the only instance; the driver is loaded at the first call."""
+        cls._instance = cls._instance or cls()
+        return cls._instance
 
     def allocate(self, nbytes: int, device: torch.device) -> tuple[Tensor, bytes]:
-        pointer, handle = ctypes.c_uint64(), self._Bytes()
+        """Allocate memory outside of torch's allocator; return it and its handle."""
+        pointer = ctypes.c_uint64()
+        handle = self._IpcHandle()
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # the device has a context now
-            self._check("cuMemAlloc", self.driver.cuMemAlloc_v2(ctypes.byref(pointer), nbytes))
-            self._check("cuIpcGetMemHandle", self.driver.cuIpcGetMemHandle(ctypes.byref(handle), pointer))
-        return self._tensor(pointer.value, nbytes, device), ctypes.string_at(ctypes.byref(handle), 64)
+            self._ensure_context()
+            status = self.driver.cuMemAlloc_v2(ctypes.byref(pointer), nbytes)
+            self._check("cuMemAlloc", status)
+            status = self.driver.cuIpcGetMemHandle(ctypes.byref(handle), pointer)
+            self._check("cuIpcGetMemHandle", status)
+        handle_bytes = ctypes.string_at(ctypes.byref(handle), CUDA_HANDLE_BYTES)
+        return self._tensor(pointer.value, nbytes, device), handle_bytes
 
     def open(self, handle: Handle) -> Tensor:
-        found = [i for i in range(torch.cuda.device_count()) if _uuid(i) == handle.place[0]]
-        if not found:
-            raise RuntimeError(f"device {handle.place[0]} of a shared tensor is not visible to this process")
-        device = torch.device("cuda", found[0])
-        pointer, raw = ctypes.c_uint64(), self._Bytes.from_buffer_copy(handle.place[1])
+        """Map the memory of another process as bytes."""
+        uuid, handle_bytes = handle.location
+        device = self._device_of(uuid)
+        pointer = ctypes.c_uint64()
+        cuda_handle = self._IpcHandle.from_buffer_copy(handle_bytes)
+        lazily = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: when it is first needed
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()
-            lazily = 1  # enable access between devices when it is needed
-            self._check("cuIpcOpenMemHandle",
-                        self.driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), raw, lazily))
+            self._ensure_context()
+            status = self.driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), cuda_handle, lazily)
+            self._check("cuIpcOpenMemHandle", status)
         return self._tensor(pointer.value, handle.nbytes, device)
 
     def free(self, tensor: Tensor) -> None:
         self._check("cuMemFree", self.driver.cuMemFree_v2(tensor.data_ptr()))
 
     @staticmethod
+    def _device_of(uuid: str) -> torch.device:
+        for index in range(torch.cuda.device_count()):
+            if _uuid(index) == uuid:
+                return torch.device("cuda", index)
+        raise RuntimeError(
+            f"a published tensor lies on GPU {uuid}, which this process does not see; "
+            "check CUDA_VISIBLE_DEVICES"
+        )
+
+    @staticmethod
+    def _ensure_context() -> None:
+        """Let torch create the current device's context, which the driver's calls need."""
+        torch.cuda.current_stream().synchronize()
+
+    @staticmethod
     def _tensor(pointer: int, nbytes: int, device: torch.device) -> Tensor:
+        """View memory as a tensor of bytes, which does not own it."""
+
         class Memory:
-            __cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False),
-                                        "version": 3}
+            __cuda_array_interface__ = {  # noqa: RUF012
+                "shape": (nbytes,),
+                "typestr": "|u1",
+                "data": (pointer, False),  # False: may be written to
+                "version": 3,
+            }
 
         return torch.as_tensor(Memory(), device=device)
 
     @staticmethod
     def _check(call: str, status: int) -> None:
         if status:
-            raise RuntimeError(f"{call} failed with CUDA error {status}")
+            raise RuntimeError(f"{call} failed with CUDA error {status} (CUresult of cuda.h)")
 
 
-# --- a tensor a step -------------------------------------------------------------------------------
+# --- one tensor per step --------------------------------------------------------------------------
+
+WORD_BYTES = 8  # the counters are int64
+WRITTEN = 0  # word: number of tensors written; the word behind it holds the writer's process id
+PROBE_SECONDS = 0.2  # time between looks at whether the other process still runs
+FIRST_PAUSE = 2e-5  # seconds between looks at a counter, doubled up to the longest; not tuned
+LONGEST_PAUSE = 1e-3
 
 
 class PeerDied(RuntimeError):
-    """The process at the other end has ended, or says nothing."""
+    """Report that the process at the other end has ended or does not respond."""
+
+
+class WriterHandle(NamedTuple):
+    """Say where a TensorWriter publishes; pickle it and send it to every reader.
+
+    board: the shared counters and descriptions.
+    readers, slots: of the TensorWriter.
+    """
+
+    board: Handle
+    readers: int
+    slots: int
+
+
+class _Description(NamedTuple):
+    """Describe the tensor in a slot."""
+
+    buffer: Handle
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _released_word(reader: int) -> int:
+    """Return the word with the number of tensors that a reader released; its process id follows."""
+    return 2 + 2 * reader
 
 
 class _Board:
-    """The shared numbers of an outbox, words of 8 bytes: tensors written, the writer's process id; for every
-    reader: tensors given back, its process id.  Behind them a pickled description for every slot.
+    """Share the counters and descriptions of a TensorWriter with its readers.
+
+    Words of 8 bytes: tensors written, the writer's process id; then for every reader: tensors
+    released, its process id.  Behind the words lies a pickled description for every slot.  No word
+    has two processes that write to it, so there is no lock.
     """
 
-    def __init__(self, handle: Handle, readers: int, slots: int):
-        raw, end = attach(handle), 16 * (1 + readers)
+    def __init__(self, handle: WriterHandle) -> None:
+        raw = attach(handle.board)
+        end = self.word_bytes(handle.readers)
         self.words = raw[:end].view(torch.int64)
-        self.slots = [raw[end + i * DESCRIPTION : end + (i + 1) * DESCRIPTION] for i in range(slots)]
+        self.descriptions = raw[end:].view(handle.slots, DESCRIPTION_BYTES)
 
     def __getitem__(self, word: int) -> int:
         return int(self.words[word])
@@ -192,35 +283,64 @@ class _Board:
         self.words[word] = value
 
     @staticmethod
-    def size(readers: int, slots: int) -> int:
-        return 16 * (1 + readers) + DESCRIPTION * slots
+    def word_bytes(readers: int) -> int:
+        return 2 * WORD_BYTES * (1 + readers)
 
-    def wait(self, word: int, least: int, who: str, timeout: float) -> None:
-        """Until words[word] >= least; its neighbor is the id of the process that counts there."""
-        pause, begin, looked = 2e-5, time.monotonic(), 0.0
+    @classmethod
+    def create(cls, readers: int, slots: int) -> WriterHandle:
+        nbytes = cls.word_bytes(readers) + DESCRIPTION_BYTES * slots
+        return WriterHandle(publish(torch.zeros(nbytes, dtype=torch.uint8)), readers, slots)
+
+    def describe(self, slot: int, description: _Description) -> None:
+        pickled = bytearray(pickle.dumps(description))
+        raw = torch.frombuffer(pickled, dtype=torch.uint8)
+        self.descriptions[slot, : len(raw)] = raw
+
+    def description(self, slot: int) -> _Description:
+        # pickle stops at its own end; what an older, longer description left behind is ignored.
+        description: _Description = pickle.loads(bytes(self.descriptions[slot].tolist()))
+        return description
+
+    def wait(self, word: int, least: int, peer: str, timeout: float) -> None:
+        """Wait until words[word] >= least; the next word is the id of the process that counts.
+
+        Args:
+            peer: name of that process in messages.
+            timeout: seconds.
+        Raises:
+            PeerDied: the process has ended, or the time is over.
+        """
+        pause = FIRST_PAUSE
+        begin = time.monotonic()
+        last_probe = 0.0
         while self[word] < least:
             now = time.monotonic()
-            if now - looked > 0.2:
-                looked, process = now, self[word + 1]
+            if now - last_probe > PROBE_SECONDS:
+                last_probe = now
+                process = self[word + 1]  # 0: it has not started to count
+                # It may have counted and ended since the first look, so look again.
                 if process and not is_running(process) and self[word] < least:
-                    raise PeerDied(f"{who} (process {process}) has ended")
+                    raise PeerDied(f"{peer} (process {process}) has ended")
             if now - begin > timeout:
-                raise PeerDied(f"{who} (process {self[word + 1]}) said nothing for {timeout:.0f} s")
+                process = self[word + 1]
+                raise PeerDied(f"{peer} (process {process}) did not respond for {timeout:.0f} s")
             time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def is_running(process: int) -> bool:
-    """Is there such a process, other than one that has ended and is not buried yet?"""
+    """Return whether a process exists and has not ended; a zombie has ended."""
     try:
         with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+            # "id (name) state ...", where the name may hold spaces and parentheses
+            state = file.read().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
+    return state not in "ZX"
 
 
 def _finish(device: torch.device) -> None:
-    """What was asked of the device so far is done, so that a count may say so."""
+    """Wait for the work of the current stream, so that a counter may say that it is done."""
     if device.type == "cuda":
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
@@ -228,104 +348,131 @@ def _finish(device: torch.device) -> None:
 
 
 class TensorWriter:
-    """Publishes tensors, one after the other, to a fixed number of readers.
+    """Publish tensors, one after the other, to a fixed number of readers.
 
-    A buffer is written again only when every reader has given it back, and replaced by one of at least twice
-    its size when a tensor needs more.
+    A buffer is written again only after every reader has released it.  When a tensor needs more, a
+    buffer of at least twice the size takes its place.
 
     Args:
-        readers: how many Inboxes there will be.
-        slots: tensors that may be under way; 2 lets the writer run ahead by one.
+        readers: number of TensorReaders there will be.
+        slots: tensors that may be unread or unreleased; 2 lets the writer run ahead by one.
         timeout: seconds to wait for readers.
     Attributes:
-        handle: to be pickled and sent to every reader, once.
+        handle: WriterHandle; pickle it and send it to every reader, once.
     """
 
-    def __init__(self, readers: int, slots: int = 2, timeout: float = 600.0):
-        board = share(torch.zeros(_Board.size(readers, slots), dtype=torch.uint8))
-        self.handle = board, readers, slots
-        self.timeout, self._board = timeout, _Board(*self.handle)
-        self._slots: list[Handle | None] = [None] * slots
-        self._shared = [board]  # a buffer that was replaced may still be mapped: all live until `close`
-        self._board[1] = os.getpid()
+    def __init__(self, readers: int, slots: int = 2, timeout: float = 600.0) -> None:
+        self.handle = _Board.create(readers, slots)
+        self.timeout = timeout
+        self._board = _Board(self.handle)
+        self._buffers: list[Handle | None] = [None] * slots
+        # Readers may still map a buffer that was replaced, so all of them live until `close`.
+        self._handles = [self.handle.board]
+        self._board[WRITTEN + 1] = os.getpid()
 
     def put(self, tensor: Tensor) -> None:
-        """Publish a copy of a tensor of any shape, type and device.
+        """Publish a copy of a tensor of any shape, dtype and device.
 
         Raises:
-            PeerDied: a reader.
+            PeerDied: a reader has ended or does not respond.
         """
-        (_, readers, slots), number = self.handle, self._board[0]
-        for reader in range(readers):
-            self._board.wait(2 + 2 * reader, number + 1 - slots, f"reader {reader}", self.timeout)
+        number = self._board[WRITTEN]
+        slot = number % self.handle.slots
+        self._wait_for_readers(number + 1 - self.handle.slots)
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-        buffer = self._slots[number % slots]
-        if buffer is None or buffer.nbytes < raw.nbytes or buffer.device != raw.device.type:
-            size = raw.nbytes if buffer is None else max(raw.nbytes, 2 * buffer.nbytes)
-            buffer = self._slots[number % slots] = share(raw.new_empty(max(1, size)))
-            self._shared.append(buffer)
+        buffer = self._buffer(slot, raw)
         attach(buffer)[: raw.nbytes].copy_(raw)
         _finish(tensor.device)
-        text = bytearray(pickle.dumps((buffer, tensor.shape, tensor.dtype)))
-        self._board.slots[number % slots][: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
-        self._board[0] = number + 1
+        self._board.describe(slot, _Description(buffer, tensor.shape, tensor.dtype))
+        self._board[WRITTEN] = number + 1  # last: from now on readers look
 
     def drain(self) -> None:
-        """Wait until the readers have given everything back.
+        """Wait until the readers have released everything.
 
         Raises:
-            PeerDied: a reader.
+            PeerDied: a reader has ended or does not respond.
         """
-        for reader in range(self.handle[1]):
-            self._board.wait(2 + 2 * reader, self._board[0], f"reader {reader}", self.timeout)
+        self._wait_for_readers(self._board[WRITTEN])
 
     def close(self) -> None:
-        """Release all buffers; on CUDA readers must be done with theirs."""
-        for handle in self._shared:
+        """Release all buffers; on CUDA, readers must be done with theirs."""
+        for handle in self._handles:
             release(handle)
-        self._shared = []
+        self._handles = []
+
+    def _wait_for_readers(self, least: int) -> None:
+        """Wait until every reader has released at least so many tensors."""
+        for reader in range(self.handle.readers):
+            self._board.wait(_released_word(reader), least, f"reader {reader}", self.timeout)
+
+    def _buffer(self, slot: int, raw: Tensor) -> Handle:
+        """Return the slot's buffer, replaced if the bytes do not fit or lie on another device."""
+        buffer = self._buffers[slot]
+        if (
+            buffer is not None
+            and buffer.nbytes >= raw.nbytes
+            and buffer.device == raw.device.type
+        ):
+            return buffer
+        nbytes = max(1, raw.nbytes)
+        if buffer is not None:  # doubling bounds the number of buffers over a run
+            nbytes = max(nbytes, 2 * buffer.nbytes)
+        buffer = publish(raw.new_empty(nbytes))
+        self._buffers[slot] = buffer
+        self._handles.append(buffer)
+        return buffer
 
 
 class TensorReader:
-    """Reads what an TensorWriter publishes, in order, every tensor.
+    """Read every tensor that a TensorWriter publishes, in order.
 
     Args:
-        handle: of the TensorWriter.
-        reader: which of its readers this is, 0 to readers - 1.
+        handle: `handle` of the TensorWriter.
+        reader: number of this reader, 0 to readers - 1; no two processes may use the same.
         timeout: seconds to wait for a tensor.
     """
 
-    def __init__(self, handle: tuple[Handle, int, int], reader: int, timeout: float = 600.0):
-        self._board, self._slots = _Board(*handle), handle[2]
-        self._at, self.timeout, self._taken = 2 + 2 * reader, timeout, 0
-        self._known: dict[Handle, Tensor] = {}
-        self._board[self._at + 1] = os.getpid()
+    def __init__(self, handle: WriterHandle, reader: int, timeout: float = 600.0) -> None:
+        self.timeout = timeout
+        self._board = _Board(handle)
+        self._slots = handle.slots
+        self._word = _released_word(reader)
+        self._taken = 0
+        self._buffers: dict[Handle, Tensor] = {}  # each buffer is mapped once
+        self._board[self._word + 1] = os.getpid()
 
     def next(self) -> Tensor:
-        """The next tensor, in the shared memory itself, until it is given back.
+        """Return the next tensor, in the shared memory itself; valid until `release`.
 
-        Of an outbox of n slots at most n tensors can be held, then this waits for ever.
+        A writer of n slots has at most n unreleased tensors; asking for one more waits in vain.
 
         Raises:
-            PeerDied: the writer.
+            PeerDied: the writer has ended or does not respond.
         """
-        self._board.wait(0, self._taken + 1, "the writer", self.timeout)
-        buffer, shape, dtype = pickle.loads(bytes(self._board.slots[self._taken % self._slots].tolist()))
-        if buffer not in self._known:
-            self._known[buffer] = attach(buffer)
+        self._board.wait(WRITTEN, self._taken + 1, "the writer", self.timeout)
+        description = self._board.description(self._taken % self._slots)
+        buffer = description.buffer
+        if buffer not in self._buffers:
+            self._buffers[buffer] = attach(buffer)
         self._taken += 1
-        return self._known[buffer][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        nbytes = description.shape.numel() * description.dtype.itemsize
+        raw = self._buffers[buffer][:nbytes]
+        return raw.view(description.dtype).view(description.shape)
 
-    def give_back(self) -> None:
-        """All tensors taken so far may be written again, once the device has done what it was asked to."""
-        for device in {raw.device for raw in self._known.values()}:
+    def release(self) -> None:
+        """Let the writer overwrite all tensors taken so far.
+
+        Waits for the current streams first, since their kernels may still read the tensors.
+        """
+        devices = {raw.device for raw in self._buffers.values()}
+        for device in devices:
             _finish(device)
-        self._board[self._at] = self._taken
+        self._board[self._word] = self._taken
 
     @contextmanager
     def take(self) -> Iterator[Tensor]:
-        """The next tensor; it is given back at the end of the block."""
+        """Give the next tensor to a `with` block and release it at the block's end."""
         try:
             yield self.next()
         finally:
-            self.give_back()
+            self.release()

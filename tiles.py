@@ -1,43 +1,70 @@
-"""Any loss from hidden states, tile by tile, so that no [S, V] or [T, W] tensor exists, forward or backward.
+"""Compute any loss from hidden states, tile by tile, so that no (S, V) or (T, W) tensor exists.
 
-Two models with vocabularies of 128k and 152k tokens need 2 GiB a side for the float32 logits of 4096 tokens,
-and a plain loss keeps several copies.  Here the positions are cut into tiles of whole chunks (`plan_tiles`).
-For each tile `tiled_loss` computes the student's logits; part by part, the loss and the gradient, which takes
-the place of the student's logits; and from that at once the gradient of the hidden states and the head.  The
-teacher's logits are computed for fewer positions at a time, whenever the next part needs more.  Backward only
-scales.  What lives between the two is the gradients.
+Two models with vocabularies of 128k and 152k tokens need 2 GiB each for the float32 logits of 4096
+tokens, and a plain loss keeps several copies.  This file cuts the positions into tiles of whole
+chunks (`plan_tiles`) and walks over them once (`tiled_loss`):
 
-Shapes: S, T student and teacher positions of a batch, flattened; n, m those of a tile; V, W vocabularies; H
-hidden size; R rank of an adapter.
+1. For each tile, compute the student's logits.
+2. For each sub-tile, compute the loss and its gradient, which overwrites the student's logits.
+3. From that, add the tile's contribution to the gradients of the hidden states and the head.
+
+The teacher's logits exist for fewer positions at a time; they are computed whenever the next
+sub-tile needs more (`TeacherBlocks`).  Between forward and backward only the gradients are kept,
+and backward only scales them.
+
+Shapes: B samples; S, T student and teacher positions of a batch, flattened; n, m those of a tile or
+sub-tile; V, W vocabularies; H hidden size; R rank of an adapter; K cached entries; J losses.
 
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_tiles.py.
+License: Apache-2.0 (see LICENSE).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-# share of the memory for what a loss makes of one part; float32 numbers alive at its peak, per logit of it
-CPU_SUB_TILES = 0.07, 2  # large tiles, which multiply faster; compiled losses hold little
-GPU_SUB_TILES = 0.5, 8  # few calls
-TEACHER_ROWS = 0.75  # logits of the teacher that exist at a time, in rows, per row of the student
-BLOCK = 8192  # rows of a head's gradient that are summed at a time, where they are not float32 already
+MIB = 2**20  # bytes
+LOGIT_BYTES = 4  # the planner counts every logit as float32, whatever the model computes in
+
+
+class SubTileBudget(NamedTuple):
+    """Divide the memory between one sub-tile and the logits of the whole tile.
+
+    memory_fraction: fraction of the memory for everything that a loss allocates for one sub-tile.
+    live_copies: float32 numbers per logit of the sub-tile that are alive at the peak of the loss.
+    """
+
+    memory_fraction: float
+    live_copies: float
+
+
+# A CPU gains from large tiles, which multiply faster; its compiled losses allocate little.
+CPU_SUB_TILES = SubTileBudget(memory_fraction=0.07, live_copies=2)
+# A GPU gains from few, large calls; the losses in plain torch keep about eight copies.
+GPU_SUB_TILES = SubTileBudget(memory_fraction=0.5, live_copies=8)
+# Positions whose teacher logits exist at a time, per student position of the tile.  Measured on two
+# CPU cores: with half of a tile (300 positions) the teacher's matmul takes 1.2 times as long as in
+# one piece, with three quarters (386 positions) 1.02 times.
+TEACHER_ROWS_PER_STUDENT_ROW = 0.75
+# Vocabulary rows of the head's gradient that are added at a time in half precision.  Not tuned.
+GRADIENT_BLOCK = 8192
 
 
 # --- heads ----------------------------------------------------------------------------------------
 
 
 class Head(NamedTuple):
-    """The map from hidden states to logits: softcap(scale * (h weight^T + bias + (h down^T) up^T)).
+    """Map hidden states to logits: softcap(scale * (h weight^T + bias + (h down^T) up^T)).
 
     weight_VH: (V, H).
     bias_V: (V,) or None.
-    down_RH, up_VR: (R, H), (V, R): a low-rank adapter with its factor in `up`, or None.
+    down_RH, up_VR: (R, H), (V, R), a low-rank adapter with its factor in `up`; or None.
     scale: factor of the logits.
     softcap: c of c * tanh(logits / c); 0: none.
-    vocab: rows that are tokens, the first ones; 0: all.  The others get no logit and gradient 0.
+    vocab: the first `vocab` rows are tokens; 0: all rows are.  The others are padding, which gets
+        no logit and gradient 0.
     """
 
     weight_VH: Tensor
@@ -50,110 +77,211 @@ class Head(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """V."""
+        """Return V, the number of tokens that get a logit."""
         return self.vocab or len(self.weight_VH)
 
-    def linear(self, hidden_NH: Tensor, memory: Tensor | None = None) -> Tensor:
-        """(N, V) before scale and soft-cap, in the precision of the hidden states.
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return weight, bias, down and up, in the order of `with_tensors`."""
+        return self.weight_VH, self.bias_V, self.down_RH, self.up_VR
 
-        memory: 1-d, where to write it; not with gradients.
+    def with_tensors(
+        self, weight_VH: Tensor, bias_V: Tensor | None, down_RH: Tensor | None, up_VR: Tensor | None
+    ) -> "Head":
+        """Return this head with other tensors; scale, soft-cap and vocabulary stay."""
+        return self._replace(weight_VH=weight_VH, bias_V=bias_V, down_RH=down_RH, up_VR=up_VR)
+
+    def linear(self, hidden_NH: Tensor, buffer: Tensor | None = None) -> Tensor:
+        """Compute the linear part of the logits, before scale and soft-cap.
+
+        Args:
+            hidden_NH: (N, H); its dtype is that of the result.
+            buffer: 1-d, at least N * V numbers to write the result into; not with gradients.
+        Returns:
+            (N, V).
         """
-        dtype, vocab = hidden_NH.dtype, self.tokens
-        out = None if memory is None else memory[: len(hidden_NH) * vocab].view(-1, vocab)
+        dtype = hidden_NH.dtype
+        vocab = self.tokens
+        # Padding rows are cut off before the matmul, so that no softmax ever sees them.
+        out = None
+        if buffer is not None:
+            out = buffer[: len(hidden_NH) * vocab].view(-1, vocab)
         out = torch.mm(hidden_NH, self.weight_VH[:vocab].to(dtype).T, out=out)
         if self.bias_V is not None:
             out += self.bias_V[:vocab].to(dtype)
         if self.down_RH is not None and self.up_VR is not None:
-            out += hidden_NH @ self.down_RH.to(dtype).T @ self.up_VR[:vocab].to(dtype).T
+            # (h down^T) first: N * R numbers, while up @ down would be as large as the weight.
+            low_rank_NR = hidden_NH @ self.down_RH.to(dtype).T
+            out += low_rank_NR @ self.up_VR[:vocab].to(dtype).T
         return out
 
     def finish(self, linear_NV: Tensor) -> Tensor:
-        """(N, V) logits; the same tensor where there is nothing to do."""
+        """Apply scale and soft-cap; return the same tensor if the head has neither."""
         out = linear_NV if self.scale == 1 else linear_NV * self.scale
-        return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
+        if not self.softcap:
+            return out
+        return self.softcap * torch.tanh(out / self.softcap)
 
     def columns(self, ids: Tensor) -> "Head":
-        """The head of these tokens alone."""
-        bias, up = [None if x is None else x[ids] for x in (self.bias_V, self.up_VR)]
-        return self._replace(weight_VH=self.weight_VH[ids], bias_V=bias, up_VR=up, vocab=0)
+        """Return the head of these token ids alone."""
+        return self._replace(
+            weight_VH=self.weight_VH[ids],
+            bias_V=None if self.bias_V is None else self.bias_V[ids],
+            up_VR=None if self.up_VR is None else self.up_VR[ids],
+            vocab=0,
+        )
 
 
 def head_of(model: Any, vocab: int) -> Head:
-    """The head of a Hugging Face causal language model, cut to the first `vocab` tokens.
+    """Read the head of a Hugging Face causal language model.
 
-    Reads the output embeddings, low-rank adapters of peft included, and from the config
-    final_logit_softcapping, logits_scaling and logit_scale.  Compare its logits with the model's own once.
+    Takes the output embeddings, low-rank adapters of peft included, and final_logit_softcapping,
+    logits_scaling and logit_scale of the config.  Compare its logits with the model's own once: an
+    architecture may do more to its logits than this function knows.
+
+    Args:
+        model: has `get_output_embeddings()` and `config`.
+        vocab: the tokenizer's size; rows beyond it are padding.
     """
-    layer, config = model.get_output_embeddings(), model.config
+    layer = model.get_output_embeddings()
+    config = model.config
     down = up = None
     if hasattr(layer, "lora_A") and len(layer.lora_A):
-        name = next(iter(layer.lora_A))
-        down, up = layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
-    layer = getattr(layer, "base_layer", layer)
+        adapter = next(iter(layer.lora_A))  # peft allows several; training has one
+        down = layer.lora_A[adapter].weight
+        up = layer.lora_B[adapter].weight * layer.scaling[adapter]
+    layer = getattr(layer, "base_layer", layer)  # peft wraps the original layer
+    # Granite divides its logits (logits_scaling), Cohere multiplies them (logit_scale).
     divisor = getattr(config, "logits_scaling", None) or 1.0
-    scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
-    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
-    return Head(layer.weight, layer.bias, down, up, scale, softcap, vocab)
+    return Head(
+        weight_VH=layer.weight,
+        bias_V=layer.bias,
+        down_RH=down,
+        up_VR=up,
+        scale=(getattr(config, "logit_scale", None) or 1.0) / divisor,
+        softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        vocab=vocab,
+    )
 
 
-# --- the teacher's side ----------------------------------------------------------------------------
+# --- where logits come from -----------------------------------------------------------------------
+
+
+class LogitsSource(Protocol):
+    """Give the logits of any positions of a batch on request."""
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Return the (n, V) logits of (n,) int64 positions of the flattened batch."""
+        ...
+
+    def columns(self, ids: Tensor) -> "LogitsSource":
+        """Return a source of the logits of these token ids alone; `ids` is sorted."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that the source occupies until a loss reads it, the head not counted."""
+        ...
 
 
 class HiddenLogits(NamedTuple):
-    """Teacher logits of any positions, from its final hidden states (T, H) and its head.
+    """Compute logits from final hidden states and a head.
 
-    memory: 1-d, where the next call writes its logits, over those of the last; None: each call has its own.
+    hidden_TH: (T, H).
+    head: Head.
+    buffer: 1-d, where every call writes its logits, over those of the call before; None: each call
+        allocates memory of its own.
     """
 
     hidden_TH: Tensor
     head: Head
-    memory: Tensor | None = None
+    buffer: Tensor | None = None
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.head.finish(self.head.linear(self.hidden_TH.index_select(0, rows), self.memory))
+    def __call__(self, positions: Tensor) -> Tensor:
+        hidden_NH = self.hidden_TH.index_select(0, positions)
+        return self.head.finish(self.head.linear(hidden_NH, self.buffer))
 
     def columns(self, ids: Tensor) -> "HiddenLogits":
         return self._replace(head=self.head.columns(ids))
 
-    def with_memory(self, most: int) -> "HiddenLogits":
-        """For calls with at most so many positions."""
-        return self._replace(memory=self.hidden_TH.new_empty(most * self.head.tokens))
+    def with_buffer(self, max_positions: int) -> "HiddenLogits":
+        """Return this source with a buffer for calls of at most `max_positions` positions."""
+        return self._replace(buffer=self.hidden_TH.new_empty(max_positions * self.head.tokens))
+
+    @property
+    def nbytes(self) -> int:
+        buffer_bytes = 0 if self.buffer is None else self.buffer.nbytes
+        return self.hidden_TH.nbytes + buffer_bytes
+
+    @property
+    def values(self) -> Tensor:
+        """Return the (T, H) hidden states: what a position contributes, whatever the source."""
+        return self.hidden_TH
+
+    def with_values(self, values_TH: Tensor) -> "HiddenLogits":
+        """Return this source over other hidden states."""
+        return self._replace(hidden_TH=values_TH)
 
 
 class StoredLogits(NamedTuple):
-    """Teacher logits of any positions, from all of them (T, W)."""
+    """Look logits up where all of them, (T, W), exist."""
 
     logits_TW: Tensor
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.logits_TW.index_select(0, rows)
+    def __call__(self, positions: Tensor) -> Tensor:
+        return self.logits_TW.index_select(0, positions)
 
     def columns(self, ids: Tensor) -> "StoredLogits":
         return StoredLogits(self.logits_TW.index_select(1, ids))
 
+    @property
+    def nbytes(self) -> int:
+        return self.logits_TW.nbytes
+
+    @property
+    def values(self) -> Tensor:
+        """Return the (T, W) logits: what a position contributes, whatever the source."""
+        return self.logits_TW
+
+    def with_values(self, values_TW: Tensor) -> "StoredLogits":
+        """Return a source of other logits."""
+        return StoredLogits(values_TW)
+
 
 class ShardedLogits(NamedTuple):
-    """Teacher logits of any positions, from parts of the vocabulary [(T, W_i)] that several ranks made."""
+    """Look logits up in shards of the vocabulary, [(T, W_i)], that several ranks computed."""
 
     shards: tuple[Tensor, ...]
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return torch.cat([shard.index_select(0, rows) for shard in self.shards], 1)
+    def __call__(self, positions: Tensor) -> Tensor:
+        return torch.cat([shard.index_select(0, positions) for shard in self.shards], 1)
 
     def columns(self, ids: Tensor) -> StoredLogits:
-        """Of sorted ids."""
-        sizes = [shard.shape[1] for shard in self.shards]
-        bounds = torch.tensor([0, *sizes], device=ids.device).cumsum(0)
-        own = [ids[(ids >= low) & (ids < high)] - low for low, high in zip(bounds[:-1], bounds[1:])]
-        return StoredLogits(torch.cat([shard.index_select(1, part) for shard, part in zip(self.shards, own)], 1))
+        # Sorted ids lie in the shards in order, so concatenation keeps their order.
+        columns = []
+        first = 0
+        for shard in self.shards:
+            end = first + shard.shape[1]
+            ids_in_shard = ids[(ids >= first) & (ids < end)] - first
+            columns.append(shard.index_select(1, ids_in_shard))
+            first = end
+        return StoredLogits(torch.cat(columns, 1))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
 
 
 class TopKLogits(NamedTuple):
-    """Teacher logits of any positions from cached (T, K) ids and log-probabilities.
+    """Rebuild logits from the cached log-probabilities of K tokens per position.
 
-    What the K tokens leave is spread evenly over the others.
+    The probability that the K tokens leave is spread evenly over all others.
 
-    total_T: (T,) logsumexp of the logits, for logits instead of log-probabilities; None: 0.
+    ids_TK: (T, K) integer token ids.
+    logp_TK: (T, K) log-probabilities, in nats.
+    vocab: W.
+    total_T: (T,) logsumexp of the original logits; the result is logits then.  None: the result is
+        log-probabilities.
     """
 
     ids_TK: Tensor
@@ -161,288 +289,638 @@ class TopKLogits(NamedTuple):
     vocab: int
     total_T: Tensor | None = None
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        ids, logp = self.ids_TK.index_select(0, rows).long(), self.logp_TK.index_select(0, rows).float()
-        rest = torch.log1p(-logp.exp().sum(1, keepdim=True).clamp(max=1 - 1e-7))
-        rest = rest - torch.tensor(float(max(1, self.vocab - ids.shape[1]))).log()
-        found = rest.expand(-1, self.vocab).scatter(1, ids, logp)
-        return found if self.total_T is None else found.add_(self.total_T.index_select(0, rows)[:, None])
+    def __call__(self, positions: Tensor) -> Tensor:
+        ids = self.ids_TK.index_select(0, positions).long()
+        logp = self.logp_TK.index_select(0, positions).float()
+        # Rounding may give the K tokens a mass of 1 or more; the rest keeps a finite logarithm.
+        kept_mass = logp.exp().sum(1, keepdim=True).clamp(max=1 - 1e-7)
+        others = torch.tensor(float(max(1, self.vocab - ids.shape[1])))
+        rest = torch.log1p(-kept_mass) - others.log()
+        logits = rest.expand(-1, self.vocab).scatter(1, ids, logp)
+        if self.total_T is None:
+            return logits
+        return logits.add_(self.total_T.index_select(0, positions)[:, None])
 
-    def columns(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda rows: self(rows).index_select(1, ids)
+    def columns(self, ids: Tensor) -> "SelectedColumns":
+        return SelectedColumns(self, ids)
+
+    @property
+    def nbytes(self) -> int:
+        total_bytes = 0 if self.total_T is None else self.total_T.nbytes
+        return self.ids_TK.nbytes + self.logp_TK.nbytes + total_bytes
+
+
+class SelectedColumns(NamedTuple):
+    """Compute all logits of a source at every call and keep some columns of them.
+
+    source: a source whose tensors cannot be restricted to some columns beforehand.
+    ids: (n,) int64 token ids, sorted.
+    """
+
+    source: LogitsSource
+    ids: Tensor
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return self.source(positions).index_select(1, self.ids)
+
+    def columns(self, ids: Tensor) -> "SelectedColumns":
+        return SelectedColumns(self.source, self.ids[ids])
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes
 
 
 # --- tiles ----------------------------------------------------------------------------------------
 
 
 class SubTile(NamedTuple):
-    """Some whole chunks, and positions that only predict text: what a loss sees at a time.
+    """Describe what a loss sees at a time: whole chunks, and positions that only predict text.
 
-    student, teacher: its rows, of those of the tile, and of the teacher's logits that exist.
-    labels, teacher_next: (n,), (m,) int64, the token that each row predicts; labels are -100 for none.
-    student_chunk, teacher_chunk: (n,), (m,) int64, chunks numbered within the part, -1 for none.
+    student_slice: positions of the sub-tile within the student logits of its tile.
+    teacher_slice: positions of the sub-tile within the teacher logits that exist (see below).
+    student_labels: (n,) int64, the token that each student position predicts, -100 for none.
+    teacher_labels: (m,) int64, the token that each teacher position predicts.
+    student_chunk, teacher_chunk: (n,), (m,) int64, chunks numbered within the sub-tile, -1: none.
     terms: whatever else the loss knows from the ids.
-    weight: (n,) float, weight of the terms that begin at each student row; None: 1.
-    fetch: int64, rows of the flattened (B * T), of which the teacher's logits are to be computed before this
-        part, for it and those that follow; None: those that exist serve.
+    weight: (n,) float, weight of the terms that begin at each student position; None: 1.
+    teacher_positions: int64 positions of the flattened (B * T); compute their teacher logits before
+        this sub-tile, for it and those that follow.  None: the teacher logits that exist suffice.
     """
 
-    student: slice
-    teacher: slice
-    labels: Tensor
-    teacher_next: Tensor
+    student_slice: slice
+    teacher_slice: slice
+    student_labels: Tensor
+    teacher_labels: Tensor
     student_chunk: Tensor
     teacher_chunk: Tensor
     terms: Any = None
     weight: Tensor | None = None
-    fetch: Tensor | None = None
+    teacher_positions: Tensor | None = None
 
 
 class Tile(NamedTuple):
-    """Positions whose student logits exist at the same time.
+    """Describe positions whose student logits exist at the same time.
 
-    student_rows: (n,) int64, rows of the flattened (B * S).
-    parts: the tile, cut once more.
+    student_positions: (n,) int64 positions of the flattened (B * S).
+    sub_tiles: the sub-tiles that make up the tile, in order.
     """
 
-    student_rows: Tensor
-    parts: tuple[SubTile, ...]
+    student_positions: Tensor
+    sub_tiles: tuple[SubTile, ...]
+
+
+# (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> (J,) sums
+TileLoss = Callable[[Tensor, Tensor | None, SubTile], Tensor]
 
 
 def plan_tiles(
-    labels_BS: Tensor, student_chunk_BS: Tensor, teacher_next_BT: Tensor, teacher_chunk_BT: Tensor,
-    vocabs: tuple[int, int], memory_mib: float = 512.0, parts: tuple[float, float] = GPU_SUB_TILES,
+    student_labels_BS: Tensor,
+    student_chunk_BS: Tensor,
+    teacher_labels_BT: Tensor,
+    teacher_chunk_BT: Tensor,
+    vocab_sizes: tuple[int, int],
+    memory_mib: float = 512.0,
+    sub_tiles: SubTileBudget = GPU_SUB_TILES,
 ) -> list[Tile]:
     """Cut a batch into tiles; meant for the CPU, where the ids come from.
 
-    Positions that predict nothing are in no tile, nor are teacher positions outside of chunks.
+    Leaves out student positions that predict nothing and teacher positions outside of chunks.
 
     Args:
-        labels_BS: (B, S) int64, -100 for none.
-        student_chunk_BS, teacher_chunk_BT: (B, S), (B, T) int64, shifted chunk ids, -1 for none; the tokens
-            of a chunk are neighbors.
-        teacher_next_BT: (B, T) int64.
-        vocabs: V and W.
-        memory_mib: MiB for the logits of a tile and what a loss makes of them; at least one chunk is taken.
-            inf: one tile of one part.
-        parts: CPU_SUB_TILES or GPU_SUB_TILES.  Small parts leave room for large tiles; large ones need fewer calls.
+        student_labels_BS: (B, S) int64, -100 for none.
+        student_chunk_BS, teacher_chunk_BT: (B, S), (B, T) int64, shifted chunk ids, -1 for none;
+            the tokens of a chunk are neighbors.
+        teacher_labels_BT: (B, T) int64.
+        vocab_sizes: V and W.
+        memory_mib: MiB for the logits of a tile and what a loss allocates for them; a tile has at
+            least one chunk, however large.  inf: one tile of one sub-tile.
+        sub_tiles: CPU_SUB_TILES or GPU_SUB_TILES.  Small sub-tiles leave room for large tiles;
+            large ones need fewer calls.
     """
-    B = labels_BS.shape[0]
-    most = 1 + max([int(x.max()) for x in (student_chunk_BS, teacher_chunk_BT) if x.numel()], default=-1)
-    keys = [torch.where(x >= 0, x + most * torch.arange(B)[:, None], -1).reshape(-1)
-            for x in (student_chunk_BS, teacher_chunk_BT)]
-    s_row = ((labels_BS.reshape(-1) != -100) | (keys[0] >= 0)).nonzero().squeeze(1)
-    t_row = (keys[1] >= 0).nonzero().squeeze(1)
-    s_key, t_key = keys[0][s_row], keys[1][t_row]
-    new = torch.ones_like(s_key, dtype=torch.bool)
-    new[1:] = (s_key[1:] != s_key[:-1]) | (s_key[1:] < 0)
-    s_unit = new.cumsum(0) - 1  # a chunk, or a position outside of chunks
-    unit_of = torch.full((B * most + 1,), -1)
-    unit_of[s_key] = s_unit
-    unit_of[-1] = -1
-    t_unit, order = unit_of[t_key].sort(stable=True)
-    t_row = t_row[order]
-    units = int(s_unit[-1]) + 1 if len(s_unit) else 0
-    # the first row of every unit, of both sides, and the end
-    ends = [torch.searchsorted(unit, torch.arange(units + 1)) for unit in (s_unit, t_unit)]
-    mib = [end.double() * vocab * 4 / 2**20 for end, vocab in zip(ends, vocabs)]
-    # one side's logits may take what the other does not need
-    teacher = vocabs[1] * min(TEACHER_ROWS, len(t_row) / max(1, len(s_row)))
-    share = vocabs[0] / (vocabs[0] + teacher)
-    shares = (1 - parts[0]) * share, (1 - parts[0]) * (1 - share), parts[0] / parts[1]
-    limits = [memory_mib if memory_mib == float("inf") else part * memory_mib for part in shares]
-    tiles = _cuts(mib[0], 0, units, limits[0])
-    cuts = [_cuts(mib[0] + mib[1], *tile, limits[2]) for tile in tiles]
-    blocks = _blocks(mib[1], [cut for tile in cuts for cut in tile], limits[1])
-    bounds = [end.tolist() for end in ends]
-    planned = []
-    for (low, high), own in zip(tiles, cuts):
-        s, pieces = bounds[0][low], []
-        for first, last in own:
-            own_s, own_t = [slice(bound[first], bound[last]) for bound in bounds]
-            begin, end = blocks[first]
-            t, t_end = bounds[1][begin], bounds[1][end]
-            chunk = torch.where(s_key[own_s] >= 0, s_unit[own_s] - first, -1)
-            pieces.append(SubTile(
-                slice(own_s.start - s, own_s.stop - s), slice(own_t.start - t, own_t.stop - t),
-                labels_BS.reshape(-1)[s_row[own_s]], teacher_next_BT.reshape(-1)[t_row[own_t]],
-                chunk, t_unit[own_t] - first, fetch=t_row[t:t_end] if first == begin else None))
-        planned.append(Tile(s_row[s : bounds[0][high]], tuple(pieces)))
-    return planned
+    student, teacher = _number_units(
+        student_labels_BS, student_chunk_BS, teacher_labels_BT, teacher_chunk_BT
+    )
+    # Three cuts of the same units: tiles by the student's logits, sub-tiles within a tile by the
+    # logits of both, and blocks of whole sub-tiles, across tiles, by the teacher's logits.
+    student_mib = _cumulative_mib(student, vocab_sizes[0])
+    teacher_mib = _cumulative_mib(teacher, vocab_sizes[1])
+    limits = _memory_limits(student, teacher, vocab_sizes, memory_mib, sub_tiles)
+    tile_spans = _split(student_mib, _Span(0, student.num_units), limits.student_tile)
+    spans_of_tile = []
+    all_spans = []
+    for tile_span in tile_spans:
+        spans = _split(student_mib + teacher_mib, tile_span, limits.sub_tile)
+        spans_of_tile.append(spans)
+        all_spans.extend(spans)
+    block_of = _group_into_blocks(teacher_mib, all_spans, limits.teacher_block)
+    tiles = []
+    for tile_span, spans in zip(tile_spans, spans_of_tile):
+        planned = []
+        for span in spans:
+            planned.append(_make_sub_tile(student, teacher, span, tile_span, block_of[span.first]))
+        positions = student.position_N[student.entries(tile_span)]
+        tiles.append(Tile(positions, tuple(planned)))
+    return tiles
+
+
+class _Span(NamedTuple):
+    """Denote the units first..end-1; a unit is a chunk, or a student position outside of chunks."""
+
+    first: int
+    end: int
+
+
+class _UnitPositions(NamedTuple):
+    """List the positions of one model that tiles contain, unit by unit.
+
+    position_N: (N,) int64 positions of the flattened batch.
+    label_N: (N,) int64, the token that each position predicts.
+    unit_N: (N,) int64, sorted; -1, which comes first: a teacher chunk without a student position.
+    in_chunk_N: (N,) bool.
+    starts: the first entry of every unit and, last, N.
+    """
+
+    position_N: Tensor
+    label_N: Tensor
+    unit_N: Tensor
+    in_chunk_N: Tensor
+    starts: list[int]
+
+    @property
+    def num_units(self) -> int:
+        return len(self.starts) - 1
+
+    def entries(self, span: _Span, origin: int = 0) -> slice:
+        """Return where the entries of these units lie, counted from `origin`."""
+        return slice(self.starts[span.first] - origin, self.starts[span.end] - origin)
+
+    def local_chunk(self, span: _Span) -> Tensor:
+        """Number the chunks of these units from 0; -1 outside of chunks."""
+        entries = self.entries(span)
+        return torch.where(self.in_chunk_N[entries], self.unit_N[entries] - span.first, -1)
+
+
+def _number_units(
+    student_labels_BS: Tensor,
+    student_chunk_BS: Tensor,
+    teacher_labels_BT: Tensor,
+    teacher_chunk_BT: Tensor,
+) -> tuple[_UnitPositions, _UnitPositions]:
+    """Number the units in the student's order and list the positions of student and teacher."""
+    # Chunk ids begin anew in every sample; keys are unique in the batch.
+    keys_per_sample = 1 + max(_largest(student_chunk_BS), _largest(teacher_chunk_BT))
+    student_key = _batch_keys(student_chunk_BS, keys_per_sample)
+    teacher_key = _batch_keys(teacher_chunk_BT, keys_per_sample)
+    predicts = (student_labels_BS.reshape(-1) != -100) | (student_key >= 0)
+    student_position = predicts.nonzero().squeeze(1)
+    teacher_position = (teacher_key >= 0).nonzero().squeeze(1)
+    student_key = student_key[student_position]
+    teacher_key = teacher_key[teacher_position]
+
+    # The tokens of a chunk are neighbors: a unit begins wherever the key changes or there is none.
+    begins = torch.ones_like(student_key, dtype=torch.bool)
+    begins[1:] = (student_key[1:] != student_key[:-1]) | (student_key[1:] < 0)
+    student_unit = begins.cumsum(0) - 1
+    num_units = int(student_unit[-1]) + 1 if len(student_unit) else 0
+
+    # Key -1 writes to the last entry, which no chunk uses; it is cleared afterwards.
+    num_samples = student_labels_BS.shape[0]
+    unit_of_key = torch.full((num_samples * keys_per_sample + 1,), -1)
+    unit_of_key[student_key] = student_unit
+    unit_of_key[-1] = -1
+    # Stable: within a unit the teacher's positions keep their order.
+    teacher_unit, order = unit_of_key[teacher_key].sort(stable=True)
+    teacher_position = teacher_position[order]
+
+    student = _UnitPositions(
+        position_N=student_position,
+        label_N=student_labels_BS.reshape(-1)[student_position],
+        unit_N=student_unit,
+        in_chunk_N=student_key >= 0,
+        starts=_starts(student_unit, num_units),
+    )
+    teacher = _UnitPositions(
+        position_N=teacher_position,
+        label_N=teacher_labels_BT.reshape(-1)[teacher_position],
+        unit_N=teacher_unit,
+        in_chunk_N=torch.ones_like(teacher_unit, dtype=torch.bool),
+        starts=_starts(teacher_unit, num_units),
+    )
+    return student, teacher
+
+
+def _largest(chunk_BX: Tensor) -> int:
+    """Return the largest chunk id of a batch, -1 for none."""
+    return int(chunk_BX.max()) if chunk_BX.numel() else -1
+
+
+def _batch_keys(chunk_BX: Tensor, keys_per_sample: int) -> Tensor:
+    """Return (B * X,) chunk ids that are unique in the batch, -1 for none."""
+    first_key = keys_per_sample * torch.arange(len(chunk_BX))[:, None]
+    return torch.where(chunk_BX >= 0, chunk_BX + first_key, -1).reshape(-1)
+
+
+def _starts(unit_N: Tensor, num_units: int) -> list[int]:
+    """Return the first entry of every unit and, last, N."""
+    starts: list[int] = torch.searchsorted(unit_N, torch.arange(num_units + 1)).tolist()
+    return starts
+
+
+def _cumulative_mib(positions: _UnitPositions, vocab: int) -> Tensor:
+    """Return (units + 1,) float64: MiB of the logits of all units before each one."""
+    starts = torch.tensor(positions.starts)
+    return starts.double() * vocab * LOGIT_BYTES / MIB
+
+
+class _Limits(NamedTuple):
+    """Bound what exists at a time, in MiB of logits."""
+
+    student_tile: float
+    teacher_block: float
+    sub_tile: float
+
+
+def _memory_limits(
+    student: _UnitPositions,
+    teacher: _UnitPositions,
+    vocab_sizes: tuple[int, int],
+    memory_mib: float,
+    sub_tiles: SubTileBudget,
+) -> _Limits:
+    """Divide the memory between the logits of a tile, the teacher's block and one sub-tile."""
+    if memory_mib == float("inf"):
+        return _Limits(memory_mib, memory_mib, memory_mib)
+    student_vocab, teacher_vocab = vocab_sizes
+    teacher_rows = len(teacher.position_N) / max(1, len(student.position_N))
+    teacher_rows = min(TEACHER_ROWS_PER_STUDENT_ROW, teacher_rows)
+    # Both kinds of logits fill their limits equally fast; what one does not need goes to the other.
+    student_fraction = student_vocab / (student_vocab + teacher_vocab * teacher_rows)
+    logits_fraction = 1 - sub_tiles.memory_fraction
+    return _Limits(
+        student_tile=logits_fraction * student_fraction * memory_mib,
+        teacher_block=logits_fraction * (1 - student_fraction) * memory_mib,
+        sub_tile=sub_tiles.memory_fraction / sub_tiles.live_copies * memory_mib,
+    )
+
+
+def _split(cumulative_mib: Tensor, span: _Span, limit: float) -> list[_Span]:
+    """Cut a span so that no piece of several units has more than `limit` MiB."""
+    pieces = []
+    first = span.first
+    while first < span.end:
+        end = int(torch.searchsorted(cumulative_mib, cumulative_mib[first] + limit, right=True)) - 1
+        end = min(span.end, max(first + 1, end))  # at least one unit, however large
+        pieces.append(_Span(first, end))
+        first = end
+    return pieces
+
+
+def _group_into_blocks(teacher_mib: Tensor, spans: list[_Span], limit: float) -> dict[int, _Span]:
+    """Group neighboring sub-tiles whose teacher logits are computed together.
+
+    Returns:
+        {first unit of a sub-tile: all units of its block}.
+    """
+    ends = torch.tensor([0] + [span.end for span in spans])
+    block_of = {}
+    for group in _split(teacher_mib[ends], _Span(0, len(spans)), limit):
+        members = spans[group.first : group.end]
+        block = _Span(members[0].first, members[-1].end)
+        for span in members:
+            block_of[span.first] = block
+    return block_of
+
+
+def _make_sub_tile(
+    student: _UnitPositions, teacher: _UnitPositions, span: _Span, tile: _Span, block: _Span
+) -> SubTile:
+    """Describe the sub-tile of some units.
+
+    Args:
+        span, tile, block: units of the sub-tile, of its tile, and of its block of teacher logits.
+    """
+    # The first sub-tile of a block lets the teacher's logits of the whole block be computed.
+    begins_block = span.first == block.first
+    return SubTile(
+        student_slice=student.entries(span, origin=student.starts[tile.first]),
+        teacher_slice=teacher.entries(span, origin=teacher.starts[block.first]),
+        student_labels=student.label_N[student.entries(span)],
+        teacher_labels=teacher.label_N[teacher.entries(span)],
+        student_chunk=student.local_chunk(span),
+        teacher_chunk=teacher.local_chunk(span),
+        teacher_positions=teacher.position_N[teacher.entries(block)] if begins_block else None,
+    )
 
 
 class TeacherBlocks:
-    """Teacher logits of one part after the other; those of several are computed together, over the last.
+    """Give the teacher's logits of one sub-tile after the other.
 
-    fetches: all `SubTile.fetch` of the tiles.
+    The logits of several sub-tiles are computed together and overwrite those before.
+
+    Args:
+        logits: the teacher's logits of any positions.
+        tiles: the tiles, in the order in which they will be asked for.
+    Attributes:
+        fetches: all `SubTile.teacher_positions` of the tiles, in order.
+        block: the (m, W) logits that exist, None before the first call.
     """
 
-    def __init__(self, rows: Callable[[Tensor], Tensor], tiles: Sequence[Tile]) -> None:
-        self.fetches = [part.fetch for tile in tiles for part in tile.parts if part.fetch is not None]
-        most = max(map(len, self.fetches), default=0)
-        self.rows = rows.with_memory(most) if isinstance(rows, HiddenLogits) else rows
+    def __init__(self, logits: LogitsSource, tiles: Sequence[Tile]) -> None:
+        self.fetches: list[Tensor] = []
+        for tile in tiles:
+            for sub_tile in tile.sub_tiles:
+                if sub_tile.teacher_positions is not None:
+                    self.fetches.append(sub_tile.teacher_positions)
+        # One buffer for all blocks; the other sources allocate at every fetch.
+        if isinstance(logits, HiddenLogits):
+            logits = logits.with_buffer(max(map(len, self.fetches), default=0))
+        self.logits = logits
         self.block: Tensor | None = None
 
-    def __call__(self, part: SubTile) -> Tensor:
-        """(m, W) logits of the part."""
-        if part.fetch is not None:
-            self.fetch(part.fetch)
-        assert self.block is not None
-        return self.block[part.teacher]
+    def __call__(self, sub_tile: SubTile) -> Tensor:
+        """Return the (m, W) logits of a sub-tile; valid until the next call."""
+        if sub_tile.teacher_positions is not None:
+            self.fetch(sub_tile.teacher_positions)
+        assert self.block is not None, "the first sub-tile has to name its teacher positions"
+        return self.block[sub_tile.teacher_slice]
 
-    def fetch(self, rows: Tensor) -> Tensor:
-        """(m, W)"""
-        self.block = None  # two blocks never exist
-        self.block = self.rows(rows)
+    def fetch(self, positions: Tensor) -> Tensor:
+        """Compute the (m, W) logits of these positions, in place of those that exist."""
+        self.block = None  # free the old block first: two never exist
+        self.block = self.logits(positions)
         return self.block
-
-
-def _cuts(mib: Tensor, low: int, high: int, limit: float) -> list[tuple[int, int]]:
-    """Cut the units low..high-1 so that no piece of several units is larger than `limit`."""
-    cuts = []
-    while low < high:
-        end = int(torch.searchsorted(mib, mib[low] + limit, right=True)) - 1
-        end = min(high, max(low + 1, end))
-        cuts.append((low, end))
-        low = end
-    return cuts
-
-
-def _blocks(mib: Tensor, parts: list[tuple[int, int]], limit: float) -> dict[int, tuple[int, int]]:
-    """Parts whose teacher's logits are computed together: {first unit of a part: all their units}."""
-    ends = torch.tensor([0] + [last for _, last in parts])
-    return {first: (parts[low][0], parts[high - 1][1])
-            for low, high in _cuts(mib[ends], 0, len(parts), limit) for first, _ in parts[low:high]}
 
 
 # --- the loss -------------------------------------------------------------------------------------
 
 
 def tiled_loss(
-    student_hidden: Tensor, student_head: Head, teacher_rows: Callable[[Tensor], Tensor] | None,
-    tile_loss: Callable[[Tensor, Tensor | None, SubTile], Tensor], tiles: Sequence[Tile],
-    weights: Sequence[float], params: Sequence[Tensor] = (),
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_logits: LogitsSource | None,
+    tile_loss: TileLoss,
+    tiles: Sequence[Tile],
+    weights: Sequence[float],
+    params: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of losses over all tiles.
+    """Compute the weighted sum of some losses over all tiles.
 
     Args:
-        student_hidden: (..., H) final hidden states, what the head reads.
+        student_hidden: (..., H) final hidden states, the input of the head.
         student_head: Head; frozen tensors in it get no gradient.
-        teacher_rows: rows -> (m, W) logits of these teacher positions; None: there is no teacher.
-        tile_loss: (x (n, V), y (m, W) or None, part) -> (J,) sums, differentiable in x.
-        weights: J factors; the gradient is that of sum_j weights[j] * sums[j].
-        params: what else the loss is differentiated by, such as a learned projection.
+        teacher_logits: source of the teacher's logits; None: there is no teacher.
+        tile_loss: (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> (J,) sums,
+            differentiable in the student logits.
+        tiles: from `plan_tiles`, on the device of the hidden states.
+        weights: J factors; the loss is sum_j weights[j] * sums[j].
+        params: further tensors that get a gradient, such as a learned projection.
     Returns:
-        (loss, sums): () and (J,) float; sums without gradient.
+        (loss, sums): () and (J,) float32; `sums` has no gradient.
     Raises:
-        RuntimeError: a second backward pass, since the first one gives the gradients away.
+        RuntimeError: in a second backward pass, because the first one gives the gradients away.
     """
-    train = torch.is_grad_enabled()
-    run = _Run(student_head, teacher_rows, tile_loss, tiles, weights, params, train)
-    inputs = student_hidden, *student_head[:4], *params
-    loss, sums = _Tiled.apply(run, *inputs)  # type: ignore[no-untyped-call]
-    return loss, sums
+    run = _Run(
+        head=student_head,
+        teacher_logits=teacher_logits,
+        tile_loss=tile_loss,
+        tiles=tiles,
+        weights=weights,
+        params=params,
+        train=torch.is_grad_enabled(),  # always False inside of `_TiledLoss.forward`
+    )
+    loss, sums_J = _TiledLoss.apply(  # type: ignore[no-untyped-call]
+        run, student_hidden, *student_head.tensors, *params
+    )
+    return loss, sums_J
 
 
 class _Run(NamedTuple):
+    """Carry the arguments of `tiled_loss` past autograd, which looks at tensors alone."""
+
     head: Head
-    teacher_rows: Callable[[Tensor], Tensor] | None
-    tile_loss: Callable[[Tensor, Tensor | None, SubTile], Tensor]
+    teacher_logits: LogitsSource | None
+    tile_loss: TileLoss
     tiles: Sequence[Tile]
     weights: Sequence[float]
     params: Sequence[Tensor]
     train: bool
 
 
-class _Tiled(torch.autograd.Function):
+class _Gradients(NamedTuple):
+    """Accumulate the gradients of all inputs; None where an input needs none."""
+
+    hidden_SH: Tensor | None
+    weight_VH: Tensor | None
+    bias_V: Tensor | None
+    down_RH: Tensor | None
+    up_VR: Tensor | None
+    params: list[Tensor | None]
+
+    def in_input_order(self) -> list[Tensor | None]:
+        head = (self.weight_VH, self.bias_V, self.down_RH, self.up_VR)
+        return [self.hidden_SH, *head, *self.params]
+
+
+class _TiledLoss(torch.autograd.Function):
+    """Compute loss and gradients in forward; scale the gradients in backward."""
+
     @staticmethod
-    def forward(ctx: Any, run: _Run, hidden: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        wanted = [run.train and need for need in ctx.needs_input_grad[1:]]
-        rows_SH = hidden.reshape(-1, hidden.shape[-1])
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        cast = [None if x is None else x.to(dtype) for x in inputs[:4]]
-        head = Head(*cast, *run.head[4:])  # type: ignore[arg-type, call-arg]
-        grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-                 if x is not None and want else None for x, want in zip((rows_SH, *inputs), wanted)]
-        weights = torch.tensor(run.weights, device=hidden.device)
-        # of about 1 while they stand in float16, which holds nothing below 6e-8
+    def forward(
+        ctx: Any,
+        run: _Run,
+        hidden: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        down_RH: Tensor | None,
+        up_VR: Tensor | None,
+        *params: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        # The order of the arguments; the first one, `run`, is no tensor.
+        needs = [run.train and need for need in ctx.needs_input_grad]
+        hidden_SH = hidden.reshape(-1, hidden.shape[-1])
+        gradients = _Gradients(
+            hidden_SH=_zero_gradient(hidden_SH, needs[1]),
+            weight_VH=_zero_gradient(weight_VH, needs[2]),
+            bias_V=_zero_gradient(bias_V, needs[3]),
+            down_RH=_zero_gradient(down_RH, needs[4]),
+            up_VR=_zero_gradient(up_VR, needs[5]),
+            params=[_zero_gradient(x, need) for x, need in zip(params, needs[6:])],
+        )
+        device_type = hidden.device.type
+        # Like torch's own matmuls, compute in the dtype of autocast where it is on.
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        head = run.head.with_tensors(
+            weight_VH.to(dtype), _cast(bias_V, dtype), _cast(down_RH, dtype), _cast(up_VR, dtype)
+        )
+        weights_J = torch.tensor(run.weights, device=hidden.device)
+        # Weights of about 1 inside: the gradient of the logits may be float16, which holds nothing
+        # below 6e-8.  Backward multiplies by the scale again.
         ctx.scale = max(map(abs, run.weights), default=0.0) or 1.0
-        scaled = weights / ctx.scale
-        sums = torch.zeros(len(run.weights), device=hidden.device)
-        # tiles share memory: what is new to the process costs a CPU several times what using it does
-        most = max([len(tile.student_rows) for tile in run.tiles], default=0)
-        memory = rows_SH.new_empty(most * head.tokens, dtype=dtype)
-        teacher = None if run.teacher_rows is None else TeacherBlocks(run.teacher_rows, run.tiles)
+        tile_pass = _TilePass(run, head, hidden_SH, weights_J / ctx.scale, gradients, any(needs))
         for tile in run.tiles:
-            h = rows_SH.index_select(0, tile.student_rows).to(dtype)
-            with torch.autocast(kind, enabled=False):
-                linear = head.linear(h, memory)
-            for part in tile.parts:
-                with torch.autocast(kind, enabled=False):
-                    y = teacher(part) if teacher else None
-                found, d_params = _part(run, head, linear[part.student], y, part, any(wanted), scaled)
-                sums += found
-                for grad, d in zip(grads[5:], d_params):
-                    if grad is not None and d is not None:
-                        grad += d
-            if any(wanted):
-                with torch.autocast(kind, enabled=False):
-                    _add_gradients(grads, head, h, linear, tile.student_rows)
-        ctx.mark_non_differentiable(sums)
-        ctx.shapes = [None if x is None else (x.shape, x.dtype) for x in (hidden, *inputs)]
-        ctx.grads = grads  # not save_for_backward: they are handed over, not copied
-        return (sums * weights).sum(), sums
+            tile_pass.add_tile(tile)
+        sums_J = tile_pass.sums_J
+        ctx.mark_non_differentiable(sums_J)
+        inputs = (hidden, weight_VH, bias_V, down_RH, up_VR, *params)
+        ctx.shapes = [None if x is None else x.shape for x in inputs]
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        # Not save_for_backward: backward hands the gradients over instead of copying them.
+        ctx.gradients = gradients.in_input_order()
+        return (sums_J * weights_J).sum(), sums_J
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
-            raise RuntimeError("tiled_loss: a second backward pass; the first one gave the gradients away")
-        out: list[Tensor | None] = [None]
-        for grad, like in zip(ctx.grads, ctx.shapes):
-            factor = outer[0].float() * ctx.scale  # an outer scale that undoes a small weight is no rounding
-            out.append(None if grad is None else grad.mul_(factor.to(grad)).view(like[0]).to(like[1]))
-        ctx.grads = None
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "tiled_loss: this is a second backward pass, but the first one gave the gradients "
+                "away; call tiled_loss again"
+            )
+        # In float32 first, so that a loss scale undoes a small weight without rounding to 0.
+        factor = outer[0].float() * ctx.scale
+        out: list[Tensor | None] = [None]  # of `run`
+        for gradient, shape, dtype in zip(ctx.gradients, ctx.shapes, ctx.dtypes):
+            if gradient is None:
+                out.append(None)
+            else:
+                out.append(gradient.mul_(factor.to(gradient)).view(shape).to(dtype))
+        ctx.gradients = None
         return tuple(out)
 
 
-def _part(
-    run: _Run, head: Head, linear: Tensor, y: Tensor | None, part: SubTile, train: bool, weights: Tensor
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """(sums, gradients of the parameters); the part's logits are replaced by their gradient."""
-    with torch.set_grad_enabled(train):
-        leaf = linear.detach().requires_grad_(train)
-        found = run.tile_loss(head.finish(leaf), y, part)
-        d: Sequence[Tensor | None] = [None] * (1 + len(run.params))
-        if found.requires_grad:
-            d = torch.autograd.grad((found * weights.to(found)).sum(), [leaf, *run.params], allow_unused=True)
-    if train and d[0] is not None:
-        linear.copy_(d[0])
-    elif train:
-        linear.zero_()
-    return found.detach(), d[1:]
+def _zero_gradient(x: Tensor | None, needed: bool) -> Tensor | None:
+    """Return zeros to add a gradient to, in at least float32; None if it is not needed."""
+    if x is None or not needed:
+        return None
+    # Many tiles add to one gradient; half precision would round off small contributions.
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _add_gradients(
-    grads: list[Tensor | None], head: Head, h: Tensor, d_linear: Tensor, rows: Tensor
-) -> None:
-    """Add what one tile contributes to the gradients of hidden states, weight, bias, down, up."""
-    d_hidden, d_weight, d_bias, d_down, d_up = grads[:5]
-    vocab = d_linear.shape[1]
-    if d_hidden is not None:
-        d_h = d_linear @ head.weight_VH[:vocab]
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.to(dtype)
+
+
+class _TilePass:
+    """Walk over the tiles; add up the losses and the gradients.
+
+    Args:
+        run: arguments of `tiled_loss`.
+        head: the student's head, in the dtype to compute in.
+        hidden_SH: (S, H) the student's hidden states.
+        weights_J: (J,) factors of the losses.
+        gradients: where gradients are added to.
+        train: whether any gradient is needed.
+    Attributes:
+        sums_J: (J,) float32 sums of the losses.
+    """
+
+    def __init__(
+        self,
+        run: _Run,
+        head: Head,
+        hidden_SH: Tensor,
+        weights_J: Tensor,
+        gradients: _Gradients,
+        train: bool,
+    ) -> None:
+        self.run = run
+        self.head = head
+        self.hidden_SH = hidden_SH
+        self.weights_J = weights_J
+        self.gradients = gradients
+        self.train = train
+        self.dtype = head.weight_VH.dtype
+        self.sums_J = torch.zeros(len(run.weights), device=hidden_SH.device)
+        self.teacher: TeacherBlocks | None = None
+        if run.teacher_logits is not None:
+            self.teacher = TeacherBlocks(run.teacher_logits, run.tiles)
+        # All tiles write into one buffer: on a CPU the first touch of fresh memory costs several
+        # times what using it does.
+        largest = max([len(tile.student_positions) for tile in run.tiles], default=0)
+        self.buffer = hidden_SH.new_empty(largest * head.tokens, dtype=self.dtype)
+
+    def without_autocast(self) -> torch.autocast:
+        """Keep the matmuls in the dtype chosen above; only the loss itself sees autocast."""
+        return torch.autocast(self.hidden_SH.device.type, enabled=False)
+
+    def add_tile(self, tile: Tile) -> None:
+        """Add the losses and the gradients of one tile."""
+        hidden_NH = self.hidden_SH.index_select(0, tile.student_positions).to(self.dtype)
+        with self.without_autocast():
+            linear_NV = self.head.linear(hidden_NH, self.buffer)
+        for sub_tile in tile.sub_tiles:
+            self.add_sub_tile(linear_NV[sub_tile.student_slice], sub_tile)
+        if self.train:  # linear_NV holds its gradient now
+            with self.without_autocast():
+                self.add_hidden_gradient(tile.student_positions, linear_NV)
+                self.add_head_gradients(hidden_NH, linear_NV)
+
+    def add_sub_tile(self, linear_NV: Tensor, sub_tile: SubTile) -> None:
+        """Add the losses of one sub-tile and replace its linear logits by their gradient."""
+        teacher_logits = None
+        if self.teacher is not None:
+            with self.without_autocast():
+                teacher_logits = self.teacher(sub_tile)
+        # A graph from the linear logits to the losses, built and freed here.
+        d_linear_NV = None
+        d_params: Sequence[Tensor | None] = ()
+        with torch.set_grad_enabled(self.train):
+            leaf_NV = linear_NV.detach().requires_grad_(self.train)
+            student_logits = self.head.finish(leaf_NV)
+            sums_J = self.run.tile_loss(student_logits, teacher_logits, sub_tile)
+            if sums_J.requires_grad:
+                loss = (sums_J * self.weights_J.to(sums_J)).sum()
+                inputs = [leaf_NV, *self.run.params]
+                d_linear_NV, *d_params = torch.autograd.grad(loss, inputs, allow_unused=True)
+        if d_linear_NV is not None:
+            linear_NV.copy_(d_linear_NV)
+        elif self.train:  # no term begins here
+            linear_NV.zero_()
+        self.sums_J += sums_J.detach()
+        for gradient, d_param in zip(self.gradients.params, d_params):
+            if gradient is not None and d_param is not None:
+                gradient += d_param
+
+    def add_hidden_gradient(self, positions: Tensor, d_linear_NV: Tensor) -> None:
+        """Write the gradient of the tile's hidden states; every position is in one tile."""
+        if self.gradients.hidden_SH is None:
+            return  # a frozen body
+        head = self.head
+        vocab = head.tokens
+        d_hidden_NH = d_linear_NV @ head.weight_VH[:vocab]
         if head.down_RH is not None and head.up_VR is not None:
-            d_h += d_linear @ head.up_VR[:vocab] @ head.down_RH
-        d_hidden.index_copy_(0, rows, d_h.to(d_hidden.dtype))
-    if d_weight is not None and d_weight.dtype == d_linear.dtype:
-        d_weight[:vocab].addmm_(d_linear.T, h)
-    elif d_weight is not None:
-        for low in range(0, vocab, BLOCK):
-            part = d_linear[:, low : low + BLOCK]
-            d_weight[low : low + part.shape[1]] += part.T @ h
-    if d_bias is not None:
-        d_bias[:vocab] += d_linear.sum(0, dtype=d_bias.dtype)
-    if d_up is not None and head.down_RH is not None:
-        d_up[:vocab] += d_linear.T @ (h @ head.down_RH.T)
-    if d_down is not None and head.up_VR is not None:
-        d_down += (d_linear @ head.up_VR[:vocab]).T @ h
+            d_hidden_NH += d_linear_NV @ head.up_VR[:vocab] @ head.down_RH
+        # Positions that no tile contains keep the gradient 0.
+        d_hidden_NH = d_hidden_NH.to(self.gradients.hidden_SH.dtype)
+        self.gradients.hidden_SH.index_copy_(0, positions, d_hidden_NH)
+
+    def add_head_gradients(self, hidden_NH: Tensor, d_linear_NV: Tensor) -> None:
+        """Add the tile's contribution to the gradients of weight, bias, down and up."""
+        head = self.head
+        vocab = head.tokens
+        d_weight = self.gradients.weight_VH
+        d_bias = self.gradients.bias_V
+        d_down = self.gradients.down_RH
+        d_up = self.gradients.up_VR
+        if d_weight is not None:
+            _add_product(d_weight[:vocab], d_linear_NV, hidden_NH)
+        if d_bias is not None:
+            d_bias[:vocab] += d_linear_NV.sum(0, dtype=d_bias.dtype)
+        if d_up is not None and head.down_RH is not None:
+            d_up[:vocab] += d_linear_NV.T @ (hidden_NH @ head.down_RH.T)
+        if d_down is not None and head.up_VR is not None:
+            d_down += (d_linear_NV @ head.up_VR[:vocab]).T @ hidden_NH
+
+
+def _add_product(d_weight_VH: Tensor, d_linear_NV: Tensor, hidden_NH: Tensor) -> None:
+    """Add d_linear^T hidden to the gradient of the weight."""
+    if d_weight_VH.dtype == d_linear_NV.dtype:
+        d_weight_VH.addmm_(d_linear_NV.T, hidden_NH)
+        return
+    # In half precision the product is a tensor of its own before it is added in float32; blocks of
+    # the vocabulary keep it small.
+    for first in range(0, len(d_weight_VH), GRADIENT_BLOCK):
+        block = d_linear_NV[:, first : first + GRADIENT_BLOCK]
+        d_weight_VH[first : first + block.shape[1]] += block.T @ hidden_NH

@@ -30,45 +30,49 @@ def device(request):
 
 
 def pattern(number, dtype, device="cpu"):
-    """A tensor that is known by its number; sizes go up and down."""
-    size = (3 + number % 3, 50 * (1 + number * 7 % 5))
-    return (torch.arange(size[0] * size[1], device=device).view(size) * (number + 1) % 120).to(dtype)
+    """Make a tensor that is known by its number; sizes go up and down."""
+    height = 3 + number % 3
+    width = 50 * (1 + number * 7 % 5)
+    values = torch.arange(height * width, device=device).view(height, width) * (number + 1)
+    return (values % 120).to(dtype)  # below 128, exact in every dtype
 
 
 def named_shared_memory(process="self"):
-    """Files of /dev/shm that one process has mapped; other processes of the machine have files there too."""
+    """List the files of /dev/shm that a process maps; other processes have files there too."""
     maps = Path(f"/proc/{process}/maps").read_text()
     return set(re.findall(r"/dev/shm/\S+", maps))
 
 
 def writer(pipes, device, steps, slots):
-    """A rank that shares tensors with the others."""
+    """Publish tensors to the other ranks; return the publications before and after `close`."""
     before = named_shared_memory()
-    fixed = [ipc.share(pattern(9, dtype, device)) for dtype in DTYPES]
-    scalar = ipc.share(torch.tensor(5.0, device=device)), ipc.share(torch.empty(0, 4, device=device))
-    outbox = ipc.TensorWriter(len(pipes), slots, timeout=60)
+    fixed = [ipc.publish(pattern(9, dtype, device)) for dtype in DTYPES]
+    scalar = ipc.publish(torch.tensor(5.0, device=device))
+    empty = ipc.publish(torch.empty(0, 4, device=device))
+    tensor_writer = ipc.TensorWriter(len(pipes), slots, timeout=60)
     for pipe in pipes:
-        pipe.send((fixed, scalar, outbox.handle))
+        pipe.send((fixed, scalar, empty, tensor_writer.handle))
     for number in range(steps):
-        outbox.put(pattern(number, DTYPES[number % 4], device))
+        tensor_writer.put(pattern(number, DTYPES[number % 4], device))
     for pipe in pipes:
         assert pipe.recv() == "done"
     assert ipc.attach(fixed[0])[0, 0] == -1  # what a reader wrote
     assert named_shared_memory() <= before  # nothing has a name, so nothing can stay behind
-    shared = len(ipc._kept)
-    outbox.close()
-    return shared, len(ipc._kept)
+    published = len(ipc._published)
+    tensor_writer.close()
+    return published, len(ipc._published)
 
 
 def reader(pipe, index, steps):
-    fixed, scalar, handle = pipe.recv()
+    fixed, scalar, empty, handle = pipe.recv()
     tensors = [ipc.attach(h) for h in fixed]
     for tensor, dtype in zip(tensors, DTYPES):
         assert tensor.dtype == dtype and torch.equal(tensor.cpu(), pattern(9, dtype))
-    assert ipc.attach(scalar[0]) == 5 and ipc.attach(scalar[1]).shape == (0, 4)
-    inbox = ipc.TensorReader(handle, index, timeout=60)
+    assert ipc.attach(scalar) == 5
+    assert ipc.attach(empty).shape == (0, 4)
+    tensor_reader = ipc.TensorReader(handle, index, timeout=60)
     for number in range(steps):
-        with inbox.take() as tensor:
+        with tensor_reader.take() as tensor:
             for _ in range(3):  # it does not change while it is held
                 assert torch.equal(tensor.cpu(), pattern(number, DTYPES[number % 4])), number
     if index == 0:
@@ -87,18 +91,20 @@ def role(pipes, device, steps, slots):
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_readers_see_every_tensor_whole_and_in_order(device, slots):
     pipes = [ranks._context.Pipe() for _ in range(2)]
-    (most, left), *_ = ranks.run(3, role, pipes, device, 60, slots)
-    assert most <= 6 + 1 + 4 * slots and left == 6  # buffers are used again
+    (published, left), *_ = ranks.run(3, role, pipes, device, 60, slots)
+    # Six tensors, the board, and few buffers per slot for 60 tensors: buffers are used again.
+    assert published <= 6 + 1 + 4 * slots
+    assert left == 6
 
 
 def last_words(pipe, device, silent):
-    outbox = ipc.TensorWriter(1, 2, timeout=0.5 if silent else 60)
-    outbox.put(torch.ones(1 << 20, device=device))
-    pipe.send(outbox.handle)
+    tensor_writer = ipc.TensorWriter(1, 2, timeout=0.5 if silent else 60)
+    tensor_writer.put(torch.ones(1 << 20, device=device))
+    pipe.send(tensor_writer.handle)
     if silent:
-        with pytest.raises(ipc.PeerDied, match="said nothing for"):
+        with pytest.raises(ipc.PeerDied, match=r"reader 0 \(process 0\) did not respond for"):
             for _ in range(3):
-                outbox.put(torch.ones(1))
+                tensor_writer.put(torch.ones(1))
     else:
         signal.pause()
 
@@ -106,16 +112,16 @@ def last_words(pipe, device, silent):
 def test_a_killed_writer_leaves_nothing_and_is_noticed(device):
     ours, theirs = ranks._context.Pipe()
     group = ranks.start(1, last_words, theirs, device, False)
-    inbox = ipc.TensorReader(ours.recv(), 0, timeout=60)
-    files = named_shared_memory(group[0][0].pid)
-    with inbox.take() as tensor:
+    tensor_reader = ipc.TensorReader(ours.recv(), 0, timeout=60)
+    process = group[0][0].pid
+    files = named_shared_memory(process)
+    with tensor_reader.take() as tensor:
         ranks.kill(group)
         if device == "cpu":
             assert tensor.sum() == 1 << 20  # what is mapped stays
     begin = time.monotonic()
-    with pytest.raises(ipc.PeerDied, match=f"the writer .process {group[0][0].pid}. has ended"):
-        with inbox.take():
-            pass
+    with pytest.raises(ipc.PeerDied, match=rf"the writer \(process {process}\) has ended"):
+        tensor_reader.next()
     assert time.monotonic() - begin < 30  # long before the timeout
     assert not [name for name in files if os.path.exists(name)]
 
@@ -128,7 +134,7 @@ def test_a_silent_reader_is_noticed(device):
 
 
 def test_what_was_released_cannot_be_attached():
-    handle = ipc.share(torch.ones(3))
+    handle = ipc.publish(torch.ones(3))
     view = ipc.attach(handle)
     ipc.release(handle)
     assert view.sum() == 3
@@ -138,8 +144,9 @@ def test_what_was_released_cannot_be_attached():
 
 def test_the_file_works_alone(tmp_path):
     shutil.copy(ROOT / "ipc.py", tmp_path)
-    code = "import torch, ipc; print(ipc.attach(ipc.share(torch.arange(3))).tolist())"
-    here = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    how = dict(cwd=tmp_path, env=here, capture_output=True, text=True)
-    found = subprocess.run([sys.executable, "-c", code], **how)
-    assert found.stdout.strip() == "[0, 1, 2]", found.stderr
+    code = "import torch, ipc; print(ipc.attach(ipc.publish(torch.arange(3))).tolist())"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "[0, 1, 2]", result.stderr
