@@ -127,8 +127,12 @@ def report_dead_ranks(roles=None):
         alive = []
         dead = []
         for peer in peers:
-            if peer.node == this.node:
-                (alive if is_running(peer.process) else dead).append(peer)
+            if peer.node != this.node:
+                continue  # process ids mean nothing on another node
+            if is_running(peer.process):
+                alive.append(peer)
+            else:
+                dead.append(peer)
         if not dead:
             raise
         if this == alive[0]:  # the first survivor speaks for the node

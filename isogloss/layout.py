@@ -157,8 +157,8 @@ def teacher_groups(world, node, degree):
     """
     if world % node:
         raise ValueError(
-            f"this node has {node} ranks, but the job {world}, which is no multiple; start the "
-            "same number of ranks on every node"
+            f"{world} ranks on nodes of {node}: expected the same number of ranks on every node; "
+            "start as many on each"
         )
     if node % degree:
         possible = ", ".join(str(n) for n in range(1, node + 1) if node % n == 0)
