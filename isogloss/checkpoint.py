@@ -1,10 +1,15 @@
 """Checkpoints that are complete or absent, and the export to Hugging Face format.
 
-A checkpoint holds the engine (weights, optimizer, schedule), the random state of every rank and the position
-of the run, which is its step number: data.py derives the samples from it.  It is written under a scratch name
-and renamed when every rank is done, so whatever bears a final name is complete.  In the layout that wrote it
-a run goes on bit by bit; in another one (ranks, ZeRO stage, parts of sequences) DeepSpeed's universal format
-carries it over, and only what dropout draws differs.
+A checkpoint holds the engine (weights, optimizer, schedule), the random state of every rank, and
+the position of the run.  The position is its step number, from which data.py derives the samples.
+It is written under a scratch name and renamed when every rank is done, so a checkpoint with a final
+name is complete.
+
+In the layout that wrote it, a run resumes bit by bit.  In another layout (number of ranks, ZeRO
+stage, sequence parallelism) DeepSpeed's universal format carries it over, and only what dropout
+draws differs.
+
+Tests: tests/test_distributed.py.
 """
 
 import contextlib
@@ -28,204 +33,335 @@ from transformers import AutoModelForCausalLM
 
 from projection_tools import save_atomically
 
+# --- complete or absent ---------------------------------------------------------------------------
+
 
 def scratch_of(path):
+    """Return the scratch name of a path, in the same folder, so that renaming it is atomic."""
     return path.with_name(f".{path.name}.incomplete")
 
 
 def write_atomically(path, text):
+    """Write a text file that, at any moment, has its old content or the new one."""
     scratch_of(path).write_text(text)
     os.replace(scratch_of(path), path)
 
 
+def _replace_folder(scratch, target):
+    """Give a complete scratch folder its final name, in place of whatever has that name."""
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(scratch, target)
+
+
+# --- save -----------------------------------------------------------------------------------------
+
+
 def save_checkpoint(engine, folder, step, identity, layout, keep, state):
-    """Write ``folder/step_NNNNNNN``; all ranks take part.
+    """Write ``folder/step_NNNNNNN`` and remove the oldest checkpoints; all ranks take part.
 
     Args:
-        identity: JSON-able dict of what must be the same when the run goes on.
-        layout: JSON-able dict of what has to be the same for the checkpoint to load as it is.
-        keep: how many checkpoints to leave, this one included.
-        state: JSON-able dict of what else the run goes on with, the same on every rank.
+        identity: JSON-able dict of what must be the same when the run resumes.
+        layout: JSON-able dict of what must be the same to load the checkpoint without conversion.
+        keep: number of checkpoints to leave, this one included.
+        state: JSON-able dict of what else the run needs to resume, the same on every rank.
     """
-    target, rank = Path(folder) / f"step_{step:07d}", dist.get_rank()
+    target = Path(folder) / f"step_{step:07d}"
     scratch = scratch_of(target)
+    rank = dist.get_rank()
     if rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
     dist.barrier()
     engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False)
     torch.save(random_state(), scratch / f"random_{rank}.pt")
     if rank == 0:
-        (scratch / "position.json").write_text(json.dumps(
-            {"step": step, "run": identity, "layout": layout, "state": state, "written": time.time()},
-            indent=1))
-    dist.barrier()
+        position = {
+            "step": step,
+            "run": identity,
+            "layout": layout,
+            "state": state,
+            "written": time.time(),
+        }
+        (scratch / "position.json").write_text(json.dumps(position, indent=1))
+    dist.barrier()  # every rank has written its files: the checkpoint is complete
     if rank == 0:
-        shutil.rmtree(target, ignore_errors=True)  # the same step, saved before and loaded since
-        os.rename(scratch, target)
-        for old in complete_checkpoints(folder)[:-keep]:
-            os.rename(old, scratch_of(old))  # nothing half-deleted keeps its name
-        for left in Path(folder).glob(".step_*.incomplete"):  # of this moment, or of a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        # The target exists if the run saved this step before and went back to an earlier one.
+        _replace_folder(scratch, target)
+        _remove_old_checkpoints(folder, keep)
     dist.barrier()
+
+
+def _remove_old_checkpoints(folder, keep):
+    """Remove all but the last `keep` checkpoints, and what a killed run has left half-written."""
+    for old in complete_checkpoints(folder)[:-keep]:
+        os.rename(old, scratch_of(old))  # first, so that nothing half-deleted keeps a final name
+    for incomplete in Path(folder).glob(".step_*.incomplete"):
+        shutil.rmtree(incomplete, ignore_errors=True)
+
+
+# --- find -----------------------------------------------------------------------------------------
 
 
 def complete_checkpoints(folder):
-    """The one that was written last comes last; after going back to an early step that is not the highest."""
-    def written(path):
-        return position_of(path).get("written", 0) if (path / "position.json").is_file() else 0
+    """Return the paths of all checkpoints, in the order in which they were written.
 
-    return sorted(sorted(Path(folder).glob("step_*")), key=written)
+    That differs from the order of their steps when a run went back to an earlier checkpoint.
+    """
+    by_step = sorted(Path(folder).glob("step_*"))
+    return sorted(by_step, key=_time_written)
 
 
-def find_checkpoint(wish, folder, identity):
-    """The checkpoint to start from, or None.
+def _time_written(checkpoint):
+    if not (checkpoint / "position.json").is_file():
+        return 0
+    return position_of(checkpoint).get("written", 0)
+
+
+def find_checkpoint(choice, folder, identity):
+    """Return the path of the checkpoint to start from, or None.
 
     Args:
-        wish: auto, never, or the path of a checkpoint.
+        choice: "auto" (the one that was written last, if any), "never", or the path of one.
+        folder: of the run's checkpoints.
+        identity: of the run, see `save_checkpoint`.
     Raises:
-        ValueError: never would mix two runs in one directory; the path is no checkpoint, or that of a run
-            with another identity.
+        ValueError: "never" would mix two runs in one directory; the path is not a checkpoint; the
+            checkpoint belongs to a run with another identity.
     """
-    found = complete_checkpoints(folder)
-    if wish == "never":
-        if found:
-            raise ValueError(f"--resume=never: {folder} already holds {found[-1].name}; choose another "
-                             "--output_dir or remove it")
+    checkpoints = complete_checkpoints(folder)
+    if choice == "never":
+        if checkpoints:
+            raise ValueError(
+                f"--resume=never: {folder} already holds {checkpoints[-1].name}; choose another "
+                "--output_dir or remove it"
+            )
         return None
-    if wish == "auto" and not found:
-        return None
-    checkpoint = found[-1] if wish == "auto" else Path(wish)
+    if choice == "auto":
+        if not checkpoints:
+            return None
+        checkpoint = checkpoints[-1]
+    else:
+        checkpoint = Path(choice)
     if not (checkpoint / "position.json").is_file():
-        raise ValueError(f"--resume={wish}: {checkpoint} is no complete checkpoint; expected a folder step_*")
-    then = position_of(checkpoint)["run"]
-    differ = [f"{k} was {then.get(k)!r}, is {v!r}" for k, v in identity.items() if then.get(k) != v]
-    if differ:
-        raise ValueError(f"--resume={wish}: {checkpoint} belongs to another run ({'; '.join(differ)}); use "
-                         "the same settings or another --output_dir")
+        raise ValueError(
+            f"--resume={choice}: {checkpoint} is no complete checkpoint; expected a folder step_*"
+        )
+    differences = _differences(position_of(checkpoint)["run"], identity)
+    if differences:
+        raise ValueError(
+            f"--resume={choice}: {checkpoint} belongs to another run ({differences}); use the same "
+            "settings or another --output_dir"
+        )
     return checkpoint
 
 
+def _differences(saved, current):
+    """Describe the keys of `current` whose values differ from those saved; "" if none does."""
+    lines = []
+    for key, value in current.items():
+        if saved.get(key) != value:
+            lines.append(f"{key} was {saved.get(key)!r}, is {value!r}")
+    return "; ".join(lines)
+
+
 def position_of(checkpoint):
-    """{"step", "run", "layout", "state", "written" (seconds of the clock)} of a checkpoint."""
+    """Return position.json of a checkpoint, the dict that `save_checkpoint` writes.
+
+    Its "run" is the identity; "written" is in seconds of the clock.
+    """
     return json.loads((checkpoint / "position.json").read_text())
 
 
-def step_and_state(checkpoint):
+def needs_conversion(checkpoint, layout):
+    """Return whether a checkpoint was written in another layout; the engine must know at its start.
+
+    Raises:
+        ValueError: one of the two layouts has ZeRO stage 0, which DeepSpeed does not convert.
+    """
+    saved = position_of(checkpoint)["layout"]
+    if saved == layout:
+        return False
+    if 0 in (saved["zero_stage"], layout["zero_stage"]):
+        raise ValueError(
+            f"--resume: {checkpoint} has another layout ({_differences(saved, layout)}), and "
+            "checkpoints cannot be converted from or to ZeRO stage 0; use the same layout, or "
+            "stages 1 to 3 on both sides"
+        )
+    return True
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def load_checkpoint(engine, checkpoint, convert=False):
+    """Load everything that `save_checkpoint` wrote; all ranks take part.
+
+    Args:
+        convert: the checkpoint is of another layout; load it by way of a universal checkpoint,
+            which is removed again.
+    Returns:
+        (step, state), as they were saved.
+    """
+    if convert:
+        _load_converted(engine, checkpoint)
+    else:
+        engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        # Only here: in another layout, ranks and random states do not correspond.
+        random_path = checkpoint / f"random_{dist.get_rank()}.pt"
+        set_random_state(torch.load(random_path, weights_only=True))
     position = position_of(checkpoint)
     return position["step"], position.get("state", {})
 
 
-def needs_conversion(checkpoint, layout):
-    """Is this checkpoint of another layout?  Then the engine has to be told before it starts.
-
-    Raises:
-        ValueError: one of them has ZeRO stage 0, which DeepSpeed does not convert.
-    """
-    then = position_of(checkpoint)["layout"]
-    if then == layout:
-        return False
-    stages = [x["zero_stage"] for x in (then, layout)]
-    if 0 in stages:
-        what = "; ".join(f"{k} was {then[k]!r}, is {v!r}" for k, v in layout.items() if then[k] != v)
-        raise ValueError(f"--resume: {checkpoint} is of another layout ({what}), and what ZeRO stage 0 wrote "
-                         "or reads cannot be converted; use the same layout, or stages 1 to 3 on both sides")
-    return True
-
-
-def load_checkpoint(engine, checkpoint, convert=False):
-    """Everything that `save_checkpoint` wrote; returns (step, state). All ranks take part.
-
-    Args:
-        convert: from another layout, by way of a universal checkpoint, which is removed again.
-    """
-    if not convert:
-        engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-        set_random_state(torch.load(checkpoint / f"random_{dist.get_rank()}.pt", weights_only=True))
-        return step_and_state(checkpoint)
+def _load_converted(engine, checkpoint):
+    """Load a checkpoint of another layout into an engine that was started with load_universal."""
     universal = scratch_of(checkpoint)
     if dist.get_rank() == 0:
         shutil.rmtree(universal, ignore_errors=True)
+        arguments = Namespace(
+            input_folder=str(checkpoint),
+            output_folder=str(universal),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+        # The tool prints its progress.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            ds_to_universal(Namespace(
-                input_folder=str(checkpoint), output_folder=str(universal), num_extract_workers=1,
-                num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True))
+            ds_to_universal(arguments)
         normalize_universal_checkpoint(universal)
     dist.barrier()
     engine.load_checkpoint(str(universal.parent), tag=universal.name)
-    written = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
-    repair_optimizer_state(engine.optimizer, written)
-    dist.barrier()
+    # weights_only=False: the file was just written from the run's own checkpoint.
+    saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
+    repair_optimizer_state(engine.optimizer, saved["param_groups"])
+    dist.barrier()  # every rank has read it
     if dist.get_rank() == 0:
         shutil.rmtree(universal)
         (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
-    return step_and_state(checkpoint)
 
 
-def repair_optimizer_state(optimizer, written):
-    """Stage 3 gives all groups the first one's settings, and all parameters one and the same step counter."""
-    for group, then in zip(optimizer.param_groups, written["param_groups"], strict=True):
-        group |= {key: value for key, value in then.items() if key != "params"}
-    for state in getattr(optimizer, "optimizer", optimizer).state.values():
+def repair_optimizer_state(optimizer, saved_groups):
+    """Undo two faults of ZeRO stage 3 in loading a universal checkpoint.
+
+    It gives all parameter groups the settings of the first, weight decay included.  And it gives
+    all parameters one and the same tensor as step counter, which every one of them then advances.
+
+    Args:
+        saved_groups: param_groups of the checkpoint's optimizer, in the same order.
+    """
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        for key, value in saved.items():
+            if key != "params":
+                group[key] = value
+    # ZeRO wraps the optimizer whose state this is.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for state in inner.state.values():
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].clone()
 
 
 def normalize_universal_checkpoint(universal):
-    """Give a universal checkpoint both what stages 1 and 2 and what stage 3 look for beside the weights."""
-    names = [universal / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
-    for name, other in (names, names[::-1]):
-        if not name.exists():
-            shutil.copy(other, name)
-    path, inner = universal / "zero" / "optimizer_state.pt", "optimizer_state_dict"
-    state = torch.load(path, weights_only=False)
-    if inner in state:  # of stage 3
+    """Complete a universal checkpoint so that stages 1 and 2 can read it as well as stage 3.
+
+    Beside the weights, stages 1 and 2 look for other files and keys than stage 3; DeepSpeed writes
+    only those of the stage that saved.
+    """
+    of_stages_1_2 = universal / "mp_rank_00_model_states.pt"
+    of_stage_3 = universal / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    if not of_stages_1_2.exists():
+        shutil.copy(of_stage_3, of_stages_1_2)
+    if not of_stage_3.exists():
+        shutil.copy(of_stages_1_2, of_stage_3)
+
+    path = universal / "zero" / "optimizer_state.pt"
+    saved = torch.load(path, weights_only=False)
+    if "optimizer_state_dict" in saved:  # written by stage 3, which has one step for all parameters
+        step = saved["optimizer_state_dict"]["state"][0]["step"]
         for file in path.parent.rglob("exp_avg.pt"):
-            torch.save(state[inner]["state"][0]["step"], file.with_name("step.pt"))
-        state.setdefault("ds_version", deepspeed.__version__)
-    else:
+            torch.save(step, file.with_name("step.pt"))
+        saved.setdefault("ds_version", deepspeed.__version__)
+    else:  # written by stage 1 or 2, which have a step for each; they are equal
         step = torch.load(next(path.parent.rglob("step.pt")), weights_only=False)
-        state[inner] = {"state": {0: {"step": step}}, "param_groups": state["param_groups"]}
-    torch.save(state, path)
+        saved["optimizer_state_dict"] = {
+            "state": {0: {"step": step}},
+            "param_groups": saved["param_groups"],
+        }
+    torch.save(saved, path)
+
+
+# --- random state ---------------------------------------------------------------------------------
 
 
 def random_state():
-    name, keys, *rest = np.random.get_state()
-    return {"torch": torch.get_rng_state(), "device": get_accelerator().get_rng_state(),
-            "python": random.getstate(), "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
+    """Return the state of this rank's random generators; torch.load takes it with weights_only."""
+    algorithm, keys, *rest = np.random.get_state()
+    # A tensor, because weights_only rejects arrays; int64, because torch hardly supports uint32.
+    keys = torch.from_numpy(keys.astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "device": get_accelerator().get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (algorithm, keys, *rest),
+    }
 
 
 def set_random_state(state):
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    """Restore what `random_state` returned."""
+    algorithm, keys, *rest = state["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
     random.setstate(state["python"])
     get_accelerator().set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
 
 
+# --- export ---------------------------------------------------------------------------------------
+
+
+def _gathered(parameter):
+    """Return a context in which a parameter is whole; under ZeRO-3 all ranks take part."""
+    is_partitioned = hasattr(parameter, "ds_id")
+    return deepspeed.zero.GatheredParameters([parameter] if is_partitioned else [])
+
+
 def export_model(engine, tokenizer, target):
-    """Write the model as a Hugging Face directory, from any ZeRO stage; all ranks take part."""
-    weights, target = {}, Path(target)
-    for name, p in itertools.chain(engine.module.named_parameters(), engine.module.named_buffers()):
-        with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
+    """Write the student as a Hugging Face directory, from any ZeRO stage; all ranks take part.
+
+    Args:
+        engine: whose module holds the Hugging Face model as `.model`.
+        target: directory, replaced if it exists.
+    """
+    student = engine.module.model
+    weights = {}
+    for name, tensor in itertools.chain(student.named_parameters(), student.named_buffers()):
+        with _gathered(tensor):
             if dist.get_rank() == 0:
-                weights[name] = p.detach().cpu().clone()
+                weights[name] = tensor.detach().cpu().clone()
     if dist.get_rank() == 0:
-        config = engine.module.config
-        config.use_cache, config.dtype = True, next(iter(weights.values())).dtype
+        config = student.config
+        config.use_cache = True  # training switched it off
+        config.dtype = next(iter(weights.values())).dtype
         model = AutoModelForCausalLM.from_config(config)
-        model.load_state_dict(weights, strict=False)  # tied heads are named once; the file keeps it so
-        shutil.rmtree(scratch_of(target), ignore_errors=True)
-        model.save_pretrained(scratch_of(target))
-        tokenizer.save_pretrained(scratch_of(target))
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(scratch_of(target), target)
+        # Not strict: a tied head is named once, and the file keeps it so.
+        model.load_state_dict(weights, strict=False)
+        target = Path(target)
+        scratch = scratch_of(target)
+        shutil.rmtree(scratch, ignore_errors=True)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        _replace_folder(scratch, target)
     dist.barrier()
 
 
-def export_projection(engine, learned, target):
-    """Write an `objective.LearnedProjection` as a projection file; all ranks take part."""
+def export_projection(engine, learned_projection, target):
+    """Write a learned projection as a projection file; all ranks take part.
+
+    Args:
+        engine: whose module holds the scores as `.projection_scores`.
+        learned_projection: whose tables(scores) are what the file holds.
+    """
     scores = engine.module.projection_scores
-    with deepspeed.zero.GatheredParameters([scores] if hasattr(scores, "ds_id") else []):
+    with _gathered(scores):
         if dist.get_rank() == 0:
-            save_atomically(learned.tables(), target)
+            save_atomically(learned_projection.tables(scores), target)
     dist.barrier()

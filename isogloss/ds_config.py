@@ -1,33 +1,61 @@
-"""The DeepSpeed configuration: read it, check it, fill its "auto" values.
+"""Read and check the DeepSpeed configuration, and fill its "auto" values.
 
-DeepSpeed accepts unknown keys in silence and drops "auto" inside zero_optimization; here both are errors
-or are resolved, before anything starts.  What may be "auto" is listed in ds_configs/README.md.
+DeepSpeed accepts unknown keys in silence, and drops "auto" inside zero_optimization in silence.
+Here the first is an error before anything starts, and the second is filled.  ds_configs/README.md
+lists what may be "auto".  Needs no torch.  Tests: tests/test_ds_config.py.
 """
 
+import copy
 import difflib
 import json
 from pathlib import Path
+from typing import NamedTuple
 
-BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-# what may be another when a run goes on: where things are held, and what is reported
-FREE_KEYS = """zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print
-    wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger csv_monitor tensorboard wandb
-    comet log_level timers aio activation_checkpointing""".split()
+# In the order of the fields of BatchSizes.
+BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+# Keys that may change when a run resumes, because no gradient depends on them: where tensors are
+# held and how they are reduced, and what is reported.
+RESUMABLE_KEYS = """zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger
+    csv_monitor tensorboard wandb comet log_level timers aio activation_checkpointing""".split()
+# All top-level keys that DeepSpeed's configuration reader looks up.
 DS_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer
     scheduler fp16 bf16 torch_autocast data_types gradient_clipping zero_optimization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown
     memory_breakdown dump_state communication_data_type seq_parallel_communication_data_type
     sequence_parallel_size prescale_gradients gradient_predivide_factor gradient_allreduce_op
-    disable_allgather disable_python_gc checkpoint activation_checkpointing flops_profiler comms_logger
-    csv_monitor tensorboard wandb comet aio compile tensor_parallel log_level graph_harvesting
-    use_data_before_expert_parallelism hybrid_engine pipeline sparse_gradients timers""".split()
+    disable_allgather disable_python_gc checkpoint activation_checkpointing flops_profiler
+    comms_logger csv_monitor tensorboard wandb comet aio compile tensor_parallel log_level
+    graph_harvesting use_data_before_expert_parallelism hybrid_engine pipeline sparse_gradients
+    timers""".split()
+# Elements of a communication bucket; fewer would hold less than one small layer (not tuned).
+MIN_BUCKET_ELEMENTS = 1 << 20
+
+
+class BatchSizes(NamedTuple):
+    """Sizes of which the first is the product of the others and the number of data-parallel ranks.
+
+    train_batch_size: samples in an optimizer step, over all ranks.
+    micro_batch_size: samples in one forward pass of one rank.
+    grad_accum_steps: micro-batches of a rank in an optimizer step.
+    """
+
+    train_batch_size: int
+    micro_batch_size: int
+    grad_accum_steps: int
 
 
 def read_ds_config(path):
-    """The ds_config as a dict.
+    """Read a ds_config and check its top-level keys.
 
+    Returns:
+        dict, as in the file.
     Raises:
-        ValueError: missing, not JSON, or with a key that DeepSpeed would silently ignore.
+        ValueError: no such file, not a JSON object, or a key that DeepSpeed would silently ignore.
     """
     if not Path(path).is_file():
         raise ValueError(f"--ds_config {path}: no such file; ready-made ones are in ds_configs/")
@@ -35,74 +63,134 @@ def read_ds_config(path):
         config = json.loads(Path(path).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"--ds_config {path}: not JSON ({error})") from None
-    for key in config if isinstance(config, dict) else ["(not an object)"]:
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"--ds_config {path}: expected a JSON object ({{...}}), got {type(config).__name__}; "
+            "ready-made ones are in ds_configs/"
+        )
+    for key in config:
         if key not in DS_KEYS:
-            near = difflib.get_close_matches(key, DS_KEYS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            nearest = difflib.get_close_matches(key, DS_KEYS, 1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"--ds_config {path}: unknown key {key!r}{hint}")
     return config
 
 
-def resolve_ds_config(config, cfg, ranks, hidden_size, bf16):
-    """Fill every "auto" and check the batch sizes; the values that DeepSpeed will see.
+def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
+    """Return the configuration that DeepSpeed will see: batch sizes checked, every "auto" filled.
 
     Args:
-        config: of `read_ds_config`; hidden_size: the student's; bf16: whether the device computes in it.
+        config: dict of `read_ds_config`, left as it is.
+        cfg: the flags ds_config, sequence_parallel, log_comms, learning_rate and steps.
+        num_ranks: ranks of the student.
+        hidden_size: of the student.
+        bf16: whether the device computes in bfloat16.
+    Raises:
+        ValueError: batch sizes or learning rates that contradict each other, or an "auto" that
+            nothing fills.
     """
-    config = json.loads(json.dumps(config))
-    total, micro, steps = batch_sizes(config, ranks // cfg.sequence_parallel, cfg.ds_config)
-    # to the engine every rank is a rank of its own, also where several hold the parts of a sequence
-    config |= dict(zip(BATCH_KEYS, (total * cfg.sequence_parallel, micro, steps)))
+    config = copy.deepcopy(config)
+    num_data_parallel = num_ranks // cfg.sequence_parallel
+    sizes = batch_sizes(config, num_data_parallel, cfg.ds_config)
+    # The engine does not know of sequence parallelism.  It counts each rank of a sequence group as
+    # a data-parallel one, so its batch is larger by that factor.
+    config["train_batch_size"] = sizes.train_batch_size * cfg.sequence_parallel
+    config["train_micro_batch_size_per_gpu"] = sizes.micro_batch_size
+    config["gradient_accumulation_steps"] = sizes.grad_accum_steps
     if cfg.log_comms:
         config["comms_logger"] = config.get("comms_logger", {}) | {"enabled": True}
-    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"torch_adam": True}})
-    optimizer.setdefault("params", {}).setdefault("lr", "auto")
-    stated = optimizer["params"]["lr"]
-    if stated != "auto" and cfg.learning_rate:
-        raise ValueError(f"--learning_rate {cfg.learning_rate}: {cfg.ds_config} says lr {stated}; drop one")
-    if stated == "auto" and not cfg.learning_rate:
-        raise ValueError(f'--learning_rate is missing: {cfg.ds_config} leaves "lr" to it')
-    lr = cfg.learning_rate if stated == "auto" else stated
-    values = {
-        "optimizer.params.lr": lr, "scheduler.params.warmup_max_lr": lr,
+    learning_rate = _resolve_learning_rate(config, cfg)
+    auto_values = {
+        "optimizer.params.lr": learning_rate,
+        "scheduler.params.warmup_max_lr": learning_rate,
         "scheduler.params.total_num_steps": cfg.steps,
-        "scheduler.params.warmup_num_steps": max(1, cfg.steps // 20),
+        "scheduler.params.warmup_num_steps": max(1, cfg.steps // 20),  # 5 %, customary (not tuned)
         "bf16.enabled": bf16,
-        # as in the Hugging Face Trainer, but never so small that a bucket holds less than a small layer
-        "zero_optimization.reduce_bucket_size": max(hidden_size**2, 1 << 20),
-        "zero_optimization.stage3_prefetch_bucket_size": max(int(0.9 * hidden_size**2), 1 << 20),
+        # The next three follow the Hugging Face Trainer, apart from the lower bound.
+        "zero_optimization.reduce_bucket_size": max(hidden_size**2, MIN_BUCKET_ELEMENTS),
+        "zero_optimization.stage3_prefetch_bucket_size": max(
+            int(0.9 * hidden_size**2), MIN_BUCKET_ELEMENTS
+        ),
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    _fill_auto(config, values, cfg.ds_config)
+    _fill_auto(config, auto_values, cfg.ds_config)
     return config
 
 
-def _fill_auto(config, values, path, prefix=""):
-    for key, value in config.items():
+def _resolve_learning_rate(config, cfg):
+    """Return the learning rate, which one place states; add an optimizer section if missing."""
+    # PyTorch's AdamW, because DeepSpeed's own would compile a kernel on first use.
+    default = {"type": "AdamW", "params": {"torch_adam": True}}
+    optimizer = config.setdefault("optimizer", default)
+    stated = optimizer.setdefault("params", {}).setdefault("lr", "auto")
+    if stated != "auto" and cfg.learning_rate:
+        raise ValueError(
+            f"--learning_rate {cfg.learning_rate}: {cfg.ds_config} says lr {stated}; drop one"
+        )
+    if stated == "auto" and not cfg.learning_rate:
+        raise ValueError(f'--learning_rate is missing: {cfg.ds_config} leaves "lr" to it')
+    return cfg.learning_rate if stated == "auto" else stated
+
+
+def _fill_auto(section, auto_values, path, prefix=""):
+    """Replace every "auto" of a section, and of the sections inside it, in place.
+
+    Args:
+        auto_values: {dotted name: value}.
+        prefix: dotted name of the section, with a dot at its end.
+    """
+    for key, value in section.items():
+        name = prefix + key
         if isinstance(value, dict):
-            _fill_auto(value, values, path, f"{prefix}{key}.")
+            _fill_auto(value, auto_values, path, f"{name}.")
         elif value == "auto":
-            if prefix + key not in values:
-                raise ValueError(f'--ds_config {path}: {prefix}{key} is "auto", which is filled only in '
-                                 f"{', '.join(values)} and the batch sizes; write a value")
-            config[key] = values[prefix + key]
+            if name not in auto_values:
+                raise ValueError(
+                    f'--ds_config {path}: {name} is "auto", which is filled only in '
+                    f"{', '.join(auto_values)} and the batch sizes; write a value"
+                )
+            section[key] = auto_values[name]
 
 
-def batch_sizes(config, ranks, path):
-    """(samples a step, a micro-batch, micro-steps): any two give the third, one alone is enough."""
-    total, micro, steps = (None if config.get(key) == "auto" else config.get(key) for key in BATCH_KEYS)
-    for key, value in zip(BATCH_KEYS, (total, micro, steps)):
+def batch_sizes(config, num_ranks, path):
+    """Fill in the batch sizes: any two keys give the third, and either of the first two is enough.
+
+    Args:
+        config: dict of `read_ds_config`; a batch key may be "auto" or left out.
+        num_ranks: data-parallel ranks of the student.
+        path: of the ds_config, for errors.
+    Returns:
+        BatchSizes.
+    Raises:
+        ValueError: not a positive whole number, too few keys, or keys that contradict each other.
+    """
+    stated = []
+    for key in BATCH_KEYS:
+        value = config.get(key)
+        if value == "auto":
+            value = None
+        # type() rather than isinstance: in Python True is an int.
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"--ds_config {path}: {key} is {value!r}, expected a whole number of 1 or more")
+            raise ValueError(
+                f"--ds_config {path}: {key} is {value!r}, expected a whole number of 1 or more"
+            )
+        stated.append(value)
+    total, micro, steps = stated
     if total is None and micro is None:
-        raise ValueError(f"--ds_config {path}: give train_batch_size or train_micro_batch_size_per_gpu")
+        raise ValueError(
+            f"--ds_config {path}: has neither train_batch_size nor "
+            "train_micro_batch_size_per_gpu; give one of them"
+        )
     if total is None:
-        return micro * (steps or 1) * ranks, micro, steps or 1
-    known = ranks * (micro or 1) * (steps or 1)
+        return BatchSizes(micro * (steps or 1) * num_ranks, micro, steps or 1)
+
+    # What the total has to be a multiple of; where all three are given, it has to be equal.
+    known = num_ranks * (micro or 1) * (steps or 1)
     if total % known or (micro and steps and total != known):
         raise ValueError(
-            f"--ds_config {path}: train_batch_size {total} is not {ranks} ranks x micro batch "
-            f"{micro or 'any'} x {steps or 'any'} accumulation steps; change one of these")
+            f"--ds_config {path}: train_batch_size {total} is not {num_ranks} ranks x micro batch "
+            f"{micro or 'any'} x {steps or 'any'} accumulation steps; change one of these"
+        )
     if micro is None:
-        return total, total // known, steps or 1
-    return total, micro, steps or total // known
+        return BatchSizes(total, total // known, steps or 1)
+    return BatchSizes(total, micro, steps or total // known)

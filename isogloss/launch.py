@@ -1,4 +1,7 @@
-"""How the ranks of a job begin and end together: process group, bad input, dead peers."""
+"""How the ranks of a job start and end together: process group, wrong input, dead peers.
+
+Tests: tests/test_cli.py, tests/test_distributed.py.
+"""
 
 import os
 import platform
@@ -7,6 +10,7 @@ import socket
 import sys
 import warnings
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import datasets
 import deepspeed
@@ -16,85 +20,154 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 
 from ipc import is_running
-from isogloss.layout import LOADING, gather
+from isogloss.layout import LOADING_TIMEOUT, gather_objects
 
-
-FILES = 1 << 16  # that a rank may hold open
+# Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
+MAX_OPEN_FILES = 1 << 16
 
 
 def start_distributed():
-    """Join the job's process group (a group of one without a launcher); returns the device of this rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    for key, value in alone.items():
-        os.environ.setdefault(key, str(value))
+    """Join the job's process group, a group of one without a launcher.
+
+    Returns:
+        torch.device of this rank.
+    """
+    _set_default_environment()
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed's shared-memory all-reduce takes every group for the world, and is compiled on first use
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:  # else every rank would start a thread per core
-            torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_SIZE", 1))))
+        _prepare_cpu_rank()
     else:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < FILES:  # the usual 1,024 are few: shared memory takes two a buffer
-        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES if hard < 0 else min(hard, FILES), hard))
-    deepspeed.init_distributed(timeout=LOADING)
+    _raise_open_file_limit()
+    deepspeed.init_distributed(timeout=LOADING_TIMEOUT)
     return torch.device(get_accelerator().current_device_name())
+
+
+def _set_default_environment():
+    """Set what a launcher would have set, for a job of one rank; values that are set stay."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # port 0: the system chooses a free one
+        port = probe.getsockname()[1]
+    defaults = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+def _prepare_cpu_rank():
+    # DeepSpeed's shared-memory all-reduce mistakes every group for the world, and would be compiled
+    # on first use.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "OMP_NUM_THREADS" not in os.environ:  # else every rank would start a thread per core
+        ranks_per_node = int(os.environ.get("LOCAL_SIZE", 1))
+        torch.set_num_threads(max(1, os.cpu_count() // ranks_per_node))
+
+
+def _raise_open_file_limit():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A negative limit means no limit.
+    if 0 <= soft < MAX_OPEN_FILES:
+        limit = MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def fail_together(roles=None, what=""):
-    """A ValueError on any rank ends all ranks with its one line, before anything was trained or written.
+    """End all ranks, with one line, when the block raises a ValueError on any of them.
+
+    For blocks before the first step, when nothing has been trained or written.  All ranks take
+    part.
 
     Args:
-        roles: where teachers have ranks of their own, which then take part too.
-        what: names this block among all such.
+        roles: `layout.Roles` where teachers have ranks of their own, which then take part too.
+        what: name of this block; with roles, no other block may have it.
     """
     message = None
     try:
         yield
     except ValueError as error:
         message = str(error)
-    for found in gather(message, roles, what):
-        if found:
-            fail(found, loud=dist.get_rank() == 0 and (roles is None or roles.role == "student"))
+    speaks = dist.get_rank() == 0 and (roles is None or roles.role == "student")
+    for message_of_rank in gather_objects(message, roles, what):
+        if message_of_rank:
+            fail(message_of_rank, loud=speaks)
+
+
+class RankProcess(NamedTuple):
+    """A rank's process: host name of its node, process id, and the rank's name in messages."""
+
+    node: str
+    process: int
+    name: str
 
 
 @contextmanager
 def report_dead_ranks(roles=None):
-    """Where a step fails because ranks of this node have ended, one line says which, and this one ends."""
-    node, process = platform.node(), os.getpid()
-    name = f"{'teacher ' if roles and roles.role == 'teacher' else ''}rank {dist.get_rank()}"
-    peers = gather((node, process, name), roles, "processes")
+    """Name the dead ranks of this node in one line when a step fails because of them.
+
+    When a rank dies, collectives fail on the others with an error that does not say why.  Without a
+    dead rank the error is raised as it is.  All ranks take part at the start.
+
+    Args:
+        roles: `layout.Roles` where teachers have ranks of their own.
+    """
+    prefix = "teacher " if roles and roles.role == "teacher" else ""
+    this = RankProcess(platform.node(), os.getpid(), f"{prefix}rank {dist.get_rank()}")
+    peers = gather_objects(this, roles, "processes")
     try:
         yield
     except (RuntimeError, FileNotFoundError):
-        here = [peer for peer in peers if peer[0] == node]
-        gone = [peer for peer in here if not is_running(peer[1])]
-        if not gone:
+        alive = []
+        dead = []
+        for peer in peers:
+            if peer.node != this.node:
+                continue  # process ids mean nothing on another node
+            if is_running(peer.process):
+                alive.append(peer)
+            else:
+                dead.append(peer)
+        if not dead:
             raise
-        if process == next(peer[1] for peer in here if peer not in gone):
-            named = ", ".join(f"{name} (process {process})" for _, process, name in gone)
-            print(f"distill.py: {named} ended in mid-step, so the job ends; the same command goes on from "
-                  "its last checkpoint", file=sys.stderr, flush=True)
+        if this == alive[0]:  # the first survivor speaks for the node
+            names = ", ".join(f"{peer.name} (process {peer.process})" for peer in dead)
+            line = (
+                f"distill.py: {names} ended in mid-step, so the job ends; the same command goes "
+                "on from its last checkpoint"
+            )
+            print(line, file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
 def fail(message, loud=None):
-    """End with a line, which rank 0 writes unless `loud` says who does."""
-    if int(os.environ.get("RANK", 0)) == 0 if loud is None else loud:
-        print("distill.py: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    """End this process with exit code 2 and one line on stderr.
+
+    Args:
+        loud: whether this rank prints the line; None: rank 0 does.
+    """
+    if loud is None:
+        loud = int(os.environ.get("RANK", 0)) == 0
+    if loud:
+        one_line = " ".join(message.split())
+        print(f"distill.py: {one_line}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
 def silence_libraries():
-    """Warnings and errors of the libraries, not their progress reports."""
+    """Silence the libraries' progress reports and routine warnings; their errors remain."""
     deepspeed.utils.logger.setLevel("ERROR")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises is reported once, by us
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are forked
+    # What it raises is reported once, by `fail_together`.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    # DeepSpeed calls functions that torch has deprecated.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # The tokenizers library warns when a process that used its threads forks, as for data workers.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

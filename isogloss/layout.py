@@ -1,10 +1,14 @@
-"""Which ranks hold which part of a teacher, and whose samples they read.
+"""Which ranks hold which shard of a teacher, and whose samples they read.
 
-A teacher of degree N is sharded over N neighboring ranks of one node.  Every group of N ranks holds a whole
-teacher (a replica) and runs the samples of its own ranks, one rank's after the other, so the student's layout
-is free and no teacher tensor leaves a node.  With `--teacher_ranks` the last ranks of every node hold
-teachers and nothing else; then student and teachers are two worlds (`split_ranks`), each with a process group
-of its own, and whatever counts ranks sees its own world alone.
+A teacher of degree N is sharded over N neighboring ranks of one node.  Every group of N ranks holds
+a whole teacher (a replica) and runs the samples of its own ranks, one rank's after the other.  So
+the student's layout is free, and no teacher tensor leaves a node.
+
+`--teacher_ranks` dedicates the last ranks of every node to the teachers.  Then student and teachers
+are two worlds (`split_ranks`), each with a process group of its own, and code that counts ranks
+sees only its own world.
+
+Tests: tests/test_layouts.py, tests/test_distributed.py.
 """
 
 import math
@@ -17,45 +21,52 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-LOADING = timedelta(hours=2)  # that the ranks of one world wait until the other one has loaded its models
+# How long ranks of one world wait while those of the other load models; generous, because a large
+# model may come over a network (not tuned).
+LOADING_TIMEOUT = timedelta(hours=2)
 
 
 def node_size():
-    """Ranks on this node, as the launcher says (DeepSpeed's or torchrun's); without a launcher, all."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    """Return the number of ranks on this node; without a launcher, of the whole job."""
+    # DeepSpeed's launcher sets the first, torchrun the second.
+    stated = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
+    return int(stated or dist.get_world_size())
+
+
+# --- ranks for teachers alone ---------------------------------------------------------------------
 
 
 class Roles(NamedTuple):
-    """What this rank is for, in a job whose nodes have ranks for teachers alone.
+    """This rank's role in a job whose nodes have ranks for teachers alone.
 
     role: "student" or "teacher".
-    node: of this rank, from 0.
-    local: place among the node's ranks of the same role, from 0.
-    students, teachers: ranks of either role on every node.
-    store: key-value store of the whole job.
+    node: index of this rank's node, from 0.
+    local_rank: index among the node's ranks of the same role, from 0.
+    student_ranks, teacher_ranks: ranks of either role on every node.
+    store: key-value store of the whole job, both worlds.
     """
 
     role: str
     node: int
-    local: int
-    students: int
-    teachers: int
+    local_rank: int
+    student_ranks: int
+    teacher_ranks: int
     store: dist.Store
 
     def publish(self, key, value):
-        """For the other ranks of this node."""
+        """Publish a value for the other ranks of this node, of either role."""
         self.store.set(f"node {self.node}: {key}", pickle.dumps(value))
 
     def read(self, key):
-        """What a rank of this node has published, as soon as it has."""
+        """Wait until a rank of this node has published a value, and return it."""
         return pickle.loads(self.store.get(f"node {self.node}: {key}"))
 
 
-def split_ranks(teachers):
-    """Make this rank part of one of two worlds: the last `teachers` ranks of every node, and the others.
+def split_ranks(teacher_ranks):
+    """Split the job into two worlds: the last `teacher_ranks` ranks of every node, and the others.
 
-    Called before anything else joins a process group.  RANK, WORLD_SIZE and LOCAL_SIZE of the environment
-    become those of its world.
+    Call it before anything else joins a process group.  It sets RANK, WORLD_SIZE and LOCAL_SIZE of
+    the environment to those of this rank's world and joins that world's process group.
 
     Returns:
         Roles.
@@ -63,47 +74,74 @@ def split_ranks(teachers):
         ValueError: a node has no rank left for the student.
     """
     environ = os.environ
-    rank, world = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-    size = int(environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or world)
-    if teachers >= size:
-        raise ValueError(f"--teacher_ranks {teachers}: a node of this job has {size} ranks, and at least one "
-                         "is for the student; start more or leave the flag out")
-    store = next(dist.rendezvous("env://", timeout=LOADING))[0]
-    (node, local), students = divmod(rank, size), size - teachers
-    role = "student" if local < students else "teacher"
-    local, own = (local, students) if role == "student" else (local - students, teachers)
-    environ |= {"RANK": str(node * own + local), "WORLD_SIZE": str(world // size * own),
-                "LOCAL_SIZE": str(own)}
-    dist.init_process_group(get_accelerator().communication_backend_name(), rank=node * own + local,
-                            world_size=world // size * own, store=dist.PrefixStore(role, store),
-                            timeout=LOADING)
-    return Roles(role, node, local, students, teachers, dist.PrefixStore("job", store))
+    job_rank = int(environ.get("RANK", 0))
+    job_size = int(environ.get("WORLD_SIZE", 1))
+    # node_size() cannot be used here: there is no process group to ask yet.
+    ranks_per_node = int(environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or job_size)
+    if teacher_ranks >= ranks_per_node:
+        raise ValueError(
+            f"--teacher_ranks {teacher_ranks}: a node of this job has {ranks_per_node} ranks, and "
+            "at least one is for the student; start more ranks or leave the flag out"
+        )
+    store = next(dist.rendezvous("env://", timeout=LOADING_TIMEOUT))[0]
+    node, local_rank = divmod(job_rank, ranks_per_node)
+    student_ranks = ranks_per_node - teacher_ranks
+    role = "student"
+    ranks_of_role = student_ranks
+    if local_rank >= student_ranks:
+        role = "teacher"
+        ranks_of_role = teacher_ranks
+        local_rank -= student_ranks
+
+    rank = node * ranks_of_role + local_rank
+    world_size = job_size // ranks_per_node * ranks_of_role
+    environ["RANK"] = str(rank)
+    environ["WORLD_SIZE"] = str(world_size)
+    environ["LOCAL_SIZE"] = str(ranks_of_role)
+    # Both worlds use one store; the prefixes keep their keys apart.
+    dist.init_process_group(
+        get_accelerator().communication_backend_name(),
+        rank=rank,
+        world_size=world_size,
+        store=dist.PrefixStore(role, store),
+        timeout=LOADING_TIMEOUT,
+    )
+    job_store = dist.PrefixStore("job", store)
+    return Roles(role, node, local_rank, student_ranks, teacher_ranks, job_store)
 
 
-def gather(value, roles=None, key=""):
-    """[value of every rank], the same on all ranks of the job, those of the other world included.
+def gather_objects(value, roles=None, key=""):
+    """Gather a value from every rank of the job, those of the other world included.
 
     Args:
-        roles: Roles, or None where there is one world.
-        key: names this call among all of them in a job of two worlds.
+        value: anything that pickles.
+        roles: Roles; None: there is one world.
+        key: name of this call; in a job of two worlds no other call may have it.
+    Returns:
+        list, the same on all ranks: student ranks first, then teacher ranks.
     """
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     if roles is None:
         return values
-    both = [values, None]
+    worlds = [values, None]
     if dist.get_rank() == 0:
-        other = {"student": "teacher", "teacher": "student"}[roles.role]
+        other_role = "teacher" if roles.role == "student" else "student"
         roles.store.set(f"{key} of {roles.role}", pickle.dumps(values))
-        both[1] = pickle.loads(roles.store.get(f"{key} of {other}"))
+        worlds[1] = pickle.loads(roles.store.get(f"{key} of {other_role}"))
+        # The process that serves the store may end right after this call, so both sides confirm.
         roles.store.set(f"{key} read by {roles.role}", "")
-        roles.store.wait([f"{key} read by {other}"])  # the store may end with the process that holds it
-    dist.broadcast_object_list(both)
-    return sum(both if roles.role == "student" else both[::-1], [])
+        roles.store.wait([f"{key} read by {other_role}"])
+    dist.broadcast_object_list(worlds)
+    this_world, other_world = worlds
+    return this_world + other_world if roles.role == "student" else other_world + this_world
+
+
+# --- replicas of a teacher ------------------------------------------------------------------------
 
 
 def teacher_groups(world, node, degree):
-    """Ranks of every replica of a teacher.
+    """Return the ranks of every replica of a teacher.
 
     Args:
         world: ranks in all.
@@ -118,47 +156,74 @@ def teacher_groups(world, node, degree):
     [[0, 1], [2, 3]]
     """
     if world % node:
-        raise ValueError(f"{world} ranks on nodes of {node}: expected as many ranks on every node")
+        raise ValueError(
+            f"{world} ranks on nodes of {node}: expected the same number of ranks on every node; "
+            "start as many on each"
+        )
     if node % degree:
         possible = ", ".join(str(n) for n in range(1, node + 1) if node % n == 0)
-        raise ValueError(f"--teacher_tp {degree}: does not divide the {node} ranks of a node that hold "
-                         f"teachers, and none is on several nodes; use one of {possible}")
+        raise ValueError(
+            f"--teacher_tp {degree}: does not divide the {node} ranks of a node that hold "
+            f"teachers, and a teacher cannot span nodes; use one of {possible}"
+        )
     return [list(range(first, first + degree)) for first in range(0, world, degree)]
 
 
 class Replica:
-    """The ranks that hold one teacher together, this one among them; to DeepSpeed an `mpu`."""
+    """The ranks that hold one teacher together, this rank among them; DeepSpeed takes it as `mpu`.
+
+    Attributes:
+        ranks: list of neighboring ranks.
+        group: their process group.
+    """
 
     def __init__(self, degree):
-        """All ranks take part.
+        """Create the groups of all replicas; all ranks take part.
 
         Raises:
-            ValueError: of `teacher_groups`.
+            ValueError: see `teacher_groups`.
         """
+        # new_group is collective: every rank has to create every group, in the same order.
         for ranks in teacher_groups(dist.get_world_size(), node_size(), degree):
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
-                self.ranks, self.group = ranks, group
+                self.ranks = ranks
+                self.group = group
 
-    def of_each(self, run, ids_BT, alike=1):
-        """run(ids_BT) for this rank's ids, where a run takes all ranks of the replica.
+    def run_for_each_member(self, run, ids_BT, sequence_parallel_size=1):
+        """Return run(ids_BT) for this rank's ids, where a run takes all ranks of the replica.
+
+        The replica runs the ids of one member after the other.  Members of one sequence group have
+        the same ids, which are run once.
 
         Args:
-            ids_BT: (B, T) or (2, B, T) int64; every rank has its own, of its own shape.
-            alike: neighboring ranks that have the same, counted from rank 0 of the job.
+            run: ids -> output; collective over the replica.
+            ids_BT: (B, T) or (2, B, T) int64; values and shape differ from rank to rank.
+            sequence_parallel_size: neighboring ranks with the same ids, counted from rank 0 of the
+                job.
         """
-        alike = math.gcd(alike, len(self.ranks))  # groups of either kind are blocks of neighbors
+        # Replicas and sequence groups are both aligned blocks of neighbors, so their intersections
+        # are, too, and have this size.
+        num_sharing = math.gcd(sequence_parallel_size, len(self.ranks))
+        # A broadcast needs buffers of the sender's shape, so shapes go ahead.
         shape = torch.tensor(ids_BT.shape, device=ids_BT.device)
         shapes = [torch.empty_like(shape) for _ in self.ranks]
         dist.all_gather(shapes, shape, group=self.group)
-        mine = None
-        for owner, shape in list(zip(self.ranks, shapes))[::alike]:
-            rank = dist.get_rank()
-            ids = ids_BT.contiguous() if owner == rank else ids_BT.new_empty(shape.tolist())
-            dist.broadcast(ids, owner, group=self.group)
-            found = run(ids)
-            mine = found if owner <= rank < owner + alike else mine
-        return mine
+        this_rank = dist.get_rank()
+        local_output = None
+        for member in range(0, len(self.ranks), num_sharing):
+            sender = self.ranks[member]
+            if sender == this_rank:
+                ids = ids_BT.contiguous()
+            else:
+                ids = ids_BT.new_empty(shapes[member].tolist())
+            dist.broadcast(ids, sender, group=self.group)
+            output = run(ids)
+            if sender <= this_rank < sender + num_sharing:
+                local_output = output
+        return local_output
+
+    # DeepSpeed's inference engine calls these.
 
     def get_model_parallel_group(self):
         return self.group

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a line of metrics per step, a progress bar, what is needed to run it again."""
+"""What a run leaves behind: metrics of every step, a progress bar, the record to run it again."""
 
 import hashlib
 import json
@@ -19,103 +19,182 @@ from tqdm import tqdm
 
 from isogloss.checkpoint import write_atomically
 
+# Dense bfloat16 operations per second, from the makers' data sheets.  The first name that the
+# device's name contains counts, so that of a variant comes before that of its family.
+PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+TIMED_STEPS = 100  # DeepSpeed keeps the times of every call in memory, so not for ever
 
-# dense bfloat16 operations a second, as the makers state them
-PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
+def utilization(device_name, num_parameters, tokens, seconds, num_ranks):
+    """Compute the model FLOPs utilization (MFU) of the student's forward and backward.
 
-def utilization(device_name, parameters, tokens, seconds, ranks):
-    """{"mfu": share of the devices' peak that the student's forward and backward use}, if it is known.
+    Six operations per parameter and token (arXiv:2204.02311); attention, teachers and recomputation
+    are not counted.
 
-    Six operations per parameter and token; attention, teachers and recomputation are not counted.
+    Args:
+        num_parameters: of the student.
+        tokens: of the student, over all ranks, in `seconds`.
+    Returns:
+        {"mfu": fraction of the devices' peak}; {} where the peak is not known.
     """
-    peak = next((value for name, value in PEAKS.items() if name in device_name), None)
-    return {"mfu": 6 * parameters * tokens / (seconds * ranks * peak)} if peak else {}
-
-
-TIMED_STEPS = 100  # DeepSpeed keeps every call, so not for ever
+    for name, peak in PEAK_FLOPS.items():
+        if name in device_name:
+            return {"mfu": 6 * num_parameters * tokens / (seconds * num_ranks * peak)}
+    return {}
 
 
 def time_collectives():
-    """Let DeepSpeed's comms logger start here, with times of single calls.
+    """Restart DeepSpeed's comms logger, with the times of single calls.
 
-    By itself it adds to the time of a call that of all calls of the same name before.
+    DeepSpeed never resets a collective's timer, so every call would be logged with the time of all
+    earlier calls of the same name added to its own.
     """
-    logger, timers = deepspeed.comm.comm.comms_logger, deepspeed.comm.comm.timers
+    logger = deepspeed.comm.comm.comms_logger
+    timers = deepspeed.comm.comm.timers
     logger.reset_data()
+    original_append = logger.append
 
-    def append(raw_name, name, milliseconds, size, own=logger.append):
-        own(raw_name, name, milliseconds, size)
+    def append_and_reset(raw_name, name, milliseconds, size):
+        original_append(raw_name, name, milliseconds, size)
         timers(name).reset()
 
     for name in timers.get_timers():
         timers(name).reset()
-    logger.append = append
+    logger.append = append_and_reset
 
 
 class Log:
-    """metrics.jsonl, the progress bar and wandb; everything but rank 0 is silent."""
+    """metrics.jsonl, the progress bar and wandb, on rank 0; the other ranks write nothing.
 
-    def __init__(self, cfg, start, resolved):
-        self.on = dist.get_rank() == 0
-        if not self.on:
+    Args:
+        cfg: the flags output_dir, steps, loss, kd_weight, wandb_project, ds_config, projection and
+            seed; all of them are recorded.
+        start_step: step from which the run starts, 0 or that of the checkpoint.
+        ds_config: dict that DeepSpeed sees, recorded too.
+    """
+
+    def __init__(self, cfg, start_step, ds_config):
+        self.is_active = dist.get_rank() == 0
+        if not self.is_active:
             return
         folder = Path(cfg.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        lines = self.path.read_text().splitlines() if start and self.path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= start]
-        write_atomically(self.path, "".join(line + "\n" for line in kept))
-        record = folder / (f"run_{start:07d}.json" if start else "run.json")  # one more for every resume
-        write_atomically(record, run_record(cfg, start, resolved))
-        self.bar = tqdm(total=cfg.steps, initial=start, desc=cfg.loss if cfg.kd_weight else "text only",
-                        unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
-        self.wandb = None
-        if cfg.wandb_project:
-            import wandb  # a second to import, and rarely wanted
-
-            name = folder.name
-            number = folder / "wandb_id"  # folders of one name are not one run
-            if not (start and number.exists()):
-                write_atomically(number, uuid.uuid4().hex[:16])
-            self.wandb = wandb.init(project=cfg.wandb_project, name=name, dir=folder, config=asdict(cfg),
-                                    id=number.read_text(), resume="allow")
+        _drop_lines_after(self.path, start_step)
+        # Every resume adds a record of its own, under its step.
+        record_name = f"run_{start_step:07d}.json" if start_step else "run.json"
+        write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
+        self.bar = tqdm(
+            total=cfg.steps,
+            initial=start_step,
+            desc=cfg.loss if cfg.kd_weight else "no teacher (CE only)",
+            unit="step",
+            # In seconds: a log file gets fewer lines than a terminal.
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
+        self.wandb = _start_wandb(cfg, folder, start_step) if cfg.wandb_project else None
 
     def write(self, step, metrics):
-        if not self.on:
+        """Append a line of metrics."""
+        if not self.is_active:
             return
+        # Opened for every line, so that the file is complete whenever the process dies.
         with open(self.path, "a") as file:
             file.write(json.dumps({"step": step} | metrics) + "\n")
         if self.wandb:
             self.wandb.log(metrics, step=step)
 
     def advance(self, metrics):
-        if self.on:
-            shown = {"loss": metrics["loss"], "kd": metrics.get("kd"), "tok/s": metrics["tokens_per_second"]}
-            self.bar.set_postfix({k: f"{v:.4g}" for k, v in shown.items() if v is not None}, refresh=False)
-            self.bar.update()
+        """Move the progress bar by one step."""
+        if not self.is_active:
+            return
+        candidates = {
+            "loss": metrics["loss"],
+            "kd": metrics.get("kd"),  # absent with several teachers, and with none
+            "tok/s": metrics["tokens_per_second"],
+        }
+        shown = {}
+        for name, value in candidates.items():
+            if value is not None:
+                shown[name] = f"{value:.4g}"
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
 
     def close(self):
-        if self.on:
-            self.bar.close()
-            if self.wandb:
-                self.wandb.finish()
+        """End the progress bar and the wandb run."""
+        if not self.is_active:
+            return
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
 
 
-def run_record(cfg, start, resolved):
-    """JSON text of all that is needed to run this again."""
-    def git(*words):
-        here = Path(__file__).parent
-        found = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True)
-        return found.stdout.strip() if found.returncode == 0 else None
+def _drop_lines_after(path, start_step):
+    """Drop the metrics of steps after `start_step`, which the run will write again."""
+    lines = []
+    if start_step and path.exists():
+        lines = path.read_text().splitlines()
+    kept = []
+    for line in lines:
+        # A killed process may leave half a line.
+        if line.endswith("}") and json.loads(line)["step"] <= start_step:
+            kept.append(line + "\n")
+    write_atomically(path, "".join(kept))
 
+
+def _start_wandb(cfg, folder, start_step):
+    """Start a wandb run, or continue the one of this folder on a resume."""
+    import wandb  # takes a second to import, and few runs use it
+
+    # Two folders of one name are two runs, so the id is random and kept in the folder.
+    id_path = folder / "wandb_id"
+    if not (start_step and id_path.exists()):
+        write_atomically(id_path, uuid.uuid4().hex[:16])
+    return wandb.init(
+        project=cfg.wandb_project,
+        name=folder.name,
+        dir=folder,
+        config=asdict(cfg),
+        id=id_path.read_text(),
+        resume="allow",
+    )
+
+
+def run_record(cfg, start_step, ds_config):
+    """Return the JSON text of all that is needed to run this again."""
+    libraries = (torch, deepspeed, transformers, datasets)
+    projection_sha256 = cfg.projection  # none: its empty value
+    if cfg.projection:
+        projection_sha256 = hashlib.sha256(Path(cfg.projection).read_bytes()).hexdigest()
     record = {
-        "argv": sys.argv, "config": asdict(cfg), "start_step": start, "ranks": dist.get_world_size(),
-        "ds_config_text": Path(cfg.ds_config).read_text(), "ds_config": resolved, "seed": cfg.seed,
-        "commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD"),
-        "versions": {m.__name__: m.__version__ for m in (torch, deepspeed, transformers, datasets)},
-        "python": platform.python_version(), "platform": platform.platform(), "cores": os.cpu_count(),
+        "argv": sys.argv,
+        "config": asdict(cfg),
+        "start_step": start_step,
+        "ranks": dist.get_world_size(),
+        "ds_config_text": Path(cfg.ds_config).read_text(),
+        "ds_config": ds_config,
+        "seed": cfg.seed,
+        "commit": _git("rev-parse", "HEAD"),
+        "diff": _git("diff", "HEAD"),
+        "versions": {library.__name__: library.__version__ for library in libraries},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "projection_sha256": cfg.projection and hashlib.sha256(Path(cfg.projection).read_bytes()).hexdigest(),
+        "projection_sha256": projection_sha256,
     }
     return json.dumps(record, indent=1)
+
+
+def _git(*arguments):
+    """Return the output of a git command in this file's repository, None where there is none."""
+    command = ["git", "-C", Path(__file__).parent, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else None

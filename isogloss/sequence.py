@@ -1,31 +1,38 @@
-"""Sequence parallelism: neighboring ranks hold a part of every sequence each (Ulysses).
+"""Sequence parallelism: neighboring ranks hold one shard of every sequence each (Ulysses).
 
-Attention sees whole sequences and a part of the heads: DeepSpeed's `UlyssesSPAttentionHF` turns the one into
-the other, around a core attention of our own that keeps what its stock ones drop: documents that were packed
-into one sequence, left padding, sliding windows, soft-caps.  The engine knows nothing of it: every rank
-back-propagates its own share of the loss, and the mean over all ranks that the engine takes, in whatever ZeRO
-stage, is scaled as without sequence parallelism.
+Every layer but attention works on the rank's own shard.  Attention needs whole sequences, so
+DeepSpeed's `UlyssesSPAttentionHF` exchanges shards of all heads for whole sequences of some heads,
+and back.  Inside it runs `core_attention`, which keeps what DeepSpeed's stock ones drop: documents
+packed into one sequence, left padding, sliding windows, soft-caps.
 
-A chunk belongs to the rank that holds its first position; hidden states of its positions on later ranks
-travel to it (`complete`).  Their number depends on how many chunks are cut, not on the length.
+The engine does not know of any of this.  Every rank back-propagates the loss terms that it owns,
+and the engine's mean over all ranks, in any ZeRO stage, is scaled as without sequence parallelism.
+
+A chunk is owned by the rank that holds its first position.  The chunk's positions on later ranks
+form the halo: `gather_halo` brings their hidden states to the owner.  The halo grows with the
+number of chunks that a shard boundary cuts, not with the length of the sequence.
+
+Ulysses: arXiv:2309.14509.  Tests: tests/test_sequence.py.
 """
 
-from contextlib import nullcontext
+import itertools
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
-ATTENTION = "isogloss_sequence"  # the key under which transformers finds it; teachers keep their own
+# The name under which the student's attention is registered with transformers.  A name of its own,
+# because teachers live in the same process and keep their usual attention.
+ATTENTION = "isogloss_sequence"
 
 
 class SequenceGroup(NamedTuple):
-    """The ranks that hold the parts of the same sequences, in order.
+    """The ranks that hold the shards of the same sequences, in order.
 
-    rank: place of this rank among them.
+    group: process group of torch.distributed.
+    rank: index of this rank in the group, which is also the index of its shard.
+    size: ranks in the group, and so shards of a sequence.
     """
 
     group: object
@@ -34,277 +41,372 @@ class SequenceGroup(NamedTuple):
 
 
 def join_sequence_group(size):
-    """The group of `size` neighboring ranks that this one is in; all ranks take part."""
+    """Join the group of `size` neighboring ranks that this rank is in; all ranks take part.
+
+    Returns:
+        SequenceGroup.
+    """
+    # new_group is collective: every rank has to create every group, in the same order.
     for first in range(0, dist.get_world_size(), size):
         ranks = list(range(first, first + size))
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            found = SequenceGroup(group, ranks.index(dist.get_rank()), size)
-    return found
+            sequence_group = SequenceGroup(group, ranks.index(dist.get_rank()), size)
+    return sequence_group
 
 
-def check_layout(size, ranks, config):
-    """A ValueError where `size` parts of a sequence do not go with the job or the student.
+def check_sequence_layout(size, num_ranks, config):
+    """Check that sequences of this student can be cut into `size` shards on these ranks.
 
     Args:
-        ranks: of the student.
+        num_ranks: ranks of the student.
         config: of the student, for text.
+    Raises:
+        ValueError: the ranks, heads, kinds of layers or position encoding do not allow it.
     """
-    if ranks % size:
-        raise ValueError(f"--sequence_parallel {size}: does not divide the {ranks} ranks of the student")
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    flag = f"--sequence_parallel {size}"
+    if num_ranks % size:
+        raise ValueError(f"{flag}: does not divide the {num_ranks} ranks of the student")
+    # Only attention is exchanged.  A layer that mixes positions by other means (state-space, linear
+    # or chunked attention) would start afresh at every shard boundary.
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    unsupported = layer_types - {"full_attention", "sliding_attention"}
     if getattr(config, "attention_chunk_size", None):
-        kinds.add("chunked_attention")
-    if kinds:
-        raise ValueError(f"--sequence_parallel {size}: layers of {config.model_type} "
-                         f"({', '.join(sorted(kinds))}) would see one part alone; use 1")
+        unsupported.add("chunked_attention")
+    if unsupported:
+        raise ValueError(
+            f"{flag}: layers of {config.model_type} ({', '.join(sorted(unsupported))}) would see "
+            "only the shard of their own rank; use 1"
+        )
+    # Models with rotary embeddings pass position_ids on to their attention function; document
+    # boundaries and the causal mask are derived from these.
     if not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
-        raise ValueError(f"--sequence_parallel {size}: {config.model_type} models do not tell their "
-                         "attention the positions, as those with rotary embeddings do; use 1")
-    heads = config.num_attention_heads
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    if heads % size or (kv % size and size % kv):
-        raise ValueError(f"--sequence_parallel {size}: the student has {heads} attention heads and {kv} "
-                         "key-value heads; it has to divide the first, and the second or be a multiple of it")
+        raise ValueError(
+            f"{flag}: {config.model_type} models do not pass positions to their attention, which "
+            "only those with rotary embeddings do; use 1"
+        )
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    # DeepSpeed repeats key-value heads where there are fewer of them than ranks.
+    kv_heads_fit = num_kv_heads % size == 0 or size % num_kv_heads == 0
+    if num_heads % size or not kv_heads_fit:
+        raise ValueError(
+            f"{flag}: the student has {num_heads} attention heads and {num_kv_heads} key-value "
+            "heads; use a number that divides the first, and that divides the second or is a "
+            "multiple of it"
+        )
 
 
-def register_attention(config, sequence):
-    """Make `ATTENTION` the attention of sequences in parts.
+# --- attention over sharded sequences -------------------------------------------------------------
+
+
+def register_attention(config, sequence_group):
+    """Register `ATTENTION` with transformers: attention over the sequences of the group.
 
     Args:
         config: of the student, for text.
-        sequence: SequenceGroup.
+        sequence_group: SequenceGroup.
     """
-    # not above: data workers need what is below, and neither of these
+    # Imported here, because data workers import this module and need neither of these.
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    heads = config.num_attention_heads
+    num_heads = config.num_attention_heads
     ulysses = UlyssesSPAttentionHF(
-        core_attention, batch_size=1, attn_head_count=heads,
-        attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
-        num_hidden_layers=config.num_hidden_layers, process_group=sequence.group, seq_length_is_variable=True)
+        core_attention,
+        batch_size=1,
+        attn_head_count=num_heads,
+        attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        kv_head_count=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_hidden_layers=config.num_hidden_layers,
+        process_group=sequence_group.group,
+        seq_length_is_variable=True,
+    )
     ulysses.core_attn_implementation = ATTENTION
 
-    def attention(module, query, key, value, attention_mask, *args, **how):
-        ulysses.batch_size = len(query)  # packed micro-batches differ in rows
-        for name in ("query", "key_value", "context"):
-            shape = getattr(ulysses, f"required_{name}_shape")
-            setattr(ulysses, f"required_{name}_shape", torch.Size([shape[0], len(query), *shape[2:]]))
-        try:  # the mask comes from the positions
-            return ulysses(module, query, key, value, None, *args, **how)
+    def attention(module, query, key, value, attention_mask, *args, **kwargs):
+        _set_batch_size(ulysses, len(query))
+        try:
+            # The mask covers the local shard only; core_attention derives its own from positions.
+            return ulysses(module, query, key, value, None, *args, **kwargs)
         except AssertionError as error:
-            raise ValueError(f"--sequence_parallel {sequence.size}: the attention of {config.model_type} has "
-                             f"other shapes than its config says ({error}); use 1") from None
+            raise ValueError(
+                f"--sequence_parallel {sequence_group.size}: the attention of {config.model_type} "
+                f"has other shapes than its config says ({error}); use 1"
+            ) from None
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
 
 
-def core_attention(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None,
-                   sliding_window=None, softcap=None, position_ids=None, s_aux=None, **_):
-    """Causal attention inside documents, with the interface of transformers' attention functions.
+def _set_batch_size(ulysses, batch_size):
+    """Tell Ulysses how many rows come next; it fixes them once, but packed micro-batches differ."""
+    ulysses.batch_size = batch_size
+    for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
+        length, _, *rest = getattr(ulysses, name)
+        setattr(ulysses, name, torch.Size([length, batch_size, *rest]))
 
-    No mask of all positions exists: every document is a call of its own (by the device's fused kernel, on a
-    GPU flash attention), and where a window or a soft-cap needs a mask, every block of queries is one.
+
+def core_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    dropout=0.0,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    position_ids=None,
+    s_aux=None,
+    **unused,
+):
+    """Compute causal attention inside documents, with the interface of transformers.
+
+    No mask of all positions exists.  Every document is a call of its own (by the device's fused
+    kernel, on a GPU flash attention).  Where a window or a soft-cap needs a mask, queries are taken
+    block by block, and a mask covers one block.
 
     Args:
-        query, key, value: (B, heads, S, D), of whole sequences; fewer heads of key and value are shared.
-        sliding_window: a position sees so many, itself included; None: all before it.
-        softcap: c of c * tanh(scores / c).
-        position_ids: (B, S); a document begins wherever one is not its predecessor plus 1, so that every
+        query, key, value: (B, heads, S, D), of whole sequences; key and value may have fewer heads,
+            each for several heads of the query.
+        dropout: probability, 0 in evaluation.
+        scaling: factor of the scores; None: 1 / sqrt(D).
+        sliding_window: positions that one sees, itself included; None: all before it.
+        softcap: c of c * tanh(scores / c); None: scores as they are.
+        position_ids: (B, S); a document begins wherever one is not its predecessor plus 1, so every
             token of left padding is a document.
-        s_aux: sinks, which are refused.
+        s_aux: attention sinks, which are rejected.
+        module, attention_mask, unused: what transformers passes beside these, ignored.
     Returns:
         ((B, S, heads, D), None)
     Raises:
-        ValueError: of sinks.
+        ValueError: the model has attention sinks.
     """
     if s_aux is not None:
         raise ValueError("--sequence_parallel: the student's attention has sinks; use 1")
-    how = dropout, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap
-    spans_B = documents(position_ids)
-    if all(len(spans) == 1 and not spans[0][2] for spans in spans_B):
-        return _attend(query, key, value, sliding_window, *how).transpose(1, 2).contiguous(), None
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    spans_B = document_spans(position_ids)
+    # The common case, whole rows of one document, takes one call for the whole batch.
+    if all(len(spans) == 1 and not spans[0].isolated for spans in spans_B):
+        out = _attend(query, key, value, sliding_window, dropout, scaling, softcap)
+        return out.transpose(1, 2).contiguous(), None
     rows = []
     for b, spans in enumerate(spans_B):
-        of_row = [x[b : b + 1] for x in (query, key, value)]
-        rows += [torch.cat([
-            _attend(*[x[:, :, first:end] for x in of_row], 1 if alone else sliding_window, *how)
-            for first, end, alone in spans], 2)]
+        pieces = []
+        for span in spans:
+            sample = slice(b, b + 1)
+            positions = slice(span.start, span.end)
+            piece = _attend(
+                query[sample, :, positions],
+                key[sample, :, positions],
+                value[sample, :, positions],
+                1 if span.isolated else sliding_window,
+                dropout,
+                scaling,
+                softcap,
+            )
+            pieces.append(piece)
+        rows.append(torch.cat(pieces, 2))
     return torch.cat(rows).transpose(1, 2).contiguous(), None
 
 
-def documents(position_ids):
-    """[[(first, end, alone)]] of every row: its documents, those of a single position together (alone)."""
-    begins = torch.ones_like(position_ids, dtype=torch.bool)
-    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    found = []
-    for row in begins.cpu():
-        edges = [*row.nonzero().squeeze(1).tolist(), len(row)]
+class DocumentSpan(NamedTuple):
+    """Neighboring positions of a row that attention takes in one call.
+
+    start, end: first position, and the one after the last.
+    isolated: False: one document; True: documents of one position each, which see only themselves.
+    """
+
+    start: int
+    end: int
+    isolated: bool
+
+
+def document_spans(position_ids):
+    """Return the documents of every row, those of a single position merged with their like.
+
+    Merging matters for left padding, where a call for every pad would cost more than the text.
+
+    Args:
+        position_ids: (B, S) int64.
+    Returns:
+        list of B lists of DocumentSpan, which cover 0 to S in order.
+    """
+    begins_BS = torch.ones_like(position_ids, dtype=torch.bool)
+    begins_BS[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    spans_B = []
+    for begins_S in begins_BS.cpu():
+        edges = [*begins_S.nonzero().squeeze(1).tolist(), len(begins_S)]
         spans = []
-        for first, end in zip(edges, edges[1:]):
-            alone = end - first == 1
-            if alone and spans and spans[-1][2]:
-                first = spans.pop()[0]
-            spans.append((first, end, alone))
-        found.append(spans)
-    return found
+        for start, end in itertools.pairwise(edges):
+            isolated = end - start == 1
+            if isolated and spans and spans[-1].isolated:
+                start = spans.pop().start
+            spans.append(DocumentSpan(start, end, isolated))
+        spans_B.append(spans)
+    return spans_B
 
 
 def _attend(query, key, value, window, dropout, scale, softcap):
-    """Causal attention of one document (or of rows of equal documents): (B, heads, S, D)."""
-    S, shared = query.shape[2], query.shape[1] != key.shape[1]
+    """Compute causal attention where every row is one document: (B, heads, S, D)."""
+    S = query.shape[2]
+    num_heads = query.shape[1]
+    shares_heads = num_heads != key.shape[1]
     if softcap is None and (window is None or window >= S):
-        return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, scale=scale,
-                                              enable_gqa=shared)
-    if shared:  # with a mask, GPUs have no fused kernel for shared heads
-        key, value = [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)]
-    window, out = min(window or S, S), []
-    step = min(max(window, 128), 1024)
-    for first in range(0, S, step):
-        end, begin = min(first + step, S), max(0, first - window + 1)
-        places = torch.arange(begin, end, device=query.device)
-        behind = places[first - begin :, None] - places
-        seen = (behind >= 0) & (behind < window)
-        block = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
-        out.append(_capped(*block, seen, dropout, scale, softcap) if softcap else
-                   F.scaled_dot_product_attention(*block, seen, dropout, scale=scale))
-    return torch.cat(out, 2)
+        return F.scaled_dot_product_attention(
+            query, key, value, None, dropout, is_causal=True, scale=scale, enable_gqa=shares_heads
+        )
+    if shares_heads:  # given a mask, GPUs have no fused kernel for shared heads
+        key = key.repeat_interleave(num_heads // key.shape[1], 1)
+        value = value.repeat_interleave(num_heads // value.shape[1], 1)
+    window = min(window or S, S)
+    # A block of queries sees at most block + window keys.  Blocks as long as the window waste half
+    # of the scores at most; 128 and 1,024 bound the number of calls and the mask (not tuned).
+    block_size = min(max(window, 128), 1024)
+    blocks = []
+    for start in range(0, S, block_size):
+        end = min(start + block_size, S)
+        key_start = max(0, start - window + 1)
+        key_positions = torch.arange(key_start, end, device=query.device)
+        query_positions = key_positions[start - key_start :]
+        distance = query_positions[:, None] - key_positions
+        visible_mask = (distance >= 0) & (distance < window)
+        block_query = query[:, :, start:end]
+        block_key = key[:, :, key_start:end]
+        block_value = value[:, :, key_start:end]
+        if softcap:
+            block = _soft_capped_attention(
+                block_query, block_key, block_value, visible_mask, dropout, scale, softcap
+            )
+        else:
+            block = F.scaled_dot_product_attention(
+                block_query, block_key, block_value, visible_mask, dropout, scale=scale
+            )
+        blocks.append(block)
+    return torch.cat(blocks, 2)
 
 
-def _capped(query, key, value, seen, dropout, scale, softcap):
-    """Attention whose scores are softcap * tanh(scores / softcap)."""
+def _soft_capped_attention(query, key, value, visible_mask, dropout, scale, softcap):
+    """Compute attention whose scores are softcap * tanh(scores / softcap), as in Gemma 2."""
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
-    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
-    return F.dropout(shares, dropout) @ value
+    scores = scores.masked_fill(~visible_mask, -torch.inf)
+    probabilities = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return F.dropout(probabilities, dropout) @ value
 
 
-# --- what layers keep until backward ---------------------------------------------------------------
-
-
-def tile_mlps(model, pieces):
-    """Let every MLP take its positions in `pieces` parts, each computed again when backward comes to it.
-
-    As many parts on every rank, however long its texts are, because ZeRO-3 gathers the weights for each.
-
-    Raises:
-        ValueError: the model has no modules called mlp.
-    """
-    found = [module for name, module in model.named_modules() if name.split(".")[-1] == "mlp"]
-    if not found:
-        raise ValueError(f"--mlp_tiles {pieces}: {type(model).__name__} has no modules called mlp; use 1")
-    for mlp in found:
-        def forward(x, own=mlp.forward):
-            parts = x.tensor_split(pieces, dim=-2)
-            found = [checkpoint(own, part, use_reentrant=False) for part in parts]
-            if not isinstance(found[0], torch.Tensor):
-                raise ValueError(f"--mlp_tiles {pieces}: an MLP of {type(model).__name__} gives more than "
-                                 "hidden states; use 1")
-            return torch.cat(found, -2)
-
-        mlp.forward = forward
-
-
-def keep_on_host(shape, on=True):
-    """A context in which what backward needs of this shape waits in the host's memory.
-
-    Around a model with activation checkpointing, and of the shape of its hidden states, these are the inputs
-    of its layers; everything else of a layer is computed again.
-
-    Args:
-        shape: of the tensors that move.
-        on: False: a context that does nothing.
-    """
-    def pack(x):
-        if x.shape != shape:
-            return None, x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
-        return x.device, host.copy_(x, non_blocking=True)
-
-    def unpack(kept):
-        device, x = kept
-        return x if device is None else x.to(device, non_blocking=True)
-
-    return saved_tensors_hooks(pack, unpack) if on else nullcontext()
-
-
-# --- chunks across parts --------------------------------------------------------------------------
+# --- chunks across shards -------------------------------------------------------------------------
 
 
 class SequenceShard(NamedTuple):
-    """What one rank holds of a batch (B, S), and what its loss is about.
+    """One rank's view of a batch (B, S) whose sequences a group of ranks holds in shards.
 
-    owned: (B, S) bool, positions whose loss this rank computes.
-    taught: (B, T) bool, teacher positions that it reads.
-    row: (B * S,) int64, where the rank finds a position: in its own part (B, S / size), flattened, or behind
-        that among the positions that travel; -1: nowhere.
-    travels: (M,) int64, all positions that travel in the group, as rows of this rank's part; -1: of another.
+    owned_mask: (B, S) bool, student positions whose loss this rank computes.
+    teacher_mask: (B, T) bool, teacher positions that these losses read.
+    local_position: (B * S,) int64, where the rank finds a position: below B * S / size in its own
+        shard (B, S / size), flattened; from there on in the appended halo; -1: nowhere.
+    halo_index: (M,) int64, the positions of the group's halo as indices into this rank's flattened
+        shard; -1: another rank holds it.
     """
 
-    owned: torch.Tensor
-    taught: torch.Tensor
-    row: torch.Tensor
-    travels: torch.Tensor
+    owned_mask: torch.Tensor
+    teacher_mask: torch.Tensor
+    local_position: torch.Tensor
+    halo_index: torch.Tensor
 
 
 def sequence_shard(student_chunk_BS, teacher_chunk_BT, rank, size):
-    """The share of one rank of a sequence group.
+    """Compute which positions a rank of a sequence group holds, owns and receives.
+
+    All ranks compute this from the same chunks, so they agree on the halo without a message.
 
     Args:
         student_chunk_BS, teacher_chunk_BT: shifted chunk ids, -1 for none; `size` divides S.
+        rank: in the group.
+        size: of the group.
     Returns:
         SequenceShard.
     """
     B, S = student_chunk_BS.shape
-    part, samples = S // size, torch.arange(B)[:, None]
-    holder = (torch.arange(S) // part).expand(B, S)
-    most = 1 + int(max([-1, *[int(x.max()) for x in (student_chunk_BS, teacher_chunk_BT) if x.numel()]]))
-    key_S, key_T = [torch.where(x >= 0, x + samples * most, B * most)
-                    for x in (student_chunk_BS, teacher_chunk_BT)]
-    owner_of = torch.full((B * most + 1,), size).scatter_reduce(0, key_S.flatten(), holder.flatten(), "amin")
-    owner = torch.where(student_chunk_BS >= 0, owner_of[key_S], holder)
-    taught = (teacher_chunk_BT >= 0) & (owner_of[key_T] == rank)
-    here, place = holder == rank, samples * part + torch.arange(S) % part
-    moved = (owner != holder).flatten().nonzero().squeeze(1)
-    row = torch.where(here, place, -1).flatten()
-    travels = row[moved]
-    row[moved] = torch.where(here.flatten()[moved], row[moved], B * part + torch.arange(len(moved)))
-    return SequenceShard(owner == rank, taught, row, travels)
+    shard_length = S // size
+    sample_B1 = torch.arange(B)[:, None]
+    holder_BS = (torch.arange(S) // shard_length).expand(B, S)
+
+    # Chunk ids count within a sample; make them unique over the batch.  One more id than there are
+    # chunks collects the positions without a chunk.
+    num_chunks = 1 + max(_largest_id(student_chunk_BS), _largest_id(teacher_chunk_BT))
+    no_chunk = B * num_chunks
+    student_key_BS = _batch_chunk(student_chunk_BS, sample_B1, num_chunks, no_chunk)
+    teacher_key_BT = _batch_chunk(teacher_chunk_BT, sample_B1, num_chunks, no_chunk)
+
+    # The owner of a chunk is the first rank that holds a position of it; `size` means none.
+    nobody = torch.full((no_chunk + 1,), size)
+    owner_of_chunk = nobody.scatter_reduce(0, student_key_BS.flatten(), holder_BS.flatten(), "amin")
+    owner_BS = torch.where(student_chunk_BS >= 0, owner_of_chunk[student_key_BS], holder_BS)
+    teacher_mask = (teacher_chunk_BT >= 0) & (owner_of_chunk[teacher_key_BT] == rank)
+
+    # Positions of this rank's own shard first: their index in it, -1 for those of other ranks.
+    is_local_BS = holder_BS == rank
+    index_in_shard_BS = sample_B1 * shard_length + torch.arange(S) % shard_length
+    local_position = torch.where(is_local_BS, index_in_shard_BS, -1).flatten()
+    # Then the halo: positions whose owner is not their holder, appended to the shard in one order.
+    halo_M = (owner_BS != holder_BS).flatten().nonzero().squeeze(1)
+    halo_index = local_position[halo_M]  # a copy, taken before the appended positions are filled in
+    appended_M = B * shard_length + torch.arange(len(halo_M))
+    local_position[halo_M] = torch.where(is_local_BS.flatten()[halo_M], halo_index, appended_M)
+    return SequenceShard(owner_BS == rank, teacher_mask, local_position, halo_index)
 
 
-def complete(rows, travels_M, sequence):
-    """A rank's own rows, and behind them those that travel; differentiable, one collective.
+def _largest_id(chunk):
+    """Return the largest chunk id, -1 where there is none."""
+    return int(chunk.max()) if chunk.numel() else -1
+
+
+def _batch_chunk(chunk, sample_B1, num_chunks, no_chunk):
+    """Return chunk ids that are unique over the batch, `no_chunk` for positions without a chunk."""
+    return torch.where(chunk >= 0, chunk + sample_B1 * num_chunks, no_chunk)
+
+
+def gather_halo(logits, halo_index_M, sequence_group):
+    """Append the halo of the group to the positions that this rank holds.
+
+    Differentiable: gradients of halo positions flow back to the ranks that hold them.  One
+    collective forward and one backward, in which all ranks of the group take part.
 
     Args:
-        rows: `tiles.HiddenLogits` or `tiles.StoredLogits` of the rank's part.
-        travels_M: of its SequenceShard; None or empty: nothing travels.
-        sequence: SequenceGroup.
+        logits: `tiles.HiddenLogits` or `tiles.StoredLogits` of the rank's own shard, N positions.
+        halo_index_M: (M,) of its SequenceShard; None or empty: there is no halo.
+        sequence_group: SequenceGroup.
+    Returns:
+        The same kind of logits, of N + M positions, as `SequenceShard.local_position` counts them.
     """
-    if travels_M is None or not len(travels_M):
-        return rows
-    whole = torch.cat([rows[0], _Travel.apply(rows[0], travels_M, sequence.group)])
-    return rows._replace(**{rows._fields[0]: whole})
+    if halo_index_M is None or not len(halo_index_M):
+        return logits
+    halo_MX = _HaloExchange.apply(logits.values, halo_index_M, sequence_group.group)
+    return logits.with_values(torch.cat([logits.values, halo_MX]))
 
 
-class _Travel(torch.autograd.Function):
-    """Every rank gives the rows that it holds; all get all, and the gradients come back the same way."""
+class _HaloExchange(torch.autograd.Function):
+    """Give every rank of a group all halo values; backward sums their gradients at the holders."""
 
     @staticmethod
-    def forward(ctx, rows_NX, travels_M, group):
-        here = (travels_M >= 0).nonzero().squeeze(1)
-        ctx.save_for_backward(here, travels_M[here])
-        ctx.group, ctx.shape = group, rows_NX.shape
-        out = rows_NX.new_zeros(len(travels_M), rows_NX.shape[1])
-        out[here] = rows_NX[travels_M[here]]
-        dist.all_reduce(out, group=group)
-        return out
+    def forward(ctx, values_NX, halo_index_M, group):
+        held = (halo_index_M >= 0).nonzero().squeeze(1)
+        held_index = halo_index_M[held]
+        ctx.save_for_backward(held, held_index)
+        ctx.group = group
+        ctx.shape = values_NX.shape
+        # Each position has one holder and is 0 on all others, so the sum over ranks is exact.
+        halo_MX = values_NX.new_zeros(len(halo_index_M), values_NX.shape[1])
+        halo_MX[held] = values_NX[held_index]
+        dist.all_reduce(halo_MX, group=group)
+        return halo_MX
 
     @staticmethod
     def backward(ctx, grad_MX):
-        here, own = ctx.saved_tensors
+        held, held_index = ctx.saved_tensors
         grad_MX = grad_MX.contiguous()
         dist.all_reduce(grad_MX, group=ctx.group)
-        d_rows = grad_MX.new_zeros(ctx.shape)
-        d_rows[own] = grad_MX[here]
-        return d_rows, None, None
+        grad_values_NX = grad_MX.new_zeros(ctx.shape)
+        grad_values_NX[held_index] = grad_MX[held]
+        return grad_values_NX, None, None

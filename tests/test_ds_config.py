@@ -1,0 +1,270 @@
+"""ds_config.py: batch sizes follow from their definition; every "auto" is filled or named."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+from isogloss.ds_config import (
+    BATCH_KEYS,
+    DS_KEYS,
+    RESUMABLE_KEYS,
+    BatchSizes,
+    batch_sizes,
+    read_ds_config,
+    resolve_ds_config,
+)
+
+# None: the key is absent.  3 and 8 do not divide each other; 12 has several factorizations.
+CHOICES = None, "auto", 1, 2, 3, 4, 8, 12
+
+
+def flags(**changes):
+    """Flags that go with the ready-made files, with changes."""
+    values = {
+        "ds_config": "ds.json",
+        "learning_rate": 1e-3,
+        "log_comms": False,
+        "sequence_parallel": 1,
+        "steps": 100,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def resolve(config, num_ranks=4, hidden_size=64, bf16=False, **changes):
+    return resolve_ds_config(config, flags(**changes), num_ranks, hidden_size, bf16)
+
+
+def write(folder, text):
+    path = folder / "ds.json"
+    path.write_text(text)
+    return path
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", DS_KEYS)
+def test_every_known_key_is_read(tmp_path, key):
+    path = write(tmp_path, json.dumps({key: 1}))
+    assert read_ds_config(path) == {key: 1}
+
+
+@pytest.mark.parametrize(
+    "key, nearest",
+    [
+        ("gradient_cliping", "gradient_clipping"),
+        ("zero_optimisation", "zero_optimization"),
+        ("train_batch_sise", "train_batch_size"),
+        ("optimiser", "optimizer"),
+    ],
+)
+def test_a_misspelled_key_is_rejected_with_the_nearest_name(tmp_path, key, nearest):
+    path = write(tmp_path, json.dumps({"train_batch_size": 8, key: 1}))
+    with pytest.raises(ValueError, match=f"unknown key '{key}'; did you mean '{nearest}'\\?"):
+        read_ds_config(path)
+
+
+def test_a_key_like_no_other_is_rejected_without_a_guess(tmp_path):
+    path = write(tmp_path, '{"qqq": 1}')
+    with pytest.raises(ValueError, match=r"unknown key 'qqq'$"):
+        read_ds_config(path)
+
+
+@pytest.mark.parametrize("text, kind", [("[1]", "list"), ("3", "int"), ('"auto"', "str")])
+def test_json_that_is_not_an_object_is_rejected(tmp_path, text, kind):
+    with pytest.raises(ValueError, match=f"expected a JSON object .* got {kind}"):
+        read_ds_config(write(tmp_path, text))
+
+
+def test_a_missing_file_and_broken_json_are_rejected(tmp_path):
+    with pytest.raises(ValueError, match="no such file; ready-made ones are in ds_configs/"):
+        read_ds_config(tmp_path / "nowhere.json")
+    with pytest.raises(ValueError, match=r"not JSON .*line 1 column 2"):
+        read_ds_config(write(tmp_path, "{stage: 2}"))
+
+
+# --- batch sizes ----------------------------------------------------------------------------------
+
+
+def expected_sizes(total, micro, steps, num_ranks):
+    """List the sizes that agree with what is given, by search over total = ranks * micro * steps.
+
+    Where several do and the accumulation steps are not given, these are 1.
+    """
+    solutions = []
+    # CHOICES end at 12, so no factor of a total exceeds it.
+    for some_micro in range(1, 13):
+        for some_steps in range(1, 13):
+            sizes = BatchSizes(num_ranks * some_micro * some_steps, some_micro, some_steps)
+            agrees = all(
+                given is None or given == size for given, size in zip((total, micro, steps), sizes)
+            )
+            if agrees:
+                solutions.append(sizes)
+    if steps is None and len(solutions) > 1:
+        solutions = [sizes for sizes in solutions if sizes.grad_accum_steps == 1]
+    return solutions
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("total", CHOICES)
+@pytest.mark.parametrize("micro", CHOICES)
+def test_batch_sizes_follow_from_their_definition(total, micro, num_ranks):
+    """Every combination of given, "auto" and absent keys; what does not divide is an error."""
+    for steps in CHOICES:
+        given = dict(zip(BATCH_KEYS, (total, micro, steps)))
+        config = {key: value for key, value in given.items() if value is not None}
+        # The oracle knows no "auto": it means the same as an absent key.
+        values = [None if value == "auto" else value for value in given.values()]
+        if values[0] is None and values[1] is None:
+            with pytest.raises(ValueError, match="neither train_batch_size nor"):
+                batch_sizes(config, num_ranks, "ds.json")
+            continue
+        solutions = expected_sizes(*values, num_ranks)
+        if not solutions:
+            with pytest.raises(ValueError, match=f"is not {num_ranks} ranks x micro batch"):
+                batch_sizes(config, num_ranks, "ds.json")
+            continue
+        assert [batch_sizes(config, num_ranks, "ds.json")] == solutions, config
+
+
+@pytest.mark.parametrize("key", BATCH_KEYS)
+@pytest.mark.parametrize("value", [0, -4, 2.0, True, "8", [8]])
+def test_batch_sizes_that_are_not_positive_whole_numbers_are_rejected(key, value):
+    config = {"train_batch_size": 8} | {key: value}
+    with pytest.raises(ValueError, match=f"{key} is .*expected a whole number of 1 or more"):
+        batch_sizes(config, 2, "ds.json")
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_sequence_parallelism_multiplies_the_batch_of_the_engine_alone(shards):
+    """Samples in a step do not depend on the number of shards."""
+    config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}
+    resolved = resolve(config, num_ranks=4, sequence_parallel=shards)
+    total, micro, steps = [resolved[key] for key in BATCH_KEYS]
+    assert total == 4 * micro * steps  # DeepSpeed's own check, over all ranks
+    assert total // shards == 12
+    assert micro == 3
+
+
+# --- "auto" ---------------------------------------------------------------------------------------
+
+
+def test_every_auto_of_the_ready_made_files_is_filled():
+    for path in sorted((ROOT / "ds_configs").glob("*.json")):
+        resolved = resolve(read_ds_config(path), ds_config=str(path))
+        assert '"auto"' not in json.dumps(resolved), path.name
+        assert resolved["train_micro_batch_size_per_gpu"] == 4  # of 16 on 4 ranks, in one step
+        assert resolved["optimizer"]["params"]["lr"] == 1e-3
+
+
+def test_auto_values_are_those_of_the_readme():
+    zero = {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
+    schedule = {
+        "warmup_max_lr": "auto",
+        "total_num_steps": "auto",
+        "warmup_num_steps": "auto",
+        "cos_min_ratio": 0.1,
+    }
+    config = {
+        "train_batch_size": 8,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": zero,
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule},
+    }
+    resolved = resolve(config, hidden_size=2048, bf16=True, steps=1000)
+    assert resolved["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 2048**2,
+        "stage3_prefetch_bucket_size": int(0.9 * 2048**2),
+        "stage3_param_persistence_threshold": 20480,
+    }
+    assert resolved["scheduler"]["params"] == {
+        "warmup_max_lr": 1e-3,
+        "total_num_steps": 1000,
+        "warmup_num_steps": 50,
+        "cos_min_ratio": 0.1,
+    }
+    assert resolved["bf16"] == {"enabled": True}
+
+    # A narrow model meets the lower bounds, a short run warms up for one step.
+    narrow = resolve(config, hidden_size=64, bf16=False, steps=3)
+    assert narrow["zero_optimization"]["reduce_bucket_size"] == 2**20
+    assert narrow["zero_optimization"]["stage3_prefetch_bucket_size"] == 2**20
+    assert narrow["scheduler"]["params"]["warmup_num_steps"] == 1
+    assert narrow["bf16"] == {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    "section, name",
+    [
+        ({"gradient_clipping": "auto"}, "gradient_clipping"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        ({"optimizer": {"params": {"betas": "auto"}}}, "optimizer.params.betas"),
+    ],
+)
+def test_any_other_auto_is_rejected_by_its_dotted_name(section, name):
+    with pytest.raises(ValueError, match=f'{name} is "auto", which is filled only in '):
+        resolve({"train_batch_size": 8} | section)
+
+
+def test_the_file_that_was_read_is_left_as_it_is():
+    config = {"train_batch_size": 8, "bf16": {"enabled": "auto"}, "comms_logger": {"verbose": True}}
+    # The identity of a run is computed from the file as it was read.
+    before = json.dumps(config)
+    resolve(config, log_comms=True)
+    assert json.dumps(config) == before
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_is_stated_once():
+    """By the flag or by the file; neither overrides the other in silence."""
+    stated = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}}
+    with pytest.raises(ValueError, match=r"_rate 0\.001: ds\.json says lr 0\.0003; drop one"):
+        resolve(stated)
+    # 0 is the flag's default and stands for "not given".
+    with pytest.raises(ValueError, match=r"--learning_rate is missing: ds\.json leaves"):
+        resolve({"train_batch_size": 8}, learning_rate=0.0)
+
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    resolved = resolve(stated | {"scheduler": schedule}, learning_rate=0.0)
+    assert resolved["optimizer"]["params"]["lr"] == 3e-4
+    assert resolved["scheduler"]["params"]["warmup_max_lr"] == 3e-4
+
+
+def test_without_an_optimizer_it_is_the_adamw_of_pytorch():
+    resolved = resolve({"train_batch_size": 8})
+    params = {"torch_adam": True, "lr": 1e-3}
+    assert resolved["optimizer"] == {"type": "AdamW", "params": params}
+
+
+def test_the_flag_turns_the_collectives_log_on_and_keeps_its_settings():
+    config = {"train_batch_size": 8, "comms_logger": {"enabled": False, "verbose": True}}
+    assert resolve(config)["comms_logger"]["enabled"] is False
+    assert resolve(config, log_comms=True)["comms_logger"] == {"enabled": True, "verbose": True}
+
+
+# --- the lists of keys ----------------------------------------------------------------------------
+
+
+def test_keys_that_may_change_on_resume_are_known_and_decide_no_gradient():
+    assert set(RESUMABLE_KEYS) <= set(DS_KEYS)
+    decisive = {"optimizer", "scheduler", "bf16", "fp16", "gradient_clipping", *BATCH_KEYS}
+    assert not decisive & set(RESUMABLE_KEYS)
+
+
+def test_the_module_imports_no_torch():
+    # Tools and data workers can read a ds_config without paying for that import.
+    script = "import sys, isogloss.ds_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
