@@ -1,11 +1,11 @@
-"""The embedded default: a student learns from a teacher that speaks another vocabulary, on a laptop.
+"""The embedded default: a student learns from a teacher with another vocabulary, on a laptop.
 
     python demo.py                    # what `make demo` runs; SEEDS="0 1 2" for three seeds
 
-Everything is made here, nothing is downloaded: the corpus is the documentation inside the running Python; two
-tokenizers of different kinds are trained on it, then a small teacher.  Each student is trained by the
-ordinary `deepspeed distill.py`, once on text alone and once per distillation loss, from the same weights on
-the same data.
+The demo makes everything here and downloads nothing.  The corpus is the documentation inside the
+running Python.  Two tokenizers of different kinds are trained on it, then a small teacher.  The
+ordinary `deepspeed distill.py` trains each student: once without a teacher and once per
+distillation loss, from the same weights on the same data.
 """
 
 import ast
@@ -21,28 +21,41 @@ import sys
 import sysconfig
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", ".cache"))
 RUNS = Path("runs/demo")
-RECIPE = {  # of what is made here and cached; raise `version` when the code that makes it changes
+
+# Sizes and rates let the demo end within minutes on two cores; not tuned.  The cache's name is a
+# hash of this dict: raise `version` when the code that makes the cached files changes.
+RECIPE = {
     "version": 2,
     "passage_bytes": 480,  # a student sequence of about 200 tokens
     "held_out_rows": 160,
     "teacher_vocab": 4096,
     "student_vocab": 1536,
-    "teacher": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-                    num_key_value_heads=6, max_position_embeddings=512),
-    "student": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=3, num_attention_heads=4,
-                    num_key_value_heads=4, max_position_embeddings=512),
+    "teacher": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4,
+                    num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=512),
+    "student": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=3,
+                    num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512),
     "teacher_steps": 320,
     "teacher_batch": 16,
     "teacher_lr": 3e-3,
 }
-DISTILL = {"steps": 120, "eval_every": 40, "learning_rate": 3e-3, "max_length": 448,
-           "eval_rows": RECIPE["held_out_rows"]}
-ARMS = {  # what is trained, and how
-    "text only": {"kd_weight": 0},
+# Flags of distill.py that all arms have in common.
+DISTILL = {
+    "steps": 120,
+    "eval_every": 40,
+    "learning_rate": 3e-3,
+    "max_length": 448,
+    "eval_rows": RECIPE["held_out_rows"],
+}
+NO_TEACHER = "no teacher"  # cross-entropy alone: the baseline of every loss
+# What the table compares: the name of an arm and its flags of distill.py.
+ARMS = {
+    NO_TEACHER: {"kd_weight": 0},
     "piece_kl": {"loss": "piece_kl"},
     "projection_kl": {"loss": "projection_kl"},
 }
@@ -50,102 +63,180 @@ ARMS = {  # what is trained, and how
 
 # --- corpus ---------------------------------------------------------------------------------------
 
+# Folders that are no part of the library's documentation, or that some distributions leave out.
+SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data",
+                   "turtledemo", "idle_test"}
+WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SHORTEST_PASSAGE = 60  # characters; headings and one-word docstrings teach nothing
+HELD_OUT_OF_256 = 20  # documents that are held out, about 8 %
+
+
+class Document(NamedTuple):
+    """One text of the corpus and the name that decides whether it is held out."""
+
+    name: str
+    text: str
+
 
 def documents():
-    """(name, text) of the language reference in pydoc and of the docstrings of every standard module."""
+    """Yield pydoc's language reference and the docstrings of every standard module as Documents."""
     from pydoc_data import topics
 
-    yield from ((f"topic {name}", text) for name, text in sorted(topics.topics.items()))
+    for name, text in sorted(topics.topics.items()):
+        yield Document(f"topic {name}", text)
+
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "turtledemo", "idle_test"}
-    seen = set()
+    seen = set()  # modules repeat docstrings of each other
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if skip & set(name.parts):
+        if SKIPPED_FOLDERS & set(name.parts):
             continue
-        try:
-            tree = ast.parse(path.read_text())
-        except (SyntaxError, UnicodeDecodeError):  # samples of bad source that some distributions ship
+        docstrings = new_docstrings(path, seen)
+        if docstrings:
+            yield Document(str(name), "\n\n".join(docstrings))
+
+
+def new_docstrings(path, seen):
+    """Return the docstrings of a source file that are not in the set `seen`, and add them to it."""
+    try:
+        tree = ast.parse(path.read_text())
+    except (SyntaxError, UnicodeDecodeError):  # samples of bad source that some distributions ship
+        return []
+    docstrings = []
+    for node in ast.walk(tree):
+        if not isinstance(node, WITH_DOCSTRING):
             continue
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-        fresh = [text for text in dict.fromkeys(found) if text and text not in seen]
-        seen.update(fresh)
-        if fresh:
-            yield str(name), "\n\n".join(fresh)
+        text = ast.get_docstring(node)
+        if text and text not in seen:
+            seen.add(text)
+            docstrings.append(text)
+    return docstrings
 
 
 def passages(text, limit):
-    """The text in pieces of at most about `limit` bytes, cut between lines."""
+    """Yield the text in pieces of at most about `limit` bytes, cut between lines.
+
+    A line that is longer than `limit` stays whole.
+    """
     piece = []
     for line in text.splitlines(keepends=True):
-        if piece and len("".join([*piece, line]).encode()) > limit:
+        too_long = len("".join([*piece, line]).encode()) > limit
+        if piece and too_long:
             yield "".join(piece).strip("\n")
             piece = []
         piece.append(line)
     yield "".join(piece).strip("\n")
 
 
+def sha256(text):
+    """Return the SHA-256 digest of a text, which is the same in every run and on every machine."""
+    return hashlib.sha256(text.encode()).digest()
+
+
 def make_corpus(path):
-    """A JSON line per passage: those held out first, then those to train on; no passage is in both."""
-    held_out, train = [], []
+    """Write a JSON line per passage: held-out ones, then those to train on; none is in both."""
+    held_out = []
+    train = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old docstrings
-        for name, text in documents():
-            aside = hashlib.sha256(name.encode()).digest()[0] < 20  # about 8 % of the documents
-            (held_out if aside else train).extend(passages(text, RECIPE["passage_bytes"]))
-    by_hash = lambda text: hashlib.sha256(text.encode()).digest()  # noqa: E731
-    held_out = set(held_out) - set(train)  # modules share a few sentences
-    held_out = sorted((p for p in held_out if len(p) > 60), key=by_hash)[: RECIPE["held_out_rows"]]
-    train = sorted((p for p in train if len(p) > 60), key=by_hash)
+        warnings.simplefilter("ignore")  # old docstrings have invalid escape sequences
+        for document in documents():
+            # whole documents are held out, because passages of one document resemble each other
+            first_byte = sha256(document.name)[0]
+            split = held_out if first_byte < HELD_OUT_OF_256 else train
+            split.extend(passages(document.text, RECIPE["passage_bytes"]))
+    held_out = set(held_out) - set(train)  # modules have a few sentences in common
+    held_out = shuffled(held_out)[: RECIPE["held_out_rows"]]
+    train = shuffled(train)
     lines = [json.dumps({"text": text}) for text in held_out + train]
     path.write_text("\n".join(lines) + "\n")
 
 
+def shuffled(texts):
+    """Return the passages that are long enough, in the fixed order of their digests."""
+    long_enough = filter(lambda text: len(text) > SHORTEST_PASSAGE, texts)
+    return sorted(long_enough, key=sha256)
+
+
+def read_json_lines(path):
+    """Return the lines of a .jsonl file as dicts."""
+    return list(map(json.loads, path.read_text().splitlines()))
+
+
 def read_corpus(path):
-    """(held out, train) lists of passages."""
-    rows = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    return rows[: RECIPE["held_out_rows"]], rows[RECIPE["held_out_rows"] :]
+    """Return (held out, train), two lists of passages."""
+    texts = [example["text"] for example in read_json_lines(path)]
+    count = RECIPE["held_out_rows"]
+    return texts[:count], texts[count:]
 
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
-SENTENCEPIECE = dict(model_type="unigram", byte_fallback=True, split_digits=True, max_sentence_length=1 << 16,
-                     normalization_rule_name="identity", remove_extra_whitespaces=False,
-                     allow_whitespace_only_pieces=True, num_threads=1, minloglevel=2)
+SENTENCEPIECE = {
+    "model_type": "unigram",
+    "byte_fallback": True,
+    "split_digits": True,  # the teacher keeps numbers whole, so chunks of several tokens appear
+    "max_sentence_length": 1 << 16,  # bytes; by default longer passages would be dropped
+    # the tokenizer must not alter the text: only then do the two sides have equal bytes
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "num_threads": 1,  # the sums of its training then have one order on every machine
+    "minloglevel": 2,  # errors only
+}
+END_OF_TEXT = "<|endoftext|>"
+# Log-probability of a byte token, far below that of any piece: a byte token such as <0x41> must
+# not match text that merely looks like it.
+BYTE_TOKEN_SCORE = -1e4
 
 
 def byte_level_bpe(texts, size):
-    """The teacher's: GPT-2 style, numbers stay whole where they are frequent."""
+    """Train the teacher's tokenizer: GPT-2 style, frequent numbers stay whole."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # so every text can be encoded
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end)
+    roles = dict(bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
 
 
 def unigram(texts, size):
-    """The student's: SentencePiece Unigram with byte fallback and a prefix space, every digit on its own."""
+    """Train the student's tokenizer: SentencePiece Unigram with byte fallback and single digits.
+
+    SentencePiece trains the model; the `tokenizers` library runs it, as Hugging Face models do.
+    """
     import sentencepiece
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model,
-                                             vocab_size=size, **SENTENCEPIECE)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=size, **SENTENCEPIECE)
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    # a byte token must not match text that merely looks like one, so its score is out of reach
-    vocab = [(pieces.id_to_piece(i), -1e4 if pieces.is_byte(i) else pieces.get_score(i)) for i in range(size)]
+    vocab = []
+    for token in range(size):
+        score = BYTE_TOKEN_SCORE if pieces.is_byte(token) else pieces.get_score(token)
+        vocab.append((pieces.id_to_piece(token), score))
+
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=pieces.unk_id(), byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    tokenizer.decoder = decoders.Sequence(list(steps))
+    # "▁" stands for a space; the one put before the text makes its first word look like any other
+    underscores = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(underscores)
+    without_prepended_space = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        without_prepended_space,
+    ])
     roles = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
 
@@ -154,47 +245,75 @@ def unigram(texts, size):
 
 
 def llama(tokenizer, shape, seed):
-    """A freshly initialized Llama of the given shape, with tied embeddings."""
+    """Return a new Llama with random weights and tied embeddings.
+
+    Args:
+        tokenizer: gives the vocabulary size and the ids of the control tokens.
+        shape: keywords of LlamaConfig.
+        seed: of the weights.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
-    config = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **roles, **shape)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **shape,
+    )
     return LlamaForCausalLM(config)
 
 
 def teacher_dtype():
-    """bfloat16 where the machine multiplies in it, as GPUs and CPUs with AMX do; elsewhere it is slower."""
+    """Return "bfloat16" where the hardware multiplies in it (GPU, CPU with AMX), else "float32"."""
     import torch
 
     if torch.cuda.is_available():
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    return "bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "float32"
+        # emulated bfloat16 is slower than float32
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = torch.cpu.get_capabilities().get("amx_bf16")
+    return "bfloat16" if fast else "float32"
+
+
+def batches_by_length(tokenizer, texts, batch_size):
+    """Return batches of token ids, sequences of similar length together, so that few are padding.
+
+    Sequences that do not fill a last batch, the longest ones, are left out.
+    """
+    end = tokenizer.eos_token_id
+    sequences = [[end, *ids, end] for ids in tokenizer(texts)["input_ids"]]
+    sequences.sort(key=len)
+    starts = range(0, len(sequences) - batch_size + 1, batch_size)
+    return [sequences[start : start + batch_size] for start in starts]
 
 
 def train_teacher(tokenizer, texts):
-    """A small model of the corpus: AdamW, warm-up and cosine, sequences of similar length together."""
+    """Train the teacher on the texts and return it on the CPU; AdamW, warm-up, cosine decay."""
     import torch
     from tqdm import tqdm
 
-    steps, batch, peak = RECIPE["teacher_steps"], RECIPE["teacher_batch"], RECIPE["teacher_lr"]
-    device, low = "cuda" if torch.cuda.is_available() else "cpu", teacher_dtype() == "bfloat16"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mixed_precision = teacher_dtype() == "bfloat16"
+    steps = RECIPE["teacher_steps"]
+    peak_lr = RECIPE["teacher_lr"]
     model = llama(tokenizer, RECIPE["teacher"], seed=0).to(device).train()
-    end = tokenizer.eos_token_id
-    rows = sorted(([end, *ids, end] for ids in tokenizer(texts)["input_ids"]), key=len)
-    groups = [rows[i : i + batch] for i in range(0, len(rows) - batch + 1, batch)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, steps, pct_start=0.1)
-    generator, order = torch.Generator().manual_seed(0), []
-    bar = tqdm(range(steps), desc="teacher", unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
+    batches = batches_by_length(tokenizer, texts, RECIPE["teacher_batch"])
+    # usual values for small language models; not tuned
+    adamw = dict(lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, steps, pct_start=0.1)
+    generator = torch.Generator().manual_seed(0)
+    order = []  # indices of the batches that this epoch has not used yet
+    seconds_between_updates = 0.5 if sys.stderr.isatty() else 10
+    bar = tqdm(range(steps), desc="teacher", unit="step", mininterval=seconds_between_updates)
     for _ in bar:
-        order = order or torch.randperm(len(groups), generator=generator).tolist()
-        rows = [torch.tensor(row) for row in groups[order.pop()]]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
-        with torch.autocast(device, torch.bfloat16, enabled=low):
-            logits = model(input_ids=ids[:, :-1].clamp(min=0)).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        if not order:
+            order = torch.randperm(len(batches), generator=generator).tolist()
+        loss = teacher_loss(model, batches[order.pop()], device, mixed_precision)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -204,17 +323,34 @@ def train_teacher(tokenizer, texts):
     return model.cpu()
 
 
+def teacher_loss(model, batch, device, mixed_precision):
+    """Return the mean next-token cross-entropy, in nats, of a batch of token id lists."""
+    import torch
+
+    sequences = [torch.tensor(ids) for ids in batch]
+    # -100 is the label that cross_entropy ignores; as an input any token does
+    labels = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-100)
+    labels = labels.to(device)
+    with torch.autocast(device, torch.bfloat16, enabled=mixed_precision):
+        logits = model(input_ids=labels[:, :-1].clamp(min=0)).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
 # --- the cache ------------------------------------------------------------------------------------
 
 
 def recipe_folder():
-    """All that is made here lies under a name made of the recipe and of the Python whose texts it reads."""
+    """Return the cache's folder, named by a hash of all that decides what the cached files hold."""
+    # the texts come from this version of Python; the teacher's weights depend on its dtype
     recipe = json.dumps([RECIPE, platform.python_version(), teacher_dtype()])
     return CACHE / "demo" / hashlib.sha256(recipe.encode()).hexdigest()[:12]
 
 
-def made(path, make):
-    """The path, written by `make(scratch)` if it was missing; it appears by rename, whole or not at all."""
+def make_once(path, make):
+    """Return the path; if it is missing, let `make(scratch)` write it first.
+
+    The path appears by rename, so it is complete or absent even if the demo is killed.
+    """
     if not path.exists():
         scratch = path.with_name(f".{path.name}.incomplete")
         shutil.rmtree(scratch, ignore_errors=True)
@@ -225,120 +361,209 @@ def made(path, make):
 
 
 def prepare(folder, seeds):
-    """Corpus, tokenizers, teacher and one fresh student per seed, made unless they are cached."""
-    corpus = made(folder / "corpus.jsonl", make_corpus)
+    """Make the corpus, the tokenizers, the teacher and a fresh student per seed, unless cached."""
+    corpus = make_once(folder / "corpus.jsonl", make_corpus)
 
     def make_teacher(scratch):
-        texts = read_corpus(corpus)[1]
+        _, texts = read_corpus(corpus)
         tokenizer = byte_level_bpe(texts, RECIPE["teacher_vocab"])
         train_teacher(tokenizer, texts).save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
 
-    def make_student(scratch, seed):
-        tokenizer = unigram(read_corpus(corpus)[1], RECIPE["student_vocab"])
-        llama(tokenizer, RECIPE["student"], seed).save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-
-    made(folder / "teacher", make_teacher)
+    make_once(folder / "teacher", make_teacher)
     for seed in seeds:
-        made(folder / f"student_{seed}", lambda scratch: make_student(scratch, seed))
+
+        def make_student(scratch, seed=seed):
+            _, texts = read_corpus(corpus)
+            tokenizer = unigram(texts, RECIPE["student_vocab"])
+            llama(tokenizer, RECIPE["student"], seed).save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+
+        make_once(folder / f"student_{seed}", make_student)
 
 
 # --- runs -----------------------------------------------------------------------------------------
 
 
+@dataclass
+class Run:
+    """One trained student.
+
+    Attributes:
+        arm: key of ARMS.
+        seed: of the student's weights, the data order and dropout.
+        seconds: wall time of the whole command, start of the ranks included.
+        evaluations: held-out lines of metrics.jsonl by rising step; keys as in docs/metrics.md.
+    """
+
+    arm: str
+    seed: int
+    seconds: float
+    evaluations: list[dict]
+
+
 def launch(ranks, flags):
-    """`deepspeed distill.py` with these flags; its exit code."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Run `deepspeed distill.py` with these flags and return its exit code."""
+    # a free port: several demos may run on one machine
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = [launcher, "--quiet", f"--num_gpus={ranks}", f"--master_port={port}", "distill.py", *flags]
-    return subprocess.run(command).returncode
+    options = ["--quiet", f"--num_gpus={ranks}", f"--master_port={port}"]
+    return subprocess.run([launcher, *options, "distill.py", *flags]).returncode
+
+
+def command_line(values):
+    """Return the flags of distill.py as a list of words, from a dict of their values."""
+    return [f"--{name}={value}" for name, value in values.items()]
 
 
 def distill(folder, arm, seed, ranks):
-    """Train one student by the command line; its held-out evaluations, as metrics.jsonl has them."""
+    """Train one student by the command line and return its Run.
+
+    Raises:
+        SystemExit: the job failed.
+    """
     output = RUNS / folder.name / f"{arm.replace(' ', '_')}_{seed}"
     shutil.rmtree(output, ignore_errors=True)
-    values = {"ds_config": "ds_configs/zero2.json", "student": folder / f"student_{seed}", "seed": seed,
-              "teacher": folder / "teacher", "data": folder / "corpus.jsonl", "output_dir": output,
-              "teacher_dtype": teacher_dtype()}
-    flags = [f"--{key}={value}" for key, value in (values | DISTILL | ARMS[arm]).items()]
+    values = {
+        "ds_config": "ds_configs/zero2.json",
+        "student": folder / f"student_{seed}",
+        "seed": seed,
+        "teacher": folder / "teacher",
+        "data": folder / "corpus.jsonl",
+        "output_dir": output,
+        "teacher_dtype": teacher_dtype(),
+    }
+    flags = command_line(values | DISTILL | ARMS[arm])
     begin = time.perf_counter()
     if launch(ranks, flags):
-        raise SystemExit(f"demo.py: the run {output} failed; its flags were\n{' '.join(flags)}")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if "eval/student_bits_per_byte" in line]
-    return {"arm": arm, "seed": seed, "seconds": time.perf_counter() - begin, "evaluations": found}
+        raise SystemExit(f"demo.py: the run {output} failed; see the error above. "
+                         f"Its flags were\n{' '.join(flags)}")
+    seconds = time.perf_counter() - begin
+    lines = read_json_lines(output / "metrics.jsonl")
+    evaluations = [line for line in lines if "eval/student_bits_per_byte" in line]
+    return Run(arm, seed, seconds, evaluations)
+
+
+def final_bits(run):
+    """Return the student's held-out bits per byte after the last step."""
+    return run.evaluations[-1]["eval/student_bits_per_byte"]
+
+
+def teacher_bits(runs):
+    """Return the teacher's held-out bits per byte, which every run with a teacher measures."""
+    bits = [0]  # for the runs without a teacher
+    for run in runs:
+        for line in run.evaluations:
+            bits.append(line.get("eval/teacher_bits_per_byte", 0))
+    return max(bits)
+
+
+def markdown_table(rows):
+    """Return rows of strings as an aligned Markdown table; the first row is the head."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def table(runs):
-    """Markdown: held-out bits per byte and divergence of the teacher and of every student."""
-    teacher = max(line.get("eval/teacher_bits_per_byte", 0) for run in runs for line in run["evaluations"])
-    rows = [("seed", "model", "bits per byte", "KL before", "KL after", "aligned", "seconds"), ("---",) * 7,
-            ("", "teacher", f"{teacher:.3f}", "", "", "", "")]
+    """Return the results as a Markdown table: a line for the teacher, then one per run."""
+    head = ["seed", "model", "bits per byte", "KL before", "KL after", "aligned", "seconds"]
+    rows = [head, ["", "teacher", f"{teacher_bits(runs):.3f}", "", "", "", ""]]
     for run in runs:
-        first, last = run["evaluations"][0], run["evaluations"][-1]
-        row = [str(run["seed"]), run["arm"], f"{last['eval/student_bits_per_byte']:.3f}"]
+        first = run.evaluations[0]
+        last = run.evaluations[-1]
+        divergence = ["", "", ""]
         if "eval/kd" in last:
-            row += [f"{first['eval/kd']:.3f}", f"{last['eval/kd']:.3f}", f"{last['eval/aligned_bytes']:.1%}"]
-        else:
-            row += ["", "", ""]
-        rows.append((*row, f"{run['seconds']:.0f}"))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
+            divergence = [f"{first['eval/kd']:.3f}", f"{last['eval/kd']:.3f}",
+                          f"{last['eval/aligned_bytes']:.1%}"]
+        bits = f"{final_bits(run):.3f}"
+        rows.append([str(run.seed), run.arm, bits, *divergence, f"{run.seconds:.0f}"])
+    return markdown_table(rows)
 
 
 def verdicts(runs):
-    """One line per distillation loss: on how many seeds its student beats the one that saw text alone."""
-    bits = {(run["arm"], run["seed"]): run["evaluations"][-1]["eval/student_bits_per_byte"] for run in runs}
-    seeds = sorted({run["seed"] for run in runs})
-    for arm in list(ARMS)[1:]:
-        gains = [bits["text only", seed] - bits[arm, seed] for seed in seeds]
-        yield (f"{arm}: better than text only for {sum(g > 0 for g in gains)} of {len(seeds)} seeds, by "
-               f"{sum(gains) / len(gains):+.3f} bits per byte on average")
+    """Yield a line per distillation loss: on how many seeds it beats training without a teacher."""
+    bits = {(run.arm, run.seed): final_bits(run) for run in runs}
+    seeds = sorted({run.seed for run in runs})
+    for arm in ARMS:
+        if arm == NO_TEACHER:
+            continue
+        gains = []
+        num_better = 0
+        for seed in seeds:
+            gain = bits[NO_TEACHER, seed] - bits[arm, seed]
+            gains.append(gain)
+            num_better += gain > 0
+        mean_gain = sum(gains) / len(gains)
+        yield (f"{arm}: better than {NO_TEACHER} for {num_better} of {len(seeds)} seeds, "
+               f"by {mean_gain:+.3f} bits per byte on average")
 
 
 def plot(runs, path):
-    """Held-out curves, a line per run: bits per byte on the left, divergence on the right."""
+    """Draw held-out curves, a line per run: bits per byte on the left, divergence on the right."""
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    keys = ("eval/student_bits_per_byte", "held-out bits per byte"), ("eval/kd", "held-out KL, nats per term")
-    for axis, (key, label) in zip(axes, keys):
-        for run in runs:
-            points = [(line["step"], line[key]) for line in run["evaluations"][1:] if key in line]
-            if points:
-                name = run["arm"] if run["seed"] == runs[0]["seed"] else None
-                axis.plot(*zip(*points), color=f"C{list(ARMS).index(run['arm'])}", label=name, marker=".")
-        axis.set(xlabel="step", ylabel=label)
-    teacher = runs[-1]["evaluations"][-1]["eval/teacher_bits_per_byte"]
-    axes[0].axhline(teacher, color="grey", linestyle="--", label="teacher")
-    for axis in axes:
-        axis.legend()
+    figure, (bits_axis, kd_axis) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    draw_curves(bits_axis, runs, "eval/student_bits_per_byte", "held-out bits per byte")
+    draw_curves(kd_axis, runs, "eval/kd", "held-out KL, nats per term")
+    bits_axis.axhline(teacher_bits(runs), color="grey", linestyle="--", label="teacher")
+    bits_axis.legend()
+    kd_axis.legend()
     figure.savefig(path, dpi=120)
+
+
+def draw_curves(axis, runs, key, label):
+    """Draw one metric over the steps, a color per arm; runs that lack it are left out."""
+    for run in runs:
+        steps = []
+        values = []
+        # the first evaluation, before any training, is so high that it would flatten the curves
+        for line in run.evaluations[1:]:
+            if key in line:
+                steps.append(line["step"])
+                values.append(line[key])
+        if values:
+            color = f"C{list(ARMS).index(run.arm)}"
+            name = run.arm if run.seed == runs[0].seed else None  # one legend entry for all seeds
+            axis.plot(steps, values, color=color, label=name, marker=".")
+    axis.set(xlabel="step", ylabel=label)
+
+
+def count_gpus():
+    """Return the number of GPUs, counted in another process: this one needs no CUDA context."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def main():
     begin = time.perf_counter()
-    seeds = [int(seed) for seed in os.environ.get("SEEDS", "0").split()]
+    seeds = list(map(int, os.environ.get("SEEDS", "0").split()))
     folder = recipe_folder()
     prepare(folder, seeds)
-    made_in = time.perf_counter() - begin
-    gpus = subprocess.run([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
-                          capture_output=True, text=True, check=True)  # apart: this process needs no context
-    ranks = min(int(gpus.stdout) or 2, 2)
-    runs = [distill(folder, arm, seed, ranks) for seed in seeds for arm in ARMS]
+    preparation_seconds = time.perf_counter() - begin
+
+    ranks = min(count_gpus() or 2, 2)  # two ranks also on a CPU: the demo shows ZeRO
+    runs = []
+    for seed in seeds:
+        for arm in ARMS:
+            runs.append(distill(folder, arm, seed, ranks))
+
     picture = RUNS / folder.name / "curves.png"
     plot(runs, picture)
     print(f"\n{table(runs)}\n")
     print(*verdicts(runs), sep="\n")
-    print(f"{picture}; {made_in:.0f} s to make corpus, tokenizers and teacher, "
-          f"{time.perf_counter() - begin:.0f} s in all, {ranks} ranks")
+    total_seconds = time.perf_counter() - begin
+    print(f"{picture}; {preparation_seconds:.0f} s to make corpus, tokenizers and teacher, "
+          f"{total_seconds:.0f} s in all, {ranks} ranks")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""demo.py: its corpus is split once and for all, its tokenizers differ in kind, and it ends with a table."""
+"""demo.py: a fixed split of its corpus, tokenizers of different kinds, a run up to the table."""
 
 import io
 import re
@@ -17,16 +17,21 @@ def documents():
     return list(demo.documents())
 
 
-def test_the_split_is_fixed_and_nothing_is_in_both_parts(documents, tmp_path, monkeypatch):
+def test_the_split_is_fixed_and_no_passage_is_in_both_halves(documents, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "documents", lambda: documents)
-    for name in ("a", "b"):
-        demo.make_corpus(tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    held_out, train = demo.read_corpus(tmp_path / "a")
-    assert len(held_out) == demo.RECIPE["held_out_rows"] and len(train) > 4000
+    first = tmp_path / "first"
+    second = tmp_path / "second"
+    demo.make_corpus(first)
+    demo.make_corpus(second)
+    assert first.read_bytes() == second.read_bytes()
+
+    held_out, train = demo.read_corpus(first)
+    assert len(held_out) == demo.RECIPE["held_out_rows"]
+    assert len(train) > 4000
     assert not set(held_out) & set(train)
     size = sum(len(text.encode()) for text in held_out + train)
-    assert 1.5e6 < size < 4e6 and max(len(text) for text in train) < 2000
+    assert 1.5e6 < size < 4e6
+    assert max(map(len, train)) < 2000
 
 
 def test_the_tokenizers_differ_in_kind_and_in_digits(tokenizers, texts):
@@ -36,7 +41,8 @@ def test_the_tokenizers_differ_in_kind_and_in_digits(tokenizers, texts):
     teacher = demo.byte_level_bpe(["in 2010 and 2010 and 2010"] * 50, 300)
     assert teacher.tokenize("in 2010")[-1] == "Ġ2010"
     for text in [*texts[:50], "Größe  é\n\tx", "日本 12"]:
-        assert student.decode(student(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+        ids = student(text)["input_ids"]
+        assert student.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
 def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, tokenizers):
@@ -44,33 +50,38 @@ def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, toke
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_writer=model, vocab_size=350, **demo.SENTENCEPIECE)
     reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    for text in texts[:100]:  # pieces of equal score may come in another order: "_ ___" or "___ _"
-        assert sorted(tokenizers[0](text)["input_ids"]) == sorted(reference.encode(text)), text
+    student, _ = tokenizers
+    for text in texts[:100]:
+        # pieces of equal score may come in another order: "_ ___" or "___ _"
+        assert sorted(student(text)["input_ids"]) == sorted(reference.encode(text)), text
 
 
-def test_the_demo_runs_to_its_table(documents, tmp_path, monkeypatch, capsys):
-    """A recipe too small to learn, but every part of the real one; test_cli has the launcher."""
+def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys):
+    """Run every step of the real recipe with sizes too small to learn; test_cli has the launcher."""
 
     def launch(world, flags):
         return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))
 
-    tiny = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                num_key_value_heads=2, max_position_embeddings=512)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=2, max_position_embeddings=512)
+    recipe = dict(held_out_rows=8, teacher_steps=2, teacher=shape, student=shape,
+                  teacher_vocab=600, student_vocab=400)
+    arms = {arm: demo.ARMS[arm] for arm in (demo.NO_TEACHER, "piece_kl")}
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(demo, "launch", launch)
     monkeypatch.setattr(demo, "documents", lambda: documents[:60])
     monkeypatch.setattr(demo, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(demo, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(demo, "ARMS", {arm: demo.ARMS[arm] for arm in ("text only", "piece_kl")})
+    monkeypatch.setattr(demo, "ARMS", arms)
     monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 2, "eval_rows": 8})
-    changes = dict(held_out_rows=8, teacher_steps=2, teacher=tiny, student=tiny, teacher_vocab=600,
-                   student_vocab=400)
-    monkeypatch.setattr(demo, "RECIPE", demo.RECIPE | changes)
+    monkeypatch.setattr(demo, "RECIPE", demo.RECIPE | recipe)
     demo.main()
-    shown = capsys.readouterr().out
+
+    printed = capsys.readouterr().out
     number = r"\d\.\d{3} +\| "
-    assert re.search(rf"\| +\| teacher +\| {number}", shown)
-    assert re.search(rf"\| 0 +\| text only +\| {number} +\| +\| +\| \d+ +\|", shown)
-    assert re.search(rf"\| 0 +\| piece_kl +\| {number * 3}9\d\.\d% +\| \d+ +\|", shown)
-    assert re.search(r"piece_kl: better than text only for [01] of 1 seeds, by [+-]\d\.\d{3} bits", shown)
+    assert re.search(rf"\| +\| teacher +\| {number}", printed)
+    assert re.search(rf"\| 0 +\| no teacher +\| {number} +\| +\| +\| \d+ +\|", printed)
+    assert re.search(rf"\| 0 +\| piece_kl +\| {number * 3}9\d\.\d% +\| \d+ +\|", printed)
+    verdict = r"piece_kl: better than no teacher for [01] of 1 seeds, by [+-]\d\.\d{3} bits"
+    assert re.search(verdict, printed)
     assert (demo.RUNS / demo.recipe_folder().name / "curves.png").stat().st_size > 10_000
