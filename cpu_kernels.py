@@ -1,19 +1,30 @@
-"""Rows of logits on a CPU, compiled: what losses.py does in ten to forty passes of torch, in a few.
+"""Compute losses on rows of logits on a CPU, in a few compiled passes over memory.
 
-losses.py takes these where it finds this file and numba, for float32 rows that no process group shards; what
-it does otherwise is the reference, and what a GPU runs.  Tests: tests/test_cpu_kernels.py.
+torch makes ten to forty passes for the same results.  losses.py calls these functions wherever it
+finds this file and numba, for float32 rows that no process group shards.  The torch code of
+losses.py is the reference; it also serves all other cases, GPUs included.
 
-Sorted distances need no sort.  With N_p(t) the number of entries of p that are larger than t,
+Every kernel works on one row (or one chunk) and returns a value together with its derivative,
+because autograd cannot look inside compiled code.
+
+A sorted distance needs no sort.  With N_p(t) the number of entries of p that are larger than t,
 
     sum over r < k of |p_(r) - q_(r)| = integral of |min(N_p(t), k) - min(N_q(t), k)| dt,
 
-so an entry counts with the sign of what is inside the bars at its own value.  Entries are counted in bins of
-equal leading bits; in nearly all bins one side is ahead for the whole bin, and only the others are sorted.
+so each entry is added or subtracted, by the sign of the difference inside the bars where t is its
+value.  Entries are counted in bins of equal leading bits.  In nearly all bins one side is ahead
+for the whole bin, and the counts alone give the sign.  Only the other bins are sorted.
+The section "sorted distance" works through an example.
 
-Threads: as many as torch has.  OMP_WAIT_POLICY=passive, set before Python starts, keeps torch's own threads
-from spinning on the cores that these need.
+Threads: as many as torch has.  OMP_WAIT_POLICY=passive, set before Python starts, keeps torch's
+own threads from spinning on the cores that these need.
 
-Shapes: N, M rows; R rows of chunks; C chunks; V, W vocabularies.  Needs numba, numpy and torch.
+Shapes: N student rows, M teacher rows, C chunks, R rows of chunks (a chunk has one or several),
+V student vocabulary, W teacher vocabulary.  x and y are logits of the student and of the teacher;
+p and q are their probabilities.
+
+You may copy this file beside losses.py.  Needs numba, numpy and torch.
+License: Apache-2.0 (see LICENSE).  Tests: tests/test_cpu_kernels.py.
 """
 
 import functools
@@ -21,7 +32,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,141 +41,369 @@ from numba import njit
 from torch import Tensor
 
 f32 = np.float32
-TINY, HUGE = f32(np.finfo(f32).tiny), f32(np.finfo(f32).max ** 0.9)  # HUGE leaves room for what multiplies it
-LOWEST = f32(-87.336)  # nats, the logarithm of TINY
-BLOCK = 512  # numbers that are worked on together, so that the compiler makes vectors of them
-BIN_BITS = 16  # of the 31 of a positive float32: its exponent and 8 bits more, so bins are 0.4 % wide
-UNSURE = f32(2)  # in the place of a sign
 
-plain = {"contract", "nsz"}
-sums = {"contract", "nsz", "reassoc"}  # not nnan: what is no number is reported, not hidden
+# The smallest normal float32, 1.2e-38.  It stands for probability 0, whose logarithm is infinite.
+TINY = f32(np.finfo(f32).tiny)
+# 5e34, the largest ratio of two masses.  A ratio is multiplied by other factors afterwards, and
+# the exponent 0.9 leaves them a factor of 7e3 before float32 overflows.  As in losses.py; not tuned.
+HUGE = f32(np.finfo(f32).max ** 0.9)
+# Nats, the logarithm of TINY.  exp returns 0 below it, for the reduced exponent has no place left.
+LOWEST = f32(-87.336)
+# Entries per inner loop: 2 KiB of float32, so that several blocks fit in a 32 KiB L1 cache.
+# A multiple of all vector lengths.  It also bounds how long a sum stays in float32.  Not tuned.
+BLOCK = 512
+# Independent maxima in `largest`: four vectors of AVX-512, eight of AVX2.  Not tuned.
+LANES = 64
+# Leading bits, of the 31 below the sign of a float32, that choose a bin: all 8 of the exponent and
+# 8 of the mantissa, so a bin is at most 1/256 = 0.4 % wide.  2^16 int32 counts fit in an L2 cache.
+BIN_BITS = 16
+# Stands where a sign (-1, 0 or 1) is not known yet.  Any other exact float32 would do.
+UNSURE = f32(2)
+# (a, b, s) of `divergence` for total variation: no mixture has a negative s.
+TOTAL_VARIATION = (0.0, 0.0, -1.0)
+
+# fastmath may fuse a product and a sum (one rounding less) and ignore the sign of zero.
+# Sums may be reordered too, else they are not vectorized.  Never "nnan" or "ninf": a logit that is
+# no number must reach the loss, where it is reported.
+# error_model="numpy": x / 0 is inf, not an exception, whose test would stop vectorization.
+# nogil: rows run in threads.
+as_written = njit(nogil=True, error_model="numpy", cache=True)
+elementwise = njit(nogil=True, error_model="numpy", cache=True, fastmath={"contract", "nsz"})
+summing = njit(nogil=True, error_model="numpy", cache=True, fastmath={"contract", "nsz", "reassoc"})
 
 
 def event_kl(
-    x_NV: Tensor, row_C: Tensor, y_MW: Tensor, teacher_row_C: Tensor, event_V: Tensor, event_W: Tensor,
-    num_events: int, temperature: float, shift: float,
+    x_NV: Tensor,
+    row_C: Tensor,
+    y_MW: Tensor,
+    teacher_row_C: Tensor,
+    event_V: Tensor,
+    event_W: Tensor,
+    num_events: int,
+    temperature: float,
+    shift: float,
 ) -> tuple[Tensor, Tensor]:
-    """losses._event_kl: ((C,) KL over events where a chunk begins; (N, V) its derivative by x)."""
-    for logits, rows, event in ((x_NV, row_C, event_V), (y_MW, teacher_row_C, event_W)):
-        _check(rows, 0, len(logits), "rows")
-        _check(event, -1, num_events, "events")
-        if len(event) != logits.shape[1]:
-            raise ValueError(f"events of {len(event)} tokens, logits of {logits.shape[1]}")
-    value_C, d_NV = x_NV.new_empty(len(row_C)), _derivative(x_NV, row_C)
-    _over_rows(_event_rows, lambda: _event_scratch(num_events), len(row_C), x_NV, row_C, y_MW, teacher_row_C,
-               event_V, event_W, f32(1 / temperature), f32(shift), value_C, d_NV)
+    """Compute KL(q || p) over events, one value per chunk: losses._event_kl.
+
+    p(e) is the probability of event e after tokens without an event are left out; q likewise.
+
+    Args:
+        x_NV, y_MW: (N, V) and (M, W) float32 logits of the student and of the teacher.
+        row_C, teacher_row_C: (C,) int64, the row in which a chunk begins.
+        event_V, event_W: (V,) and (W,) integer, the event of each token, -1 for none.
+        num_events: all events are smaller.
+        temperature: > 0, of both sides.
+        shift: nats >= 0 and < 88.  The student's softmax is computed times exp(shift), so that
+            float32 reaches smaller probabilities.
+    Returns:
+        ((C,) values in nats, (N, V) derivative by x; 0 in rows that no chunk begins in).
+    Raises:
+        ValueError: a row, an event or the length of an event table does not fit the logits.
+    """
+    _check_side(x_NV, row_C, event_V, num_events)
+    _check_side(y_MW, teacher_row_C, event_W, num_events)
+    value_C = x_NV.new_empty(len(row_C))
+    d_NV = _new_derivative(x_NV, row_C)
+    _over_rows(
+        _event_chunk,
+        lambda: _event_scratch(num_events),
+        len(row_C),
+        x_NV,
+        row_C,
+        y_MW,
+        teacher_row_C,
+        event_V,
+        event_W,
+        f32(1 / temperature),
+        f32(shift),
+        value_C,
+        d_NV,
+    )
     return value_C, d_NV
 
 
+class ChunkRows(NamedTuple):
+    """Hold the rows of one model, chunk by chunk, as tensors or as arrays."""
+
+    logits: Any  # (N, V), float32
+    weight: Any  # (R,), float32
+    row: Any  # (R,), of logits
+    start: Any  # (C + 1,), chunk c has the entries start[c], ..., start[c + 1] - 1 of weight and row
+
+
+class TokenIds(NamedTuple):
+    """List the tokens that both vocabularies have, pairwise, and the rest of either."""
+
+    common_x: Any
+    common_y: Any
+    rest_x: Any
+    rest_y: Any
+
+
 def mixture_distance(
-    student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], common: tuple[Tensor, Tensor] | None,
-    rest: tuple[Tensor, Tensor] | None, k: int, temperature: float, reverse: bool = False, shift: float = 0.0,
+    student: tuple[Tensor, ...],
+    teacher: tuple[Tensor, ...],
+    common: tuple[Tensor, Tensor] | None,
+    rest: tuple[Tensor, Tensor] | None,
+    k: int,
+    temperature: float,
+    reverse: bool = False,
+    shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """losses._common_and_rest of chunks' probabilities, which are weighted sums of the softmax of their rows.
+    """Compute losses._common_and_rest of the probabilities of chunks.
+
+    The probabilities of a chunk are a weighted sum of the softmax of its rows.
 
     Args:
-        student, teacher: logits (N, X); weights (R,); rows (R,), chunk by chunk; of which chunk (R,).
-        common, rest: (student ids, teacher ids); None: all are rest.
+        student, teacher: (logits (N, V) float32, weights (R,) float32, rows (R,) int64,
+            chunk of each row (R,) int64, ascending).
+        common: (student ids, teacher ids), both (K,): tokens compared by KL; None: no such token.
+        rest: (student ids, teacher ids): tokens compared in sorted order; None: all, if common is
+            None too.
+        k: how many of the largest sorted probabilities to compare.
+        temperature: > 0, of both sides.
+        reverse: KL(p || q) instead of KL(q || p) on the common tokens; needs shift 0.
+        shift: as in `event_kl`.
     Returns:
-        ((C,) values, (N, V) their derivative by the student's logits, (R,) by its weights).
+        ((C,) values in nats, (N, V) their derivative by the student's logits, (R,) their
+        derivative by the student's weights).
+    Raises:
+        ValueError: a row or a token is outside the logits.
     """
-    x, weight_R, row_R, of_R = student
-    for side, (logits, _, rows, _) in enumerate((student, teacher)):
-        _check(rows, 0, len(logits), "rows")
-        for ids in (common, rest):
-            _check(row_R[:0] if ids is None else ids[side], 0, logits.shape[1], "tokens")
-    starts = [F.pad(torch.bincount(side[3]).cumsum(0), (1, 0)) for side in (student, teacher)]
-    value_C, d_NV, d_R = x.new_empty(len(starts[0]) - 1), _derivative(x, row_R), torch.empty_like(weight_R)
-    nothing = row_R[:0], row_R[:0]
-    sides = *student[:3], starts[0], *teacher[:3], starts[1], *(common or nothing), *(rest or nothing)
-    how = k, reverse, f32(shift), f32(1 / temperature)
-    sizes, out = (x.shape[1], teacher[0].shape[1]), (value_C, d_NV, d_R)
-    sizes += tuple(map(len, rest)) if rest else sizes
-    _over_rows(_mixture_rows, lambda: _mixture_scratch(*sizes), len(value_C), *sides, *how, *out)
-    return value_C, d_NV, d_R
+    x_NV, weight_R, row_R, chunk_R = student
+    y_MW, teacher_weight_R, teacher_row_R, teacher_chunk_R = teacher
+    _check(row_R, 0, len(x_NV), "rows")
+    _check(teacher_row_R, 0, len(y_MW), "rows")
+    none = row_R[:0]
+    tokens = TokenIds(*(common or (none, none)), *(rest or (none, none)))
+    for ids in (tokens.common_x, tokens.rest_x):
+        _check(ids, 0, x_NV.shape[1], "tokens")
+    for ids in (tokens.common_y, tokens.rest_y):
+        _check(ids, 0, y_MW.shape[1], "tokens")
+
+    student_rows = ChunkRows(x_NV, weight_R, row_R, _chunk_starts(chunk_R))
+    teacher_rows = ChunkRows(y_MW, teacher_weight_R, teacher_row_R, _chunk_starts(teacher_chunk_R))
+    V = x_NV.shape[1]
+    W = y_MW.shape[1]
+    num_rest_x = len(rest[0]) if rest else V
+    num_rest_y = len(rest[1]) if rest else W
+    value_C = x_NV.new_empty(len(student_rows.start) - 1)
+    d_NV = _new_derivative(x_NV, row_R)
+    d_weight_R = torch.empty_like(weight_R)
+    _over_rows(
+        _mixture_chunk,
+        lambda: _mixture_scratch(V, W, num_rest_x, num_rest_y),
+        len(value_C),
+        student_rows,
+        teacher_rows,
+        tokens,
+        k,
+        reverse,
+        f32(shift),
+        f32(1 / temperature),
+        value_C,
+        d_NV,
+        d_weight_R,
+    )
+    return value_C, d_NV, d_weight_R
 
 
 def sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """losses._sorted_distance: ((N,) sum |sorted p - sorted q| of the k largest, (N, V) derivative by p)."""
-    value_N, sign_NV = p_NV.new_empty(len(p_NV)), torch.empty_like(p_NV)
-    sizes = p_NV.shape[1], q_NW.shape[1]
-    _over_rows(_distance_rows, lambda: _scratch(*sizes), len(p_NV), p_NV, q_NW, k, value_N, sign_NV)
+    """Compute sum |sorted p - sorted q| over the k largest entries: losses._sorted_distance.
+
+    Args:
+        p_NV, q_NW: (N, V) and (N, W) float32, >= 0.  The shorter rows continue with zeros.
+        k: how many entries to compare, >= 1; it may exceed V and W.
+    Returns:
+        ((N,) values, (N, V) derivative by p: -1, 0 or 1).  Both are NaN in a row of p or q that
+        holds an entry that is not finite.
+    """
+    value_N = p_NV.new_empty(len(p_NV))
+    sign_NV = torch.empty_like(p_NV)
+    V = p_NV.shape[1]
+    W = q_NW.shape[1]
+    _over_rows(
+        _distance_row,
+        lambda: _distance_scratch(V, W),
+        len(p_NV),
+        p_NV,
+        q_NW,
+        k,
+        value_N,
+        sign_NV,
+    )
     return value_N, sign_NV
 
 
 def divergence(
-    x_NV: Tensor, y_NV: Tensor, mixture: tuple[float, float, float] | None, temperature: float,
-    teacher_temperature: float, floor: float,
+    x_NV: Tensor,
+    y_NV: Tensor,
+    mixture: tuple[float, float, float] | None,
+    temperature: float,
+    teacher_temperature: float,
+    floor: float,
 ) -> tuple[Tensor, Tensor]:
-    """((N,) values, (N, V) their derivative by x) of divergences between p, q, the softmax of x and y.
+    """Compute a divergence between p = softmax(x) and q = softmax(y), one value per row.
 
     Args:
-        mixture: (a, b, s): a KL(q || m) + b KL(p || m), m = s p + (1 - s) q; None: sum |p - q| / 2.
-        floor: nats; no log-probability is lower.
+        x_NV, y_NV: (N, V) float32 logits of the student and of the teacher.
+        mixture: (a, b, s) of a KL(q || m) + b KL(p || m) with m = s p + (1 - s) q, 0 <= s <= 1;
+            None: total variation, sum |p - q| / 2.
+        temperature, teacher_temperature: > 0, divide x and y.
+        floor: nats; lower log-probabilities are raised to it.
+    Returns:
+        ((N,) values in nats, for total variation in [0, 1]; (N, V) their derivative by x).
     Raises:
-        ValueError: x and y are not as large.
+        ValueError: x and y differ in shape.
     """
     if x_NV.shape != y_NV.shape:
-        raise ValueError(f"logits {tuple(x_NV.shape)} of the student, {tuple(y_NV.shape)} of the teacher")
-    value_N, d_NV = x_NV.new_empty(len(x_NV)), torch.empty_like(x_NV)
-    how = [f32(x) for x in (*(mixture or (0, 0, -1)), 1 / temperature, 1 / teacher_temperature, floor)]
-    _over_rows(_divergence_rows, lambda: _divergence_scratch(x_NV.shape[1]), len(x_NV), x_NV, y_NV, *how,
-               value_N, d_NV)
+        raise ValueError(
+            f"logits {tuple(x_NV.shape)} of the student and {tuple(y_NV.shape)} of the teacher; "
+            "expected equal shapes: compare models of one vocabulary, position by position"
+        )
+    value_N = x_NV.new_empty(len(x_NV))
+    d_NV = torch.empty_like(x_NV)
+    a, b, s = mixture or TOTAL_VARIATION
+    V = x_NV.shape[1]
+    _over_rows(
+        _divergence_row,
+        lambda: _divergence_scratch(V),
+        len(x_NV),
+        x_NV,
+        y_NV,
+        f32(a),
+        f32(b),
+        f32(s),
+        f32(1 / temperature),
+        f32(1 / teacher_temperature),
+        f32(floor),
+        value_N,
+        d_NV,
+    )
     return value_N, d_NV
 
 
-def _check(ids: Tensor, low: int, end: int, name: str) -> None:
-    """Compiled code reads memory without asking whether it is there.
+def _check_side(logits: Tensor, row_C: Tensor, event: Tensor, num_events: int) -> None:
+    """Check the rows and the events of one side of `event_kl`.
 
     Raises:
-        ValueError: ids beyond low, ..., end - 1.
+        ValueError: they do not fit the logits.
     """
-    if len(ids) and not (low <= int(ids.min()) and int(ids.max()) < end):
-        raise ValueError(f"{name} from {int(ids.min())} to {int(ids.max())}, expected {low} to {end - 1}")
+    _check(row_C, 0, len(logits), "rows")
+    _check(event, -1, num_events, "events")
+    if len(event) != logits.shape[1]:
+        raise ValueError(
+            f"events of {len(event)} tokens, logits of {logits.shape[1]}; "
+            "expected one event per column of the logits, -1 for none"
+        )
 
 
-def _derivative(x_NV: Tensor, row_R: Tensor) -> Tensor:
-    """(N, V): 0 in the rows that are not listed, the others to be written."""
-    others = torch.ones(len(x_NV), dtype=torch.bool).index_fill_(0, row_R, False)
-    return torch.empty_like(x_NV).index_fill_(0, others.nonzero().squeeze(1), 0.0)
+def _check(ids: Tensor, low: int, end: int, name: str) -> None:
+    """Check that ids are in low, ..., end - 1, because compiled code reads memory unchecked.
+
+    Raises:
+        ValueError: an id is outside.
+    """
+    if len(ids) == 0:
+        return
+    lowest = int(ids.min())
+    highest = int(ids.max())
+    if lowest < low or highest >= end:
+        raise ValueError(
+            f"{name} from {lowest} to {highest}, expected {low} to {end - 1}; "
+            "build them for the logits that they come with"
+        )
 
 
-def _over_rows(kernel: Callable[..., None], scratch: Callable[[], Any], count: int, *args: Any) -> None:
-    """kernel(row, own scratch, *args) for all rows, tensors as arrays; a thread takes the next one left."""
-    arrays = [x.detach().contiguous().numpy() if torch.is_tensor(x) else x for x in args]
-    rows, lock = iter(range(count)), threading.Lock()
+def _chunk_starts(chunk_R: Tensor) -> Tensor:
+    """Return (C + 1,): where the rows of each chunk begin, and where those of the last end."""
+    return F.pad(torch.bincount(chunk_R).cumsum(0), (1, 0))
+
+
+def _new_derivative(x_NV: Tensor, row_R: Tensor) -> Tensor:
+    """Return (N, V) memory: 0 in the rows that are not listed, the others for a kernel to fill."""
+    unlisted = torch.ones(len(x_NV), dtype=torch.bool)
+    unlisted = unlisted.index_fill_(0, row_R, False)
+    unlisted_rows = unlisted.nonzero().squeeze(1)
+    return torch.empty_like(x_NV).index_fill_(0, unlisted_rows, 0.0)
+
+
+def _over_rows(
+    kernel: Callable[..., None], new_scratch: Callable[[], Any], count: int, *args: Any
+) -> None:
+    """Call kernel(row, scratch, *args) for rows 0, ..., count - 1, on as many threads as torch has.
+
+    Kernels see tensors as arrays.  A thread takes the next row that is left, so it does not matter
+    that rows take unequal time.  Each result depends on its row alone, so the number of threads
+    changes no bit.
+    """
+    arrays = [_as_arrays(arg) for arg in args]
+    remaining = iter(range(count))
+    lock = threading.Lock()
 
     def work() -> None:
-        own = scratch()
+        scratch = new_scratch()
         while True:
             with lock:
-                row = next(rows, None)
+                row = next(remaining, None)
             if row is None:
                 return
-            kernel(row, own, *arrays)
+            kernel(row, scratch, *arrays)
 
-    threads = max(1, min(count, torch.get_num_threads()))
-    others = [_pool(threads - 1, os.getpid()).submit(work) for _ in range(threads - 1)]
+    num_threads = max(1, min(count, torch.get_num_threads()))
+    num_helpers = num_threads - 1  # the calling thread works too
+    helpers = []
+    for _ in range(num_helpers):
+        helpers.append(_pool(num_helpers, os.getpid()).submit(work))
     work()
-    for other in others:
-        other.result()
+    for helper in helpers:
+        helper.result()  # raises what its thread raised
+
+
+def _as_arrays(arg: Any) -> Any:
+    """Return a tensor as an array on the same memory, a record of tensors as one of arrays."""
+    if torch.is_tensor(arg):
+        return arg.detach().contiguous().numpy()
+    if isinstance(arg, tuple):
+        return type(arg)(*map(_as_arrays, arg))
+    return arg
 
 
 @functools.cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads that stay; a forked process has none of its parent's."""
-    return ThreadPoolExecutor(threads)
+def _pool(num_helpers: int, process: int) -> ThreadPoolExecutor:
+    """Return threads that stay for the next call.
+
+    `process` is a key of the cache alone: a forked process inherits the pool, but none of its
+    threads, and needs a new one.
+    """
+    return ThreadPoolExecutor(num_helpers)
 
 
-# --- functions of a number ------------------------------------------------------------------------
+# --- functions of one number ----------------------------------------------------------------------
+
+# Both follow the Cephes library (S. L. Moshier, netlib.org/cephes, single/expf.c and logf.c): its
+# reductions and its minimax polynomials, highest power first, with its decimals.  One call is 20
+# operations without a branch, so the compiler makes vectors of a loop around it; it cannot do that
+# with a call into the C library.
+
+LOG2_E = f32(1.44269504)
+# ln 2 = LN2_HIGH + LN2_LOW.  LN2_HIGH = 355/512 has 9 bits, so that n LN2_HIGH is exact for the
+# whole n of a float32 exponent, and the reduced argument loses no digits.
+LN2_HIGH = f32(0.693359375)
+LN2_LOW = f32(-2.12194440e-4)
+MANTISSA_BITS = np.int32(23)  # of a float32, below the exponent
+EXPONENT_BIAS = np.int32(127)
+SQRT_HALF_BITS = np.int32(0x3F3504F3)  # sqrt(1/2), the bits of the float32 as an integer
 
 
-@njit(error_model="numpy", fastmath=plain)
+@elementwise
 def exp(x):
-    """To 1e-7, relative, by a polynomial (Cephes, expf), for x < 88; 0 below LOWEST; NaN of NaN."""
-    z = LOWEST if LOWEST > x else x
-    n = np.floor(z * f32(1.44269504) + f32(0.5))
-    r = z - n * f32(0.693359375) + n * f32(2.12194440e-4)
+    """Return exp(x) for x < 88, with a relative error of 1e-7; 0 below LOWEST; NaN of NaN."""
+    clipped = LOWEST if LOWEST > x else x  # in this order NaN stays NaN
+    # exp(x) = 2^n exp(r) with |r| <= ln(2) / 2
+    n = np.floor(clipped * LOG2_E + f32(0.5))
+    r = clipped - n * LN2_HIGH - n * LN2_LOW
+    # exp(r) = 1 + r + r^2 y
     y = f32(1.9875691500e-4)
     y = y * r + f32(1.3981999507e-3)
     y = y * r + f32(8.3334519073e-3)
@@ -172,17 +411,23 @@ def exp(x):
     y = y * r + f32(1.6666665459e-1)
     y = y * r + f32(5.0000001201e-1)
     y = y * r * r + r + f32(1)
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(f32)
+    # 2^n is the float32 whose exponent bits hold n + 127 and whose mantissa bits are 0
+    power = np.int32((np.int32(n) + EXPONENT_BIAS) << MANTISSA_BITS).view(f32)
     return f32(0) if LOWEST > x else y * power
 
 
-@njit(error_model="numpy", fastmath=plain)
+@elementwise
 def log(x, octaves):
-    """log(x 2^octaves) to 1e-7, by a polynomial (Cephes, logf); for positive normal x, whole octaves."""
+    """Return log(x 2^octaves) for positive normal x and whole octaves, with an error of 1e-7.
+
+    Octaves are added to the exponent of x before it is rounded to a logarithm.  See `octaves_of`.
+    """
+    # x = 2^n (1 + z) with 1 + z in [sqrt(1/2), sqrt(2)), which keeps |z| smallest
     bits = f32(x).view(np.int32)
-    n = np.int32((bits - np.int32(0x3F3504F3)) >> np.int32(23))
+    n = np.int32((bits - SQRT_HALF_BITS) >> MANTISSA_BITS)
     whole = f32(n) + octaves
-    z = np.int32(bits - np.int32(n << np.int32(23))).view(f32) - f32(1)
+    z = np.int32(bits - np.int32(n << MANTISSA_BITS)).view(f32) - f32(1)
+    # log(1 + z) = z - z^2 / 2 + z^3 y
     y = f32(7.0376836292e-2)
     y = y * z + f32(-1.1514610310e-1)
     y = y * z + f32(1.1676998740e-1)
@@ -192,49 +437,62 @@ def log(x, octaves):
     y = y * z + f32(2.0000714765e-1)
     y = y * z + f32(-2.4999993993e-1)
     y = y * z + f32(3.3333331174e-1)
-    y = y * z * z * z - f32(0.5) * z * z + whole * f32(-2.12194440e-4)
-    return z + y + whole * f32(0.693359375)
+    # small terms first, so that the sum is rounded at its full size only twice
+    y = y * z * z * z - f32(0.5) * z * z + whole * LN2_LOW
+    return z + y + whole * LN2_HIGH
 
 
-@njit(cache=True)
+@as_written
 def octaves_of(nats):
-    """(whole octaves, nats that remain): to add to a logarithm of the opposite size without rounding."""
+    """Return (whole octaves, nats that remain), float32, whose sum is `nats`.
+
+    log(x, octaves) + remainder = log(x) + nats without cancellation: where log(x) is near -70 and
+    nats near 70, float32 would round both to 4e-6 and their small sum would keep that error.
+    """
     octaves = np.floor(nats / np.log(2.0) + 0.5)
-    return f32(octaves), f32(nats - octaves * np.log(2.0))
+    remainder = nats - octaves * np.log(2.0)
+    return f32(octaves), f32(remainder)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=sums, cache=True)
+@summing
 def largest(x):
-    """Of x."""
-    lanes = np.full(64, f32(-np.inf))
-    whole = len(x) // len(lanes) * len(lanes)
-    for b in range(0, whole, len(lanes)):
-        part = x[b : b + len(lanes)]
-        for j in range(len(lanes)):
-            lanes[j] = part[j] if part[j] > lanes[j] else lanes[j]
+    """Return the largest entry of x that is a number, at least -3.4e38."""
+    # The maximum of NaN depends on the order, so a single running maximum is not vectorized
+    # without "nnan".  Independent lanes are, and a comparison with NaN leaves them as they are.
+    lanes = np.full(LANES, f32(-np.inf))
+    whole = len(x) // LANES * LANES
+    for start in range(0, whole, LANES):
+        block = x[start : start + LANES]
+        for lane in range(LANES):
+            lanes[lane] = block[lane] if block[lane] > lanes[lane] else lanes[lane]
     top = lanes[0]
-    for j in range(len(lanes)):
-        top = max(top, lanes[j])
+    for lane in range(LANES):
+        top = max(top, lanes[lane])
     for i in range(whole, len(x)):
         top = max(top, x[i])
-    return max(top, -np.finfo(f32).max)  # a row of -inf alone
+    # finite for a row of -inf alone, or else x - top would be NaN
+    return max(top, -np.finfo(f32).max)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=sums, cache=True)
+@summing
 def total(x):
-    """Sum of x, as exact as float32 numbers allow."""
-    found = 0.0
-    for b in range(0, len(x), BLOCK):
-        part, block = f32(0), x[b : b + BLOCK]
+    """Return the sum of x: in float32 inside a block, in float64 over the blocks."""
+    result = 0.0
+    for start in range(0, len(x), BLOCK):
+        block = x[start : start + BLOCK]
+        block_sum = f32(0)
         for i in range(len(block)):
-            part += block[i]
-        found += part
-    return found
+            block_sum += block[i]
+        result += block_sum
+    return result
 
 
-@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+@elementwise
 def _exps(x, over_temperature, shift, out):
-    """exp(x over_temperature + shift - the largest) into out; (the largest - shift, the sum)."""
+    """Write exp(x over_temperature - top) into `out`, with top = the largest - shift.
+
+    Returns (top, the sum of `out`).  The largest entry of `out` is exp(shift).
+    """
     top = largest(x) * over_temperature - shift
     for i in range(len(x)):
         out[i] = exp(x[i] * over_temperature - top)
@@ -244,259 +502,475 @@ def _exps(x, over_temperature, shift, out):
 # --- divergences of one vocabulary ----------------------------------------------------------------
 
 
-@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+class DivergenceScratch(NamedTuple):
+    """Hold the memory of one thread for `_divergence_row`."""
+
+    p: np.ndarray  # (V,)
+    q: np.ndarray  # (V,)
+    logp: np.ndarray  # (BLOCK,)
+    logq: np.ndarray  # (BLOCK,)
+
+
+@elementwise
 def _divergence_scratch(V):
-    return np.empty(V, f32), np.empty(V, f32), np.empty(BLOCK, f32), np.empty(BLOCK, f32)
+    """Return a DivergenceScratch."""
+    p = np.empty(V, f32)
+    q = np.empty(V, f32)
+    logp = np.empty(BLOCK, f32)
+    logq = np.empty(BLOCK, f32)
+    return DivergenceScratch(p, q, logp, logq)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
+@elementwise
 def _logp(x, over_temperature, top, log_z, floor, out):
+    """Write the log-probabilities of logits x into `out`, none below `floor`."""
     for i in range(len(x)):
-        found = x[i] * over_temperature - top - log_z
-        out[i] = floor if floor > found else found
+        logp = x[i] * over_temperature - top - log_z
+        out[i] = floor if floor > logp else logp  # in this order NaN stays NaN
 
 
-@njit(nogil=True, error_model="numpy", fastmath=sums, cache=True)
+@summing
 def _divergence_block(logp, logq, p, q, a, b, s, floor, d):
-    """Of what `divergence` sums; its derivative by log p into d."""
+    """Return what `divergence` sums, over one block; write p times its derivative by p into `d`.
+
+    That is the derivative by log p without the normalization of p, which `_divergence_row` adds.
+    The mixtures with s = 0 and s = 1 need no logarithm of m, which takes most of the time.
+    """
     value = f32(0)
-    if s == 1:  # KL(q || p); KL(p || p) is 0
+    if s == 1:  # m = p: a KL(q || p), for KL(p || p) is 0
         for i in range(len(d)):
             value += a * q[i] * (logq[i] - logp[i])
             d[i] = -a * q[i] if logp[i] > floor else f32(0)
-    elif s == 0:
+    elif s == 0:  # m = q: b KL(p || q)
         for i in range(len(d)):
             value += b * p[i] * (logp[i] - logq[i])
             d[i] = b * p[i] * (logp[i] - logq[i] + f32(1))
-    elif s < 0:
+    elif s < 0:  # total variation, sum |p - q| / 2
         for i in range(len(d)):
             gap = p[i] - q[i]
             value += f32(0.5) * abs(gap)
-            d[i] = p[i] * (f32(0.5) if gap > 0 else f32(-0.5) if gap < 0 else f32(0))
+            slope = f32(0.5) if gap > 0 else f32(-0.5) if gap < 0 else f32(0)
+            d[i] = p[i] * slope
     else:
         for i in range(len(d)):
             m = s * p[i] + (f32(1) - s) * q[i]
             m = TINY if TINY > m else m
-            logm, share = log(m, f32(0)), s / m
+            logm = log(m, f32(0))
+            s_over_m = s / m  # the derivative of log m by p
             value += a * q[i] * (logq[i] - logm) + b * p[i] * (logp[i] - logm)
-            d[i] = p[i] * (b * (logp[i] - logm + f32(1) - p[i] * share) - a * q[i] * share)
+            d[i] = p[i] * (b * (logp[i] - logm + f32(1) - p[i] * s_over_m) - a * q[i] * s_over_m)
     return value
 
 
-@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
-def _divergence_rows(n, scratch, x, y, a, b, s, over_temperature, over_teacher, floor, value, d):
-    p, q, logp, logq = scratch
-    x_n, y_n, own, found = x[n], y[n], d[n], 0.0
-    (top, Z), (y_top, y_Z) = _exps(x_n, over_temperature, f32(0), p), _exps(y_n, over_teacher, f32(0), q)
-    over_z, over_y, log_z, log_y = f32(1 / Z), f32(1 / y_Z), f32(np.log(Z)), f32(np.log(y_Z))
-    for start in range(0, len(own), BLOCK):
-        end = min(start + BLOCK, len(own))
-        block_p, block_q, k = p[start:end], q[start:end], end - start
-        for i in range(k):
+@elementwise
+def _divergence_row(
+    n, scratch, x, y, a, b, s, over_temperature, over_teacher_temperature, floor, value, d
+):
+    """Compute row n of `divergence`."""
+    p = scratch.p
+    q = scratch.q
+    x_n = x[n]
+    y_n = y[n]
+    d_n = d[n]
+    top, Z = _exps(x_n, over_temperature, f32(0), p)
+    teacher_top, teacher_Z = _exps(y_n, over_teacher_temperature, f32(0), q)
+    over_z = f32(1 / Z)
+    over_teacher_z = f32(1 / teacher_Z)
+    log_z = f32(np.log(Z))
+    log_teacher_z = f32(np.log(teacher_Z))
+    value_n = 0.0
+    for start in range(0, len(d_n), BLOCK):
+        end = min(start + BLOCK, len(d_n))
+        length = end - start
+        block_p = p[start:end]
+        block_q = q[start:end]
+        for i in range(length):
             block_p[i] *= over_z
-            block_q[i] *= over_y
-        _logp(x_n[start:end], over_temperature, top, log_z, floor, logp[:k])
-        _logp(y_n[start:end], over_teacher, y_top, log_y, floor, logq[:k])
-        found += _divergence_block(logp[:k], logq[:k], block_p, block_q, a, b, s, floor, own[start:end])
-    value[n] = found
-    mean = f32(total(own))
-    for i in range(len(own)):
-        own[i] = over_temperature * (own[i] - p[i] * mean)
+            block_q[i] *= over_teacher_z
+        logp = scratch.logp[:length]
+        logq = scratch.logq[:length]
+        _logp(x_n[start:end], over_temperature, top, log_z, floor, logp)
+        _logp(y_n[start:end], over_teacher_temperature, teacher_top, log_teacher_z, floor, logq)
+        value_n += _divergence_block(logp, logq, block_p, block_q, a, b, s, floor, d_n[start:end])
+    value[n] = value_n
+    # log p = z - log sum exp z of z = x / temperature, so the derivative by z_i is
+    # d_i - p_i sum d with d that by log p
+    d_sum = f32(total(d_n))
+    for i in range(len(d_n)):
+        d_n[i] = over_temperature * (d_n[i] - p[i] * d_sum)
 
 
 # --- KL over events -------------------------------------------------------------------------------
 
 
-@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
-def _mass(x, event, over_temperature, shift, out, mass):
-    """exp(x + shift - the largest) into `out`, a row or a block; its sums over events; their sum.
+class EventScratch(NamedTuple):
+    """Hold the memory of one thread for `_event_chunk`; one event more collects the tokens of none."""
 
-    `event` is -1 for none, which is the last place of `mass`.
+    student_mass: np.ndarray  # (num_events + 1,)
+    teacher_mass: np.ndarray  # (num_events + 1,)
+    block: np.ndarray  # (BLOCK,)
+
+
+@elementwise
+def _event_scratch(num_events):
+    """Return an EventScratch."""
+    student_mass = np.empty(num_events + 1, f32)
+    teacher_mass = np.empty(num_events + 1, f32)
+    block = np.empty(BLOCK, f32)
+    return EventScratch(student_mass, teacher_mass, block)
+
+
+@elementwise
+def _event_mass(x, event, over_temperature, shift, out, mass):
+    """Write exp(x over_temperature - top) into `out`, its sums over events into `mass`.
+
+    top is the largest - shift.  `out` has the length of x, or that of one block where the caller
+    needs only the sums.  Returns the sum of `mass`, TINY per event included.
     """
     top = largest(x) * over_temperature - shift
-    mass[:] = TINY
-    for b in range(0, len(x), BLOCK):
-        part, own = x[b : b + BLOCK], event[b : b + BLOCK]
-        found = out[b : b + BLOCK] if len(out) == len(x) else out[: len(part)]
-        for i in range(len(part)):
-            found[i] = exp(part[i] * over_temperature - top)
-        for i in range(len(part)):
-            mass[own[i]] += found[i]
-    mass[-1] = TINY
+    mass[:] = TINY  # no event has mass 0, so all ratios of masses are finite
+    for start in range(0, len(x), BLOCK):
+        block_x = x[start : start + BLOCK]
+        block_event = event[start : start + BLOCK]
+        block_out = out[start : start + BLOCK] if len(out) == len(x) else out[: len(block_x)]
+        for i in range(len(block_x)):
+            block_out[i] = exp(block_x[i] * over_temperature - top)
+        # a loop by itself: additions to chosen places are not vectorized, but the exponentials are
+        for i in range(len(block_x)):
+            mass[block_event[i]] += block_out[i]  # event -1, none, is the last entry of mass
+    mass[-1] = TINY  # tokens without an event are left out of the softmax
     return total(mass)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=sums, cache=True)
-def _event_value(q, mass, log_ratio, over_z, over_y):
-    """sum q (log(q / mass) + log_ratio) over events; the derivative by mass takes the place of mass."""
+@summing
+def _event_value(q, mass, log_ratio, over_z, over_teacher_z):
+    """Return sum q (log(q / mass) + log_ratio) over events; q and mass are not normalized.
+
+    With log_ratio = log(Z / teacher_Z) this is teacher_Z times the KL.  Overwrites `mass` with the
+    factor of exp(x) in the derivative by x: dKL / dx = exp(x) (1 / Z - q / (mass teacher_Z)).
+    """
     value = 0.0
-    octaves, more = octaves_of(log_ratio)
-    for b in range(0, len(q), BLOCK):
-        part, own, found = q[b : b + BLOCK], mass[b : b + BLOCK], f32(0)
-        for e in range(len(part)):
-            ratio = min(max(part[e] / own[e], TINY), HUGE)
-            found += part[e] * (log(ratio, octaves) + more)
-            own[e] = over_z - ratio * over_y
-        value += found
-    mass[-1] = f32(0)
+    octaves, remainder = octaves_of(log_ratio)
+    for start in range(0, len(q), BLOCK):
+        block_q = q[start : start + BLOCK]
+        block_mass = mass[start : start + BLOCK]
+        block_value = f32(0)
+        for e in range(len(block_q)):
+            ratio = min(max(block_q[e] / block_mass[e], TINY), HUGE)
+            block_value += block_q[e] * (log(ratio, octaves) + remainder)
+            block_mass[e] = over_z - ratio * over_teacher_z
+        value += block_value
+    mass[-1] = f32(0)  # no derivative for tokens without an event
     return value
 
 
-@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
-def _event_scratch(num_events):
-    return np.empty(num_events + 1, f32), np.empty(num_events + 1, f32), np.empty(BLOCK, f32)
-
-
-@njit(nogil=True, error_model="numpy", fastmath=plain, cache=True)
-def _event_rows(c, scratch, x, row, y, teacher_row, event_V, event_W, over_temperature, shift, value, d):
-    mass, q, block = scratch
-    own = d[row[c]]
-    Z = _mass(x[row[c]], event_V, over_temperature, shift, own, mass)
-    y_Z = _mass(y[teacher_row[c]], event_W, over_temperature, f32(0), block, q)
-    log_ratio = np.log(Z) - np.log(y_Z)
-    found = _event_value(q, mass, log_ratio, f32(over_temperature / Z), f32(over_temperature / y_Z))
-    value[c] = found / y_Z
-    for v in range(len(own)):
-        own[v] *= mass[event_V[v]]
+@elementwise
+def _event_chunk(
+    c,
+    scratch,
+    x,
+    row,
+    y,
+    teacher_row,
+    event_V,
+    event_W,
+    over_temperature,
+    shift,
+    value,
+    d,
+):
+    """Compute chunk c of `event_kl`."""
+    mass = scratch.student_mass
+    q = scratch.teacher_mass
+    x_c = x[row[c]]
+    y_c = y[teacher_row[c]]
+    d_c = d[row[c]]  # holds exp(x) first, then the derivative
+    Z = _event_mass(x_c, event_V, over_temperature, shift, d_c, mass)
+    teacher_Z = _event_mass(y_c, event_W, over_temperature, f32(0), scratch.block, q)
+    log_ratio = np.log(Z) - np.log(teacher_Z)
+    over_z = f32(over_temperature / Z)
+    over_teacher_z = f32(over_temperature / teacher_Z)
+    value[c] = _event_value(q, mass, log_ratio, over_z, over_teacher_z) / teacher_Z
+    for v in range(len(d_c)):
+        d_c[v] *= mass[event_V[v]]
 
 
 # --- sorted distance ------------------------------------------------------------------------------
 
+# Example.  p = (0.6, 0.3, 0.1), q = (0.45, 0.40, 0.15), k = 3, and, to be short, one bin per octave
+# (BIN_BITS = 16 makes 256 of it).  The result is |0.6 - 0.45| + |0.3 - 0.40| + |0.1 - 0.15| = 0.30.
+#
+#   bin              in p   in q        ranks of p  ranks of q  sign of p_(r) - q_(r)
+#   [1/2, 1)         0.6                0           none        +1: p_(0) is here, q_(0) below
+#   [1/4, 1/2)       0.3    0.45 0.40   1           0, 1        UNSURE: both have their rank 1 here
+#   [1/8, 1/4)              0.15        none        2           -1: q_(2) is here, p_(2) below
+#   [1/16, 1/8)      0.1                2           none        -1: q_(2) was above
+#
+# `_judge` reads this off the counts.  An entry of p is added with its sign, an entry of q subtracted
+# with it.  `_distance` does so at once for all entries, with UNSURE = 2 for a sign:
+#
+#   0.6 + 2 * 0.3 - 0.1 - (2 * 0.45 + 2 * 0.40 - 0.15) = -0.45
+#
+# `_sort_unsure` then sorts the one unsure bin (a cell) and replaces each 2 by the true sign.
+# One entry of p and none of q lie above the cell: rank 0 of p in it is rank 1 of q in it (offset 1).
+#
+#   0.3 of p   meets 0.40                 -1    adds      (-1 - 2) * 0.3  = -0.90
+#   0.45 of q  meets 0.6, in a bin above  +1    subtracts (+1 - 2) * 0.45 = -0.45
+#   0.40 of q  meets 0.3                  -1    subtracts (-1 - 2) * 0.40 = -1.20
+#
+# and -0.45 - 0.90 + 0.45 + 1.20 = 0.30.  The derivative by p is the signs of p: (1, -1, -1).
 
-@njit(error_model="numpy")
+
+class DistanceScratch(NamedTuple):
+    """Hold the memory of one thread for `_distance`."""
+
+    # (bins,): how many entries of either side a bin has; 0 before and after each call
+    count_p: np.ndarray
+    count_q: np.ndarray
+    # (bins,): the sign of these entries, or UNSURE
+    sign_p: np.ndarray
+    sign_q: np.ndarray
+    # (bins,): the cell of a bin that is UNSURE
+    cell_of_bin: np.ndarray
+    # (bins, 4): cells, their columns as below
+    cells: np.ndarray
+    # (V,): positions of the entries of p in UNSURE bins; (W,): the entries of q in these
+    unsure_positions: np.ndarray
+    unsure_q: np.ndarray
+
+
+# Columns of `cells`: how many entries of p and of q lie in higher bins, and how many lie in the cells
+# before, that is, where the entries of this cell begin in an array that holds all cells.
+ABOVE_P = 0
+ABOVE_Q = 1
+BEGIN_P = 2
+BEGIN_Q = 3
+
+
+@as_written
+def _distance_scratch(size_p, size_q):
+    """Return a DistanceScratch for rows of these lengths."""
+    num_bins = 2**BIN_BITS
+    count_p = np.zeros(num_bins, np.int32)
+    count_q = np.zeros(num_bins, np.int32)
+    sign_p = np.zeros(num_bins, f32)
+    sign_q = np.zeros(num_bins, f32)
+    cell_of_bin = np.zeros(num_bins, np.int32)
+    # enough for one more that ends them, because bin 0 never becomes a cell
+    cells = np.empty((num_bins, 4), np.int32)
+    unsure_positions = np.empty(size_p, np.int32)
+    unsure_q = np.empty(size_q, f32)
+    return DistanceScratch(
+        count_p, count_q, sign_p, sign_q, cell_of_bin, cells, unsure_positions, unsure_q
+    )
+
+
+@as_written
 def _bin(x):
+    """Return the bin of x >= 0: its leading bits, which grow with x.  The mask clears that of -0."""
     return (f32(x).view(np.uint32) >> np.uint32(31 - BIN_BITS)) & np.uint32(2**BIN_BITS - 1)
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
-def _scratch(size_p, size_q):
-    """What `_distance` works on: a place per bin for counts, signs, cells; cells; entries held back."""
-    n = 2**BIN_BITS
-    return (np.zeros(n, np.int32), np.zeros(n, np.int32), np.zeros(n, f32), np.zeros(n, f32),
-            np.zeros(n, np.int32), np.empty((n, 4), np.int32), np.empty(size_p, np.int32),
-            np.empty(size_q, f32))
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
+@as_written
 def _distance(p, q, k, sign, scratch):
-    """sum |sorted p - sorted q| over the k largest; its derivative by p into `sign`."""
-    count_p, count_q, sign_p, sign_q, cell_of, cells, places, others = scratch
+    """Return sum |sorted p - sorted q| over the k largest; write its derivative by p into `sign`."""
     if not np.isfinite(total(p) + total(q)):
         sign[:] = np.nan
         return np.nan
+    count_p = scratch.count_p
+    count_q = scratch.count_q
     for i in range(len(p)):
         count_p[_bin(p[i])] += np.int32(1)
     for i in range(len(q)):
         count_q[_bin(q[i])] += np.int32(1)
-    top = np.int64(_bin(max(largest(p), largest(q))))
-    last = _judge(count_p, count_q, top, k, sign_p, sign_q, cell_of, cells)
-    held_p, held_q = 0, 0
+    top_bin = np.int64(_bin(max(largest(p), largest(q))))
+    num_cells = _judge(top_bin, k, scratch)
+
+    # all entries times their sign or UNSURE; those of UNSURE bins are listed for `_sort_unsure`
+    sign_p = scratch.sign_p
+    sign_q = scratch.sign_q
+    unsure_positions = scratch.unsure_positions
+    unsure_q = scratch.unsure_q
+    num_unsure_p = 0
     for i in range(len(p)):
         s = sign_p[_bin(p[i])]
         sign[i] = s
         if s == UNSURE:
-            places[held_p] = i
-            held_p += 1
+            unsure_positions[num_unsure_p] = i
+            num_unsure_p += 1
     value = _dot(sign, p)
-    block = np.empty(BLOCK, f32)
-    for b in range(0, len(q), BLOCK):
-        part = q[b : b + BLOCK]
-        for i in range(len(part)):
-            s = sign_q[_bin(part[i])]
-            block[i] = s
+    num_unsure_q = 0
+    block_sign = np.empty(BLOCK, f32)
+    for start in range(0, len(q), BLOCK):
+        block = q[start : start + BLOCK]
+        for i in range(len(block)):
+            s = sign_q[_bin(block[i])]
+            block_sign[i] = s
             if s == UNSURE:
-                others[held_q] = part[i]
-                held_q += 1
-        value -= _dot(block[: len(part)], part)
-    if last:
-        value += _sort_unsure(p, k, sign, places[:held_p], others[:held_q], cell_of, cells[: last + 1])
+                unsure_q[num_unsure_q] = block[i]
+                num_unsure_q += 1
+        value -= _dot(block_sign[: len(block)], block)
+
+    if num_cells:
+        positions = unsure_positions[:num_unsure_p]
+        cells = scratch.cells[: num_cells + 1]
+        cell_q = unsure_q[:num_unsure_q]
+        value += _sort_unsure(p, k, sign, positions, cell_q, scratch.cell_of_bin, cells)
     return value
 
 
-@njit(nogil=True, fastmath=sums, error_model="numpy", cache=True)
+@summing
 def _dot(a, b):
-    """In float64: what is summed here may cancel."""
-    found = 0.0
+    """Return sum a b in float64, because terms of either sign may cancel."""
+    result = 0.0
     for i in range(len(a)):
-        found += np.float64(a[i]) * np.float64(b[i])
-    return found
+        result += np.float64(a[i]) * np.float64(b[i])
+    return result
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
-def _judge(count_p, count_q, top, k, sign_p, sign_q, cell_of, cells):
-    """The sign of the entries of either side by bin, from bin `top` down; the counts are set back to 0.
+@as_written
+def _judge(top_bin, k, scratch):
+    """Find the sign of the entries of each bin, from bin `top_bin` down, and list the cells.
 
-    The entries of p in a bin have the ranks above_p, ..., end_p - 1.  An entry of rank r < k counts with the
-    sign of p_(r) - q_(r).  Where both may be in the same bin, it is UNSURE, and the bin a cell (above_p,
-    above_q, entries of p and of q in the cells before); one more cell ends them.  Returns how many there are
-    without that.
+    The entries of p in a bin have the ranks above_p, ..., end_p - 1 in p; those of q likewise.
+    An entry of rank r < k has the sign of p_(r) - q_(r), an entry of rank r >= k has 0.  If p_(r)
+    and q_(r) may lie in one bin, or if a bin has ranks on both sides of k, it is UNSURE and
+    becomes a cell.  One more cell ends the list.
+
+    Reads the counts and sets them back to 0; writes signs, `cell_of_bin` and `cells`.  Returns the
+    number of cells without the last one.
     """
-    above_p, above_q, held_p, held_q, last = 0, 0, 0, 0, 0
-    for b in range(top, -1, -1):
-        in_p, in_q = count_p[b], count_q[b]
+    count_p = scratch.count_p
+    count_q = scratch.count_q
+    cells = scratch.cells
+    above_p = 0
+    above_q = 0
+    begin_p = 0
+    begin_q = 0
+    num_cells = 0
+    for b in range(top_bin, -1, -1):
+        in_p = count_p[b]
+        in_q = count_q[b]
         if in_p + in_q == 0:
             continue
-        end_p, end_q = above_p + in_p, above_q + in_q
+        end_p = above_p + in_p
+        end_q = above_q + in_q
+
+        # above_q >= end_p: the ranks of p in this bin are in higher bins of q, and those of q here
+        # in lower bins of p, so q is the larger one at all of them
         s = f32(-1) if above_q >= end_p else f32(1) if above_p >= end_q else UNSURE
-        s_p, s_q = s, s
-        if max(end_p, end_q) > k:
+        s_p = s
+        s_q = s
+        if max(end_p, end_q) > k:  # some ranks here are behind k
             s_p = f32(0) if above_p >= k else s if end_p <= k else UNSURE
             s_q = f32(0) if above_q >= k else s if end_q <= k else UNSURE
-        if b == 0:  # it holds 0 and what is as good as that
-            s_p = s_q = f32(0)
+        if b == 0:  # subnormal numbers below 4.6e-41 add as little as 0 does
+            s_p = f32(0)
+            s_q = f32(0)
         if s_p == UNSURE or s_q == UNSURE:
-            s_p = s_q = UNSURE
-            cells[last, 0], cells[last, 1], cells[last, 2], cells[last, 3] = above_p, above_q, held_p, held_q
-            cell_of[b] = last
-            held_p, held_q, last = held_p + in_p, held_q + in_q, last + 1
-        sign_p[b], sign_q[b], count_p[b], count_q[b] = s_p, s_q, 0, 0
-        above_p, above_q = end_p, end_q
-    cells[last, 2], cells[last, 3] = held_p, held_q
-    return last
+            s_p = UNSURE
+            s_q = UNSURE
+            cells[num_cells, ABOVE_P] = above_p
+            cells[num_cells, ABOVE_Q] = above_q
+            cells[num_cells, BEGIN_P] = begin_p
+            cells[num_cells, BEGIN_Q] = begin_q
+            scratch.cell_of_bin[b] = num_cells
+            begin_p += in_p
+            begin_q += in_q
+            num_cells += 1
+        scratch.sign_p[b] = s_p
+        scratch.sign_q[b] = s_q
+        count_p[b] = 0
+        count_q[b] = 0
+        above_p = end_p
+        above_q = end_q
+    cells[num_cells, BEGIN_P] = begin_p
+    cells[num_cells, BEGIN_Q] = begin_q
+    return num_cells
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
-def _sort_unsure(p, k, sign, places, held, cell_of, cells):
-    """What entries in UNSURE bins add to the distance, beyond UNSURE times themselves; their signs.
+@as_written
+def _sort_unsure(p, k, sign, positions, unsure_q, cell_of_bin, cells):
+    """Replace UNSURE by the true sign, in `sign` and in the value.
 
-    places: of those of p.  held: those of q.
+    Args:
+        positions: of the entries of p in cells, in any order.
+        unsure_q: the entries of q in cells, in any order.
+        cells: of `_judge`, with the one that ends them.
+    Returns:
+        what to add to a value that counted all these entries with UNSURE for a sign.
     """
-    last = len(cells) - 1
-    keys, others = np.empty(len(places), np.int64), np.empty_like(held)
-    at_p, at_q = cells[:, 2].copy(), cells[:, 3].copy()
-    for i in places:
-        j = cell_of[_bin(p[i])]
-        keys[at_p[j]] = (np.int64(f32(p[i]).view(np.int32)) << 32) | i  # whole numbers grow with the float
-        at_p[j] += 1
-    for x in held:
-        j = cell_of[_bin(x)]
-        others[at_q[j]] = x
-        at_q[j] += 1
-    value = 0.0
-    for j in range(last):
-        own, other = keys[cells[j, 2] : cells[j + 1, 2]], others[cells[j, 3] : cells[j + 1, 3]]
-        own.sort()
-        other.sort()
-        n, m = len(own), len(other)
-        offset = cells[j, 0] - cells[j, 1]  # rank 0 of p in this cell is rank `offset` of q in it
-        for r in range(n):
-            i = own[n - 1 - r] & 0xFFFFFFFF
-            s = _compare(p[i], other, m - 1 - r - offset) if cells[j, 0] + r < k else 0
+    keys = _keys_by_cell(p, positions, cell_of_bin, cells)
+    values = _values_by_cell(unsure_q, cell_of_bin, cells)
+    correction = 0.0
+    for j in range(len(cells) - 1):
+        cell_keys = keys[cells[j, BEGIN_P] : cells[j + 1, BEGIN_P]]
+        cell_q = values[cells[j, BEGIN_Q] : cells[j + 1, BEGIN_Q]]
+        cell_keys.sort()
+        cell_q.sort()
+        num_p = len(cell_keys)
+        num_q = len(cell_q)
+        above_p = cells[j, ABOVE_P]
+        above_q = cells[j, ABOVE_Q]
+        offset = above_p - above_q  # rank 0 of p in this cell is rank `offset` of q in it
+
+        # both are sorted ascending: rank r in the cell is the entry at num - 1 - r
+        for r in range(num_p):
+            i = _position(cell_keys[num_p - 1 - r])
+            s = _compare(p[i], cell_q, num_q - 1 - r - offset) if above_p + r < k else 0
             sign[i] = s
-            value += (s - UNSURE) * np.float64(p[i])
-        for r in range(m):
-            place, s = n - 1 - r + offset, 0
-            if cells[j, 1] + r < k:
-                s = 1 if place >= n else -1
-                if 0 <= place < n:
-                    s = _compare(p[own[place] & 0xFFFFFFFF], other, m - 1 - r)
-            value -= (s - UNSURE) * np.float64(other[m - 1 - r])
-    return value
+            correction += (s - UNSURE) * np.float64(p[i])
+        for r in range(num_q):
+            place = num_p - 1 - r + offset  # of the entry of p that has the same rank
+            s = 0
+            if above_q + r < k:
+                s = 1 if place >= num_p else -1  # in a bin above, or in one below
+                if 0 <= place < num_p:
+                    s = _compare(p[_position(cell_keys[place])], cell_q, num_q - 1 - r)
+            correction -= (s - UNSURE) * np.float64(cell_q[num_q - 1 - r])
+    return correction
 
 
-@njit(error_model="numpy")
+@as_written
+def _keys_by_cell(p, positions, cell_of_bin, cells):
+    """Return int64 keys, cell by cell, that sort like the entries of p and hold their positions.
+
+    The bits of the float32 are the upper half (as integers they grow with a number >= 0), the
+    position is the lower half.  Integers sort faster than pairs, and ties sort by position.
+    """
+    keys = np.empty(len(positions), np.int64)
+    next_place = cells[:, BEGIN_P].copy()
+    for i in positions:
+        j = cell_of_bin[_bin(p[i])]
+        keys[next_place[j]] = (np.int64(f32(p[i]).view(np.int32)) << 32) | i
+        next_place[j] += 1
+    return keys
+
+
+@as_written
+def _position(key):
+    """Return the position that a key of `_keys_by_cell` holds."""
+    return key & 0xFFFFFFFF
+
+
+@as_written
+def _values_by_cell(unsure_q, cell_of_bin, cells):
+    """Return the entries of q, cell by cell."""
+    values = np.empty_like(unsure_q)
+    next_place = cells[:, BEGIN_Q].copy()
+    for x in unsure_q:
+        j = cell_of_bin[_bin(x)]
+        values[next_place[j]] = x
+        next_place[j] += 1
+    return values
+
+
+@as_written
 def _compare(x, ascending, place):
-    """Sign of x less the entry at `place`; what is behind the end is larger, before the start smaller."""
+    """Return the sign of x less the entry at `place`.
+
+    What would be beyond the end lies in a higher bin and is larger, before the start smaller.
+    """
     if place >= len(ascending):
         return -1
     if place < 0:
@@ -504,103 +978,175 @@ def _compare(x, ascending, place):
     return (x > ascending[place]) - (x < ascending[place])
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
-def _distance_rows(c, scratch, p, q, k, value, sign):
-    value[c] = _distance(p[c], q[c], k, sign[c], scratch)
+@as_written
+def _distance_row(n, scratch, p, q, k, value, sign):
+    """Compute row n of `sorted_distance`."""
+    value[n] = _distance(p[n], q[n], k, sign[n], scratch)
 
 
 # --- probabilities of chunks ----------------------------------------------------------------------
 
 
-@njit(nogil=True, fastmath=plain, error_model="numpy", cache=True)
+class MixtureScratch(NamedTuple):
+    """Hold the memory of one thread for `_mixture_chunk`."""
+
+    p: np.ndarray  # (V,), probabilities of a chunk, times exp(shift)
+    q: np.ndarray  # (W,), those of the teacher
+    teacher_softmax: np.ndarray  # (W,), of one row
+    slope: np.ndarray  # (V,), derivative by p
+    rest_p: np.ndarray  # those of the rest
+    rest_q: np.ndarray
+    rest_sign: np.ndarray
+    distance: DistanceScratch
+
+
+@as_written
+def _mixture_scratch(V, W, num_rest_x, num_rest_y):
+    """Return a MixtureScratch for vocabularies of these sizes, and these numbers of other tokens."""
+    p = np.empty(V, f32)
+    q = np.empty(W, f32)
+    teacher_softmax = np.empty(W, f32)
+    slope = np.empty(V, f32)
+    rest_p = np.empty(num_rest_x, f32)
+    rest_q = np.empty(num_rest_y, f32)
+    rest_sign = np.empty(num_rest_x, f32)
+    distance = _distance_scratch(num_rest_x, num_rest_y)
+    return MixtureScratch(p, q, teacher_softmax, slope, rest_p, rest_q, rest_sign, distance)
+
+
+@elementwise
 def _softmax(x, over_temperature, shift, out):
-    """softmax(x over_temperature) exp(shift)."""
-    factor = f32(np.exp(shift) / _exps(x, over_temperature, shift, out)[1])
+    """Write softmax(x over_temperature) exp(shift) into `out`."""
+    _, exp_sum = _exps(x, over_temperature, shift, out)
+    factor = f32(np.exp(shift) / exp_sum)
     for i in range(len(x)):
         out[i] *= factor
 
 
-@njit(nogil=True, fastmath=plain, error_model="numpy", cache=True)
+@elementwise
 def _add_scaled(x, factor, first, out):
+    """Add x times factor to `out`, which counts as 0 if this is the first row of a chunk."""
     for i in range(len(x)):
         out[i] = x[i] * factor + (f32(0) if first else out[i])
 
 
-@njit(nogil=True, fastmath=plain, error_model="numpy", cache=True)
+@elementwise
 def _scale_back(p, factor, slope, mean):
-    """factor p (slope - mean), in the place of p."""
+    """Write factor p (slope - mean), the derivative of a softmax, in the place of p."""
     for i in range(len(p)):
         p[i] = factor * p[i] * (slope[i] - mean)
 
 
-@njit(nogil=True, fastmath=sums, error_model="numpy", cache=True)
+@summing
 def _mass_kl(p, q, reverse, shift, d):
-    """sum q log(q / p) (reverse: p log(p / q)), p = `p` / exp(shift); its derivative by `p` into d."""
+    """Return sum q log(q / P), P = p / exp(shift); write its derivative by p into `d`.
+
+    reverse: sum P log(P / q), for shift 0 alone.
+    """
     value = f32(0)
-    octaves, more = octaves_of(np.float64(shift))
+    octaves, remainder = octaves_of(np.float64(shift))
     for i in range(len(p)):
-        a, b = max(p[i], TINY), max(q[i], TINY)
-        if reverse:  # with shift 0
-            d[i] = log(a / b, f32(0)) + f32(1)
-            value += a * (d[i] - f32(1))
+        p_i = max(p[i], TINY)
+        q_i = max(q[i], TINY)
+        if reverse:
+            d[i] = log(p_i / q_i, f32(0)) + f32(1)
+            value += p_i * (d[i] - f32(1))
         else:
-            ratio = min(max(b / a, TINY), HUGE)
-            value += b * (log(ratio, octaves) + more)
+            ratio = min(max(q_i / p_i, TINY), HUGE)
+            value += q_i * (log(ratio, octaves) + remainder)
             d[i] = -ratio
     return value
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
-def _common_and_rest(x, y, common_x, common_y, rest_x, rest_y, k, reverse, shift, out, scratch, bins):
-    """KL on the common tokens and one bucket, distance of the sorted rest; the derivative by x into out."""
-    own, other, sign = scratch
-    a, b, found, kl = np.empty(BLOCK, f32), np.empty(BLOCK, f32), np.empty(BLOCK, f32), 0.0
-    for start in range(0, len(common_x), BLOCK):
-        at_x, at_y = common_x[start : start + BLOCK], common_y[start : start + BLOCK]
-        n = len(at_x)
-        for i in range(n):
-            a[i], b[i] = x[at_x[i]], y[at_y[i]]
-        kl += _mass_kl(a[:n], b[:n], reverse, shift, found)
-        for i in range(n):
-            out[at_x[i]] = found[i]
-    for i in range(len(rest_x)):
-        own[i] = x[rest_x[i]]
-    for i in range(len(rest_y)):
-        other[i] = y[rest_y[i]]
-    a[0], b[0] = total(own), total(other)
-    kl += _mass_kl(a[:1], b[:1], reverse, shift, found)
+@as_written
+def _common_and_rest(p, q, tokens, k, reverse, shift, slope, scratch):
+    """Return KL on the common tokens and one bucket of the rest, plus the distance of the sorted rest.
+
+    p holds exp(shift) times probabilities.  Writes the derivative by p into `slope`.
+    """
+    block_p = np.empty(BLOCK, f32)
+    block_q = np.empty(BLOCK, f32)
+    block_d = np.empty(BLOCK, f32)
+    kl = 0.0
+    for start in range(0, len(tokens.common_x), BLOCK):
+        ids_x = tokens.common_x[start : start + BLOCK]
+        ids_y = tokens.common_y[start : start + BLOCK]
+        length = len(ids_x)
+        _gather(p, ids_x, block_p)
+        _gather(q, ids_y, block_q)
+        kl += _mass_kl(block_p[:length], block_q[:length], reverse, shift, block_d)
+        for i in range(length):
+            slope[ids_x[i]] = block_d[i]
+
+    # KL sees the rest as one token more: the bucket
+    rest_p = scratch.rest_p
+    rest_q = scratch.rest_q
+    _gather(p, tokens.rest_x, rest_p)
+    _gather(q, tokens.rest_y, rest_q)
+    block_p[0] = total(rest_p)
+    block_q[0] = total(rest_q)
+    kl += _mass_kl(block_p[:1], block_q[:1], reverse, shift, block_d)
+    d_bucket = block_d[0]
+
+    # the distance is not scale-free like a ratio, so it needs probabilities without exp(shift)
     unshift = f32(np.exp(-shift))
-    for i in range(len(rest_x)):
-        own[i] *= unshift
-    value = kl + _distance(own, other, k, sign, bins)
-    for i in range(len(rest_x)):
-        out[rest_x[i]] = sign[i] * unshift + found[0]
+    for i in range(len(rest_p)):
+        rest_p[i] *= unshift
+    value = kl + _distance(rest_p, rest_q, k, scratch.rest_sign, scratch.distance)
+    for i in range(len(tokens.rest_x)):
+        slope[tokens.rest_x[i]] = scratch.rest_sign[i] * unshift + d_bucket
     return value
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
-def _mixture_scratch(V, W, rest_V, rest_W):
-    sides = np.empty(V, f32), np.empty(W, f32), np.empty(W, f32), np.empty(V, f32)
-    rest = np.empty(rest_V, f32), np.empty(rest_W, f32), np.empty(rest_V, f32)
-    return sides, rest, _scratch(rest_V, rest_W)
+@as_written
+def _gather(source, ids, out):
+    """Write the listed entries of `source` into the beginning of `out`."""
+    for i in range(len(ids)):
+        out[i] = source[ids[i]]
 
 
-@njit(nogil=True, fastmath=plain, error_model="numpy", cache=True)
-def _mixture_rows(c, scratch, x, weight, row, start, y, teacher_weight, teacher_row, teacher_start, common_x,
-                  common_y, rest_x, rest_y, k, reverse, shift, over_temperature, value, d, d_weight):
-    (p, q, one, slope), rest, bins = scratch
-    for r in range(start[c], start[c + 1]):
-        _softmax(x[row[r]], over_temperature, shift, d[row[r]])
-        _add_scaled(d[row[r]], weight[r], r == start[c], p)
-    for r in range(teacher_start[c], teacher_start[c + 1]):
-        _softmax(y[teacher_row[r]], over_temperature, f32(0), one)
-        _add_scaled(one, teacher_weight[r], r == teacher_start[c], q)
-    if len(common_x) + len(rest_x) == 0:
-        value[c] = _distance(p, q, k, slope, bins)
+@elementwise
+def _mixture_chunk(
+    c,
+    scratch,
+    student,
+    teacher,
+    tokens,
+    k,
+    reverse,
+    shift,
+    over_temperature,
+    value,
+    d,
+    d_weight,
+):
+    """Compute chunk c of `mixture_distance`; student and teacher are ChunkRows."""
+    p = scratch.p
+    q = scratch.q
+    slope = scratch.slope
+    start = student.start[c]
+    end = student.start[c + 1]
+    for r in range(start, end):
+        # each softmax stays in d, which is its derivative's place, for the way back
+        row = student.row[r]
+        _softmax(student.logits[row], over_temperature, shift, d[row])
+        _add_scaled(d[row], student.weight[r], r == start, p)
+    teacher_start = teacher.start[c]
+    for r in range(teacher_start, teacher.start[c + 1]):
+        softmax = scratch.teacher_softmax
+        _softmax(teacher.logits[teacher.row[r]], over_temperature, f32(0), softmax)
+        _add_scaled(softmax, teacher.weight[r], r == teacher_start, q)
+
+    if len(tokens.common_x) + len(tokens.rest_x) == 0:
+        value[c] = _distance(p, q, k, slope, scratch.distance)
     else:
-        value[c] = _common_and_rest(p, q, common_x, common_y, rest_x, rest_y, k, reverse, shift, slope, rest,
-                                    bins)
+        value[c] = _common_and_rest(p, q, tokens, k, reverse, shift, slope, scratch)
+
+    # p is the sum of weight * softmax: by the weight, slope . softmax; by the logits, weight times
+    # the derivative of the softmax.  The mean of slope is that dot product without exp(shift).
     unshift = np.exp(-np.float64(shift))
-    for r in range(start[c], start[c + 1]):
-        d_weight[r] = _dot(slope, d[row[r]])
-        _scale_back(d[row[r]], weight[r] * over_temperature, slope, f32(d_weight[r] * unshift))
+    for r in range(start, end):
+        row = student.row[r]
+        d_weight[r] = _dot(slope, d[row])
+        mean = f32(d_weight[r] * unshift)
+        _scale_back(d[row], student.weight[r] * over_temperature, slope, mean)
