@@ -19,7 +19,6 @@ import torch.distributed as dist
 from align import coverage
 from isogloss.chat import SkippedChat, encode_chat, pair_chats, render
 from isogloss.sample import (
-    EncodedText,
     PairSample,
     Pairing,
     TextEncoder,

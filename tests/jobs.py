@@ -5,37 +5,45 @@ import os
 from pathlib import Path
 
 import distill
+from isogloss.inputs import check_inputs
+from isogloss.launch import silence_libraries, start_distributed
 
 
-def ds_config(path, stage, micro, micro_steps, **more):
-    """A ds_config file; float32, AdamW unless `more` says otherwise."""
+def ds_config(path, stage, micro_batch_size, grad_accum_steps, **more):
+    """Write a ds_config file; float32, AdamW unless `more` says otherwise."""
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    config = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": micro_steps,
-              "gradient_clipping": 0.5, "zero_optimization": {"stage": stage}, "optimizer": optimizer}
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": grad_accum_steps,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": optimizer,
+    }
     path.write_text(json.dumps(config | more))
     return str(path)
 
 
 def write_corpus(folder, texts, count):
     path = Path(folder) / f"corpus{count}.jsonl"
-    path.write_text("\n".join(json.dumps({"text": t}) for t in texts[:count]))
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts[:count]))
     return str(path)
 
 
 def job_for(flags):
-    device = distill.start_distributed()
-    distill.silence_libraries()
+    """Return (TrainState, RunInputs) of a run with these flags; all ranks take part."""
+    device = start_distributed()
+    silence_libraries()
     cfg = distill.Config(**flags)
-    inputs = distill.check_inputs(cfg, device)
-    return distill.build_job(cfg, inputs, device), inputs
+    inputs = check_inputs(cfg, device)
+    return distill.build_state(cfg, inputs, device), inputs
 
 
 def run_distill(argv_list):
-    """Several command lines in one process; their exit codes."""
+    """Run several command lines in one process; return their exit codes."""
     codes = []
     for argv in argv_list:
         try:
-            distill.cli(argv + ["--local_rank=" + os.environ["LOCAL_RANK"]])
+            distill.cli([*argv, "--local_rank=" + os.environ["LOCAL_RANK"]])
             codes.append(0)
         except SystemExit as end:
             codes.append(end.code)
@@ -43,7 +51,11 @@ def run_distill(argv_list):
 
 
 def losses_of(output, start=0):
-    """{step: everything but times} of a run."""
-    lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    """Return what a run logged after step `start`, everything but times."""
     times = {"seconds", "tokens_per_second"}
-    return [{k: v for k, v in line.items() if k not in times} for line in lines if line["step"] > start]
+    lines = []
+    for text in (Path(output) / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if line["step"] > start:
+            lines.append({key: value for key, value in line.items() if key not in times})
+    return lines

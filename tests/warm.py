@@ -16,17 +16,21 @@ import cpu_kernels
 import demo
 import distill  # noqa: F401
 from align import TokenTable
-from isogloss.data import Collate, TextEncoder
+from isogloss.batch import Collator, PairOptions
+from isogloss.sample import TextEncoder
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # probes them all
 tokenizer = demo.byte_level_bpe(["warm"], 256)
-demo.llama(tokenizer, dict(hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1), 0)
-side = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 9)
-Collate(side, side, None)(["warm"])
-one, rows = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
-side, event = (one, torch.ones(1), rows, rows), torch.zeros(3, dtype=torch.int32)
-cpu_kernels.event_kl(one, rows, one, rows, event, event, 1, 1.0, 0.0)
-cpu_kernels.mixture_distance(side, side, None, None, 3, 1.0)
-cpu_kernels.divergence(one, one, (1.0, 0.0, 1.0), 1.0, 1.0, -1e4)
+shape = dict(hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
+demo.llama(tokenizer, shape, 0)
+encoder = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 9)
+Collator(encoder, [PairOptions(encoder)])(["warm"])
+logits = torch.zeros(1, 3)
+rows = torch.zeros(1, dtype=torch.long)
+chunks = logits, torch.ones(1), rows, rows
+events = torch.zeros(3, dtype=torch.int32)
+cpu_kernels.event_kl(logits, rows, logits, rows, events, events, 1, 1.0, 0.0)
+cpu_kernels.mixture_distance(chunks, chunks, None, None, 3, 1.0)
+cpu_kernels.divergence(logits, logits, (1.0, 0.0, 1.0), 1.0, 1.0, -1e4)
 gc.collect()
 gc.freeze()
