@@ -1,0 +1,133 @@
+"""Mix several teachers: score, weight or average them, and scale their loss to the cross-entropy.
+
+Teachers of one vocabulary can be averaged into one (`average_teachers`).  Teachers of different
+vocabularies each give a loss; `teacher_scores` and `teacher_weights` weight these losses per
+sample, and `vocabulary_factors` makes them comparable.  `dynamic_scale` balances distillation and
+cross-entropy.
+
+Shapes: M teachers, B samples, T tokens, W teacher vocabulary.  Logits at position t predict token t
++ 1,
+and next tokens and masks are shifted already: entry t describes the token that position t predicts.
+
+Needs torch only.  Copy this file into your own repository.  Tests: tests/test_losses.py.
+License: Apache-2.0 (see LICENSE).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOOR = -1e4  # nats; stands for log 0, so that what a teacher excludes costs a finite amount
+
+
+def teacher_scores(
+    logits_BTW: Tensor, next_BT: Tensor, mask_BT: Tensor, kind: str = "ce"
+) -> Tensor:
+    """Return (B,) how sure a teacher is of each sample, the higher the better, without gradient.
+
+    All kinds are per token, so those of different tokenizers compare only roughly.
+
+    Args:
+        logits_BTW: any float type; may hold NaN where the mask is False.
+        next_BT: int64, the token that each position predicts; used by "ce".
+        mask_BT: bool, positions that count.
+        kind: "ce": minus the mean cross-entropy in nats; "entropy": minus the mean entropy in nats;
+            "max_prob": mean of the largest probability.
+    Returns:
+        At least float32; 0 for a sample without positions.
+    Raises:
+        ValueError: unknown kind.
+    """
+    with torch.no_grad():
+        logp_NW = _at_least_float32(logits_BTW[mask_BT]).log_softmax(-1).clamp(min=FLOOR)
+        if kind == "ce":
+            score_N = logp_NW.gather(1, next_BT[mask_BT][:, None]).squeeze(1)
+        elif kind == "entropy":
+            score_N = (logp_NW.exp() * logp_NW).sum(-1)
+        elif kind == "max_prob":
+            score_N = logp_NW.amax(-1).exp()
+        else:
+            raise ValueError(f"kind={kind!r}: expected 'ce', 'entropy' or 'max_prob'")
+        num_samples, num_positions = mask_BT.shape
+        row_N = mask_BT.reshape(-1).nonzero().squeeze(1)
+        sample_N = row_N // max(1, num_positions)
+        zeros_B = score_N.new_zeros(num_samples)
+        total_B = zeros_B.index_add(0, sample_N, score_N)
+        count_B = zeros_B.index_add(0, sample_N, torch.ones_like(score_N))
+        return total_B / count_B.clamp(min=1)
+
+
+def teacher_weights(scores_MB: Tensor, alpha: float = 1.0, select: bool = False) -> Tensor:
+    """Return (M, B) weights that sum to 1 over the teachers of each sample.
+
+    Args:
+        scores_MB: from `teacher_scores`.
+        alpha: the weights are softmax(alpha * score); 0: equal weights.
+        select: weight 1 for the best teacher and 0 for the others, whatever alpha is.
+    """
+    if select:
+        one_hot_BM = F.one_hot(scores_MB.argmax(0), len(scores_MB))
+        return one_hot_BM.T.to(scores_MB.dtype)
+    return (alpha * scores_MB).softmax(0)
+
+
+def vocabulary_factors(sizes_M: list[int]) -> Tensor:
+    """Return (M,) float64 factors log W_i / log min W.
+
+    A divergence over more tokens is larger by about this factor (not tuned); divide by it.
+
+    Args:
+        sizes_M: vocabulary sizes, in tokens, > 1.
+    """
+    logs_M = torch.tensor(sizes_M, dtype=torch.float64).log()
+    return logs_M / logs_M.min()
+
+
+def average_teachers(
+    logits_M: list[Tensor], weights_M: Tensor | None = None, space: str = "p"
+) -> Tensor:
+    """Return logits of the average of teachers that have one vocabulary.
+
+    Args:
+        logits_M: M tensors (B, T, W), any float type.
+        weights_M: (M,) or (M, B), summing to 1 over the teachers; None: equal.
+        space: "p": log of the mean probability; "logits": mean of the logits.
+    Returns:
+        (B, T, W), at least float32.
+    Raises:
+        ValueError: unknown space.
+    """
+    if space not in ("p", "logits"):
+        raise ValueError(f"space={space!r}: expected 'p' or 'logits'")
+    num_teachers = len(logits_M)
+    logits = [_at_least_float32(x) for x in logits_M]
+    if space == "p":
+        logits = [x.log_softmax(-1) for x in logits]
+    stacked = torch.stack(logits)
+    if weights_M is None:
+        weights = stacked.new_full((num_teachers,), 1 / num_teachers)
+    else:
+        weights = weights_M.to(stacked)
+    # one weight for all positions and tokens of a teacher, or of a teacher and a sample
+    missing_axes = stacked.dim() - weights.dim()
+    weights = weights.reshape([*weights.shape, *[1] * missing_axes])
+    if space == "p":
+        return (stacked + weights.log()).logsumexp(0)
+    return (weights * stacked).sum(0)
+
+
+def dynamic_scale(ce: Tensor, kd: Tensor) -> Tensor:
+    """Return stopgrad(CE / KD), which makes the distillation loss as large as the cross-entropy.
+
+    Args:
+        ce, kd: () means over the *whole* step on all ranks; else the gradient's direction depends
+            on how the batch is cut.
+    Returns:
+        () float32; finite where kd is 0.
+    """
+    return (ce.detach() / kd.detach().clamp(min=1e-12)).to(torch.float32)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Convert bfloat16 and float16 to float32; leave float32 and float64 as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
