@@ -6,10 +6,10 @@ import re
 import pytest
 import ranks
 import sentencepiece
-
-import demo
 from conftest import ROOT
 from jobs import run_distill
+
+import demo
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, toke
 
 
 def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys):
-    """Run every step of the real recipe with sizes too small to learn; test_cli has the launcher."""
+    """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
 
     def launch(world, flags):
         return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))
