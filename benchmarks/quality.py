@@ -132,7 +132,7 @@ def train(assets, loss, weight, seed, steps):
             # forward_kl compares position by position, so it needs the student's tokenizer
             teacher = "bitstories_1M" if loss == "forward_kl" else "tinytalk_neo_3M"
             flags |= {"loss": loss, "teacher": assets / "models" / teacher}
-        # one rank: several comparisons can then run side by side on the cores of one machine
+        # one rank: models of this size gain nothing from a second one
         if demo.launch(1, demo.command_line(flags)):
             raise SystemExit(f"quality.py: the run {output} failed; see the error above")
     return final_bits(output, steps)
