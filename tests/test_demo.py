@@ -29,7 +29,7 @@ def test_the_split_is_fixed_and_no_passage_is_in_both_halves(documents, tmp_path
     assert len(held_out) == demo.RECIPE["held_out_rows"]
     assert len(train) > 4000
     assert not set(held_out) & set(train)
-    # about 2 MB with every supported Python, in passages that --max_length rarely truncates
+    # about 2 MB, in passages that --max_length rarely truncates
     size = len("".join(held_out + train).encode())
     assert 1.5e6 < size < 4e6
     assert max(map(len, train)) < 2000
