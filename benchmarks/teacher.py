@@ -1,70 +1,141 @@
-"""What does a rank hold of a teacher, and what does it take to load it?
+"""Measure what a rank holds of a teacher, and what it takes to load it.
 
     python benchmarks/teacher.py [--ranks 4] [--layers 12] [--hidden 1024]
 
-A random Llama is written to disk in files of 100 MB; then, for every degree that divides the ranks, fresh
-ranks load it as distill.py would (degree 1: whole; else the tensor-parallel engine; last, ZeRO-3) and run 512
-tokens.  Each line, of the slowest or largest rank: MiB of its parameters; seconds to load; MiB of memory of
-its own that it keeps, and of pages of files, which ranks share and the system can take back; its peak, both
-together.  Weights are float32.  Figures of record are in docs/LOG.md.
+The script writes a random Llama to disk in files of 100 MB.  For every degree that divides the
+ranks, fresh ranks load it as distill.py would and run 512 tokens: degree 1 holds the whole model,
+higher degrees the tensor-parallel engine's shards.  The last line is ZeRO-3 over all ranks.
+Weights are float32.  Figures of record are in docs/LOG.md.
+
+Each line has the slowest or largest rank's:
+    parameters_MiB: the parameters that it holds.
+    load_seconds, forward_seconds: wall time.
+    anonymous_MiB: memory that it keeps beyond what it had before, file pages apart.
+    files_MiB: pages of files, which ranks share and the system can take back.
+    peak_MiB: the largest sum of the two.
 """
 
 import json
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import fire
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import ranks
 
+from projection_tools.flags import tool
+
+VOCAB = 32_000  # Llama 2's
+TOKENS = 512  # of the forward pass
+MIB = 2**20
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Measure memory and time of a teacher in every way to hold it.
+
+    Args:
+        ranks: processes on this machine.
+        layers: layers of the model.
+        hidden: hidden size, a multiple of 16.
+    """
+
+    ranks: int = 4
+    layers: int = 12
+    hidden: int = 1024
+
+
+class Memory(NamedTuple):
+    """Resident memory of this process, in MiB."""
+
+    anonymous: float
+    files: float
+    peak: float  # of their sum, since the process started
+
 
 def resident():
-    """MiB of this process: its own, of files, and the peak of both."""
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    found = {line[0]: int(line[1]) / 2**10 for line in lines if line[0].startswith(("Rss", "VmHWM"))}
-    return found["RssAnon:"] + found["RssShmem:"], found["RssFile:"], found["VmHWM:"]
+    """Return this process's Memory, as Linux counts it."""
+    mib = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, *values = line.split()
+        if name.startswith(("Rss", "VmHWM")):
+            mib[name] = int(values[0]) / 2**10  # the kernel writes KiB
+    return Memory(mib["RssAnon:"] + mib["RssShmem:"], mib["RssFile:"], mib["VmHWM:"])
 
 
 def load(folder, degree, engine):
-    """What one rank needs for one teacher."""
+    """Load the teacher on this rank, run it once, and return the figures of one line."""
     import distill
     from isogloss.teachers import load_teacher
 
     distill.start_distributed()
     distill.silence_libraries()
-    (own, files, _), begin = resident(), time.perf_counter()
-    teacher = load_teacher(folder, 32000, "float32", "cpu", engine, degree)
-    seconds = time.perf_counter() - begin
+    before = resident()
     begin = time.perf_counter()
-    teacher.rows(torch.arange(512)[None])
-    forward, (own_now, files_now, peak) = time.perf_counter() - begin, resident()
-    return {"parameters_MiB": teacher.parameters * 4 / 2**20, "load_seconds": seconds,
-            "own_MiB": own_now - own, "files_MiB": files_now - files, "peak_MiB": peak - own - files,
-            "forward_seconds": forward}
+    teacher = load_teacher(folder, VOCAB, "float32", "cpu", engine, degree)
+    load_seconds = time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    with torch.no_grad():
+        teacher.hidden(torch.arange(TOKENS)[None])
+    forward_seconds = time.perf_counter() - begin
+    after = resident()
+    return {
+        "parameters_MiB": teacher.parameters * 4 / MIB,  # 4 bytes a float32
+        "load_seconds": load_seconds,
+        "anonymous_MiB": after.anonymous - before.anonymous,
+        "files_MiB": after.files - before.files,
+        "peak_MiB": after.peak - before.anonymous - before.files,
+        "forward_seconds": forward_seconds,
+    }
 
 
-def main(ranks_=4, layers=12, hidden=1024):
+def write_model(folder, args):
+    """Write a random Llama and return its size in MiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=32000, hidden_size=hidden, intermediate_size=4 * hidden,
-                         num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,  # fewer than heads, as in most models today
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder, max_shard_size="100MB")
+    return sum(weight.numel() for weight in model.parameters()) * 4 / MIB
+
+
+def worst_of(figures):
+    """Return the largest value of every figure over the ranks, rounded to a tenth."""
+    worst = {}
+    for name in figures[0]:
+        worst[name] = round(max(rank[name] for rank in figures), 1)
+    return worst
+
+
+def main(args):
+    layouts = []
+    for degree in range(1, args.ranks + 1):
+        if args.ranks % degree == 0:
+            layouts.append((degree, "auto"))
+    layouts.append((1, "zero3"))
+
     with tempfile.TemporaryDirectory() as folder:
-        model = LlamaForCausalLM(config)
-        size = sum(p.numel() for p in model.parameters()) * 4 / 2**20
-        model.save_pretrained(folder, max_shard_size="100MB")
-        del model
-        degrees = [d for d in range(1, ranks_ + 1) if ranks_ % d == 0]
-        for degree, engine in [(d, "auto") for d in degrees] + [(1, "zero3")]:
-            found = ranks.run(ranks_, load, folder, degree, engine)
-            worst = {key: round(max(rank[key] for rank in found), 1) for key in found[0]}
-            line = {"model_MiB": round(size), "degree": degree, "engine": engine} | worst
-            print(json.dumps(line), flush=True)
+        size = round(write_model(folder, args))
+        for degree, engine in layouts:
+            # fresh ranks for every layout: the peak of a process never falls
+            figures = ranks.run(args.ranks, load, folder, degree, engine)
+            line = {"model_MiB": size, "degree": degree, "engine": engine}
+            print(json.dumps(line | worst_of(figures)), flush=True)
 
 
 if __name__ == "__main__":
-    fire.Fire(main)
+    tool(Args, main)

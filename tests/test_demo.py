@@ -6,10 +6,10 @@ import re
 import pytest
 import ranks
 import sentencepiece
-
-import demo
 from conftest import ROOT
 from jobs import run_distill
+
+import demo
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,8 @@ def test_the_split_is_fixed_and_no_passage_is_in_both_halves(documents, tmp_path
     assert len(held_out) == demo.RECIPE["held_out_rows"]
     assert len(train) > 4000
     assert not set(held_out) & set(train)
-    size = sum(len(text.encode()) for text in held_out + train)
+    # about 2 MB, in passages that --max_length rarely truncates
+    size = len("".join(held_out + train).encode())
     assert 1.5e6 < size < 4e6
     assert max(map(len, train)) < 2000
 
@@ -38,8 +39,10 @@ def test_the_tokenizers_differ_in_kind_and_in_digits(tokenizers, texts):
     student, teacher = tokenizers
     assert len(student) != len(teacher)
     assert student.tokenize("x 2010")[-4:] == list("2010")
+    # the teacher's kind keeps a frequent number whole; the student's kind never does
     teacher = demo.byte_level_bpe(["in 2010 and 2010 and 2010"] * 50, 300)
     assert teacher.tokenize("in 2010")[-1] == "Ġ2010"
+    # also text unlike the training texts: the student must reproduce every character
     for text in [*texts[:50], "Größe  é\n\tx", "日本 12"]:
         ids = student(text)["input_ids"]
         assert student.decode(ids, clean_up_tokenization_spaces=False) == text
@@ -57,7 +60,7 @@ def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, toke
 
 
 def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys):
-    """Run every step of the real recipe with sizes too small to learn; test_cli has the launcher."""
+    """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
 
     def launch(world, flags):
         return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))
@@ -66,6 +69,7 @@ def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys)
                  num_key_value_heads=2, max_position_embeddings=512)
     recipe = dict(held_out_rows=8, teacher_steps=2, teacher=shape, student=shape,
                   teacher_vocab=600, student_vocab=400)
+    # one arm with a teacher and one without: these are the two kinds of lines in the table
     arms = {arm: demo.ARMS[arm] for arm in (demo.NO_TEACHER, "piece_kl")}
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(demo, "launch", launch)
@@ -78,6 +82,7 @@ def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys)
     demo.main()
 
     printed = capsys.readouterr().out
+    # a run without a teacher has bits per byte and seconds, but no divergence
     number = r"\d\.\d{3} +\| "
     assert re.search(rf"\| +\| teacher +\| {number}", printed)
     assert re.search(rf"\| 0 +\| no teacher +\| {number} +\| +\| +\| \d+ +\|", printed)
