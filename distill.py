@@ -1,10 +1,10 @@
 """Cross-tokenizer knowledge distillation: train a student from frozen teachers on DeepSpeed.
 
-    deepspeed distill.py --student S --teacher T --data corpus.jsonl --learning_rate 1e-4 --steps 1000
+    deepspeed distill.py --student S --teacher T --data corpus.jsonl --learning_rate 1e-4
     deepspeed distill.py --student S --teacher T --data org/name --streaming --learning_rate 1e-4 \\
         --ds_config ds_configs/zero3.json --eval_rows 200 --eval_every 500 --save_every 500 \\
         --output_dir runs/a --export runs/a/student
-    deepspeed --num_gpus 2 distill.py --student S --data corpus.txt --learning_rate 1e-4 --kd_weight 0
+    deepspeed --num_gpus 2 distill.py --student S --data a.txt --learning_rate 1e-4 --kd_weight 0
 
 Batch sizes, precision, optimizer, schedule and ZeRO live in the ds_config, everything else in the
 flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs do.
@@ -92,6 +92,7 @@ def main(cfg):
         inputs = check_inputs(cfg, device, roles)
     if roles and roles.local_rank == 0:
         roles.publish("teacher specs", single_specs(inputs.teachers))
+    # of dropout, different on every rank; the order of the data has a seed of its own
     transformers.set_seed(cfg.seed + dist.get_rank())
     with fail_together(roles, "models"):
         state = build_state(cfg, inputs, device, roles)
@@ -107,7 +108,7 @@ def main(cfg):
                 check_sequence_shards(state)
             if cfg.pack:
                 check_packing(state)
-        start = 0
+        start = 0  # steps taken so far
         if inputs.checkpoint:
             start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
@@ -158,14 +159,14 @@ class TrainState:
 
 
 def train(state, batches, held_out, start, ds_config):
-    """Train from step `start` to the last one; a rank that gets SIGTERM ends all, with a checkpoint.
+    """Train from step `start` to the last one; SIGTERM on any rank ends all, with a checkpoint.
 
     Args:
         batches: iterator over this rank's micro-batches, from `start` on.
         held_out: iterable over its held-out batches.
     """
     cfg = state.cfg
-    stop_requested = []
+    stop_requested = []  # a signal handler can only append
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))
     log = Log(cfg, start, ds_config)
     times_collectives = ds_config.get("comms_logger", {}).get("enabled")
@@ -206,7 +207,7 @@ def next_micro_batches(state, batches):
     """Return the micro-batches of a step; teachers on ranks of their own start on them at once."""
     num = state.engine.gradient_accumulation_steps()
     micro_batches = [next(batches) for _ in range(num)]
-    if state.client:
+    if state.client:  # sources in this process compute when they are read
         for number, setup in enumerate(state.teachers):
             for batch in micro_batches:
                 setup.source.request(batch.teachers[number])
@@ -312,7 +313,7 @@ def step_metrics(state, counts, sums, payloads):
         if len(state.teachers) > 1 or cfg.dynamic_scale:
             of_teacher["kd_weight"] = weight
         metrics |= named(state, setup, of_teacher)
-        if cfg.dynamic_scale and kd > 0:
+        if cfg.dynamic_scale and kd > 0:  # a step without a term of this teacher has no ratio
             scale = dynamic_scale(torch.tensor(ce), torch.tensor(kd))
             state.scales[setup.name] = float(scale)
     metrics["tokens"] = int(counts.tokens)
@@ -343,6 +344,7 @@ def speed_metrics(state, tokens, seconds):
 def run_evaluation(state, held_out):
     """Return held-out metrics."""
     state.engine.eval()
+    # one batch at a time is on the device
     batches = (to_device(batch, state.device) for batch in held_out)
     student, of_teachers = evaluate(batches, state.engine, state.teachers, state.sequence_group)
     state.engine.train()
@@ -376,6 +378,7 @@ def build_state(cfg, inputs, device, roles=None):
     model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else None)
     vocab = len(inputs.student.table)
     module = StudentWithLoss(model, vocab, cfg.tiled, cfg.activation_offload)
+    # before the engine starts, which has to know all parameters
     for setup in inputs.teachers:
         if setup.loss.learned_projection:
             setup.loss.learned_projection.attach(module, model.device)
@@ -420,12 +423,15 @@ def build_collator(cfg, inputs, device, tile_mib=None):
     if tile_mib is None:
         tile_mib = cfg.loss_memory_mib if cfg.tiled else math.inf
     routes = routes_by_teacher(cfg)
-    pairs = [PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name))
-             for setup in inputs.teachers]
+    pairs = []
+    for setup in inputs.teachers:
+        pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name)))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
-        CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
-        dist.get_rank() % cfg.sequence_parallel, cfg.sequence_parallel)
+        sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
+        # neighboring ranks hold the shards of one sequence
+        sequence_rank=dist.get_rank() % cfg.sequence_parallel,
+        sequence_size=cfg.sequence_parallel)
 
 
 # --- teachers on ranks of their own ---------------------------------------------------------------
@@ -439,6 +445,7 @@ def connect(state, roles):
     tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)
     size = client_size(roles, state.cfg.sequence_parallel)
     state.client = TeacherClient(roles, num_requests, state.device, size, tensors)
+    # from here on the same specs describe how this rank reaches the loaded teachers
     for number, spec in enumerate(specs):
         spec.engine = "remote"
         spec.number = number
@@ -462,7 +469,7 @@ def serve_teachers(cfg, roles, device):
         teachers = []
         for spec in roles.read("teacher specs"):
             spec.device = device
-            spec.same_ids = True
+            spec.same_ids = True  # all members of a replica read the same request
             spec.sequence_parallel_size = 1
             teachers.append(load_teacher(spec))
     with report_dead_ranks(roles):

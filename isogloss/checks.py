@@ -66,7 +66,7 @@ def check_heads(state, student_ids):
     """
     ids = torch.tensor([student_ids], device=state.device)
     positions = None
-    if state.sequence_group:
+    if state.sequence_group:  # each rank holds the ids as its shard, at positions of its own
         first = state.sequence_group.rank * ids.shape[1]
         positions = torch.arange(first, first + ids.shape[1], device=state.device)[None]
     batch = student_batch(ids, positions)
@@ -75,7 +75,7 @@ def check_heads(state, student_ids):
         logits = state.engine(batch)[..., : state.vocab]
         verdicts[f"--student {state.cfg.student}"] = state.engine(batch, HeadTest(logits))
         for role, source, vocab in _all_models(state):
-            known = ids.clamp(max=vocab - 1)
+            known = ids.clamp(max=vocab - 1)  # its vocabulary may be smaller
             model_logits = source.logits(known)[..., :vocab]
             verdicts[role] = head_gives_own_logits(source.read(known), model_logits)
             source.release()
@@ -91,17 +91,21 @@ def check_packing(state):
     group = state.sequence_group
     num_shards = group.size if group else 1
     rank = group.rank if group else 0
-    vocabs = [len(setup.encoder.table) for setup in state.teachers]
-    text = torch.arange(8 * num_shards, device=state.device) % min([state.vocab, *vocabs])
-    rows = [torch.cat([before, text])[None] for before in (text, text.flip(0))]
-    positions = torch.arange(8 * num_shards, device=state.device).repeat(2)[None]
+    vocab = state.vocab
+    for setup in state.teachers:
+        vocab = min(vocab, len(setup.encoder.table))
+    # Two samples of `half` tokens in a row; a shard has 16 positions, whatever their number.
     half = 8 * num_shards
+    text = torch.arange(half, device=state.device) % vocab  # ids that all models have
+    rows = [torch.cat([text, text])[None], torch.cat([text.flip(0), text])[None]]
+    positions = torch.arange(half, device=state.device).repeat(2)[None]
     columns = slice(16 * rank, 16 * (rank + 1))
     independent = {}
     with evaluation_mode(state):
         logits = []
         for ids in rows:
             batch = student_batch(ids[:, columns], positions[:, columns])
+            # of the second sample, as far as it is on this rank
             logits.append(state.engine(batch)[:, max(0, half - columns.start) :])
         independent[f"--student {state.cfg.student}"] = _same(*logits)
         for role, source, _ in _all_models(state):
@@ -129,12 +133,13 @@ def check_sequence_shards(state):
     text = torch.arange(8, device=state.device) % state.vocab
     ids = torch.zeros(2, 16 * group.size, dtype=torch.long, device=state.device)
     positions = torch.arange(16 * group.size, device=state.device).repeat(2, 1)
-    ids[0, :8] = text
+    ids[0, :8] = text  # on the first rank
     ids[1, 12:20] = text  # goes on where the shard of the next rank begins
-    positions[1, 12:] -= 12
+    positions[1, 12:] -= 12  # a sample of its own
     columns = slice(16 * group.rank, 16 * (group.rank + 1))
     with evaluation_mode(state):
         logits = state.engine(student_batch(ids[:, columns], positions[:, columns]))
+    # every rank needs the verdict, or the others would go on
     shards = [torch.empty_like(logits) for _ in range(group.size)]
     dist.all_gather(shards, logits.contiguous(), group=group.group)
     whole = shards[0][0, :8].float()

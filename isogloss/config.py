@@ -1,4 +1,4 @@
-"""The flags of distill.py: what they mean, what they may be, and the same for each of several teachers."""
+"""The flags of distill.py: their meaning, their checks, and their values for each teacher."""
 
 import json
 import math
@@ -200,13 +200,13 @@ class Config:
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"--{name} {getattr(self, name)}: expected one of {', '.join(choices)}")
-        for name, value in vars(self).items():
+        for name, value in vars(self).items():  # NaN passes every comparison above
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"--{name} {value}: expected a number")
         for name in ("jsd_beta", "skew_lambda", "akl_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
-        if self.skew_lambda == 1:
+        if self.skew_lambda == 1:  # the mixture would be the teacher itself
             raise ValueError("--skew_lambda 1.0: compares the teacher with itself; expected less "
                              "than 1")
         if self.temperature <= 0:
@@ -256,6 +256,7 @@ LOWEST = dict(
     teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, teacher_output_topk=1,
     teacher_alpha=0)
 
+# "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
 
 # Flags that may change when a run resumes; all others decide what is learned.
@@ -303,6 +304,7 @@ def choices_of_flags():
 def teacher_keys():
     """Return {key of an entry of --teachers: the flag that it stands for}."""
     keys = {"model": "teacher"}
+    # short names for flags that start with teacher_
     for key in ("tp", "engine", "dtype", "max_length", "offload"):
         keys[key] = f"teacher_{key}"
     for flag in ("loss", *loss_flags(), "teacher_output", "teacher_output_topk"):
@@ -317,7 +319,7 @@ def teacher_entries(cfg):
         ValueError: it is no list of JSON objects.
     """
     try:
-        entries = json.loads(cfg.teachers)
+        entries = json.loads(cfg.teachers)  # a string, because fire would read a list its own way
     except json.JSONDecodeError as error:
         raise ValueError(
             f"--teachers: not valid JSON (line {error.lineno}, column {error.colno}); expected a "
@@ -364,6 +366,7 @@ def configs_by_teacher(cfg):
         if name in configs:
             raise ValueError(f"--teachers: two are called {name}; give them names")
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
+        # replace() runs the checks of Config again, with this teacher's values
         weight = cfg.kd_weight * entry.get("weight", 1.0)
         configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
     return configs

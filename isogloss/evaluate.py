@@ -40,7 +40,7 @@ class ModelSums:
 
     def metrics(self, role):
         """Return the metrics of the student or the teacher."""
-        tokens = max(self.tokens, 1)
+        tokens = max(self.tokens, 1)  # a batch may hold nothing of a teacher
         return {
             f"{role}_bits_per_byte": self.nats / max(self.num_bytes, 1) / math.log(2),
             f"{role}_accuracy": self.correct / tokens,
@@ -113,6 +113,7 @@ class SpellingIds:
         for table in (student_table, teacher_table):
             numbers = []
             for token, spelled in enumerate(all_bytes(table)):
+                # equal names of control tokens are no equal text
                 known = spelled and not table.special[token]
                 numbers.append(number_of.setdefault(spelled, len(number_of)) if known else -1)
             ids.append(torch.tensor(numbers, device=device))
@@ -157,6 +158,7 @@ class EvaluationTerms:
         """Return (n,) float64: ModelSums of the student, then both sums of every teacher."""
         numbers = numbers_of(model_sums(student_logits, self.student))
         for pair, counts in zip(self.pairs, self.counts.pairs):
+            # chunks that a shard's border cuts belong to the rank of their first position
             complete = gather_halo(student_logits, pair.batch.halo_index, self.sequence_group)
             sums = pair_sums(complete, pair)
             sums.kd_terms = counts.kd_terms
@@ -176,8 +178,10 @@ def model_sums(logits, batch):
     sums = ModelSums()
     num_bytes = batch.num_bytes.flatten()
     labels = batch.labels.flatten()
+    # end-of-text tokens spell nothing; tokens that are not learned are not judged
     positions = ((num_bytes >= 0) & (labels != -100)).nonzero().squeeze(1)
     for block in positions.split(BLOCK):
+        # the logits of one block exist at a time, also of a model whose loss is not tiled
         rows = at_least_float32(logits(block))
         nats, _ = next_token_cross_entropy(rows[None], labels[block][None], select=False)
         sums.nats += float(nats)
@@ -204,6 +208,7 @@ def pair_sums(student_logits, pair):
             sums.kd += float(pair.loss.loss_fn(student, teacher, sub_tile))
             add_agreement(sums, student, teacher, sub_tile, pair)
             if pair.loss.coverage:
+                # of the teacher's probability at chunk starts and inside tokens
                 covered = pair.loss.coverage(teacher, sub_tile)
                 event, event_count = covered["event_coverage"]
                 prefix, prefix_count = covered["prefix_coverage"]
@@ -216,10 +221,12 @@ def pair_sums(student_logits, pair):
 
 def add_agreement(sums, student, teacher, sub_tile, pair):
     """Add the chunk starts of a sub-tile, and where the most likely tokens of both models agree."""
+    # Only at the start of a chunk have both models read the same text.
     chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
     v = student[chunks.first_S].argmax(-1)
     w = teacher[chunks.first_T].argmax(-1)
     spelled = pair.spelling_ids.student_V[v]
+    # -1 stands for "no bytes" on both sides, which is no agreement
     agree = (spelled >= 0) & (spelled == pair.spelling_ids.teacher_W[w])
     sums.starts += len(v)
     sums.agree += int(agree.sum())
@@ -250,9 +257,11 @@ def evaluate(batches, student, setups, sequence_group=None):
             logits = setup.source.targets(teacher_batch)
             pair = EvaluationPair(teacher_batch, logits, setup.loss, setup.spelling_ids)
             terms.pairs.append(pair)
+        # inside the model's forward pass, because that is where ZeRO-3 gathers the head
         totals += student(batch.student, terms)
         for setup in setups:
             setup.source.release()
+    # one collective for everything, in the order that `EvaluationTerms.reduce` writes
     numbers = global_sums(totals, device).tolist()
     metrics = []
     for number, setup in enumerate(setups):

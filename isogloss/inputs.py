@@ -66,6 +66,7 @@ def check_inputs(cfg, device, roles=None):
     Raises:
         ValueError: what arrived, what was expected, what to do.
     """
+    # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
     student, student_config = load_text_encoder("student", cfg.student, cfg.max_length)
     encoders = load_teacher_encoders(cfg, roles)
@@ -78,8 +79,9 @@ def check_inputs(cfg, device, roles=None):
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
     convert = checkpoint is not None and needs_conversion(checkpoint, run_layout(cfg))
-    if convert:
+    if convert:  # the engine has to know before it starts
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
+    # an export replaces its directory, so it must not hold anything else
     export = Path(cfg.export)
     if cfg.export and export.is_dir() and not (export / "config.json").exists():
         raise ValueError(f"--export {cfg.export}: exists and is not a model directory; name "
@@ -96,6 +98,7 @@ def load_text_encoder(role, path, max_length):
         ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
     """
     local = Path(path).expanduser()
+    # a hub id is "name" or "org/name"; transformers would look for anything else on the hub
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not local.is_dir():
         raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
@@ -105,6 +108,7 @@ def load_text_encoder(role, path, max_length):
         tokenizer = AutoTokenizer.from_pretrained(path)
         table = TokenTable.from_tokenizer(tokenizer)
     except (OSError, ValueError, KeyError) as error:
+        # transformers explains at length; its first line says what is wrong
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"--{role} {path}: cannot be loaded ({lines[0]})") from None
     if role == "student" and table.eos < 0:
@@ -115,6 +119,7 @@ def load_text_encoder(role, path, max_length):
         flag = "max_length" if role == "student" else "teacher_max_length"
         raise ValueError(f"--{flag} {max_length}: {path} has a context of {context} positions; use "
                          "no more")
+    # the other way round is usual: heads are padded to a multiple of 64 or 128
     if config.vocab_size < len(table):
         raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, but its "
                          f"tokenizer {len(table)} ids; use the tokenizer that the model was "
@@ -128,7 +133,7 @@ def load_teacher_encoders(cfg, roles=None):
         return {}
     num_ranks = dist.get_world_size()
     ranks_per_node = node_size()
-    if roles:
+    if roles:  # this world has the student's ranks only
         num_ranks = num_ranks // roles.student_ranks * roles.teacher_ranks
         ranks_per_node = roles.teacher_ranks
     encoders = {}
@@ -153,7 +158,7 @@ def load_data(cfg, student, encoders):
         if cfg.route_key not in columns:
             raise ValueError(f"--route_key {cfg.route_key}: no such column; it has "
                              f"{', '.join(columns)}")
-    if holds_chats(dataset, cfg.text_key):
+    if holds_chats(dataset, cfg.text_key):  # every model renders them by its own template
         for name, encoder in {cfg.student: student, **encoders}.items():
             if not encoder.tokenizer.chat_template:
                 raise ValueError(f"{name}: its tokenizer has no chat template, and "
@@ -173,6 +178,7 @@ def plan_teachers(cfg, student, encoders, device):
     """
     if not encoders:
         return []
+    # A divergence over more tokens is larger by about log W.
     factors = [1.0] * len(encoders)
     if cfg.normalize_by_vocab:
         sizes = [len(encoder.table) for encoder in encoders.values()]
@@ -194,13 +200,14 @@ def plan_teachers(cfg, student, encoders, device):
 
 def plan_ensemble(cfg, student, encoders, configs, device):
     """Return one TeacherSetup for the mean of teachers with one tokenizer."""
-    first, *others = configs
+    first, *others = configs  # the first teacher's loss and flags are those of the ensemble
     for name in others:
         prints = [fingerprint(encoders[teacher].tokenizer) for teacher in (first, name)]
         if prints[0] != prints[1]:
             raise ValueError(f"--teacher_weights {cfg.teacher_weights}: the tokenizers of {first} "
                              f"and {name} differ, so there is no mean of their predictions; use "
                              "fixed")
+    # every member reads every text
     shortest = min(encoder.max_length for encoder in encoders.values())
     encoder = replace(encoders[first], max_length=shortest)
     ensemble_cfg = replace(configs[first], kd_weight=cfg.kd_weight)

@@ -32,8 +32,8 @@ class DistillationLoss:
     """A distillation loss, ready for the sub-tiles of `batch.Collator`.
 
     Attributes:
-        loss_fn: (student logits (n, V), teacher logits (m, W), `tiles.SubTile`) -> (), the sum over
-            the terms of the sub-tile, in nats.
+        loss_fn: (student logits (n, V), teacher logits (m, W), `tiles.SubTile`) -> (), the sum
+            over the terms of the sub-tile, in nats.
         spelling: tables from which the data workers list the terms of piece_kl, else None.
         for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
             these alone; None: it needs all columns.
@@ -75,6 +75,7 @@ class LearnedProjection:
         """Return (V, K) float32 weights as they are now; rows sum to 1, or to 0 without a slot."""
         scores = self.module.projection_scores if scores is None else scores
         used = self.indices_VK >= 0
+        # finite, because a row without a slot has nothing else to normalize
         masked = torch.where(used, scores.float(), -1e9)
         return torch.where(used, masked.softmax(1), 0.0)
 
@@ -122,6 +123,7 @@ def build_projection_kl(cfg, pair, device):
     source = places if learned else likelihoods
 
     def for_columns(kept_K):
+        # once per step, not once per sub-tile: it goes through all V * K entries
         listed = projection_entries(indices, source, len(pair.tables[1]), kept_K)
 
         def loss_fn(student_logits, teacher_logits, sub_tile):
@@ -152,6 +154,7 @@ def build_h_kl(cfg, pair, device):
 def _common_and_rest(cfg, pair, device, relaxed):
     indices, likelihoods = _projection(cfg, pair, device)
     common_V, common_W = common_tokens(indices, likelihoods, relaxed=relaxed)
+    # known here once, so that nothing waits for the device in a step
     rest_V = other_tokens(common_V, len(pair.tables[0]))
     rest_W = other_tokens(common_W, len(pair.tables[1]))
 
@@ -192,7 +195,7 @@ def build_per_position(cfg, pair, device, divergence, flag_of):
     def loss_fn(student_logits, teacher_logits, sub_tile):
         chunks = sub_tile.terms
         weight = sub_tile.weight
-        if weight is not None:
+        if weight is not None:  # of all positions in the sub-tile; the loss wants one a chunk
             weight = weight.index_select(0, chunks.first_S)[None]
         return divergence(
             student_logits.index_select(0, chunks.first_S)[None],
@@ -263,6 +266,7 @@ def per_position(divergence, **flag_of):
     return LossSpec(build, "positions", tuple(flag_of.values()), tokenizers="equal")
 
 
+# of the losses that compare common tokens by KL and the rest by rank
 COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
@@ -309,9 +313,9 @@ def build_loss(cfg, student, teacher, device):
     Raises:
         ValueError: tokenizers that differ where the loss needs one, or have nothing in common.
     """
-    tokenizers = student.tokenizer, teacher.tokenizer
     names = cfg.student, cfg.teacher
-    pair = Pair.of(*tokenizers, names, (student.table, teacher.table))
+    tables = student.table, teacher.table
+    pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
     spec = LOSSES[cfg.loss]
     if spec.tokenizers == "equal" and pair.fingerprints[0] != pair.fingerprints[1]:
         raise ValueError(

@@ -47,9 +47,11 @@ def resolve_engine(engine, degree, config, num_ranks):
     """
     model_type = config.model_type
     known = SHARDED | SHARDED_ONCE_WHOLE
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+    heads = getattr(config, "num_key_value_heads", None)
+    heads = heads or getattr(config, "num_attention_heads", 0)
+    # transformers' plans cut whole key-value heads
     has_plan = bool(getattr(config, "base_model_tp_plan", None)) and heads % degree == 0
-    if engine == "auto":
+    if engine == "auto":  # the first that can; a whole copy needs no communication
         if degree == 1:
             return "replicated"
         if model_type in known:
@@ -78,12 +80,12 @@ def resolve_engine(engine, degree, config, num_ranks):
 
 
 class Offload:
-    """A model's weights in the host's memory (pinned where there is a GPU), on the device in use."""
+    """A model's weights in the host's memory, on the device only while they are used."""
 
     def __init__(self, model, device):
         self.device = device
         self.users = 0
-        pinned = torch.cuda.is_available()
+        pinned = torch.cuda.is_available()  # only from pinned memory a copy overlaps with computing
         self.host_copies = []
         for parameter in model.parameters():
             copy = parameter.detach().to("cpu", copy=True)
@@ -336,6 +338,7 @@ def _shard_while_loading(spec, config, replica, stack):
     file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
     file.flush()
     stack.enter_context(_every_layer_loads())
+    # the head stays whole, because a tile of logits needs all of its columns
     head = model.get_output_embeddings()
     [name] = [name for name, module in model.named_modules() if module is head]
     weight, bias = _once_per_node(lambda: _read_layer(folder, name, dtype), spec.device)
@@ -468,7 +471,7 @@ def _read_layer(folder, name, dtype):
     tensors = {}
     for path in _weight_files(folder):
         with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118, it is no dict
+            for key in file.keys():
                 if key in (f"{name}.weight", f"{name}.bias"):
                     tensors[key] = file.get_tensor(key).to(dtype)
     return tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")

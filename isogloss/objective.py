@@ -83,13 +83,14 @@ def micro_batch_loss(student_logits, terms):
         each teacher, in nats.  The first teacher's tiles carry the cross-entropy: the text is
         learned once.
     """
-    if not terms.teachers:
+    if not terms.teachers:  # the text alone
         weights = [terms.ce_weight, 0.0]
         loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights, ())
         return torch.stack([loss]).sum(), torch.stack([sums])
     losses = []
     sums = []
     for number, term in enumerate(terms.teachers):
+        # hidden states of chunks that a sequence shard's border cuts
         complete = gather_halo(student_logits, term.batch.halo_index, terms.sequence_group)
         weights = [0.0 if number else terms.ce_weight, term.weight]
         loss, pair_sums = pair_loss(complete, term.target.logits, term.target.loss_fn,
@@ -111,6 +112,7 @@ def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameter
         (loss, sums): (), the weighted sum with its gradient, and (2,) both sums, in nats.
     """
     def tile_loss(student, teacher, sub_tile):
+        # half precision would round sums of thousands of terms
         zero = student.new_zeros((), dtype=torch.float32)
         ce = zero
         kd = zero
@@ -155,6 +157,7 @@ def weigh_samples(batch, weight_B):
     """
     tiles = []
     for tile in batch.tiles:
+        # one weight for every position, though a loss reads only those where its terms begin
         weight_n = weight_B[batch.sample_of_student[tile.student_positions]]
         sub_tiles = [sub_tile._replace(weight=weight_n[sub_tile.student_slice])
                      for sub_tile in tile.sub_tiles]

@@ -2,14 +2,14 @@
 
 The last ranks of a node hold its teachers (`--teacher_ranks`), the others the student.  A rank of
 the student writes token ids into its `ipc.TensorWriter`, which all teacher ranks of the node read.
-The responses are in TensorWriters of the teacher ranks, and the loss reads them in place.  `request`
-may come long before `targets`, so teachers run on the next window while the student trains on this
-one.
+The responses are in TensorWriters of the teacher ranks, and the loss reads them in place.  A
+`request` may come long before `targets`, so teachers run on the next step while the student trains
+on this one.
 
 All ranks of the student ask the same teachers for the same outputs in the same order, as they do
-the same steps.  Ranks that hold shards of the same sequences are one client: the first of them asks,
-all of them read.  In round k the node's teacher ranks serve request k of every client: with R
-replicas of a teacher, replica r serves clients r, r + R, ...
+the same steps.  Ranks that hold shards of the same sequences are one client: the first of them
+asks, all of them read.  In round k the node's teacher ranks serve request k of every client: with
+R replicas of a teacher, replica r serves clients r, r + R, ...
 """
 
 import contextlib
@@ -103,6 +103,7 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
         writers.append(ipc.TensorWriter(ranks_per_client, slots, timeout=NO_TIMEOUT))
         roles.publish(f"responses of {roles.local_rank} to {client}", writers[-1].handle)
     while True:
+        # one request of every client makes a round
         requests = [_read_request(reader) for reader in readers]
         first = requests[0][0]  # all clients ask the same teacher for the same kind
         if first.teacher == SHUT_DOWN:
@@ -123,6 +124,7 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
 
 def _shared(teacher):
     head = teacher.head
+    # published once; every rank of the student maps the same memory
     bias = None if head.bias_V is None else ipc.publish(head.bias_V)
     return SharedTeacher(ipc.publish(head.weight_VH), bias,
                          head.with_tensors(None, None, None, None), teacher.degree)
@@ -133,6 +135,7 @@ def _read_request(reader):
     with reader.take() as tensor:
         numbers = tensor[: len(Request._fields)].tolist()
         request = Request(*numbers)
+        # a copy, because the client may write over the request after this block
         ids = tensor[len(numbers) :].clone().view(request.parts, request.rows, request.width)
         return request, ids if request.parts == 2 else ids.flatten(0, 1)
 
@@ -156,7 +159,7 @@ def _respond(teacher, request, ids, member, from_hidden):
         tensors = [logits.ids_TK, logits.logp_TK, logits.total_T]
     else:
         tensors = [teacher.hidden(ids) if kind == "hidden" else teacher.logits(ids)]
-    return tensors if member == 0 else []
+    return tensors if member == 0 else []  # every member has the same
 
 
 # --- the student's side ---------------------------------------------------------------------------

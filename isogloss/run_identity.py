@@ -21,12 +21,18 @@ def _batch_sizes(cfg, ds_config):
 
 def run_identity(cfg):
     """Return what has to be the same when a run resumes, or its next loss would be another."""
-    flags = {name: value for name, value in asdict(cfg).items() if name not in FREE_ON_RESUME}
+    identity = {}
+    for name, value in asdict(cfg).items():
+        if name not in FREE_ON_RESUME:
+            identity[name] = value
     ds_config = read_ds_config(cfg.ds_config)
-    flags["samples_per_step"] = _batch_sizes(cfg, ds_config).train_batch_size
-    ignored = {*BATCH_KEYS, *RESUMABLE_KEYS}
-    flags["ds_config"] = {key: value for key, value in ds_config.items() if key not in ignored}
-    return flags
+    # how a step is cut into micro-batches may change, how many samples it has may not
+    identity["samples_per_step"] = _batch_sizes(cfg, ds_config).train_batch_size
+    identity["ds_config"] = {}
+    for key, value in ds_config.items():
+        if key not in (*BATCH_KEYS, *RESUMABLE_KEYS):
+            identity["ds_config"][key] = value
+    return identity
 
 
 def run_layout(cfg):

@@ -59,29 +59,38 @@ def teacher_targets(setup, batches):
     Returns:
         a TeacherTarget for each micro-batch.
     """
-    with setup.source.on_device():
-        logits = [setup.source.targets(batch) for batch in batches]
-    bytes_per_token = logits[0].nbytes / batches[0].ids.numel()
+    targets = []
     kind = SCORE_KINDS.get(setup.cfg.teacher_weights)
-    confidences = [None] * len(batches)
+    # one transfer of offloaded weights for all micro-batches
+    with setup.source.on_device():
+        for batch in batches:
+            logits = setup.source.targets(batch)
+            bytes_per_token = logits.nbytes / batch.ids.numel()
+            targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, bytes_per_token))
     if kind:
-        confidences = [sample_scores(source, batch, kind)
-                       for source, batch in zip(logits, batches)]
-    loss_fn = setup.loss.loss_fn
+        for target, batch in zip(targets, batches):
+            target.confidence = sample_scores(target.logits, batch, kind)
     if setup.keeps_columns:
-        kept_K = kept_columns(setup, batches, logits)
-        logits = [source.columns(kept_K) for source in logits]
+        # The columns depend on all micro-batches and ranks, so that the loss does not depend on
+        # how the step is cut.
+        kept_K = kept_columns(setup, batches, targets)
         loss_fn = setup.loss.for_columns(kept_K)
-    return [TeacherTarget(source, loss_fn, confidence, bytes_per_token)
-            for source, confidence in zip(logits, confidences)]
+        for target in targets:
+            target.logits = target.logits.columns(kept_K)
+            target.loss_fn = loss_fn
+    return targets
 
 
-def kept_columns(setup, batches, logits):
-    """Return the sorted teacher columns (K,) that a loss compares in this step, on every rank."""
+def kept_columns(setup, batches, targets):
+    """Return the sorted teacher columns (K,) that a loss compares in this step, on every rank.
+
+    They are those with the largest logit at any position in a chunk (`teacher_importance`).
+    """
     device = batches[0].ids.device
     importance = torch.full((len(setup.encoder.table),), -torch.inf, device=device)
-    for batch, source in zip(batches, logits):
-        blocks = TeacherBlocks(source, batch.tiles)
+    for batch, target in zip(batches, targets):
+        # no more logits exist at a time than in the loss itself
+        blocks = TeacherBlocks(target.logits, batch.tiles)
         for positions in blocks.fetches:
             block = teacher_importance(blocks.fetch(positions)[None])
             importance = torch.maximum(importance, block)
@@ -113,7 +122,7 @@ def sample_scores(logits, batch, kind):
             mean = teacher_scores(logits(block)[None], labels[block][None], every, kind)[0]
             total = total + len(block) * mean
         size = len(positions)
-        if kind == "ce":
+        if kind == "ce":  # tokens of different tokenizers are not the same unit, bytes are
             size = int(num_bytes[in_sample].clamp(min=0).sum())
         score = torch.as_tensor(total / max(size, 1), dtype=torch.float32, device=labels.device)
         scores.append(score)
@@ -131,4 +140,7 @@ def weigh_by_confidence(cfg, batches, targets):
     scores_MB = torch.stack([target.confidence for target in targets])
     select = cfg.teacher_weights == "select"
     weights_MB = teacher_weights(scores_MB, cfg.teacher_alpha, select)
-    return [weigh_samples(batch, weight_B) for batch, weight_B in zip(batches, weights_MB)]
+    weighted = []
+    for batch, weight_B in zip(batches, weights_MB):
+        weighted.append(weigh_samples(batch, weight_B))
+    return weighted
