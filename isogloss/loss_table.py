@@ -37,7 +37,8 @@ class DistillationLoss:
         spelling: tables from which the data workers list the terms of piece_kl, else None.
         for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
             these alone; None: it needs all columns.
-        coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers; or None.
+        coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
+            None.
         indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
         learned_projection: LearnedProjection whose scores are trained with the student, or None.
     """

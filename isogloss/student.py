@@ -52,6 +52,7 @@ class StudentWithLoss(nn.Module):
             arguments["position_ids"] = batch.positions
         if terms is None:
             return self.model(**arguments).logits
+        # of checkpointed layers only their inputs are kept, which have this shape
         hidden_size = self.model.config.get_text_config().hidden_size
         with offload_activations((*batch.ids.shape, hidden_size), self.activation_offload):
             if self.tiled:

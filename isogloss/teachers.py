@@ -101,7 +101,7 @@ class EnsembleTeacher:
 
     def targets(self, batch):
         logits = tuple(member.targets(batch) for member in self.members)
-        weights = torch.tensor(self.weights, device=batch.ids.device)
+        weights = torch.tensor(self.weights, device=batch.ids.device)  # in any unit
         return EnsembleLogits(logits, weights / weights.sum(), self.space)
 
     @contextlib.contextmanager
@@ -164,5 +164,9 @@ def load_teacher(spec: TeacherSpec) -> TeacherSource:
 def model_teachers(source) -> list:
     """List the sources behind this one whose own logits can be asked for, to check them."""
     if isinstance(source, EnsembleTeacher):
-        return [model for member in source.members for model in model_teachers(member)]
+        models = []
+        for member in source.members:
+            models += model_teachers(member)
+        return models
+    # a source such as a cache has no model to ask
     return [source] if isinstance(source, (ModelTeacher, RemoteTeacher)) else []
