@@ -1,16 +1,20 @@
-"""What does a loss cost, tiled and plain?  Seconds against the matmuls alone, and peak memory.
+"""Measure what a loss costs, tiled and plain: seconds against the matmuls alone, and peak memory.
 
-    python benchmarks/loss.py                                  # the record of docs/LOG.md, one process a line
+    python benchmarks/loss.py                                # the record of docs/LOG.md
     python benchmarks/loss.py --losses piece_kl --tokens 1024 --path plain
-    python benchmarks/loss.py --losses gold --beside plain,reference    # tiles, and these in turn with them
+    python benchmarks/loss.py --losses gold --beside plain,reference    # these in turn with tiles
 
-Random hidden states and heads of two real sizes; chunks of one token a side for nine of ten, of two on either
-side for the others; common tokens as many as llama3 and qwen2 have.  Memory is the peak of the process (CPU)
-or of the allocator (CUDA) above inputs and gradients.
+The first command prints one line of JSON per loss, each from a process of its own.
 
-plain: all logits at once.  reference: that, by torch alone, without compiled rows.
-matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's, over all
-tokens, in one piece, in the same process.
+The inputs are random hidden states and heads of two real sizes.  Nine of ten chunks have one token
+on both sides, the others have two on one side.  The vocabularies have as many tokens in common as
+llama3 and qwen2 do.  Memory is the peak of the process (CPU) or of the allocator (CUDA) above
+inputs and gradients.
+
+tiled: `tiles.tiled_loss`.  plain: all logits at once.  reference: the plain path without compiled
+kernels, by torch alone.
+matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's,
+over all tokens, in one piece, in the same process.
 stolen: cores that other virtual machines took, on average over the runs.
 """
 
@@ -22,8 +26,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import fire
 import torch
@@ -31,221 +36,405 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import losses
-from tiles import CPU_SUB_TILES, GPU_SUB_TILES, Head, HiddenLogits, StoredLogits, TeacherBlocks, plan_tiles, tiled_loss
+from tiles import (
+    CPU_SUB_TILES,
+    GPU_SUB_TILES,
+    Head,
+    HiddenLogits,
+    StoredLogits,
+    SubTile,
+    TeacherBlocks,
+    Tile,
+    plan_tiles,
+    tiled_loss,
+)
 
-DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # of one vocabulary, the student's
+DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
 LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy"
-EVENTS, OWN = 109_566 / 128_256, 101_566 / 128_256  # of the student's tokens; with a partner of their own
+# Counts of llama3 (128,256 tokens) against qwen2, per student token: events of piece_kl, and tokens
+# whose bytes are one token of the other vocabulary too.
+EVENTS_PER_TOKEN = 109_566 / 128_256
+COMMON_PER_TOKEN = 101_566 / 128_256
+# Chunks with two tokens on one side.  A guess, not measured on texts.
+LONG_CHUNK_FRACTION = 0.1
+# Weights of the four entries of a projection row: 0.9 * 0.1^i, as projection_tools builds them.
+PROJECTION_WEIGHTS = 0.9, 0.09, 0.009, 0.001
+GIB = 2**30  # bytes
+KIB_PER_GIB = 2**20
+
+# (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> ()
+Loss = Callable[[torch.Tensor, torch.Tensor | None, SubTile], torch.Tensor]
 
 
-def peak():
-    """GiB, the most that was ever in use."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+class Sizes(NamedTuple):
+    """Give the sizes of the inputs; see `main`."""
+
+    tokens: int
+    V: int
+    W: int
+    H: int
+    teacher_H: int
+    K: int
+    memory_mib: float
 
 
-def texts(tokens, V, W):
-    """(labels, student chunk, teacher next, teacher chunk) of one text."""
+class Text(NamedTuple):
+    """Hold the ids of one text, (1, tokens) int64, as `tiles.plan_tiles` takes them."""
+
+    student_labels: torch.Tensor
+    student_chunk: torch.Tensor
+    teacher_labels: torch.Tensor
+    teacher_chunk: torch.Tensor
+
+
+# --- random inputs --------------------------------------------------------------------------------
+
+
+def random_text(tokens: int, V: int, W: int) -> Text:
+    """Draw the tokens of a text, in chunks of one token on one side and one or two on the other."""
     torch.manual_seed(0)
-    sizes = torch.ones(2, tokens, dtype=torch.long)
-    several = torch.rand(tokens) < 0.1
-    sizes[0, several & (torch.rand(tokens) < 0.5)] = 2
-    sizes[1, several] = 3 - sizes[0, several]
-    chunks = [torch.repeat_interleave(torch.arange(tokens), size)[None, :tokens] for size in sizes]
-    next_ = [torch.randint(n, (1, tokens)) for n in (V, W)]
-    return next_[0], chunks[0], next_[1], chunks[1]
+    student_sizes = torch.ones(tokens, dtype=torch.long)
+    teacher_sizes = torch.ones(tokens, dtype=torch.long)
+    is_long = torch.rand(tokens) < LONG_CHUNK_FRACTION
+    student_sizes[is_long & (torch.rand(tokens) < 0.5)] = 2
+    teacher_sizes[is_long] = 3 - student_sizes[is_long]
+    # Both sides are cut to the same number of tokens, so chunks at the end may have one side alone.
+    chunk_ids = torch.arange(tokens)
+    return Text(
+        student_labels=torch.randint(V, (1, tokens)),
+        student_chunk=torch.repeat_interleave(chunk_ids, student_sizes)[None, :tokens],
+        teacher_labels=torch.randint(W, (1, tokens)),
+        teacher_chunk=torch.repeat_interleave(chunk_ids, teacher_sizes)[None, :tokens],
+    )
 
 
-def random_spelling(V, W):
-    """Most tokens have a partner of their own; two tokens a side spell each other for the rest."""
-    events, own = int(EVENTS * V), int(OWN * V)
-    event_V, event_W = [torch.randint(events, (n,)) for n in (V, W)]
-    event_V[:own] = event_W[:own] = torch.arange(own)
-    tables = []
-    for size, other in ((W, V), (V, W)):
-        pieces = torch.randint(other, (size, 2))
-        pieces[:own, 1] = -1
-        order = pieces[:, 0].argsort()
-        first = pieces[order, 0].contiguous()
-        key = pieces[:, 0].contiguous()
-        low, high = [torch.searchsorted(first, key, right=right) for right in (False, True)]
-        low, high = [torch.stack([torch.full_like(x, end), x], 1) for x, end in ((low, 0), (high, size))]
-        tables += [pieces, order, low, high]
-    return losses.Spelling(event_V.int(), event_W.int(), events, *tables)
+class PieceTable(NamedTuple):
+    """Hold the tables of one side of a `losses.Spelling`; see there."""
+
+    pieces: torch.Tensor
+    order: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
 
 
-def part_loss(name, V, W, kept, device):
-    """(x, y, part) -> sum; for projection_kl y holds the kept columns alone."""
-    def ids(part):
-        return [x[None] for x in part[2:6]]
+def random_pieces(size: int, other_size: int, common: int) -> PieceTable:
+    """Spell the `size` tokens of a vocabulary: the common ones by one token, the others by two."""
+    pieces = torch.randint(other_size, (size, 2))
+    pieces[:common, 1] = -1
+    order = pieces[:, 0].argsort()
+    key = pieces[:, 0].contiguous()
+    sorted_key = key[order]
+    # The tokens that begin with the same k pieces are one range of the order.  Column k of the
+    # tables: all tokens for k = 0, those with the same first piece for k = 1.
+    low = torch.searchsorted(sorted_key, key, right=False)
+    high = torch.searchsorted(sorted_key, key, right=True)
+    return PieceTable(
+        pieces=pieces,
+        order=order,
+        low=torch.stack([torch.full_like(low, 0), low], 1),
+        high=torch.stack([torch.full_like(high, size), high], 1),
+    )
 
+
+def random_spelling(V: int, W: int) -> losses.Spelling:
+    """Draw a spelling in which most tokens have an equal in the other vocabulary."""
+    events = int(EVENTS_PER_TOKEN * V)
+    common = int(COMMON_PER_TOKEN * V)
+    # Common tokens are events of their own; the others join random ones.
+    event_V = torch.randint(events, (V,))
+    event_W = torch.randint(events, (W,))
+    event_V[:common] = torch.arange(common)
+    event_W[:common] = torch.arange(common)
+    teacher = random_pieces(W, V, common)
+    student = random_pieces(V, W, common)
+    return losses.Spelling(event_V.int(), event_W.int(), events, *teacher, *student)
+
+
+def spell_long_chunks(text: Text, V: int, spelling: losses.Spelling) -> None:
+    """Let the tokens of a chunk spell each other where one side has a single one; in place."""
+    chunks = losses.find_chunks(text.student_chunk, text.teacher_chunk)
+    # Common tokens have one piece; only the others can stand for a chunk of two.
+    first_uncommon = int(COMMON_PER_TOKEN * V)
+    # One teacher token, two student tokens.
+    long_on_student = chunks.count_S == 2
+    tokens = first_uncommon + torch.arange(int(long_on_student.sum()))
+    text.teacher_labels[0, chunks.first_T[long_on_student]] = tokens
+    for k in (0, 1):
+        positions = chunks.first_S[long_on_student] + k
+        text.student_labels[0, positions] = spelling.pieces_W[tokens, k]
+    # One student token, two teacher tokens.
+    long_on_teacher = chunks.count_T == 2
+    tokens = first_uncommon + torch.arange(int(long_on_teacher.sum()))
+    text.student_labels[0, chunks.first_S[long_on_teacher]] = tokens
+    for k in (0, 1):
+        positions = chunks.first_T[long_on_teacher] + k
+        text.teacher_labels[0, positions] = spelling.pieces_V[tokens, k]
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+class SampleIds(NamedTuple):
+    """Hold the ids of a sub-tile as a batch of one sample."""
+
+    student_next: torch.Tensor
+    teacher_next: torch.Tensor
+    student_chunk: torch.Tensor
+    teacher_chunk: torch.Tensor
+
+    @classmethod
+    def of(cls, sub_tile: SubTile) -> "SampleIds":
+        return cls(
+            student_next=sub_tile.student_labels[None],
+            teacher_next=sub_tile.teacher_labels[None],
+            student_chunk=sub_tile.student_chunk[None],
+            teacher_chunk=sub_tile.teacher_chunk[None],
+        )
+
+
+def build_loss(
+    name: str,
+    V: int,
+    W: int,
+    kept_K: torch.Tensor,
+    spelling: losses.Spelling | None,
+    device: str,
+) -> Loss:
+    """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
     if name == "cross_entropy":
-        return None, lambda x, y, part: F.cross_entropy(x.float(), part.labels, reduction="sum")
+        return cross_entropy
     if name == "piece_kl":
-        spelling = random_spelling(V, W)
-        here = losses.Spelling(*[x.to(device) if torch.is_tensor(x) else x for x in spelling])
-        return spelling, lambda x, y, part: losses.piece_kl(
-            x[None], y[None], *ids(part)[:2], part.terms, here)[0]
-    if name in DIVERGENCES:
-        return None, lambda x, y, part: getattr(losses, name)(
-            x[part.terms.first_S][None], y[part.terms.first_T][None], None)[0]
-    common = torch.arange(int(OWN * V), device=device)
-    if name == "gold":  # h_kl is the same with other common tokens
-        rest = losses.other_tokens(common, V), losses.other_tokens(common, W)
-        return None, lambda x, y, part: losses.gold(
-            x[None], y[None], *ids(part)[2:], common, common, chunks=part.terms, rest=rest)[0]
+        return build_piece_kl(spelling, device)
     if name == "projection_kl":
-        indices = torch.randint(W, (V, 4), device=device)
-        indices[: int(EVENTS * V), 1:] = -1
-        weights = torch.tensor([0.9, 0.09, 0.009, 0.001], device=device).expand(V, 4)
-        entries = losses.projection_entries(indices, weights, W, kept)
-        return None, lambda x, y, part: losses.projection_kl(
-            x[None], y[None], *ids(part)[2:], indices, weights, entries=entries, chunks=part.terms)[0]
-    return None, lambda x, y, part: getattr(losses, name)(x[None], y[None], *ids(part), chunks=part.terms)[0]
+        return build_projection_kl(V, W, kept_K, device)
+    if name == "gold":  # h_kl is the same with other common tokens
+        return build_gold(V, W, device)
+    function = getattr(losses, name)
+    if name in DIVERGENCES:
+
+        def divergence(x, y, sub_tile):
+            # As for equal tokenizers: one row per chunk on either side.
+            student_rows = x[sub_tile.terms.first_S][None]
+            teacher_rows = y[sub_tile.terms.first_T][None]
+            return function(student_rows, teacher_rows, None)[0]
+
+        return divergence
+
+    def chunk_loss(x, y, sub_tile):
+        ids = SampleIds.of(sub_tile)
+        return function(x[None], y[None], *ids, chunks=sub_tile.terms)[0]
+
+    return chunk_loss
 
 
-class Job(NamedTuple):
-    """A batch and its two models' hidden states; `tiles` for the tiled path, `whole` for the plain one."""
+def cross_entropy(x, y, sub_tile):
+    return F.cross_entropy(x.float(), sub_tile.student_labels, reduction="sum")
+
+
+def build_piece_kl(spelling: losses.Spelling, device: str) -> Loss:
+    on_device = to(spelling, device)
+
+    def piece_kl(x, y, sub_tile):
+        ids = SampleIds.of(sub_tile)
+        next_ids = ids.student_next, ids.teacher_next
+        return losses.piece_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
+
+    return piece_kl
+
+
+def build_gold(V: int, W: int, device: str) -> Loss:
+    common = torch.arange(int(COMMON_PER_TOKEN * V), device=device)
+    # Lists that a run computes once, not at every step.
+    rest = losses.other_tokens(common, V), losses.other_tokens(common, W)
+
+    def gold(x, y, sub_tile):
+        ids = SampleIds.of(sub_tile)
+        chunk_ids = ids.student_chunk, ids.teacher_chunk
+        chunks = sub_tile.terms
+        return losses.gold(
+            x[None], y[None], *chunk_ids, common, common, chunks=chunks, rest=rest
+        )[0]
+
+    return gold
+
+
+def build_projection_kl(V: int, W: int, kept_K: torch.Tensor, device: str) -> Loss:
+    indices = torch.randint(W, (V, len(PROJECTION_WEIGHTS)), device=device)
+    indices[: int(EVENTS_PER_TOKEN * V), 1:] = -1  # most rows have one entry
+    weights = torch.tensor(PROJECTION_WEIGHTS, device=device).expand(V, -1)
+    # Likewise computed once per choice of columns.
+    entries = losses.projection_entries(indices, weights, W, kept_K)
+
+    def projection_kl(x, y, sub_tile):
+        ids = SampleIds.of(sub_tile)
+        chunk_ids = ids.student_chunk, ids.teacher_chunk
+        chunks = sub_tile.terms
+        return losses.projection_kl(
+            x[None], y[None], *chunk_ids, indices, weights, entries=entries, chunks=chunks
+        )[0]
+
+    return projection_kl
+
+
+# --- the paths that are compared ------------------------------------------------------------------
+
+
+class LossRun(NamedTuple):
+    """Hold a loss and its inputs, and run it on either path.
+
+    hidden, weight: (tokens, H), (V, H), the student's hidden states and head.
+    teacher: None for cross_entropy.
+    kept_K: teacher tokens that projection_kl compares.
+    tiles: for the tiled path.
+    whole: one tile of one sub-tile, for the plain path; None if that is not measured.
+    """
 
     name: str
-    loss: Any
+    loss: Loss
     hidden: torch.Tensor
     weight: torch.Tensor
     teacher: HiddenLogits | None
-    kept: torch.Tensor
-    tiles: list
-    whole: list | None
+    kept_K: torch.Tensor
+    tiles: list[Tile]
+    whole: list[Tile] | None
 
-    def rows(self, tiles):
-        """The teacher that the loss sees; of projection_kl, after the pass for the importance of columns."""
+    def teacher_logits(self, tiles: list[Tile]) -> HiddenLogits | None:
+        """Return the teacher that the loss sees.
+
+        For projection_kl, that is a choice of columns, made in a pass over all logits.  The pass is
+        timed; the columns are fixed, because the loss is built for them.
+        """
         if self.name != "projection_kl":
             return self.teacher
-        importance = torch.full_like(self.teacher.head.weight_VH[:, 0], -torch.inf, dtype=torch.float32)
+        importance_W = torch.full(
+            (self.teacher.head.tokens,), -torch.inf, device=self.hidden.device
+        )
         blocks = TeacherBlocks(self.teacher, tiles)
-        for fetched in blocks.fetches:
-            found = losses.teacher_importance(blocks.fetch(fetched)[None])
-            importance = torch.maximum(importance, found)
-        importance.topk(len(self.kept))
-        return self.teacher.columns(self.kept)
+        for positions in blocks.fetches:
+            of_block = losses.teacher_importance(blocks.fetch(positions)[None])
+            importance_W = torch.maximum(importance_W, of_block)
+        importance_W.topk(len(self.kept_K))
+        return self.teacher.columns(self.kept_K)
 
-    def tiled(self):
-        self.hidden.grad = self.weight.grad = None
-        found = tiled_loss(self.hidden, Head(self.weight), self.rows(self.tiles),
-                           lambda *how: self.loss(*how)[None], self.tiles, [1.0])
-        found[0].backward()
+    def clear_gradients(self) -> None:
+        self.hidden.grad = None
+        self.weight.grad = None
 
-    def plain(self):
-        self.hidden.grad = self.weight.grad = None
+    def tiled(self) -> None:
+        self.clear_gradients()
+
+        def tile_loss(x, y, sub_tile):
+            return self.loss(x, y, sub_tile)[None]
+
+        teacher = self.teacher_logits(self.tiles)
+        head = Head(self.weight)
+        value, _ = tiled_loss(self.hidden, head, teacher, tile_loss, self.tiles, [1.0])
+        value.backward()
+
+    def plain(self) -> None:
+        self.clear_gradients()
         [tile] = self.whole
-        [part] = tile.parts
-        rows = self.rows(self.whole)
+        [sub_tile] = tile.sub_tiles
+        teacher = self.teacher_logits(self.whole)
         x = self.hidden @ self.weight.T
-        y = rows and StoredLogits(rows(torch.arange(len(x), device=x.device)))
-        self.loss(x[tile.student_rows], y and y(part.fetch), part).backward()
+        y = None
+        if teacher is not None:
+            all_positions = torch.arange(len(x), device=x.device)
+            y = StoredLogits(teacher(all_positions))(sub_tile.teacher_positions)
+        self.loss(x[tile.student_positions], y, sub_tile).backward()
 
-    def reference(self):
-        """The plain path without compiled rows, as losses.py is alone."""
-        before, losses.HAS_KERNELS = losses.HAS_KERNELS, False
+    def reference(self) -> None:
+        """Run the plain path without compiled kernels, as losses.py works alone."""
+        has_kernels = losses.HAS_KERNELS  # whether losses.py found cpu_kernels.py
+        losses.HAS_KERNELS = False
         self.plain()
-        losses.HAS_KERNELS = before
+        losses.HAS_KERNELS = has_kernels
 
     @torch.no_grad()
-    def matmuls(self):
+    def matmuls(self) -> None:
+        # The same shapes and dtypes as in training; the numbers do not matter.
         x = self.hidden @ self.weight.T
         x @ self.weight
         x.T @ self.hidden
-        del x
-        if self.teacher:
+        del x  # the teacher's logits do not exist beside the student's
+        if self.teacher is not None:
             self.teacher.hidden_TH @ self.teacher.head.weight_VH.T
         if self.name == "projection_kl":
-            self.teacher.hidden_TH @ self.teacher.head.weight_VH[self.kept].T
+            self.teacher.hidden_TH @ self.teacher.head.weight_VH[self.kept_K].T
+
+    def warm_up(self) -> None:
+        """Run the loss once on few positions, to load and compile its code."""
+        sub_tile = self.tiles[0].sub_tiles[0]
+        W = 0
+        if self.teacher is not None:
+            kept_only = self.name == "projection_kl"
+            W = len(self.kept_K) if kept_only else self.teacher.head.tokens
+        n = sub_tile.student_slice.stop
+        m = sub_tile.teacher_slice.stop
+        device = self.hidden.device
+        x = torch.randn(n, len(self.weight), device=device, requires_grad=True)
+        y = torch.randn(m, W, device=device, requires_grad=True)
+        self.loss(x, y, sub_tile).backward()
 
 
-def job(name, tokens, V, W, H, teacher_H, K, memory_mib, dtype, whole):
+def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> LossRun:
+    """Draw the inputs of a loss and plan its tiles."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    W = V if name in DIVERGENCES else W
-    labels, *more = texts(tokens, V, W)
-    kept = torch.randperm(W)[:K].sort().values.to(device)
-    spelling, loss = part_loss(name, V, W, kept, device)
+    V = sizes.V
+    W = V if name in DIVERGENCES else sizes.W
+    text = random_text(sizes.tokens, V, W)
+    kept_K = torch.randperm(W)[: sizes.K].sort().values.to(device)
+    spelling = random_spelling(V, W) if name == "piece_kl" else None
+    loss = build_loss(name, V, W, kept_K, spelling, device)
     if spelling:
-        spell_chunks(labels, *more, V, spelling)
+        spell_long_chunks(text, V, spelling)
 
     def tensor(*shape):
+        # Variance 1 / H keeps the logits small, as if the models knew nothing yet.
         return torch.randn(*shape, device=device, dtype=dtype).mul_(shape[-1] ** -0.5)
 
-    hidden, weight = tensor(tokens, H).requires_grad_(), tensor(V, H).requires_grad_()
+    hidden = tensor(sizes.tokens, sizes.H).requires_grad_()
+    weight = tensor(V, sizes.H).requires_grad_()
     teacher = None
     if name != "cross_entropy":
-        teacher = HiddenLogits(tensor(tokens, teacher_H), Head(tensor(W, teacher_H)))
+        teacher_hidden = tensor(sizes.tokens, sizes.teacher_H)
+        teacher = HiddenLogits(teacher_hidden, Head(tensor(W, sizes.teacher_H)))
 
     def planned(memory_mib):
-        tiles = plan_tiles(labels, *more, (V, W if teacher else 0), memory_mib,
-                           CPU_SUB_TILES if device == "cpu" else GPU_SUB_TILES)
+        budget = CPU_SUB_TILES if device == "cpu" else GPU_SUB_TILES
+        vocab_sizes = (V, W if teacher else 0)
+        tiles = plan_tiles(*text, vocab_sizes, memory_mib, budget)
         if teacher:
-            tiles = [tile._replace(parts=tuple(with_terms(part, spelling) for part in tile.parts))
-                     for tile in tiles]
+            tiles = [with_terms(tile, spelling) for tile in tiles]
         return [to(tile, device) for tile in tiles]
 
-    return Job(name, loss, hidden, weight, teacher, kept, planned(memory_mib),
-               planned(math.inf) if whole else None)
+    return LossRun(
+        name=name,
+        loss=loss,
+        hidden=hidden,
+        weight=weight,
+        teacher=teacher,
+        kept_K=kept_K,
+        tiles=planned(sizes.memory_mib),
+        whole=planned(math.inf) if with_plain else None,
+    )
 
 
-def measure(path, beside, times, **sizes):
-    """One line of JSON: seconds of loss and gradients, and of the matmuls; GiB above inputs and gradients."""
-    job_ = job(whole=path != "tiled" or beside, **sizes)
-    warm_up(job_)
-    hold = torch.zeros_like(job_.hidden), torch.zeros_like(job_.weight, dtype=torch.float32)
-    before = peak()
-    del hold
-    getattr(job_, path)()
-    used, gone = peak() - before, stolen()
-    taken = [[timed(getattr(job_, each)) for each in (path, "matmuls", *beside)]
-             for _ in range(times)]  # in turn: machines drift
-    gone = (stolen() - gone) / sum(map(sum, taken))
-    seconds, alone, *others = [round(sum(x) / times, 3) for x in zip(*taken)]
-    ratios = [[round(one[0] / one[i], 2) for one in taken] for i in range(1, len(taken[0]))]
-    found = {"loss": job_.name, "path": path, "tokens": len(job_.hidden),
-             "tiles": len(job_.tiles if path == "tiled" else job_.whole), "seconds": seconds,
-             "matmul_seconds": alone, "ratio": round(seconds / alone, 2),
-             "ratios": ratios[0], "median": statistics.median(ratios[0]),
-             "GiB": round(used, 2), "stolen": round(gone, 2)}
-    for other, its, of in zip(beside, others, ratios[1:]):
-        found |= {f"{other}_seconds": its, f"of_{other}": of, f"median_of_{other}": statistics.median(of)}
-    print(json.dumps(found), flush=True)
+def with_terms(tile: Tile, spelling: losses.Spelling | None) -> Tile:
+    """List the terms of every sub-tile: those of piece_kl with a spelling, else the chunks."""
+    sub_tiles = []
+    for sub_tile in tile.sub_tiles:
+        ids = SampleIds.of(sub_tile)
+        if spelling:
+            terms = losses.piece_terms(*ids, spelling)
+        else:
+            terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
+        sub_tiles.append(sub_tile._replace(terms=terms))
+    return tile._replace(sub_tiles=tuple(sub_tiles))
 
 
-def warm_up(job_):
-    """Once, for what loading the code of a loss takes."""
-    part, device = job_.tiles[0].parts[0], job_.hidden.device
-    W = 0
-    if job_.teacher:
-        W = len(job_.kept) if job_.name == "projection_kl" else len(job_.teacher.head.weight_VH)
-    x, y = [torch.randn(side.stop, size, device=device, requires_grad=True)
-            for side, size in ((part.student, len(job_.weight)), (part.teacher, W))]
-    job_.loss(x, y, part).backward()
-
-
-def spell_chunks(labels, student_chunk, teacher_next, teacher_chunk, V, spelling):
-    """Let the tokens of a chunk spell each other where one side has a single one; in place."""
-    chunks = losses.find_chunks(student_chunk, teacher_chunk)
-    for coarse, fine, row, first, pieces, count in (
-            (teacher_next, labels, chunks.first_T, chunks.first_S, spelling.pieces_W, chunks.count_S),
-            (labels, teacher_next, chunks.first_S, chunks.first_T, spelling.pieces_V, chunks.count_T)):
-        several = count == 2
-        token = int(OWN * V) + torch.arange(int(several.sum()))
-        coarse[0, row[several]] = token
-        for k in (0, 1):
-            fine[0, first[several] + k] = pieces[token, k]
-
-
-def with_terms(part, spelling):
-    ids = [x[None] for x in part[2:6]]
-    terms = losses.piece_terms(*ids, spelling) if spelling else losses.find_chunks(*ids[2:])
-    return part._replace(terms=terms)
-
-
-def to(value, device):
+def to(value, device: str):
+    """Move all tensors inside of (named) tuples to a device."""
     if torch.is_tensor(value):
         return value.to(device)
     if isinstance(value, tuple):
@@ -254,8 +443,18 @@ def to(value, device):
     return value
 
 
-def timed(run):
-    """Seconds."""
+# --- measurement ----------------------------------------------------------------------------------
+
+
+def peak_gib() -> float:
+    """Return the most memory that was ever in use, in GiB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_PER_GIB
+
+
+def timed(run: Callable[[], None]) -> float:
+    """Return the seconds that a run takes."""
     begin = time.perf_counter()
     run()
     if torch.cuda.is_available():
@@ -263,25 +462,116 @@ def timed(run):
     return time.perf_counter() - begin
 
 
-def stolen():
-    """Seconds that a virtual machine's cores, together, wanted to run and could not; 0 where unknown."""
+def stolen_seconds() -> float:
+    """Return the seconds that all cores wanted to run and could not; 0 where that is unknown."""
     stat = Path("/proc/stat")
-    return int(stat.read_text().split()[8]) / os.sysconf("SC_CLK_TCK") if stat.exists() else 0.0
+    if not stat.exists():
+        return 0.0
+    steal = 8  # "cpu user nice system idle iowait irq softirq steal ...", in clock ticks
+    return int(stat.read_text().split()[steal]) / os.sysconf("SC_CLK_TCK")
 
 
-def main(losses=LOSSES, tokens=4096, V=128_256, W=151_936, H=2048, teacher_H=2560, K=8192, memory_mib=512,
-         dtype="float32", path="tiled", beside="", times=2, here=False):
-    """path: tiled, plain or reference.  beside: of these, with commas: what runs in turn with it."""
-    losses, beside = [x if isinstance(x, tuple | list) else [y for y in x.split(",") if y]
-                      for x in (losses, beside)]
-    sizes = dict(tokens=tokens, V=V, W=W, H=H, teacher_H=teacher_H, K=K, memory_mib=memory_mib)
-    for name in losses:
+def memory_of(run: LossRun, path: str) -> float:
+    """Run a path once; return its peak memory in GiB, above inputs and gradients."""
+    # Peaks never sink, so the gradients count from the start: allocate as much, and free it.
+    hidden_like = torch.zeros_like(run.hidden)
+    weight_like = torch.zeros_like(run.weight, dtype=torch.float32)
+    before = peak_gib()
+    del hidden_like, weight_like
+    getattr(run, path)()
+    return peak_gib() - before
+
+
+def measure(
+    name: str, sizes: Sizes, dtype: torch.dtype, path: str, beside: list[str], times: int
+) -> dict:
+    """Measure seconds of loss and gradients, and of the matmuls, and GiB."""
+    run = prepare(name, sizes, dtype, with_plain=path != "tiled" or bool(beside))
+    run.warm_up()
+    # The first run after the warm-up; the timed ones reuse what it allocated.
+    gib = memory_of(run, path)
+    seconds = {timed_path: [] for timed_path in (path, "matmuls", *beside)}
+    stolen_before = stolen_seconds()
+    for _ in range(times):
+        for timed_path, taken in seconds.items():  # in turn: machines drift
+            taken.append(timed(getattr(run, timed_path)))
+    stolen = stolen_seconds() - stolen_before
+    means = {timed_path: sum(taken) / times for timed_path, taken in seconds.items()}
+    ratios = {other: ratios_of(seconds[path], taken) for other, taken in seconds.items()}
+    record = {
+        "loss": name,
+        "path": path,
+        "tokens": len(run.hidden),
+        "tiles": len(run.tiles if path == "tiled" else run.whole),
+        "seconds": round(means[path], 3),
+        "matmul_seconds": round(means["matmuls"], 3),
+        "ratio": round(means[path] / means["matmuls"], 2),
+        "ratios": ratios["matmuls"],
+        "median": statistics.median(ratios["matmuls"]),
+        "GiB": round(gib, 2),
+        "stolen": round(stolen / sum(map(sum, seconds.values())), 2),
+    }
+    for other in beside:
+        record[f"{other}_seconds"] = round(means[other], 3)
+        record[f"of_{other}"] = ratios[other]
+        record[f"median_of_{other}"] = statistics.median(ratios[other])
+    return record
+
+
+def ratios_of(seconds: list[float], other_seconds: list[float]) -> list[float]:
+    """Return the ratio of every pair of runs."""
+    return [round(one / other, 2) for one, other in zip(seconds, other_seconds)]
+
+
+def as_list(value) -> list[str]:
+    """Return what fire makes of a list of names: a tuple, or one string."""
+    if isinstance(value, tuple | list):
+        return list(value)
+    return [name for name in value.split(",") if name]
+
+
+def main(
+    losses=LOSSES,
+    tokens=4096,
+    V=128_256,
+    W=151_936,
+    H=2048,
+    teacher_H=2560,
+    K=8192,
+    memory_mib=512,
+    dtype="float32",
+    path="tiled",
+    beside="",
+    times=2,
+    here=False,
+):
+    """Print one line of JSON per loss.
+
+    Args:
+        losses: names, separated by commas.
+        tokens: tokens of the text, on either side.
+        V, W: vocabulary sizes of student and teacher.
+        H, teacher_H: hidden sizes.
+        K: kept columns of projection_kl.
+        memory_mib: MiB, of `tiles.plan_tiles`.
+        dtype: of hidden states and heads.
+        path: tiled, plain or reference.
+        beside: some of these, separated by commas, to run in turn with it.
+        times: number of rounds.
+        here: measure in this process.
+    """
+    sizes = Sizes(tokens, V, W, H, teacher_H, K, memory_mib)
+    beside = as_list(beside)
+    for name in as_list(losses):
         if here:
-            measure(path, beside, times, name=name, dtype=getattr(torch, dtype), **sizes)
-        else:  # a fresh process each: its peak is its own
-            how = sizes | dict(path=path, beside=",".join(beside), times=times, dtype=dtype)
-            flags = [f"--{key}={value}" for key, value in how.items()]
-            subprocess.run([sys.executable, __file__, f"--losses={name}", "--here", *flags], check=True)
+            record = measure(name, sizes, getattr(torch, dtype), path, beside, times)
+            print(json.dumps(record), flush=True)
+            continue
+        # A process for every loss: the peak of a process never sinks.
+        flags = [f"--{key}={value}" for key, value in sizes._asdict().items()]
+        flags += [f"--path={path}", f"--beside={','.join(beside)}"]
+        flags += [f"--times={times}", f"--dtype={dtype}"]
+        subprocess.run([sys.executable, __file__, f"--losses={name}", "--here", *flags], check=True)
 
 
 if __name__ == "__main__":

@@ -14,101 +14,172 @@ from test_chunk_losses import common_of
 from test_losses import Case
 
 import losses
-from tiles import GPU_SUB_TILES, Head, HiddenLogits, StoredLogits, TeacherBlocks, TopKLogits, plan_tiles, tiled_loss
+from tiles import (
+    GPU_SUB_TILES,
+    Head,
+    HiddenLogits,
+    SelectedColumns,
+    ShardedLogits,
+    StoredLogits,
+    TeacherBlocks,
+    TopKLogits,
+    plan_tiles,
+    tiled_loss,
+)
 
 H = 6
+STUDENT_PADDING = 2  # rows of the head that are no token
+TEACHER_PADDING = 3
 LOSSES = "ce", "piece_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
 
 
 class Models:
-    """Hidden states and heads of both sides for the texts of a Case; both heads are padded."""
+    """Hold hidden states and padded heads of both models for the texts of a Case.
+
+    kind: what is special about the student's head: plain, bias, capped, adapter or frozen.
+    """
 
     def __init__(self, seed, dtype=torch.float64, samples=3, kind="plain"):
         self.case = Case(seed, samples=samples)
-        case, V, W = self.case, self.case.x.shape[-1], self.case.y.shape[-1]
+        V, W = self.vocab_sizes
         torch.manual_seed(seed)
 
         def tensor(*shape):
             return torch.randn(*shape, dtype=torch.float64).to(dtype)
 
-        self.hidden = tensor(*case.x.shape[:2], H).requires_grad_()
-        own = [tensor(V + 2, H).requires_grad_(), None, None, None]
-        how = {"plain": {}, "bias": {}, "capped": {"scale": 0.7, "softcap": 3.0}, "adapter": {}, "frozen": {}}
+        self.hidden = tensor(*self.case.x.shape[:2], H).requires_grad_()
+        self.head = Head(tensor(V + STUDENT_PADDING, H).requires_grad_(), vocab=V)
         if kind == "bias":
-            own[1] = tensor(V + 2).requires_grad_()
+            self.head = self.head._replace(bias_V=tensor(V + STUDENT_PADDING).requires_grad_())
+        if kind == "capped":
+            self.head = self.head._replace(scale=0.7, softcap=3.0)
         if kind == "adapter":
-            own[2:] = tensor(2, H).requires_grad_(), tensor(V + 2, 2).requires_grad_()
+            down_RH = tensor(2, H).requires_grad_()
+            up_VR = tensor(V + STUDENT_PADDING, 2).requires_grad_()
+            self.head = self.head._replace(down_RH=down_RH, up_VR=up_VR)
         if kind in ("adapter", "frozen"):
-            own[0].requires_grad_(False)
-        self.head = Head(*own, vocab=V, **how[kind])
-        teacher = HiddenLogits(tensor(case.y.shape[0] * case.y.shape[1], H), Head(tensor(W + 3, H), vocab=W))
+            self.head.weight_VH.requires_grad_(False)
+
+        B, T = self.case.y.shape[:2]
+        hidden_TH = tensor(B * T, H)
+        teacher_head = Head(tensor(W + TEACHER_PADDING, H), vocab=W)
+        hidden_logits = HiddenLogits(hidden_TH, teacher_head)
         with torch.no_grad():
-            self.y = teacher(torch.arange(len(teacher.hidden_TH))).view(*case.y.shape[:2], W)
-        self.teacher = {"hidden": teacher, "logits": StoredLogits(self.y.flatten(0, 1))}
-        self.labels = torch.where(case.chunk[0] >= 0, case.next[0], -100)
+            self.teacher_logits = hidden_logits(torch.arange(B * T))
+        stored_logits = StoredLogits(self.teacher_logits)
+        self.teacher = {"hidden": hidden_logits, "logits": stored_logits}
+
+        self.labels = torch.where(self.case.chunk[0] >= 0, self.case.next[0], -100)
         self.labels[0, 0] = -100  # a chunk that is no text to learn
-        self.chunk = [c.clone() for c in case.chunk]
+        self.chunk = [c.clone() for c in self.case.chunk]
         self.chunk[0][-1][:2] = -1  # text without a chunk
 
     @property
     def inputs(self):
-        return [x for x in (self.hidden, *self.head[:4]) if x is not None and x.requires_grad]
+        """List what gets a gradient."""
+        tensors = [self.hidden, *self.head.tensors]
+        return [x for x in tensors if x is not None and x.requires_grad]
 
     @property
-    def sizes(self):
+    def vocab_sizes(self):
         return self.case.x.shape[-1], self.case.y.shape[-1]
 
     def tiles(self, memory_mib):
-        ids = self.labels, self.chunk[0], self.case.next[1], self.chunk[1]
-        planned = plan_tiles(*ids, self.sizes, memory_mib, GPU_SUB_TILES)
-        return [tile._replace(parts=tuple(
-            part._replace(terms=losses.piece_terms(*one(part), self.case.spelling)) for part in tile.parts))
-            for tile in planned]
+        """Plan tiles with the terms of piece_kl."""
+        tiles = plan_tiles(
+            self.labels,
+            self.chunk[0],
+            self.case.next[1],
+            self.chunk[1],
+            self.vocab_sizes,
+            memory_mib,
+            GPU_SUB_TILES,
+        )
+        return with_terms(tiles, lambda *ids: losses.piece_terms(*ids, self.case.spelling))
 
 
-def one(part):
-    """A part as a batch of one sample: student and teacher tokens, and chunks."""
-    ids = part.labels.clamp(min=0), part.teacher_next, part.student_chunk, part.teacher_chunk
-    return [x[None] for x in ids]
+def with_terms(tiles, terms_of):
+    """Fill in the terms of all sub-tiles: terms_of(student and teacher tokens, and chunks)."""
+    out = []
+    for tile in tiles:
+        sub_tiles = []
+        for sub_tile in tile.sub_tiles:
+            sub_tiles.append(sub_tile._replace(terms=terms_of(*as_batch(sub_tile))))
+        out.append(tile._replace(sub_tiles=tuple(sub_tiles)))
+    return out
+
+
+def as_batch(sub_tile):
+    """Return a sub-tile as a batch of one sample: student and teacher tokens, and chunks."""
+    return (
+        sub_tile.student_labels.clamp(min=0)[None],
+        sub_tile.teacher_labels[None],
+        sub_tile.student_chunk[None],
+        sub_tile.teacher_chunk[None],
+    )
+
+
+def all_sub_tiles(tiles):
+    out = []
+    for tile in tiles:
+        out.extend(tile.sub_tiles)
+    return out
 
 
 def loss_of(name, case):
-    """(x (n, V), y (m, W), part) -> sum."""
-    common, projection = common_of(case), (case.indices, case.likelihoods)
-    kept = torch.tensor([0, 3, 7])
+    """Return a loss: (x (n, V), y (m, W), sub_tile) -> sum."""
+    common = common_of(case)
+    projection = case.indices, case.likelihoods
+    kept = torch.tensor([0, 3, 7]) if name == "kept" else None
 
-    def compute(x, y, part):
-        x, y, ids = x[None], y[None], one(part)
+    def compute(x, y, sub_tile):
+        x_BSV = x[None]
+        y_BTW = y[None]
+        next_S, next_T, chunk_S, chunk_T = as_batch(sub_tile)
         if name == "ce":
-            return losses.next_token_cross_entropy(x, part.labels[None])[0]
-        if name == "piece_kl":
-            return losses.piece_kl(x, y, *ids[:2], part.terms, case.spelling, 2.0)[0]
-        if name in ("projection_kl", "kept"):
-            return losses.projection_kl(x, y, *ids[2:], *projection, kept if name == "kept" else None)[0]
-        if name == "gold":
-            return losses.gold(x, y, *ids[2:], *common, 2.0)[0]
-        if name == "h_kl":
-            return losses.h_kl(x, y, *ids[2:], *projection)[0]
-        return getattr(losses, name)(x, y, *ids)[0]
+            result = losses.next_token_cross_entropy(x_BSV, sub_tile.student_labels[None])
+        elif name == "piece_kl":
+            terms = sub_tile.terms
+            result = losses.piece_kl(x_BSV, y_BTW, next_S, next_T, terms, case.spelling, 2.0)
+        elif name in ("projection_kl", "kept"):
+            result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept)
+        elif name == "gold":
+            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *common, 2.0)
+        elif name == "h_kl":
+            result = losses.h_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection)
+        else:
+            function = getattr(losses, name)
+            result = function(x_BSV, y_BTW, next_S, next_T, chunk_S, chunk_T)
+        return result[0]
 
     return compute
 
 
-def both(loss):
-    """The loss and the cross-entropy of a part."""
-    def compute(x, y, part):
-        ce = losses.next_token_cross_entropy(x[None], part.labels[None])[0]
-        return torch.stack([ce, loss(x, y, part).to(ce)])
+def with_cross_entropy(loss):
+    """Return a tile loss: the cross-entropy of a sub-tile, and `loss`."""
+
+    def compute(x, y, sub_tile):
+        ce = losses.next_token_cross_entropy(x[None], sub_tile.student_labels[None])[0]
+        return torch.stack([ce, loss(x, y, sub_tile).to(ce)])
 
     return compute
+
+
+def tiled(models, loss, tiles, weights, source=None, params=()):
+    """Compute the tiled loss of cross-entropy and `loss`; by default from hidden states."""
+    source = source or models.teacher["hidden"]
+    tile_loss = with_cross_entropy(loss)
+    return tiled_loss(models.hidden, models.head, source, tile_loss, tiles, weights, params)
 
 
 def plain(models, loss, weights):
-    """Logits of everything, one tile, autograd."""
+    """Compute the logits of everything, one tile, autograd."""
     [tile] = models.tiles(math.inf)
-    x = models.head.finish(models.head.linear(models.hidden.flatten(0, 1)))[tile.student_rows]
-    [part] = tile.parts
-    sums = both(loss)(x, models.y.flatten(0, 1)[part.fetch], part)
+    [sub_tile] = tile.sub_tiles
+    logits = models.head.finish(models.head.linear(models.hidden.flatten(0, 1)))
+    x = logits[tile.student_positions]
+    y = models.teacher_logits[sub_tile.teacher_positions]
+    sums = with_cross_entropy(loss)(x, y, sub_tile)
     return (sums * torch.tensor(weights)).sum(), sums
 
 
@@ -125,64 +196,99 @@ def close(a, b, tolerance):
 def test_equals_the_plain_path(name, kind):
     """Tiles of one chunk, of some chunks, one for all; from hidden states and from logits."""
     counts = set()
+    weights = [0.3, 2.0]
     for seed in range(4):
-        models, weights = Models(seed, kind=kind), [0.3, 2.0]
+        models = Models(seed, kind=kind)
         loss = loss_of(name, models.case)
-        value, sums = plain(models, loss, weights)
-        expected = gradients(3 * value, models.inputs)
+        plain_value, plain_sums = plain(models, loss, weights)
+        expected = gradients(3 * plain_value, models.inputs)
         for memory in (0.0, 0.001, 0.01, math.inf):
-            for rows in models.teacher.values():
+            for source in models.teacher.values():
                 tiles = models.tiles(memory)
-                counts |= {len(tiles), len(tiles[0].parts)}
-                how = models.head, rows, both(loss), tiles, weights
-                found, each = tiled_loss(models.hidden, *how)
-                assert abs(found - value) <= 1e-6 * abs(value)
-                assert torch.allclose(each.double(), sums, rtol=1e-6)
-                for a, b in zip(gradients(3 * found, models.inputs), expected):
+                counts |= {len(tiles), len(tiles[0].sub_tiles)}
+                value, sums = tiled(models, loss, tiles, weights, source)
+                assert abs(value - plain_value) <= 1e-6 * abs(plain_value)
+                assert torch.allclose(sums.double(), plain_sums, rtol=1e-6)
+                for a, b in zip(gradients(3 * value, models.inputs), expected):
                     assert close(a, b, 1e-6), (seed, memory)
     assert 1 in counts and len(counts) > 4 and max(counts) > 10
 
 
-def test_every_row_and_every_chunk_is_in_one_part():
+def assert_slices_cover(slices, length):
+    """Assert that slices follow each other from 0 to length."""
+    starts = [s.start for s in slices]
+    stops = [s.stop for s in slices]
+    assert [*starts, length] == [0, *stops]
+
+
+def teacher_blocks(tiles):
+    """Group the sub-tiles by the fetch of teacher logits that they read."""
+    blocks = []
+    for sub_tile in all_sub_tiles(tiles):
+        if sub_tile.teacher_positions is not None:
+            blocks.append([])
+        blocks[-1].append(sub_tile)
+    return blocks
+
+
+def test_every_position_and_every_chunk_is_in_one_sub_tile():
     for seed in range(20):
         models = Models(seed)
         [whole] = models.tiles(math.inf)
-        found, wanted = losses.find_chunks(*one(whole.parts[0])[2:]), losses.find_chunks(*models.chunk)
-        assert len(found.first_S) == len(wanted.first_S)
+        [whole_sub_tile] = whole.sub_tiles
+        _, _, chunk_S, chunk_T = as_batch(whole_sub_tile)
+        num_chunks = len(losses.find_chunks(chunk_S, chunk_T).first_S)
+        assert num_chunks == len(losses.find_chunks(*models.chunk).first_S)
         for memory in (0.0, 0.002, 0.01):
-            tiles, blocks = models.tiles(memory), []
-            parts = [part for tile in tiles for part in tile.parts]
-            for part in parts:
-                blocks += [] if part.fetch is None else [[]]
-                blocks[-1].append(part)
-            for name, groups, rows, all_rows in (
-                    ("student", [tile.parts for tile in tiles], [tile.student_rows for tile in tiles],
-                     whole.student_rows),
-                    ("teacher", blocks, [block[0].fetch for block in blocks], whole.parts[0].fetch)):
-                assert sorted(torch.cat(rows).tolist()) == all_rows.tolist()
-                for group, own in zip(groups, rows):  # the parts are the tile, or all that was fetched
-                    cuts = [getattr(part, name) for part in group]
-                    assert [c.start for c in cuts] + [len(own)] == [0] + [c.stop for c in cuts]
-            most = [0.0, 0.0]
-            for side, groups in enumerate(([tile.parts for tile in tiles], blocks)):
-                for group in groups:
-                    if sum(units(part) for part in group) > 1 and (side == 0 or len(group) > 1):
-                        most[side] = max(most[side], mib(group, models.sizes, side))
-            assert sum(most) <= memory / 2 + 1e-9
-            for part in parts:
-                assert mib([part], models.sizes) <= memory / 16 + 1e-9 or units(part) == 1
-            assert sum(int(part.terms.count_all) for part in parts) == int(whole.parts[0].terms.count_all)
+            tiles = models.tiles(memory)
+            blocks = teacher_blocks(tiles)
+            # The sub-tiles make up the tile, and all that was fetched; nothing is there twice.
+            for tile in tiles:
+                slices = [sub_tile.student_slice for sub_tile in tile.sub_tiles]
+                assert_slices_cover(slices, len(tile.student_positions))
+            for block in blocks:
+                slices = [sub_tile.teacher_slice for sub_tile in block]
+                assert_slices_cover(slices, len(block[0].teacher_positions))
+            positions = torch.cat([tile.student_positions for tile in tiles])
+            assert sorted(positions.tolist()) == whole.student_positions.tolist()
+            positions = torch.cat([block[0].teacher_positions for block in blocks])
+            assert sorted(positions.tolist()) == whole_sub_tile.teacher_positions.tolist()
+            assert_memory_is_bounded(models, tiles, blocks, memory)
+            sub_tiles = all_sub_tiles(tiles)
+            terms = sum(int(sub_tile.terms.count_all) for sub_tile in sub_tiles)
+            assert terms == int(whole_sub_tile.terms.count_all)
 
 
-def mib(parts, sizes, side=slice(None)):
-    """MiB of both sides' logits, or of one."""
-    costs = torch.tensor([[len(part.labels), len(part.teacher_next)] for part in parts]) * torch.tensor(sizes)
-    return 4 * float(costs[:, side].sum()) / 2**20
+def assert_memory_is_bounded(models, tiles, blocks, memory):
+    """Half of the memory is for the logits, 1/16 for the logits of a sub-tile with its 8 copies."""
+    V, W = models.vocab_sizes
+    largest_tile = 0.0
+    for tile in tiles:
+        if sum(units(sub_tile) for sub_tile in tile.sub_tiles) > 1:
+            largest_tile = max(largest_tile, student_mib(tile.sub_tiles, V))
+    largest_block = 0.0
+    for block in blocks:
+        if len(block) > 1:  # a block has at least one sub-tile, however large
+            largest_block = max(largest_block, teacher_mib(block, W))
+    assert largest_tile + largest_block <= memory / 2 + 1e-9
+    for sub_tile in all_sub_tiles(tiles):
+        both = student_mib([sub_tile], V) + teacher_mib([sub_tile], W)
+        assert both <= memory / 16 + 1e-9 or units(sub_tile) == 1
 
 
-def units(part):
-    """Chunks and positions outside of chunks."""
-    chunk = part.student_chunk
+def student_mib(sub_tiles, vocab):
+    """Return the MiB of the float32 student logits."""
+    return 4 * vocab * sum(len(sub_tile.student_labels) for sub_tile in sub_tiles) / 2**20
+
+
+def teacher_mib(sub_tiles, vocab):
+    """Return the MiB of the float32 teacher logits."""
+    return 4 * vocab * sum(len(sub_tile.teacher_labels) for sub_tile in sub_tiles) / 2**20
+
+
+def units(sub_tile):
+    """Count the chunks and the positions outside of chunks."""
+    chunk = sub_tile.student_chunk
     return len(set(chunk[chunk >= 0].tolist())) + int((chunk < 0).sum())
 
 
@@ -190,13 +296,14 @@ def test_nothing_to_learn():
     models = Models(0)
     models.labels.fill_(-100)
     models.chunk[0].fill_(-1)
-    how = models.head, models.teacher["hidden"], both(None), models.tiles(1.0), [1.0, 1.0]
-    found, sums = tiled_loss(models.hidden, *how)
-    assert found == 0 and sums.tolist() == [0, 0]
-    assert all((g == 0).all() for g in gradients(found, models.inputs))
+    value, sums = tiled(models, None, models.tiles(1.0), [1.0, 1.0])
+    assert value == 0 and sums.tolist() == [0, 0]
+    for gradient in gradients(value, models.inputs):
+        assert (gradient == 0).all()
 
 
 def on_meta(value):
+    """Move all tensors inside of lists and (named) tuples to the meta device."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("meta").requires_grad_(value.requires_grad)
     if isinstance(value, (tuple, list)):
@@ -205,123 +312,172 @@ def on_meta(value):
     return value
 
 
-@pytest.mark.parametrize(
-    "name", ["piece_kl", "projection_kl", "kept", "gold", "uld", "hybrid", "alm", "jsd", "top_k"])
+META_LOSSES = (
+    "piece_kl", "projection_kl", "kept", "gold", "uld", "hybrid", "alm", "jsd", "top_k"
+)
+
+
+@pytest.mark.parametrize("name", META_LOSSES)
 def test_nothing_waits_for_the_device(name, monkeypatch):
-    """The meta device has no numbers, so whatever reads one back (sizes, masks, conditions) fails there."""
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # it does not know this device
+    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
+    # autocast does not know this device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     models = Models(3)
-    case, V, W = models.case, *models.sizes
-    common, spelling = on_meta(common_of(case)), on_meta(case.spelling)
-    kept = torch.tensor([0, 3, 7]) if name == "kept" else None
-    tables = case.indices, case.likelihoods
-    entries = on_meta(losses.projection_entries(*tables, W, kept))
-
-    def loss(x, y, part):
-        next_, chunks = (part.labels[None], part.teacher_next[None]), part.terms
-        ids = part.student_chunk[None], part.teacher_chunk[None]
-        if name == "piece_kl":
-            value = losses.piece_kl(x[None], y[None], *next_, part.terms, spelling, 2.0)
-        elif name in ("projection_kl", "kept"):
-            how = dict(kept_K=on_meta(kept), entries=entries, chunks=chunks)
-            value = losses.projection_kl(x[None], y[None], *ids, *on_meta(tables), **how)
-        elif name == "gold":
-            value = losses.gold(x[None], y[None], *ids, *common, 2.0, chunks=chunks)
-        elif name in ("jsd", "top_k"):
-            rows = [side.index_select(0, torch.zeros_like(chunks.first_S))[None, :, :V] for side in (x, y)]
-            value = losses.generalized_jsd(*rows, None, top_k=3 * (name == "top_k"))
-        else:
-            how = {"common": common} if name == "hybrid" else {}
-            function = losses.alm if name == "alm" else losses.uld
-            value = function(x[None], y[None], *next_, *ids, chunks=chunks, **how)
-        return torch.stack([torch.nn.functional.cross_entropy(x, part.labels, reduction="sum"), value[0]])
-
     tiles = models.tiles(0.01)
     if name != "piece_kl":
-        tiles = [tile._replace(parts=tuple(part._replace(terms=losses.find_chunks(*one(part)[2:]))
-                                           for part in tile.parts)) for tile in tiles]
-    hidden, head, rows = on_meta((models.hidden, models.head, models.teacher["hidden"]))
-    value, _ = tiled_loss(hidden, head, rows, loss, on_meta(tiles), [1.0, 1.0])
+        tiles = with_terms(tiles, lambda *ids: losses.find_chunks(ids[2], ids[3]))
+    hidden = on_meta(models.hidden)
+    head = on_meta(models.head)
+    source = on_meta(models.teacher["hidden"])
+    tile_loss = meta_loss(name, models)
+    value, _ = tiled_loss(hidden, head, source, tile_loss, on_meta(tiles), [1.0, 1.0])
     value.backward()
     assert hidden.grad.shape == hidden.shape and head.weight_VH.grad is not None
 
 
-def test_parts_without_a_term_get_no_gradient():
+def meta_loss(name, models):
+    """Return a tile loss whose tables lie on the meta device."""
+    case = models.case
+    V, W = models.vocab_sizes
+    common = on_meta(common_of(case))
+    spelling = on_meta(case.spelling)
+    projection = on_meta((case.indices, case.likelihoods))
+    kept = torch.tensor([0, 3, 7]) if name == "kept" else None
+    entries = on_meta(losses.projection_entries(case.indices, case.likelihoods, W, kept))
+    kept = on_meta(kept)
+
+    def compute(x, y, sub_tile):
+        x_BSV = x[None]
+        y_BTW = y[None]
+        next_ids = sub_tile.student_labels[None], sub_tile.teacher_labels[None]
+        chunk_ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
+        terms = sub_tile.terms
+        if name == "piece_kl":
+            result = losses.piece_kl(x_BSV, y_BTW, *next_ids, terms, spelling, 2.0)
+        elif name in ("projection_kl", "kept"):
+            result = losses.projection_kl(
+                x_BSV, y_BTW, *chunk_ids, *projection, kept_K=kept, entries=entries, chunks=terms
+            )
+        elif name == "gold":
+            result = losses.gold(x_BSV, y_BTW, *chunk_ids, *common, 2.0, chunks=terms)
+        elif name in ("jsd", "top_k"):
+            first = torch.zeros_like(terms.first_S)
+            student_rows = x.index_select(0, first)[None, :, :V]
+            teacher_rows = y.index_select(0, first)[None, :, :V]
+            top_k = 3 if name == "top_k" else 0
+            result = losses.generalized_jsd(student_rows, teacher_rows, None, top_k=top_k)
+        elif name == "alm":
+            result = losses.alm(x_BSV, y_BTW, *next_ids, *chunk_ids, chunks=terms)
+        elif name == "hybrid":
+            ids = *next_ids, *chunk_ids
+            result = losses.uld(x_BSV, y_BTW, *ids, chunks=terms, common=common)
+        else:
+            result = losses.uld(x_BSV, y_BTW, *next_ids, *chunk_ids, chunks=terms)
+        labels = sub_tile.student_labels
+        ce = torch.nn.functional.cross_entropy(x, labels, reduction="sum")
+        return torch.stack([ce, result[0]])
+
+    return compute
+
+
+def test_sub_tiles_without_a_term_get_no_gradient():
     models = Models(6)
-    tiles, empty = models.tiles(0.01), []
+    tiles = models.tiles(0.01)
+    skipped_sub_tiles = []
 
-    def loss(x, y, part):
-        if part.student.start == 0:  # the first part of every tile
-            empty.append(part)
+    def loss(x, y, sub_tile):
+        if sub_tile.student_slice.start == 0:  # the first sub-tile of every tile
+            skipped_sub_tiles.append(sub_tile)
             return x.new_zeros(1)
-        return losses.next_token_cross_entropy(x[None], part.labels[None])[0][None]
+        return losses.next_token_cross_entropy(x[None], sub_tile.student_labels[None])[0][None]
 
-    how = models.head, models.teacher["hidden"], loss, tiles, [1.0]
-    found, _ = tiled_loss(models.hidden, *how)
-    d_hidden = gradients(found, models.inputs)[0].flatten(0, 1)
-    skipped = torch.cat([tile.student_rows[tile.parts[0].student] for tile in tiles])
-    rest = torch.cat([tile.student_rows[len(tile.parts[0].labels) :] for tile in tiles])
-    assert empty and len(rest) and (d_hidden[skipped] == 0).all() and (d_hidden[rest] != 0).any()
+    source = models.teacher["hidden"]
+    value, _ = tiled_loss(models.hidden, models.head, source, loss, tiles, [1.0])
+    d_hidden = gradients(value, models.inputs)[0].flatten(0, 1)
+    skipped = []
+    others = []
+    for tile in tiles:
+        first_end = tile.sub_tiles[0].student_slice.stop
+        skipped.append(tile.student_positions[:first_end])
+        others.append(tile.student_positions[first_end:])
+    skipped = torch.cat(skipped)
+    others = torch.cat(others)
+    assert skipped_sub_tiles and len(others)
+    assert (d_hidden[skipped] == 0).all()
+    assert (d_hidden[others] != 0).any()
 
 
-def test_float32_bfloat16_and_autocast():
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
-        models, weights = Models(1, dtype), [1.0, 1.0]
-        loss = loss_of("piece_kl", models.case)
-        for autocast in (False, dtype == torch.float32):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                value, _ = plain(models, loss, weights)
-                found, _ = tiled_loss(models.hidden, models.head, models.teacher["hidden"], both(loss),
-                                      models.tiles(0.002), weights)
-            worst = 0.02 if autocast else tolerance
-            assert abs(found - value) <= worst * abs(value)
-            for a, b in zip(gradients(found, models.inputs), gradients(value, models.inputs)):
-                assert a.dtype == b.dtype and close(a.float(), b.float(), worst), (dtype, autocast)
+@pytest.mark.parametrize(
+    "dtype, autocast, tolerance",
+    [
+        (torch.float32, False, 1e-6),
+        (torch.float32, True, 0.02),
+        (torch.bfloat16, False, 0.02),
+    ],
+)
+def test_float32_bfloat16_and_autocast(dtype, autocast, tolerance):
+    models = Models(1, dtype)
+    weights = [1.0, 1.0]
+    loss = loss_of("piece_kl", models.case)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain_value, _ = plain(models, loss, weights)
+        value, _ = tiled(models, loss, models.tiles(0.002), weights)
+    assert abs(value - plain_value) <= tolerance * abs(plain_value)
+    expected = gradients(plain_value, models.inputs)
+    for a, b in zip(gradients(value, models.inputs), expected):
+        assert a.dtype == b.dtype
+        assert close(a.float(), b.float(), tolerance)
 
 
 def test_float16_under_a_loss_scale():
     """Small weights do not push the gradient of the logits below what float16 holds."""
     torch.manual_seed(0)
-    V, H, n, scale = 2000, 16, 8, 2.0**16
-    hidden, weight, y = torch.randn(n, H), torch.randn(V, H) * 0.3, torch.randn(n, V)
+    V, H, n = 2000, 16, 8
+    loss_scale = 2.0**16
+    hidden = torch.randn(n, H)
+    weight = torch.randn(V, H) * 0.3
+    y = torch.randn(n, V)
     chunk = torch.arange(n)[None]
     tiles = plan_tiles(chunk, chunk, chunk, chunk, (V, V), 0.1)
-    found = {}
-    for dtype in (torch.float32, torch.float16):
+
+    def kl(x, y, sub_tile):
+        return losses.forward_kl(x[None], y[None], None)[0][None]
+
+    def gradients_in(dtype):
         inputs = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        value, _ = tiled_loss(inputs[0], Head(inputs[1]), StoredLogits(y), kl, tiles, [1e-7])
+        return gradients(loss_scale * value, inputs)
 
-        def kl(x, y, part):
-            return losses.forward_kl(x[None], y[None], None)[0][None]
-
-        loss, _ = tiled_loss(inputs[0], Head(inputs[1]), StoredLogits(y), kl, tiles, [1e-7])
-        found[dtype] = gradients(scale * loss, inputs)
-    for a, b in zip(found[torch.float16], found[torch.float32]):
+    for a, b in zip(gradients_in(torch.float16), gradients_in(torch.float32)):
         assert (a.float() - b).norm() < 5e-3 * b.norm()
 
 
 def test_a_learned_projection_gets_its_gradient():
     models = Models(2)
-    case, weight = models.case, models.case.likelihoods.clone().requires_grad_()
+    case = models.case
+    weight = case.likelihoods.clone().requires_grad_()
 
-    def loss(x, y, part):
-        return losses.projection_kl(x[None], y[None], *one(part)[2:], case.indices, weight)[0]
+    def loss(x, y, sub_tile):
+        _, _, chunk_S, chunk_T = as_batch(sub_tile)
+        return losses.projection_kl(x[None], y[None], chunk_S, chunk_T, case.indices, weight)[0]
 
-    expected = gradients(plain(models, loss, [0.0, 1.0])[0], [weight, models.hidden])
-    how = models.head, models.teacher["hidden"], both(loss), models.tiles(0.002), [0.0, 1.0], [weight]
-    found, _ = tiled_loss(models.hidden, *how)
-    for a, b in zip(gradients(found, [weight, models.hidden]), expected):
+    inputs = [weight, models.hidden]
+    weights = [0.0, 1.0]
+    expected = gradients(plain(models, loss, weights)[0], inputs)
+    value, _ = tiled(models, loss, models.tiles(0.002), weights, params=[weight])
+    for a, b in zip(gradients(value, inputs), expected):
         assert close(a, b, 1e-6)
 
 
 def test_gradient_checkpointing_and_evaluation():
     models = Models(3)
-    loss = both(loss_of("gold", models.case))
-
-    how = models.head, models.teacher["hidden"], loss, models.tiles(0.002), [1.0, 1.0]
+    tile_loss = with_cross_entropy(loss_of("gold", models.case))
+    tiles = models.tiles(0.002)
 
     def run(hidden):
-        return tiled_loss(hidden, *how)[0]
+        source = models.teacher["hidden"]
+        return tiled_loss(hidden, models.head, source, tile_loss, tiles, [1.0, 1.0])[0]
 
     expected = gradients(run(models.hidden), models.inputs)
     for reentrant in (True, False):
@@ -329,88 +485,147 @@ def test_gradient_checkpointing_and_evaluation():
         for x in models.inputs:
             x.grad = None
         value.backward()
-        assert all(close(x.grad, b, 1e-9) for x, b in zip(models.inputs, expected))
+        for x, gradient in zip(models.inputs, expected):
+            assert close(x.grad, gradient, 1e-9)
     with torch.no_grad():
-        quiet = run(models.hidden)
-    assert quiet == value and not quiet.requires_grad
+        evaluated = run(models.hidden)
+    assert evaluated == value and not evaluated.requires_grad
 
 
-def test_a_second_backward_is_refused():
+def test_a_second_backward_is_rejected():
     models = Models(3)
-    loss = both(loss_of("alm", models.case))
-    how = models.head, models.teacher["hidden"], loss, models.tiles(0.002), [1.0, 1.0]
-    found, _ = tiled_loss(models.hidden, *how)
-    torch.autograd.grad(found, models.inputs, retain_graph=True)
+    loss = loss_of("alm", models.case)
+    value, _ = tiled(models, loss, models.tiles(0.002), [1.0, 1.0])
+    torch.autograd.grad(value, models.inputs, retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
-        torch.autograd.grad(found, models.inputs)
+        torch.autograd.grad(value, models.inputs)
 
 
-def test_what_is_kept_for_backward_is_the_gradients():
+def test_only_gradients_are_kept_for_backward():
     """And no logits, however many positions there are."""
-    models, saved = Models(4, samples=6), weakref.WeakSet()
+    models = Models(4, samples=6)
+    saved_tensors = weakref.WeakSet()
 
     class Saved:
         def __init__(self, x):
             self.x = x
-            saved.add(self)
+            saved_tensors.add(self)
 
     loss = loss_of("piece_kl", models.case)
-    how = models.head, models.teacher["hidden"], both(loss), models.tiles(0.002), [1.0, 1.0]
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
-        found, _ = tiled_loss(models.hidden, *how)
-        assert not saved  # those of the tiles are gone
-        value, _ = plain(models, loss, [1.0, 1.0])
-    kept = sum(g.nbytes for g in found.grad_fn.grads if g is not None)
-    assert kept == sum(x.nbytes for x in models.inputs)
-    assert sum({each.x.data_ptr(): each.x.nbytes for each in saved}.values()) > 2 * kept and value > 0
+        value, _ = tiled(models, loss, models.tiles(0.002), [1.0, 1.0])
+        assert not saved_tensors  # those of the tiles are gone
+        plain_value, _ = plain(models, loss, [1.0, 1.0])
+    kept_bytes = sum(g.nbytes for g in value.grad_fn.gradients if g is not None)
+    assert kept_bytes == sum(x.nbytes for x in models.inputs)
+    plain_bytes = {saved.x.data_ptr(): saved.x.nbytes for saved in saved_tensors}
+    assert sum(plain_bytes.values()) > 2 * kept_bytes and plain_value > 0
 
 
 def test_one_block_of_the_teacher_exists_at_a_time():
-    models, alive = Models(6), []
+    models = Models(6)
+    alive = []
 
-    def counted(rows):
+    def counted(positions):
         assert not any(block() is not None for block in alive)
-        found = models.teacher["logits"](rows)
-        alive.append(weakref.ref(found))
-        return found
+        logits = models.teacher["logits"](positions)
+        alive.append(weakref.ref(logits))
+        return logits
 
     tiles = models.tiles(0.001)
-    blocks, counting = TeacherBlocks(models.teacher["hidden"], tiles), TeacherBlocks(counted, tiles)
-    rows, places = None, set()
-    for part in [part for tile in tiles for part in tile.parts]:
-        rows = part.fetch if part.fetch is not None else rows
-        wanted = models.teacher["logits"](rows)[part.teacher]
-        assert torch.allclose(blocks(part), wanted) and torch.equal(counting(part), wanted)
-        places.add(blocks.block.data_ptr())
-    assert len(alive) == len(blocks.fetches) > 2 and len(places) == 1
+    blocks = TeacherBlocks(models.teacher["hidden"], tiles)
+    counting = TeacherBlocks(counted, tiles)
+    positions = None
+    buffers = set()
+    for sub_tile in all_sub_tiles(tiles):
+        if sub_tile.teacher_positions is not None:
+            positions = sub_tile.teacher_positions
+        expected = models.teacher["logits"](positions)[sub_tile.teacher_slice]
+        assert torch.allclose(blocks(sub_tile), expected)
+        assert torch.equal(counting(sub_tile), expected)
+        buffers.add(blocks.block.data_ptr())
+    assert len(alive) == len(blocks.fetches) > 2
+    assert len(buffers) == 1
 
 
 def test_cached_top_k_of_a_teacher():
     torch.manual_seed(0)
     logp = torch.randn(5, 9).log_softmax(-1)
     top = logp.topk(3)
-    rows = TopKLogits(top.indices, top.values, 9)(torch.tensor([4, 1])).softmax(-1)
-    assert torch.allclose(rows.sum(1), torch.ones(2)) and torch.allclose(
-        rows.gather(1, top.indices[[4, 1]]), top.values[[4, 1]].exp())
+    positions = torch.tensor([4, 1])
+    p = TopKLogits(top.indices, top.values, 9)(positions).softmax(-1)
+    assert torch.allclose(p.sum(1), torch.ones(2))
+    assert torch.allclose(p.gather(1, top.indices[positions]), top.values[positions].exp())
     rest = 1 - top.values[4].exp().sum()
-    assert torch.allclose(rows[0].sort().values[:6], (rest / 6).expand(6), rtol=1e-5)
+    assert torch.allclose(p[0].sort().values[:6], (rest / 6).expand(6), rtol=1e-5)
 
 
-def test_heads_of_kept_columns():
-    models, ids = Models(5), torch.tensor([4, 0, 6])
-    for rows in models.teacher.values():
-        some = torch.tensor([3, 1])
-        assert torch.allclose(rows.columns(ids)(some), rows(some)[:, ids])
+def test_sources_of_kept_columns():
+    models = Models(5)
+    positions = torch.tensor([3, 1])
+    unsorted_ids = torch.tensor([4, 0, 6])
+    for source in models.teacher.values():
+        columns = source.columns(unsorted_ids)
+        assert torch.allclose(columns(positions), source(positions)[:, unsorted_ids])
+    ids = torch.tensor([0, 4, 6])
+    logits = models.teacher_logits
+    top = logits.log_softmax(-1).topk(3)
+    top_k = TopKLogits(top.indices, top.values, models.vocab_sizes[1])
+    sharded = ShardedLogits((logits[:, :4], logits[:, 4:5], logits[:, 5:]))
+    for source in (sharded, top_k):
+        columns = source.columns(ids)
+        assert torch.equal(columns(positions), source(positions)[:, ids])
+    fewer = top_k.columns(ids).columns(torch.tensor([1, 2]))
+    assert isinstance(fewer, SelectedColumns)
+    assert torch.equal(fewer(positions), top_k(positions)[:, [4, 6]])
 
 
-SHAPE = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-             num_key_value_heads=1, max_position_embeddings=32, head_dim=8, pad_token_id=0, bos_token_id=1,
-             eos_token_id=2, initializer_range=0.5)
+def test_bytes_of_sources():
+    hidden_logits = HiddenLogits(torch.zeros(5, 3), Head(torch.zeros(7, 3)))
+    assert hidden_logits.nbytes == 5 * 3 * 4
+    assert hidden_logits.with_buffer(2).nbytes == 5 * 3 * 4 + 2 * 7 * 4
+    assert hidden_logits.with_values(torch.zeros(6, 3)).nbytes == 6 * 3 * 4
+    assert StoredLogits(torch.zeros(5, 7)).nbytes == 5 * 7 * 4
+    shards = torch.zeros(5, 4), torch.zeros(5, 3)
+    assert ShardedLogits(shards).nbytes == 5 * 7 * 4
+    ids = torch.zeros(5, 2, dtype=torch.int32)
+    logp = torch.zeros(5, 2, dtype=torch.bfloat16)
+    assert TopKLogits(ids, logp, 7).nbytes == 5 * 2 * (4 + 2)
+    top_k = TopKLogits(ids, logp, 7, torch.zeros(5))
+    assert top_k.nbytes == top_k.columns(torch.tensor([0])).nbytes == 5 * 2 * (4 + 2) + 5 * 4
+
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.5,
+}
 ARCHITECTURES = {
-    "llama": {}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {}, "mistral": {}, "olmo2": {}, "gemma": {},
-    "phi": {}, "phi3": {}, "gemma2": {"final_logit_softcapping": 2.0}, "granite": {"logits_scaling": 3.0},
-    "cohere": {"logit_scale": 0.3}, "gpt_neox": {}, "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 1},
-    "opt": {"word_embed_proj_dim": 8}, "gpt_neo": {"num_layers": 1, "attention_types": [[["global"], 1]]}}
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "mistral": {},
+    "olmo2": {},
+    "gemma": {},
+    "phi": {},
+    "phi3": {},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.3},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 1},
+    "opt": {"word_embed_proj_dim": 8},
+    "gpt_neo": {"num_layers": 1, "attention_types": [[["global"], 1]]},
+}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -420,8 +635,8 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     from isogloss.teachers import hidden_head_is_right, whole_teacher
 
     torch.manual_seed(0)
-    how = SHAPE if architecture not in ("gpt2",) else {"vocab_size": 40}
-    config = AutoConfig.for_model(architecture, **how | ARCHITECTURES[architecture])
+    shape = {"vocab_size": 40} if architecture == "gpt2" else SHAPE  # it has names of its own
+    config = AutoConfig.for_model(architecture, **shape | ARCHITECTURES[architecture])
     model = AutoModelForCausalLM.from_config(config).eval()
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         torch.nn.init.normal_(model.get_output_embeddings().bias)
@@ -435,5 +650,7 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
 def test_the_file_works_alone(tmp_path):
     shutil.copy(ROOT / "tiles.py", tmp_path)
     code = "import sys, tiles; print([m for m in ('transformers', 'losses') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout.strip() == "[]", found.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "[]", result.stderr
