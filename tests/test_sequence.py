@@ -1,4 +1,4 @@
-"""sequence.py: attention over sequences in parts is attention; every chunk belongs to one rank."""
+"""sequence.py: attention over shards is attention; every chunk has one owner.  activations.py."""
 
 import copy
 
@@ -9,96 +9,153 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import distill
-from isogloss import sequence
-from isogloss.sequence import sequence_shard
+from isogloss import activations, sequence
+from isogloss.launch import silence_libraries, start_distributed
+from isogloss.sequence import check_sequence_layout, sequence_shard
 
-SHAPE = dict(vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-             num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, head_dim=8)
-MODELS = {
-    "llama": {}, "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
-    "qwen3": {"num_key_value_heads": 1}, "mistral": {"sliding_window": 5},
+SHAPE = {
+    "vocab_size": 60,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "head_dim": 8,
+}
+MODELS = {  # what differs from SHAPE; None: left out
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    "qwen3": {"num_key_value_heads": 1},
+    "mistral": {"sliding_window": 5},
     "gemma3_text": {"sliding_window": 5},
     "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9},
-    "phi3": {"head_dim": None}, "olmo2": {}, "smollm3": {}, "granite": {}}
+    "phi3": {"head_dim": None},
+    "olmo2": {},
+    "smollm3": {},
+    "granite": {},
+}
 DOCUMENTS = 11, 1, 7, 5  # positions of each, 24 in all
 
 
-def packed(kind):
-    """(ids, positions, documents as (sample, first, end)) of two samples of 24 positions."""
+def tiny_llama():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
+
+
+def positions_of(sizes):
+    """Positions of one row that packs documents of these sizes."""
+    return torch.cat([torch.arange(size) for size in sizes])
+
+
+def gradients_of(tensors):
+    return [x.grad.clone() for x in tensors]
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def two_samples(kind):
+    """Make (ids, positions, documents as (sample, first, end)) of two samples of 24 positions."""
     torch.manual_seed(1)
     ids = torch.randint(1, 60, (2, 24))
     if kind == "whole":
         return ids, torch.arange(24).expand(2, 24), [(0, 0, 24), (1, 0, 24)]
     if kind == "packed":
-        orders, positions, found = (DOCUMENTS, DOCUMENTS[::-1]), [], []
-        for b, sizes in enumerate(orders):
+        positions = []
+        documents = []
+        for sample, sizes in enumerate((DOCUMENTS, DOCUMENTS[::-1])):
+            positions.append(positions_of(sizes))
             ends = torch.tensor(sizes).cumsum(0).tolist()
-            positions.append(torch.cat([torch.arange(size) for size in sizes]))
-            found += [(b, end - size, end) for size, end in zip(sizes, ends)]
-        return ids, torch.stack(positions), found
-    left = torch.zeros(2, 24, dtype=torch.long)  # the second sample has nine pads on its left
-    left[0], left[1, 9:] = torch.arange(24), torch.arange(15)
-    return ids, left, [(0, 0, 24), (1, 9, 24)]
+            for size, end in zip(sizes, ends):
+                documents.append((sample, end - size, end))
+        return ids, torch.stack(positions), documents
+    positions = torch.zeros(2, 24, dtype=torch.long)
+    positions[0] = torch.arange(24)
+    positions[1, 9:] = torch.arange(15)  # the second sample has nine pads on its left
+    return ids, positions, [(0, 0, 24), (1, 9, 24)]
 
 
-def logits_in_parts(kinds):
-    """Worst difference, in logits and gradient, of every model and kind of batch from documents alone."""
+def worst_errors_of_shards(kinds):
+    """{(model, kind): worst difference, in logits and gradient, from documents one at a time}."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    distill.start_distributed()
-    distill.silence_libraries()
-    group, worst = sequence.join_sequence_group(dist.get_world_size()), {}
-    for name, how in MODELS.items():
-        config = AutoConfig.for_model(name, **{k: v for k, v in (SHAPE | how).items() if v is not None})
+    start_distributed()
+    silence_libraries()
+    group = sequence.join_sequence_group(dist.get_world_size())
+    worst = {}
+    for name, changes in MODELS.items():
+        shape = {key: value for key, value in (SHAPE | changes).items() if value is not None}
+        config = AutoConfig.for_model(name, **shape)
         sequence.register_attention(config, group)
         torch.manual_seed(0)
-        alone = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
-        parts = AutoModelForCausalLM.from_config(config, attn_implementation=sequence.ATTENTION)
-        parts.load_state_dict(alone.state_dict())
+        whole = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager"
+        )
+        sharded = AutoModelForCausalLM.from_config(
+            config, attn_implementation=sequence.ATTENTION
+        )
+        sharded.load_state_dict(whole.state_dict())
         for kind in kinds:
-            ids, positions, documents = packed(kind)
-            size = ids.shape[1] // group.size
-            own = slice(group.rank * size, (group.rank + 1) * size)
-            found = parts(input_ids=ids[:, own], position_ids=positions[:, own], use_cache=False).logits
-            expected = torch.zeros(*ids.shape, found.shape[-1])
-            for b, first, end in documents:
-                expected[b, first:end] = alone(input_ids=ids[b : b + 1, first:end], use_cache=False).logits[0]
-            used = torch.zeros(ids.shape, dtype=torch.bool)
-            for b, first, end in documents:
-                used[b, first:end] = True
-            worst[name, kind] = float((found - expected[:, own])[used[:, own]].abs().max())
-            alone.zero_grad(), parts.zero_grad()
-            (expected[used] ** 2).sum().backward()
-            (found[used[:, own]] ** 2).sum().backward()
-            for p, q in zip(parts.parameters(), alone.parameters()):
-                dist.all_reduce(p.grad)
-                error = float((p.grad - q.grad).norm() / q.grad.norm().clamp(min=1e-3))
-                worst[name, kind] = max(worst[name, kind], error)
+            worst[name, kind] = worst_error(whole, sharded, group, kind)
+    return worst
+
+
+def worst_error(whole, sharded, group, kind):
+    """Compare this rank's shard of the logits, and the gradients summed over ranks."""
+    ids, positions, documents = two_samples(kind)
+    shard_length = ids.shape[1] // group.size
+    shard = slice(group.rank * shard_length, (group.rank + 1) * shard_length)
+    logits = sharded(
+        input_ids=ids[:, shard], position_ids=positions[:, shard], use_cache=False
+    ).logits
+    expected = torch.zeros(*ids.shape, logits.shape[-1])
+    is_text = torch.zeros(ids.shape, dtype=torch.bool)  # padding may hold anything
+    for sample, first, end in documents:
+        document = ids[sample : sample + 1, first:end]
+        expected[sample, first:end] = whole(input_ids=document, use_cache=False).logits[0]
+        is_text[sample, first:end] = True
+    worst = float((logits - expected[:, shard])[is_text[:, shard]].abs().max())
+
+    # Each rank's loss is about its own shard; the sum over ranks is the loss of the whole.
+    whole.zero_grad()
+    sharded.zero_grad()
+    (expected[is_text] ** 2).sum().backward()
+    (logits[is_text[:, shard]] ** 2).sum().backward()
+    for p, q in zip(sharded.parameters(), whole.parameters()):
+        # The bound keeps rounding in gradients that are nearly 0 from counting.
+        dist.all_reduce(p.grad)
+        error = float((p.grad - q.grad).norm() / q.grad.norm().clamp(min=1e-3))
+        worst = max(worst, error)
     return worst
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_attention_in_parts_is_attention(world):
-    """Packed documents, left padding, sliding windows, soft-caps, fewer key-value heads than ranks."""
-    kinds = "whole", "packed", "left"
-    for worst in ranks.run(world, logits_in_parts, kinds if world == 2 else kinds[1:2]):
+def test_attention_over_shards_is_attention(world):
+    """Packed documents, left padding, windows, soft-caps, fewer key-value heads than ranks."""
+    # On four ranks the packed batch alone, to save time; it is the hardest.
+    kinds = ("whole", "packed", "left") if world == 2 else ("packed",)
+    for worst in ranks.run(world, worst_errors_of_shards, kinds):
         for case, error in worst.items():
             assert error < 2e-5, case
 
 
-def test_documents_of_a_row():
-    """They begin where a position does not follow the one before; those of one position come together."""
-    whole, left = torch.arange(6), torch.tensor([0, 0, 0, 0, 1, 2])
-    assert sequence.documents(torch.stack([whole, whole + 5])) == [[(0, 6, False)]] * 2
-    assert sequence.documents(left[None]) == [[(0, 3, True), (3, 6, False)]]
+def test_document_spans_of_a_row():
+    """A document begins where a position does not follow the one before; single ones merge."""
+    whole = torch.arange(6)
+    left_padded = torch.tensor([0, 0, 0, 0, 1, 2])
+    spans = sequence.document_spans(torch.stack([whole, whole + 5]))
+    assert spans == [[(0, 6, False)]] * 2
+    assert sequence.document_spans(left_padded[None]) == [[(0, 3, True), (3, 6, False)]]
     mixed = torch.tensor([[0, 1, 7, 0, 0, 1]])
-    assert sequence.documents(mixed) == [[(0, 2, False), (2, 4, True), (4, 6, False)]]
-    assert sequence.documents(torch.zeros(1, 1)) == [[(0, 1, True)]]
+    assert sequence.document_spans(mixed) == [[(0, 2, False), (2, 4, True), (4, 6, False)]]
+    assert sequence.document_spans(torch.zeros(1, 1)) == [[(0, 1, True)]]
 
 
 class NoSquares(TorchDispatchMode):
-    """Fails where a tensor has two dimensions of the whole sequence."""
+    """Fail where a tensor has two dimensions of the whole sequence."""
 
     def __init__(self, size):
         super().__init__()
@@ -107,139 +164,272 @@ class NoSquares(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else (out,):
-            assert not isinstance(x, torch.Tensor) or list(x.shape).count(self.size) < 2, function
+            if isinstance(x, torch.Tensor):
+                assert list(x.shape).count(self.size) < 2, function
         return out
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 130, 700, 2999, 4000])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_long_attention_in_blocks(window, softcap):
-    """Documents longer than a block, with windows and soft-caps, as with one dense mask; none exists."""
+    """Documents longer than a block equal attention with one dense mask, which never exists."""
     torch.manual_seed(0)
-    S, sizes = 3000, (1700, 1, 1, 1298)
-    query, key, value = torch.randn(1, 4, S, 8), torch.randn(1, 2, S, 8), torch.randn(1, 2, S, 8)
-    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    # Longer than the largest block, 1,024; no multiple of it.
+    S = 3000
+    sizes = (1700, 1, 1, 1298)
+    query = torch.randn(1, 4, S, 8)
+    key = torch.randn(1, 2, S, 8)
+    value = torch.randn(1, 2, S, 8)
+    positions = positions_of(sizes)[None]
     with NoSquares(S):
-        out, _ = sequence.core_attention(None, query, key, value, sliding_window=window, softcap=softcap,
-                                         position_ids=positions)
+        out, _ = sequence.core_attention(
+            None,
+            query,
+            key,
+            value,
+            sliding_window=window,
+            softcap=softcap,
+            position_ids=positions,
+        )
     document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    behind = torch.arange(S)[:, None] - torch.arange(S)
-    seen = (document[:, None] == document) & (behind >= 0) & (behind < (window or S))
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    visible = (document[:, None] == document) & (distance >= 0) & (distance < (window or S))
+    # The dense reference.  Two query heads to each key-value head.
     scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    expected = probabilities @ value.repeat_interleave(2, 1)
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=0, atol=2e-6)
+
+
+# --- chunks across shards -------------------------------------------------------------------------
+
+
+def values_of_the_halo(shards, values_of_rank):
+    """Sum over ranks of what each of them holds of the halo."""
+    halo = torch.zeros(len(shards[0].halo_index))
+    for shard, values in zip(shards, values_of_rank):
+        held = shard.halo_index >= 0
+        halo[held] += values[shard.halo_index[held]]
+    return halo
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_position_and_chunk_has_one_owner(size):
-    """Chunks cut by a boundary, one that spans all ranks; positions without a chunk stay where they are."""
+    """Chunks cut by a boundary, or spanning all ranks; the rest stays with its holder."""
     chunk_S = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, -1, 3, 3, 3, 3], [0] * 12, [-1] * 12])
     chunk_T = torch.tensor([[0, 1, 1, -1, 2, 3, 3], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
-    part, shares = 12 // size, [sequence_shard(chunk_S, chunk_T, rank, size) for rank in range(size)]
-    assert torch.equal(sum(s.owned.int() for s in shares), torch.ones_like(chunk_S, dtype=torch.int))
-    assert torch.equal(sum(s.taught.int() for s in shares), (chunk_T >= 0).int())
+    shards = [sequence_shard(chunk_S, chunk_T, rank, size) for rank in range(size)]
+    num_owners_S = torch.zeros_like(chunk_S)
+    num_readers_T = torch.zeros_like(chunk_T)
+    num_held = 0
+    for shard in shards:
+        num_owners_S += shard.owned_mask
+        num_readers_T += shard.teacher_mask
+        num_held += int((shard.halo_index >= 0).sum())
+    assert torch.equal(num_owners_S, torch.ones_like(chunk_S))
+    assert torch.equal(num_readers_T, (chunk_T >= 0).long())  # nobody reads outside chunks
+
     values = torch.arange(36.0)  # of every position
-    own = [values.view(3, 12)[:, rank * part : (rank + 1) * part].flatten() for rank in range(size)]
-    traveling = torch.stack([torch.where(s.travels >= 0, x[s.travels.clamp(min=0)], 0)
-                              for s, x in zip(shares, own)]).sum(0) if len(shares[0].travels) else values[:0]
-    for rank, share in enumerate(shares):
-        rows = torch.cat([own[rank], traveling])
-        owned = share.owned.flatten()
-        assert torch.equal(rows[share.row[owned]], values[owned])
+    values_of_rank = [x.flatten() for x in values.view(3, 12).split(12 // size, dim=1)]
+    halo = values_of_the_halo(shards, values_of_rank)
+    for shard, local_values in zip(shards, values_of_rank):
+        # What the rank can look up: its shard, and behind it the halo.
+        available = torch.cat([local_values, halo])
+        owned = shard.owned_mask.flatten()
+        assert torch.equal(available[shard.local_position[owned]], values[owned])
         for b, chunks in enumerate(chunk_S):
             for chunk in chunks[chunks >= 0].unique():
-                assert share.owned[b][chunks == chunk].unique().numel() == 1
-                assert share.taught[b][chunk_T[b] == chunk].all() == share.owned[b][chunks == chunk].all()
-    assert (len(shares[0].travels) > 0) == (size > 1)
-    assert sum(int((s.travels >= 0).sum()) for s in shares) == len(shares[0].travels)
+                # A chunk is owned as a whole, on the student's side as on the teacher's.
+                is_owned = shard.owned_mask[b][chunks == chunk]
+                is_read = shard.teacher_mask[b][chunk_T[b] == chunk]
+                assert is_owned.unique().numel() == 1
+                assert is_read.all() == is_owned.all()
+
+    # Every position of the halo has one holder; with one rank there is no halo.
+    assert num_held == len(halo)
+    assert (len(halo) > 0) == (size > 1)
 
 
-def test_layouts_that_do_not_divide_are_refused():
+class Logits:
+    """Stand-in for `tiles.StoredLogits`."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def with_values(self, values):
+        return Logits(values)
+
+
+def gathered_halo_and_gradient(chunk_S, chunk_T, values_SX, weight_SX):
+    """(masks, values, gradient) of a rank whose loss is the weighted sum of what it owns."""
+    start_distributed()
+    silence_libraries()
+    group = sequence.join_sequence_group(dist.get_world_size())
+    shard = sequence_shard(chunk_S, chunk_T, group.rank, group.size)
+    local_NX = values_SX.chunk(group.size)[group.rank].clone().requires_grad_()
+    gathered = sequence.gather_halo(Logits(local_NX), shard.halo_index, group)
+    owned = shard.owned_mask.flatten()
+    owned_values = gathered.values[shard.local_position[owned]]
+    (owned_values * weight_SX[owned]).sum().backward()
+    return owned, owned_values.detach(), local_NX.grad
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_halo_arrives_at_its_owner_and_its_gradient_at_its_holder(size):
+    torch.manual_seed(0)
+    chunk_S = torch.tensor([[0, 1, 1, 1, 1, 1, 2, 2, 3, 4, 4, 4]])
+    values_SX = torch.randn(12, 3)
+    weight_SX = torch.randn(12, 3)
+    results = ranks.run(
+        size, gathered_halo_and_gradient, chunk_S, chunk_S, values_SX, weight_SX
+    )
+    for owned, owned_values, _ in results:
+        assert torch.equal(owned_values, values_SX[owned])
+    # The gradient of an owned value is its weight, wherever that value is held.
+    assert torch.equal(torch.cat([gradient for _, _, gradient in results]), weight_SX)
+
+
+def test_without_a_halo_nothing_is_sent():
+    # No group is given, so that a collective would fail.
+    logits = Logits(torch.randn(4, 3))
+    assert sequence.gather_halo(logits, None, None) is logits
+    assert sequence.gather_halo(logits, torch.zeros(0, dtype=torch.long), None) is logits
+
+
+# --- what is rejected -----------------------------------------------------------------------------
+
+
+def test_layouts_that_do_not_divide_are_rejected():
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=4)
-    for size, ranks_, words in ((2, 3, "does not divide the 3 ranks"), (8, 8, "12 attention heads"),
-                                (3, 6, "4 key-value heads")):
+    config = AutoConfig.for_model(
+        "llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=4
+    )
+    rejected = (
+        (2, 3, "does not divide the 3 ranks"),
+        (8, 8, "12 attention heads"),
+        (3, 6, "4 key-value heads"),
+    )
+    # Size, ranks, words of the error.
+    for size, num_ranks, words in rejected:
         with pytest.raises(ValueError, match=words):
-            sequence.check_layout(size, ranks_, config)
-    sequence.check_layout(4, 8, config)
-    for how in ({"layer_types": ["linear_attention", "full_attention"]}, {"attention_chunk_size": 8}):
-        mixed = AutoConfig.for_model("llama", num_attention_heads=4, num_hidden_layers=2, **how)
-        with pytest.raises(ValueError, match="would see one part alone; use 1"):
-            sequence.check_layout(2, 4, mixed)
+            check_sequence_layout(size, num_ranks, config)
+    check_sequence_layout(4, 8, config)
+
+
+def test_models_that_mix_positions_otherwise_are_rejected():
+    """Layers other than attention, no rotary embedding, attention sinks."""
+    from transformers import AutoConfig
+
+    for changes in (
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"attention_chunk_size": 8},
+    ):
+        mixed = AutoConfig.for_model(
+            "llama", num_attention_heads=4, num_hidden_layers=2, **changes
+        )
+        with pytest.raises(ValueError, match="would see only the shard of their own rank; use 1"):
+            check_sequence_layout(2, 4, mixed)
     with pytest.raises(ValueError, match="has sinks; use 1"):
         sequence.core_attention(None, *torch.zeros(3, 1, 2, 4, 8), s_aux=torch.zeros(2))
-    with pytest.raises(ValueError, match="gpt2 models do not tell"):
-        sequence.check_layout(2, 4, AutoConfig.for_model("gpt2"))
+    with pytest.raises(ValueError, match="gpt2 models do not pass positions to their attention"):
+        check_sequence_layout(2, 4, AutoConfig.for_model("gpt2"))
 
 
-def test_models_without_mlps_are_refused():
+def test_models_without_mlps_are_rejected():
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model("opt", hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=1,
-                                  word_embed_proj_dim=8)
-    with pytest.raises(ValueError, match="--mlp_tiles 4: OPTForCausalLM has no modules called mlp; use 1"):
-        sequence.tile_mlps(AutoModelForCausalLM.from_config(config), 4)
+    config = AutoConfig.for_model(
+        "opt",
+        hidden_size=8,
+        ffn_dim=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        word_embed_proj_dim=8,
+    )
+    with pytest.raises(ValueError, match="4: OPTForCausalLM has no modules called mlp; use 1"):
+        activations.tile_mlps(AutoModelForCausalLM.from_config(config), 4)
     model = torch.nn.ModuleDict({"mlp": torch.nn.Identity()})
     model.mlp.forward = lambda x: (x, x)
-    sequence.tile_mlps(model, 4)
-    with pytest.raises(ValueError, match="gives more than hidden states; use 1"):
+    activations.tile_mlps(model, 4)
+    with pytest.raises(ValueError, match="returns more than hidden states; use 1"):
         model.mlp(torch.zeros(1, 8, 2))
 
 
-class Saved(saved_tensors_hooks):
-    """Shapes of what is saved for backward."""
+# --- what layers keep until backward --------------------------------------------------------------
+
+
+class SavedShapes(saved_tensors_hooks):
+    """Record the shapes of what is saved for backward."""
 
     def __init__(self):
         self.shapes = []
-        super().__init__(lambda x: (self.shapes.append(tuple(x.shape)), x)[1], lambda x: x)
+        super().__init__(self.record, lambda x: x)
+
+    def record(self, x):
+        self.shapes.append(tuple(x.shape))
+        return x
 
 
-def test_pieces_of_an_mlp_keep_no_more_than_its_input():
-    from transformers import AutoConfig, AutoModelForCausalLM
+def has_width_of_mlp(shapes):
+    return any(SHAPE["intermediate_size"] in shape for shape in shapes)
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
-    mlp, x = model.model.layers[0].mlp, torch.randn(2, 10, 64, requires_grad=True)
-    before, after = Saved(), Saved()
-    with before:
+
+def test_a_tiled_mlp_keeps_no_more_than_its_input():
+    model = tiny_llama()
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 10, 64, requires_grad=True)
+    saved_whole = SavedShapes()
+    saved_tiled = SavedShapes()
+    with saved_whole:
         expected = mlp(x)
     expected.square().sum().backward()
-    gradients = [p.grad.clone() for p in mlp.parameters()] + [x.grad.clone()]
+    gradients = gradients_of((*mlp.parameters(), x))
     mlp.zero_grad()
     x.grad = None
-    sequence.tile_mlps(model, 4)
+
+    activations.tile_mlps(model, 4)
     for again in (mlp(x), mlp(x[:, :3])):  # also where a piece is empty
         assert torch.isfinite(again).all()
-    with after:
-        found = mlp(x)
-    found.square().sum().backward()
-    assert any(96 in shape for shape in before.shapes) and not any(96 in shape for shape in after.shapes)
-    torch.testing.assert_close(found, expected)
-    for p, g in zip([*mlp.parameters(), x], gradients):
-        torch.testing.assert_close(p.grad, g)
+    # Only now, because every forward is recorded.
+    with saved_tiled:
+        output = mlp(x)
+    output.square().sum().backward()
+    assert has_width_of_mlp(saved_whole.shapes)
+    assert not has_width_of_mlp(saved_tiled.shapes)
+    torch.testing.assert_close(output, expected)
+    for p, gradient in zip((*mlp.parameters(), x), gradients):
+        torch.testing.assert_close(p.grad, gradient)
 
 
-def test_checkpoints_wait_on_the_host():
-    """One tensor a layer and those of the last norm; nothing of another shape is moved."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE)).train()
+def test_checkpointed_activations_wait_on_the_host():
+    """One tensor per layer and those of the last norm move, and nothing of another shape."""
+    model = tiny_llama().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    moved, shape, ids = [], (2, 10, 64), torch.arange(20).view(2, 10)
+    moved = []
+    shape = (2, 10, 64)
+    ids = torch.arange(20).view(2, 10)
 
-    class Hooks(saved_tensors_hooks):
+    class RecordingHooks(saved_tensors_hooks):
         def __init__(self, pack, unpack):
-            super().__init__(lambda x: (moved.append(tuple(x.shape)), pack(x))[1], unpack)
+            def record_and_pack(x):
+                moved.append(tuple(x.shape))
+                return pack(x)
+
+            super().__init__(record_and_pack, unpack)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequence, "saved_tensors_hooks", Hooks)
-        with sequence.keep_on_host(shape):
-            found = model.base_model(ids)[0]
-    assert 2 <= moved.count(shape) <= 6 and all(len(x) < 3 or x[-1] != 96 for x in moved)
-    found.sum().backward()
-    gradients = [p.grad.clone() for p in model.base_model.parameters()]
+        patch.setattr(activations, "saved_tensors_hooks", RecordingHooks)
+        with activations.offload_activations(shape):
+            hidden = model.base_model(ids)[0]
+    # Not exactly 3: the norm at the end saves one tensor or several, depending on its code.
+    assert 2 <= moved.count(shape) <= 6
+    assert all(len(x) < 3 or x[-1] != 96 for x in moved)
+    hidden.sum().backward()
+    gradients = gradients_of(model.base_model.parameters())
     model.zero_grad()
     model.base_model(ids)[0].sum().backward()
-    for p, g in zip(model.base_model.parameters(), gradients):
-        torch.testing.assert_close(p.grad, g)
+    for p, gradient in zip(model.base_model.parameters(), gradients):
+        torch.testing.assert_close(p.grad, gradient)
