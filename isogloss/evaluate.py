@@ -79,7 +79,7 @@ class PairSums:
         metrics = {
             "kd": self.kd / max(self.kd_terms, 1),
             "aligned_bytes": self.aligned_bytes / max(self.text_bytes, 1),
-            "agreement": self.agree / starts,
+            "top1_agreement": self.agree / starts,
         }
         if loss.indices_VK is not None:
             metrics["projected_agreement"] = self.projected / starts
