@@ -1,0 +1,112 @@
+"""config.py: values are checked, teachers are read, and the tables of losses and sources decide."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from isogloss.config import (
+    GROUPS,
+    LOWEST,
+    Config,
+    choices_of_flags,
+    configs_by_teacher,
+    routes_by_teacher,
+    teacher_keys,
+)
+from isogloss.loss_table import LOSSES, LossSpec, loss_flags, losses_for
+from projection_tools.flags import help_text
+
+GOOD = dict(student="s", teacher="t", data="d")
+NAMES = [entry.name for entry in fields(Config)]
+
+
+def several(*entries, **flags):
+    return Config(student="s", data="d", teachers=json.dumps(entries), **flags)
+
+
+def test_every_flag_is_in_one_group_of_help():
+    listed = sum(GROUPS.values(), [])
+    assert sorted(listed) == sorted(NAMES)
+
+
+def test_help_names_every_loss_and_every_choice():
+    text = help_text(Config, GROUPS)
+    for name, choices in choices_of_flags().items():
+        for choice in choices:
+            assert choice in text, (name, choice)
+
+
+@pytest.mark.parametrize("name, low", LOWEST.items())
+def test_the_smallest_value_passes_and_less_does_not(name, low):
+    needed = {"dynamic_scale": False}
+    if name not in ("kd_weight", "ce_weight"):  # each may be 0 while the other is not
+        needed[name] = low
+    Config(**GOOD | needed)
+    with pytest.raises(ValueError, match=f"--{name} {low - 1}.*: expected {low} or more"):
+        Config(**GOOD | {name: low - 1})
+
+
+def test_values_get_their_types():
+    cfg = Config(**GOOD, steps=1e3, kd_weight=2, tiled="false")
+    assert cfg.steps == 1000 and type(cfg.steps) is int
+    assert cfg.kd_weight == 2.0 and type(cfg.kd_weight) is float
+    assert cfg.tiled is False
+    with pytest.raises(ValueError, match=r"--steps=1.5: expected int, got float"):
+        Config(**GOOD, steps=1.5)
+
+
+def test_the_table_of_losses_decides(monkeypatch):
+    """A new entry is a choice, and its flags may differ for each teacher."""
+    with pytest.raises(ValueError, match="--loss mine: expected one of piece_kl"):
+        Config(**GOOD, loss="mine")
+    monkeypatch.setitem(LOSSES, "mine", LossSpec(build=None, needs="chunks", flags=("seed",)))
+    assert Config(**GOOD, loss="mine").loss == "mine"
+    assert "seed" in loss_flags() and "seed" in teacher_keys()
+
+
+def test_flags_of_losses_are_flags():
+    for name, spec in LOSSES.items():
+        assert set(spec.flags) <= set(NAMES), name
+        assert spec.tokenizers in ("any", "equal")
+    assert set(losses_for("any")) | set(losses_for("equal")) == set(LOSSES)
+
+
+def test_each_teacher_has_flags_of_its_own():
+    cfg = several({"model": "a/A", "weight": 3, "loss": "gold", "tp": 2, "temperature": 2.0},
+                  {"model": "b/B", "name": "b", "max_length": 99, "teacher_output": "topk"},
+                  kd_weight=0.5, loss="alm")
+    first, second = configs_by_teacher(cfg).items()
+    assert first[0] == "A" and second[0] == "b"
+    assert (first[1].teacher, first[1].kd_weight, first[1].loss) == ("a/A", 1.5, "gold")
+    assert (first[1].teacher_tp, first[1].temperature) == (2, 2.0)
+    assert (second[1].kd_weight, second[1].loss, second[1].teacher_max_length) == (0.5, "alm", 99)
+    assert second[1].teacher_output == "topk" and second[1].teachers == ""
+    assert configs_by_teacher(Config(**GOOD)) == {"t": Config(**GOOD)}
+
+
+def test_routes():
+    cfg = several({"model": "A", "routes": ["x"]}, {"model": "B"}, route_key="domain")
+    assert routes_by_teacher(cfg) == {"A": ["x"], "B": None}
+    assert routes_by_teacher(Config(**GOOD)) == {}
+
+
+WRONG = {
+    "no list": ('{"model": "A"}', "expected a list of objects"),
+    "an empty list": ("[]", "expected a list of objects"),
+    "no JSON": ('[{"model": "A"]', r"not valid JSON \(line 1, column 15\); expected a list such"),
+    "an unknown key": ('[{"model": "A", "los": "gold"}]', "unknown teacher key 'los'; its keys are"),
+    "no model": ('[{"name": "A"}]', "an entry names no model"),
+    "a wrong value": ('[{"model": "A", "loss": "x"}]', "--loss x: expected one of"),
+    "a weight of 0": ('[{"model": "A", "weight": 0}]', "weight 0 of A: expected a number above 0"),
+    "a weight in words": ('[{"model": "A", "weight": "2"}]', "weight '2' of A: expected a number"),
+    "twins": ('[{"model": "A"}, {"model": "x/A"}]', "two are called A; give them names"),
+    "routes without a key": ('[{"model": "A", "routes": ["x"]}]', "that --route_key names"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_teachers_are_refused(case):
+    text, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        Config(student="s", data="d", teachers=text)
