@@ -41,7 +41,8 @@ from projection_tools.flags import parse_flags
 from isogloss.launch import fail_together, fail, report_dead_ranks, silence_libraries, start_distributed
 from isogloss.layout import node_size, split_ranks, teacher_groups
 from isogloss.log import TIMED_STEPS, Log, time_collectives, utilization
-from losses import dynamic_scale, teacher_importance, teacher_weights, vocabulary_factors
+from losses import teacher_importance
+from teacher_mixing import dynamic_scale, teacher_weights, vocabulary_factors
 from isogloss.objective import Distillation, build_loss, lesson_sums, sample_scores, weigh_samples
 from projection_tools import fingerprint
 from isogloss.sequence import (ATTENTION, SequenceGroup, check_layout, join_sequence_group, keep_on_host,

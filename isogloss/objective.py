@@ -13,6 +13,7 @@ from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.spell import cached_spelling
 from isogloss.sequence import complete
+from teacher_mixing import teacher_scores
 from tiles import HiddenLogits, tiled_loss
 
 ANY_TOKENIZERS = "piece_kl", "projection_kl", "gold", "h_kl", "uld", "alm"
@@ -177,7 +178,7 @@ def _positions(cfg):
 
 @torch.no_grad()
 def sample_scores(rows, batch, kind):
-    """(B,) how sure a teacher is of each sample (`losses.teacher_scores`), some positions at a time.
+    """(B,) how sure a teacher is of each sample (`teacher_mixing.teacher_scores`), some positions at a time.
 
     Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers compare.
 
@@ -191,7 +192,7 @@ def sample_scores(rows, batch, kind):
         places, total = (own & (labels != -100)).nonzero().squeeze(1), 0.0
         for block in places.split(BLOCK):
             every = torch.ones(1, len(block), dtype=torch.bool, device=labels.device)
-            found = losses.teacher_scores(rows(block)[None], labels[block][None], every, kind)
+            found = teacher_scores(rows(block)[None], labels[block][None], every, kind)
             total = total + len(block) * found[0]
         size = int(batch["teacher_bytes"].flatten()[own].clamp(min=0).sum()) if kind == "ce" else len(places)
         scores.append(total / max(size, 1))

@@ -28,7 +28,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 import ipc
 from isogloss.layout import Replica, node_size
-from losses import average_teachers
+from teacher_mixing import average_teachers
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 ENGINES = "auto", "replicated", "tensor_parallel", "transformers", "zero3"
@@ -88,7 +88,7 @@ def _likeliest(rows, top_k):
 
 
 class EnsembleLogits(NamedTuple):
-    """Logits of the mean of several teachers with one vocabulary; see `losses.average_teachers`."""
+    """Logits of the mean of several teachers with one vocabulary; see `teacher_mixing.average_teachers`."""
 
     of_teachers: tuple
     shares_M: torch.Tensor

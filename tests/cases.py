@@ -92,7 +92,7 @@ def greedy(text, vocab):
 class Case:
     """A batch of texts with logits, tables and chunk ids, shifted already.
 
-    next, chunk: (student, teacher), ids of the tokens that each position predicts, and their chunks.
+    next, chunk: (student, teacher) ids of the tokens that each position predicts, their chunks.
     A, B: the student's tokens of every teacher token, the teacher's of every student token.
     x, y: logits of the student, with a gradient, and of the teacher.
     """

@@ -1,4 +1,4 @@
-"""losses.py (cross-entropy, piece_kl, projection_kl) and teacher_mixing.py against the definitions."""
+"""losses.py (cross-entropy, piece_kl, projection_kl) and teacher_mixing.py: definitions."""
 
 import random
 import shutil
@@ -47,7 +47,8 @@ def test_piece_kl_equals_brute_force(tau):
         assert abs(value - expected) <= 1e-12 * expected
         if case.x.requires_grad:
             assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
-    assert kinds == {"inside_teacher", "inside_student", "many"}  # the cases do exercise every kind of term
+    # the cases do exercise every kind of term
+    assert kinds == {"inside_teacher", "inside_student", "many"}
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
@@ -97,7 +98,7 @@ def test_cross_entropy_without_selection_is_that_of_torch_bit_for_bit(dtype, lab
     assert torch.equal(value, expected)
     assert count == (labels != -100).sum()
     assert torch.equal(gradient(value, x), gradient(expected, x))
-    # up to rounding it is what the selection of rows gives, also where rows are selected in any case
+    # up to rounding this is what the selection of rows gives; other reductions select rows anyway
     selected, selected_count = next_token_cross_entropy(x, labels)
     assert torch.allclose(value, selected)
     assert count == selected_count
@@ -218,7 +219,7 @@ def test_no_chunk_at_all_still_has_a_gradient():
 
 
 def test_a_peaky_student_keeps_its_gradient():
-    """A logit gap of 100: the mass of the other events underflows in float32, its logarithm must not."""
+    """A logit gap of 100: in float32 the mass of the other events underflows; its log must not."""
     case = Case(1, dtype=torch.float32)
     peak = torch.zeros_like(case.x)
     peak[..., 0] = 100.0
