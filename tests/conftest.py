@@ -19,7 +19,7 @@ import pytest
 import demo
 
 ASSETS = ROOT.parent / "shared" / "assets"
-GOLDEN = ROOT.parent / "shared" / "golden"
+GOLDEN = ROOT / "tests" / "golden"
 
 
 def asset(*parts):

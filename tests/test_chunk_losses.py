@@ -1,4 +1,4 @@
-"""losses.py, two vocabularies: gold, h_kl, uld, alm against loops over their definitions; weights, shares."""
+"""losses.py with two vocabularies: gold, h_kl, uld, alm against their definitions, at extremes."""
 
 import itertools
 import random
@@ -8,36 +8,57 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_divergences import close, gradient, shard_error, shards
-from test_losses import Case
+from cases import Case, close, common_of, gradient, shard_error, shards
 
 import losses
 
 F64 = torch.float64
 
 
-def common_of(case):
-    """Tokens that are the same letters on both sides."""
-    pairs = [(v, w[0]) for v, w in enumerate(case.B) if len(w) == 1 and case.A[w[0]] == [v]]
-    return [torch.tensor(ids) for ids in zip(*pairs)]
+ALM_MODES = (
+    "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute"
+)
 
 
-def calls(case, tau=1.0):
-    """{name: (x, y) -> (sum, count)} of every chunk loss, and its terms by the oracle."""
-    common, ids = common_of(case), (*case.next, *case.chunk)
-    projection = case.indices, case.likelihoods
-    found = {"gold": (lambda x, y, **how: losses.gold(x, y, *case.chunk, *common, tau, 3, **how),
-                      lambda: oracle.gold(case.x, case.y, *case.chunk, [c.tolist() for c in common], tau, 3)),
-             "uld": (lambda x, y, **how: losses.uld(x, y, *ids, tau, **how),
-                     lambda: oracle.uld(case.x, case.y, *ids, tau)),
-             "piece_kl": (lambda x, y, **how: losses.piece_kl(
-                 x, y, *case.next, losses.piece_terms(*ids, case.spelling), case.spelling, tau, **how), None),
-             "projection_kl": (lambda x, y, **how: losses.projection_kl(
-                 x, y, *case.chunk, *projection, None, tau, **how), None)}
-    for mode in ("binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute"):
-        found[mode] = (lambda x, y, mode=mode, **how: losses.alm(x, y, *ids, tau, mode, **how),
-                       lambda mode=mode: oracle.alm(case.x, case.y, *ids, tau, mode))
-    return found
+def losses_of(case, tau=1.0):
+    """Return {name: (x, y, **options) -> (sum, count)} of every chunk loss."""
+    common = common_of(case)
+    ids = (*case.next, *case.chunk)
+
+    def piece_kl(x, y, **options):
+        terms = losses.piece_terms(*ids, case.spelling)
+        return losses.piece_kl(x, y, *case.next, terms, case.spelling, tau, **options)
+
+    def projection_kl(x, y, **options):
+        projection = case.indices, case.likelihoods
+        return losses.projection_kl(x, y, *case.chunk, *projection, None, tau, **options)
+
+    def gold(x, y, **options):
+        return losses.gold(x, y, *case.chunk, *common, tau, 3, **options)
+
+    def uld(x, y, **options):
+        return losses.uld(x, y, *ids, tau, **options)
+
+    by_name = {"gold": gold, "uld": uld, "piece_kl": piece_kl, "projection_kl": projection_kl}
+    for mode in ALM_MODES:
+        def alm(x, y, mode=mode, **options):
+            return losses.alm(x, y, *ids, tau, mode, **options)
+
+        by_name[mode] = alm
+    return by_name
+
+
+def definition(name, case, tau=1.0):
+    """Return the terms of a loss by the oracle; None: test_losses.py compares that loss."""
+    ids = (*case.next, *case.chunk)
+    if name == "gold":
+        common = [ids_N.tolist() for ids_N in common_of(case)]
+        return oracle.gold(case.x, case.y, *case.chunk, common, tau, 3)
+    if name == "uld":
+        return oracle.uld(case.x, case.y, *ids, tau)
+    if name in ALM_MODES:
+        return oracle.alm(case.x, case.y, *ids, tau, name)
+    return None
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
@@ -45,52 +66,66 @@ def test_equal_brute_force(tau):
     for seed in range(20):
         case = Case(seed, sizes=random.Random(seed).choice([(9, 12), (12, 7), (5, 14)]))
         case.x.requires_grad_(seed % 5 == 0)
-        for name, (loss, definition) in calls(case, tau).items():
-            if definition is None:
-                continue  # test_losses.py has those
+        for name, loss in losses_of(case, tau).items():
+            terms = definition(name, case, tau)
+            if terms is None:
+                continue
             value, count = loss(case.x, case.y)
-            terms = definition()
             expected = sum(terms)
             assert count == len(terms), name
             assert abs(value - expected) <= 1e-10 * expected.abs().clamp(min=1e-2), (name, seed)
             if case.x.requires_grad:
-                assert close(gradient(value, case.x), gradient(expected, case.x), 1e-8), (name, seed)
+                d = gradient(value, case.x)
+                assert close(d, gradient(expected, case.x), 1e-8), (name, seed)
 
 
 def test_gold_reverse_and_reference_average():
     for seed in range(6):
         case = Case(seed)
         common = common_of(case)
+        ids = [ids_N.tolist() for ids_N in common]
         for average in ("p", "logp"):
             for reverse in (False, True):
-                value = losses.gold(case.x, case.y, *case.chunk, *common, 2.0, 4, average, reverse)[0]
-                ids = [c.tolist() for c in common]
-                expected = sum(oracle.gold(case.x, case.y, *case.chunk, ids, 2.0, 4, average, reverse))
+                options = 2.0, 4, average, reverse
+                value = losses.gold(case.x, case.y, *case.chunk, *common, *options)[0]
+                expected = sum(oracle.gold(case.x, case.y, *case.chunk, ids, *options))
                 assert abs(value - expected) <= 1e-12 * abs(expected)
                 assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
 
 
 def test_common_tokens_are_used_once():
     indices = torch.tensor([[7, -1], [7, -1], [8, 9], [8, 5], [8, -1], [-1, -1], [3, 4]])
-    likelihoods = torch.tensor([[1, 0], [1, 0], [0.7, 0.3], [0.5, 0.5], [1, 0], [0, 0], [0.59, 0.41]])
-    assert [x.tolist() for x in losses.common_tokens(indices, likelihoods)] == [[0, 4], [7, 8]]
+    likelihoods = torch.tensor(
+        [[1, 0], [1, 0], [0.7, 0.3], [0.5, 0.5], [1, 0], [0, 0], [0.59, 0.41]]
+    )
+    exact = losses.common_tokens(indices, likelihoods)
+    assert exact.student.tolist() == [0, 4]
+    assert exact.teacher.tolist() == [7, 8]
     relaxed = losses.common_tokens(indices[:4], likelihoods[:4], relaxed=True)
-    assert [x.tolist() for x in relaxed] == [[0, 2], [7, 8]]
+    assert relaxed.student.tolist() == [0, 2]
+    assert relaxed.teacher.tolist() == [7, 8]
     with pytest.raises(ValueError, match="no common token"):
         losses.common_tokens(indices[2:4], likelihoods[2:4])
+
+
+def test_h_kl_is_gold_on_the_relaxed_common_tokens():
     case = Case(3)
-    how = dict(temperature=2.0, uncommon_topk=3)
-    common = losses.common_tokens(case.indices, case.likelihoods, relaxed=True)
+    options = dict(temperature=2.0, uncommon_topk=3)
     projection = case.indices, case.likelihoods
-    assert torch.equal(losses.h_kl(case.x, case.y, *case.chunk, *projection, **how)[0],
-                       losses.gold(case.x, case.y, *case.chunk, *common, **how)[0])
+    common = losses.common_tokens(*projection, relaxed=True)
+    value = losses.h_kl(case.x, case.y, *case.chunk, *projection, **options)[0]
+    expected = losses.gold(case.x, case.y, *case.chunk, *common, **options)[0]
+    assert torch.equal(value, expected)
 
 
 def test_zero_at_agreement_and_never_negative():
     """One tokenizer on both sides, one model on both sides."""
     torch.manual_seed(0)
-    V, next_ids, chunk = 11, torch.randint(11, (2, 6)), torch.arange(6).expand(2, 6) // 2
-    y, common = torch.randn(2, 6, V, dtype=F64), torch.arange(8)
+    V = 11
+    next_ids = torch.randint(V, (2, 6))
+    chunk = torch.arange(6).expand(2, 6) // 2
+    y = torch.randn(2, 6, V, dtype=F64)
+    common = torch.arange(8)
     ids = next_ids, next_ids, chunk, chunk
     assert abs(losses.gold(y, y, chunk, chunk, common, common)[0]) < 1e-12
     assert abs(losses.uld(y, y, *ids)[0]) < 1e-12
@@ -98,7 +133,7 @@ def test_zero_at_agreement_and_never_negative():
         assert abs(losses.alm(y, y, *ids, mode=mode)[0]) < 1e-12
     for seed in range(10):
         case = Case(seed, dtype=torch.float32)
-        for name, (loss, _) in calls(case).items():
+        for name, loss in losses_of(case).items():
             assert loss(case.x, case.y)[0] >= -1e-6, name
     with pytest.raises(ValueError, match="mode='x': expected binary_kl"):
         losses.alm(y, y, *ids, mode="x")
@@ -115,27 +150,32 @@ def test_large_temperature_is_the_limit():
 
 def test_gradcheck():
     case = Case(1, samples=1, length=6)
-    for name, (loss, _) in calls(case, 2.0).items():
-        assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x, case.y)[0], case.x, fast_mode=True), name
+    for name, loss in losses_of(case, 2.0).items():
+        assert torch.autograd.gradcheck(
+            lambda x, loss=loss: loss(x, case.y)[0], case.x, fast_mode=True
+        ), name
 
 
 def test_padding_and_extremes():
     """NaN where no chunk is, -inf and 500 where one is: one side at a time, no NaN comes out."""
+    case = Case(3)
     for side in (0, 1):
-        for name in calls(Case(3)):
-            case = Case(3)
-            expected = calls(case)[name][0](case.x, case.y)[0]
+        has_chunk = (case.chunk[side] >= 0)[..., None]
+        for name, loss in losses_of(case).items():
+            expected = loss(case.x, case.y)[0]
             logits = [case.x, case.y]
-            logits[side] = torch.where((case.chunk[side] >= 0)[..., None], logits[side], torch.nan)
-            value = calls(case)[name][0](*logits)[0]
+            logits[side] = torch.where(has_chunk, logits[side], torch.nan)
+            value = loss(*logits)[0]
             assert value == expected, name
             assert torch.equal(gradient(value, case.x), gradient(expected, case.x)), name
             logits = [case.x.detach().clone(), case.y.clone()]
-            logits[side][0, 0] = torch.tensor([500.0] + [-500.0] * (logits[side].shape[-1] - 1))
+            width = logits[side].shape[-1]
+            logits[side][0, 0] = torch.tensor([500.0] + [-500.0] * (width - 1))
             logits[side][0, 1, 2] = -torch.inf
             x = logits[0].requires_grad_()
-            value = calls(case)[name][0](x, logits[1])[0]
-            assert value.isfinite() and gradient(value, x).isfinite().all(), (name, side)
+            value = loss(x, logits[1])[0]
+            assert value.isfinite(), (name, side)
+            assert gradient(value, x).isfinite().all(), (name, side)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -148,125 +188,165 @@ def test_excluded_tokens_cost_a_finite_amount(side):
         logits = [case.x.detach().clone(), case.y.clone()]
         logits[side][b, t, v] = -torch.inf
         logits[0].requires_grad_()
-        for name, (loss, _) in calls(case).items():
+        for name, loss in losses_of(case).items():
             value = loss(*logits)[0]
-            assert value.isfinite() and gradient(value, logits[0]).isfinite().all(), (name, b, t, v)
+            assert value.isfinite(), (name, b, t, v)
+            assert gradient(value, logits[0]).isfinite().all(), (name, b, t, v)
 
 
 @pytest.mark.parametrize("gap", [100.0, 170.0, float("inf")])
 def test_an_excluded_event_of_several_tokens(gap):
     """Tokens 0 - 5 are one event, which the student excludes and the teacher does not."""
-    event, ids, one = torch.tensor([0] * 6 + [1, 2]), torch.arange(8), torch.zeros(1, 1, dtype=torch.long)
+    event = torch.tensor([0] * 6 + [1, 2])
+    ids = torch.arange(8)
+    one = torch.zeros(1, 1, dtype=torch.long)
     ranges = ids[:, None], ids, torch.zeros(8, 1, dtype=torch.long), torch.full((8, 1), 8)
     spelling = losses.Spelling(event, event, 3, *ranges, *ranges)
     x = torch.zeros(1, 1, 8)
     x[..., :6] = -gap
     terms = losses.piece_terms(one, one, one, one, spelling)
-    value = losses.piece_kl(x.requires_grad_(), torch.zeros(1, 1, 8), one, one, terms, spelling)[0]
-    assert value > 70 and value.isfinite() and gradient(value, x).isfinite().all()
+    x.requires_grad_()
+    value = losses.piece_kl(x, torch.zeros(1, 1, 8), one, one, terms, spelling)[0]
+    assert value > 70
+    assert value.isfinite()
+    assert gradient(value, x).isfinite().all()
 
 
 @pytest.mark.parametrize("tau", [1.0, 10.0, 100.0])
 def test_agreement_at_high_temperature(tau):
-    """The shift against underflow shrinks with the temperature, whose square would multiply its rounding."""
+    """The shift against underflow shrinks with tau, as tau^2 would multiply its rounding."""
     torch.manual_seed(0)
-    ids, y = torch.arange(5000), torch.randn(1, 16, 5000) * 3
-    ranges = ids[:, None], ids, torch.zeros(5000, 1, dtype=torch.long), torch.full((5000, 1), 5000)
-    spelling, chunk = losses.Spelling(ids, ids, 5000, *ranges, *ranges), torch.arange(16)[None]
+    ids = torch.arange(5000)
+    y = torch.randn(1, 16, 5000) * 3
+    zeros = torch.zeros(5000, 1, dtype=torch.long)
+    ranges = ids[:, None], ids, zeros, zeros + 5000
+    spelling = losses.Spelling(ids, ids, 5000, *ranges, *ranges)
+    chunk = torch.arange(16)[None]
     terms = losses.piece_terms(chunk, chunk, chunk, chunk, spelling)
-    found = [losses.piece_kl(y, y, chunk, chunk, terms, spelling, tau)[0],
-             losses.gold(y, y, chunk, chunk, ids[:4000], ids[:4000], tau)[0]]
+    piece_kl = losses.piece_kl(y, y, chunk, chunk, terms, spelling, tau)[0]
+    gold = losses.gold(y, y, chunk, chunk, ids[:4000], ids[:4000], tau)[0]
     # 16 positions; sums of probabilities are rounded, whatever the shift
-    assert max(abs(value) for value in found) < 1e-4 + 16 * 1e-6 * tau**2, found
+    limit = 1e-4 + 16 * 1e-6 * tau**2
+    assert abs(piece_kl) < limit
+    assert abs(gold) < limit
 
 
 @pytest.mark.parametrize("gap", [10.0, 35.0, 60.0, 120.0])
 def test_sure_models_in_float32(gap):
-    """What a model gives almost no probability underflows in float32; loss and gradient must not."""
-    for side, name, seed in itertools.product((0, 1), calls(Case(1)), range(3)):
+    """What a model gives almost no probability underflows in float32; the loss must not."""
+    for side, seed in itertools.product((0, 1), range(3)):
         case = Case(seed, dtype=torch.float32)
         logits = [case.x.detach(), case.y]
-        likeliest = torch.randint(9, logits[side].shape[:2])
-        sure = torch.nn.functional.one_hot(likeliest, logits[side].shape[2])
+        most_likely = torch.randint(9, logits[side].shape[:2])
+        sure = torch.nn.functional.one_hot(most_likely, logits[side].shape[2])
         logits[side] = logits[side] + gap * sure
-        found = []
-        for dtype in (F64, torch.float32):
-            x, y = logits[0].to(dtype).requires_grad_(), logits[1].to(dtype)
-            value = calls(case)[name][0](x, y)[0]
-            found += [value.double(), gradient(value, x).double()]
-        assert found[0].isfinite() and abs(found[2] - found[0]) <= 2e-5 * found[0].abs(), (name, side, seed)
-        error, size = (found[3] - found[1]).norm(), found[1].norm()
-        assert error <= 2e-5 * max(size, 0.1), (name, side, seed)  # one that vanishes is rounded
+        for name, loss in losses_of(case).items():
+            x64 = logits[0].double().requires_grad_()
+            expected = loss(x64, logits[1].double())[0]
+            x = logits[0].clone().requires_grad_()
+            value = loss(x, logits[1])[0].double()
+            assert expected.isfinite()
+            assert abs(value - expected) <= 2e-5 * expected.abs(), (name, side, seed)
+            d = gradient(expected, x64)
+            error = (gradient(value, x).double() - d).norm()
+            # a gradient that vanishes is rounded
+            assert error <= 2e-5 * max(d.norm(), 0.1), (name, side, seed)
 
 
 def test_same_whatever_the_reduction_and_weights_count():
     case = Case(7, samples=4)
     weight = torch.rand(case.chunk[0].shape, dtype=F64)
-    for name, (loss, _) in calls(case).items():
+    first_sample = torch.zeros_like(weight)
+    first_sample[0] = 1
+    for name, loss in losses_of(case).items():
         total, count = loss(case.x, case.y)
-        each, ones = loss(case.x, case.y, reduction="none")
+        term_N, weight_N = loss(case.x, case.y, reduction="none")
         sample, counts = loss(case.x, case.y, reduction="sample")
-        assert torch.allclose(each.sum(), total) and torch.allclose(sample.sum(), total), name
-        assert ones.sum() == counts.sum() == count == len(each) and len(sample) == 4
-        rows = case.chunk[0].clone()
-        rows[1:] = -1  # the first sample alone
-        first = dict(weight_BS=(torch.arange(4) == 0)[:, None].expand(rows.shape).double())
-        assert torch.allclose(loss(case.x, case.y, **first)[0], sample[0]), name
-        half = loss(case.x, case.y, weight_BS=0.5 * torch.ones_like(weight))
-        assert torch.allclose(half[0], total / 2) and torch.allclose(half[1], count / 2), name
+        assert torch.allclose(term_N.sum(), total), name
+        assert torch.allclose(sample.sum(), total), name
+        assert weight_N.sum() == counts.sum() == count == len(term_N)
+        assert len(sample) == 4
+        first = loss(case.x, case.y, weight_BS=first_sample)[0]
+        assert torch.allclose(first, sample[0]), name
+        half, half_count = loss(case.x, case.y, weight_BS=torch.full_like(weight, 0.5))
+        assert torch.allclose(half, total / 2), name
+        assert torch.allclose(half_count, count / 2), name
         assert loss(case.x, case.y, weight_BS=weight)[0] < total
 
 
 def test_low_precision_inputs_are_summed_in_float32():
     case = Case(4, dtype=torch.float32)
-    x, y = case.x.detach().bfloat16().requires_grad_(), case.y.bfloat16()
-    for name, (loss, _) in calls(case).items():
+    x = case.x.detach().bfloat16().requires_grad_()
+    y = case.y.bfloat16()
+    for name, loss in losses_of(case).items():
         exact = loss(x.detach().double(), y.double())[0]
         with torch.autocast("cpu", torch.bfloat16):
             value = loss(x, y)[0]
-        assert value.dtype == torch.float32 and abs(value - exact) <= 1e-5 * abs(exact), name
+        assert value.dtype == torch.float32
+        assert abs(value - exact) <= 1e-5 * abs(exact), name
 
 
-def test_shares_of_the_parts_of_piece_kl():
+def test_coverage_of_the_terms_of_piece_kl():
     case = Case(5, samples=4)
     terms = losses.piece_terms(*case.next, *case.chunk, case.spelling)
-    found = losses.piece_coverage(case.y, terms, case.spelling)
-    shapes = [(len(s), len(t)) for _, s, t in oracle.chunks(*case.chunk)]
-    assert found["one_to_one"][0] == shapes.count((1, 1)) and found["many"][0] == sum(
-        s > 1 and t > 1 for s, t in shapes)
-    assert found["one_to_one"][1] == len(shapes)
-    linked = found["event_coverage"]
-    assert linked[0] <= linked[1] and 0 <= found["prefix_coverage"][0] <= found["prefix_coverage"][1]
-
-
-def test_projected_agreement():
-    case = Case(2)
-    found, count = losses.projected_agreement(case.x, case.y, *case.chunk, case.indices)
-    expected = [int(case.indices[case.x[b, s[0]].argmax(), 0]) == int(case.y[b, t[0]].argmax())
-                for b, s, t in oracle.chunks(*case.chunk)]
-    assert (found, count) == (sum(expected), len(expected))
+    coverage = losses.piece_coverage(case.y, terms, case.spelling)
+    one_to_one = 0
+    many = 0
+    chunks = oracle.chunks(*case.chunk)
+    for _, student_positions, teacher_positions in chunks:
+        shape = len(student_positions), len(teacher_positions)
+        one_to_one += shape == (1, 1)
+        many += min(shape) > 1
+    assert coverage["one_to_one"][0] == one_to_one
+    assert coverage["one_to_one"][1] == len(chunks)
+    assert coverage["many"][0] == many
+    event_mass, num_starts = coverage["event_coverage"]
+    prefix_mass, num_inside = coverage["prefix_coverage"]
+    assert event_mass <= num_starts
+    assert 0 <= prefix_mass <= num_inside
 
 
 # --- sharded columns ------------------------------------------------------------------------------
 
 
+def sharded_losses(case):
+    """Return {name: (x, y, group) -> (sum, count)} of all chunk losses and some options."""
+    ids = (*case.next, *case.chunk)
+    common = common_of(case)
+    projection = case.indices, case.likelihoods
+    kept = torch.tensor([0, 3, 7])
+
+    def kept_columns(x, y, group):
+        return losses.projection_kl(x, y, *case.chunk, *projection, kept, group=group)
+
+    def mean_logp(x, y, group):
+        return losses.gold(x, y, *case.chunk, *common, average="logp", group=group)
+
+    def hybrid(x, y, group):
+        return losses.uld(x, y, *ids, common=common, group=group)
+
+    def h_kl(x, y, group):
+        return losses.h_kl(x, y, *case.chunk, *projection, group=group)
+
+    more = {"kept columns": kept_columns, "logp": mean_logp, "hybrid": hybrid, "h_kl": h_kl}
+    return losses_of(case, 2.0) | more
+
+
 def sharded(world):
-    """{(loss, case): relative error} on one of `world` ranks; few chunks, so empty shares."""
+    """Return the relative errors, by loss and case, on one of `world` ranks; some have no chunk."""
     dist.init_process_group("gloo")
-    rank, errors = dist.get_rank(), {}
+    rank = dist.get_rank()
+    errors = {}
     for seed, samples, length in ((0, 3, 14), (1, 1, 3), (6, 2, 14)):
         case = Case(seed, samples, length)
-        common, bounds = common_of(case), [shards(world, x.shape[-1])[rank] for x in (case.x, case.y)]
-        projection, ids = (case.indices, case.likelihoods), (*case.next, *case.chunk)
-        found = {name: loss for name, (loss, _) in calls(case, 2.0).items()}
-        found["kept columns"] = lambda x, y, **how: losses.projection_kl(
-            x, y, *case.chunk, *projection, torch.tensor([0, 3, 7]), **how)
-        found["logp"] = lambda x, y, **how: losses.gold(x, y, *case.chunk, *common, average="logp", **how)
-        found["hybrid"] = lambda x, y, **how: losses.uld(x, y, *ids, common=common, **how)
-        found["h_kl"] = lambda x, y, **how: losses.h_kl(x, y, *case.chunk, *projection, **how)
-        for name, loss in found.items():
-            errors[name, seed] = shard_error(lambda x, y, group, loss=loss: loss(x, y, group=group)[0],
-                                             (case.x, case.y), bounds, dist.group.WORLD)
+        bounds = [shards(world, logits.shape[-1])[rank] for logits in (case.x, case.y)]
+        for name, loss in sharded_losses(case).items():
+            errors[name, seed] = shard_error(
+                lambda x, y, group, loss=loss: loss(x, y, group=group)[0],
+                (case.x, case.y),
+                bounds,
+                dist.group.WORLD,
+            )
     dist.destroy_process_group()
     return errors
 
@@ -274,4 +354,5 @@ def sharded(world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_sharded_columns_give_the_same_value_and_gradient(world):
     for errors in ranks.run(world, sharded, world):
-        assert len(errors) == 3 * 14 and max(errors.values()) < 1e-9, errors
+        assert len(errors) == 3 * 14
+        assert max(errors.values()) < 1e-9, errors

@@ -6,9 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from test_chunk_losses import common_of
-from test_divergences import close, gradient
-from test_losses import Case
+from cases import Case, close, common_of, gradient
 
 import cpu_kernels
 import losses

@@ -16,6 +16,7 @@ import distill
 import losses
 from isogloss.data import Collate, CollateAll
 from losses import next_token_cross_entropy
+from teacher_mixing import teacher_scores
 from isogloss.objective import ANY_TOKENIZERS
 
 
@@ -119,7 +120,7 @@ def plain_reference(cfg, texts):
             kd_loss = lesson.distillation.keep(columns)
         kind, mask = cfg.teacher_weights.replace("select", "ce"), batch["teacher_labels"] >= 0
         if kind != "fixed" and not mean:
-            score = losses.teacher_scores(y, batch["teacher_labels"].clamp(min=0), mask, kind)
+            score = teacher_scores(y, batch["teacher_labels"].clamp(min=0), mask, kind)
             size = batch["teacher_bytes"].clamp(min=0).sum(1).clamp(min=1)
             scores.append(score * mask.sum(1) / size if kind == "ce" else score)
         rows = x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[part.fetch][:, columns]

@@ -1,4 +1,4 @@
-"""losses.py against the definitions, and against public implementations."""
+"""losses.py (cross-entropy, piece_kl, projection_kl) and teacher_mixing.py: definitions."""
 
 import random
 import shutil
@@ -8,110 +8,47 @@ import sys
 import oracle
 import pytest
 import torch
-from conftest import GOLDEN, ROOT
+import torch.nn.functional as F
+from cases import Case, close, gradient, spelling_of
+from conftest import ROOT
 
 import losses
-from losses import (Spelling, next_token_cross_entropy, piece_kl, piece_terms, projection_kl,
-                    teacher_importance)
-from projection_tools.spell import events, prefix_ranges
+import teacher_mixing
+from losses import (
+    next_token_cross_entropy,
+    piece_kl,
+    piece_terms,
+    projection_kl,
+    teacher_importance,
+)
 
 F64 = torch.float64
-
-
-# --- random cases: two vocabularies over the letters a, b, c, and texts in both ---
-
-
-def spelling_of(A, B):
-    """Spelling from lists of ids."""
-    def table(rows):
-        width = max(len(row) for row in rows)
-        return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
-
-    pieces_W, pieces_V = table(A), table(B)
-    event_V, event_W, count = events(pieces_W.numpy(), pieces_V.numpy())
-    ranges = [[torch.from_numpy(x).long() for x in prefix_ranges(p.numpy())] for p in (pieces_W, pieces_V)]
-    first = torch.from_numpy(event_V), torch.from_numpy(event_W), count
-    return Spelling(*first, pieces_W, *ranges[0], pieces_V, *ranges[1])
-
-
-def greedy(text, vocab):
-    ids = []
-    while text:
-        best = max((t for t in vocab if text.startswith(t)), key=len)
-        ids.append(vocab.index(best))
-        text = text[len(best) :]
-    return ids
-
-
-class Case:
-    """A batch of texts with logits, tables and chunk ids, shifted already: entry t is the predicted token."""
-
-    def __init__(self, seed, samples=2, length=14, sizes=(9, 12), dtype=F64):
-        rng = random.Random(seed)
-        torch.manual_seed(seed)
-
-        def vocabulary(size):
-            vocab = ["a", "b", "c"]
-            while len(vocab) < size:
-                token = "".join(rng.choice("abc") for _ in range(rng.randint(2, 4)))
-                vocab += [token] * (token not in vocab)
-            return vocab
-
-        V, W = vocabulary(sizes[0]), vocabulary(sizes[1])
-        texts = ["".join(rng.choice("abc") for _ in range(rng.randint(1, length))) for _ in range(samples)]
-        sides = [[greedy(text, vocab) for text in texts] for vocab in (V, W)]
-        chunks = [oracle.merge([V[i] for i in s], [W[i] for i in t]) for s, t in zip(*sides)]
-        self.next = [self.pad(side, 0) for side in sides]
-        self.chunk = [self.pad([c[i] for c in chunks], -1) for i in (0, 1)]
-        self.A, self.B = [greedy(w, V) for w in W], [greedy(v, W) for v in V]
-        self.spelling = spelling_of(self.A, self.B)
-        self.x = (2 * torch.randn(*self.next[0].shape, len(V))).to(dtype).requires_grad_()
-        self.y = (2 * torch.randn(*self.next[1].shape, len(W))).to(dtype)
-        indices = [list(dict.fromkeys(b))[:3] for b in self.B]
-        self.indices = torch.tensor([i + [-1] * (3 - len(i)) for i in indices])
-        weights = torch.where(self.indices >= 0, torch.tensor([0.9, 0.09, 0.009], dtype=dtype), 0)
-        self.likelihoods = weights / weights.sum(1, keepdim=True)
-
-    @staticmethod
-    def pad(rows, fill):
-        width = max(map(len, rows)) + 1  # at least one position of padding
-        return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
-
-    def piece(self, tau=1.0, x=None, y=None):
-        terms = piece_terms(*self.next, *self.chunk, self.spelling)
-        x, y = self.x if x is None else x, self.y if y is None else y
-        return piece_kl(x, y, *self.next, terms, self.spelling, tau)
-
-    def projection(self, tau=1.0, x=None, y=None, kept=None):
-        x, y = self.x if x is None else x, self.y if y is None else y
-        return projection_kl(x, y, *self.chunk, self.indices, self.likelihoods, kept, tau)
-
-
-def gradient(value, x):
-    return torch.autograd.grad(value, x)[0]
-
-
-def close(a, b, tolerance):
-    return (a - b).norm() <= tolerance * max(float(b.norm()), 1e-30)
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
 def test_piece_kl_equals_brute_force(tau):
     kinds = set()
     for seed in range(40):
-        case = Case(seed, sizes=random.Random(seed).choice([(9, 12), (12, 7), (5, 14), (14, 4)]))
+        sizes = random.Random(seed).choice([(9, 12), (12, 7), (5, 14), (14, 4)])
+        case = Case(seed, sizes=sizes)
         case.x.requires_grad_(seed % 4 == 0)
         terms = piece_terms(*case.next, *case.chunk, case.spelling)
-        kinds |= {name for name in ("inside_teacher", "inside_student") if len(getattr(terms, name).low)}
-        kinds |= {"many"} if terms.count_many else set()
+        if len(terms.inside_teacher.low):
+            kinds.add("inside_teacher")
+        if len(terms.inside_student.low):
+            kinds.add("inside_student")
+        if terms.count_many:
+            kinds.add("many")
         value, count = case.piece(tau)
-        ids = *case.next, *case.chunk
-        expected, expected_count = oracle.piece_kl(case.x, case.y, *ids, case.A, case.B, tau)
+        expected, expected_count = oracle.piece_kl(
+            case.x, case.y, *case.next, *case.chunk, case.A, case.B, tau
+        )
         assert count == expected_count
         assert abs(value - expected) <= 1e-12 * expected
         if case.x.requires_grad:
             assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
-    assert kinds == {"inside_teacher", "inside_student", "many"}  # the cases do exercise every part
+    # the cases do exercise every kind of term
+    assert kinds == {"inside_teacher", "inside_student", "many"}
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
@@ -119,10 +56,13 @@ def test_projection_kl_equals_brute_force(tau):
     for seed in range(25):
         case = Case(seed)
         case.x.requires_grad_(seed % 5 < 2)
-        kept = None if seed % 2 else torch.tensor(sorted(random.Random(seed).sample(range(12), 6)))
+        kept = None
+        if seed % 2 == 0:
+            kept = torch.tensor(sorted(random.Random(seed).sample(range(12), 6)))
         value, count = case.projection(tau, kept=kept)
-        projection = case.indices, case.likelihoods
-        expected, expected_count = oracle.projection_kl(case.x, case.y, *case.chunk, *projection, kept, tau)
+        expected, expected_count = oracle.projection_kl(
+            case.x, case.y, *case.chunk, case.indices, case.likelihoods, kept, tau
+        )
         assert count == expected_count
         assert abs(value - expected) <= 1e-12 * expected
         if case.x.requires_grad:
@@ -135,8 +75,48 @@ def test_cross_entropy_equals_brute_force():
         labels = torch.where(case.chunk[0] >= 0, case.next[0], -100)
         value, count = next_token_cross_entropy(case.x, labels)
         expected, expected_count = oracle.cross_entropy(case.x, labels)
-        assert count == expected_count and abs(value - expected) <= 1e-12 * expected
+        assert count == expected_count
+        assert abs(value - expected) <= 1e-12 * expected
         assert close(gradient(value, case.x), gradient(expected, case.x), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+@pytest.mark.parametrize("labeled", ["some", "none", "all"])
+def test_cross_entropy_without_selection_is_that_of_torch_bit_for_bit(dtype, labeled):
+    """What the training loop calls: value and gradient equal F.cross_entropy, in any float type."""
+    torch.manual_seed(0)
+    x = (3 * torch.randn(2, 50, 301)).to(dtype).requires_grad_()
+    labels = torch.randint(301, (2, 50))
+    if labeled == "some":
+        labels[torch.rand(2, 50) < 0.3] = -100
+    elif labeled == "none":
+        labels[:] = -100
+    logits = losses.at_least_float32(x).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+    value, count = next_token_cross_entropy(x, labels, select=False)
+    assert value.dtype == count.dtype == expected.dtype
+    assert torch.equal(value, expected)
+    assert count == (labels != -100).sum()
+    assert torch.equal(gradient(value, x), gradient(expected, x))
+    # up to rounding this is what the selection of rows gives; other reductions select rows anyway
+    selected, selected_count = next_token_cross_entropy(x, labels)
+    assert torch.allclose(value, selected)
+    assert count == selected_count
+    for reduction in ("sample", "none"):
+        terms, weights = next_token_cross_entropy(x, labels, reduction=reduction, select=False)
+        assert torch.allclose(terms.sum(), value)
+        assert weights.sum() == count
+
+
+def test_cross_entropy_without_selection_does_not_wait_for_the_device():
+    """Tensors on the meta device have no values, so whatever would wait for one raises."""
+    x = torch.empty(2, 5, 7, device="meta", requires_grad=True)
+    labels = torch.empty(2, 5, device="meta", dtype=torch.long)
+    value, count = next_token_cross_entropy(x, labels, select=False)
+    value.backward()
+    assert value.shape == count.shape == () and x.grad.shape == x.shape
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        next_token_cross_entropy(x, labels)
 
 
 def test_gradcheck():
@@ -144,28 +124,37 @@ def test_gradcheck():
         case = Case(seed, samples=1, length=8)
         for tau in (1.0, 2.0):
             for loss in (case.piece, case.projection):
-                assert torch.autograd.gradcheck(lambda x, loss=loss: loss(tau, x)[0], case.x, fast_mode=True)
+                assert torch.autograd.gradcheck(
+                    lambda x, loss=loss, tau=tau: loss(tau, x)[0], case.x, fast_mode=True
+                )
 
 
 def test_equal_tokenizers_give_forward_kl_and_zero_at_agreement():
     torch.manual_seed(0)
-    V, next_ids, chunk = 11, torch.randint(11, (2, 6)), torch.arange(6).expand(2, 6)
-    spelling = spelling_of([[i] for i in range(V)], [[i] for i in range(V)])
+    V = 11
+    next_ids = torch.randint(V, (2, 6))
+    chunk = torch.arange(6).expand(2, 6)
+    same_spelling = [[i] for i in range(V)]
+    spelling = spelling_of(same_spelling, same_spelling)
     terms = piece_terms(next_ids, next_ids, chunk, chunk, spelling)
-    x, y = torch.randn(2, 6, V, dtype=F64), torch.randn(2, 6, V, dtype=F64)
+    x = torch.randn(2, 6, V, dtype=F64)
+    y = torch.randn(2, 6, V, dtype=F64)
     value, count = piece_kl(x, y, next_ids, next_ids, terms, spelling)
     forward = (y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum()
-    assert count == 12 and abs(value - forward) < 1e-12 * forward
+    assert count == 12
+    assert abs(value - forward) < 1e-12 * forward
     assert abs(piece_kl(y, y, next_ids, next_ids, terms, spelling)[0]) < 1e-12
-    identity = torch.arange(V)[:, None], torch.ones(V, 1, dtype=F64)
-    assert abs(projection_kl(y, y, chunk, chunk, *identity)[0]) < 1e-7
-    assert abs(projection_kl(x, y, chunk, chunk, *identity)[0] - forward) < 1e-7
+    indices = torch.arange(V)[:, None]  # the identity as a projection
+    ones = torch.ones(V, 1, dtype=F64)
+    assert abs(projection_kl(y, y, chunk, chunk, indices, ones)[0]) < 1e-7
+    assert abs(projection_kl(x, y, chunk, chunk, indices, ones)[0] - forward) < 1e-7
 
 
 def test_never_negative():
     for seed in range(30):
         case = Case(seed, dtype=torch.float32)
-        assert case.piece()[0] >= -1e-5 and case.projection()[0] >= -1e-5
+        assert case.piece()[0] >= -1e-5
+        assert case.projection()[0] >= -1e-5
 
 
 def test_padding_may_hold_anything():
@@ -175,7 +164,8 @@ def test_padding_may_hold_anything():
             case = Case(3)
             expected = getattr(case, loss)()[0]
             logits = [case.x, case.y]
-            logits[side] = torch.where((case.chunk[side] >= 0)[..., None], logits[side], torch.nan)
+            has_chunk = (case.chunk[side] >= 0)[..., None]
+            logits[side] = torch.where(has_chunk, logits[side], torch.nan)
             value = getattr(case, loss)(1.0, *logits)[0]
             assert value == expected
             assert torch.equal(gradient(value, case.x), gradient(expected, case.x))
@@ -191,22 +181,31 @@ def test_every_row_is_read_by_the_right_position():
         for side in (0, 1):
             case = Case(5)
             logits = [case.x.detach(), case.y]
-            logits[side] = logits[side][:, [1, 0, *range(2, logits[side].shape[1])]]
-            assert abs(getattr(case, loss)(1.0, *logits)[0] - getattr(case, loss)()[0]) > 1e-3
+            length = logits[side].shape[1]
+            logits[side] = logits[side][:, [1, 0, *range(2, length)]]
+            swapped = getattr(case, loss)(1.0, *logits)[0]
+            assert abs(swapped - getattr(case, loss)()[0]) > 1e-3
 
 
 def test_same_whatever_the_cut_of_the_batch():
     for loss in ("piece", "projection"):
         case = Case(7, samples=4)
-        whole, count = getattr(case, loss)()
-        parts, x, y, nexts, chunks = 0.0, case.x, case.y, case.next, case.chunk
-        counts = 0
+        whole, whole_count = getattr(case, loss)()
+        x = case.x
+        y = case.y
+        nexts = case.next
+        chunks = case.chunk
+        total = 0.0
+        count = 0
         for i in range(4):
-            case.next, case.chunk = [n[i : i + 1] for n in nexts], [c[i : i + 1] for c in chunks]
-            part, n = getattr(case, loss)(1.0, x[i : i + 1], y[i : i + 1])
-            parts, counts = parts + part, counts + n
-        assert counts == count and abs(parts - whole) < 1e-12 * whole
-        assert close(gradient(parts, x), gradient(whole, x), 1e-12)
+            case.next = [next_ids[i : i + 1] for next_ids in nexts]
+            case.chunk = [chunk[i : i + 1] for chunk in chunks]
+            value, sample_count = getattr(case, loss)(1.0, x[i : i + 1], y[i : i + 1])
+            total = total + value
+            count += sample_count
+        assert count == whole_count
+        assert abs(total - whole) < 1e-12 * whole
+        assert close(gradient(total, x), gradient(whole, x), 1e-12)
 
 
 def test_no_chunk_at_all_still_has_a_gradient():
@@ -214,12 +213,13 @@ def test_no_chunk_at_all_still_has_a_gradient():
     case.chunk = [torch.full_like(c, -1) for c in case.chunk]
     for loss in (case.piece, case.projection):
         value, count = loss()
-        assert count == 0 and value == 0
+        assert count == 0
+        assert value == 0
         assert torch.equal(gradient(value, case.x), torch.zeros_like(case.x))
 
 
 def test_a_peaky_student_keeps_its_gradient():
-    """A logit gap of 100: the mass of the other events underflows in float32, its logarithm must not."""
+    """A logit gap of 100: in float32 the mass of the other events underflows; its log must not."""
     case = Case(1, dtype=torch.float32)
     peak = torch.zeros_like(case.x)
     peak[..., 0] = 100.0
@@ -234,57 +234,94 @@ def test_a_peaky_student_keeps_its_gradient():
 def test_low_precision_inputs_are_summed_in_float32():
     for loss in ("piece", "projection"):
         case = Case(4, dtype=torch.float32)
-        x, y = case.x.detach().bfloat16().requires_grad_(), case.y.bfloat16()
+        x = case.x.detach().bfloat16().requires_grad_()
+        y = case.y.bfloat16()
         exact = getattr(case, loss)(1.0, x.detach().double(), y.double())[0]
         with torch.autocast("cpu", torch.bfloat16):
             value = getattr(case, loss)(1.0, x, y)[0]
-        assert value.dtype == torch.float32 and abs(value - exact) < 1e-5 * exact
+        assert value.dtype == torch.float32
+        assert abs(value - exact) < 1e-5 * exact
         assert gradient(value, x).dtype == torch.bfloat16
 
 
 def test_importance_ignores_padding():
     case = Case(6)
-    y = torch.where((case.chunk[1] >= 0)[..., None], case.y, torch.nan)
-    assert torch.equal(teacher_importance(y, case.chunk[1]), case.y[case.chunk[1] >= 0].amax(0))
-    assert teacher_importance(y, torch.full_like(case.chunk[1], -1)).max() == -torch.inf
+    has_chunk = case.chunk[1] >= 0
+    y = torch.where(has_chunk[..., None], case.y, torch.nan)
+    assert torch.equal(teacher_importance(y, case.chunk[1]), case.y[has_chunk].amax(0))
+    no_chunk = torch.full_like(case.chunk[1], -1)
+    assert teacher_importance(y, no_chunk).max() == -torch.inf
 
 
-def test_projection_kl_equals_the_public_implementation():
-    """Values and gradients of NeMo-RL at commit 7ea279abf; its dynamic scaling comes with a later loss."""
-    if not GOLDEN.exists():
-        pytest.skip("the golden outputs are absent")
-    golden = torch.load(GOLDEN / "projection_losses.pt", weights_only=True)
-    data, checked = golden["inputs"], 0
-
-    def shift(x):
-        return torch.cat([x[:, 1:], torch.full_like(x[:, :1], -1)], 1)
-
-    teacher = data["teacher_logits"][..., : data["teacher_vocab"]]
-    for case in golden["cases"]:
-        cfg = case["cfg"]
-        if case["mode"] != "pkl" or cfg["dynamic_loss_scaling"]:
-            continue
-        valid = data["chunk_valid"] & (data["sample_mask"][:, None] > 0)
-        valid = valid & data["chunk_exact"] if cfg["exact_token_match_only"] else valid
-        chunks = [shift(data[f"{side}_chunk_id"]) for side in ("student", "teacher")]
-        chunks = [torch.where((c >= 0) & valid.gather(1, c.clamp(min=0)), c, -1) for c in chunks]
-        kept = teacher.amax((0, 1)).topk(min(cfg["vocab_topk"], teacher.shape[-1])).indices.sort().values
-        x = data["student_logits"].clone().requires_grad_()
-        how = kept, cfg["temperature"], "logp", cfg["reverse_kl"]
-        kd, n = projection_kl(x, teacher, *chunks, *data["projection"].values(), *how)
-        keep = shift(data["token_mask"]) * data["sample_mask"][:, None] > 0
-        ce, m = next_token_cross_entropy(x, torch.where(keep, shift(data["input_ids"]), -100))
-        loss = cfg["kl_loss_weight"] * kd / n + cfg["ce_loss_scale"] * ce / m
-        assert abs(loss - case["loss"]) <= 1e-5 * abs(case["loss"])
-        assert close(gradient(loss, x), case["grad"], 1e-5)
-        checked += 1
-    assert checked >= 8
+# --- teacher_mixing.py ---------------------------------------------------------------------------
 
 
-def test_the_file_works_alone(tmp_path):
-    shutil.copy(ROOT / "losses.py", tmp_path)
-    code = ("import sys; sys.path.insert(0, '.'); import torch, losses; x = torch.zeros(1, 2, 3); "
-            "print(losses.next_token_cross_entropy(x, torch.tensor([[1, -100]])))")
-    found = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "1.0986" in found.stdout, found.stderr
-    assert losses.__doc__
+def test_average_of_teachers():
+    x = Case(8, sizes=(9, 12)).y
+    y = torch.randn(x.shape, dtype=F64)
+    p = x.softmax(-1)
+    q = y.softmax(-1)
+    mean = teacher_mixing.average_teachers([x, y])
+    assert torch.allclose(mean.exp(), (p + q) / 2)
+    weights = torch.tensor([[0.2, 1.0], [0.8, 0.0]])  # of two teachers in two samples
+    mean = teacher_mixing.average_teachers([x, y], weights).exp()
+    assert torch.allclose(mean[0], 0.2 * p[0] + 0.8 * q[0], atol=1e-7)
+    assert torch.allclose(mean[1], p[1])
+    mean = teacher_mixing.average_teachers([x, y], space="logits")
+    assert torch.equal(mean, (x + y) / 2)
+    with pytest.raises(ValueError, match="'x': expected"):
+        teacher_mixing.average_teachers([x, y], space="x")
+
+
+@pytest.mark.parametrize("kind", ["ce", "entropy", "max_prob"])
+def test_teacher_scores_are_means_over_positions(kind):
+    case = Case(7)
+    logits = case.y
+    next_ids = case.next[1]
+    mask = case.chunk[1] >= 0
+    scores = teacher_mixing.teacher_scores(logits, next_ids, mask, kind)
+    for b in range(len(logits)):
+        terms = []
+        for t in mask[b].nonzero().flatten().tolist():
+            p = logits[b, t].softmax(-1)
+            if kind == "ce":
+                terms.append(p[next_ids[b, t]].log())
+            elif kind == "entropy":
+                terms.append((p * p.log()).sum())
+            else:
+                terms.append(p.max())
+        assert abs(scores[b] - sum(terms) / len(terms)) < 1e-12
+    nothing = torch.zeros_like(mask)
+    assert torch.equal(teacher_mixing.teacher_scores(logits, next_ids, nothing, kind), 0 * scores)
+    with pytest.raises(ValueError, match="'x': expected"):
+        teacher_mixing.teacher_scores(logits, next_ids, mask, "x")
+
+
+def test_teacher_weights_and_factors():
+    torch.manual_seed(0)
+    scores = torch.randn(3, 5, dtype=F64)
+    assert torch.allclose(teacher_mixing.teacher_weights(scores, 2.0), (2 * scores).softmax(0))
+    best = teacher_mixing.teacher_weights(scores, select=True)
+    assert torch.equal(best.argmax(0), scores.argmax(0))
+    assert torch.equal(best.sum(0), torch.ones(5).double())
+    factors = teacher_mixing.vocabulary_factors([1000, 10, 100])
+    assert torch.allclose(factors, torch.tensor([3.0, 1.0, 2.0]).double())
+    kd = torch.tensor(2.0, requires_grad=True)
+    assert teacher_mixing.dynamic_scale(torch.tensor(3.0), kd) == 1.5
+
+
+@pytest.mark.parametrize("call", [
+    "losses.next_token_cross_entropy(x, torch.tensor([[1, -100]]))[0]",
+    "-teacher_mixing.average_teachers([x, x])[0, 0, 0]",
+])
+def test_a_file_works_alone(tmp_path, call):
+    name = call.lstrip("-").split(".")[0]
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, '.'); import torch, {name}; x = torch.zeros(1, 2, 3); "
+        f"assert 'License: Apache-2.0' in {name}.__doc__; print({call})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "1.0986" in result.stdout, result.stderr

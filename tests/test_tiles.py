@@ -9,9 +9,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import Case, common_of
 from conftest import ROOT
-from test_chunk_losses import common_of
-from test_losses import Case
 
 import losses
 from tiles import (

@@ -1,0 +1,189 @@
+"""Random cases and comparisons that several test files use.
+
+`Case` is a batch of texts over the letters a, b, c in two random vocabularies, with random logits.
+"""
+
+import itertools
+import random
+
+import oracle
+import torch
+
+from losses import Spelling, piece_kl, piece_terms, projection_kl
+from projection_tools.spell import events, prefix_ranges
+
+F64 = torch.float64
+
+
+def gradient(value, x):
+    """Return d value / d x."""
+    return torch.autograd.grad(value, x)[0]
+
+
+def close(a, b, tolerance):
+    """Compare two tensors by the norm of their difference, relative to the second."""
+    return (a - b).norm() <= tolerance * max(float(b.norm()), 1e-30)
+
+
+# --- two vocabularies ---------------------------------------------------------------------------
+
+
+def padded(rows, fill, width):
+    """Return a tensor of lists of ids, filled up to one width."""
+    filled = []
+    for row in rows:
+        filled.append(row + [fill] * (width - len(row)))
+    return torch.tensor(filled)
+
+
+def table_of(rows):
+    """Return a table of lists of ids, as wide as the longest, padded with -1."""
+    return padded(rows, -1, max(len(row) for row in rows))
+
+
+def ranges_of(pieces):
+    """Return (order, low, high) of a table of spellings; see Spelling."""
+    return [torch.from_numpy(x).long() for x in prefix_ranges(pieces.numpy())]
+
+
+def spelling_of(A, B):
+    """Build a Spelling from lists of ids: A[w] of student tokens, B[v] of teacher tokens."""
+    pieces_W = table_of(A)
+    pieces_V = table_of(B)
+    event_V, event_W, num_events = events(pieces_W.numpy(), pieces_V.numpy())
+    order_W, low_W, high_W = ranges_of(pieces_W)
+    order_V, low_V, high_V = ranges_of(pieces_V)
+    return Spelling(
+        event_V=torch.from_numpy(event_V),
+        event_W=torch.from_numpy(event_W),
+        num_events=num_events,
+        pieces_W=pieces_W,
+        order_W=order_W,
+        low_W=low_W,
+        high_W=high_W,
+        pieces_V=pieces_V,
+        order_V=order_V,
+        low_V=low_V,
+        high_V=high_V,
+    )
+
+
+def random_vocabulary(rng, size):
+    """Return the letters a, b, c and random strings of two to four of them, `size` in all."""
+    vocab = ["a", "b", "c"]
+    while len(vocab) < size:
+        token = "".join(rng.choice("abc") for _ in range(rng.randint(2, 4)))
+        if token not in vocab:
+            vocab.append(token)
+    return vocab
+
+
+def greedy(text, vocab):
+    """Tokenize a text: always the longest token that fits."""
+    ids = []
+    while text:
+        fitting = [token for token in vocab if text.startswith(token)]
+        longest = max(fitting, key=len)
+        ids.append(vocab.index(longest))
+        text = text[len(longest) :]
+    return ids
+
+
+class Case:
+    """A batch of texts with logits, tables and chunk ids, shifted already.
+
+    next, chunk: (student, teacher) ids of the tokens that each position predicts, their chunks.
+    A, B: the student's tokens of every teacher token, the teacher's of every student token.
+    x, y: logits of the student, with a gradient, and of the teacher.
+    """
+
+    def __init__(self, seed, samples=2, length=14, sizes=(9, 12), dtype=F64):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        V = random_vocabulary(rng, sizes[0])
+        W = random_vocabulary(rng, sizes[1])
+        student_ids = []
+        teacher_ids = []
+        student_chunks = []
+        teacher_chunks = []
+        for _ in range(samples):
+            text = "".join(rng.choice("abc") for _ in range(rng.randint(1, length)))
+            student_ids.append(greedy(text, V))
+            teacher_ids.append(greedy(text, W))
+            student_bytes = [V[i] for i in student_ids[-1]]
+            teacher_bytes = [W[i] for i in teacher_ids[-1]]
+            student_chunk, teacher_chunk = oracle.merge(student_bytes, teacher_bytes)
+            student_chunks.append(student_chunk)
+            teacher_chunks.append(teacher_chunk)
+        self.next = [self.pad(student_ids, 0), self.pad(teacher_ids, 0)]
+        self.chunk = [self.pad(student_chunks, -1), self.pad(teacher_chunks, -1)]
+        self.A = [greedy(w, V) for w in W]
+        self.B = [greedy(v, W) for v in V]
+        self.spelling = spelling_of(self.A, self.B)
+        self.x = (2 * torch.randn(*self.next[0].shape, len(V))).to(dtype).requires_grad_()
+        self.y = (2 * torch.randn(*self.next[1].shape, len(W))).to(dtype)
+        # a projection: the first three different tokens of each spelling, with falling weights
+        different = [list(dict.fromkeys(b))[:3] for b in self.B]
+        self.indices = padded(different, -1, 3)
+        weights = torch.tensor([0.9, 0.09, 0.009], dtype=dtype)
+        weights = torch.where(self.indices >= 0, weights, 0)
+        self.likelihoods = weights / weights.sum(1, keepdim=True)
+
+    @staticmethod
+    def pad(rows, fill):
+        """Return a tensor of lists of ids with at least one position of padding."""
+        return padded(rows, fill, max(map(len, rows)) + 1)
+
+    def piece(self, tau=1.0, x=None, y=None):
+        """Return piece_kl of this case, or of other logits."""
+        terms = piece_terms(*self.next, *self.chunk, self.spelling)
+        x = self.x if x is None else x
+        y = self.y if y is None else y
+        return piece_kl(x, y, *self.next, terms, self.spelling, tau)
+
+    def projection(self, tau=1.0, x=None, y=None, kept=None):
+        """Return projection_kl of this case, or of other logits."""
+        x = self.x if x is None else x
+        y = self.y if y is None else y
+        return projection_kl(x, y, *self.chunk, self.indices, self.likelihoods, kept, tau)
+
+
+def common_of(case):
+    """Return (student ids, teacher ids) of the tokens that are the same letters on both sides."""
+    student_ids = []
+    teacher_ids = []
+    for v, spelled in enumerate(case.B):
+        if len(spelled) == 1 and case.A[spelled[0]] == [v]:
+            student_ids.append(v)
+            teacher_ids.append(spelled[0])
+    return [torch.tensor(ids, dtype=torch.long) for ids in (student_ids, teacher_ids)]
+
+
+# --- sharded columns ----------------------------------------------------------------------------
+
+
+def shards(world, V):
+    """Return (low, high) column bounds of all ranks, uneven: the last rank has two columns."""
+    cuts = [0, *sorted(random.Random(world).sample(range(1, V - 2), world - 2)), V - 2, V]
+    return list(itertools.pairwise(cuts))
+
+
+def shard_error(loss, sides, bounds, group):
+    """Return the largest relative error of value and gradient when a rank has only some columns.
+
+    Args:
+        loss: (student logits, teacher logits, group) -> sum.
+        sides: logits of the student and the teacher, all columns.
+        bounds: this rank's (low, high) of both sides.
+    """
+    x, y = sides
+    (low, high), (teacher_low, teacher_high) = bounds
+    local_x = x.detach()[..., low:high].clone().requires_grad_()
+    local_y = y.detach()[..., teacher_low:teacher_high].clone()
+    whole = loss(x, y, None)
+    sharded = loss(local_x, local_y, group)
+    expected = gradient(whole, x)
+    error = gradient(sharded, local_x) - expected[..., low:high]
+    gradient_error = error.norm() / expected.norm().clamp(min=1e-9)
+    value_error = abs(sharded - whole).detach() / abs(whole).detach().clamp(min=1e-9)
+    return max(float(gradient_error), float(value_error))
