@@ -433,20 +433,6 @@ def _spells(ids, special, first, stop, data, starts, text, low, high, skip):
 
 
 @njit(cache=True)
-def _fit_group(ids, special, first, stop, data, starts, text, placed, low, high):
-    """Return (tokens first..stop-1 spell bytes of the text, the first of these, spaces in
-    front)."""
-    # offsets that leave out the spaces before a word are widened if that makes the bytes right
-    if low > placed and _spells(ids, special, first, stop, data, starts, text, placed, high, 0):
-        return True, placed, 0
-    if _spells(ids, special, first, stop, data, starts, text, low, high, 0):
-        return True, low, 0
-    if _spells(ids, special, first, stop, data, starts, text, low, high, 1):
-        return True, low, 1
-    return False, low, 0
-
-
-@njit(cache=True)
 def _by_offsets(ids, lows, highs, special, data, starts, text):
     """Return (begin, end, kind) from the tokenizer's offsets lows..highs, in bytes of the text.
 
@@ -469,8 +455,17 @@ def _by_offsets(ids, lows, highs, special, data, starts, text):
         while stop < n and lows[stop] < high and highs[stop] > lows[stop]:
             high = max(high, highs[stop])
             stop += 1
-        fits, position, skip = _fit_group(ids, special, first, stop, data, starts, text, placed,
-                                          low, high)
+        fits = True
+        position = low
+        skip = 0  # spaces that the tokens spell in front
+        if low > placed and _spells(ids, special, first, stop, data, starts, text, placed, high, 0):
+            position = placed  # offsets that leave out the spaces before a word are widened
+        elif _spells(ids, special, first, stop, data, starts, text, low, high, 0):
+            pass
+        elif _spells(ids, special, first, stop, data, starts, text, low, high, 1):
+            skip = 1
+        else:
+            fits = False
         for k in range(first, stop):
             begin[k] = position
             if fits:
@@ -666,40 +661,31 @@ DIFFERENT = 2
 
 
 @njit(cache=True)
-def _num_located_bytes(ids, begin, first, stop, starts):
-    """Return how many bytes tokens first..stop-1 have, control tokens that are no text apart."""
-    total = 0
-    for k in range(first, stop):
-        if begin[k] >= 0:
-            total += starts[ids[k] + 1] - starts[ids[k]]
-    return total
-
-
-@njit(cache=True)
-def _next_byte(ids, begin, starts, token, stop, byte, byte_stop):
+def _next_byte(ids, starts, token, stop, byte, byte_stop):
     """Go on to the next token that has bytes, if those of the last one are used up.
 
     Returns:
         (next token to read, next byte, end of the bytes of its token); byte == end: no more bytes.
     """
     while byte == byte_stop and token < stop:
-        if begin[token] >= 0:
-            byte = starts[ids[token]]
-            byte_stop = starts[ids[token] + 1]
+        byte = starts[ids[token]]
+        byte_stop = starts[ids[token] + 1]
         token += 1
     return token, byte, byte_stop
 
 
 @njit(cache=True)
-def _compare(s_ids, s_begin, s, s_stop, s_data, s_starts,
-             t_ids, t_begin, t, t_stop, t_data, t_starts):
+def _compare_bytes(s_ids, s, s_stop, s_data, s_starts, t_ids, t, t_stop, t_data, t_starts):
     """Compare the bytes of student tokens s..s_stop-1 with those of teacher tokens t..t_stop-1."""
-    s_total = _num_located_bytes(s_ids, s_begin, s, s_stop, s_starts)
-    lead = s_total - _num_located_bytes(t_ids, t_begin, t, t_stop, t_starts)
+    lead = 0  # bytes that the student has more
+    for k in range(s, s_stop):
+        lead += s_starts[s_ids[k] + 1] - s_starts[s_ids[k]]
+    for k in range(t, t_stop):
+        lead -= t_starts[t_ids[k] + 1] - t_starts[t_ids[k]]
     if lead < -1 or lead > 1:
         return DIFFERENT
-    s, s_byte, s_byte_stop = _next_byte(s_ids, s_begin, s_starts, s, s_stop, 0, 0)
-    t, t_byte, t_byte_stop = _next_byte(t_ids, t_begin, t_starts, t, t_stop, 0, 0)
+    s, s_byte, s_byte_stop = _next_byte(s_ids, s_starts, s, s_stop, 0, 0)
+    t, t_byte, t_byte_stop = _next_byte(t_ids, t_starts, t, t_stop, 0, 0)
     if lead == 1:
         if s_data[s_byte] != SPACE_BYTE:
             return DIFFERENT
@@ -709,10 +695,8 @@ def _compare(s_ids, s_begin, s, s_stop, s_data, s_starts,
             return DIFFERENT
         t_byte += 1
     while True:
-        s, s_byte, s_byte_stop = _next_byte(s_ids, s_begin, s_starts, s, s_stop,
-                                            s_byte, s_byte_stop)
-        t, t_byte, t_byte_stop = _next_byte(t_ids, t_begin, t_starts, t, t_stop,
-                                            t_byte, t_byte_stop)
+        s, s_byte, s_byte_stop = _next_byte(s_ids, s_starts, s, s_stop, s_byte, s_byte_stop)
+        t, t_byte, t_byte_stop = _next_byte(t_ids, t_starts, t, t_stop, t_byte, t_byte_stop)
         if s_byte == s_byte_stop or t_byte == t_byte_stop:
             return lead
         if s_data[s_byte] != t_data[t_byte]:
@@ -722,54 +706,15 @@ def _compare(s_ids, s_begin, s, s_stop, s_data, s_starts,
 
 
 @njit(cache=True)
-def _skip_control(begin, token):
-    """Return the first token from `token` on that stands for text."""
-    while token < len(begin) and begin[token] < 0:
-        token += 1
-    return token
-
-
-@njit(cache=True)
-def _take_piece(begin, end, kind, token, reached, num_tokens, text_bytes):
-    """Take the next piece of one side: the gap before its next token, or that token.
-
-    Args:
-        token: next token of the side; one that stands for text.
-        reached: bytes of the text that the side has accounted for.
-        num_tokens: its tokens in the open chunk.
-    Returns:
-        (next token, reached, num_tokens, no token is known to spell the piece, a token may spell
-        something else)
-    """
-    place = begin[token] if token < len(begin) else text_bytes
-    if place > reached:
-        return token, place, num_tokens, True, False
-    # tokens of a chunk are neighbors: a control token between two of them spoils the chunk
-    after_control = num_tokens > 0 and begin[token - 1] < 0
-    is_unknown = kind[token] == UNENCODABLE or after_control
-    return token + 1, end[token], num_tokens + 1, is_unknown, kind[token] != EXACT
-
-
-@njit(cache=True)
-def _compare_chunk(s_ids, s_begin, s_kind, s_first, s_stop, s_data, s_starts,
-                   t_ids, t_begin, t_kind, t_first, t_stop, t_data, t_starts):
+def _compare(s_ids, s_kind, s, s_stop, s_data, s_starts,
+             t_ids, t_kind, t, t_stop, t_data, t_starts):
     """Compare the two sides of a chunk; only a token of kind SPACE may spell a space more."""
-    s = _skip_control(s_begin, s_first)
-    t = _skip_control(t_begin, t_first)
-    verdict = _compare(s_ids, s_begin, s, s_stop, s_data, s_starts,
-                       t_ids, t_begin, t, t_stop, t_data, t_starts)
+    verdict = _compare_bytes(s_ids, s, s_stop, s_data, s_starts, t_ids, t, t_stop, t_data, t_starts)
     if verdict == SPACE_MORE_IN_STUDENT and s_kind[s] != SPACE:
         return DIFFERENT
     if verdict == SPACE_MORE_IN_TEACHER and t_kind[t] != SPACE:
         return DIFFERENT
     return verdict
-
-
-@njit(cache=True)
-def _number_tokens(chunk, begin, first, stop, number):
-    """Write the number of a chunk at those of its tokens that stand for text."""
-    for k in range(first, stop):
-        chunk[k] = number if begin[k] >= 0 else -1
 
 
 @njit(cache=True)
@@ -787,58 +732,92 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
     t_chunk = np.full(len(t_ids), -1)
     most_chunks = min(len(s_ids), len(t_ids))
     counts = np.empty((4, most_chunks), np.int64)  # start, bytes, student tokens, teacher tokens
-    flags = np.empty((2, most_chunks), np.bool_)  # exact, same_bytes
+    same_bytes = np.empty(most_chunks, np.bool_)
+    num_chunks, normalized, unencodable = _fill_chunks(
+        s_ids, s_begin, s_end, s_kind, s_data, s_starts,
+        t_ids, t_begin, t_end, t_kind, t_data, t_starts, text_bytes,
+        s_chunk, t_chunk, counts, same_bytes)
+    exact = np.empty(num_chunks, np.bool_)
+    for c in range(num_chunks):
+        exact[c] = same_bytes[c] and counts[2, c] == 1 and counts[3, c] == 1
+    return (s_chunk, t_chunk, counts[0, :num_chunks].copy(), counts[1, :num_chunks].copy(),
+            counts[2, :num_chunks].copy(), counts[3, :num_chunks].copy(),
+            exact, same_bytes[:num_chunks].copy(), normalized, unencodable)
+
+
+@njit(cache=True)
+def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
+                 t_ids, t_begin, t_end, t_kind, t_data, t_starts, text_bytes,
+                 s_chunk, t_chunk, counts, same_bytes):
+    """Do the pass of `_merge` and write its arrays.
+
+    The two sides are spelled out, and nothing is called per token: a call with arrays costs numba
+    more than a token does.
+
+    Returns:
+        (number of chunks, normalized bytes, unencodable bytes)
+    """
     num_chunks = normalized = unencodable = 0
-    s = t = 0  # next token of each side
-    s_reached = t_reached = 0  # bytes of the text that each side has accounted for
-    # the open chunk: where it begins, its tokens, and whether a token may spell something else
-    start = s_first = t_first = s_num = t_num = 0
+    s = t = s_reached = t_reached = 0  # next token; bytes of the text accounted for
+    # the open chunk: its begin; its tokens, which are the last ones taken; whether no token spells
+    # a byte of it; whether a token may spell something else
+    start = s_num = t_num = 0
     has_gap = in_doubt = False
     while True:
-        s = _skip_control(s_begin, s)
-        t = _skip_control(t_begin, t)
-        if s_reached <= t_reached:  # the side that is behind goes on
-            if s == len(s_ids) and s_reached >= text_bytes:
+        while s < len(s_ids) and s_begin[s] < 0:  # control tokens
+            s += 1
+        while t < len(t_ids) and t_begin[t] < 0:
+            t += 1
+        if s_reached <= t_reached:  # the next piece of the side that is behind: a gap or a token
+            place = s_begin[s] if s < len(s_ids) else text_bytes
+            if place > s_reached:
+                s_reached = place
+                has_gap = True
+            elif s == len(s_ids):
                 break
-            s, s_reached, s_num, is_gap, is_doubtful = _take_piece(
-                s_begin, s_end, s_kind, s, s_reached, s_num, text_bytes)
+            else:
+                has_gap |= s_kind[s] == UNENCODABLE or (s_num > 0 and s_begin[s - 1] < 0)
+                in_doubt |= s_kind[s] != EXACT
+                s_reached = s_end[s]
+                s += 1
+                s_num += 1
         else:
-            if t == len(t_ids) and t_reached >= text_bytes:
+            place = t_begin[t] if t < len(t_ids) else text_bytes
+            if place > t_reached:
+                t_reached = place
+                has_gap = True
+            elif t == len(t_ids):
                 break
-            t, t_reached, t_num, is_gap, is_doubtful = _take_piece(
-                t_begin, t_end, t_kind, t, t_reached, t_num, text_bytes)
-        has_gap |= is_gap
-        in_doubt |= is_doubtful
-        # no boundary of both, or only tokens of no bytes on one side alone
+            else:
+                has_gap |= t_kind[t] == UNENCODABLE or (t_num > 0 and t_begin[t - 1] < 0)
+                in_doubt |= t_kind[t] != EXACT
+                t_reached = t_end[t]
+                t += 1
+                t_num += 1
+        # go on unless both are at a boundary and more than tokens of no bytes on one side is taken
         if s_reached != t_reached or (s_reached == start and (s_num == 0 or t_num == 0)):
             continue
         verdict = DIFFERENT if has_gap else SAME
         if in_doubt and not has_gap:
-            verdict = _compare_chunk(s_ids, s_begin, s_kind, s_first, s, s_data, s_starts,
-                                     t_ids, t_begin, t_kind, t_first, t, t_data, t_starts)
+            verdict = _compare(s_ids, s_kind, s - s_num, s, s_data, s_starts,
+                               t_ids, t_kind, t - t_num, t, t_data, t_starts)
         if verdict != DIFFERENT:
-            _number_tokens(s_chunk, s_begin, s_first, s, num_chunks)
-            _number_tokens(t_chunk, t_begin, t_first, t, num_chunks)
+            s_chunk[s - s_num : s] = num_chunks
+            t_chunk[t - t_num : t] = num_chunks
             counts[0, num_chunks] = start
             counts[1, num_chunks] = s_reached - start
             counts[2, num_chunks] = s_num
             counts[3, num_chunks] = t_num
-            flags[0, num_chunks] = verdict == SAME and s_num == 1 and t_num == 1
-            flags[1, num_chunks] = verdict == SAME
+            same_bytes[num_chunks] = verdict == SAME
             num_chunks += 1
         elif has_gap:
             unencodable += s_reached - start
         else:
             normalized += s_reached - start
         start = s_reached
-        s_first = s
-        t_first = t
         s_num = t_num = 0
         has_gap = in_doubt = False
-    return (s_chunk, t_chunk,
-            counts[0, :num_chunks].copy(), counts[1, :num_chunks].copy(),
-            counts[2, :num_chunks].copy(), counts[3, :num_chunks].copy(),
-            flags[0, :num_chunks].copy(), flags[1, :num_chunks].copy(), normalized, unencodable)
+    return num_chunks, normalized, unencodable
 
 
 # --- documents, regions, batches, truncation ------------------------------------------------------

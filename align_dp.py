@@ -277,7 +277,11 @@ def _align_segment(s_data, s_starts, s_first, s_stop, s_chunk,
     t_starts = t_starts[t_first : t_stop + 1]
     s_chunk = s_chunk[s_first:s_stop]
     t_chunk = t_chunk[t_first:t_stop]
-    moves, first = _best_moves(s_data, s_starts, t_data, t_starts, most, band)
+    reached, moves, first = _best_moves(s_data, s_starts, t_data, t_starts, most, band)
+    if not reached:
+        # the teacher has so many more tokens that the band leaps from line to line and its lines
+        # have no column in common: widen it until they have
+        _, moves, first = _best_moves(s_data, s_starts, t_data, t_starts, most, m // n + 1)
     path = _trace(moves, first, n, m)
 
     gap_i = gap_j = 0  # where the open run of gaps begins
@@ -301,6 +305,7 @@ def _best_moves(s_data, s_starts, t_data, t_starts, most, band):
     """Find the move with which the best path reaches each cell of the band.
 
     Returns:
+        reached: whether a path inside the band leads to the end of both sides.
         moves: (n + 1, width) int8; column c of line i is the cell after i student tokens and
             first[i] + c teacher tokens.
         first: (n + 1,) int64.
@@ -319,17 +324,22 @@ def _best_moves(s_data, s_starts, t_data, t_starts, most, band):
             best = 0 if i == 0 and j == 0 else -1
             best_move = 0
             for k in range(1, most + 1):
-                # one student token with k teacher tokens, then k with one
-                gain = _gain(scores, first, i, j, 1, k, best, s_data, s_starts, t_data, t_starts)
-                if gain > best:
-                    best = gain
-                    best_move = -k if k > 1 else k
-                if k == 1:
-                    continue
-                gain = _gain(scores, first, i, j, k, 1, best, s_data, s_starts, t_data, t_starts)
-                if gain > best:
-                    best = gain
-                    best_move = k
+                for turn in range(2 if k > 1 else 1):
+                    # a student tokens with b teacher tokens: first 1 with k, then k with 1
+                    a = 1 if turn == 0 else k
+                    b = k if turn == 0 else 1
+                    if a > i or b > j:
+                        continue
+                    before = j - b - first[i - a]
+                    if before < 0 or before >= width or scores[i - a, before] < 0:
+                        continue
+                    s = s_starts[i - a]
+                    s_stop = s_starts[i]
+                    gain = scores[i - a, before] + SCORE_OF_BYTE * (s_stop - s) + 1
+                    if gain > best and _equal(s_data, s, s_stop,
+                                              t_data, t_starts[j - b], t_starts[j]):
+                        best = gain
+                        best_move = -k if turn == 0 and k > 1 else k
             if i > 0:
                 above = j - first[i - 1]
                 if 0 <= above < width and scores[i - 1, above] > best:
@@ -340,26 +350,7 @@ def _best_moves(s_data, s_starts, t_data, t_starts, most, band):
                 best_move = TEACHER_GAP
             scores[i, c] = best
             moves[i, c] = best_move
-    return moves, first
-
-
-@njit(cache=True)
-def _gain(scores, first, i, j, a, b, best, s_data, s_starts, t_data, t_starts):
-    """Return the score of cell (i, j) after matching a student tokens with b teacher tokens.
-
-    Returns -1 where they do not match, or where the score would not exceed `best`.
-    """
-    if a > i or b > j:
-        return -1
-    c = j - b - first[i - a]
-    if c < 0 or c >= scores.shape[1] or scores[i - a, c] < 0:
-        return -1
-    s = s_starts[i - a]
-    s_stop = s_starts[i]
-    gain = scores[i - a, c] + SCORE_OF_BYTE * (s_stop - s) + 1
-    if gain > best and _equal(s_data, s, s_stop, t_data, t_starts[j - b], t_starts[j]):
-        return gain
-    return -1
+    return scores[n, m - first[n]] >= 0, moves, first
 
 
 @njit(cache=True)

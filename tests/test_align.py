@@ -12,40 +12,52 @@ import numpy as np
 import oracle
 import pytest
 from conftest import ROOT, asset
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
+from tokens import segmented, table_of
 
-from align import (EXACT, Located, TokenTable, align, align_batch, align_located, align_regions, common_cut,
-                   coverage, locate, view)
+from align import (
+    EXACT,
+    Located,
+    TokenTable,
+    align,
+    align_batch,
+    align_located,
+    align_regions,
+    common_cut,
+    coverage,
+    locate,
+    view,
+)
 
 NAMES = "llama3", "llama2", "qwen2", "gpt2", "t5", "deepseek_coder", "mistral_v7", "tok512"
 LOSSY = {"t5", "tok512"}  # and qwen2, where characters compose
 HARD = [
     "naïve café  201 x=1\n\tif a:\r\n  🙂👩‍🚀 Ｗ ｱ 日本語 e\u0301 ﬁ <0x41> \x00 end ",
-    "", " ", "   ", "\n\n\n", "\t\t", "\r\n \r\n", "  leading", "trailing  ", "in  the   middle",
-    "0123456789 3.14159 1,000,000", "é" * 9, "e\u0301" * 5, "a\u0328\u0301 q\u0323\u0307",
-    "👩‍🚀👨‍👩‍👧 🇫🇷🏽", "\x01\x02\x7f\x85", "õ÷Áý À ÿ ", "<s> </s> <|endoftext|> <unk> <pad>",
-    "＜ｆｕｌｌ＞ ㍿ Ⅻ ½", "ไทย हिन्दी العربية עברית", "\u200b\ufeff\u00a0\u3000x", "a_b__c▁d▁▁e",
+    "",
+    " ",
+    "   ",
+    "\n\n\n",
+    "\t\t",
+    "\r\n \r\n",
+    "  leading",
+    "trailing  ",
+    "in  the   middle",
+    "0123456789 3.14159 1,000,000",
+    "é" * 9,
+    "e\u0301" * 5,
+    "a\u0328\u0301 q\u0323\u0307",
+    "👩‍🚀👨‍👩‍👧 🇫🇷🏽",
+    "\x01\x02\x7f\x85",
+    "õ÷Áý À ÿ ",
+    "<s> </s> <|endoftext|> <unk> <pad>",
+    "＜ｆｕｌｌ＞ ㍿ Ⅻ ½",
+    "ไทย हिन्दी العربية עברית",
+    "\u200b\ufeff\u00a0\u3000x",
+    "a_b__c▁d▁▁e",
 ]
 
 
 # --- the merge against brute force ----------------------------------------------------------------
-
-
-def table_of(pieces, **roles):
-    """A table whose ids are the given byte strings."""
-    starts = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
-    special = np.zeros(len(pieces), bool)
-    special[list(roles.values())] = True
-    data = np.frombuffer(b"".join(pieces), np.uint8)
-    return TokenTable(data, starts, special, [repr(p) for p in pieces], "plain", **roles)
-
-
-def segmented(text, cuts):
-    """ids and table of a text cut at the given places."""
-    edges = [0, *sorted({c % len(text) for c in cuts} - {0}), len(text)] if text else []
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:])]
-    return list(range(len(pieces))), table_of(pieces)
 
 
 cut_list = st.lists(st.integers(0, 10**6), max_size=40)
@@ -55,56 +67,97 @@ cut_list = st.lists(st.integers(0, 10**6), max_size=40)
 @settings(max_examples=300, deadline=None)
 def test_any_two_segmentations_of_any_bytes_equal_brute_force(text, s_cuts, t_cuts):
     (s, s_table), (t, t_table) = segmented(text, s_cuts), segmented(text, t_cuts)
-    found = align(s, t, s_table, t_table)
+    alignment = align(s, t, s_table, t_table)
     sides = (s, s_table), (t, t_table)
     expected = oracle.merge(*[[table.bytes_of(i) for i in ids] for ids, table in sides])
-    assert [found.student_chunk.tolist(), found.teacher_chunk.tolist()] == expected
-    assert found.chunk_bytes.sum() == len(text) == found.text_bytes and not any(found.dropped.values())
+    assert [alignment.student_chunk.tolist(), alignment.teacher_chunk.tolist()] == expected
+    assert alignment.chunk_bytes.sum() == len(text) == alignment.text_bytes and not any(
+        alignment.dropped.values()
+    )
     turned = align(t, s, t_table, s_table)  # symmetric
-    assert turned.student_chunk.tolist() == found.teacher_chunk.tolist()
-    assert turned.exact.tolist() == found.exact.tolist() and turned.dropped == found.dropped
+    assert turned.student_chunk.tolist() == alignment.teacher_chunk.tolist()
+    assert turned.exact.tolist() == alignment.exact.tolist() and turned.dropped == alignment.dropped
 
 
 @given(st.binary(min_size=1, max_size=40), cut_list, cut_list, st.binary(min_size=1, max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_documents_one_after_the_other_are_the_documents_alone(first, s_cuts, t_cuts, second):
-    both = [segmented(text, cuts) for cuts in (s_cuts, t_cuts) for text in (first, second)]
-    tables = [table_of([a.bytes_of(i) for i in s] + [b.bytes_of(i) for i in t])
-              for (s, a), (t, b) in (both[:2], both[2:])]
-    rows = [[*a, *[len(a) + i for i in b]] for (a, _), (b, _) in (both[:2], both[2:])]
-    docs = [[0] * len(a) + [1] * len(b) for (a, _), (b, _) in (both[:2], both[2:])]
-    packed = align_batch([rows[0] + [0] * 3], [rows[1]], *tables, [docs[0] + [-1] * 3], [docs[1]])[0]
-    parts = [align(both[k][0], both[k + 2][0], both[k][1], both[k + 2][1]) for k in (0, 1)]
+    tables = []
+    rows = []
+    docs = []
+    alone = []  # (ids of the first text, its table, ids of the second, its table) of each side
+    for cuts in (s_cuts, t_cuts):
+        first_ids, first_table = segmented(first, cuts)
+        second_ids, second_table = segmented(second, cuts)
+        alone.append((first_ids, first_table, second_ids, second_table))
+        pieces = [first_table.bytes_of(i) for i in first_ids]
+        pieces += [second_table.bytes_of(i) for i in second_ids]
+        tables.append(table_of(pieces))
+        rows.append(list(range(len(pieces))))
+        docs.append([0] * len(first_ids) + [1] * len(second_ids))
+    packed = align_batch([rows[0] + [0] * 3], [rows[1]], *tables, [docs[0] + [-1] * 3], [docs[1]])[
+        0
+    ]
+    (s_first, s_first_table, s_second, s_second_table), teacher = alone
+    t_first, t_first_table, t_second, t_second_table = teacher
+    parts = [
+        align(s_first, t_first, s_first_table, t_first_table),
+        align(s_second, t_second, s_second_table, t_second_table),
+    ]
     shift = len(parts[0].chunk_bytes)
     assert packed.student_chunk.tolist() == [
-        *parts[0].student_chunk, *(parts[1].student_chunk + shift), -1, -1, -1]
-    assert packed.teacher_chunk.tolist() == [*parts[0].teacher_chunk, *(parts[1].teacher_chunk + shift)]
-    assert packed.chunk_start.tolist() == [*parts[0].chunk_start, *(parts[1].chunk_start + len(first))]
+        *parts[0].student_chunk,
+        *(parts[1].student_chunk + shift),
+        -1,
+        -1,
+        -1,
+    ]
+    assert packed.teacher_chunk.tolist() == [
+        *parts[0].teacher_chunk,
+        *(parts[1].teacher_chunk + shift),
+    ]
+    assert packed.chunk_start.tolist() == [
+        *parts[0].chunk_start,
+        *(parts[1].chunk_start + len(first)),
+    ]
     assert packed.text_bytes == len(first) + len(second)
 
 
 def test_control_tokens_and_tokens_without_bytes():
     table = table_of([b"ab", b"", b"c", b"<eos>", b"<bos>", b"a", b"b"], eos=3, bos=4)
-    found = align([4, 1, 0, 2, 3], [5, 6, 4, 1, 2, 3], table, table)
-    assert found.student_chunk.tolist() == [-1, 0, 0, 1, 2]
-    assert found.teacher_chunk.tolist() == [0, 0, -1, 1, 1, 2]
-    assert found.chunk_bytes.tolist() == [2, 1, 0] and found.chunk_start.tolist() == [0, 2, 3]
-    assert found.student_tokens.tolist() == [2, 1, 1] and found.teacher_tokens.tolist() == [2, 2, 1]
-    assert found.exact.tolist() == [False, False, True]
+    alignment = align([4, 1, 0, 2, 3], [5, 6, 4, 1, 2, 3], table, table)
+    assert alignment.student_chunk.tolist() == [-1, 0, 0, 1, 2]
+    assert alignment.teacher_chunk.tolist() == [0, 0, -1, 1, 1, 2]
+    assert alignment.chunk_bytes.tolist() == [2, 1, 0] and alignment.chunk_start.tolist() == [
+        0,
+        2,
+        3,
+    ]
+    assert alignment.student_tokens.tolist() == [2, 1, 1] and alignment.teacher_tokens.tolist() == [
+        2,
+        2,
+        1,
+    ]
+    assert alignment.exact.tolist() == [False, False, True]
 
 
 def test_padding_is_never_looked_at():
     table = table_of([b"a", b"b", b"<eos>", b"<pad>"], eos=2, pad=3)
     other = table_of([b"ab", b"<eos>"], eos=1, pad=1)  # pads with eos
-    found = align_batch([[0, 1, 2, 3, 3], [0, 1, 3, 3, 3]], [[0, 1, 1, 1], [0, 1, 1, 1]], table, other)
-    assert found[0].student_chunk.tolist() == [0, 0, 1, -1, -1]
-    assert found[0].teacher_chunk.tolist() == [0, 1, -1, -1]
-    assert found[1].student_chunk.tolist() == [0, 0, -1, -1, -1] and found[1].teacher_chunk[0] == 0
+    alignment = align_batch(
+        [[0, 1, 2, 3, 3], [0, 1, 3, 3, 3]], [[0, 1, 1, 1], [0, 1, 1, 1]], table, other
+    )
+    assert alignment[0].student_chunk.tolist() == [0, 0, 1, -1, -1]
+    assert alignment[0].teacher_chunk.tolist() == [0, 1, -1, -1]
+    assert (
+        alignment[1].student_chunk.tolist() == [0, 0, -1, -1, -1]
+        and alignment[1].teacher_chunk[0] == 0
+    )
 
 
 def test_ids_outside_the_vocabulary_are_refused():
     table = table_of([b"a"])
-    with pytest.raises(ValueError, match="ids from 0 to 1, but the tokenizer has 0 to 0"):
+    with pytest.raises(ValueError, match=r"ids from 0 to 1, but the tokenizer has 0 to 0"):
         align([0, 1], [0], table, table)
 
 
@@ -118,46 +171,69 @@ def test_truncation_keeps_whole_chunks():
 
 
 def check(text, pair, tables):
-    """Every promise of Alignment on one text; returns the Alignment."""
-    coded = [t(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False) for t in pair]
-    ids = [c["input_ids"] for c in coded]
-    at = [c["offset_mapping"] for c in coded]
-    found = align(*ids, *tables, text, *at)
-    raw, used = text.encode(), np.zeros(len(text.encode()), int)
-    places = [locate(np.array(i, np.int64), table, text, o) for i, table, o in zip(ids, tables, at)]
-    assert (np.diff(found.chunk_start) >= 0).all()
-    for c, (start, size) in enumerate(zip(found.chunk_start, found.chunk_bytes)):
-        used[start : start + size] += 1
-        members = [np.flatnonzero(chunk == c) for chunk in found[:2]]
-        spelled = [b"".join(table.bytes_of(row[k]) for k in places_)
-                   for row, places_, table in zip(ids, members, tables)]
-        assert [len(rows) for rows in members] == [found.student_tokens[c], found.teacher_tokens[c]]
-        assert all(len(rows) and (np.diff(rows) == 1).all() for rows in members)
-        if found.same_bytes[c]:
-            assert spelled[0] == spelled[1]
-        else:
-            assert sorted(map(len, spelled))[1] - sorted(map(len, spelled))[0] == 1
-            assert raw[start : start + size] in spelled
-        kinds = [place.kind[rows] for place, rows in zip(places, members)]
-        if all((kind == EXACT).all() for kind in kinds):
-            assert spelled[0] == raw[start : start + size]
-        assert found.exact[c] == (found.same_bytes[c] and len(members[0]) == len(members[1]) == 1)
-        inner = [set(place.end[rows[:-1]].tolist()) for place, rows in zip(places, members)]
-        assert not (inner[0] & inner[1]) - {start}  # minimal: no common boundary inside
-    assert (used <= 1).all() and (used == 0).sum() == sum(found.dropped.values())
-    assert found.text_bytes == len(raw)
-    return found
+    """Check every promise of Alignment on one text and return the Alignment."""
+    ids = []
+    offsets = []
+    places = []
+    for tokenizer, table in zip(pair, tables):
+        coded = encode(tokenizer, text)
+        ids.append(coded["input_ids"])
+        offsets.append(coded["offset_mapping"])
+        places.append(locate(np.array(ids[-1], np.int64), table, text, offsets[-1]))
+    alignment = align(*ids, *tables, text, *offsets)
+    raw = text.encode()
+    times_used = np.zeros(len(raw), int)
+    assert (np.diff(alignment.chunk_start) >= 0).all()
+    for c, start in enumerate(alignment.chunk_start):
+        times_used[start : start + alignment.chunk_bytes[c]] += 1
+        check_chunk(alignment, c, raw, ids, places, tables)
+    unused = (times_used == 0).sum()
+    assert (times_used <= 1).all() and unused == sum(alignment.dropped.values())
+    assert alignment.text_bytes == len(raw)
+    return alignment
 
 
-def same_turned(found, text, pair, tables):
+def check_chunk(alignment, c, raw, ids, places, tables):
+    """Check every promise about chunk c; ids, places (Located) and tables are of both sides."""
+    start = alignment.chunk_start[c]
+    chunk_text = raw[start : start + alignment.chunk_bytes[c]]
+    members = []
+    spelled = []
+    inner_ends = []
+    all_exact = True
+    for side in (0, 1):
+        positions = np.flatnonzero(alignment[side] == c)
+        assert len(positions) and (np.diff(positions) == 1).all()
+        members.append(positions)
+        spelled.append(b"".join(tables[side].bytes_of(ids[side][k]) for k in positions))
+        inner_ends.append(set(places[side].end[positions[:-1]].tolist()))
+        all_exact &= bool((places[side].kind[positions] == EXACT).all())
+    sizes = [len(positions) for positions in members]
+    assert sizes == [alignment.student_tokens[c], alignment.teacher_tokens[c]]
+    if alignment.same_bytes[c]:
+        assert spelled[0] == spelled[1]
+    else:
+        assert abs(len(spelled[0]) - len(spelled[1])) == 1
+        assert chunk_text in spelled
+    if all_exact:
+        assert spelled[0] == chunk_text
+    assert alignment.exact[c] == (alignment.same_bytes[c] and sizes == [1, 1])
+    assert not (inner_ends[0] & inner_ends[1]) - {start}  # minimal: no common boundary inside
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+
+
+def same_turned(alignment, text, pair, tables):
     """Student and teacher change places: so do their chunks, and nothing else changes."""
-    how = dict(add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    coded = [t(text, **how) for t in pair[::-1]]
-    ids, at = [c["input_ids"] for c in coded], [c["offset_mapping"] for c in coded]
-    turned = align(*ids, *tables[::-1], text, *at)
-    assert np.array_equal(turned.student_chunk, found.teacher_chunk)
-    assert np.array_equal(turned.teacher_chunk, found.student_chunk)
-    assert np.array_equal(turned.exact, found.exact) and turned.dropped == found.dropped
+    coded = [encode(tokenizer, text) for tokenizer in pair[::-1]]
+    ids = [c["input_ids"] for c in coded]
+    offsets = [c["offset_mapping"] for c in coded]
+    turned = align(*ids, *tables[::-1], text, *offsets)
+    assert np.array_equal(turned.student_chunk, alignment.teacher_chunk)
+    assert np.array_equal(turned.teacher_chunk, alignment.student_chunk)
+    assert np.array_equal(turned.exact, alignment.exact) and turned.dropped == alignment.dropped
 
 
 @lru_cache
@@ -182,7 +258,9 @@ def survives(text, name):
     """Does this tokenizer keep the text?  By its decoder's idea of it, not by ours."""
     tokenizer, table = real(name)
     return table.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) in (
-        text.encode(), b" " + text.encode())
+        text.encode(),
+        b" " + text.encode(),
+    )
 
 
 @pytest.mark.parametrize("student", NAMES[:-1])
@@ -190,13 +268,15 @@ def test_all_ordered_pairs_of_real_tokenizers(student):
     for teacher in NAMES[NAMES.index(student) + 1 :]:
         pair, tables = zip(real(student), real(teacher))
         for text in real_texts():
-            found = check(text, pair, tables)
-            same_turned(found, text, pair, tables)
+            alignment = check(text, pair, tables)
+            same_turned(alignment, text, pair, tables)
             if survives(text, student) and survives(text, teacher):
-                assert coverage(found)["bytes"] == 1 or not text
-                coded = [t(text, add_special_tokens=False, verbose=False)["input_ids"] for t in pair]
+                assert coverage(alignment)["bytes"] == 1 or not text
+                coded = [
+                    t(text, add_special_tokens=False, verbose=False)["input_ids"] for t in pair
+                ]
                 plain = align(*coded, *tables, text)  # offsets were not needed
-                assert all(np.array_equal(a, b) for a, b in zip(plain[:8], found[:8]))
+                assert all(np.array_equal(a, b) for a, b in zip(plain[:8], alignment[:8]))
         english = real_texts()[len(HARD)]
         assert coverage(check(english, pair, tables))["bytes"] > 0.95
 
@@ -207,17 +287,23 @@ def test_real_tokenizers_lose_what_they_are_known_to_lose():
     assert all(survives(text, name) for name in lossless) and not survives("in  the", "tok512")
     assert not survives("e\u0301", "qwen2") and survives("e\u0301", "llama3")
     pair, tables = zip(real("qwen2"), real("gpt2"))
-    found = check("so e\u0301 it is", pair, tables)
-    assert found.dropped["normalized"] + found.dropped["unencodable"] == 4 and coverage(found)["bytes"] == 8 / 12
-    both = check("so  it is", *zip(real("t5"), real("tok512")))  # both write one space: the same bytes
+    alignment = check("so e\u0301 it is", pair, tables)
+    assert (
+        alignment.dropped["normalized"] + alignment.dropped["unencodable"] == 4
+        and coverage(alignment)["bytes"] == 8 / 12
+    )
+    both = check(
+        "so  it is", *zip(real("t5"), real("tok512"))
+    )  # both write one space: the same bytes
     assert both.same_bytes.all() and both.chunk_bytes.sum() == 8
 
 
 def trained(kind, texts):
     """A tokenizer of one kind, trained on the spot."""
-    import demo
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
+
+    import demo
 
     if kind == "bpe":
         return demo.byte_level_bpe(texts, 400)
@@ -227,8 +313,12 @@ def trained(kind, texts):
         backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         backend.normalizer = normalizers.BertNormalizer()
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        backend.train_from_iterator(texts, trainers.WordPieceTrainer(
-            vocab_size=500, special_tokens=["[UNK]"], show_progress=False))
+        backend.train_from_iterator(
+            texts,
+            trainers.WordPieceTrainer(
+                vocab_size=500, special_tokens=["[UNK]"], show_progress=False
+            ),
+        )
         return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
     letters = {c: i for i, c in enumerate(["[UNK]", *sorted(set("".join(texts)))])}
     backend = Tokenizer(models.WordLevel(letters, unk_token="[UNK]"))
@@ -239,72 +329,104 @@ def trained(kind, texts):
 
 @pytest.fixture(scope="module")
 def zoo(texts):
-    tokenizers = {kind: trained(kind, texts[:200]) for kind in ("bpe", "unigram", "wordpiece", "characters")}
+    tokenizers = {
+        kind: trained(kind, texts[:200]) for kind in ("bpe", "unigram", "wordpiece", "characters")
+    }
     return {kind: (t, TokenTable.from_tokenizer(t)) for kind, t in tokenizers.items()}
 
 
 def test_families_are_recognized(zoo):
     families = {kind: table.family for kind, (_, table) in zoo.items()}
-    assert families == {"bpe": "byte_level", "unigram": "sentencepiece", "wordpiece": "wordpiece",
-                        "characters": "plain"}
+    assert families == {
+        "bpe": "byte_level",
+        "unigram": "sentencepiece",
+        "wordpiece": "wordpiece",
+        "characters": "plain",
+    }
     for tokenizer, table in zoo.values():
         assert len(table) == len(tokenizer) and len(pickle.loads(pickle.dumps(table))) == len(table)
 
 
 def test_any_text_by_any_two_trained_tokenizers(zoo):
-    letters = st.one_of(st.sampled_from("abet THE019 \n\t.,_-()'"), st.characters(exclude_categories=["Cs"]))
+    letters = st.one_of(
+        st.sampled_from("abet THE019 \n\t.,_-()'"), st.characters(exclude_categories=["Cs"])
+    )
 
     @given(st.lists(letters, max_size=40).map("".join), st.sampled_from(list(permutations(zoo, 2))))
     @settings(max_examples=300, deadline=None)
     def holds(text, kinds):
         pair, tables = zip(*[zoo[kind] for kind in kinds])
-        found = check(text, pair, tables)
+        alignment = check(text, pair, tables)
         if set(kinds) == {"bpe", "unigram"} and "\u2581" not in text:
-            assert coverage(found)["bytes"] == 1 or not text
-        same_turned(found, text, pair, tables)
+            assert coverage(alignment)["bytes"] == 1 or not text
+        same_turned(alignment, text, pair, tables)
 
     holds()
 
 
 def test_the_sign_that_sentencepiece_writes_for_a_space(zoo):
-    """A text that holds U+2581 itself comes back with a space in its place: altered, and nothing else is."""
+    """A text that holds U+2581 itself comes back with a space in its place: normalized, and nothing else is."""
     for kinds in permutations(["bpe", "unigram"]):
         pair, tables = zip(*[zoo[kind] for kind in kinds])
         for text in ("\u2581", "the \u2581 value", "a\u2581b", "\u2581\u2581 the"):
-            found = check(text, pair, tables)
+            alignment = check(text, pair, tables)
             lost = 3 * text.count("\u2581")
-            assert found.dropped == {"normalized": lost, "unencodable": 0, "unmatched": 0}, (text, found)
-            assert found.chunk_bytes.sum() == len(text.encode()) - lost
-            same_turned(found, text, pair, tables)
+            assert alignment.dropped == {"normalized": lost, "unencodable": 0, "unmatched": 0}, (
+                text,
+                alignment,
+            )
+            assert alignment.chunk_bytes.sum() == len(text.encode()) - lost
+            same_turned(alignment, text, pair, tables)
 
 
 def test_wordpiece_words_carry_the_space_before_them(zoo):
     pair, tables = zip(zoo["wordpiece"], zoo["bpe"])
-    found = check("the value of the index", pair, tables)
-    assert coverage(found)["bytes"] == 1 and not found.same_bytes[0] and found.same_bytes[1:].all()
+    alignment = check("the value of the index", pair, tables)
+    assert (
+        coverage(alignment)["bytes"] == 1
+        and not alignment.same_bytes[0]
+        and alignment.same_bytes[1:].all()
+    )
     assert check("The  value", pair, tables).dropped["normalized"] > 0  # lower case, two spaces
 
 
 def test_the_end_of_text_pairs_up_and_an_added_space_is_marked(tokenizers, tables):
     text = "The value 201 is"
-    ids = [[table.bos, *tokenizer(text)["input_ids"], table.eos]
-           for tokenizer, table in zip(tokenizers, tables)]
-    for found in (align(*ids, *tables), align(*ids, *tables, text)):
-        assert found.student_chunk[-1] == found.teacher_chunk[-1] == len(found.chunk_bytes) - 1
-        assert found.chunk_bytes[-1] == 0 and found.student_chunk[0] == found.teacher_chunk[0] == -1
-        assert found.chunk_bytes.sum() == len(text)
-        assert not found.same_bytes[0] and found.same_bytes[1:].all()  # one side wrote " The"
+    ids = [
+        [table.bos, *tokenizer(text)["input_ids"], table.eos]
+        for tokenizer, table in zip(tokenizers, tables)
+    ]
+    for alignment in (align(*ids, *tables), align(*ids, *tables, text)):
+        assert (
+            alignment.student_chunk[-1]
+            == alignment.teacher_chunk[-1]
+            == len(alignment.chunk_bytes) - 1
+        )
+        assert (
+            alignment.chunk_bytes[-1] == 0
+            and alignment.student_chunk[0] == alignment.teacher_chunk[0] == -1
+        )
+        assert alignment.chunk_bytes.sum() == len(text)
+        assert (
+            not alignment.same_bytes[0] and alignment.same_bytes[1:].all()
+        )  # one side wrote " The"
     both = align(ids[0], ids[0], tables[0], tables[0])  # both add it
-    assert both.exact.all() and both.same_bytes.all() and (both.student_chunk >= 0).sum() == len(ids[0]) - 1
+    assert (
+        both.exact.all()
+        and both.same_bytes.all()
+        and (both.student_chunk >= 0).sum() == len(ids[0]) - 1
+    )
 
 
 def test_other_text_is_never_aligned(tokenizers, tables):
     texts = "good morning", "good evening"
     ids = [tokenizer(text)["input_ids"] for tokenizer, text in zip(tokenizers, texts)]
-    for found in (align(*ids, *tables), align(*ids, *tables, texts[0])):
-        assert (found.student_chunk == -1).all() and len(found.chunk_bytes) == 0
-        assert found.dropped["unmatched"] == found.text_bytes >= 12
-    assert align([], [], *tables).text_bytes == 0 and not any(align([], [], *tables).dropped.values())
+    for alignment in (align(*ids, *tables), align(*ids, *tables, texts[0])):
+        assert (alignment.student_chunk == -1).all() and len(alignment.chunk_bytes) == 0
+        assert alignment.dropped["unmatched"] == alignment.text_bytes >= 12
+    assert align([], [], *tables).text_bytes == 0 and not any(
+        align([], [], *tables).dropped.values()
+    )
     assert align(ids[0], [], *tables).dropped["unmatched"] > 0
 
 
@@ -319,24 +441,32 @@ def test_sampled_ids_align_with_their_decoded_text(tables, tokenizers):
     usable = [i for i in range(len(student)) if not student.special[i] and i not in halves]
     broken = 0
     for _ in range(200):
-        ids = rng.choices(usable, k=12) + rng.choices(halves, k=rng.randint(0, 4)) + rng.choices(usable, k=5)
+        ids = (
+            rng.choices(usable, k=12)
+            + rng.choices(halves, k=rng.randint(0, 4))
+            + rng.choices(usable, k=5)
+        )
         text = student.decode(ids).decode(errors="replace")
         coded = tokenizers[1](text, return_offsets_mapping=True)
-        found = align(ids, coded["input_ids"], *tables, text, None, coded["offset_mapping"])
-        assert found.dropped["unmatched"] == found.dropped["unencodable"] == 0
-        assert found.chunk_bytes.sum() + found.dropped["normalized"] == len(text.encode())
-        for c in range(len(found.chunk_bytes)):
-            spelled = [b"".join(table.bytes_of(i) for i, k in zip(row, chunk) if k == c)
-                       for row, chunk, table in zip((ids, coded["input_ids"]), found, tables)]
-            assert spelled[0] == spelled[1] or not found.same_bytes[c]
-        broken += found.dropped["normalized"] > 0
-        assert found.dropped["normalized"] == 0 or "\ufffd" in text
+        alignment = align(ids, coded["input_ids"], *tables, text, None, coded["offset_mapping"])
+        assert alignment.dropped["unmatched"] == alignment.dropped["unencodable"] == 0
+        assert alignment.chunk_bytes.sum() + alignment.dropped["normalized"] == len(text.encode())
+        for c in range(len(alignment.chunk_bytes)):
+            spelled = [
+                b"".join(table.bytes_of(i) for i, k in zip(row, chunk) if k == c)
+                for row, chunk, table in zip((ids, coded["input_ids"]), alignment, tables)
+            ]
+            assert spelled[0] == spelled[1] or not alignment.same_bytes[c]
+        broken += alignment.dropped["normalized"] > 0
+        assert alignment.dropped["normalized"] == 0 or "\ufffd" in text
     assert 20 < broken < 200
     letters = {teacher.bytes_of(i): i for i in range(len(teacher)) if not teacher.special[i]}
     bytes_ = {student.bytes_of(i): i for i in halves}
     text = "aé".encode() + b"\xe6\x97"  # the same half character on both sides
-    found = align([bytes_[bytes([b])] for b in text], [letters[bytes([b])] for b in text], *tables)
-    assert found.exact.all() and found.student_chunk.tolist() == list(range(5))
+    alignment = align(
+        [bytes_[bytes([b])] for b in text], [letters[bytes([b])] for b in text], *tables
+    )
+    assert alignment.exact.all() and alignment.student_chunk.tolist() == list(range(5))
 
 
 # --- regions, coverage, view ----------------------------------------------------------------------
@@ -346,20 +476,40 @@ def test_regions_of_two_renderings():
     """A token that reaches over the border is left out; what ends the turn pairs up."""
     s = table_of([b"[U]", b"ab", b"c", b"d", b"<e>"], eos=4)
     t = table_of([b"> ", b"a", b"bc", b"d|", b"<x>"], eos=4)
-    student = Located(*[np.array(x) for x in ((0, 3, 5, 6, 7), (3, 5, 6, 7, 10))], np.zeros(5, np.int8))
-    teacher = Located(*[np.array(x) for x in ((0, 2, 3, 5, 7), (2, 3, 5, 7, 10))], np.zeros(5, np.int8))
-    found = align_regions(np.arange(5), np.arange(5), student, teacher, [(3, 2, 4, (4, 4))], s, t)
-    assert found.student_chunk.tolist() == found.teacher_chunk.tolist() == [-1, 0, 0, -1, 1]
-    assert found.chunk_bytes.tolist() == [3, 0] and found.dropped["normalized"] == 1 and found.text_bytes == 4
+    student = Located(
+        *[np.array(x) for x in ((0, 3, 5, 6, 7), (3, 5, 6, 7, 10))], np.zeros(5, np.int8)
+    )
+    teacher = Located(
+        *[np.array(x) for x in ((0, 2, 3, 5, 7), (2, 3, 5, 7, 10))], np.zeros(5, np.int8)
+    )
+    alignment = align_regions(
+        np.arange(5), np.arange(5), student, teacher, [(3, 2, 4, (4, 4))], s, t
+    )
+    assert alignment.student_chunk.tolist() == alignment.teacher_chunk.tolist() == [-1, 0, 0, -1, 1]
+    assert (
+        alignment.chunk_bytes.tolist() == [3, 0]
+        and alignment.dropped["normalized"] == 1
+        and alignment.text_bytes == 4
+    )
 
 
 def test_coverage_counts():
     table = table_of([b"ab", b"c", b"a", b"b", b"d"])
-    found = align([0, 1, 4], [2, 3, 1, 4], table, table)
-    assert coverage(found) == {
-        "bytes": 1, "student_tokens": 1, "teacher_tokens": 1, "chunks": 3, "1:1": 2 / 3, "1:n": 1 / 3,
-        "n:1": 0, "n:m": 0, "normalized": 0, "unencodable": 0, "unmatched": 0}
-    half = coverage([found, align([0], [1], table, table)])
+    alignment = align([0, 1, 4], [2, 3, 1, 4], table, table)
+    assert coverage(alignment) == {
+        "bytes": 1,
+        "student_tokens": 1,
+        "teacher_tokens": 1,
+        "chunks": 3,
+        "1:1": 2 / 3,
+        "1:n": 1 / 3,
+        "n:1": 0,
+        "n:m": 0,
+        "normalized": 0,
+        "unencodable": 0,
+        "unmatched": 0,
+    }
+    half = coverage([alignment, align([0], [1], table, table)])
     assert half["unmatched"] == 2 / 6 and half["student_tokens"] == 3 / 4
     assert coverage([])["bytes"] == 0
 
@@ -367,17 +517,18 @@ def test_coverage_counts():
 def test_the_view_shows_every_token_once():
     table = table_of([b"ab", b"c", b"a", b"b", b" d", b"<x>"], eos=5)
     ids = [0, 1, 4, 5], [2, 3, 1, 4]
-    found = align(*ids, table, table)
-    top, bottom = view(found, *ids, table, table, color=False)
+    alignment = align(*ids, table, table)
+    top, bottom = view(alignment, *ids, table, table, color=False)
     assert top.split() == ["ab", "c", "·d", "b'<x>'"] and bottom.split() == ["a│b", "c", "·d"]
-    assert "\x1b[31m" in view(found, *ids, table, table)[0]
+    assert "\x1b[31m" in view(alignment, *ids, table, table)[0]
 
 
 def test_tiktoken_encodings():
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([b]): b for b in range(256)} | {b"ab": 256, b" a": 257}
-    encoding = tiktoken.Encoding("x", pat_str=r"\s?\S+|\s", mergeable_ranks=ranks,
-                                 special_tokens={"<|end|>": 259})
+    encoding = tiktoken.Encoding(
+        "x", pat_str=r"\s?\S+|\s", mergeable_ranks=ranks, special_tokens={"<|end|>": 259}
+    )
     table = TokenTable.from_tokenizer(encoding)
     text = "ab ab é 日"
     assert table.decode(encoding.encode(text)) == text.encode() and table.bytes_of(258) == b""
@@ -385,26 +536,34 @@ def test_tiktoken_encodings():
 
 
 def test_slow_tokenizers_are_refused():
-    with pytest.raises(ValueError, match="int is not a fast tokenizer: a tokenizer.json is needed"):
+    with pytest.raises(
+        ValueError, match=r"int is not a fast tokenizer: a tokenizer\.json is needed"
+    ):
         TokenTable.from_tokenizer(3)
 
 
 def test_the_file_works_alone(tmp_path):
     shutil.copy(ROOT / "align.py", tmp_path)
-    code = ("import sys; sys.path.insert(0, '.'); import numpy as np, align; "
-            "data, starts = np.frombuffer(b'ab', np.uint8), np.arange(3); "
-            "t = align.TokenTable(data, starts, np.zeros(2, bool), ['a', 'b'], 'plain'); "
-            "print(align.align([0, 1], [0, 1], t, t).student_chunk, "
-            "{'torch', 'transformers', 'tokenizers', 'datasets'} & set(sys.modules))")
-    found = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "[0 1] set()" in found.stdout, found.stderr
+    code = (
+        "import sys; sys.path.insert(0, '.'); import numpy as np, align; "
+        "data, starts = np.frombuffer(b'ab', np.uint8), np.arange(3); "
+        "t = align.TokenTable(data, starts, np.zeros(2, bool), ['a', 'b'], 'plain'); "
+        "print(align.align([0, 1], [0, 1], t, t).student_chunk, "
+        "{'torch', 'transformers', 'tokenizers', 'datasets'} & set(sys.modules))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "[0 1] set()" in process.stdout, process.stderr
 
 
 def test_the_command_line_shows_chunks(tmp_path, tokenizers):
     for name, tokenizer in zip("ab", tokenizers):
         tokenizer.save_pretrained(tmp_path / name)
     command = [sys.executable, "align.py", "--student", tmp_path / "a", "--teacher", tmp_path / "b"]
-    done = subprocess.run([*command, "--text", "the value"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--text", "the value"], cwd=ROOT, capture_output=True, text=True
+    )
     assert "bytes 100.0%" in done.stdout and "·value" in done.stdout, done.stderr
     assert "usage" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
 
@@ -420,15 +579,17 @@ def test_tokens_of_a_chunk_are_neighbors():
     s, t = table_of([b"a", b"b", b"<pad>", b"c"], pad=2), table_of([b"ab", b"c"])
     for swap in (False, True):
         ids, tables = ([0, 2, 1, 3], [0, 1]), (s, t)
-        found = align(*ids[::-1], *tables[::-1]) if swap else align(*ids, *tables)
-        chunks = [found.student_chunk.tolist(), found.teacher_chunk.tolist()]
-        assert chunks[::-1 if swap else 1] == [[-1, -1, -1, 0], [-1, 0]]
-        assert found.dropped["unencodable"] == 2
-        assert common_cut((found.student_chunk, found.teacher_chunk), (9, 9)) == [len(x) for x in chunks]
+        alignment = align(*ids[::-1], *tables[::-1]) if swap else align(*ids, *tables)
+        chunks = [alignment.student_chunk.tolist(), alignment.teacher_chunk.tolist()]
+        assert chunks[:: -1 if swap else 1] == [[-1, -1, -1, 0], [-1, 0]]
+        assert alignment.dropped["unencodable"] == 2
+        assert common_cut((alignment.student_chunk, alignment.teacher_chunk), (9, 9)) == [
+            len(x) for x in chunks
+        ]
 
 
 def test_a_space_in_front_is_no_byte_of_the_text():
     s, t = table_of([b" the", b" x"]), table_of([b"the", b" x"])
     for text in (None, "the x"):
-        found = align([0, 1], [0, 1], s, t, text)
-        assert found.text_bytes == 5 and sum(found.dropped.values()) == 0
+        alignment = align([0, 1], [0, 1], s, t, text)
+        assert alignment.text_bytes == 5 and sum(alignment.dropped.values()) == 0

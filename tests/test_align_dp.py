@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_align import segmented, table_of
+from hypothesis import given, settings, strategies as st
+from tokens import segmented, table_of
 
 from align import align, coverage
 from align_dp import align_dp
 
-WORDS = st.lists(st.sampled_from([b"the", b" cat", b" sat", b" on", b"\n", b" ", b"201", b"0", b"\xc3\xa9"]),
-                 max_size=25)
+WORDS = st.lists(
+    st.sampled_from([b"the", b" cat", b" sat", b" on", b"\n", b" ", b"201", b"0", b"\xc3\xa9"]),
+    max_size=25,
+)
 cuts = st.lists(st.integers(0, 10**6), max_size=30)
 
 
@@ -45,22 +46,35 @@ def canonical(pieces):
 @given(WORDS, WORDS, cuts, cuts)
 @settings(max_examples=150, deadline=None)
 def test_the_best_path_equals_brute_force(first, second, s_cuts, t_cuts):
-    (s, s_table), (t, t_table) = segmented(b"".join(first), s_cuts), segmented(b"".join(second), t_cuts)
-    found = align_dp(s, t, s_table, t_table, anchor=10**6)
-    sides = [canonical([table.bytes_of(i) for i in ids]) for ids, table in ((s, s_table), (t, t_table))]
+    (s, s_table), (t, t_table) = (
+        segmented(b"".join(first), s_cuts),
+        segmented(b"".join(second), t_cuts),
+    )
+    alignment = align_dp(s, t, s_table, t_table, anchor=10**6)
+    s_pieces = canonical([s_table.bytes_of(i) for i in s])
+    t_pieces = canonical([t_table.bytes_of(i) for i in t])
     total = 0
-    for c in range(len(found.chunk_bytes)):
-        members = [np.flatnonzero(chunk == c) for chunk in found[:2]]
-        spelled = [b"".join(side[i] for i in rows) for side, rows in zip(sides, members)]
-        assert spelled[0] == spelled[1] and all((np.diff(rows) == 1).all() for rows in members)
-        assert [len(rows) for rows in members] == [found.student_tokens[c], found.teacher_tokens[c]]
-        total += 64 * len(spelled[0]) + 1
-    starts = [[np.flatnonzero(chunk == c)[0] for c in range(len(found.chunk_bytes))] for chunk in found[:2]]
-    assert all(row == sorted(row) for row in starts)
-    assert total >= brute_force(*sides, 4)  # windows of M:N come on top
+    last_begins = -1, -1
+    for c in range(len(alignment.chunk_bytes)):
+        s_members = np.flatnonzero(alignment.student_chunk == c)
+        t_members = np.flatnonzero(alignment.teacher_chunk == c)
+        assert (np.diff(s_members) == 1).all() and (np.diff(t_members) == 1).all()
+        assert len(s_members) == alignment.student_tokens[c]
+        assert len(t_members) == alignment.teacher_tokens[c]
+        spelled = b"".join(s_pieces[i] for i in s_members)
+        assert spelled == b"".join(t_pieces[i] for i in t_members)
+        total += 64 * len(spelled) + 1
+        # chunks are in reading order on both sides
+        assert s_members[0] > last_begins[0] and t_members[0] > last_begins[1]
+        last_begins = s_members[0], t_members[0]
+    assert total >= brute_force(s_pieces, t_pieces, 4)  # windows of M:N come on top
 
 
-@given(st.lists(st.sampled_from([b"the", b" cat", b" sat", b"\n", b"201", b"0"]), max_size=40), cuts, cuts)
+@given(
+    st.lists(st.sampled_from([b"the", b" cat", b" sat", b"\n", b"201", b"0"]), max_size=40),
+    cuts,
+    cuts,
+)
 @settings(max_examples=150, deadline=None)
 def test_equal_texts_are_covered_as_by_align(pieces, s_cuts, t_cuts):
     text = b"".join(pieces)
@@ -76,28 +90,31 @@ def test_words_put_in_and_left_out():
     table = table_of([b" " + w for w in words] + [b" very", b" big"])
     s = list(range(12))
     t = [0, 12, 1, 2, 3, 4, 13, 13, 5, 6, 8, 9, 10, 11]  # "very" and "big big" come in, "lazy" goes
-    found = align_dp(s, t, table, table)
-    assert found.student_chunk.tolist() == [0, 1, 2, 3, 4, 5, 6, -1, 7, 8, 9, 10]
-    assert found.teacher_chunk.tolist() == [0, -1, 1, 2, 3, 4, -1, -1, 5, 6, 7, 8, 9, 10]
-    assert found.exact.all() and found.dropped["normalized"] == len(b" lazy")
+    alignment = align_dp(s, t, table, table)
+    assert alignment.student_chunk.tolist() == [0, 1, 2, 3, 4, 5, 6, -1, 7, 8, 9, 10]
+    assert alignment.teacher_chunk.tolist() == [0, -1, 1, 2, 3, 4, -1, -1, 5, 6, 7, 8, 9, 10]
+    assert alignment.exact.all() and alignment.dropped["normalized"] == len(b" lazy")
 
 
 def test_roles_spaces_and_windows():
     student = table_of([b"<s>", b"a  b", b"\r\n", b"xy", b"zw", b"</s>"], bos=0, eos=5)
-    teacher = table_of([b"<|b|>", b"a ", b"b", b"\n", b"x", b"yz", b"w", b"<|e|>", b"<pad>"],
-                       bos=0, eos=7, pad=8)
-    found = align_dp([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 8], student, teacher)
-    assert found.student_chunk.tolist() == [0, 1, 2, 3, 3, 4]
-    assert found.teacher_chunk.tolist() == [0, 1, 1, 2, 3, 3, 3, 4, -1, -1]
-    assert found.exact.tolist() == [True, False, False, False, True]
-    assert found.same_bytes.tolist() == [True, False, False, True, True]
+    teacher = table_of(
+        [b"<|b|>", b"a ", b"b", b"\n", b"x", b"yz", b"w", b"<|e|>", b"<pad>"], bos=0, eos=7, pad=8
+    )
+    alignment = align_dp([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 8], student, teacher)
+    assert alignment.student_chunk.tolist() == [0, 1, 2, 3, 3, 4]
+    assert alignment.teacher_chunk.tolist() == [0, 1, 1, 2, 3, 3, 3, 4, -1, -1]
+    assert alignment.exact.tolist() == [True, False, False, False, True]
+    assert alignment.same_bytes.tolist() == [True, False, False, True, True]
 
 
 def test_a_combination_may_be_as_long_as_asked():
     student, teacher = table_of([b"abcdef", b"!"]), table_of([bytes([c]) for c in b"abcdef!"])
-    found = align_dp([0, 1], list(range(7)), student, teacher, max_combination=6)
-    assert found.teacher_tokens.tolist() == [6, 1]
-    assert align_dp([0, 1], list(range(7)), student, teacher).chunk_bytes.sum() == 7  # as a window, 1:6
+    alignment = align_dp([0, 1], list(range(7)), student, teacher, max_combination=6)
+    assert alignment.teacher_tokens.tolist() == [6, 1]
+    assert (
+        align_dp([0, 1], list(range(7)), student, teacher).chunk_bytes.sum() == 7
+    )  # as a window, 1:6
 
 
 @pytest.mark.parametrize("text", [b"a" * 6000, b"ab" * 3000, b"\n" * 6000, b"0123456789" * 600])
@@ -114,10 +131,39 @@ def test_long_texts_find_their_anchors(tokenizers, tables, texts):
     text = "\n".join(texts[:60])
     both = text, text.replace("the ", "the the ", 50)
     ids = [tokenizer(x, verbose=False)["input_ids"] for tokenizer, x in zip(tokenizers, both)]
-    found = align_dp(*ids, *tables)
-    assert coverage(found)["bytes"] > 0.97  # next to a word put in, n:m chunks are lost
+    alignment = align_dp(*ids, *tables)
+    assert coverage(alignment)["bytes"] > 0.97  # next to a word put in, n:m chunks are lost
 
 
 def test_the_end_of_a_text_is_kept_where_it_is_padding_too():
     table = table_of([b"a", b"<e>"], eos=1, pad=1)
     assert align_dp([0, 1, 1], [0, 1], table, table).student_chunk.tolist() == [0, 1, -1]
+
+
+@pytest.mark.parametrize("size", [100, 200, 300, 5000])
+def test_one_token_is_found_among_many_more_of_the_other_side(size):
+    """The band has columns in common from line to line, however many tokens the teacher has."""
+    table = table_of([b"abc", b"x", b"y"])
+    many = [1] * (size - 5) + [0] + [2] * 4
+    alignment = align_dp([0], many, table, table)
+    assert alignment.student_chunk.tolist() == [0]
+    assert np.flatnonzero(alignment.teacher_chunk >= 0).tolist() == [size - 5]
+    turned = align_dp(many, [0], table, table)
+    assert np.flatnonzero(turned.student_chunk >= 0).tolist() == [size - 5]
+
+
+def test_the_result_can_replace_that_of_align():
+    """Where both apply they agree, field by field and dtype by dtype."""
+    student, teacher = table_of([b"the", b" cat", b"!"]), table_of([b"the", b" c", b"at", b"!"])
+    exact = align([0, 1, 2], [0, 1, 2, 3], student, teacher)
+    alignment = align_dp([0, 1, 2], [0, 1, 2, 3], student, teacher)
+    for name, value, expected in zip(exact._fields, alignment, exact):
+        if isinstance(expected, np.ndarray):
+            assert value.dtype == expected.dtype, name
+        assert np.array_equal(value, expected), name
+
+
+def test_a_combination_that_no_move_can_name_is_rejected():
+    table = table_of([b"a"])
+    with pytest.raises(ValueError, match="max_combination is 100; expected 1 to 99"):
+        align_dp([0], [0], table, table, max_combination=100)
