@@ -216,9 +216,9 @@ def test_common_sets(pair):
         assert (v.tolist(), w.tolist()) == ([0, 4], [7, 8])
     facts = show.row_statistics(build.build_projection(pair), pair)
     assert facts["entries that bytes do not explain"] == 0
-    assert facts["common set, strict"] <= facts["of one teacher token"]
+    assert facts["common set, strict"] <= facts["with one teacher token"]
     # all but the end of text
-    assert facts["of these with equal bytes"] == facts["of one teacher token"] - 1
+    assert facts["of these with equal bytes"] == facts["with one teacher token"] - 1
 
 
 def embed_first_letter(texts):
@@ -276,8 +276,8 @@ def test_llama3_and_qwen2():
 
     facts = spell.statistics(spell.build_spelling(pair), pair)
     # 109,564 of text, 101,675 of these of one token a side, and two pairs of control tokens
-    assert facts["events"] == 109_566 and facts["of one token a side"] == 101_675 + 2
-    assert facts["tokens of the largest"] == 873
+    assert facts["events"] == 109_566 and facts["with one token on each side"] == 101_675 + 2
+    assert facts["tokens in the largest"] == 873
 
 
 def test_all_pairs_of_all_families():
