@@ -171,7 +171,7 @@ def test_every_description_is_in_the_help_in_full(name, width):
     for paragraphs in descriptions(kind).values():
         for paragraph in paragraphs:
             assert normalized(paragraph) in normalized(text)
-    # The docstring is read here in another way too: whatever the parser made of it, no word is lost.
+    # Read in another way: whatever the parser made of the docstring, no word of it is lost.
     args = kind.__doc__.partition("Args:\n")[2]
     without_names = re.sub(r"^ {8}\w+:", "", args, flags=re.MULTILINE)
     assert set(without_names.split()) <= set(text.split())
