@@ -48,8 +48,8 @@ def measure(tool, student, teacher):
 def describe_events(facts):
     """Return one line of the facts about a spelling."""
     return (
-        f"{facts['events']} events, {facts['of one token a side']} of one token a side, largest "
-        f"{facts['tokens of the largest']}"
+        f"{facts['events']} events, {facts['with one token on each side']} with one token on each "
+        f"side, {facts['tokens in the largest']} tokens in the largest"
     )
 
 

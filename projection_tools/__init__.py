@@ -380,7 +380,7 @@ def describe(indices):
     """Return one line of facts about a projection."""
     sizes = (np.asarray(indices) >= 0).sum(1)
     return (
-        f"{len(sizes)} rows: {(sizes == 1).sum()} of one teacher token, {(sizes > 1).sum()} of "
+        f"{len(sizes)} rows: {(sizes == 1).sum()} with one teacher token, {(sizes > 1).sum()} with "
         f"several, {(sizes == 0).sum()} empty"
     )
 

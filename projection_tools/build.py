@@ -125,14 +125,13 @@ class Args(Recipe):
         student: hub id or directory with the student's tokenizer.
         teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors.
-        top_k: entries kept in a row, 1 or more.
-        threshold: entries that weigh less are dropped, 0 to 1.
-        max_pieces: pieces of a spelling that count, 1 or more.
-        reverse: add teacher tokens that are made of several student tokens.
-        special_threshold: similarity of the names from which on two control tokens are paired, 0
-            to 1.
+        top_k: entries kept per row, 1 or more.
+        threshold: drop entries that weigh less than this, 0 to 1.
+        max_pieces: pieces of a spelling that are used, 1 or more.
+        reverse: also add teacher tokens that the student spells with several tokens.
+        special_threshold: pair control tokens whose names are at least this similar, 0 to 1.
         embedding_model: hub id or directory of a model whose embeddings fill the rows that bytes
-            leave empty; empty: they stay empty.
+            leave empty; if not given, these rows stay empty.
     """
 
     student: str

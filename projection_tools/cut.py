@@ -18,7 +18,7 @@ def cut_rows(projection, top_k, threshold=0.0):
 
     Args:
         projection: (indices, likelihoods) with V rows.
-        top_k: entries kept in a row, 1 or more.
+        top_k: entries kept per row, 1 or more.
         threshold: smallest weight kept, 0 to 1.
     Returns:
         (indices, likelihoods): (V, top_k).
@@ -31,15 +31,15 @@ def cut_rows(projection, top_k, threshold=0.0):
 
 @dataclass(kw_only=True)
 class Args:
-    """Cut the rows of a projection.
+    """Keep the heaviest entries of every row of a projection, and normalize them again.
 
     Args:
         student: hub id or directory with the student's tokenizer.
         teacher: hub id or directory with the teacher's tokenizer.
         projection: file to read.
         output: file to write, .pt or .safetensors.
-        top_k: entries kept in a row, 1 or more.
-        threshold: entries that weigh less are dropped, 0 to 1.
+        top_k: entries kept per row, 1 or more.
+        threshold: drop entries that weigh less than this, 0 to 1.
     """
 
     student: str

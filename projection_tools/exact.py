@@ -81,13 +81,13 @@ def pin_exact(projection, v, w):
 
 @dataclass(kw_only=True)
 class Args:
-    """Pin tokens of equal bytes.
+    """Pin tokens of equal bytes: weight 1, alone in their row.
 
     Args:
         student: hub id or directory with the student's tokenizer.
         teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors.
-        projection: file whose other rows are kept; empty: they stay empty.
+        projection: file that supplies all other rows; empty: they stay empty.
     """
 
     student: str

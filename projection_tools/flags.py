@@ -247,7 +247,7 @@ def help_text(kind, groups=None, width=None, positional=(), aliases=None):
     Args:
         kind: the dataclass, with an ``Args:`` block in its docstring.
         groups: {title: field names}, in the order of the help; fields in no group come last, under
-            "other".  None: one list, in the order of the fields.
+            "other".  None: one list, in the order of the docstring.
         width: columns; None: the terminal's, between 60 and 120.
         positional, aliases: as for `parse_flags`.
     """
@@ -258,7 +258,7 @@ def help_text(kind, groups=None, width=None, positional=(), aliases=None):
     about = descriptions(kind)
     summary = inspect.getdoc(kind).split("\n\n")[0]
     blocks = [_usage(kind, positional, width), _wrapped(summary, width)]
-    for title, names in _grouped(by_name, groups).items():
+    for title, names in _grouped(by_name, about, groups).items():
         entries = [_flag_help(by_name[name], about.get(name, []), width) for name in names]
         blocks.append("\n".join([f"{title}:", *entries]))
 
@@ -302,10 +302,11 @@ def _type_name(field):
     return "TEXT" if field.type is str else field.type.__name__.upper()
 
 
-def _grouped(by_name, groups):
+def _grouped(by_name, about, groups):
     """Return {title: field names} in which every field stands once."""
     if groups is None:
-        return {"flags": list(by_name)}
+        # In the docstring's order, because a dataclass puts its base's fields before its fields.
+        groups = {"flags": list(filter(by_name.get, about))}
     ungrouped = list(by_name)
     for title, names in groups.items():
         for name in names:

@@ -145,10 +145,11 @@ class Args:
     Args:
         student: hub id or directory with the student's tokenizer.
         teacher: hub id or directory with the teacher's tokenizer.
-        embedding_model: hub id or directory of the model that embeds the texts of both.
+        embedding_model: hub id or directory of the model that embeds the tokens of both
+            vocabularies.
         output: file to write, .pt or .safetensors.
         pooling: input (mean of input embeddings) or output (mean of last hidden states).
-        top_k: entries kept in a row, 1 or more.
+        top_k: entries kept per row, 1 or more.
         sharpness: weights are proportional to exp(sharpness * cosine), > 0.
     """
 

@@ -37,8 +37,7 @@ def multitoken_rows(
         max_pieces: pieces of a spelling that count.
         reverse: add teacher tokens that are made of several student tokens, behind the pieces; of
             those with equal weight the ones of fewer pieces come first, then the lower ids.
-        special_threshold: similarity of the names from which on two control tokens are paired, 0
-            to 1.
+        special_threshold: pair control tokens whose names are at least this similar, 0 to 1.
         pieces: (V, P) spelling of the student's tokens by the teacher, if at hand.
     Returns:
         (indices, likelihoods) with `top_k` slots.
@@ -104,12 +103,11 @@ class Args:
         student: hub id or directory with the student's tokenizer.
         teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors.
-        projection: file whose rows fill those that stay empty here; empty: none.
-        top_k: entries kept in a row, 1 or more.
-        max_pieces: pieces of a spelling that count, 1 or more.
-        reverse: add teacher tokens that are made of several student tokens.
-        special_threshold: similarity of the names from which on two control tokens are paired, 0
-            to 1.
+        projection: file whose rows replace those left empty here; empty: none.
+        top_k: entries kept per row, 1 or more.
+        max_pieces: pieces of a spelling that are used, 1 or more.
+        reverse: also add teacher tokens that the student spells with several tokens.
+        special_threshold: pair control tokens whose names are at least this similar, 0 to 1.
     """
 
     student: str

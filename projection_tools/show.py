@@ -82,9 +82,9 @@ def row_statistics(projection, pair):
     one = sizes == 1
     facts = {
         "rows": len(indices),
-        "of one teacher token": int(one.sum()),
+        "with one teacher token": int(one.sum()),
         "of these with equal bytes": int((one & _equal_bytes(indices[:, 0], pair)).sum()),
-        "of several": int((sizes > 1).sum()),
+        "with several": int((sizes > 1).sum()),
         "empty": int((sizes == 0).sum()),
     }
     for reason, number in empty_row_reasons(pair, indices).items():
@@ -95,10 +95,10 @@ def row_statistics(projection, pair):
     if len(several):
         for k in range(indices.shape[1]):
             mean = several[:, k].mean()
-            facts[f"mean weight at rank {k + 1}, rows of several"] = f"{mean:.4f}"
+            facts[f"mean weight at rank {k + 1}, rows with several"] = f"{mean:.4f}"
     facts["common set, strict"] = len(common_set(projection)[0])
     facts["common set, relaxed"] = len(common_set(projection, relaxed=True)[0])
-    facts["teacher tokens that some row holds"] = len(np.unique(indices[used]))
+    facts["teacher tokens in use"] = len(np.unique(indices[used]))
     unexplained = used & ~byte_explained(projection, pair)
     facts["entries that bytes do not explain"] = int(unexplained.sum())
     return facts
@@ -253,16 +253,16 @@ def _plain(text):
 
 @dataclass(kw_only=True)
 class Args:
-    """Look at a projection.
+    """Show examples and statistics of a projection, and check it against its two tokenizers.
 
     Args:
         student: hub id or directory with the student's tokenizer.
         teacher: hub id or directory with the teacher's tokenizer.
         projection: file to show, .pt or .safetensors.
         tokens: student tokens to show, separated by commas: text, name in the vocabulary, or #id.
-        num_examples: rows to show when no tokens are named, evenly spaced among those of several
-            tokens.
-        png: file to draw a picture of these rows in; empty: none.
+        num_examples: rows to show if tokens is empty, evenly spaced among those with several
+            teacher tokens.
+        png: file for a picture of the rows shown; empty: none.
     """
 
     student: str
@@ -279,9 +279,9 @@ class Args:
 
 
 def example_rows(indices, num_examples):
-    """Return the ids of rows of several teacher tokens, evenly spaced.
+    """Return the ids of rows with several teacher tokens, evenly spaced.
 
-    Where no row has several, rows of one are returned.
+    Where no row has several, rows with one are returned.
     """
     sizes = (indices >= 0).sum(1)
     rows = np.flatnonzero(sizes > 1)

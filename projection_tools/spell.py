@@ -190,7 +190,7 @@ def unencodable_reasons(source, pieces, total):
         "control tokens without a counterpart": missing & source.special,
         "ids without a token": missing & ~source.special & unused,
         "bytes that the other side cannot write": missing & text,
-        "spelled up to the most pieces only": ~missing & text & (total < source.lengths),
+        "longer than the most pieces kept": ~missing & text & (total < source.lengths),
     }
     reasons = {}
     for reason, mask in masks.items():
@@ -420,15 +420,15 @@ def statistics(tables, pair):
     single = (student_tokens == 1) & (teacher_tokens == 1)
     facts = {
         "events": count,
-        "of one token a side": int(single.sum()),
-        "tokens of the largest": int((student_tokens + teacher_tokens).max()) if count else 0,
+        "with one token on each side": int(single.sum()),
+        "tokens in the largest": int((student_tokens + teacher_tokens).max()) if count else 0,
     }
     for role, event in (("student", event_V), ("teacher", event_W)):
         linked = event[event >= 0]
         num_single = float(single[linked].sum())
         fraction = num_single / max(1, len(event))
         # These tokens are compared one to one; all others only as a sum.
-        facts[f"{role} tokens in events of one token a side"] = f"{fraction:.1%}"
+        facts[f"{role} tokens in events with one token on each side"] = f"{fraction:.1%}"
 
     student, teacher = pair.tables
     facts |= _piece_statistics("student", student, teacher, tables["pieces_V"].numpy())
@@ -459,8 +459,8 @@ class Args:
     Args:
         student: hub id or directory with the student's tokenizer.
         teacher: hub id or directory with the teacher's tokenizer.
-        output: file to write, .pt or .safetensors; empty: only print the statistics.
-        max_pieces: longest spelling kept, in pieces, 1 or more.
+        output: file to write, .pt or .safetensors; empty: none, only print statistics.
+        max_pieces: pieces kept of a spelling, 1 or more.
     """
 
     student: str

@@ -67,7 +67,8 @@ def test_values_have_the_type_of_their_field():
 def test_a_text_stays_as_it_was_written():
     for text in ("2024", "1e3", "false", "None", "[1]", "'a'", "a=b", "a b", "", "-", "-x", "--x"):
         assert parse(f"--text={text}").text == text
-    assert parse("--text", "-").text == "-"  # which separates words for fire
+    # Fire takes a lone hyphen for the end of the flags, and a number for itself.
+    assert parse("--text", "-").text == "-"
     assert parse("--text", "-1").text == "-1"
     teachers = '[{"model": "A", "weight": 2}]'
     assert parse("--text", teachers).text == teachers
@@ -100,6 +101,7 @@ def test_an_alias_is_the_flag_itself():
         assert parse(f"{flag}=a", aliases=aliases).text == "a"
         assert parse(flag, "a", aliases=aliases).text == "a"
     assert parse("--old_text=a", "--text=b", aliases=aliases).text == "b"
+    # A misspelled alias leads to the flag's name, not to the alias.
     with pytest.raises(ValueError, match="unknown flag --old_txt; did you mean --text"):
         parse("--old_txt=a", aliases=aliases)
     with pytest.raises(ValueError, match="unknown flag --old_text"):
@@ -141,6 +143,7 @@ def test_a_wrong_command_line_says_what_is_wrong(line):
 
 
 def test_the_class_is_not_called_when_a_flag_is_unknown():
+    # Fire calls it first, so a misspelled flag would train to the end.
     @dataclass(kw_only=True)
     class Counted:
         steps: int = 1
@@ -168,7 +171,7 @@ def test_every_description_is_in_the_help_in_full(name, width):
     for paragraphs in descriptions(kind).values():
         for paragraph in paragraphs:
             assert normalized(paragraph) in normalized(text)
-    # No word of the docstring is lost, whatever the parser made of it.
+    # Read in another way: whatever the parser made of the docstring, no word of it is lost.
     args = kind.__doc__.partition("Args:\n")[2]
     without_names = re.sub(r"^ {8}\w+:", "", args, flags=re.MULTILINE)
     assert set(without_names.split()) <= set(text.split())
@@ -214,6 +217,7 @@ def test_groups_order_the_flags():
 
 
 def test_the_width_is_that_of_the_terminal(monkeypatch):
+    # get_terminal_size() reads COLUMNS before it asks the terminal.
     for columns, expected in ((20, 60), (100, 100), (300, 120)):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert help_text(Small) == help_text(Small, width=expected)
@@ -241,7 +245,9 @@ def test_the_help_of_a_tool_ends_with_code_0(tool, capsys):
 def test_undescribed_finds_flags_and_descriptions_without_each_other():
     @dataclass(kw_only=True)
     class Silent:
-        """Args:
+        """Lack a description.
+
+        Args:
             described: it is.
             empty:
         """
@@ -251,7 +257,9 @@ def test_undescribed_finds_flags_and_descriptions_without_each_other():
 
     @dataclass(kw_only=True)
     class Stray:
-        """Args:
+        """Describe a flag that is gone.
+
+        Args:
             described: it is.
             gone: it was.
         """

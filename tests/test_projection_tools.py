@@ -40,7 +40,8 @@ def pair(tokenizers, tables):
 
 
 def swapped(pair):
-    return Pair.of(*pair.tokenizers[::-1], tables=pair.tables[::-1])
+    student_tokenizer, teacher_tokenizer = pair.tokenizers
+    return Pair.of(teacher_tokenizer, student_tokenizer, tables=pair.tables[::-1])
 
 
 def assert_explained(projection, pair):
@@ -60,11 +61,13 @@ def assert_explained(projection, pair):
     # A row's tokens spell the first `size` bytes of the student's token.
     begins = student.starts[:-1][text]
     before = np.cumsum(size) - size
-    positions = np.repeat(begins - before, size) + np.arange(size.sum())
+    positions = np.repeat(begins - before, size)
+    positions += np.arange(len(positions))
     assert student.data[positions].tobytes() == teacher.decode(text_indices[used])
 
     sums = likelihoods.sum(1)
-    assert ((np.abs(sums - 1) < 1e-6) | (sums == 0)).all()
+    sums_to_one = np.abs(sums - 1) < 1e-6
+    assert (sums_to_one | (sums == 0)).all()
     assert ((indices < 0) == (likelihoods == 0)).all()
     assert (np.diff(likelihoods, axis=1) <= 0).all()
 
@@ -73,13 +76,19 @@ def assert_explained(projection, pair):
 
 
 def test_packing_sorts_cuts_and_normalizes():
-    projection = pack([1, 0, 1, 1, 0], [5, 6, 7, 8, 6], [1.0, 2.0, 3.0, 1.0, 2.0], 3, 2)
+    rows = [1, 0, 1, 1, 0]
+    columns = [5, 6, 7, 8, 6]
+    weights = [1.0, 2.0, 3.0, 1.0, 2.0]
+    projection = pack(rows, columns, weights, V=3, top_k=2)
     indices, likelihoods = projection
-    assert indices.tolist() == [[6, 6], [7, 5], [-1, -1]]  # twice in a row stays twice; 5 before 8
+    # A token that occurs twice has two slots; of equal weights the earlier entry, 5, is kept.
+    assert indices.tolist() == [[6, 6], [7, 5], [-1, -1]]
     assert likelihoods.tolist() == [[0.5, 0.5], [0.75, 0.25], [0, 0]]
-    assert cut.cut_rows(projection, 1)[1].tolist() == [[1], [1], [0]]
+    _, ones = cut.cut_rows(projection, 1)
+    assert ones.tolist() == [[1], [1], [0]]
     heavy, _ = cut.cut_rows(projection, 2, threshold=0.3)
     assert heavy.tolist() == [[6, 6], [7, -1], [-1, -1]]
+    # Only the third row is empty.
     other = (np.array([[1], [2], [3]]), np.ones((3, 1)))
     filled, _ = fill_empty(projection, other)
     assert filled.tolist() == [[6, 6], [7, 5], [3, -1]]
@@ -104,12 +113,14 @@ def expected_rows(pair, top_k, max_pieces, reverse):
         pieces = forward[v][:max_pieces]
         row = [(0.9 * 0.1**i, w) for i, w in enumerate(pieces)]
         if reverse:
+            # Teacher tokens that the student spells with v, those of fewer pieces first.
             made_of_v = []
             for w, spelling in enumerate(back):
                 if len(spelling) > 1 and v in spelling[:max_pieces] and w not in pieces:
                     made_of_v.append((len(spelling), w))
             for _, w in sorted(made_of_v):
                 row.append((0.9 * 0.1 ** back[w].index(v), w))
+        # A control token's row holds its counterpart alone.
         if v in linked:
             row = [(0.9, linked[v])]
         row = sorted(row, key=lambda entry: -entry[0])[:top_k]
@@ -133,17 +144,19 @@ def test_pieces_equal_their_definition(pair, reverse):
 
 def test_entries_of_large_vocabularies_stay_distinct():
     """Entry (v, w) is number v * W + w, which int32 cannot hold for two vocabularies of 130k."""
+    # W teacher tokens, three of them spelled by several student tokens.
     W = 2**16
     back = np.full((W, 2), -1, np.int32)
     back[1] = (0, 2)
-    back[2] = (2**16, 3)  # 2**16 * W is 0 in int32, so this would be taken for ...
-    back[3] = (1, 2**16)
-    none = np.zeros(0, np.int64)
-    known = (np.array([0]), np.array([2]))  # ... this one
-    for rows, columns in ((none, none), known):
-        v, w, rank = multitoken._reverse_entries(back, 2, rows, columns)
-        entries = sorted(zip(v.tolist(), w.tolist(), rank.tolist()))
-        assert entries == [(0, 1, 0), (1, 3, 0), (2, 1, 1), (3, 2, 1), (W, 2, 0), (W, 3, 1)]
+    back[2] = (W, 3)
+    back[3] = (1, W)
+    # In int32, W * W + 2 is 2: entry (W, 2) would be taken for the known one, (0, 2).
+    known_rows = np.array([0])
+    known_columns = np.array([2])
+    v, w, rank = multitoken._reverse_entries(back, 2, known_rows, known_columns)
+    entries = zip(v.tolist(), w.tolist(), rank.tolist())
+    expected = {(0, 1, 0), (2, 1, 1), (W, 2, 0), (3, 2, 1), (1, 3, 0), (W, 3, 1)}
+    assert set(entries) == expected
 
 
 def test_projection_of_two_kinds(pair):
@@ -152,8 +165,10 @@ def test_projection_of_two_kinds(pair):
     student, teacher = pair.tables
     indices, likelihoods = projection
     assert indices[student.eos].tolist() == [teacher.eos, -1, -1, -1]
+    # A second build gives the same bits.
     again = build.build_projection(pair)
-    assert np.array_equal(again[0], indices) and np.array_equal(again[1], likelihoods)
+    assert np.array_equal(again[0], indices)
+    assert np.array_equal(again[1], likelihoods)
     reasons = build.empty_row_reasons(pair, indices)
     assert reasons == {"control tokens without a counterpart": 2}
     assert show.byte_explained(projection, pair)[indices >= 0].all()
@@ -181,7 +196,8 @@ def test_tokens_of_equal_bytes_are_alone_in_their_row(pair):
     teacher_bytes = {teacher.bytes_of(i) for i in text_ids(teacher)} - {b""}
     common = [v for v in text_ids(student) if student.bytes_of(v) in teacher_bytes]
     assert len(common) > 100
-    assert (likelihoods[common, 0] == 1).all() and (indices[common, 1:] == -1).all()
+    assert (likelihoods[common, 0] == 1).all()
+    assert (indices[common, 1:] == -1).all()
     for v in common:
         assert teacher.bytes_of(int(indices[v, 0])) == student.bytes_of(v)
 
@@ -201,8 +217,10 @@ def test_the_pinned_set_is_the_same_in_both_directions(pair):
 
 
 def test_one_tokenizer_gives_the_identity(tokenizers, tables):
-    indices, likelihoods = build.build_projection(Pair.of(tokenizers[0], tokenizers[0]))
-    assert np.array_equal(indices[:, 0], np.arange(len(tables[0])))
+    pair = Pair.of(tokenizers[0], tokenizers[0])
+    indices, likelihoods = build.build_projection(pair)
+    V = len(tables[0])
+    assert np.array_equal(indices[:, 0], np.arange(V))
     assert (likelihoods[:, 0] == 1).all()
 
 
@@ -216,13 +234,16 @@ def test_common_sets(pair):
         assert (v.tolist(), w.tolist()) == ([0, 4], [7, 8])
     facts = show.row_statistics(build.build_projection(pair), pair)
     assert facts["entries that bytes do not explain"] == 0
-    assert facts["common set, strict"] <= facts["of one teacher token"]
+    assert facts["common set, strict"] <= facts["with one teacher token"]
     # all but the end of text
-    assert facts["of these with equal bytes"] == facts["of one teacher token"] - 1
+    assert facts["of these with equal bytes"] == facts["with one teacher token"] - 1
 
 
 def embed_first_letter(texts):
-    letters = torch.tensor([(text.strip() or " ").encode()[0] for text in texts])
+    letters = torch.zeros(len(texts), dtype=torch.int64)
+    for n, text in enumerate(texts):
+        first, *_ = text.strip().encode() or b" "
+        letters[n] = first
     return torch.nn.functional.one_hot(letters, 256).float()
 
 
@@ -232,8 +253,11 @@ def test_similar_embeddings(pair, models):
     for w in indices[student.tokens.index("▁the")]:
         assert teacher.bytes_of(int(w)).strip()[:1] == b"t"
     assert (indices[student.special] == -1).all()
-    filled, _ = build.build_projection(pair, build.Recipe(embedding_model=str(models[1])))
-    assert np.array_equal(filled, build.build_projection(pair)[0])  # bytes said all
+    # Bytes leave no row of text empty here, so embeddings change nothing.
+    recipe = build.Recipe(embedding_model=str(models[1]))
+    filled, _ = build.build_projection(pair, recipe)
+    by_bytes, _ = build.build_projection(pair)
+    assert np.array_equal(filled, by_bytes)
 
 
 def test_an_embedding_is_a_mean_of_length_one(models):
@@ -242,7 +266,8 @@ def test_an_embedding_is_a_mean_of_length_one(models):
         vectors = embedder(["the value", "the value", "", "index"])
         assert torch.allclose(vectors[0], vectors[1])
         assert not vectors[2].any()  # no token
-        assert torch.allclose(vectors[[0, 3]].norm(dim=1), torch.ones(2))
+        norms = vectors[[0, 3]].norm(dim=1)
+        assert torch.allclose(norms, torch.ones(2))
 
 
 # --- real tokenizers ------------------------------------------------------------------------------
@@ -266,18 +291,23 @@ def test_llama3_and_qwen2():
     assert_explained(projection, pair)
     indices, likelihoods = projection
     v = student.tokens.index("201")
-    assert [teacher.tokens[w] for w in indices[v, :3]] == ["2", "0", "1"]
+    digits = [teacher.tokens[w] for w in indices[v, :3]]
+    assert digits == ["2", "0", "1"]
+    # 0.9, 0.09 and 0.009, normalized
     assert np.allclose(likelihoods[v, :3], [0.9009, 0.0901, 0.0090], atol=1e-4)
     sizes = (indices >= 0).sum(1)
     assert (sizes == 1).sum() >= 109_500
+    # Bytes, not text, decide: a part of a character has a row too.
     halves = [i for i in text_ids(student) if is_part_of_a_character(student.bytes_of(i))]
-    assert len(halves) > 500 and (indices[halves, 0] >= 0).all()
+    assert len(halves) > 500
+    assert (indices[halves, 0] >= 0).all()
     assert set(build.empty_row_reasons(pair, indices)) == {"control tokens without a counterpart"}
 
     facts = spell.statistics(spell.build_spelling(pair), pair)
     # 109,564 of text, 101,675 of these of one token a side, and two pairs of control tokens
-    assert facts["events"] == 109_566 and facts["of one token a side"] == 101_675 + 2
-    assert facts["tokens of the largest"] == 873
+    assert facts["events"] == 109_566
+    assert facts["with one token on each side"] == 101_675 + 2
+    assert facts["tokens in the largest"] == 873
 
 
 def test_all_pairs_of_all_families():
@@ -285,8 +315,9 @@ def test_all_pairs_of_all_families():
     loaded = {name: real_pair(name, name) for name in names}
     for a, b in permutations(names, 2):
         student, teacher = loaded[a], loaded[b]
-        tokenizers = (student.tokenizers[0], teacher.tokenizers[0])
-        pair = Pair.of(*tokenizers, (a, b), (student.tables[0], teacher.tables[0]))
+        # The tables are made once for each tokenizer, not for each pair.
+        tables = (student.tables[0], teacher.tables[0])
+        pair = Pair.of(student.tokenizers[0], teacher.tokenizers[0], (a, b), tables)
         projection = build.build_projection(pair)
         assert_explained(projection, pair)
         indices, likelihoods = projection
@@ -323,7 +354,8 @@ def test_no_dense_matrix():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 700 * 1024, f"{int(done.stdout) / 1024:.0f} MiB"
+    mib = int(done.stdout) / 1024  # Linux counts in KiB
+    assert mib < 700, f"{mib:.0f} MiB"
 
 
 # --- files and cache ------------------------------------------------------------------------------
@@ -334,7 +366,8 @@ def test_files_hold_what_was_saved(pair, tmp_path):
     for name in ("p.pt", "p.safetensors"):
         save_atomically(tables, tmp_path / name)
         back = load_projection(tmp_path / name, pair)
-        assert torch.equal(back["indices"], tables["indices"]) and back["tool"] == "test"
+        assert torch.equal(back["indices"], tables["indices"])
+        assert back["tool"] == "test"
         assert torch.allclose(back["likelihoods"], tables["likelihoods"], atol=1e-7)
         # read by the public NeMo-RL tools under these names
         assert {"student_model_id", "teacher_model_id"} <= back.keys()
@@ -381,14 +414,19 @@ def test_files_of_other_tools_load(pair, tmp_path):
     content = {"indices": ids.flip(1), "likelihoods": weights.flip(1), "model_A_id": "a"}
     torch.save(content, path)
     back = load_projection(path, pair)
+    # The order of equal weights is free, so the ids of a row are compared as a set.
     assert torch.equal(back["indices"].sort(1).values, ids.sort(1).values)
-    assert ((back["indices"][:, 0] >= 0) == (ids[:, 0] >= 0)).all()
-    assert torch.allclose(back["likelihoods"].sum(1), (ids[:, 0] >= 0).float())
+    has_entries = ids[:, 0] >= 0
+    assert torch.equal(back["indices"][:, 0] >= 0, has_entries)
+    assert torch.allclose(back["likelihoods"].sum(1), has_entries.float())
 
+    # Without the -1, unused slots hold any id, with weight 0.
     torch.save({"indices": ids.clamp(min=0), "likelihoods": weights}, path)
     assert torch.equal(load_projection(path, pair)["indices"], ids)
 
-    row = int(np.flatnonzero(indices[:, 1] >= 0)[0])
+    # Contradictions are repaired and counted.
+    several = np.flatnonzero(indices[:, 1] >= 0)
+    row = int(several[0])
     weights[row] *= 2
     weights[row + 1, -1] = 0.5
     ids[row + 1, -1] = -1
@@ -402,7 +440,7 @@ def test_files_of_other_tools_load(pair, tmp_path):
 def test_files_with_the_scale_trick_lose_its_column(pair, tmp_path):
     """The public tool writes by default 0.2 in the last slot, on a token without meaning."""
     indices, likelihoods = build.build_projection(pair)
-    several = (indices[:, 1] >= 0) & (indices[:, 3] < 0)
+    several = (indices[:, 1] >= 0) & (indices[:, 3] < 0)  # rows of two or three tokens
     ids = indices.copy()
     ids[several, 3] = 0
     tricked = likelihoods.copy()
@@ -417,8 +455,10 @@ def test_files_with_the_scale_trick_lose_its_column(pair, tmp_path):
     torch.save(content, path)
     with pytest.warns(UserWarning, match="scale trick; its last column is left out"):
         back = load_projection(path, pair)
-    assert several.any() and (back["indices"][several][:, 3] == -1).all()
-    assert np.allclose(back["likelihoods"][several].numpy(), likelihoods[several], atol=1e-6)
+    assert several.any()
+    assert (back["indices"][several][:, 3] == -1).all()
+    restored = back["likelihoods"][several].numpy()
+    assert np.allclose(restored, likelihoods[several], atol=1e-6)
 
 
 def test_another_eos_is_another_pair(tokenizers, tmp_path):
@@ -428,7 +468,8 @@ def test_another_eos_is_another_pair(tokenizers, tmp_path):
     base = Pair.of(*tokenizers)
     other = Pair.of(tokenizers[0], chat)
     assert base.fingerprints == other.fingerprints
-    assert base.roles != other.roles and base.digest != other.digest
+    assert base.roles != other.roles
+    assert base.digest != other.digest
     projection = build.cached_projection(base, directory=tmp_path)
     other_projection = build.cached_projection(other, directory=tmp_path)
     assert not torch.equal(projection["indices"], other_projection["indices"])
@@ -436,6 +477,7 @@ def test_another_eos_is_another_pair(tokenizers, tmp_path):
     other_spelling = spell.cached_spelling(other, tmp_path)
     assert not torch.equal(spelling["event_W"], other_spelling["event_W"])
 
+    # A file knows which of the two it was made for.
     path = tmp_path / "p.pt"
     torch.save(projection, path)
     load_projection(path, base)
@@ -457,6 +499,7 @@ def build_slowly(folder, marks):
 
 def test_the_cache_builds_once_and_repairs_a_damaged_file(tmp_path):
     marks = tmp_path / "marks"
+    # Four processes ask at the same time.
     context = multiprocessing.get_context("fork")
     jobs = [context.Process(target=build_slowly, args=(tmp_path, marks)) for _ in range(4)]
     for job in jobs:
@@ -465,6 +508,7 @@ def test_the_cache_builds_once_and_repairs_a_damaged_file(tmp_path):
         job.join()
         assert job.exitcode == 0
     assert marks.read_text() == "x"
+    # The first call builds it anew, the second one reads it.
     (tmp_path / "t.pt").write_bytes(b"damaged")
     for _ in range(2):
         build_slowly(tmp_path, marks)
@@ -474,11 +518,14 @@ def test_the_cache_builds_once_and_repairs_a_damaged_file(tmp_path):
 def test_the_cache_knows_the_recipe(pair, tmp_path):
     first = build.cached_projection(pair, None, tmp_path)
     second = build.cached_projection(pair, build.Recipe(top_k=2), tmp_path)
-    assert first["indices"].shape[1] == 4 and second["indices"].shape[1] == 2
-    assert len(list(tmp_path.glob("*.pt"))) == 2 and "top_k" in second["tool"]
+    assert first["indices"].shape[1] == 4
+    assert second["indices"].shape[1] == 2
+    assert len(list(tmp_path.glob("*.pt"))) == 2
+    assert "top_k" in second["tool"]
 
 
 def test_a_fingerprint_sees_merges_but_not_truncation(tokenizers):
+    # Truncation is a setting of a caller, no identity.
     other = copy.deepcopy(tokenizers[1])
     other.backend_tokenizer.enable_truncation(7)
     assert fingerprint(other) == fingerprint(tokenizers[1]) != fingerprint(tokenizers[0])
@@ -505,16 +552,22 @@ def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     built = load_tables(file["d"])
     assert torch.equal(built["indices"], load_tables(file["c"])["indices"])
     assert built["tool"].startswith("isogloss projection_tools.build --top-k 4 --max-pieces 4")
-    assert "--student" not in built["tool"] and built["student_model_id"] == str(models[0])
+    # The model ids have keys of their own.
+    assert "--student" not in built["tool"]
+    assert built["student_model_id"] == str(models[0])
 
+    # Rows that were cut differ from those that were not.
     run(cut, projection=file["d"], output=file["e"], top_k=1)
     out = run(compare, projection=file["d"], other=file["e"], num_examples=3)
-    assert out.count(" -> ") == 3 and "with another heaviest token: 0" in out
+    assert out.count(" -> ") == 3
+    assert "with another heaviest token: 0" in out
     out = run(compare, projection=file["c"], other=file["d"])
     assert "the same within 1e-6: 350" in out
     run(generate, output=file["g"], embedding_model=models[1], top_k=2)
     out = run(show, projection=file["d"], tokens="▁the,e,#5", png=tmp_path / "p.png")
-    assert "' the' -> ' the' 1.0000" in out and "#5 " in out and "common set, strict" in out
+    assert "' the' -> ' the' 1.0000" in out
+    assert "#5 " in out
+    assert "common set, strict" in out
     assert (tmp_path / "p.png").stat().st_size > 10_000
     out = run(show, projection=file["d"], num_examples=3)
     assert out.count(" -> ") == 3
@@ -540,6 +593,7 @@ def test_the_models_flags_have_an_old_and_a_new_spelling(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "p.pt"
     save_atomically(as_tables(build.build_projection(pair), pair, "test"), path)
+    # All three spellings have to do, and print, the same.
     argv = []
     for word in REQUIRED[module]:
         argv.append(word.format(file=path, out="o.pt", model=models[1]))
@@ -551,7 +605,8 @@ def test_the_models_flags_have_an_old_and_a_new_spelling(
     ):
         module.cli([*argv, f"{student}={models[0]}", teacher, str(models[1])])
         outputs.add(capsys.readouterr().out)
-    assert len(outputs) == 1 and outputs.pop()
+    assert len(outputs) == 1
+    assert outputs.pop()
 
 
 def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
@@ -577,11 +632,17 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             module.cli(argv)
         error = capsys.readouterr().err
-        assert ended.value.code == 2 and message in error and error.count("\n") == 1, error
-        assert error.startswith(f"projection_tools.{module.__name__.split('.')[1]}: ")
+        assert ended.value.code == 2
+        assert message in error
+        assert error.count("\n") == 1, error
+        assert error.startswith(f"{module.__name__}: ")
     assert not (tmp_path / "o.pt").exists()
+
+    # compare takes its two files before the flags.
     args = parse_flags(compare.Args, ["a.pt", "b.pt", *pair], ("projection", "other"))
-    assert (args.projection, args.other, args.student) == ("a.pt", "b.pt", str(models[0]))
+    assert args.projection == "a.pt"
+    assert args.other == "b.pt"
+    assert args.student == str(models[0])
 
 
 def test_the_build_does_not_depend_on_its_threads(models, tmp_path, monkeypatch):
