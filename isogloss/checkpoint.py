@@ -262,10 +262,12 @@ def repair_optimizer_state(optimizer, saved_groups):
 
 
 def normalize_universal_checkpoint(universal):
-    """Complete a universal checkpoint so that stages 1 and 2 can read it as well as stage 3.
+    """Add to a universal checkpoint the files and keys that only the other ZeRO stages look for.
 
     Beside the weights, stages 1 and 2 look for other files and keys than stage 3; DeepSpeed writes
-    only those of the stage that saved.
+    only those of the stage that saved.  This suffices from stages 1 and 2 to any.  From stage 3 it
+    suffices to stage 3 alone: DeepSpeed 0.19.8 saves its weights in a form that the other stages
+    cannot load.
     """
     of_stages_1_2 = universal / "mp_rank_00_model_states.pt"
     of_stage_3 = universal / "zero_pp_rank_0_mp_rank_00_model_states.pt"
