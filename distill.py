@@ -10,7 +10,6 @@ Batch sizes, precision, optimizer, schedule and ZeRO live in the ds_config, ever
 flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs do.
 """
 
-import math
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import deepspeed
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoConfig
 
-from isogloss.batch import Collator, PairOptions, global_sums, to_device
+from isogloss.batch import global_sums, to_device
 from isogloss.checkpoint import (
     export_model,
     export_projection,
@@ -33,18 +33,10 @@ from isogloss.checkpoint import (
     save_checkpoint,
 )
 from isogloss.checks import check_heads, check_packing, check_sequence_shards
-from isogloss.config import GROUPS, Config, routes_by_teacher
-from isogloss.data import (
-    ExampleReader,
-    HeldOutBatches,
-    MicroBatches,
-    ShuffledExamples,
-    StreamedExamples,
-    end_workers,
-    loader,
-)
+from isogloss.config import GROUPS, Config
+from isogloss.data import end_workers
 from isogloss.evaluate import evaluate
-from isogloss.inputs import check_inputs
+from isogloss.inputs import check_inputs, load_batches
 from isogloss.launch import (
     fail,
     fail_together,
@@ -53,7 +45,7 @@ from isogloss.launch import (
     start_distributed,
 )
 from isogloss.layout import split_ranks
-from isogloss.log import TIMED_STEPS, Log, time_collectives, utilization
+from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
 from isogloss.objective import LossTerms, TeacherTerm
 from isogloss.remote_teachers import (
     TENSORS_PER_RESPONSE,
@@ -73,7 +65,6 @@ from isogloss.targets import teacher_targets, weigh_by_confidence
 from isogloss.teachers import load_teacher
 from projection_tools.flags import parse_flags
 from teacher_mixing import dynamic_scale
-from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
 # --- main -----------------------------------------------------------------------------------------
 
@@ -101,6 +92,7 @@ def main(cfg):
         if roles:
             connect(state, roles)
             stack.push(partial(shut_down, state.client))
+        stack.callback(close_teachers, state)
         with fail_together():
             if cfg.tiled:
                 check_heads(state, list(range(min(8, state.vocab))))
@@ -112,7 +104,7 @@ def main(cfg):
         if inputs.checkpoint:
             start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
-        batches, held_out = load_batches(cfg, inputs, state, start)
+        batches, held_out = load_batches(cfg, inputs, state.engine, device, start)
         train(state, batches, held_out, start, inputs.ds_config)
     if cfg.learn_projection:
         learned = inputs.teachers[0].loss.learned_projection
@@ -185,7 +177,8 @@ def train(state, batches, held_out, start, ds_config):
         looks_ahead = state.client and step < cfg.steps and not evaluates
         upcoming = next_micro_batches(state, batches) if looks_ahead else None
         metrics = train_step(state, micro_batches)
-        metrics |= speed_metrics(state, metrics["tokens"], time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        metrics |= speed_metrics(state.engine, state.device, metrics["tokens"], seconds)
         log.write(step, metrics)
         log.advance(metrics)
         if times_collectives and step == min(start + TIMED_STEPS, cfg.steps):
@@ -222,51 +215,62 @@ def train_step(state, micro_batches):
     Returns:
         dict of global means, equal on every rank; see docs/metrics.md.
     """
+    engine = state.engine
+    lr = engine.get_lr()[-1]  # of this step; engine.step() moves the schedule on
     # 1. how many terms each loss has over the whole step, on all ranks
-    counts = sum((batch.counts for batch in micro_batches[1:]), micro_batches[0].counts)
-    counts = counts.all_reduce(state.device)
-    ce_weight, kd_weights = term_weights(state, counts, len(micro_batches))
-    # 2. what the teachers say, for all micro-batches
+    counts = sum_counts(micro_batches).all_reduce(state.device)
+    weights = term_weights(state, counts, len(micro_batches))
+    # 2. what the teachers say about all micro-batches
     micro_batches = [to_device(batch, state.device) for batch in micro_batches]
-    targets = []
-    for number, setup in enumerate(state.teachers):
-        targets.append(teacher_targets(setup, [batch.teachers[number] for batch in micro_batches]))
-    # 3. per micro-batch: the student's forward pass, the losses of every teacher, backward
-    lr = state.engine.get_lr()[-1]
-    sums = torch.zeros(max(len(targets), 1), 2, device=state.device)
-    for number, batch in enumerate(micro_batches):
-        batch_targets = [of_teacher[number] for of_teacher in targets]
-        terms = loss_terms(state, batch, batch_targets, ce_weight, kd_weights)
-        loss, batch_sums = state.engine(batch.student, terms)
+    targets = all_targets(state, micro_batches)
+    # 3. per micro-batch: the student's forward pass with the losses of all teachers, backward
+    sums = torch.zeros(max(len(state.teachers), 1), 2, device=state.device)
+    for batch, batch_targets in zip(micro_batches, targets):
+        loss, batch_sums = engine(batch.student, loss_terms(state, batch, batch_targets, weights))
         sums += batch_sums
-        state.engine.backward(loss)
-        local_norm = gradient_norm(state.engine)
-        state.engine.step()  # changes weights after the last micro-batch only
+        engine.backward(loss)
+        local_norm = gradient_norm(engine)
+        engine.step()  # changes weights after the last micro-batch only
     release_teachers(state)
     # 4. global means
     sums = global_sums(sums.flatten(), state.device).view(-1, 2).tolist()
-    payloads = [of_teacher[0].bytes_per_token for of_teacher in targets]
-    metrics = step_metrics(state, counts, sums, payloads)
-    metrics["lr"] = lr
-    metrics["grad_norm"] = float(state.engine.get_global_grad_norm() or local_norm)
-    return metrics
+    metrics = step_metrics(state, counts, sums, targets[0])
+    norm = float(engine.get_global_grad_norm() or local_norm)
+    return metrics | {"lr": lr, "grad_norm": norm}
+
+
+def sum_counts(micro_batches):
+    """Return the Counts of this rank's part of a step."""
+    counts = micro_batches[0].counts
+    for batch in micro_batches[1:]:
+        counts = counts + batch.counts
+    return counts
+
+
+class TermWeights(NamedTuple):
+    """Factors that turn local sums into parts of global means.
+
+    Attributes:
+        ce: of the cross-entropy.
+        kd: of the distillation loss of each teacher.
+    """
+
+    ce: float
+    kd: list
 
 
 def term_weights(state, counts, num_micro_batches):
-    """Return the factors that turn local sums into parts of global means.
+    """Return the TermWeights of a step.
 
     The engine divides gradients by the micro-batches and averages them over the ranks; ranks *
     micro-batches / count undoes both, so the mean is over all terms of the step, wherever they are.
-
-    Returns:
-        (factor of the cross-entropy, [factor of each teacher's distillation loss]).
     """
     scale = dist.get_world_size() * num_micro_batches
     ce_weight = state.cfg.ce_weight * scale / max(counts.tokens, 1)
     kd_weights = []
     for setup, pair in zip(state.teachers, counts.pairs):
         kd_weights.append(kd_weight(state, setup) * scale / max(pair.kd_terms, 1))
-    return ce_weight, kd_weights
+    return TermWeights(ce_weight, kd_weights)
 
 
 def kd_weight(state, setup):
@@ -274,13 +278,25 @@ def kd_weight(state, setup):
     return setup.cfg.kd_weight * state.scales.get(setup.name, 1.0)
 
 
-def loss_terms(state, batch, targets, ce_weight, kd_weights):
+def all_targets(state, micro_batches):
+    """Return for each micro-batch the TeacherTarget of every teacher."""
+    targets = [[] for _ in micro_batches]
+    for number, setup in enumerate(state.teachers):
+        teacher_batches = [batch.teachers[number] for batch in micro_batches]
+        for of_batch, target in zip(targets, teacher_targets(setup, teacher_batches)):
+            of_batch.append(target)
+    return targets
+
+
+def loss_terms(state, batch, targets, weights):
     """Return the LossTerms of a micro-batch from the TeacherTarget of every teacher."""
     teachers = batch.teachers
     if len(teachers) > 1 and state.cfg.teacher_weights != "fixed":
         teachers = weigh_by_confidence(state.cfg, teachers, targets)
-    terms = [TeacherTerm(*term) for term in zip(teachers, targets, kd_weights)]
-    return LossTerms(ce_weight, terms, batch.student.tiles, state.sequence_group,
+    terms = []
+    for teacher_batch, target, weight in zip(teachers, targets, weights.kd):
+        terms.append(TeacherTerm(teacher_batch, target, weight))
+    return LossTerms(weights.ce, terms, batch.student.tiles, state.sequence_group,
                      state.engine.module.loss_parameters())
 
 
@@ -290,13 +306,19 @@ def release_teachers(state):
         setup.source.release()
 
 
-def step_metrics(state, counts, sums, payloads):
+def close_teachers(state):
+    """End the teachers, at a clean end or after an error."""
+    for setup in state.teachers:
+        setup.source.close()
+
+
+def step_metrics(state, counts, sums, targets):
     """Return the metrics of a step.
 
     Args:
         counts: global Counts.
         sums: global [cross-entropy, distillation loss] of every teacher, nats.
-        payloads: bytes that a position of each teacher occupied.
+        targets: TeacherTarget of every teacher about one micro-batch.
     """
     cfg = state.cfg
     ce = sums[0][0] / max(counts.tokens, 1)
@@ -308,7 +330,7 @@ def step_metrics(state, counts, sums, payloads):
         weight = kd_weight(state, setup)
         kd = sums[number][1] / max(pair.kd_terms, 1)
         metrics["loss"] += weight * kd
-        of_teacher = {"kd": kd, "teacher_bytes_per_token": payloads[number]}
+        of_teacher = {"kd": kd, "teacher_bytes_per_token": targets[number].bytes_per_token}
         of_teacher |= pair.metrics(counts.tokens, counts.text_bytes)
         if len(state.teachers) > 1 or cfg.dynamic_scale:
             of_teacher["kd_weight"] = weight
@@ -325,17 +347,6 @@ def named(state, setup, metrics):
     if len(state.teachers) == 1:
         return metrics
     return {f"{key}/{setup.name}": value for key, value in metrics.items()}
-
-
-def speed_metrics(state, tokens, seconds):
-    """Return seconds, tokens per second and, where the device's peak is known, its utilization."""
-    num_parameters = 0
-    for parameter in state.engine.module.parameters():
-        num_parameters += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 shards
-    device_name = torch.cuda.get_device_name() if state.device.type == "cuda" else "cpu"
-    metrics = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    num_ranks = dist.get_world_size()
-    return metrics | utilization(device_name, num_parameters, tokens, seconds, num_ranks)
 
 
 # --- once in a while: evaluate, save; all ranks take part -----------------------------------------
@@ -395,43 +406,6 @@ def single_specs(setups):
     for setup in setups:
         specs += setup.spec.single()
     return specs
-
-
-def load_batches(cfg, inputs, state, start):
-    """Return (iterator over micro-batches from step `start` on, iterable over held-out ones)."""
-    # ranks of a sequence group read the same samples
-    reader_rank = dist.get_rank() // cfg.sequence_parallel
-    num_readers = dist.get_world_size() // cfg.sequence_parallel
-    collator = build_collator(cfg, inputs, state.device)
-    micro_batch_size = state.engine.train_micro_batch_size_per_gpu()
-    reader = ExampleReader(cfg.text_key, cfg.route_key)
-    stream = StreamedExamples if cfg.streaming else ShuffledExamples
-    batches = MicroBatches(
-        stream(inputs.train_data, reader, cfg.seed), collator, micro_batch_size,
-        state.engine.gradient_accumulation_steps(), reader_rank, num_readers, start)
-    held_out = HeldOutBatches(inputs.held_out_data, reader, collator, micro_batch_size,
-                              reader_rank, num_readers)
-    return iter(loader(batches, cfg.num_workers)), loader(held_out, 0)
-
-
-def build_collator(cfg, inputs, device, tile_mib=None):
-    """Return the Collator of a run.
-
-    Args:
-        tile_mib: see `tiles.plan_tiles`; None: what the flags say.
-    """
-    if tile_mib is None:
-        tile_mib = cfg.loss_memory_mib if cfg.tiled else math.inf
-    routes = routes_by_teacher(cfg)
-    pairs = []
-    for setup in inputs.teachers:
-        pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name)))
-    return Collator(
-        inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
-        sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
-        # neighboring ranks hold the shards of one sequence
-        sequence_rank=dist.get_rank() % cfg.sequence_parallel,
-        sequence_size=cfg.sequence_parallel)
 
 
 # --- teachers on ranks of their own ---------------------------------------------------------------

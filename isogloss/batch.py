@@ -19,8 +19,8 @@ import torch.distributed as dist
 from align import coverage
 from isogloss.chat import SkippedChat, encode_chat, pair_chats, render
 from isogloss.sample import (
-    PairSample,
     Pairing,
+    PairSample,
     TextEncoder,
     cut_sample,
     encode_text,

@@ -13,11 +13,10 @@ import torch
 from isogloss.batch import TeacherBatch, global_sums
 from isogloss.loss_table import DistillationLoss
 from isogloss.sequence import SequenceGroup, gather_halo
+from isogloss.specs import BLOCK
 from losses import at_least_float32, find_chunks, next_token_cross_entropy
 from projection_tools import all_bytes
 from tiles import LogitsSource, TeacherBlocks
-
-BLOCK = 256  # positions whose logits exist at a time: 150 MB of 152k float32; not tuned
 
 
 @dataclass

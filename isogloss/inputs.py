@@ -1,5 +1,6 @@
-"""Read and check everything that the flags name, but for the weights, before the first step."""
+"""Read and check everything that the flags name but the weights, and load the batches of a run."""
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,13 +11,20 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoTokenizer
 
 from align import TokenTable
+from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import find_checkpoint, needs_conversion
-from isogloss.config import configs_by_teacher
+from isogloss.config import configs_by_teacher, routes_by_teacher
 from isogloss.data import (
+    ExampleReader,
+    HeldOutBatches,
+    MicroBatches,
+    ShuffledExamples,
+    StreamedExamples,
     check_templates,
     column_names,
     holds_chats,
     load_dataset,
+    loader,
     split_dataset,
 )
 from isogloss.ds_config import read_ds_config, resolve_ds_config
@@ -32,6 +40,7 @@ from isogloss.targets import TeacherSetup
 from isogloss.teachers import MODEL_ENGINES
 from projection_tools import fingerprint
 from teacher_mixing import vocabulary_factors
+from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
 
 @dataclass
@@ -238,3 +247,48 @@ def spelling_ids(cfg, student, encoder, device):
     if not cfg.eval_rows:
         return None
     return SpellingIds.of(student.table, encoder.table, device)
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def load_batches(cfg, inputs, engine, device, start):
+    """Return (iterator over micro-batches from step `start` on, iterable over held-out ones).
+
+    Args:
+        inputs: RunInputs.
+        engine: the DeepSpeed engine, which knows the batch sizes.
+    """
+    # ranks of a sequence group read the same samples
+    reader_rank = dist.get_rank() // cfg.sequence_parallel
+    num_readers = dist.get_world_size() // cfg.sequence_parallel
+    collator = build_collator(cfg, inputs, device)
+    micro_batch_size = engine.train_micro_batch_size_per_gpu()
+    reader = ExampleReader(cfg.text_key, cfg.route_key)
+    stream = StreamedExamples if cfg.streaming else ShuffledExamples
+    batches = MicroBatches(
+        stream(inputs.train_data, reader, cfg.seed), collator, micro_batch_size,
+        engine.gradient_accumulation_steps(), reader_rank, num_readers, start)
+    held_out = HeldOutBatches(inputs.held_out_data, reader, collator, micro_batch_size,
+                              reader_rank, num_readers)
+    return iter(loader(batches, cfg.num_workers)), loader(held_out, 0)
+
+
+def build_collator(cfg, inputs, device, tile_mib=None):
+    """Return the Collator of a run.
+
+    Args:
+        tile_mib: see `tiles.plan_tiles`; None: what the flags say.
+    """
+    if tile_mib is None:
+        tile_mib = cfg.loss_memory_mib if cfg.tiled else math.inf
+    routes = routes_by_teacher(cfg)
+    pairs = []
+    for setup in inputs.teachers:
+        pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name)))
+    return Collator(
+        inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
+        sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
+        # neighboring ranks hold the shards of one sequence
+        sequence_rank=dist.get_rank() % cfg.sequence_parallel,
+        sequence_size=cfg.sequence_parallel)

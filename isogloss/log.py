@@ -19,6 +19,22 @@ from tqdm import tqdm
 
 from isogloss.checkpoint import write_atomically
 
+
+def speed_metrics(engine, device, tokens, seconds):
+    """Return seconds, tokens per second and, where the device's peak is known, its utilization.
+
+    Args:
+        tokens: student tokens of the step on all ranks.
+    """
+    num_parameters = 0
+    for parameter in engine.module.parameters():
+        num_parameters += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 shards
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    metrics = {"seconds": seconds, "tokens_per_second": tokens / seconds}
+    num_ranks = dist.get_world_size()
+    return metrics | utilization(device_name, num_parameters, tokens, seconds, num_ranks)
+
+
 # Dense bfloat16 operations per second, from the makers' data sheets.  The first name that the
 # device's name contains counts, so that of a variant comes before that of its family.
 PEAK_FLOPS = {

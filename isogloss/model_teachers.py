@@ -24,14 +24,13 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 import ipc
 from isogloss.layout import Replica, node_size
-from isogloss.specs import TeacherSpec
+from isogloss.specs import BLOCK, TeacherSpec
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
 SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
 # and only once every rank has loaded them whole
 SHARDED_ONCE_WHOLE = {"gpt_neox"}
-BLOCK = 256  # positions whose logits exist at a time in `most_likely`: 150 MB of 152k float32
 
 
 def resolve_engine(engine, degree, config, num_ranks):

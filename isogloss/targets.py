@@ -10,7 +10,7 @@ from isogloss.evaluate import SpellingIds
 from isogloss.loss_table import LOSSES, DistillationLoss
 from isogloss.objective import TeacherTarget, weigh_samples
 from isogloss.sample import TextEncoder
-from isogloss.specs import TeacherSpec
+from isogloss.specs import BLOCK, TeacherSpec
 from isogloss.teachers import TeacherSource
 from losses import teacher_importance
 from teacher_mixing import teacher_scores, teacher_weights
@@ -18,7 +18,6 @@ from tiles import TeacherBlocks
 
 # What --teacher_weights asks of a teacher: "select" compares cross-entropies.
 SCORE_KINDS = {"ce": "ce", "entropy": "entropy", "max_prob": "max_prob", "select": "ce"}
-BLOCK = 256  # positions whose logits exist at a time: 150 MB of 152k float32; not tuned
 
 
 @dataclass
