@@ -279,7 +279,9 @@ def gathered_halo_and_gradient(chunk_S, chunk_T, values_SX, weight_SX):
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_halo_arrives_at_its_owner_and_its_gradient_at_its_holder(size):
     torch.manual_seed(0)
-    chunk_S = torch.tensor([[0, 1, 1, 1, 1, 1, 2, 2, 3, 4, 4, 4]])
+    # A chunk over three of four shards, also cut by the boundary of two; a second cut chunk.
+    chunk_S = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3]])
+    assert len(sequence_shard(chunk_S, chunk_S, 0, size).halo_index) > 0
     values_SX = torch.randn(12, 3)
     weight_SX = torch.randn(12, 3)
     results = ranks.run(
