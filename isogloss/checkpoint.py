@@ -175,7 +175,8 @@ def needs_conversion(checkpoint, layout):
     """Return whether a checkpoint was written in another layout; the engine must know at its start.
 
     Raises:
-        ValueError: one of the two layouts has ZeRO stage 0, which DeepSpeed does not convert.
+        ValueError: DeepSpeed 0.19.8 does not convert from or to ZeRO stage 0, nor from stage 3 to
+            stages 1 and 2 (IndexError while it loads the optimizer).
     """
     saved = position_of(checkpoint)["layout"]
     if saved == layout:
@@ -185,6 +186,11 @@ def needs_conversion(checkpoint, layout):
             f"--resume: {checkpoint} has another layout ({_differences(saved, layout)}), and "
             "checkpoints cannot be converted from or to ZeRO stage 0; use the same layout, or "
             "stages 1 to 3 on both sides"
+        )
+    if saved["zero_stage"] == 3 and layout["zero_stage"] != 3:
+        raise ValueError(
+            f"--resume: {checkpoint} was written with ZeRO stage 3, which cannot be converted to "
+            f"stage {layout['zero_stage']}; resume with stage 3"
         )
     return True
 
