@@ -764,11 +764,9 @@ def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
     start = s_num = t_num = 0
     has_gap = in_doubt = False
     while True:
-        while s < len(s_ids) and s_begin[s] < 0:  # control tokens
-            s += 1
-        while t < len(t_ids) and t_begin[t] < 0:
-            t += 1
         if s_reached <= t_reached:  # the next piece of the side that is behind: a gap or a token
+            while s < len(s_ids) and s_begin[s] < 0:  # control tokens
+                s += 1
             place = s_begin[s] if s < len(s_ids) else text_bytes
             if place > s_reached:
                 s_reached = place
@@ -782,6 +780,8 @@ def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
                 s += 1
                 s_num += 1
         else:
+            while t < len(t_ids) and t_begin[t] < 0:
+                t += 1
             place = t_begin[t] if t < len(t_ids) else text_bytes
             if place > t_reached:
                 t_reached = place
