@@ -119,6 +119,7 @@ class TokenTable:
             raise ValueError(f"{kind} is not a fast tokenizer: a tokenizer.json is needed")
 
         vocab = backend.get_vocab(with_added_tokens=True)
+        # ids may have holes, so the table is as long as the largest id asks for
         tokens = [""] * (max(vocab.values(), default=-1) + 1)
         for token, i in vocab.items():
             tokens[i] = token
@@ -133,7 +134,6 @@ class TokenTable:
         for i, added in added_tokens.items():
             pieces[i] = added.content.encode()
             special[i] = added.special and not TEXT_MARKER.match(added.content)
-
         unk = getattr(tokenizer, "unk_token_id", None)
         if unk is None:  # a bare `tokenizers.Tokenizer` knows this role alone
             unk = vocab.get(getattr(backend.model, "unk_token", None))
@@ -174,6 +174,7 @@ class TokenTable:
                 break
         roles = {"bos": bos, "eos": eos, "pad": pad, "unk": unk, "end_of_turn": end_of_turn}
         for role, i in roles.items():
+            # a token in a role is a control token, even if the tokenizer does not mark it as one
             roles[role] = -1 if i is None else int(i)
             if roles[role] >= 0:
                 special[roles[role]] = True
@@ -185,6 +186,7 @@ class TokenTable:
 
 def _family(backend):
     """Return how a tokenizer writes bytes in its vocabulary, read off its components."""
+    # the parts of a tokenizer may be nested; their repr names them all
     components = repr([backend.decoder, backend.pre_tokenizer, backend.normalizer])
     if "ByteLevel(" in components:
         return "byte_level"
@@ -202,6 +204,7 @@ def _token_bytes(tokens, family, model):
     if family == "wordpiece":
         prefix = model.continuing_subword_prefix
         return [_wordpiece_bytes(token, prefix) for token in tokens]
+    # some BPE models mark the end of a word (</w>), which stands for no byte
     suffix = getattr(model, "end_of_word_suffix", None) or ""
     tokens = [token.removesuffix(suffix) for token in tokens]
     if family == "byte_level":
@@ -222,7 +225,7 @@ def _byte_level_bytes(tokens):
             pieces += _byte_level_bytes([token])
         return pieces
     pieces = []
-    begin = 0
+    begin = 0  # of the token in `raw`: one byte per character
     for token in tokens:
         end = begin + len(token)
         pieces.append(raw[begin:end])
@@ -245,7 +248,7 @@ def _wordpiece_bytes(token, prefix):
 
 # --- the place of each token in the text ----------------------------------------------------------
 
-# kinds of Located
+# kinds of Located; numbers and no enum, because numba compiles constants
 EXACT = 0
 SPACE = 1
 NORMALIZED = 2
@@ -315,6 +318,7 @@ def _as_decoded(ids, table, text):
         invalid_spans.append((error.start, error.end))
         return "\ufffd", error.end
 
+    # registered anew in every call, since the handler writes to this call's list
     codecs.register_error("align.note_invalid", note_invalid)
     decoded = raw.decode(errors="align.note_invalid")
     lead = len(decoded) - len(text)  # 1: the tokens spell a space in front
@@ -340,6 +344,7 @@ def _as_decoded(ids, table, text):
     kind = np.where(has_invalid, NORMALIZED, EXACT).astype(np.int8)
     if lead:
         kind[np.argmax(raw_end > 0)] = SPACE
+    # the space in front stands at byte -1, that is, before the text
     begin = np.maximum(position[raw_begin], 0)
     end = np.maximum(position[raw_end], 0)
     return Located(np.where(lengths < 0, -1, begin), np.where(lengths < 0, -1, end), kind)
@@ -400,6 +405,7 @@ def _by_bytes(ids, data, starts, lengths, text):
             continue
         first = starts[ids[k]]
         begin[k] = position
+        # the first token that has bytes spells the space in front
         if lead == 1 and size > 0:
             if data[first] != SPACE_BYTE:
                 return False, begin, end, kind
@@ -446,6 +452,7 @@ def _by_offsets(ids, lows, highs, special, data, starts, text):
     placed = 0  # bytes of the text that are accounted for
     first = 0  # first token of the group
     while first < n:
+        # a control token without characters stands for no text; unk has characters
         if special[ids[first]] and lows[first] >= highs[first]:
             first += 1
             continue
@@ -564,8 +571,7 @@ def checked_ids(ids, table):
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(table):
         raise ValueError(
             f"ids from {ids.min()} to {ids.max()}, but the tokenizer has 0 to {len(table) - 1}: "
-            "pass the table of the tokenizer that made the ids"
-        )
+            "pass the table of the tokenizer that made the ids")
     return ids
 
 
@@ -585,6 +591,7 @@ def _locate_in_common_spelling(student_ids, teacher_ids, student_table, teacher_
         teacher = Located(*_places(teacher_ids, t_table.lengths))
         return len(s_spelled), student, teacher
 
+    # the shorter spelling is the text: the other may have one space more in front
     text = min(s_spelled, t_spelled, key=len)
     student = _located_by_bytes(student_ids, s_table, text)
     teacher = _located_by_bytes(teacher_ids, t_table, text)
@@ -649,8 +656,7 @@ def _with_pair(alignment, student_token, teacher_token):
         student_tokens=np.append(alignment.student_tokens, 1),
         teacher_tokens=np.append(alignment.teacher_tokens, 1),
         exact=np.append(alignment.exact, True),
-        same_bytes=np.append(alignment.same_bytes, True),
-    )
+        same_bytes=np.append(alignment.same_bytes, True))
 
 
 # results of comparing the bytes of a chunk's two sides
@@ -662,11 +668,7 @@ DIFFERENT = 2
 
 @njit(cache=True)
 def _next_byte(ids, starts, token, stop, byte, byte_stop):
-    """Go on to the next token that has bytes, if those of the last one are used up.
-
-    Returns:
-        (next token to read, next byte, end of the bytes of its token); byte == end: no more bytes.
-    """
+    """Return (next token to read, next byte, end of its token's bytes); byte == end: none left."""
     while byte == byte_stop and token < stop:
         byte = starts[ids[token]]
         byte_stop = starts[ids[token] + 1]
@@ -684,6 +686,7 @@ def _compare_bytes(s_ids, s, s_stop, s_data, s_starts, t_ids, t, t_stop, t_data,
         lead -= t_starts[t_ids[k] + 1] - t_starts[t_ids[k]]
     if lead < -1 or lead > 1:
         return DIFFERENT
+    # one byte more: it has to be a space in front
     s, s_byte, s_byte_stop = _next_byte(s_ids, s_starts, s, s_stop, 0, 0)
     t, t_byte, t_byte_stop = _next_byte(t_ids, t_starts, t, t_stop, 0, 0)
     if lead == 1:
@@ -698,7 +701,7 @@ def _compare_bytes(s_ids, s, s_stop, s_data, s_starts, t_ids, t, t_stop, t_data,
         s, s_byte, s_byte_stop = _next_byte(s_ids, s_starts, s, s_stop, s_byte, s_byte_stop)
         t, t_byte, t_byte_stop = _next_byte(t_ids, t_starts, t, t_stop, t_byte, t_byte_stop)
         if s_byte == s_byte_stop or t_byte == t_byte_stop:
-            return lead
+            return lead  # both are used up, since the rest was equally long
         if s_data[s_byte] != t_data[t_byte]:
             return DIFFERENT
         s_byte += 1
@@ -745,30 +748,25 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
             exact, same_bytes[:num_chunks].copy(), normalized, unencodable)
 
 
+# the two sides are written out, and nothing is called per token: counting the references of
+# array arguments would take numba longer than the token
 @njit(cache=True)
 def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
                  t_ids, t_begin, t_end, t_kind, t_data, t_starts, text_bytes,
                  s_chunk, t_chunk, counts, same_bytes):
     """Do the pass of `_merge` and write its arrays.
 
-    The two sides are spelled out, and nothing is called per token: a call with arrays costs numba
-    more than a token does.
-
     Returns:
         (number of chunks, normalized bytes, unencodable bytes)
     """
     num_chunks = normalized = unencodable = 0
     s = t = s_reached = t_reached = 0  # next token; bytes of the text accounted for
-    # the open chunk: its begin; its tokens, which are the last ones taken; whether no token spells
-    # a byte of it; whether a token may spell something else
-    start = s_num = t_num = 0
-    has_gap = in_doubt = False
+    start = s_num = t_num = 0  # the open chunk: its begin, and its tokens, the last ones taken
+    has_gap = in_doubt = False  # no token spells a byte of it; a token may spell something else
     while True:
-        while s < len(s_ids) and s_begin[s] < 0:  # control tokens
-            s += 1
-        while t < len(t_ids) and t_begin[t] < 0:
-            t += 1
         if s_reached <= t_reached:  # the next piece of the side that is behind: a gap or a token
+            while s < len(s_ids) and s_begin[s] < 0:  # control tokens
+                s += 1
             place = s_begin[s] if s < len(s_ids) else text_bytes
             if place > s_reached:
                 s_reached = place
@@ -782,6 +780,8 @@ def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
                 s += 1
                 s_num += 1
         else:
+            while t < len(t_ids) and t_begin[t] < 0:
+                t += 1
             place = t_begin[t] if t < len(t_ids) else text_bytes
             if place > t_reached:
                 t_reached = place
@@ -797,6 +797,7 @@ def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
         # go on unless both are at a boundary and more than tokens of no bytes on one side is taken
         if s_reached != t_reached or (s_reached == start and (s_num == 0 or t_num == 0)):
             continue
+        # bytes are compared only where a token may spell something else than its place in the text
         verdict = DIFFERENT if has_gap else SAME
         if in_doubt and not has_gap:
             verdict = _compare(s_ids, s_kind, s - s_num, s, s_data, s_starts,
@@ -824,12 +825,7 @@ def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
 
 
 class PlacedAlignment(NamedTuple):
-    """Alignment of one text among several that the sequences of tokens hold.
-
-    Attributes:
-        student_token, teacher_token: its first token on either side.
-        alignment: Alignment of its tokens.
-    """
+    """Alignment of one text among several, and its first token on either side."""
 
     student_token: int
     teacher_token: int
@@ -870,12 +866,9 @@ def _write_chunks(whole, first, chunk, num_before):
 
 
 class Region(NamedTuple):
-    """Stretch of bytes that two different texts have in common.
+    """Bytes that two different texts have in common: the first byte in either text, and how many.
 
-    Attributes:
-        student_byte, teacher_byte: its first byte in the text of either side.
-        num_bytes: its length.
-        end_pair: (student token, teacher token) that end the message on either side, or None.
+    end_pair: (student token, teacher token) that end the message on either side, or None.
     """
 
     student_byte: int
@@ -907,6 +900,7 @@ def align_regions(student_ids, teacher_ids, student, teacher, regions, student_t
             student_table, teacher_table, num_bytes, pair_eos=False)
         placed.append(PlacedAlignment(s_low, t_low, alignment))
         if end_pair:
+            # what ends a message on either side is a chunk of its own, without bytes
             pair = _with_pair(_no_chunks(1, 1, text_bytes=0), 0, 0)
             placed.append(PlacedAlignment(*end_pair, pair))
     return join(placed, len(student_ids), len(teacher_ids))
@@ -950,6 +944,7 @@ def align_batch(student_ids, teacher_ids, student_table, teacher_table, student_
         s_doc = _documents(student_doc, b, s_ids, student_table)
         t_doc = _documents(teacher_doc, b, t_ids, teacher_table)
         placed = []
+        # a document that only one side has is left out
         for number in np.intersect1d(s_doc[s_doc >= 0], t_doc[t_doc >= 0]):
             s_tokens = np.flatnonzero(s_doc == number)
             t_tokens = np.flatnonzero(t_doc == number)
@@ -994,6 +989,7 @@ def common_cut(chunks, limits):
     student_limit, teacher_limit = limits
     if len(student_chunk) <= student_limit and len(teacher_chunk) <= teacher_limit:
         return [len(student_chunk), len(teacher_chunk)]
+    # both sides have the same chunks in the same order, so that ends pair up
     student_ends = _chunk_ends(student_chunk)
     teacher_ends = _chunk_ends(teacher_chunk)
     fits = np.flatnonzero((student_ends <= student_limit) & (teacher_ends <= teacher_limit))
@@ -1024,7 +1020,7 @@ def coverage(alignments):
     """
     if isinstance(alignments, Alignment):
         alignments = [alignments]
-    alignments = list(alignments)
+    alignments = list(alignments)  # it is gone through more than once
     shapes = np.zeros((2, 2), np.int64)  # [several student tokens, several teacher tokens]
     text_bytes = 0
     chunk_bytes = 0
@@ -1102,7 +1098,7 @@ def view(alignment, student_ids, teacher_ids, student_table, teacher_table, colo
             used = 0
         top += _painted(student_text.ljust(size), cell.chunk, color)
         bottom += _painted(teacher_text.ljust(size), cell.chunk, color)
-        used += size
+        used += size  # may exceed the width by one cell, if that alone is wider
     return [*lines, top, bottom]
 
 
@@ -1110,6 +1106,7 @@ def _cells(student, teacher):
     """Group the (chunk, token) pairs of both sides into cells, in reading order."""
     cells = []
     while student or teacher:
+        # tokens without chunk first: they stand before the next chunk of their side
         dropped = Cell(-1, _take(student, -1), _take(teacher, -1))
         if dropped.student or dropped.teacher:
             cells.append(dropped)

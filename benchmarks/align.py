@@ -1,8 +1,8 @@
-"""How fast is align.py?  Prints a table; figures of record are in docs/LOG.md.
+"""Measure how fast align.py is and print a table; figures of record are in docs/LOG.md.
 
     python benchmarks/align.py --student DIR --teacher DIR [--tokens 4096]
 
-Every figure is the best of several runs in one process: what the code needs when nothing disturbs it.
+Every figure is the best of several runs in one process, so it is the time of the undisturbed code.
 """
 
 import sys
@@ -17,11 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from align import TokenTable, align
 from align_dp import align_dp
 
+HEADER = ("text, student tokens", "tokenize ms", "align ms", "M tokens/s", "of tokenizing",
+          "align_dp ms")
+
 
 def best(run, seconds=2.0):
-    """Seconds of the fastest call."""
+    """Return the seconds of the fastest call; the first call, which may compile, does not count."""
     run()
-    times, end = [], time.perf_counter() + seconds
+    times = []
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         begin = time.perf_counter()
         run()
@@ -29,39 +33,66 @@ def best(run, seconds=2.0):
     return min(times)
 
 
+def sample_texts(tokens, long):
+    """Return {name: (text, student tokens to keep)}; long enough for any tokenizer."""
+    prose = " ".join(text for _, text in sorted(topics.topics.items()))[: 8 * long]
+    rng = np.random.default_rng(0)
+    digits = "".join(map(str, rng.integers(0, 10, 4 * long)))
+    # any of the CJK unified ideographs: many tokens are single bytes of a character
+    ideographs = "".join(map(chr, rng.integers(0x4E00, 0x9FA5, 2 * long)))
+    return {
+        f"English, {tokens}": (prose, tokens),
+        f"English, {long}": (prose, long),
+        f"one word again and again, {long}": ("the " * long, long),
+        f"random digits, {long}": (digits, long),
+        f"Chinese, {long}": (ideographs, long),
+    }
+
+
+def measure(name, text, limit, pair, tables):
+    """Return one line of the table as strings."""
+    ids = encode(pair[0], text)[:limit]
+    # cut after whole characters; a space that the tokenizer put in front is no text
+    text = tables[0].decode(ids).decode(errors="ignore").removeprefix(" ")
+    ids = [np.array(encode(tokenizer, text)) for tokenizer in pair]
+    coding = best(lambda: [encode(tokenizer, text) for tokenizer in pair])
+    aligning = best(lambda: align(*ids, *tables))
+    dynamic = best(lambda: align_dp(*ids, *tables))
+    speed = (len(ids[0]) + len(ids[1])) / aligning / 1e6
+    return (name, f"{coding * 1e3:.2f}", f"{aligning * 1e3:.3f}", f"{speed:.1f}",
+            f"{aligning / coding:.1%}", f"{dynamic * 1e3:.1f}")
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def print_table(lines):
+    """Print lines of strings as a Markdown table without its rule."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("| " + " | ".join(map(str.ljust, line, widths)) + " |")
+
+
 def main(student, teacher, tokens=4096, long=16384):
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # slow to import, so that --help does not wait for it
 
     begin = time.perf_counter()
     pair = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
     loaded = time.perf_counter()
     tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in pair]
+    built = time.perf_counter()
     print(f"{student} -> {teacher}; tokenizers loaded in {loaded - begin:.2f} s, "
-          f"tables of {len(tables[0])} and {len(tables[1])} entries in {time.perf_counter() - loaded:.2f} s")
-    prose = " ".join(text for _, text in sorted(topics.topics.items()))[: 8 * long]
-    rng = np.random.default_rng(0)
-    samples = {f"English, {tokens}": (prose, tokens), f"English, {long}": (prose, long),
-               f"one word again and again, {long}": ("the " * long, long),
-               f"random digits, {long}": ("".join(map(str, rng.integers(0, 10, 4 * long))), long),
-               f"Chinese, {long}": ("".join(map(chr, rng.integers(0x4E00, 0x9FA5, 2 * long))), long)}
-    rows = [("text, student tokens", "tokenize ms", "align ms", "M tokens/s", "of tokenizing", "align_dp ms")]
-    for name, (text, limit) in samples.items():
-        ids = pair[0](text, add_special_tokens=False, verbose=False)["input_ids"][:limit]
-        text = tables[0].decode(ids).decode(errors="ignore").removeprefix(" ")
-        ids = [t(text, add_special_tokens=False, verbose=False)["input_ids"] for t in pair]
-        ids = [np.array(row) for row in ids]
-        coding = best(lambda: [t(text, add_special_tokens=False, verbose=False) for t in pair])
-        aligning = best(lambda: align(*ids, *tables))
-        slow = best(lambda: align_dp(*ids, *tables))
-        count = len(ids[0]) + len(ids[1])
-        rows.append((name, f"{coding * 1e3:.2f}", f"{aligning * 1e3:.3f}", f"{count / aligning / 1e6:.1f}",
-                     f"{aligning / coding:.1%}", f"{slow * 1e3:.1f}"))
+          f"tables of {len(tables[0])} and {len(tables[1])} entries in {built - loaded:.2f} s")
+
+    lines = [HEADER]
+    for name, (text, limit) in sample_texts(tokens, long).items():
+        lines.append(measure(name, text, limit, pair, tables))
+    # padding has to cost next to nothing
     pad = np.full(long, max(tables[0].pad, tables[0].eos))
     padding = best(lambda: align(pad, pad[:0], *tables))
-    rows.append((f"all padding, {long}", "", f"{padding * 1e3:.3f}", "", "", ""))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("| " + " | ".join(map(str.ljust, row, widths)) + " |")
+    lines.append((f"all padding, {long}", "", f"{padding * 1e3:.3f}", "", "", ""))
+    print_table(lines)
 
 
 if __name__ == "__main__":

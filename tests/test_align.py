@@ -365,7 +365,7 @@ def test_any_text_by_any_two_trained_tokenizers(zoo):
 
 
 def test_the_sign_that_sentencepiece_writes_for_a_space(zoo):
-    """A text that holds U+2581 itself comes back with a space in its place: normalized, and nothing else is."""
+    """U+2581 in a text comes back as a space: it counts as normalized, and nothing else does."""
     for kinds in permutations(["bpe", "unigram"]):
         pair, tables = zip(*[zoo[kind] for kind in kinds])
         for text in ("\u2581", "the \u2581 value", "a\u2581b", "\u2581\u2581 the"):
@@ -434,7 +434,7 @@ def test_other_text_is_never_aligned(tokenizers, tables):
 
 
 def test_sampled_ids_align_with_their_decoded_text(tables, tokenizers):
-    """A model may sample any spelling, half characters included; the teacher reads the decoded text."""
+    """A model may sample any spelling, even half characters; the teacher reads the decoded text."""
     student, teacher = tables
     rng = random.Random(0)
     halves = [i for i, token in enumerate(student.tokens) if token.startswith("<0x")]

@@ -16,7 +16,7 @@ cuts = st.lists(st.integers(0, 10**6), max_size=30)
 
 
 def brute_force(s, t, most):
-    """Most canonical bytes (times 64, plus chunks) that moves 1:1, 1:k, k:1 can match; plain recursion."""
+    """Return the best score (64 per canonical byte, 1 per chunk) of moves 1:1, 1:k and k:1."""
     best = np.zeros((len(s) + 1, len(t) + 1), int)
     for i in range(len(s) + 1):
         for j in range(len(t) + 1):
