@@ -1,4 +1,7 @@
-"""cpu_kernels.py against the plain path of losses.py, which the other tests hold to the definitions."""
+"""Compare cpu_kernels.py with the torch path of losses.py.
+
+The other tests compare that path with the definitions.
+"""
 
 import multiprocessing
 import os
@@ -12,57 +15,113 @@ import cpu_kernels
 import losses
 
 LOSSES = "piece_kl", "gold", "gold_reverse", "uld"
+# Largest logits by seed: from nearly uniform to probabilities that float32 cannot tell from 0.
+SPREADS = (1, 4, 30, 200)
+# From here on float64 sees probabilities that are 0 in float32, so the reference is float32 too.
+WIDE_SPREAD = 30
+# Of student and teacher: either side has the larger one.
+VOCAB_SIZES = [(9, 12), (12, 7), (5, 14)]
+# Of student and teacher; None: the same.
+TEMPERATURES = [(0.5, None), (1.0, 1.5), (3.0, None)]
 
 
 def loss_of(name, case, tau):
-    """(x, y) -> sum, weighted by position."""
-    ids, common = (*case.next, *case.chunk), common_of(case)
-    weight = torch.rand(case.next[0].shape, generator=torch.Generator().manual_seed(0))
-    if name == "piece_kl":
+    """Return (x, y) -> sum of a loss, weighted by position."""
+    student_chunk, teacher_chunk = case.chunk
+    ids = (*case.next, *case.chunk)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(case.next[0].shape, generator=generator)
+
+    def piece_kl(x, y):
         terms = losses.piece_terms(*ids, case.spelling)
-        return lambda x, y: losses.piece_kl(x, y, *ids[:2], terms, case.spelling, tau, weight)[0]
-    if name == "uld":
-        return lambda x, y: losses.uld(x, y, *ids, tau, weight_BS=weight)[0]
-    how = dict(uncommon_topk=3, reverse=name == "gold_reverse", weight_BS=weight)
-    return lambda x, y: losses.gold(x, y, *case.chunk, *common, tau, **how)[0]
+        value, _ = losses.piece_kl(x, y, *case.next, terms, case.spelling, tau, weight)
+        return value
+
+    def uld(x, y):
+        value, _ = losses.uld(x, y, *ids, tau, weight_BS=weight)
+        return value
+
+    def gold(x, y):
+        common_V, common_W = common_of(case)
+        value, _ = losses.gold(
+            x, y,
+            student_chunk, teacher_chunk,
+            common_V, common_W,
+            tau,
+            uncommon_topk=3,  # not all that are left
+            reverse=name == "gold_reverse",
+            weight_BS=weight,
+        )
+        return value
+
+    return {"piece_kl": piece_kl, "uld": uld, "gold": gold, "gold_reverse": gold}[name]
+
+
+def value_and_gradient(loss, x, y):
+    """Return the loss of leaf x and its gradient, both float64."""
+    leaf = x.detach().requires_grad_()
+    value = loss(leaf, y)
+    d = gradient(value, leaf)
+    return value.detach().double(), d.double()
+
+
+def compiled(loss, x, y, monkeypatch):
+    monkeypatch.setattr(losses, "HAS_KERNELS", True)
+    return value_and_gradient(loss, x, y)
+
+
+def plain(loss, x, y, monkeypatch):
+    monkeypatch.setattr(losses, "HAS_KERNELS", False)
+    return value_and_gradient(loss, x, y)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_compiled_rows_equal_the_plain_path(name, monkeypatch):
-    """Values and gradients, for chunks of any shape; rows without a chunk may hold NaN.
+    """Values and gradients are equal for chunks of any shape; rows without a chunk may hold NaN.
 
-    Against float64 where float32 can tell all probabilities from 0, else against float32.
+    The reference is float64 where float32 can tell all probabilities from 0, else float32.
     """
     for seed in range(24):
-        case = Case(seed, samples=3, sizes=[(9, 12), (12, 7), (5, 14)][seed % 3])
-        spread = (1, 4, 30, 200)[seed % 4]
-        x, y = [(spread * side.detach()).float() for side in (case.x, case.y)]
-        x[case.chunk[0] < 0], y[case.chunk[1] < 0] = torch.nan, torch.nan
-        loss, found = loss_of(name, case, (0.5, 1.0, 3.0)[seed % 3]), []
-        reference = torch.float64 if spread < 30 else torch.float32
-        for compiled, dtype in ((True, torch.float32), (False, reference)):
-            monkeypatch.setattr(losses, "HAS_KERNELS", compiled)
-            leaf = x.to(dtype).requires_grad_()
-            value = loss(leaf, y.to(dtype))
-            found.append((value.detach().double(), gradient(value, leaf).double()))
-        (value, d), (expected, wanted) = found
-        # beyond: what is just above the smallest float32 on one path and below it on the other
-        precision = 5e-6 if spread < 30 else 5e-4
-        assert abs(value - expected) <= 2e-6 * abs(expected).clamp(min=1), (seed, value, expected)
-        assert (d - wanted).norm() <= precision * (1 + wanted.norm()), seed
-        assert torch.equal(d[case.chunk[0] < 0], wanted[case.chunk[0] < 0]), seed
+        sizes = VOCAB_SIZES[seed % 3]
+        spread = SPREADS[seed % 4]
+        tau = (0.5, 1.0, 3.0)[seed % 3]
+        case = Case(seed, samples=3, sizes=sizes)
+        x = (spread * case.x.detach()).float()
+        y = (spread * case.y.detach()).float()
+        no_chunk = case.chunk[0] < 0
+        x[no_chunk] = torch.nan
+        y[case.chunk[1] < 0] = torch.nan
+        loss = loss_of(name, case, tau)
+        reference = torch.float64 if spread < WIDE_SPREAD else torch.float32
+        value, d = compiled(loss, x, y, monkeypatch)
+        expected, expected_d = plain(loss, x.to(reference), y.to(reference), monkeypatch)
+
+        # where it is wide, a probability may be above the smallest float32 on one path alone
+        precision = 5e-6 if spread < WIDE_SPREAD else 5e-4
+        limit = 2e-6 * abs(expected).clamp(min=1)
+        assert abs(value - expected) <= limit, (seed, value, expected)
+        error = (d - expected_d).norm()
+        d_norm = expected_d.norm()
+        assert error <= precision * (1 + d_norm), (seed, error, d_norm)
+        assert torch.equal(d[no_chunk], expected_d[no_chunk]), seed
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_a_chunk_there_is_nothing(name):
-    """Rows without a chunk, and a teacher without rows."""
-    for rows in (None, 0):
+    """The loss is 0 for rows without a chunk, and for a teacher without rows."""
+    for num_teacher_rows in (None, 0):
         case = Case(0)
-        case.chunk = [torch.full_like(side, -1) for side in case.chunk]
-        case.chunk[1], case.next[1], case.y = [x[:, :rows] for x in (case.chunk[1], case.next[1], case.y)]
-        x, y = case.x.detach().float().requires_grad_(), case.y.float()
+        student_chunk, teacher_chunk = case.chunk
+        no_chunk = torch.full_like(teacher_chunk, -1)
+        kept = slice(num_teacher_rows)
+        case.chunk[0] = torch.full_like(student_chunk, -1)
+        case.chunk[1] = no_chunk[:, kept]
+        case.next[1] = case.next[1][:, kept]
+        x = case.x.detach().float().requires_grad_()
+        y = case.y[:, kept].float()
         value = loss_of(name, case, 1.0)(x, y)
-        assert value == 0 and (gradient(value, x) == 0).all()
+        assert value == 0
+        assert (gradient(value, x) == 0).all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -70,149 +129,263 @@ def test_without_a_chunk_there_is_nothing(name):
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_one_logit_that_is_no_number_is_reported(name, side, wrong):
     case = Case(3, samples=3, sizes=(9, 12))
-    logits = [case.x.detach().float(), case.y.float()]
-    sample, position = (case.chunk[side] >= 0).nonzero()[0]  # where a chunk begins
+    x = case.x.detach().float()
+    y = case.y.float()
+    logits = [x, y]
+    in_chunk = case.chunk[side] >= 0
+    sample, position = in_chunk.nonzero()[0]  # where a chunk begins
     logits[side][sample, position, 3] = wrong
-    x = logits[0].requires_grad_()
-    value = loss_of(name, case, 1.0)(x, logits[1])
-    assert value.isnan() and gradient(value, x).isnan().any()
+    x.requires_grad_()
+    value = loss_of(name, case, 1.0)(x, y)
+    assert value.isnan()
+    assert gradient(value, x).isnan().any()
 
 
-DIVERGENCES = [(name, c) for name in ("generalized_jsd", "skew_forward_kl", "skew_reverse_kl")
-               for c in (0.0, 0.3, 1.0)]
-DIVERGENCES += [(name, 0.0) for name in ("forward_kl", "reverse_kl", "total_variation")]
+DIVERGENCES = [
+    ("forward_kl", 0.0),
+    ("reverse_kl", 0.0),
+    ("total_variation", 0.0),
+]
+# the ends 0 and 1 of the coefficient are kernels of their own, without a mixture
+for mixture_name in ("generalized_jsd", "skew_forward_kl", "skew_reverse_kl"):
+    for mixture_coefficient in (0.0, 0.3, 1.0):
+        DIVERGENCES.append((mixture_name, mixture_coefficient))
 
 
 @pytest.mark.parametrize("name,coefficient", DIVERGENCES)
 def test_divergences_equal_the_plain_path(name, coefficient, monkeypatch):
-    """Against float64 where float32 can tell all probabilities from 0, else against float32."""
+    """The reference is float64 where float32 can tell all probabilities from 0, else float32."""
     for seed in range(12):
         torch.manual_seed(seed)
-        spread, taus = (1, 4, 30, 500)[seed % 4], [(0.5, None), (1.0, 1.5), (3.0, None)][seed % 3]
-        V, weight = (9, 1000, 1536)[seed % 3], torch.rand(2, 5)
-        x, y = [spread * torch.randn(2, 5, V) for _ in range(2)]
-        x[0, 0, 0] = y[0, 1, 1] = x[0, 2, 2] = y[0, 2, 2] = -torch.inf
-        mask, found = torch.rand(2, 5) < 0.7, []
+        spread = (1, 4, 30, 500)[seed % 4]
+        taus = TEMPERATURES[seed % 3]
+        # less than a block, a block and a remainder, whole blocks
+        V = (9, 1000, 1536)[seed % 3]
+        shape = (2, 5, V)
+        weight = torch.rand(2, 5)
+        x = spread * torch.randn(shape)
+        y = spread * torch.randn(shape)
+        # tokens that the student, the teacher or both exclude
+        x[0, 0, 0] = -torch.inf
+        y[0, 1, 1] = -torch.inf
+        x[0, 2, 2] = -torch.inf
+        y[0, 2, 2] = -torch.inf
+        mask = torch.rand(2, 5) < 0.7
         mask[0] = True
-        x[~mask], y[~mask] = torch.nan, torch.nan
-        reference = torch.float64 if spread < 30 else torch.float32
-        for compiled, dtype in ((True, torch.float32), (False, reference)):
-            monkeypatch.setattr(losses, "HAS_KERNELS", compiled)
-            leaf = x.to(dtype).requires_grad_()
-            value = losses.position_divergence(name, leaf, y.to(dtype), mask, *taus, weight_BS=weight,
-                                               coefficient=coefficient)[0]
-            found.append((value.detach().double(), gradient(value, leaf).double()))
-        (value, d), (expected, wanted) = found
-        assert abs(value - expected) <= 2e-6 * abs(expected).clamp(min=1), (seed, value, expected)
-        assert (d - wanted).norm() <= 1e-5 * (1 + wanted.norm()), (seed, (d - wanted).norm(), wanted.norm())
+        x[~mask] = torch.nan
+        y[~mask] = torch.nan
+
+        def loss(x, y, mask=mask, taus=taus, weight=weight):
+            value, _ = losses.position_divergence(
+                name, x, y, mask, *taus, weight_BS=weight, coefficient=coefficient
+            )
+            return value
+
+        reference = torch.float64 if spread < WIDE_SPREAD else torch.float32
+        value, d = compiled(loss, x, y, monkeypatch)
+        expected, expected_d = plain(loss, x.to(reference), y.to(reference), monkeypatch)
+        limit = 2e-6 * abs(expected).clamp(min=1)
+        assert abs(value - expected) <= limit, (seed, value, expected)
+        error = (d - expected_d).norm()
+        d_norm = expected_d.norm()
+        assert error <= 1e-5 * (1 + d_norm), (seed, error, d_norm)
         assert (d[~mask] == 0).all()
-    monkeypatch.undo()
-    for side in range(2):
-        logits = [torch.randn(1, 3, 700) for _ in range(2)]
-        logits[side][0, 1, 600] = torch.nan
-        x = logits[0].requires_grad_()
-        value = losses.position_divergence(name, x, logits[1], None, coefficient=coefficient)[0]
-        assert value.isnan() or (name, coefficient) in (("skew_forward_kl", 1), ("skew_reverse_kl", 1))
-    with pytest.raises(ValueError, match="logits .* of the student"):
-        losses.position_divergence(name, x, logits[1][..., :-1], None, coefficient=coefficient)
 
 
-def test_large_vocabularies_equal_the_plain_path(monkeypatch):
-    """Blocks that do and do not end with the row; against float64."""
+@pytest.mark.parametrize("name,coefficient", DIVERGENCES)
+def test_divergences_report_nan_and_unequal_vocabularies(name, coefficient):
+    # these two compare a model with itself, whatever the other one's logits are
+    compares_nothing = (name, coefficient) in (("skew_forward_kl", 1), ("skew_reverse_kl", 1))
     torch.manual_seed(0)
-    V, W, N, E = 20_011, 30_208, 5, 15_000
-    x, y = torch.randn(1, N, V) * 2, torch.randn(1, N, W) * 2
-    chunk = torch.tensor([[0, 0, 1, 2, -1]]), torch.tensor([[0, 1, 1, 2, 3]])
-    next_ = torch.randint(V, (1, N)), torch.randint(W, (1, N))
-    event_V, event_W = [torch.cat([torch.randperm(E), torch.randint(-1, E, (n - E,))]) for n in (V, W)]
-    common = torch.randperm(V)[:15_000], torch.randperm(W)[:15_000]
+    for side in range(2):
+        x = torch.randn(1, 3, 700)
+        y = torch.randn(1, 3, 700)
+        logits = (x, y)[side]
+        logits[0, 1, 600] = torch.nan  # behind the first block
+        x.requires_grad_()
+        value, _ = losses.position_divergence(name, x, y, None, coefficient=coefficient)
+        assert value.isnan() or compares_nothing
+    shorter = y[..., :-1]
+    with pytest.raises(ValueError, match=r"logits .* of the student"):
+        losses.position_divergence(name, x, shorter, None, coefficient=coefficient)
+
+
+def random_events(num_events, vocab_size):
+    """Return the event of each token: every event once, then any event or none (-1)."""
+    others = torch.randint(-1, num_events, (vocab_size - num_events,))
+    return torch.cat([torch.randperm(num_events), others])
+
+
+def test_large_vocabularies_equal_the_plain_path():
+    """Blocks end with the row on one side and not on the other; the reference is float64."""
+    torch.manual_seed(0)
+    V = 20_011
+    W = 30_208  # 59 blocks of 512
+    N = 5
+    num_events = 15_000
+    x = torch.randn(1, N, V) * 2
+    y = torch.randn(1, N, W) * 2
+    # chunk 0 has two student rows, chunk 1 two teacher rows; chunk 3 has no student row
+    student_chunk = torch.tensor([[0, 0, 1, 2, -1]])
+    teacher_chunk = torch.tensor([[0, 1, 1, 2, 3]])
+    chunk = (student_chunk, teacher_chunk)
+    next_V = torch.randint(V, (1, N))
+    next_W = torch.randint(W, (1, N))
+    next_ids = (next_V, next_W)
+    event_V = random_events(num_events, V)
+    event_W = random_events(num_events, W)
+    num_common = 15_000
+    common_V = torch.randperm(V)[:num_common]
+    common_W = torch.randperm(W)[:num_common]
+    common = (common_V, common_W)
+    # gold without common tokens compares the sorted rest alone
+    no_common = torch.zeros(2, 0, dtype=torch.long)
 
     def events(x, y):
-        rows = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 3])
-        spelling = losses.Spelling(event_V, event_W, E, *[None] * 8)
-        how = rows[0], y[0], rows[1], spelling, 1.5
-        return losses._WithDerivative.apply(x[0], rows[0], losses._event_kl, *how).sum()
+        row_C = torch.tensor([0, 2, 3])
+        teacher_row_C = torch.tensor([0, 1, 3])
+        unused = [None] * 8
+        spelling = losses.Spelling(event_V, event_W, num_events, *unused)
+        value_C = losses._WithDerivative.apply(
+            x[0], row_C, losses._event_kl, row_C, y[0], teacher_row_C, spelling, 1.5
+        )
+        return value_C.sum()
 
-    none = torch.zeros(2, 0, dtype=torch.long)
+    def gold_without_common(x, y):
+        value, _ = losses.gold(x, y, *chunk, *no_common)
+        return value
 
-    for loss in (events, lambda x, y: losses.gold(x, y, *chunk, *none)[0],
-                 lambda x, y: losses.gold(x, y, *chunk, *common, 1.5, 1000)[0],
-                 lambda x, y: losses.gold(x, y, *chunk, *common, uncommon_topk=10**6, reverse=True)[0],
-                 lambda x, y: losses.uld(x, y, *next_, *chunk)[0]):
-        found = []
-        for dtype in (torch.float32, torch.float64):  # float64 is not compiled
-            leaf = x.to(dtype).requires_grad_()
-            value = loss(leaf, y.to(dtype))
-            found.append((value.detach().double(), gradient(value, leaf).double()))
-        (value, d), (expected, wanted) = found
-        assert abs(value - expected) <= 1e-6 * abs(expected)
-        assert close(d, wanted, 1e-5)
+    def gold(x, y):
+        value, _ = losses.gold(x, y, *chunk, *common, 1.5, 1000)
+        return value
+
+    def gold_reverse(x, y):
+        value, _ = losses.gold(x, y, *chunk, *common, uncommon_topk=10**6, reverse=True)
+        return value
+
+    def uld(x, y):
+        value, _ = losses.uld(x, y, *next_ids, *chunk)
+        return value
+
+    for loss in (events, gold_without_common, gold, gold_reverse, uld):
+        value, d = value_and_gradient(loss, x, y)
+        # float64 is not compiled
+        expected, expected_d = value_and_gradient(loss, x.double(), y.double())
+        limit = 1e-6 * abs(expected)
+        assert abs(value - expected) <= limit, loss
+        assert close(d, expected_d, 1e-5), loss
+
+
+NO_TIES = 7  # from here on, rows of `awkward_rows` are random
 
 
 def awkward_rows():
-    """Probabilities of every kind: ties, zeros, subnormal, equal on both sides, all in one bin."""
+    """Return probabilities of every kind: ties, zeros, subnormal, equal sides, all in one bin."""
     torch.manual_seed(1)
-    p, q = torch.rand(12, 500) ** 20, torch.rand(12, 700) ** 20
-    p[0], q[0, :500] = 1 / 500, 1 / 500
-    p[1, ::2], q[1, :600] = 0, 0
-    q[2, 200:] = q[2, :500] = p[2][torch.randperm(500)]
-    p[3], q[3] = 1e-42, 2e-42
+    # the power spreads them over many bins
+    p = torch.rand(12, 500) ** 20
+    q = torch.rand(12, 700) ** 20
+    # one value
+    p[0] = 1 / 500
+    q[0, :500] = 1 / 500
+    # many zeros
+    p[1, ::2] = 0
+    q[1, :600] = 0
+    # the same numbers on both sides
+    permuted = p[2][torch.randperm(500)]
+    q[2, 200:] = permuted
+    q[2, :500] = permuted
+    # subnormal
+    p[3] = 1e-42
+    q[3] = 2e-42
+    # ties
     p[4] = (p[4] * 50).round() / 50
     q[4] = (q[4] * 50).round() / 50
-    p[5], q[5] = 0.25 + p[5] * 1e-7, 0.25 + q[5] * 1e-7
+    # all in one bin
+    p[5] = 0.25 + p[5] * 1e-7
+    q[5] = 0.25 + q[5] * 1e-7
     p[6] = 0
     return p, q
 
 
 @pytest.mark.parametrize("k", [1, 7, 499, 500, 600, 700])
 def test_sorted_distance_needs_no_sort(k, monkeypatch):
-    for a, b in (awkward_rows(), awkward_rows()[::-1]):
+    p, q = awkward_rows()
+    for a, b in ((p, q), (q, p)):
         value, d = cpu_kernels.sorted_distance(a, b, k)
         monkeypatch.setattr(losses, "HAS_KERNELS", False)
-        expected, wanted = losses._sorted_distance(a.double(), b.double(), k)
+        a = a.double()
+        b = b.double()
+        expected, expected_d = losses._sorted_distance(a, b, k)
         monkeypatch.undo()
         assert torch.allclose(value.double(), expected, rtol=1e-6, atol=1e-37)
         # which of equal entries has which sign is open
-        assert torch.allclose((d.double() * a).sum(1), (wanted * a).sum(1), rtol=1e-6, atol=1e-37)
-        clear = a[7:] > 1e-37  # rows without ties
-        assert torch.equal(d[7:].double()[clear], wanted[7:][clear])
+        d = d.double()
+        derivative_sum = (d * a).sum(1)
+        expected_sum = (expected_d * a).sum(1)
+        assert torch.allclose(derivative_sum, expected_sum, rtol=1e-6, atol=1e-37)
+        # subnormal entries may count as 0
+        normal = a > 1e-37
+        normal[:NO_TIES] = False
+        assert torch.equal(d[normal], expected_d[normal])
+
+
+def test_the_worked_example():
+    """The example of the section "sorted distance" has the result and the signs that it states."""
+    p = torch.tensor([[0.6, 0.3, 0.1]])
+    q = torch.tensor([[0.45, 0.40, 0.15]])
+    value, d = cpu_kernels.sorted_distance(p, q, 3)
+    assert abs(value.item() - 0.30) < 1e-6
+    assert d.tolist() == [[1, -1, -1]]
 
 
 def test_what_is_no_number_is_reported_and_stays_in_its_row():
-    p, q = torch.rand(3, 50), torch.rand(3, 60)
-    expected = cpu_kernels.sorted_distance(p, q, 60)[0]
+    p = torch.rand(3, 50)
+    q = torch.rand(3, 60)
+    expected, _ = cpu_kernels.sorted_distance(p, q, 60)
     p[1, 3] = -torch.nan
     value, d = cpu_kernels.sorted_distance(p, q, 60)
-    assert value.isnan().tolist() == [False, True, False] and d[1].isnan().all()
-    assert torch.equal(value[[0, 2]], expected[[0, 2]])
+    assert value.isnan().tolist() == [False, True, False]
+    assert d[1].isnan().all()
+    other_rows = [0, 2]
+    assert torch.equal(value[other_rows], expected[other_rows])
 
 
 def test_the_number_of_threads_does_not_change_a_bit():
     p, q = awkward_rows()
     threads = torch.get_num_threads()
-    found = []
+    results = []
     try:
+        # 40 are more threads than there are rows
         for count in (1, 2, 3, 40):
             torch.set_num_threads(count)
-            found.append(cpu_kernels.sorted_distance(p, q, 600))
+            results.append(cpu_kernels.sorted_distance(p, q, 600))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+    value, d = results[0]
+    for other_value, other_d in results[1:]:
+        assert torch.equal(value, other_value)
+        assert torch.equal(d, other_d)
+
+
+def distances():
+    p, q = awkward_rows()
+    value, _ = cpu_kernels.sorted_distance(p, q, 600)
+    return value.tolist()
 
 
 def in_a_child(queue):
-    p, q = awkward_rows()
     torch.set_num_threads(3)
-    queue.put(cpu_kernels.sorted_distance(p, q, 600)[0].tolist())
+    queue.put(distances())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_threads_of_its_own():
-    """As the workers of a data loader are."""
+    """The workers of a data loader are forked processes."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(3)
+    torch.set_num_threads(3)  # start the pool here, so that the child inherits it without threads
     try:
-        expected = cpu_kernels.sorted_distance(*awkward_rows(), 600)[0].tolist()
+        expected = distances()
     finally:
         torch.set_num_threads(threads)
     context = multiprocessing.get_context("fork")
@@ -224,22 +397,40 @@ def test_a_forked_process_has_threads_of_its_own():
 
 
 def test_exp_and_log():
-    x = torch.linspace(-100, 87, 100_001)
-    found = torch.tensor([cpu_kernels.exp.py_func(v) for v in x[::1000].numpy()])
-    assert torch.allclose(found, x[::1000].exp() * (x[::1000] > -87.3), rtol=3e-7, atol=1e-37)
-    x = torch.cat([torch.rand(100) * 3, torch.logspace(-37, 38, 100)])
-    found = torch.tensor([cpu_kernels.log.py_func(v, np.float32(0)) for v in x.numpy()])
-    assert torch.allclose(found, x.log(), rtol=3e-7, atol=1e-7)
+    """The polynomials keep their error over the whole range, run by Python number by number."""
+    x = torch.linspace(-100, 87, 100_001)[::1000]
+    exp = cpu_kernels.exp.py_func
+    result = torch.tensor([exp(v) for v in x.numpy()])
+    expected = x.exp() * (x > -87.3)  # 0 where float32 is subnormal
+    assert torch.allclose(result, expected, rtol=3e-7, atol=1e-37)
+
+    near_one = torch.rand(100) * 3
+    whole_range = torch.logspace(-37, 38, 100)
+    x = torch.cat([near_one, whole_range])
+    log = cpu_kernels.log.py_func
+    no_octaves = np.float32(0)
+    result = torch.tensor([log(v, no_octaves) for v in x.numpy()])
+    assert torch.allclose(result, x.log(), rtol=3e-7, atol=1e-7)
 
 
 def test_what_would_read_beyond_memory_is_refused():
-    x, rows, event = torch.randn(2, 6), torch.tensor([0, 1]), torch.tensor([0, 1, 2, -1, 0, 1])
-    side = x, torch.ones(2), rows, rows
-    cpu_kernels.event_kl(x, rows, x, rows, event, event, 3, 1.0, 0.0)
-    for bad in ((x, rows + 1, x, rows, event, event, 3), (x, rows, x, rows, event[:5], event, 3),
-                (x, rows, x, rows, event, event, 2)):
-        with pytest.raises(ValueError, match="expected|tokens, logits"):
-            cpu_kernels.event_kl(*bad, 1.0, 0.0)
-    for common in (torch.tensor([6]), torch.tensor([-1])):
-        with pytest.raises(ValueError, match="tokens from .* expected 0 to 5"):
-            cpu_kernels.mixture_distance(side, side, (common, rows), (rows, rows), 3, 1.0)
+    x = torch.randn(2, 6)
+    row = torch.tensor([0, 1])
+    event = torch.tensor([0, 1, 2, -1, 0, 1])
+
+    def event_kl(row_C=row, event_V=event, num_events=3):
+        cpu_kernels.event_kl(x, row_C, x, row, event_V, event, num_events, 1.0, 0.0)
+
+    event_kl()
+    with pytest.raises(ValueError, match="rows from 1 to 2, expected 0 to 1"):
+        event_kl(row_C=row + 1)
+    with pytest.raises(ValueError, match="events of 5 tokens, logits of 6"):
+        event_kl(event_V=event[:5])
+    with pytest.raises(ValueError, match="events from -1 to 2, expected -1 to 1"):
+        event_kl(num_events=2)
+
+    side = (x, torch.ones(2), row, row)
+    for token in (6, -1):
+        common = (torch.tensor([token]), row)
+        with pytest.raises(ValueError, match=r"tokens from .* expected 0 to 5"):
+            cpu_kernels.mixture_distance(side, side, common, (row, row), 3, 1.0)
