@@ -3,11 +3,11 @@
 import math
 
 import pytest
-import ranks
 import torch
-from jobs import ds_config, job_for, write_corpus
 
 import distill
+import ranks
+from jobs import ds_config, job_for, write_corpus
 
 TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the value, and its name."]
 
@@ -20,7 +20,7 @@ def evaluated(flags, texts):
 
 
 def next_token_rows(model, tokenizer, table, text):
-    """Return ([bos, *ids, eos], (tokens, V) float64 log-probabilities of all tokens but the first)."""
+    """Return ([bos, *ids, eos], (tokens, V) float64 log-probabilities of all but the first)."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids = [table.bos, *ids, table.eos]
     with torch.no_grad():
