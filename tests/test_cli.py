@@ -48,7 +48,7 @@ WRONG = {
                           "--resume=false: expected auto, never or the directory"),
     "resume from nothing": Wrong("--resume={folder}",
                                  "is no complete checkpoint; expected a folder step_*"),
-    "not a number": Wrong("--kd_weight=nan", "--kd_weight nan: expected a number"),
+    "not a number": Wrong("--kd_weight=nan", "--kd_weight=nan: expected float, got str"),
     "cold": Wrong("--temperature=0", "--temperature 0.0: expected more than 0"),
     "export over something else": Wrong("--export={folder}",
                                         "exists and is not a model directory"),
