@@ -31,7 +31,7 @@ def asset(*parts):
 
 
 def pytest_collection_modifyitems(items):
-    """A file is run by one process; those that start ranks by the same one, for they share a warm server."""
+    """Run a file in one worker, and all files that start ranks in the same: they share a server."""
     for item in items:
         group = "ranks" if hasattr(item.module, "ranks") else item.module.__name__
         item.add_marker(pytest.mark.xdist_group(group))

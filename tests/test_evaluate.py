@@ -15,7 +15,7 @@ TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the val
 def evaluated(flags, texts):
     """Return the metrics of held-out texts, evaluated in one batch with a filler beside them."""
     state, inputs = job_for(flags)
-    collator = distill.build_collator(state.cfg, inputs, state.device)
+    collator = build_collator(state.cfg, inputs, state.device)
     return distill.run_evaluation(state, [collator([*texts, None])])
 
 
