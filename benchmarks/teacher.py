@@ -28,7 +28,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import ranks
-
 from projection_tools.flags import tool
 
 VOCAB = 32_000  # Llama 2's

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 import ranks
 from conftest import ROOT, asset
 from jobs import ds_config, losses_of, run_distill, write_corpus
-
 from projection_tools import Pair, as_tables, save_atomically
 from projection_tools.build import build_projection
 

@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from conftest import ROOT
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 
 import distill
+import ranks
+from conftest import ROOT
 from isogloss import checkpoint
 from isogloss.batch import global_sums
+from isogloss.inputs import build_collator
 from isogloss.launch import start_distributed
 from isogloss.loss_table import build_loss, losses_for
 from isogloss.run_identity import run_identity
 from isogloss.student import StudentWithLoss
+from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from projection_tools import Pair, load_projection
 from projection_tools.build import build_projection
 

@@ -7,6 +7,7 @@ import torch
 
 import distill
 import ranks
+from isogloss.inputs import build_collator
 from jobs import ds_config, job_for, write_corpus
 
 TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the value, and its name."]

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import ranks
 import torch
-from jobs import ds_config, job_for, write_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import distill
+import ranks
 from isogloss.batch import Collator, PairOptions
 from isogloss.config import configs_by_teacher
-from isogloss.inputs import load_text_encoder, plan_teachers
+from isogloss.inputs import build_collator, load_text_encoder, plan_teachers
 from isogloss.launch import start_distributed
 from isogloss.loss_table import build_loss, losses_for
+from jobs import ds_config, job_for, write_corpus
 from losses import next_token_cross_entropy, teacher_importance
 from teacher_mixing import teacher_scores
 

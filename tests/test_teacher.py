@@ -4,10 +4,10 @@ import os
 from typing import NamedTuple
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 
+import ranks
 from isogloss.launch import silence_libraries, start_distributed
 from isogloss.layout import teacher_groups
 from isogloss.model_teachers import Offload, resolve_engine
