@@ -28,7 +28,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import ranks
-
 from projection_tools.flags import tool
 
 VOCAB = 32_000  # Llama 2's
@@ -71,14 +70,16 @@ def resident():
 
 def load(folder, degree, engine):
     """Load the teacher on this rank, run it once, and return the figures of one line."""
-    import distill
+    from isogloss.launch import silence_libraries, start_distributed
+    from isogloss.specs import TeacherSpec
     from isogloss.teachers import load_teacher
 
-    distill.start_distributed()
-    distill.silence_libraries()
+    start_distributed()
+    silence_libraries()
+    spec = TeacherSpec(folder, VOCAB, engine, dtype="float32", device="cpu", degree=degree)
     before = resident()
     begin = time.perf_counter()
-    teacher = load_teacher(folder, VOCAB, "float32", "cpu", engine, degree)
+    teacher = load_teacher(spec)
     load_seconds = time.perf_counter() - begin
 
     begin = time.perf_counter()
@@ -87,7 +88,7 @@ def load(folder, degree, engine):
     forward_seconds = time.perf_counter() - begin
     after = resident()
     return {
-        "parameters_MiB": teacher.parameters * 4 / MIB,  # 4 bytes a float32
+        "parameters_MiB": teacher.num_parameters * 4 / MIB,  # 4 bytes a float32
         "load_seconds": load_seconds,
         "anonymous_MiB": after.anonymous - before.anonymous,
         "files_MiB": after.files - before.files,

@@ -6,9 +6,9 @@
 import itertools
 import random
 
-import oracle
 import torch
 
+import oracle
 from losses import Spelling, piece_kl, piece_terms, projection_kl
 from projection_tools.spell import events, prefix_ranges
 

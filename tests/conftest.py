@@ -1,6 +1,7 @@
 """Shared by all tests: small real tokenizers and models, the shared assets.
 
-What takes long to import is imported by the fixtures: the process that hands out the tests needs none of it.
+What takes long to import is imported by the fixtures: the process that hands out the tests needs
+none of it.
 """
 
 import os
@@ -12,7 +13,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALL
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT, ROOT / "tests"):
     sys.path.insert(0, str(folder))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for ranks and command lines
+# for ranks and command lines
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 
 import pytest
 
@@ -31,7 +33,7 @@ def asset(*parts):
 
 
 def pytest_collection_modifyitems(items):
-    """A file is run by one process; those that start ranks by the same one, for they share a warm server."""
+    """Run a file in one worker, and all files that start ranks in the same: they share a server."""
     for item in items:
         group = "ranks" if hasattr(item.module, "ranks") else item.module.__name__
         item.add_marker(pytest.mark.xdist_group(group))
@@ -51,8 +53,10 @@ def texts():
     """300 passages of English and code from the interpreter's own documentation."""
     from pydoc_data import topics
 
-    found = [p for _, text in sorted(topics.topics.items()) for p in demo.passages(text, 200) if len(p) > 40]
-    return found[:300]
+    passages = []
+    for _, text in sorted(topics.topics.items()):
+        passages += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
+    return passages[:300]
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +74,7 @@ def tables(tokenizers):
 
 @pytest.fixture(scope="session")
 def models(tokenizers, tmp_path_factory):
-    """Directories of a student and a teacher with random weights and lm_heads padded beyond the tokenizer."""
+    """Directories of a student and a teacher with random weights and padded lm_heads."""
     folder = tmp_path_factory.mktemp("models")
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)

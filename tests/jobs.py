@@ -1,4 +1,4 @@
-"""What tests of whole jobs share: a ds_config, a corpus, command lines on ranks, what they logged."""
+"""Helpers for tests of whole jobs: a ds_config, a corpus, command lines on ranks, their logs."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """Groups of real ranks for tests: gloo processes that run functions of the test file.
 
-They are forked from one warm server, which has torch, deepspeed and transformers imported, so that a group
-costs a second, not a minute.
+They are forked from one warm server, which has torch, deepspeed and transformers imported, so that
+a group costs a second, not a minute.
 """
 
 import multiprocessing as mp
@@ -36,9 +36,9 @@ def results(group, timeout=900):
     """What every rank returned; raises what a rank raised."""
     found = []
     try:
-        for process, pipe in group:
+        for _, pipe in group:
             if not pipe.poll(timeout):
-                raise TimeoutError(f"a rank said nothing for {timeout} s")
+                raise TimeoutError(f"a rank did not respond for {timeout} s")
             kind, value = pickle.loads(pipe.recv_bytes())
             if kind == "error":
                 raise AssertionError(value)
@@ -74,4 +74,5 @@ def _rank(rank, world, port, pipe, function, args):
         answer = "result", function(*args)
     except BaseException:
         answer = "error", f"rank {rank}: {traceback.format_exc()}"
-    pipe.send_bytes(pickle.dumps(answer))  # a plain pickle copies tensors; the pipe's own would share them
+    # a plain pickle copies tensors; the pipe's own would share them
+    pipe.send_bytes(pickle.dumps(answer))

@@ -1,13 +1,14 @@
-"""Check that a change of the code changes no number: short runs before and after it, compared exactly.
+"""Check that a change of the code changes no number: runs before and after it, compared exactly.
 
-    git worktree add /tmp/before HEAD~1
-    (cd /tmp/before && python tests/same_numbers.py record /tmp/numbers/before)
-    python tests/same_numbers.py record /tmp/numbers/after
-    python tests/same_numbers.py compare /tmp/numbers/before /tmp/numbers/after [--renames old=new,old=new]
+    git worktree add ../before HEAD~1
+    (cd ../before && python tests/same_numbers.py record ../numbers/before)
+    python tests/same_numbers.py record ../numbers/after
+    python tests/same_numbers.py compare ../numbers/before ../numbers/after [--renames a=b,c=d]
 
-The runs cover ZeRO 0-3, data and sequence parallelism, sharded and remote teachers, packing, routed teachers,
-chats, a learned projection, top-k teacher outputs, every loss, ensembles and resume; float32, one thread a
-rank, a fixed seed.  Three minutes on two cores.  Metrics that only the later runs have are allowed.
+The runs cover ZeRO 0-3, data and sequence parallelism, sharded and remote teachers, packing, routed
+teachers, chats, a learned projection, top-k teacher outputs, most losses, ensembles and resume.
+They are in float32, with one thread a rank and a fixed seed.  They take two to four minutes on two
+cores.  Metrics that only the later runs have are allowed.
 """
 
 import json
@@ -22,49 +23,55 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for the ranks
 
 TIMES = {"seconds", "tokens_per_second", "mfu"}
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
+          "{{ m.content }}<|im_end|>\n{% endfor %}")
 PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}"
          "{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}")
 TEACHERS = [{"model": "teacher", "weight": 2.0, "routes": ["a"], "max_length": 90},
             {"model": "teacher", "name": "other", "loss": "gold", "temperature": 2.0}]
 WEIGHED = [{"model": "teacher", "loss": "alm"}, {"model": "untied", "loss": "forward_kl"}]
-ENSEMBLE = [{"model": "untied", "weight": 2.0, "loss": "reverse_kl"}, {"model": "student", "name": "b"}]
+ENSEMBLE = [{"model": "untied", "weight": 2.0, "loss": "reverse_kl"},
+            {"model": "student", "name": "b"}]
+EVAL = {"eval_rows": 6, "eval_every": 2}
+PROJECTION = {"loss": "projection_kl", "projection_topk": 100}
+TOP_K = {"teacher_output": "topk", "teacher_output_topk": 40}
+SAVING = {"activation_checkpointing": True, "activation_offload": True, "mlp_tiles": 2}
+LEARNED = {"learn_projection": True, "projection_learning_rate": 1e-2}
 
 RUNS = {  # name: (ranks, ZeRO stage, micro-batch size, accumulation steps, flags)
-    "zero0": (2, 0, 2, 2, {"eval_rows": 6, "eval_every": 2}),
-    "zero1": (2, 1, 2, 2, {"loss": "projection_kl", "projection_topk": 100}),
-    "zero2": (2, 2, 2, 2, {"loss": "gold", "eval_rows": 6, "eval_every": 2}),
-    "zero3": (2, 3, 2, 2, {"eval_rows": 6, "eval_every": 2}),
+    "zero0": (2, 0, 2, 2, EVAL),
+    "zero1": (2, 1, 2, 2, PROJECTION),
+    "zero2": (2, 2, 2, 2, EVAL | {"loss": "gold"}),
+    "zero3": (2, 3, 2, 2, EVAL),
     "plain_logits": (1, 2, 4, 1, {"tiled": False, "loss": "uld"}),
-    "sp2": (2, 2, 4, 1, {"sequence_parallel": 2, "eval_rows": 6, "eval_every": 2}),
-    "sp2_zero3": (2, 3, 4, 1, {"sequence_parallel": 2, "loss": "gold", "activation_checkpointing": True,
-                               "activation_offload": True, "mlp_tiles": 2}),
-    "teacher_tp2": (2, 2, 2, 1, {"teacher_tp": 2, "eval_rows": 6, "eval_every": 2}),
+    "sp2": (2, 2, 4, 1, EVAL | {"sequence_parallel": 2}),
+    "sp2_zero3": (2, 3, 4, 1, SAVING | {"sequence_parallel": 2, "loss": "gold"}),
+    "teacher_tp2": (2, 2, 2, 1, EVAL | {"teacher_tp": 2}),
     "teacher_zero3": (2, 2, 2, 1, {"teacher_engine": "zero3", "loss": "h_kl"}),
-    "teacher_ranks1": (2, 2, 2, 2, {"teacher_ranks": 1, "eval_rows": 6, "eval_every": 2}),
-    "packed": (2, 2, 4, 1, {"pack": True, "eval_rows": 6, "eval_every": 2}),
-    "packed_sp2": (2, 2, 4, 1, {"pack": True, "sequence_parallel": 2, "loss": "projection_kl",
-                                "projection_topk": 100}),
-    "routes": (2, 2, 4, 1, {"teachers": TEACHERS, "route_key": "kind", "eval_rows": 6, "eval_every": 2}),
-    "weighed": (1, 2, 4, 1, {"teachers": WEIGHED, "teacher_weights": "ce", "normalize_by_vocab": True,
-                             "pack": True}),
+    "teacher_ranks1": (2, 2, 2, 2, EVAL | {"teacher_ranks": 1}),
+    "packed": (2, 2, 4, 1, EVAL | {"pack": True}),
+    "packed_sp2": (2, 2, 4, 1, PROJECTION | {"pack": True, "sequence_parallel": 2}),
+    "routes": (2, 2, 4, 1, EVAL | {"teachers": TEACHERS, "route_key": "kind"}),
+    "weighed": (1, 2, 4, 1, {"teachers": WEIGHED, "teacher_weights": "ce", "pack": True,
+                             "normalize_by_vocab": True}),
     "ensemble": (1, 1, 4, 1, {"teachers": ENSEMBLE, "teacher_weights": "mean_p", "eval_rows": 6}),
-    "chats": (2, 2, 2, 2, {"text_key": "chat", "eval_rows": 6, "eval_every": 2}),
-    "learned": (2, 3, 2, 1, {"loss": "projection_kl", "projection_topk": 100, "learn_projection": True,
-                             "projection_learning_rate": 1e-2, "eval_rows": 6}),
-    "topk": (2, 2, 2, 1, {"teacher_output": "topk", "teacher_output_topk": 40, "eval_rows": 6}),
-    "topk_remote": (2, 2, 2, 1, {"teacher_output": "topk", "teacher_output_topk": 40, "teacher_ranks": 1}),
+    "chats": (2, 2, 2, 2, EVAL | {"text_key": "chat"}),
+    "learned": (2, 3, 2, 1, PROJECTION | LEARNED | {"eval_rows": 6}),
+    "topk": (2, 2, 2, 1, TOP_K | {"eval_rows": 6}),
+    "topk_remote": (2, 2, 2, 1, TOP_K | {"teacher_ranks": 1}),
     "dynamic": (1, 2, 2, 2, {"dynamic_scale": True, "loss": "alm", "alm_mode": "binary_ce"}),
-    "text": (2, 1, 2, 2, {"kd_weight": 0, "eval_rows": 6, "eval_every": 2}),
+    "text": (2, 1, 2, 2, EVAL | {"kd_weight": 0}),
     "streamed": (1, 0, 2, 2, {"streaming": True}),
-    "jsd": (1, 2, 4, 1, {"teacher": "untied", "loss": "generalized_jsd", "jsd_beta": 0.3, "loss_topk": 20}),
+    "jsd": (1, 2, 4, 1, {"teacher": "untied", "loss": "generalized_jsd", "jsd_beta": 0.3,
+                         "loss_topk": 20}),
 }
 
 
 def prepare(folder):
     """Write models with tokenizers of two kinds and a corpus into a folder."""
-    import torch
     from pydoc_data import topics
+
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import demo
@@ -78,7 +85,8 @@ def prepare(folder):
     tokenizers = {"student": demo.unigram(texts, 350), "teacher": demo.byte_level_bpe(texts, 500)}
     tokenizers["student"].chat_template = CHATML
     tokenizers["teacher"].chat_template = PLAIN
-    tokenizers["student"].add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    markers = ["<|im_start|>", "<|im_end|>"]
+    tokenizers["student"].add_special_tokens({"additional_special_tokens": markers})
     for seed, (name, tokenizer) in enumerate(tokenizers.items(), 1):
         model = demo.llama(tokenizer, shape, seed)
         model.resize_token_embeddings(len(tokenizer) + 10)
@@ -91,7 +99,8 @@ def prepare(folder):
     tokenizers["student"].save_pretrained(folder / "untied")
     with open(folder / "corpus.jsonl", "w") as file:
         for number, text in enumerate(texts[:60]):
-            chat = [{"role": "user", "content": text[:50]}, {"role": "assistant", "content": text[50:]}]
+            chat = [{"role": "user", "content": text[:50]},
+                    {"role": "assistant", "content": text[50:]}]
             row = {"text": text, "kind": "ab"[number % 2], "chat": chat}
             file.write(json.dumps(row) + "\n")
 
@@ -105,8 +114,8 @@ def command_line(folder, name):
               "zero_optimization": {"stage": stage}}
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
-    flags = {"student": folder / "student", "data": folder / "corpus.jsonl", "max_length": 120, "steps": 4,
-             "ds_config": path, "output_dir": folder / name, "save_every": 2}
+    flags = {"student": folder / "student", "data": folder / "corpus.jsonl", "ds_config": path,
+             "max_length": 120, "steps": 4, "output_dir": folder / name, "save_every": 2}
     flags |= changes
     if "teachers" in flags:
         teachers = [entry | {"model": str(folder / entry["model"])} for entry in flags["teachers"]]
@@ -114,11 +123,6 @@ def command_line(folder, name):
     elif flags.get("kd_weight", 1):
         flags["teacher"] = folder / flags.get("teacher", "teacher")
     return [f"--{key}={value}" for key, value in flags.items()]
-
-
-def resumed(argv):
-    """Return the command line of the same run after a kill: four steps, of which two are loaded."""
-    return [*argv, "--steps=6"]
 
 
 def record(folder):
@@ -140,27 +144,36 @@ def record(folder):
             print(f"{name}: exit codes {codes}, {lines} lines", flush=True)
 
 
+def lines_of(folder, name):
+    """Return what a run logged."""
+    text = (Path(folder) / name / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def renamed(key, new_names):
+    """Return the new name of a metric such as eval/kd/teacher."""
+    prefix = "eval/" if key.startswith("eval/") else ""
+    metric, slash, teacher = key.removeprefix("eval/").partition("/")
+    return prefix + new_names.get(metric, metric) + slash + teacher
+
+
 def compare(before, after, renames=""):
     """Print every metric that differs; exit code 1 if there is one."""
-    new_name = dict(pair.split("=") for pair in renames.split(",")) if renames else {}
+    new_names = dict(pair.split("=") for pair in renames.split(",")) if renames else {}
     differences = 0
     values = 0
     for name in RUNS:
-        runs = [(Path(folder) / name / "metrics.jsonl").read_text().splitlines() for folder in (before, after)]
-        if len(runs[0]) != len(runs[1]):
-            print(f"{name}: {len(runs[0])} lines before, {len(runs[1])} after")
+        old_lines = lines_of(before, name)
+        new_lines = lines_of(after, name)
+        if len(old_lines) != len(new_lines):
+            print(f"{name}: {len(old_lines)} lines before, {len(new_lines)} after")
             differences += 1
-        for old_line, new_line in zip(*runs):
-            old, new = json.loads(old_line), json.loads(new_line)
-            for key, value in old.items():
-                head, slash, teacher = key.removeprefix("eval/").partition("/")
-                prefix = "eval/" if key.startswith("eval/") else ""
-                renamed = prefix + new_name.get(head, head) + slash + teacher
-                if head in TIMES:
-                    continue
+        for old, new in zip(old_lines, new_lines):
+            for key in old.keys() - TIMES:
                 values += 1
-                if value != new.get(renamed):
-                    print(f"{name}, step {old['step']}: {key} was {value!r}, is {new.get(renamed)!r}")
+                value = new.get(renamed(key, new_names))
+                if old[key] != value:
+                    print(f"{name}, step {old['step']}: {key} was {old[key]!r}, is {value!r}")
                     differences += 1
     print(f"{values} values in {len(RUNS)} runs, {differences} differ")
     return differences > 0

@@ -9,12 +9,10 @@ from functools import lru_cache
 from itertools import permutations
 
 import numpy as np
-import oracle
 import pytest
-from conftest import ROOT, asset
 from hypothesis import given, settings, strategies as st
-from tokens import segmented, table_of
 
+import oracle
 from align import (
     EXACT,
     Located,
@@ -28,6 +26,8 @@ from align import (
     locate,
     view,
 )
+from conftest import ROOT, asset
+from tokens import segmented, table_of
 
 NAMES = "llama3", "llama2", "qwen2", "gpt2", "t5", "deepseek_coder", "mistral_v7", "tok512"
 LOSSY = {"t5", "tok512"}  # and qwen2, where characters compose

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokens import segmented, table_of
 
 from align import align, coverage
 from align_dp import align_dp
+from tokens import segmented, table_of
 
 WORDS = st.lists(
     st.sampled_from([b"the", b" cat", b" sat", b" on", b"\n", b" ", b"201", b"0", b"\xc3\xa9"]),

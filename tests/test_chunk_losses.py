@@ -3,14 +3,14 @@
 import itertools
 import random
 
-import oracle
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from cases import Case, close, common_of, gradient, shard_error, shards
 
 import losses
+import oracle
+import ranks
+from cases import Case, close, common_of, gradient, shard_error, shards
 
 F64 = torch.float64
 

@@ -9,10 +9,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from cases import Case, close, common_of, gradient
 
 import cpu_kernels
 import losses
+from cases import Case, close, common_of, gradient
 
 LOSSES = "piece_kl", "gold", "gold_reverse", "uld"
 # Largest logits by seed: from nearly uniform to probabilities that float32 cannot tell from 0.

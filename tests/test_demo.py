@@ -4,12 +4,12 @@ import io
 import re
 
 import pytest
-import ranks
 import sentencepiece
-from conftest import ROOT
-from jobs import run_distill
 
 import demo
+import ranks
+from conftest import ROOT
+from jobs import run_distill
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,14 @@
 
 import random
 
-import oracle
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from cases import close, gradient, shard_error, shards
 
 import losses
+import oracle
+import ranks
+from cases import close, gradient, shard_error, shards
 
 F64 = torch.float64
 PARAMETERS = {  # by loss

@@ -6,8 +6,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 
+from conftest import ROOT
 from isogloss.ds_config import (
     BATCH_KEYS,
     DS_KEYS,

@@ -3,11 +3,12 @@
 import math
 
 import pytest
-import ranks
 import torch
-from jobs import ds_config, job_for, write_corpus
 
 import distill
+import ranks
+from isogloss.inputs import build_collator
+from jobs import ds_config, job_for, write_corpus
 
 TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the value, and its name."]
 
@@ -15,12 +16,12 @@ TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the val
 def evaluated(flags, texts):
     """Return the metrics of held-out texts, evaluated in one batch with a filler beside them."""
     state, inputs = job_for(flags)
-    collator = distill.build_collator(state.cfg, inputs, state.device)
+    collator = build_collator(state.cfg, inputs, state.device)
     return distill.run_evaluation(state, [collator([*texts, None])])
 
 
 def next_token_rows(model, tokenizer, table, text):
-    """Return ([bos, *ids, eos], (tokens, V) float64 log-probabilities of all tokens but the first)."""
+    """Return ([bos, *ids, eos], (tokens, V) float64 log-probabilities of all but the first)."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids = [table.bos, *ids, table.eos]
     with torch.no_grad():

@@ -1,10 +1,11 @@
-"""docs/extending.md: its code runs as it stands, and every metric of a run is on docs/metrics.md."""
+"""docs/extending.md: its code runs as it stands; every metric of a run is on docs/metrics.md."""
 
 import re
 
 import pytest
-import ranks
 import torch
+
+import ranks
 from conftest import ROOT
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
@@ -40,7 +41,7 @@ def test_a_new_loss_is_a_function_and_an_entry(argv, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["piece_kl", "projection_kl"])
 def test_a_new_teacher_source_is_a_class_and_an_entry(argv, models, tmp_path, loss):
-    """The student learns how often tokens occur, whatever the loss; checks and tiles work with it."""
+    """The student learns how often tokens occur, whatever the loss; checks and tiles take part."""
     folder = tmp_path / "unigram"
     folder.mkdir()
     for file in models[1].iterdir():
@@ -69,7 +70,7 @@ def test_every_metric_is_explained(argv, models, tmp_path):
     for folder in ("run", "several"):
         for line in losses_of(tmp_path / folder, -1):
             for key in line:
-                prefix, _, name = key.rpartition("eval/")
-                keys.add(key[: len(key) - len(name)] + name.split("/")[0])
+                prefix = "eval/" if key.startswith("eval/") else ""
+                keys.add(prefix + key.removeprefix("eval/").split("/")[0])
     assert keys <= explained, keys - explained
     assert {"eval/top1_agreement", "eval/projected_agreement", "chunks_n_m"} <= keys

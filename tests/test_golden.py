@@ -5,11 +5,11 @@ tests/golden/README.md describes the outputs, which are at fixed commits.
 
 import pytest
 import torch
-from cases import close, gradient
-from conftest import GOLDEN
 
 import losses
 import teacher_mixing
+from cases import close, gradient
+from conftest import GOLDEN
 
 
 def golden(name):

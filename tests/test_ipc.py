@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from conftest import ROOT
 
 import ipc
+import ranks
+from conftest import ROOT
 
 DTYPES = torch.float32, torch.bfloat16, torch.int64, torch.uint8
 

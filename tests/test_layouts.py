@@ -1,408 +1,718 @@
-"""The same loss and gradient in every layout, on real gloo ranks, as in one process with torch alone."""
+"""Every layout gives the loss and gradient of one process with torch alone; on real gloo ranks."""
 
 import dataclasses
 import json
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import ranks
 import torch
-from jobs import ds_config, job_for, write_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 import distill
-import losses
-from isogloss.data import Collate, CollateAll
-from losses import next_token_cross_entropy
+import ranks
+from isogloss.batch import Collator, PairOptions
+from isogloss.config import configs_by_teacher
+from isogloss.inputs import build_collator, load_text_encoder, plan_teachers
+from isogloss.launch import start_distributed
+from isogloss.loss_table import build_loss, losses_for
+from jobs import ds_config, job_for, write_corpus
+from losses import next_token_cross_entropy, teacher_importance
 from teacher_mixing import teacher_scores
-from isogloss.objective import ANY_TOKENIZERS
+
+pytestmark = pytest.mark.slow
+
+SMALL_TILE_MIB = 0.2  # so little that every micro-batch takes several tiles of several sub-tiles
 
 
-def batch_texts(texts):
-    """Eight samples of very uneven length, one of them without a single token."""
+class Layout(NamedTuple):
+    """How a step is spread over ranks; `flags` are those that differ from the test's."""
+
+    zero_stage: int
+    micro_batch_size: int
+    grad_accum_steps: int
+    flags: dict = {}  # noqa: RUF012, nothing writes to it
+
+
+class Case(NamedTuple):
+    """What a step learns from: a loss by name, "cross_entropy" alone, or as the flags say."""
+
+    loss: str
+    packed: bool = False
+
+
+AS_FLAGS_SAY = Case("as the flags say")
+
+
+class StepResult(NamedTuple):
+    """What one step gave; gradients are those of the parameters by name, None but on rank 0."""
+
+    layout: Layout
+    case: Case
+    metrics: dict
+    gradients: dict | None
+
+
+class Reference(NamedTuple):
+    """What a step should give."""
+
+    loss: float
+    gradients: dict
+
+
+def uneven_samples(texts):
+    """Return eight samples of very uneven length, one of them without a single token."""
     return [texts[0] * 2, None, texts[1][:9], texts[2], "", texts[3][:60], texts[4], texts[5][:30]]
 
 
-def flags_of(case):
-    """Of "LOSS", "LOSS packed", or "cross_entropy" alone."""
-    loss, _, packed = case.partition(" ")
-    own = {"loss": "piece_kl", "kd_weight": 0.0} if loss == "cross_entropy" else {"loss": loss}
-    return ({} if loss == "several" else own) | ({"pack": True} if packed else {})
+def flags_of(loss):
+    """Return the flags that a Case's loss changes."""
+    if loss == AS_FLAGS_SAY.loss:
+        return {}
+    if loss == "cross_entropy":
+        return {"loss": "piece_kl", "kd_weight": 0.0}
+    return {"loss": loss}
 
 
 def packed_and_not(losses):
-    """Cases, so that every other one has each loss once, half of them packed."""
-    pairs = [(loss, f"{loss} packed") for loss in losses]
-    return [case for i, pair in enumerate(pairs) for case in pair[:: -1 if i % 2 else 1]]
+    """Return two cases of each loss; every other case has each loss once, half of them packed."""
+    cases = []
+    for number, loss in enumerate(losses):
+        pair = [Case(loss), Case(loss, packed=True)]
+        if number % 2:
+            pair.reverse()
+        cases += pair
+    return cases
 
 
-def layout_results(flags, texts, layouts, cases, tile_mib, halve=False):
-    """[(name, loss metrics, gradients)] of one train_step per layout and case; runs on every rank.
+# --- one step on the ranks ------------------------------------------------------------------------
+
+
+def layout_results(flags, samples, layouts, cases, tile_mib, alternate=False):
+    """Return the StepResult of one train_step per layout and case; runs on every rank.
 
     Args:
-        halve: take every other case, odd ZeRO stages those that even ones leave out.
+        alternate: take every other case, odd ZeRO stages those that even ones leave out.
     """
+    results = []
+    # weights that stay where they are: the next case finds them unmoved
+    optimizer = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
+    for layout in layouts:
+        state, inputs = start_layout(flags, layout, optimizer=optimizer)
+        gradients = keep_gradients(state.engine)
+        for case in cases[layout.zero_stage % 2 :: 2] if alternate else cases:
+            set_loss(state, inputs, case.loss)
+            collator = collator_of(state, inputs, case, samples, tile_mib)
+            texts = texts_of_rank(samples, layout, state.cfg.sequence_parallel)
+            micro_batches = [collator(examples) for examples in texts]
+            check_tiles(micro_batches[0], layout, tile_mib)
+            metrics = distill.train_step(state, micro_batches)
+            kept = dict(gradients) if os.environ["RANK"] == "0" else None
+            results.append(StepResult(layout, case, metrics, kept))
+        state.engine.destroy()
+    return results
+
+
+def start_layout(flags, layout, **ds_flags):
+    """Return (TrainState, RunInputs) in a layout."""
+    name = "-".join([os.environ["WORLD_SIZE"], os.environ["RANK"], str(layout.zero_stage)])
+    path = Path(flags["output_dir"]) / f"ds-{name}.json"
+    config = ds_config(path, layout.zero_stage, layout.micro_batch_size, layout.grad_accum_steps,
+                       **ds_flags)
+    return job_for(flags | {"ds_config": config} | layout.flags)
+
+
+def keep_gradients(engine):
+    """Return a dict that every optimizer step fills with the whole averaged gradients."""
     from deepspeed.utils import safe_get_full_grad
 
-    out, (rank, world) = [], (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    for stage, micro, micro_steps, *more in layouts:
-        config = Path(flags["output_dir"]) / f"ds-{world}-{rank}-{stage}.json"
-        still = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}  # the next loss finds it unmoved
-        ds_config(config, stage, micro, micro_steps, optimizer=still)
-        job, inputs = job_for(flags | {"ds_config": str(config)} | dict(*more))
-        parts = job.cfg.sequence_parallel
-        place, places = rank // parts, world // parts
-        mine = [texts[(m * places + place) * micro :][:micro] for m in range(micro_steps)]
-        gradients, step = {}, job.engine.step
+    gradients = {}
+    take_step = engine.step
 
-        def spy(job=job, gradients=gradients, step=step):
-            if job.engine.is_gradient_accumulation_boundary():
-                for key, p in job.engine.module.named_parameters():
-                    gradients[key] = safe_get_full_grad(p).clone()
-            step()
+    def step():
+        if engine.is_gradient_accumulation_boundary():
+            for name, parameter in engine.module.model.named_parameters():
+                gradients[name] = safe_get_full_grad(parameter).clone()
+        take_step()
 
-        job.engine.step = spy
-        for case in cases[stage % 2 :: 2] if halve else cases:
-            own = flags_of(case)
-            pack = own.pop("pack", job.cfg.pack)
-            for lesson in job.lessons if own else ():
-                lesson.cfg = dataclasses.replace(lesson.cfg, **{"kd_weight": job.cfg.kd_weight} | own)
-                lesson.distillation = distill.build_loss(lesson.cfg, inputs.student, lesson.side, job.device)
-            collate = distill.collate_all(dataclasses.replace(job.cfg, pack=pack), inputs, tile_mib)
-            if pack:
-                every = collate(texts)[0]
-                assert len(every["student_ids"]) == len(every["teacher_ids"]) < len(texts)
-            window = [collate(part) for part in mine]
-            assert parts == 1 or "forward_kl" in case or len(collate(texts)[0]["travels"]) > 0
-            tiles = window[0][0]["tiles"]
-            assert rank or tile_mib > 9 or micro < 2 or len(tiles) > 1 < len(tiles[0].parts)
-            metrics = distill.train_step(job, window)
-            name = f"{case}, ZeRO {stage}, {world} ranks x {micro} x {micro_steps} {more}"
-            out.append((name, metrics, dict(gradients) if rank == 0 else None))
-        job.engine.destroy()
-    return out
+    engine.step = step
+    return gradients
 
 
-def plain_references(flags, texts, cases):
-    """{case: (value, gradients)} of one process, one batch, torch alone: no engine, ranks, micro-batches."""
-    distill.start_distributed()
-    return {case: plain_reference(distill.Config(**flags | flags_of(case)), texts) for case in cases}
+def set_loss(state, inputs, loss):
+    """Let the teachers of a run teach by another loss."""
+    if loss == AS_FLAGS_SAY.loss:
+        return
+    changes = {"kd_weight": state.cfg.kd_weight} | flags_of(loss)
+    for setup in state.teachers:
+        setup.cfg = dataclasses.replace(setup.cfg, **changes)
+        setup.loss = build_loss(setup.cfg, inputs.student, setup.encoder, state.device)
 
 
-def plain_reference(cfg, texts):
-    student, sides = distill.load_side("student", cfg.student, cfg.max_length)[0], {}
-    for name, own in distill.of_each_teacher(cfg).items():
-        sides[name] = distill.load_side("teacher", own.teacher, own.teacher_max_length)[0]
-    lessons = distill.plan_lessons(cfg, student, sides, torch.device("cpu"))
-    batches = CollateAll([Collate(student, x.side, x.distillation.spelling) for x in lessons])(texts)
-    model = distill.AutoModelForCausalLM.from_pretrained(cfg.student)
-    x = model(input_ids=batches[0]["student_ids"]).logits[..., : len(student.table)]
-    ce, n = next_token_cross_entropy(x, batches[0]["student_labels"])
-    value, kd, scores = cfg.ce_weight * ce / n, [], []
-    mean = cfg.teacher_weights.startswith("mean_")
-    for lesson, batch in zip(lessons, batches):
-        assert torch.equal(batch["student_ids"], batches[0]["student_ids"])
-        [tile], W = batch["tiles"], len(lesson.side.table)
-        [part] = tile.parts
-        y = [distill.load_teacher(own.teacher, W).logits(batch["teacher_ids"])[..., :W]
-             for own in lesson.members]
-        if mean:  # shares 2 and 1/2
-            p = [x if cfg.teacher_weights == "mean_logits" else x.softmax(-1) for x in y]
-            p = 0.8 * p[0] + 0.2 * p[1]
-            y = [p if cfg.teacher_weights == "mean_logits" else p.log()]
-        [y] = y
-        kd_loss, columns = lesson.distillation.loss, slice(None)
-        if lesson.keeps_columns:
-            importance = distill.teacher_importance(y, batch["teacher_chunk"])
-            columns = importance.topk(lesson.cfg.projection_topk).indices.sort().values
-            kd_loss = lesson.distillation.keep(columns)
-        kind, mask = cfg.teacher_weights.replace("select", "ce"), batch["teacher_labels"] >= 0
-        if kind != "fixed" and not mean:
-            score = teacher_scores(y, batch["teacher_labels"].clamp(min=0), mask, kind)
-            size = batch["teacher_bytes"].clamp(min=0).sum(1).clamp(min=1)
-            scores.append(score * mask.sum(1) / size if kind == "ce" else score)
-        rows = x.flatten(0, 1)[tile.student_rows], y.flatten(0, 1)[part.fetch][:, columns]
-        scale = lesson.cfg.kd_weight / batch["counts"]["kd"]
-        sample = tile.student_rows // x.shape[1]
-        kd.append(lambda weight, loss=kd_loss, rows=rows, part=part, scale=scale, sample=sample:
-                  scale * loss(*rows, part._replace(weight=weight[sample])))
-    weights = torch.ones(len(kd), len(texts))
-    if scores and len(kd) > 1:
-        weights = (cfg.teacher_alpha * torch.stack(scores)).softmax(0)
-        if cfg.teacher_weights == "select":
-            weights = (torch.stack(scores) == torch.stack(scores).amax(0)).float()
-    value = value + sum(loss(weight) for loss, weight in zip(kd, weights))
-    value.backward()
-    return value.item(), {key: p.grad for key, p in model.named_parameters()}
+def collator_of(state, inputs, case, samples, tile_mib):
+    """Return a Collator, and see that it packs, and cuts chunks, if these are to be tested."""
+    pack = case.packed or state.cfg.pack
+    cfg = dataclasses.replace(state.cfg, pack=pack)
+    collator = build_collator(cfg, inputs, state.device, tile_mib)
+    batch = collator(samples)
+    if pack:
+        assert len(batch.student.ids) == len(batch.teachers[0].ids) < len(samples)
+    # with one tokenizer every chunk is one token, so no border cuts any
+    if cfg.sequence_parallel > 1 and case.loss != "forward_kl":
+        assert len(batch.teachers[0].halo_index) > 0
+    return collator
 
 
-LAYOUTS = {
-    1: [(0, 2, 4), (1, 4, 2), (2, 2, 4), (3, 4, 2)],
-    2: [(0, 2, 2), (1, 1, 4), (2, 4, 1), (3, 2, 2)],
-    4: [(0, 2, 1), (2, 1, 2), (3, 1, 2)],
+def texts_of_rank(samples, layout, sequence_parallel):
+    """Return the samples of this rank's micro-batches; ranks of a sequence group have the same."""
+    reader = int(os.environ["RANK"]) // sequence_parallel
+    num_readers = int(os.environ["WORLD_SIZE"]) // sequence_parallel
+    size = layout.micro_batch_size
+    texts = []
+    for number in range(layout.grad_accum_steps):
+        first = (number * num_readers + reader) * size
+        texts.append(samples[first : first + size])
+    return texts
+
+
+def check_tiles(batch, layout, tile_mib):
+    """See that small tiles are several, of several sub-tiles; rank 0 has the longest text."""
+    if os.environ["RANK"] == "0" and tile_mib == SMALL_TILE_MIB and layout.micro_batch_size > 1:
+        tiles = batch.teachers[0].tiles
+        assert len(tiles) > 1
+        assert len(tiles[0].sub_tiles) > 1
+
+
+# --- the same by torch alone ----------------------------------------------------------------------
+
+
+def references(flags_of_runs, samples):
+    """Return the Reference of every run, computed in a process of its own."""
+    return ranks.run(1, plain_references, flags_of_runs, samples)[0]
+
+
+def references_of(flags, losses, samples):
+    """Return {loss: Reference} of runs that differ in their loss."""
+    runs = [flags | flags_of(loss) for loss in losses]
+    return dict(zip(losses, references(runs, samples), strict=True))
+
+
+def plain_references(flags_of_runs, samples):
+    start_distributed()
+    return [plain_reference(distill.Config(**flags), samples) for flags in flags_of_runs]
+
+
+def plain_reference(cfg, samples):
+    """Return the Reference of one batch by torch alone: no engine, ranks, accumulation or tiles."""
+    student, _ = load_text_encoder("student", cfg.student, cfg.max_length)
+    encoders = {}
+    for name, teacher_cfg in configs_by_teacher(cfg).items():
+        encoders[name], _ = load_text_encoder(
+            "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length)
+    setups = plan_teachers(cfg, student, encoders, torch.device("cpu"))
+    pairs = [PairOptions(setup.encoder, setup.loss.spelling) for setup in setups]
+    batch = Collator(student, pairs)(samples)
+    model = AutoModelForCausalLM.from_pretrained(cfg.student)
+    logits_BSV = model(input_ids=batch.student.ids).logits[..., : len(student.table)]
+    ce, count = next_token_cross_entropy(logits_BSV, batch.student.labels)
+    loss = cfg.ce_weight * ce / count
+
+    logits_of_teachers = []
+    for setup, teacher in zip(setups, batch.teachers):
+        logits_of_teachers.append(plain_teacher_logits(setup, teacher.ids, cfg.teacher_weights))
+    weights_MB = torch.ones(len(setups), len(samples))
+    if len(setups) > 1 and cfg.teacher_weights != "fixed":
+        scores = []
+        for teacher, logits in zip(batch.teachers, logits_of_teachers):
+            scores.append(plain_scores(teacher, logits, cfg.teacher_weights))
+        weights_MB = plain_weights(cfg, torch.stack(scores))
+    for number, setup in enumerate(setups):
+        kd = plain_kd(setup, batch.teachers[number], logits_BSV, logits_of_teachers[number],
+                      weights_MB[number])
+        loss = loss + setup.cfg.kd_weight * kd / batch.counts.pairs[number].kd_terms
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Reference(loss.item(), gradients)
+
+
+def plain_teacher_logits(setup, ids, teacher_weights):
+    """Return the (B, T, W) logits of a teacher, or of the mean of two that weigh 2 and 1/2."""
+    logits = []
+    for spec in setup.spec.single():
+        model = AutoModelForCausalLM.from_pretrained(spec.path)
+        with torch.no_grad():
+            logits.append(model(input_ids=ids).logits[..., : len(setup.encoder.table)])
+    if len(logits) == 1:
+        return logits[0]
+    first, second = logits
+    if teacher_weights == "mean_logits":
+        return 0.8 * first + 0.2 * second
+    return (0.8 * first.softmax(-1) + 0.2 * second.softmax(-1)).log()
+
+
+def plain_scores(teacher, logits_BTW, teacher_weights):
+    """Return (B,) how sure a teacher is of each sample; cross-entropy counts per byte."""
+    kind = "ce" if teacher_weights == "select" else teacher_weights
+    mask_BT = teacher.labels >= 0
+    score_B = teacher_scores(logits_BTW, teacher.labels.clamp(min=0), mask_BT, kind)
+    if kind != "ce":
+        return score_B
+    num_bytes_B = teacher.num_bytes.clamp(min=0).sum(1)
+    return score_B * mask_BT.sum(1) / num_bytes_B.clamp(min=1)
+
+
+def plain_weights(cfg, scores_MB):
+    if cfg.teacher_weights == "select":
+        return (scores_MB == scores_MB.amax(0)).float()
+    return (cfg.teacher_alpha * scores_MB).softmax(0)
+
+
+def plain_kd(setup, teacher, student_logits_BSV, teacher_logits_BTW, weight_B):
+    """Return the sum of a distillation loss, every term weighing as much as its sample."""
+    [tile] = teacher.tiles
+    [sub_tile] = tile.sub_tiles
+    loss_fn = setup.loss.loss_fn
+    teacher_logits_NW = teacher_logits_BTW.flatten(0, 1)[sub_tile.teacher_positions]
+    if setup.keeps_columns:
+        importance_W = teacher_importance(teacher_logits_BTW, teacher.teacher_chunk)
+        kept_K = importance_W.topk(setup.cfg.projection_topk).indices.sort().values
+        loss_fn = setup.loss.for_columns(kept_K)
+        teacher_logits_NW = teacher_logits_NW[:, kept_K]
+    student_logits_NV = student_logits_BSV.flatten(0, 1)[tile.student_positions]
+    sample = tile.student_positions // student_logits_BSV.shape[1]
+    sub_tile = sub_tile._replace(weight=weight_B[sample])
+    return loss_fn(student_logits_NV, teacher_logits_NW, sub_tile)
+
+
+# --- compare --------------------------------------------------------------------------------------
+
+
+def check_steps(expected, num_ranks, *arguments):
+    """Compare what `layout_results` returns with the references; return it.
+
+    Args:
+        expected: {loss: Reference}.
+    """
+    results = ranks.run(num_ranks, layout_results, *arguments)[0]
+    assert results
+    for result in results:
+        name = f"{num_ranks} ranks, {result.layout}, {result.case}"
+        check_step(name, result, expected[result.case.loss])
+    return results
+
+
+def check_step(name, result, reference):
+    metrics = result.metrics
+    assert abs(metrics["loss"] - reference.loss) <= 1e-5 * reference.loss, name
+    square = check_gradients(name, result.gradients, reference)
+    assert abs(metrics["grad_norm"] - square**0.5) <= 1e-5 * square**0.5, name
+
+
+def check_gradients(name, gradients, reference):
+    """Compare all gradients; return the square of their norm."""
+    square = 0.0
+    error = 0.0
+    for key, gradient in reference.gradients.items():
+        square += (gradient**2).sum()
+        error += ((gradients[key] - gradient) ** 2).sum()
+    assert error <= 1e-10 * square, (name, float((error / square) ** 0.5))
+    return square
+
+
+def flags_for(models, texts, folder, **changes):
+    """Return flags of a run; both losses weigh less than 1, as a forgotten weight would be."""
+    flags = dict(
+        student=str(models[0]), teacher=str(models[1]), data=write_corpus(folder, texts, 20),
+        max_length=250, kd_weight=0.7, ce_weight=0.3, projection_topk=100, output_dir=str(folder))
+    return flags | changes
+
+
+# --- data parallelism, ZeRO, packing --------------------------------------------------------------
+
+LAYOUTS = {  # ranks: layouts
+    1: [Layout(0, 2, 4), Layout(1, 4, 2), Layout(2, 2, 4), Layout(3, 4, 2)],
+    2: [Layout(0, 2, 2), Layout(1, 1, 4), Layout(2, 4, 1), Layout(3, 2, 2)],
+    4: [Layout(0, 2, 1), Layout(2, 1, 2), Layout(3, 1, 2)],
 }
 
 
 def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
-    data = write_corpus(tmp_path, texts, 20)
-    flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250, kd_weight=0.7,
-                 ce_weight=0.3, temperature=2.0, projection_topk=100, output_dir=str(tmp_path), seed=1)
-    samples, names = batch_texts(texts), ("cross_entropy", *ANY_TOKENIZERS)
-    expected = ranks.run(1, plain_references, flags, samples, names)[0]
-    for world, layouts in LAYOUTS.items():
-        cases = packed_and_not(names) if world == 2 else ("piece_kl", "projection_kl")
-        how = flags, samples, layouts, cases, 0.2, world == 2
-        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
-            value, reference = expected[name.split(",")[0].split(" ")[0]]
-            same_step(name, metrics, gradients, value, reference)
+    flags = flags_for(models, texts, tmp_path, temperature=2.0, seed=1)
+    samples = uneven_samples(texts)
+    losses = "cross_entropy", *losses_for("any")
+    expected = references_of(flags, losses, samples)
+    for num_ranks, layouts in LAYOUTS.items():
+        cases = [Case("piece_kl"), Case("projection_kl")]
+        alternate = num_ranks == 2
+        if alternate:  # two ranks, with the most layouts, take all losses
+            cases = packed_and_not(losses)
+        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB, alternate)
 
 
-def same_step(name, metrics, gradients, value, reference):
-    assert abs(metrics["loss"] - value) <= 1e-5 * value, name
-    square = sum((g**2).sum() for g in reference.values())
-    error = sum(((gradients[key] - g) ** 2).sum() for key, g in reference.items())
-    assert error <= 1e-10 * square, (name, float((error / square) ** 0.5))
-    assert abs(metrics["grad_norm"] - square**0.5) <= 1e-5 * square**0.5, name
+PACKED = {  # ranks: layouts; rows of 250 and 250 positions
+    1: [Layout(2, 8, 1)],
+    2: [
+        Layout(0, 4, 1),
+        Layout(3, 4, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
+        Layout(2, 2, 2, {"teacher_tp": 2}),
+    ],
+}
 
 
-PACKED = {  # ranks: (ZeRO stage, samples, micro-steps, flags); rows of 250 and 250 positions
-    1: [(2, 8, 1, {})],
-    2: [(0, 4, 1, {}), (3, 4, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
-        (2, 2, 2, {"teacher_tp": 2})]}
+@pytest.mark.parametrize("teachers", ["one", "two"])
+def test_same_loss_and_gradient_of_packed_samples(models, untied, texts, tmp_path, teachers):
+    """Fewer rows than samples, which do not see each other; weights stay with their sample."""
+    flags = flags_for(models, texts, tmp_path)
+    cases = [Case("piece_kl"), Case("projection_kl"), Case("gold")]
+    if teachers == "two":
+        two = several_teachers(models, untied, sharded=False)[:2]
+        flags |= {"teacher": "", "teachers": json.dumps(two), "teacher_weights": "ce",
+                  "teacher_alpha": 0.7}
+        cases = [AS_FLAGS_SAY]
+    samples = uneven_samples(texts)
+    expected = references_of(flags, [case.loss for case in cases], samples)
+    packed = flags | {"pack": True}
+    for num_ranks, layouts in PACKED.items():
+        layouts = layouts[:1] if teachers == "two" else layouts
+        check_steps(expected, num_ranks, packed, samples, layouts, cases, SMALL_TILE_MIB)
 
 
-@pytest.mark.parametrize("losses", [("piece_kl", "projection_kl", "gold"), ("several",)])
-def test_same_loss_and_gradient_of_packed_samples(models, untied, texts, tmp_path, losses):
-    """Fewer rows than samples, documents that do not see each other, weights that stay with their sample."""
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, kd_weight=0.7, ce_weight=0.3,
-                 data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
-    if losses == ("several",):
-        teachers = json.loads(several_teachers(models, untied))[:2]
-        flags |= {"teacher": "", "teachers": json.dumps([x | {"tp": 1} for x in teachers]),
-                  "teacher_weights": "ce", "teacher_alpha": 0.7}
-    samples = batch_texts(texts)
-    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
-    for world, layouts in PACKED.items():
-        how = flags | {"pack": True}, samples, layouts[: 1 if "teachers" in flags else 3], losses, 0.2
-        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
-            same_step(name, metrics, gradients, *expected[name.split(",")[0]])
+# --- sequence parallelism -------------------------------------------------------------------------
 
-
-SEQUENCES = {  # ranks: (ZeRO stage, samples, micro-steps, flags)
-    2: [(stage, 4, 2, {"sequence_parallel": 2}) for stage in range(4)],
-    4: [(stage, 8, 1, {"sequence_parallel": 4, "teacher_tp": 2}) for stage in range(4)]}
+ALL_STAGES = range(4)
+SEQUENCES = {  # ranks: layouts
+    2: [Layout(stage, 4, 2, {"sequence_parallel": 2}) for stage in ALL_STAGES],
+    4: [Layout(stage, 8, 1, {"sequence_parallel": 4, "teacher_tp": 2}) for stage in ALL_STAGES],
+}
+# for two tokenizers these are among LAYOUTS
+WHOLE_SEQUENCES = {2: [Layout(stage, 2, 2) for stage in ALL_STAGES]}
 MIXED = {
-    4: [(2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
-        (1, 4, 1, {"sequence_parallel": 2, "teacher_tp": 4}),
-        (0, 8, 1, {"sequence_parallel": 4, "teacher_tp": 4}),
-        (3, 2, 2, {"sequence_parallel": 2, "activation_checkpointing": True, "activation_offload": True,
-                   "mlp_tiles": 3}),
-        (3, 1, 8, {"sequence_parallel": 4})],  # a text a micro-batch, some shorter than its four ranks
-    8: [(3, 4, 1, {"sequence_parallel": 4, "teacher_tp": 2}),
-        (2, 2, 1, {"sequence_parallel": 2, "teacher_tp": 4}), (1, 1, 1, {"teacher_tp": 8})]}
-IN_PARTS = "cross_entropy", "piece_kl", "projection_kl", "gold", "alm"
+    4: [
+        Layout(2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
+        Layout(1, 4, 1, {"sequence_parallel": 2, "teacher_tp": 4}),
+        Layout(0, 8, 1, {"sequence_parallel": 4, "teacher_tp": 4}),
+        Layout(3, 2, 2, {"sequence_parallel": 2, "activation_checkpointing": True,
+                         "activation_offload": True, "mlp_tiles": 3}),
+        # a text a micro-batch, some shorter than its four ranks
+        Layout(3, 1, 8, {"sequence_parallel": 4}),
+    ],
+    8: [
+        Layout(3, 4, 1, {"sequence_parallel": 4, "teacher_tp": 2}),
+        Layout(2, 2, 1, {"sequence_parallel": 2, "teacher_tp": 4}),
+        Layout(1, 1, 1, {"teacher_tp": 8}),
+    ],
+}
+SHARDED_LOSSES = "cross_entropy", "piece_kl", "projection_kl", "gold", "alm"
 
 
-def test_same_loss_and_gradient_with_sequences_in_parts(models, untied, texts, tmp_path):
-    """Every ZeRO stage, two and four parts, packed and not."""
-    flags = dict(student=str(models[0]), max_length=250, kd_weight=0.7, ce_weight=0.3,
-                 data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
-    samples = batch_texts(texts)
-    for teacher, names in ((models[1], IN_PARTS), (untied, ["forward_kl"])):
-        own = flags | {"teacher": str(teacher)}
-        expected = ranks.run(1, plain_references, own, samples, names)[0]
-        whole = {2: [(stage, 2, 2, {}) for stage in range(4)]}  # for two tokenizers that is another test
-        for world, layouts in (SEQUENCES if teacher == models[1] else SEQUENCES | whole).items():
-            how = own, samples, layouts, packed_and_not(names), 0.2, world == 4 and len(names) > 1
-            for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
-                same_step(name, metrics, gradients, *expected[name.split(",")[0].split(" ")[0]])
+def test_same_loss_and_gradient_with_sequences_in_shards(models, untied, texts, tmp_path):
+    """Every ZeRO stage, two and four shards, packed and not."""
+    flags = flags_for(models, texts, tmp_path)
+    samples = uneven_samples(texts)
+    expected = references_of(flags, SHARDED_LOSSES, samples)
+    cases = packed_and_not(SHARDED_LOSSES)
+    for num_ranks, layouts in SEQUENCES.items():
+        alternate = num_ranks == 4
+        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB, alternate)
+
+    flags |= {"teacher": str(untied)}  # the student's tokenizer
+    expected = references_of(flags, ["forward_kl"], samples)
+    cases = packed_and_not(["forward_kl"])
+    for num_ranks, layouts in (SEQUENCES | WHOLE_SEQUENCES).items():
+        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB)
 
 
 def test_same_loss_and_gradient_in_mixed_layouts(models, texts, tmp_path):
-    """Data, sequence and tensor parallelism together, on four and eight ranks; memory saved in every way."""
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, kd_weight=0.7, ce_weight=0.3,
-                 data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
-    samples, losses = batch_texts(texts), ("piece_kl", "projection_kl")
-    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
-    for world, layouts in MIXED.items():
-        how = flags, samples, layouts, losses, 0.2
-        for name, metrics, gradients in ranks.run(world, layout_results, *how)[0]:
-            same_step(name, metrics, gradients, *expected[name.split(",")[0]])
+    """Data, sequence and tensor parallelism together; memory is saved in every way."""
+    flags = flags_for(models, texts, tmp_path)
+    samples = uneven_samples(texts)
+    cases = [Case("piece_kl"), Case("projection_kl")]
+    expected = references_of(flags, [case.loss for case in cases], samples)
+    for num_ranks, layouts in MIXED.items():
+        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB)
 
 
-def sgd_steps(flags, texts, layouts):
-    """[(layout, how far one step of plain SGD with learning rate 1 moves every parameter)]."""
+# --- the student ----------------------------------------------------------------------------------
+
+
+def sgd_steps(flags, samples, layouts):
+    """Return, for each layout, how far a step of SGD with learning rate 1 moves each parameter."""
+    moves = []
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 0.0,
+           "zero_allow_untested_optimizer": True}
+    for layout in layouts:
+        state, inputs = start_layout(flags, layout, **sgd)
+        collator = build_collator(state.cfg, inputs, state.device, SMALL_TILE_MIB)
+        texts = texts_of_rank(samples, layout, state.cfg.sequence_parallel)
+        before = whole_weights(state.engine)
+        distill.train_step(state, [collator(examples) for examples in texts])
+        after = whole_weights(state.engine)
+        moves.append({name: before[name] - after[name] for name in before})
+        state.engine.destroy()
+    return moves
+
+
+def whole_weights(engine):
+    """Return a copy of every float32 weight by name."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    def weights(engine):
+    weights = {}
+    for name, parameter in engine.module.model.named_parameters():
         # stage 0 has no partitioned optimizer to ask
-        return {key: (safe_get_full_fp32_param(p) if engine.zero_optimization() else p).detach().clone()
-                for key, p in engine.module.named_parameters()}
-
-    out, (rank, world) = [], (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    for stage, micro, micro_steps, how in layouts:
-        config = Path(flags["output_dir"]) / f"sgd-{world}-{rank}-{stage}.json"
-        ds_config(config, stage, micro, micro_steps, optimizer={"type": "SGD", "params": {"lr": 1.0}},
-                  gradient_clipping=0.0, zero_allow_untested_optimizer=True)
-        job, inputs = job_for(flags | {"ds_config": str(config)} | how)
-        parts, collate = job.cfg.sequence_parallel, distill.collate_all(job.cfg, inputs, 0.2)
-        place, places = rank // parts, world // parts
-        before = weights(job.engine)
-        distill.train_step(job, [collate(texts[(m * places + place) * micro :][:micro])
-                                 for m in range(micro_steps)])
-        after = weights(job.engine)
-        out.append(((stage, how), {key: before[key] - after[key] for key in before}))
-        job.engine.destroy()
-    return out
+        if engine.zero_optimization():
+            parameter = safe_get_full_fp32_param(parameter)
+        weights[name] = parameter.detach().clone()
+    return weights
 
 
 def test_a_step_of_plain_sgd_is_the_gradient(models, texts, tmp_path):
-    """No factor of ranks, parts or stages is hidden by Adam or by clipping."""
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, kd_weight=0.7, ce_weight=0.3,
-                 data=write_corpus(tmp_path, texts, 20), output_dir=str(tmp_path))
-    samples = batch_texts(texts)
-    _, reference = ranks.run(1, plain_references, flags, samples, ["piece_kl"])[0]["piece_kl"]
-    square = sum((g**2).sum() for g in reference.values())
-    for world, micro, parts in ((2, 2, 1), (2, 4, 2), (4, 4, 2)):
-        rest = micro, 8 * parts // (micro * world), {"sequence_parallel": parts}
-        layouts = [(stage, *rest) for stage in range(4)]
-        for layout, moved in ranks.run(world, sgd_steps, flags, samples, layouts)[0]:
-            error = sum(((moved[key] - g) ** 2).sum() for key, g in reference.items())
-            assert error <= 1e-10 * square, (world, layout, float((error / square) ** 0.5))
+    """No factor of ranks, shards or stages is hidden by Adam or by clipping."""
+    flags = flags_for(models, texts, tmp_path)
+    samples = uneven_samples(texts)
+    reference = references_of(flags, ["piece_kl"], samples)["piece_kl"]
+    for num_ranks, micro_batch_size, sequence_parallel in ((2, 2, 1), (2, 4, 2), (4, 4, 2)):
+        grad_accum_steps = 8 * sequence_parallel // (micro_batch_size * num_ranks)
+        changes = {"sequence_parallel": sequence_parallel}
+        layouts = [Layout(stage, micro_batch_size, grad_accum_steps, changes)
+                   for stage in ALL_STAGES]
+        moves = ranks.run(num_ranks, sgd_steps, flags, samples, layouts)[0]
+        for layout, moved in zip(layouts, moves, strict=True):
+            check_gradients(f"{num_ranks} ranks, {layout}", moved, reference)
 
 
 LEAN = {"activation_offload": True, "mlp_tiles": 3}
 
 
 def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path):
-    flags = dict(teacher=str(models[1]), data=write_corpus(tmp_path, texts, 20), max_length=250,
-                 projection_topk=100, output_dir=str(tmp_path), loss="gold", activation_checkpointing=True)
-    samples = batch_texts(texts)
+    samples = uneven_samples(texts)
+    tiled = [Layout(2, 2, 2, LEAN), Layout(3, 2, 2)]
+    untiled = [Layout(1, 2, 2), Layout(3, 1, 4, LEAN)]
     for student in (models[0], untied):
-        own = flags | {"student": str(student)}
-        value, reference = ranks.run(1, plain_references, own, samples, ["gold"])[0]["gold"]
-        for tiled, layouts in ((True, [(2, 2, 2, LEAN), (3, 2, 2)]), (False, [(1, 2, 2), (3, 1, 4, LEAN)])):
-            how = own | {"tiled": tiled}, samples, layouts, ["gold"], 0.2 if tiled else math.inf
-            for name, metrics, gradients in ranks.run(2, layout_results, *how)[0]:
-                same_step(f"{student}, tiled {tiled}, {name}", metrics, gradients, value, reference)
+        flags = flags_for(models, texts, tmp_path, student=str(student), kd_weight=1.0,
+                          ce_weight=1.0, activation_checkpointing=True)
+        expected = references_of(flags, ["gold"], samples)
+        cases = [Case("gold")]
+        check_steps(expected, 2, flags | {"tiled": True}, samples, tiled, cases, SMALL_TILE_MIB)
+        check_steps(expected, 2, flags | {"tiled": False}, samples, untiled, cases, math.inf)
 
 
-TEACHERS = [{"teacher_tp": 2, "teacher_offload": True}, {"teacher_tp": 4}, {"teacher_engine": "zero3"},
-            {"teacher_tp": 2, "exchange": "logits"},
-            {"teacher_tp": 4, "exchange": "topk", "exchange_topk": 600}]  # all of the 500 tokens
-
-
-def test_same_loss_and_gradient_however_the_teacher_is_held(models, texts, tmp_path):
-    """Student: data parallelism 4.  Teacher: tensor x data parallelism 2 x 2 and 4 x 1, or ZeRO-3."""
-    data = write_corpus(tmp_path, texts, 20)
-    flags = dict(student=str(models[0]), teacher=str(models[1]), data=data, max_length=250,
-                 projection_topk=100, output_dir=str(tmp_path))
-    samples, losses = batch_texts(texts), ("piece_kl", "projection_kl")
-    expected = ranks.run(1, plain_references, flags, samples, losses)[0]
-    layouts = [(2, 1, 2, how) for how in TEACHERS]
-    per_token = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 500 * (4 + 4) + 4}  # float32
-    for name, metrics, gradients in ranks.run(4, layout_results, flags, samples, layouts, losses, 0.2)[0]:
-        same_step(name, metrics, gradients, *expected[name.split(",")[0]])
-        payload = per_token[next((x for x in ("logits", "topk") if f"'{x}'" in name), "hidden")]
-        assert metrics["teacher_bytes_per_token"] == payload, name
-
-
-class Largest(TorchDispatchMode):
-    """Numbers of the largest tensor that any operation makes."""
+class LargestTensor(TorchDispatchMode):
+    """Note the numbers of the largest tensor that any operation makes."""
 
     numel = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self.numel = max(self.numel, tensor.numel())
-        return found
+        return result
 
 
-def largest_tensors(flags, texts, changes):
-    return [largest_tensor(flags | change, texts) for change in changes]
+class Sizes(NamedTuple):
+    """Numbers in the largest tensor of a step, and in all logits of the student and the teacher."""
+
+    largest: int
+    student_logits: int
+    teacher_logits: int
 
 
-def largest_tensor(flags, texts):
-    """(largest tensor of a step, student positions x V, teacher positions x W)."""
-    job, inputs = job_for(flags)
-    [batch] = distill.collate_all(job.cfg, inputs, 0.2)(texts)
-    with Largest() as found:
-        distill.train_step(job, [[batch]])
-    return (found.numel, batch["student_ids"].numel() * job.vocab,
-            batch["teacher_ids"].numel() * len(job.lessons[0].side.table))
+def step_sizes(flags, samples, changes):
+    """Return the Sizes of a step for each change of the flags."""
+    sizes = []
+    for change in changes:
+        state, inputs = job_for(flags | change)
+        batch = build_collator(state.cfg, inputs, state.device, SMALL_TILE_MIB)(samples)
+        [teacher] = batch.teachers
+        with LargestTensor() as largest:
+            distill.train_step(state, [batch])
+        student_logits = batch.student.ids.numel() * state.vocab
+        teacher_logits = teacher.ids.numel() * len(state.teachers[0].encoder.table)
+        sizes.append(Sizes(largest.numel, student_logits, teacher_logits))
+    return sizes
 
 
 def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
-    """Neither of the student nor of the teacher, forward or backward; the plain path does make them."""
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=250, output_dir=str(tmp_path),
-                 data=write_corpus(tmp_path, texts, 20), projection_topk=100,
-                 ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
-    changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")] + [{"tiled": False}]
-    [(*tiled, plain)] = ranks.run(1, largest_tensors, flags, batch_texts(texts), changes)
-    parts = [{"loss": loss, "sequence_parallel": 2} for loss in ("piece_kl", "gold")]
-    for found in ranks.run(2, largest_tensors, flags, batch_texts(texts), parts):
-        tiled += found
-    for most, of_student, of_teacher in tiled:
-        assert most < 0.5 * min(of_student, of_teacher)  # it is a layer of the models
-    assert plain[0] >= max(plain[1:])
+    """Neither the student's nor the teacher's, forward or backward; the untiled path makes them."""
+    flags = flags_for(models, texts, tmp_path, kd_weight=1.0, ce_weight=1.0,
+                      ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
+    samples = uneven_samples(texts)
+    changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")]
+    changes.append({"tiled": False})
+    *tiled, untiled = ranks.run(1, step_sizes, flags, samples, changes)[0]
+    shards = [{"loss": loss, "sequence_parallel": 2} for loss in ("piece_kl", "gold")]
+    for sizes in ranks.run(2, step_sizes, flags, samples, shards):
+        tiled += sizes
+    for sizes in tiled:  # the largest one is a layer of the models
+        assert sizes.largest < 0.5 * min(sizes.student_logits, sizes.teacher_logits)
+    assert untiled.largest >= max(untiled.student_logits, untiled.teacher_logits)
 
 
-def several_teachers(models, untied):
-    """As --teachers: two tokenizers, four losses, one teacher that sees less of a text than the others."""
-    return json.dumps([
-        {"model": str(models[1]), "tp": 2, "weight": 2.0, "name": "pieces", "max_length": 150},
-        {"model": str(untied), "loss": "forward_kl", "weight": 0.5, "temperature": 2.0, "name": "own"},
-        {"model": str(models[1]), "loss": "projection_kl", "engine": "zero3", "name": "projected"},
-        {"model": str(models[1]), "loss": "gold", "tp": 4, "exchange": "logits", "name": "gold"}])
+# --- teachers -------------------------------------------------------------------------------------
+
+# Student: data parallelism 4.  Teacher: tensor x data parallelism 2 x 2 and 4 x 1, or ZeRO-3.
+TEACHERS = [
+    {"teacher_tp": 2, "teacher_offload": True},
+    {"teacher_tp": 4},
+    {"teacher_engine": "zero3"},
+    {"teacher_tp": 2, "teacher_output": "logits"},
+    # all of the 500 tokens
+    {"teacher_tp": 4, "teacher_output": "topk", "teacher_output_topk": 600},
+]
+# float32 hidden states and logits; top-k also has an int32 id each, and the logsumexp
+BYTES_PER_TOKEN = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 500 * (4 + 4) + 4}
+
+
+def test_same_loss_and_gradient_wherever_the_teacher_is(models, texts, tmp_path):
+    flags = flags_for(models, texts, tmp_path, kd_weight=1.0, ce_weight=1.0)
+    samples = uneven_samples(texts)
+    cases = [Case("piece_kl"), Case("projection_kl")]
+    expected = references_of(flags, [case.loss for case in cases], samples)
+    layouts = [Layout(2, 1, 2, changes) for changes in TEACHERS]
+    results = check_steps(expected, 4, flags, samples, layouts, cases, SMALL_TILE_MIB)
+    assert len(results) == len(cases) * len(TEACHERS)
+    for result in results:
+        output = result.layout.flags.get("teacher_output", "hidden")
+        assert result.metrics["teacher_bytes_per_token"] == BYTES_PER_TOKEN[output], result.layout
+
+
+def several_teachers(models, untied, sharded=True):
+    """Return entries of --teachers: two tokenizers, four losses, one that sees less of a text."""
+    entries = [
+        {"name": "pieces", "model": str(models[1]), "tp": 2, "weight": 2.0, "max_length": 150},
+        {"name": "equal", "model": str(untied), "loss": "forward_kl", "weight": 0.5,
+         "temperature": 2.0},
+        {"name": "projected", "model": str(models[1]), "loss": "projection_kl", "engine": "zero3"},
+        {"name": "gold", "model": str(models[1]), "loss": "gold", "tp": 4,
+         "teacher_output": "logits"},
+    ]
+    if not sharded:
+        for entry in entries:
+            entry.pop("tp", None)
+    return entries
 
 
 def test_several_teachers_give_the_sum_of_their_losses(models, untied, texts, tmp_path):
-    flags = dict(student=str(models[0]), teachers=several_teachers(models, untied), max_length=250,
-                 data=write_corpus(tmp_path, texts, 20), kd_weight=0.7, ce_weight=0.3, projection_topk=100,
-                 normalize_by_vocab=True, output_dir=str(tmp_path))
-    samples = batch_texts(texts)
-    value, reference = ranks.run(1, plain_references, flags, samples, ["several"])[0]["several"]
-    for world, layouts in {1: [(2, 4, 2)], 4: [(0, 1, 2), (2, 2, 1), (3, 1, 2)]}.items():
-        own = flags | ({"teachers": flags["teachers"].replace('"tp": 2, ', "").replace('"tp": 4, ', "")}
-                       if world == 1 else {})
-        for name, metrics, gradients in ranks.run(world, layout_results, own, samples, layouts, ["several"],
-                                                  0.2)[0]:
-            same_step(name, metrics, gradients, value, reference)
-            names = "pieces", "own", "projected", "gold"
-            kd = sum(metrics[f"kd/{x}"] * metrics[f"kd_weight/{x}"] for x in names)
-            assert abs(0.3 * metrics["ce"] + kd - value) <= 1e-5 * value
-    assert metrics["kd_weight/own"] == 0.7 * 0.5 and 1.0 < 0.7 * 2 / metrics["kd_weight/pieces"] < 1.2
+    flags = flags_for(models, texts, tmp_path, teacher="", normalize_by_vocab=True,
+                      teachers=json.dumps(several_teachers(models, untied)))
+    samples = uneven_samples(texts)
+    cases = [AS_FLAGS_SAY]
+    expected = references_of(flags, [AS_FLAGS_SAY.loss], samples)
+    whole = flags | {"teachers": json.dumps(several_teachers(models, untied, sharded=False))}
+    results = check_steps(expected, 1, whole, samples, [Layout(2, 4, 2)], cases, SMALL_TILE_MIB)
+    layouts = [Layout(0, 1, 2), Layout(2, 2, 1), Layout(3, 1, 2)]
+    results += check_steps(expected, 4, flags, samples, layouts, cases, SMALL_TILE_MIB)
+    loss = expected[AS_FLAGS_SAY.loss].loss
+    for result in results:
+        metrics = result.metrics
+        total = 0.3 * metrics["ce"]
+        for name in ("pieces", "equal", "projected", "gold"):
+            total += metrics[f"kd/{name}"] * metrics[f"kd_weight/{name}"]
+        assert abs(total - loss) <= 1e-5 * loss
+        assert metrics["kd_weight/equal"] == 0.7 * 0.5
+        assert 1.0 < 0.7 * 2 / metrics["kd_weight/pieces"] < 1.2
+
+
+def check_flags(num_ranks, flags, samples, changes):
+    """Compare a step in each change of the flags with its reference; return (results, losses)."""
+    expected = references([flags | change for change in changes], samples)
+    layouts = [Layout(2, 1, 2, change) for change in changes]
+    results = ranks.run(num_ranks, layout_results, flags, samples, layouts, [AS_FLAGS_SAY],
+                        SMALL_TILE_MIB)[0]
+    for result, reference in zip(results, expected, strict=True):
+        check_step(f"{num_ranks} ranks, {result.layout}", result, reference)
+    return results, [reference.loss for reference in expected]
 
 
 def test_teachers_weigh_as_much_as_they_are_sure(models, untied, texts, tmp_path):
-    two = json.dumps(json.loads(several_teachers(models, untied))[:2])  # one model twice would tie
-    base = dict(student=str(models[0]), teachers=two, max_length=250,
-                data=write_corpus(tmp_path, texts, 20), projection_topk=100, output_dir=str(tmp_path))
-    kinds = {kind: {"teacher_weights": kind, "teacher_alpha": 0.7} for kind in
-             ("ce", "entropy", "max_prob", "select")}
-    samples, layouts = batch_texts(texts), [(2, 1, 2, how) for how in kinds.values()]
-    found = ranks.run(4, layout_results, base, samples, layouts, ["several"], 0.2)[0]
-    values = set()
-    for how, (name, metrics, gradients) in zip(kinds.values(), found, strict=True):
-        value, reference = ranks.run(1, plain_references, base | how, samples, ["several"])[0]["several"]
-        same_step(name, metrics, gradients, value, reference)
-        values.add(round(value, 4))
-    assert len(values) == len(kinds)
+    two = several_teachers(models, untied)[:2]  # one model twice would tie
+    flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(two),
+                      kd_weight=1.0, ce_weight=1.0)
+    changes = [{"teacher_weights": kind, "teacher_alpha": 0.7}
+               for kind in ("ce", "entropy", "max_prob", "select")]
+    _, losses = check_flags(4, flags, uneven_samples(texts), changes)
+    assert len({round(loss, 4) for loss in losses}) == len(changes)
 
 
 def test_the_mean_of_teachers_with_one_tokenizer(models, untied, texts, tmp_path):
-    teachers = [{"model": str(untied), "tp": 2, "weight": 2.0, "loss": "gold"},
-                {"model": str(models[0]), "weight": 0.5, "name": "b", "exchange": "logits"}]
-    base = dict(student=str(models[0]), teachers=json.dumps(teachers), max_length=250, kd_weight=0.7,
-                data=write_corpus(tmp_path, texts, 20), output_dir=str(tmp_path))
-    kinds = [{"teacher_weights": kind} for kind in ("mean_p", "mean_logits")]
-    samples, layouts = batch_texts(texts), [(2, 1, 2, how) for how in kinds]
-    found = ranks.run(4, layout_results, base, samples, layouts, ["several"], 0.2)[0]
-    for how, (name, metrics, gradients) in zip(kinds, found, strict=True):
-        value, reference = ranks.run(1, plain_references, base | how, samples, ["several"])[0]["several"]
-        same_step(name, metrics, gradients, value, reference)
-        assert metrics["kd"] > 0 and metrics["teacher_bytes_per_token"] == 4 * 32 + 4 * 350
+    teachers = [
+        {"model": str(untied), "tp": 2, "weight": 2.0, "loss": "gold"},
+        {"model": str(models[0]), "weight": 0.5, "name": "b", "teacher_output": "logits"},
+    ]
+    flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(teachers),
+                      ce_weight=1.0)
+    changes = [{"teacher_weights": kind} for kind in ("mean_p", "mean_logits")]
+    results, _ = check_flags(4, flags, uneven_samples(texts), changes)
+    for result in results:
+        assert result.metrics["kd"] > 0
+        # hidden states of the first, logits of the second
+        assert result.metrics["teacher_bytes_per_token"] == 4 * 32 + 4 * 350
+
+
+class CountingTokenizer:
+    """A tokenizer that notes every text it encodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.encoded = []
+
+    def __call__(self, texts, **options):
+        self.encoded += [texts] if isinstance(texts, str) else texts
+        return self.tokenizer(texts, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+class StudentUse(NamedTuple):
+    """How often a step uses the student: texts that it encodes, and its forward passes."""
+
+    encoded: list
+    num_forwards: int
+    num_micro_batches: int
+
+
+def student_use(flags, samples):
+    """Take a step with three teachers, whose batches must all speak of the one student's batch."""
+    layout = Layout(2, 4, 2)
+    state, inputs = start_layout(flags, layout)
+    tokenizer = CountingTokenizer(inputs.student.tokenizer)
+    inputs.student.tokenizer = tokenizer
+    collator = build_collator(state.cfg, inputs, state.device, SMALL_TILE_MIB)
+    forwards = []
+    state.engine.module.model.base_model.register_forward_hook(lambda *_: forwards.append(1))
+    micro_batches = [collator(texts) for texts in texts_of_rank(samples, layout, 1)]
+    for batch in micro_batches:
+        check_one_student(batch)
+    distill.train_step(state, micro_batches)
+    return StudentUse(tokenizer.encoded, len(forwards), len(micro_batches))
+
+
+def check_one_student(batch):
+    """See that every teacher's tiles predict the student's labels, each position once."""
+    assert len(batch.teachers) == 3
+    labels = batch.student.labels.flatten()
+    for teacher in batch.teachers:
+        assert teacher.student_chunk.shape == batch.student.ids.shape
+        predicted = torch.full_like(labels, -100)
+        num_positions = 0
+        for tile in teacher.tiles:
+            num_positions += len(tile.student_positions)
+            for sub_tile in tile.sub_tiles:
+                positions = tile.student_positions[sub_tile.student_slice]
+                predicted[positions] = sub_tile.student_labels
+        assert torch.equal(predicted, labels)
+        assert num_positions == batch.counts.tokens == (labels >= 0).sum()
+
+
+def test_three_teachers_share_one_student(models, untied, texts, tmp_path):
+    """The student encodes each text once and runs once, however many teachers there are."""
+    teachers = several_teachers(models, untied, sharded=False)[:3]
+    flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(teachers))
+    samples = uneven_samples(texts)
+    [use] = ranks.run(1, student_use, flags, samples)
+    assert use.encoded == [text for text in samples if text is not None]
+    assert use.num_forwards == use.num_micro_batches == 2

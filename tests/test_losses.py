@@ -5,15 +5,15 @@ import shutil
 import subprocess
 import sys
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, close, gradient, spelling_of
-from conftest import ROOT
 
 import losses
+import oracle
 import teacher_mixing
+from cases import Case, close, gradient, spelling_of
+from conftest import ROOT
 from losses import (
     next_token_cross_entropy,
     piece_kl,

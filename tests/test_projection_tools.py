@@ -9,9 +9,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, asset
 from transformers import AutoTokenizer
 
+from conftest import ROOT, asset
 from projection_tools import (
     Pair,
     as_tables,

@@ -3,12 +3,12 @@
 import copy
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ranks
 from isogloss import activations, sequence
 from isogloss.launch import silence_libraries, start_distributed
 from isogloss.sequence import check_sequence_layout, sequence_shard

@@ -1,11 +1,11 @@
 """Spelling tables: how each side writes the other's tokens, and the events both can express."""
 
 import numpy as np
-import oracle
 import torch
-from conftest import asset
 
+import oracle
 from align import TokenTable
+from conftest import asset
 from projection_tools import Pair, load_tables, spell
 
 

@@ -9,10 +9,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import Case, common_of
-from conftest import ROOT
 
 import losses
+from cases import Case, common_of
+from conftest import ROOT
 from tiles import (
     GPU_SUB_TILES,
     Head,

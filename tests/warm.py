@@ -1,15 +1,16 @@
-"""What the ranks of the tests share, imported and compiled once in the server that they are forked from.
+"""What the ranks of the tests have in common, imported and compiled once, in their server.
 
-Else every rank imports 1,800 modules more on first use and loads numba's compiled functions, which costs it
-more than its test.  `freeze` keeps the collector from touching, and so copying, all that they share.
+Else every rank imports 1,800 modules more on first use and loads numba's compiled functions, which
+costs it more than its test.  `freeze` keeps the collector from touching, and so copying, all that
+they have in common.
 """
 
 import gc
 
-import deepspeed.module_inject.auto_ep_layer  # noqa: F401
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  starts a compiler
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.runtime.zero.muon.muon_optimizer
 import torch
-import transformers.conversion_mapping  # noqa: F401
+import transformers.conversion_mapping
 import transformers.trainer_utils  # noqa: F401
 
 import cpu_kernels
