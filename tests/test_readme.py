@@ -1,35 +1,311 @@
-"""What the README shows works, and what it links to exists."""
+"""What the README and docs/architecture.md show works, and what they name exists."""
 
+import ast
+import graphlib
+import json
 import re
+import shlex
+import subprocess
+import sys
 
+import pytest
 import torch
+import torch.nn.functional as F
 
-from conftest import ROOT
-from projection_tools import Pair
-from projection_tools.build import build_projection
+import demo
+from conftest import ROOT, asset
+from isogloss.config import GROUPS, Config
+from projection_tools import Pair, build, show, spell
+from projection_tools.flags import OLD_NAMES, parse_flags
 
 README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs/README.md"]
+COPIED = ("align", "losses", "tiles", "teacher_mixing", "ipc", "cpu_kernels", "vocab_parallel",
+          "align_dp")
+# What stands beside a copied module and may be imported by it.
+HELPERS = {"align_dp": {"align"}, "losses": {"cpu_kernels", "vocab_parallel"}}
+
+
+def code_blocks(kind, text=README):
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.S)
+
+
+def commands():
+    """Return the words of every indented command line of the README, continued lines joined."""
+    lines = []
+    for block in re.findall(r"(?:^    .*\n)+", README, re.M):
+        joined = block.replace("\\\n", " ")
+        lines += [line.strip() for line in joined.splitlines()]
+    words = [shlex.split(line) for line in lines if re.match(r"(deepspeed|python|make|pip) ", line)]
+    assert len(words) >= 6
+    return words
+
+
+def tracked_files():
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
+# --- what can be run ------------------------------------------------------------------------------
 
 
 def test_the_lines_to_copy_work(tokenizers, texts):
-    snippet, = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "from align" in block]
+    before, after = code_blocks("python")
     student, teacher = tokenizers
-    ids = {"student_ids": student(texts[0])["input_ids"], "teacher_ids": teacher(texts[0])["input_ids"]}
+    student_ids = student(texts[0])["input_ids"]
+    teacher_ids = teacher(texts[0])["input_ids"]
     generator = torch.Generator().manual_seed(0)
-    logits = {f"{role}_logits": torch.randn(1, len(ids[f"{role}_ids"]), len(tokenizer), generator=generator)
-              for role, tokenizer in (("student", student), ("teacher", teacher))}
-    indices, likelihoods = map(torch.from_numpy, build_projection(Pair.of(student, teacher)))
-    scope = dict(torch=torch, student_tokenizer=student, teacher_tokenizer=teacher, **ids, **logits,
-                 indices=indices, likelihoods=likelihoods, device="cpu")
-    exec(snippet, scope)
+    student_logits = torch.randn(1, len(student_ids), len(student), generator=generator)
+    teacher_logits = torch.randn(1, len(teacher_ids), len(teacher), generator=generator)
+    tables = build.build_projection(Pair.of(student, teacher))
+    indices, likelihoods = map(torch.from_numpy, tables)
+    scope = dict(
+        student_tokenizer=student, teacher_tokenizer=teacher, student_ids=student_ids,
+        teacher_ids=teacher_ids, student_logits=student_logits, teacher_logits=teacher_logits,
+        indices=indices, likelihoods=likelihoods)
+    exec(after, scope)
     assert 0 < scope["loss"] < 20 and scope["count"] > 20
+    # two models with one vocabulary
+    scope = dict(F=F, student_logits=student_logits, teacher_logits=student_logits.flip(1))
+    exec(before, scope)
+    assert scope["loss"] > 0
 
 
-def test_links_and_file_map_are_true():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+def test_every_command_is_understood():
+    """Flags of the commands exist and have allowed values; targets and configurations exist."""
+    tools = {"projection_tools.build": build, "projection_tools.show": show,
+             "projection_tools.spell": spell}
+    makefile = (ROOT / "Makefile").read_text()
+    for words in commands():
+        if words[:2] == ["deepspeed", "distill.py"]:
+            cfg = parse_flags(Config, words[2:], groups=GROUPS)
+            assert (ROOT / cfg.ds_config).is_file()
+            for entry in json.loads(cfg.teachers or "[]"):
+                assert "/" in entry["model"]
+        elif words[:2] == ["python", "-m"]:
+            parse_flags(tools[words[2]].Args, words[3:], aliases=OLD_NAMES)
+        elif words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.M)
+        elif words[0] == "python":
+            assert (ROOT / words[1]).is_file()
+    for target in re.findall(r"`(?:\w+=\S+ |SEEDS=\"[\d ]+\" )?make ([\w-]+)`", README):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_flags_that_the_text_names_exist():
+    known = {*Config.__dataclass_fields__, "help"}
+    for tool in (build, show, spell):
+        known |= set(tool.Args.__dataclass_fields__)
+    for flag in re.findall(r"`--([a-z]\w*)", README + ARCHITECTURE):
+        assert flag in known, flag
+
+
+def test_the_alignment_that_the_quick_start_shows():
+    shown = code_blocks("text")[0]
+    command, = [words for words in commands() if words[:2] == ["python", "align.py"]]
+    flags = dict(zip(command[2::2], command[3::2]))
+    flags["--student"] = str(asset("tokenizers", "gpt2"))
+    flags["--teacher"] = str(asset("tokenizers", "qwen2"))
+    arguments = [word for pair in flags.items() for word in pair]
+    printed = subprocess.run([sys.executable, "align.py", *arguments], cwd=ROOT,
+                             capture_output=True, text=True, check=True).stdout
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+
+
+def cells_of(line):
+    return [cell.strip() for cell in line.strip("|\n").split("|")]
+
+
+def test_the_output_of_the_demo_has_its_form():
+    """The numbers that the README shows, given to the functions that print, give its text."""
+    shown = code_blocks("text")[1]
+    lines = [cells_of(line) for line in shown.splitlines() if line.startswith("|")]
+    teacher = float(lines[2][2])
+    runs = []
+    for seed, arm, bits, before, after, aligned, seconds in lines[3:]:
+        evaluations = [{"eval/student_bits_per_byte": 4.0},
+                       {"eval/student_bits_per_byte": float(bits)}]
+        if after:
+            for evaluation, kd in zip(evaluations, (before, after)):
+                evaluation |= {"eval/kd": float(kd), "eval/teacher_bits_per_byte": teacher,
+                               "eval/aligned_bytes": float(aligned.strip("%")) / 100}
+        runs.append(demo.Run(arm, int(seed), float(seconds), evaluations))
+    assert [run.arm for run in runs] == list(demo.ARMS)
+    printed = "\n".join([demo.table(runs), "", *demo.verdicts(runs)])
+    assert printed == shown.strip()
+
+
+def test_tables_agree_with_the_log():
+    """Every line of numbers in the tables of results stands in docs/LOG.md, with the same mean."""
+    log = (ROOT / "docs" / "LOG.md").read_text()
+    # older entries call the baseline by another name
+    log = re.sub(r"\| (text only|no teacher) +\|", "| no teacher (CE only) |", log)
+    log_lines = [cells_of(line) for line in log.splitlines() if line.startswith("|")]
+    results = README.split("## Results")[1].split("\n## ")[0]
+    losses, seeds = re.findall(r"(?:^\|.*\n)+", results, re.M)
+    for line in losses.splitlines()[2:]:
+        name, _, *numbers = cells_of(line)
+        name = name.split(",")[0]
+        assert any(other[0] == name and other[2:] == numbers for other in log_lines), line
+        mean = sum(map(float, numbers[:3])) / 3
+        assert abs(mean - float(numbers[3])) < 0.001
+    of_demo = log.split("## 2026-11-22: the demo, three seeds")[1].split("\n## ")[0]
+    for line in seeds.splitlines()[2:]:
+        seed, baseline, piece, projection, teacher = cells_of(line)
+        for arm, bits in (("no teacher (CE only)", baseline), ("piece_kl", piece),
+                          ("projection_kl", projection)):
+            assert re.search(rf"\| {seed} +\| {re.escape(arm)} +\| {bits} ", of_demo), (seed, arm)
+        assert re.search(rf"\| teacher +\| {teacher} ", of_demo)
+
+
+# --- what exists ----------------------------------------------------------------------------------
+
+
+def slug(heading):
+    """Return the anchor that GitHub gives to a heading."""
+    kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return kept.replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            assert anchor in map(slug, headings), target
+    defined = set(re.findall(r"^\[([\w-]+)\]: https://\S+$", text, re.M))
+    used = set(re.findall(r"\]\[([\w-]+)\]", text))
+    assert used == defined
+
+
+def test_every_file_is_on_a_map():
+    """The files that the maps name exist, and every source file is on one."""
     file_map = README.split("## Files")[1].split("##")[0]
-    named = re.findall(r"^    (\S+) ", file_map, re.M)
-    assert all((ROOT / name).exists() for name in named)
-    modules = {path.name for path in ROOT.glob("*.py")}
-    assert modules <= set(named)
+    on_readme = set(re.findall(r"^    (\S+) ", file_map, re.M))
+    on_page = set(re.findall(r"^\| `(\S+)` \|", ARCHITECTURE, re.M))
+    pages = set(re.findall(r"^\| \[\S+\]\((\S+)\) \|", file_map, re.M))
+    for name in on_readme | on_page | pages:
+        assert (ROOT / name).exists(), name
+    for name in tracked_files():
+        folder, _, rest = name.partition("/")
+        if not rest:
+            is_source = name.endswith(".py")
+            assert not is_source or (name in on_readme and name in on_page | {"demo.py"}), name
+        elif folder == "isogloss":
+            assert name in on_page, name
+        elif folder == "docs" and name.endswith(".md"):
+            assert name in pages, name
+        elif not folder.startswith("."):
+            assert f"{folder}/" in on_readme, name
+
+
+# --- docs/architecture.md -------------------------------------------------------------------------
+
+
+def definitions(tree, prefix=""):
+    """Yield the dotted names of all functions and classes in a syntax tree, nested ones by both."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+            yield prefix + node.name
+            yield from definitions(node, f"{node.name}.")
+        else:
+            yield from definitions(node, prefix)
+
+
+def test_every_stop_can_be_found():
+    """A stop is written as `file.py` `function`; a second one of the same file repeats the file."""
+    stops = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", ARCHITECTURE)
+    assert len(stops) > 50
+    for path, name in stops:
+        assert name in set(definitions(ast.parse((ROOT / path).read_text()))), (path, name)
+    # the way of a text, in this order
+    way = ("loader", "Collator", "TextEncoder.encode", "align_located", "cut_sample", "plan_tiles",
+           "Counts.all_reduce", "term_weights", "TeacherSource.targets", "StudentWithLoss.forward",
+           "LossTerms.reduce", "micro_batch_loss", "tiled_loss", "tile_loss", "piece_kl",
+           "event_kl", "engine.backward", "engine.step", "step_metrics", "Log.write")
+    last = ARCHITECTURE.index("## In a data worker")
+    for name in way:
+        last = ARCHITECTURE.index(f"`{name}`", last)
+    for call in ("engine.backward(", "engine.step("):
+        assert call in (ROOT / "distill.py").read_text()
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", ARCHITECTURE, re.M)]
+    first_path = numbers.index(1, 1)
+    assert numbers[first_path:] == list(range(1, len(numbers) - first_path + 1))
+
+
+def test_the_text_that_is_followed():
+    """The ids, labels, chunks and counts that the page shows are those of the Collator."""
+    from transformers import AutoTokenizer
+
+    from align import TokenTable
+    from isogloss.batch import Collator, PairOptions
+    from isogloss.sample import TextEncoder
+
+    encoders = []
+    for name in ("gpt2", "qwen2"):
+        tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
+        encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 64))
+    batch = Collator(encoders[0], [PairOptions(encoders[1])])(["in 2010"])
+    teacher = batch.teachers[0]
+    computed = {
+        "student ids": batch.student.ids, "student labels": batch.student.labels,
+        "student chunk": teacher.student_chunk, "teacher ids": teacher.ids,
+        "teacher labels": teacher.labels, "teacher chunk": teacher.teacher_chunk}
+    *lines, counts = code_blocks("text", ARCHITECTURE)[0].splitlines()
+    for line, (name, tensor) in zip(lines, computed.items(), strict=True):
+        assert line.startswith(name)
+        assert list(map(int, line.removeprefix(name).split())) == tensor[0].tolist()
+    pair = batch.counts.pairs[0]
+    assert counts.split(maxsplit=1)[1] == (
+        f"tokens {batch.counts.tokens}, text_bytes {batch.counts.text_bytes}, "
+        f"kd_terms {pair.kd_terms}, aligned_bytes {pair.aligned_bytes}")
+
+
+def imports_of(path):
+    """Yield (module, whether at import time) for every import of a source file."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            yield name, node in tree.body
+
+
+def test_who_imports_whom():
+    ours = {}
+    paths = [path for pattern in ("*.py", "isogloss/*.py", "projection_tools/*.py")
+             for path in ROOT.glob(pattern)]
+    for path in paths:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        ours[name.removesuffix(".__init__")] = path
+    assert set(COPIED) | {"distill", "demo"} == {name for name in ours if "." not in name} - {
+        "isogloss", "projection_tools"}
+    allowed = {"isogloss": {*COPIED, "isogloss", "projection_tools"},
+               "projection_tools": {*COPIED, "projection_tools"},
+               "distill": {*COPIED, "isogloss", "projection_tools"}, "demo": set()}
+    graph = {}
+    for name, path in ours.items():
+        top = name.partition(".")[0]
+        graph[name] = set()
+        for module, at_import in imports_of(path):
+            if module not in ours:
+                continue
+            can = allowed.get(top, HELPERS.get(top, set()))
+            assert module.partition(".")[0] in can, f"{name} imports {module}"
+            if at_import and module != name:
+                graph[name].add(module)
+        assert "sys.path" not in path.read_text(), path
+    graphlib.TopologicalSorter(graph).prepare()  # raises where there is a cycle
