@@ -363,7 +363,6 @@ def one_tokenizer_steps(flags, texts, names):
     return steps
 
 
-@pytest.mark.slow
 def test_every_loss_for_one_tokenizer_trains(models, texts, tmp_path):
     flags = dict(
         student=str(models[0]), teacher=str(models[0]), data=write_corpus(tmp_path, texts, 20),
@@ -481,7 +480,6 @@ def test_a_killed_run_resumes_from_the_last_whole_checkpoint(base_run):
     assert names == {"step_0000006", "step_0000007"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("teacher_ranks", [0, 1])
 def test_sigterm_on_one_rank_saves_and_ends_all(base_run, teacher_ranks):
     """Ranks for teachers alone go on until the student's ranks have saved, then end cleanly."""
