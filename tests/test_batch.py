@@ -1,0 +1,567 @@
+"""batch.py: the right tokens meet the right predictions, and counts do not depend on the layout."""
+
+import copy
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isogloss.batch import (
+    PAIR_FIELDS,
+    Collator,
+    Counts,
+    Example,
+    PairCounts,
+    PairOptions,
+    pack_rows,
+    to_device,
+)
+from isogloss.sample import TextEncoder
+from losses import Spelling, find_chunks
+from projection_tools import Pair
+from projection_tools.spell import build_spelling
+from test_chat import CHAT, with_templates
+from test_sample import lower_casing, small_chunks, spelled
+
+STUDENT_FIELDS = "ids", "labels", "num_bytes"
+
+
+@pytest.fixture
+def encoders(tokenizers, tables):
+    """Return (student, teacher) with room for every text."""
+    return [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
+
+
+@pytest.fixture(scope="module")
+def spelling(tokenizers, tables):
+    """Return the tables of piece_kl for these tokenizers."""
+    built = build_spelling(Pair.of(*tokenizers, tables=tables))
+    fields = {}
+    for name in Spelling._fields:
+        value = built[name]
+        fields[name] = value.long() if isinstance(value, torch.Tensor) else value
+    return Spelling(**fields)
+
+
+def collator(encoders, **options):
+    """Return the Collator of a student and one teacher."""
+    student, teacher = encoders
+    return Collator(student, [PairOptions(teacher)], **options)
+
+
+def at_most(encoder, max_length):
+    return replace(encoder, max_length=max_length)
+
+
+def read_bytes(table, labels):
+    """Return the bytes that labels spell, without control tokens and the space before a text."""
+    ids = [i for i in labels[labels >= 0].tolist() if not table.special[i]]
+    return table.decode(ids).lstrip()
+
+
+def same(first, second, names):
+    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in names)
+
+
+def chunks_of(student_chunk, teacher_chunk):
+    """Return {(student positions, teacher positions)} of the chunks of one sample."""
+    sides = set()
+    for number in set(student_chunk.tolist()) - {-1}:
+        student = (student_chunk == number).nonzero().flatten().tolist()
+        teacher = (teacher_chunk == number).nonzero().flatten().tolist()
+        sides.add((tuple(student), tuple(teacher)))
+    return sides
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+
+def test_chunks_speak_of_the_predicted_token(encoders, texts):
+    batch = collator(encoders)(texts[:6])
+    teacher = batch.teachers[0]
+    for b in range(6):
+        for side, encoder in ((batch.student, encoders[0]), (teacher, encoders[1])):
+            ids, labels = side.ids[b], side.labels[b]
+            real = int((labels >= 0).sum())
+            assert torch.equal(labels[: real - 1], ids[1:real])
+            assert labels[real - 1] == encoder.table.eos
+            assert ids[0] == encoder.table.bos and (labels[real:] == -100).all()
+        student_chunk, teacher_chunk = teacher.student_chunk[b], teacher.teacher_chunk[b]
+        for number in set(student_chunk.tolist()) - {-1}:
+            assert spelled(
+                encoders[0].table, batch.student.labels[b], student_chunk, number) == spelled(
+                encoders[1].table, teacher.labels[b], teacher_chunk, number)
+    chunks = set()
+    for b in range(6):
+        chunks |= {(b, number) for number in teacher.student_chunk[b].tolist() if number >= 0}
+    assert batch.counts.pairs[0].kd_terms == len(chunks)
+
+
+def test_padding_says_nothing(encoders, texts):
+    """A text is the same alone and beside a longer one; what is filled in is never learned."""
+    short, long = sorted(texts[:6], key=len)[:: 5]
+    alone = collator(encoders)([short])
+    beside = collator(encoders)([short, long])
+    for of_alone, of_beside, encoder in (
+            (alone.student, beside.student, encoders[0]),
+            (alone.teachers[0], beside.teachers[0], encoders[1])):
+        size = of_alone.ids.shape[1]
+        assert of_beside.ids.shape[1] > size
+        for name in STUDENT_FIELDS:
+            assert torch.equal(getattr(of_beside, name)[0, :size], getattr(of_alone, name)[0])
+        table = encoder.table
+        padding = table.eos if table.pad < 0 else table.pad
+        assert (of_beside.ids[0, size:] == padding).all()
+        assert (of_beside.labels[0, size:] == -100).all()
+        assert (of_beside.num_bytes[0, size:] == -1).all()
+        assert of_beside.positions is None
+    for name in ("student_chunk", "teacher_chunk"):
+        first = getattr(alone.teachers[0], name)[0]
+        second = getattr(beside.teachers[0], name)[0]
+        assert torch.equal(second[: len(first)], first) and (second[len(first) :] == -1).all()
+
+
+def test_a_tokenizer_without_pad_is_filled_by_an_id_that_it_has(encoders, texts):
+    for eos in (encoders[0].table.eos, -1):
+        student = replace(encoders[0], table=copy.copy(encoders[0].table))
+        student.table.pad = -1
+        student.table.eos = eos
+        ids = collator((student, encoders[1]))([texts[0], texts[0][:9]]).student.ids
+        assert ids[1, -1] == max(eos, 0)
+
+
+def test_a_rank_without_samples_gives_an_empty_batch(encoders):
+    for pack in (False, True):
+        batch = collator(encoders, pack=pack)([None, None])
+        assert batch.student.ids.shape[1] == 1 and (batch.student.labels == -100).all()
+        assert batch.counts.tokens == batch.counts.pairs[0].kd_terms == 0
+        assert batch.sample_ids == [-1, -1]
+    assert collator(encoders)([None, None]).student.ids.shape == (2, 1)
+
+
+def test_text_that_a_tokenizer_normalizes_is_counted_and_still_read(encoders):
+    """What it lower-cases is learned from as text alone, the rest is aligned."""
+    lossy = TextEncoder(lower_casing(encoders[0].tokenizer), encoders[0].table, 400)
+    batch = collator((lossy, encoders[1]))(["the Upper value", "the value"])
+    teacher = batch.teachers[0]
+    assert (batch.student.labels[0] >= 0).any() and (teacher.student_chunk[0] >= 0).any()
+    counts = batch.counts.pairs[0]
+    assert 0 < counts.normalized_bytes < len("the Upper value")
+    assert counts.unmatched_bytes == 0
+    assert counts.source_bytes == len("the Upper valuethe value")
+    student_chunk, teacher_chunk = teacher.student_chunk[0], teacher.teacher_chunk[0]
+    for number in set(student_chunk.tolist()) - {-1}:
+        assert spelled(
+            lossy.table, batch.student.labels[0], student_chunk, number) == spelled(
+            encoders[1].table, teacher.labels[0], teacher_chunk, number)
+
+
+def test_batches_are_moved_with_all_that_is_in_them(encoders, texts):
+    """To the device `meta`, where a tensor that was left behind would be seen."""
+    batch = to_device(collator(encoders, pack=True)(texts[:3], range(3)), "meta")
+    assert batch.sample_ids == [0, 1, 2] and isinstance(batch.counts, Counts)
+    terms = batch.teachers[0].tiles[0].sub_tiles[0].terms
+    for value in (batch.student.ids, batch.student.positions, batch.teachers[0].sample,
+                  batch.teachers[0].tiles[0].student_positions, terms.first_S):
+        assert value.device.type == "meta"
+    assert batch.teachers[0].halo_index is None and terms.whole_S in (True, False)
+
+
+# --- several teachers -----------------------------------------------------------------------------
+
+
+def test_several_teachers_share_the_students_tokens(encoders, texts):
+    """Contexts of 60 and 90 tokens: all are cut where the shortest is."""
+    student, teacher = encoders
+    pairs = [PairOptions(at_most(teacher, n)) for n in (400, 60, 90)]
+    pairs.append(PairOptions(student))
+    samples = [*texts[:8], None, "", texts[0][:9]]
+    batch = Collator(student, pairs)(samples)
+    assert batch.teachers[1].ids.shape[1] <= 60 and batch.teachers[2].ids.shape[1] <= 90
+    # as short as the shortest asks for, not shorter
+    alone = Collator(student, pairs[1:2])(samples)
+    lengths = [(x.student.labels >= 0).sum(1) for x in (batch, alone)]
+    assert (lengths[0] <= lengths[1]).all() and lengths[0].sum() > 0.9 * lengths[1].sum()
+    for teacher, pair in zip(batch.teachers, pairs):
+        assert teacher.student_chunk.shape == batch.student.ids.shape
+        for b in range(len(samples)):  # every teacher reads the bytes that the student reads
+            of_student = read_bytes(student.table, batch.student.labels[b])
+            assert read_bytes(pair.encoder.table, teacher.labels[b]) == of_student
+            assert not (teacher.student_chunk[b] >= 0)[batch.student.labels[b] < 0].any()
+    assert batch.counts.tokens == (batch.student.labels >= 0).sum()
+
+
+class CountedTokenizer:
+    """A tokenizer that counts the texts of its calls."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.calls = []
+
+    def __call__(self, texts, **options):
+        self.calls.append(texts)
+        return self.tokenizer(texts, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("num_teachers", [0, 1, 3])
+def test_the_students_tokenizer_is_called_once_per_batch(encoders, texts, num_teachers):
+    student = replace(encoders[0], tokenizer=CountedTokenizer(encoders[0].tokenizer))
+    teachers = [replace(encoders[1], max_length=n) for n in (400, 50, 90)[:num_teachers]]
+    for teacher in teachers:
+        teacher.tokenizer = CountedTokenizer(teacher.tokenizer)
+    collate = Collator(student, [PairOptions(teacher) for teacher in teachers])
+    collate([*texts[:5], None, ""])
+    assert student.tokenizer.calls == [[*texts[:5], ""]]
+    for teacher in teachers:
+        assert teacher.tokenizer.calls == [[*texts[:5], ""]]
+    collate([None])
+    assert len(student.tokenizer.calls) == 1  # nothing to read
+
+
+def test_a_teacher_reads_only_the_texts_that_are_for_it(encoders, texts):
+    teachers = [replace(encoders[1], tokenizer=CountedTokenizer(encoders[1].tokenizer))
+                for _ in range(2)]
+    pairs = [PairOptions(teachers[0], routes=["a"]), PairOptions(teachers[1], routes=["b"])]
+    Collator(encoders[0], pairs)([Example(texts[0], "a"), Example(texts[1], "c")])
+    assert teachers[0].tokenizer.calls == [[texts[0]]] and teachers[1].tokenizer.calls == []
+
+
+# --- routes ---------------------------------------------------------------------------------------
+
+
+def routed_batch(encoders, examples, *routes):
+    """Return the Batch of one teacher per list of routes."""
+    pairs = [PairOptions(encoders[1], routes=of_teacher) for of_teacher in routes]
+    return Collator(encoders[0], pairs)(examples)
+
+
+def samples_of(teacher):
+    """Return the samples that a teacher reads, and check that the student's chunks agree."""
+    reads = (teacher.labels >= 0).any(1)
+    assert torch.equal((teacher.student_chunk >= 0).any(1), reads)
+    return reads.nonzero().flatten().tolist()
+
+
+def test_a_teacher_gets_the_samples_that_are_for_it(encoders, texts):
+    routes = ["a", "b", "c", "b", None, "a"]
+    examples = [Example(text, route) for text, route in zip(texts, routes)]
+    batch = routed_batch(encoders, [*examples, None], ["a"], ["b", "d"], None)
+    alone = collator(encoders)([*texts[:6], None])
+    assert same(batch.student, alone.student, STUDENT_FIELDS)
+    for teacher, expected in zip(batch.teachers, ([0, 5], [1, 3], [2, 4])):
+        assert samples_of(teacher) == expected
+        for b in expected:
+            assert torch.equal(teacher.student_chunk[b], alone.teachers[0].student_chunk[b])
+    for name in PAIR_FIELDS:
+        total = sum(getattr(pair, name) for pair in batch.counts.pairs)
+        assert total == getattr(alone.counts.pairs[0], name), name
+    assert batch.counts.tokens == alone.counts.tokens
+
+
+def test_a_route_of_none_goes_to_the_teachers_without_routes(encoders, texts):
+    """An empty cell of the column; an example without a column is for every teacher."""
+    examples = [Example(texts[0], None), Example(texts[1]), Example(texts[2], "a")]
+    batch = routed_batch(encoders, examples, ["a"], None, None)
+    assert [samples_of(teacher) for teacher in batch.teachers] == [[1, 2], [0, 1], [0, 1]]
+    batch = routed_batch(encoders, examples, ["a"], ["b"])  # all teachers have routes
+    assert [samples_of(teacher) for teacher in batch.teachers] == [[1, 2], [1]]
+    assert (batch.student.labels >= 0).any(1).all()  # it is still learned from as text
+    batch = routed_batch(encoders, examples, None)
+    assert samples_of(batch.teachers[0]) == [0, 1, 2]
+
+
+def test_a_chat_goes_to_the_teachers_that_it_is_for(tokenizers):
+    student, teacher = with_templates(tokenizers)
+    pairs = [PairOptions(teacher, routes=["a"]), PairOptions(teacher)]
+    counts = Collator(student, pairs)([Example(CHAT, "a")]).counts
+    alone = collator((student, teacher))([CHAT]).counts
+    assert counts.pairs == [alone.pairs[0], PairCounts()]  # not for it, and so not skipped
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+def test_rows_hold_what_fits_on_every_side():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        sizes = torch.randint(1, 12, (9, 3), generator=generator).tolist()
+        limits = torch.randint(11, 30, (3,), generator=generator).tolist()
+        rows = pack_rows(sizes, limits)
+        assert sorted(itertools.chain(*rows)) == list(range(9))
+        for line, row in enumerate(rows):
+            assert row == sorted(row)
+            for side, limit in enumerate(limits):
+                assert sum(sizes[number][side] for number in row) <= limit
+            # the first sample of a row had no room in any row before it
+            for before in rows[:line]:
+                earlier = [number for number in before if number < row[0]]
+                totals = [sum(sizes[number][side] for number in [*earlier, row[0]])
+                          for side in range(3)]
+                assert any(total > limit for total, limit in zip(totals, limits))
+
+
+def test_packed_samples_are_what_they_are_alone(encoders, texts):
+    student, teacher = at_most(encoders[0], 150), at_most(encoders[1], 110)
+    samples = [*[text[: 30 + 25 * n] for n, text in enumerate(texts[:7])], None, ""]
+    packed = collator((student, teacher), pack=True)(samples)
+    plain = collator((student, teacher))(samples)
+    assert packed.counts == plain.counts
+    assert 1 < len(packed.student.ids) < len(samples)
+    assert packed.student.ids.shape[1] <= 150 and packed.teachers[0].ids.shape[1] <= 110
+    of_packed, of_plain = packed.teachers[0], plain.teachers[0]
+    assert of_packed.num_samples == len(samples)
+    width = packed.student.ids.shape[1]
+    sides = ((packed.student, plain.student, of_packed.sample_of_student),
+             (of_packed, of_plain, of_packed.sample))
+    seen = 0
+    for number in range(len(samples)):
+        kept = []
+        for in_packed, in_plain, sample in sides:
+            size = int((in_plain.labels[number] >= 0).sum())
+            here = (sample == number).nonzero().flatten()[:size]
+            for name in STUDENT_FIELDS:
+                assert torch.equal(getattr(in_packed, name).flatten()[here],
+                                   getattr(in_plain, name)[number, :size])
+            assert in_packed.positions.flatten()[here].tolist() == list(range(size))
+            kept.append(here)
+            seen += size
+        # chunk numbers differ, what they bring together does not
+        first = (of_packed.student_chunk.flatten()[kept[0]],
+                 of_packed.teacher_chunk.flatten()[kept[1]])
+        second = (of_plain.student_chunk[number, : len(kept[0])],
+                  of_plain.teacher_chunk[number, : len(kept[1])])
+        assert chunks_of(*first) == chunks_of(*second)
+        if len(kept[0]):  # student and teacher have the same rows
+            assert kept[0][0] // width == kept[1][0] // of_packed.ids.shape[1]
+    assert seen == (packed.student.labels >= 0).sum() + (of_packed.labels >= 0).sum()
+    for line in range(len(packed.student.ids)):  # no chunk reaches over two samples
+        for chunk, sample in ((of_packed.student_chunk, of_packed.sample_of_student),
+                              (of_packed.teacher_chunk, of_packed.sample)):
+            pairs = {(c, s) for c, s in zip(
+                chunk[line].tolist(), sample.view(chunk.shape)[line].tolist()) if c >= 0}
+            assert len(pairs) == len({c for c, _ in pairs})
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def test_counts_survive_their_vector_and_add_up(encoders, texts):
+    student, teacher = encoders
+    for pairs in ([], [PairOptions(teacher)], [PairOptions(teacher), PairOptions(student)]):
+        collate = Collator(student, pairs)
+        first, second = collate(texts[:3]).counts, collate(texts[3:5]).counts
+        assert Counts.of_vector(first.vector()) == first
+        assert first + second == collate(texts[:5]).counts
+        numbers = list(range(2 + len(pairs) * len(PAIR_FIELDS)))  # no two fields are the same
+        counts = Counts.of_vector(numbers)
+        assert counts.vector() == numbers
+        assert (counts + counts).vector() == [2 * number for number in numbers]
+        assert len(counts.pairs) == len(pairs)
+    with pytest.raises(ValueError):
+        Counts(pairs=[PairCounts()]) + Counts()  # of other teachers
+
+
+def test_counts_are_those_of_the_tensors(encoders, texts):
+    batch = collator([at_most(encoder, 60) for encoder in encoders])([*texts[:4], "é"])
+    teacher = batch.teachers[0]
+    counts = batch.counts.pairs[0]
+    assert batch.counts.tokens == (batch.student.labels >= 0).sum()
+    text_bytes = 0
+    for labels in batch.student.labels:
+        # a text without a space in front gets one from this tokenizer
+        text_bytes += len(encoders[0].table.decode(labels[labels >= 0].tolist())) - 1
+    assert batch.counts.text_bytes == text_bytes
+    assert counts.aligned_tokens == (teacher.student_chunk >= 0).sum()
+    assert counts.aligned_bytes == batch.student.num_bytes[
+        (teacher.student_chunk >= 0) & (batch.student.num_bytes > 0)].sum()
+    chunks = find_chunks(teacher.student_chunk, teacher.teacher_chunk)
+    assert counts.kd_terms == len(chunks.first_S)
+    # those below speak of whole texts
+    assert counts.source_bytes == sum(len(text.encode()) for text in [*texts[:4], "é"])
+    shapes = [getattr(counts, f"chunks_{shape}") for shape in ("1_1", "1_n", "n_1", "n_m")]
+    assert sum(shapes) == counts.chunks > counts.kd_terms
+
+
+def test_counts_of_one_tokenizer_say_that_all_is_aligned(encoders, texts):
+    student = encoders[1]  # the other one splits a space off the first word, as one chunk of 2:2
+    counts = collator((student, student))(texts[:4]).counts
+    metrics = counts.pairs[0].metrics(counts.tokens, counts.text_bytes)
+    assert metrics == {
+        "aligned_bytes": 1, "aligned_tokens": 1, "skipped_chats": 0, "normalized_bytes": 0,
+        "unencodable_bytes": 0, "unmatched_bytes": 0, "chunks_1_1": 1, "chunks_1_n": 0,
+        "chunks_n_1": 0, "chunks_n_m": 0}
+    empty = PairCounts().metrics(0, 0)
+    assert all(value == 0 for value in empty.values())
+
+
+@pytest.mark.parametrize("loss", ["chunks", "piece_kl"])
+def test_tiles_hold_every_term_once_whatever_their_size(encoders, texts, spelling, loss):
+    student, teacher = encoders
+    pair = PairOptions(teacher, spelling if loss == "piece_kl" else None)
+    whole = Collator(student, [pair])(texts[:5])
+    assert len(whole.teachers[0].tiles) == len(whole.teachers[0].tiles[0].sub_tiles) == 1
+    for pack, tile_mib in ((False, 0.25), (True, math.inf), (True, 0.25)):
+        batch = Collator(student, [pair], pack=pack, tile_mib=tile_mib)(texts[:5])
+        assert batch.counts == whole.counts
+        tiles = batch.teachers[0].tiles
+        assert (len(tiles) > 1) == (tile_mib < math.inf)
+        terms = 0
+        positions = []
+        for tile in tiles:
+            positions += tile.student_positions.tolist()
+            for sub_tile in tile.sub_tiles:
+                found = sub_tile.terms
+                terms += len(found.first_S) if loss == "chunks" else int(found.count_all)
+        assert terms == batch.counts.pairs[0].kd_terms > 0
+        assert len(set(positions)) == len(positions)
+        learned = (batch.student.labels.flatten() >= 0).nonzero().flatten().tolist()
+        assert set(learned) <= set(positions)
+
+
+def test_without_a_teacher_tiles_hold_every_label_once(encoders, texts):
+    for tile_mib in (math.inf, 0.25):
+        batch = Collator(encoders[0], [], tile_mib=tile_mib)(texts[:5])
+        predicted = []
+        for tile in batch.student.tiles:
+            for sub_tile in tile.sub_tiles:
+                labels = batch.student.labels.flatten()[
+                    tile.student_positions[sub_tile.student_slice]]
+                assert torch.equal(labels, sub_tile.student_labels)
+                predicted += labels[labels >= 0].tolist()
+        assert len(predicted) == batch.counts.tokens == (batch.student.labels >= 0).sum()
+        assert (len(batch.student.tiles) > 1) == (tile_mib < math.inf)
+        assert batch.teachers == [] and batch.counts.pairs == []
+
+
+# --- sample ids -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_sample_ids_are_those_that_were_given(encoders, texts, pack):
+    batch = collator(encoders, pack=pack)(texts[:3], range(70, 73))
+    assert batch.sample_ids == [70, 71, 72]
+    assert collator(encoders, pack=pack)(texts[:3]).sample_ids == [-1, -1, -1]
+
+
+# --- aligners -------------------------------------------------------------------------------------
+
+
+def test_dynamic_programming_gives_the_terms_of_bytes_where_both_apply(encoders, texts):
+    """Texts in which every chunk has one token on a side, few on the other, no space doubled."""
+    student = encoders[0]
+    for teacher in encoders:
+        pair = student, teacher
+        suitable = []
+        for text in texts[:80]:
+            words = " ".join(text.split()[:4])
+            [sample] = collator(pair).samples([Example(words)])
+            if small_chunks(sample.pairs[0].alignment):
+                suitable.append(words)
+        assert len(suitable) > 5
+        by_bytes = collator(pair)(suitable)
+        by_path = collator(pair, aligner="dp")(suitable)
+        assert same(by_bytes.student, by_path.student, STUDENT_FIELDS)
+        assert same(by_bytes.teachers[0], by_path.teachers[0], STUDENT_FIELDS)
+        for b in range(len(suitable)):
+            sides = []
+            for batch in (by_bytes, by_path):
+                of_teacher = batch.teachers[0]
+                chunks = chunks_of(of_teacher.student_chunk[b], of_teacher.teacher_chunk[b])
+                if teacher is not student:
+                    # the first token and eos differ, see tests/test_sample.py
+                    last = int((of_teacher.labels[b] >= 0).sum()) - 1
+                    chunks = {chunk for chunk in chunks if 0 < chunk[1][0] < last}
+                sides.append(chunks)
+            assert sides[0] == sides[1], suitable[b]
+        if teacher is student:
+            assert by_path.counts.pairs[0].kd_terms == by_bytes.counts.pairs[0].kd_terms > 0
+
+
+# --- sequence shards ------------------------------------------------------------------------------
+
+
+def shards_of(encoders, samples, size, spelling=None, teachers=1, **options):
+    """Return the Batch of every rank of a sequence group."""
+    student, teacher = encoders
+    pairs = [PairOptions(teacher, spelling) for _ in range(teachers)]
+    collate = Collator(student, pairs, **options)
+    return [replace(collate, sequence_rank=rank, sequence_size=size)(samples, range(len(samples)))
+            for rank in range(size)]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack, size):
+    for tables, teachers, tile_mib in ((None, 1, math.inf), (spelling, 2, 0.25), (None, 0, 0.25)):
+        options = dict(spelling=tables, teachers=teachers, pack=pack, tile_mib=tile_mib)
+        [whole] = shards_of(encoders, texts[:4], 1, **options)
+        shards = shards_of(encoders, texts[:4], size, **options)
+        width = whole.student.ids.shape[1]
+        for name, padding in (("ids", None), ("labels", -100), ("num_bytes", -1)):
+            joined = torch.cat([getattr(shard.student, name) for shard in shards], 1)
+            assert torch.equal(joined[:, :width], getattr(whole.student, name))
+            assert joined.shape[1] < width + size
+            if padding is not None:
+                assert (joined[:, width:] == padding).all()
+        positions = torch.cat([shard.student.positions for shard in shards], 1)
+        expected = whole.student.positions
+        if not pack:
+            expected = torch.arange(width).expand(len(whole.student.ids), width)
+        assert torch.equal(positions[:, :width], expected)
+        # every term is counted by one rank
+        assert sum((shard.counts for shard in shards[1:]), shards[0].counts) == whole.counts
+        for shard in shards:
+            assert shard.sample_ids == whole.sample_ids
+            for of_shard, of_whole in zip(shard.teachers, whole.teachers):
+                assert same(of_shard, of_whole, STUDENT_FIELDS)  # teachers read whole sequences
+                assert of_shard.num_samples == 4
+
+
+@pytest.mark.parametrize("teachers", [0, 1])
+def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teachers):
+    """Positions beyond the shard are the halo, which exactly one rank holds."""
+    size = 3
+    for pack in (False, True):
+        options = dict(teachers=teachers, pack=pack, tile_mib=0.25)
+        [whole] = shards_of(encoders, texts[:4], 1, **options)
+        shards = shards_of(encoders, texts[:4], size, **options)
+        halo = torch.zeros(0, dtype=torch.long)
+        if teachers:
+            samples = []
+            halo_labels = torch.zeros(len(shards[0].teachers[0].halo_index), dtype=torch.long)
+            holders = torch.zeros_like(halo_labels)
+            for shard in shards:
+                index = shard.teachers[0].halo_index
+                holds = index >= 0
+                holders += holds
+                halo_labels[holds] = shard.student.labels.flatten()[index[holds]]
+                samples.append(shard.teachers[0].sample_of_student)
+            assert (holders == 1).all() and len(halo_labels)
+            halo = halo_labels
+        predicted = 0
+        for shard in shards:
+            labels = torch.cat([shard.student.labels.flatten(), halo])
+            tiles = shard.teachers[0].tiles if teachers else shard.student.tiles
+            for tile in tiles:
+                for sub_tile in tile.sub_tiles:
+                    local = tile.student_positions[sub_tile.student_slice]
+                    learned = sub_tile.student_labels >= 0
+                    assert torch.equal(labels[local][learned], sub_tile.student_labels[learned])
+                    predicted += int(learned.sum())
+                    if not teachers:
+                        continue
+                    # a chunk's positions, halo included, are of one sample on both sides
+                    teacher = shard.teachers[0]
+                    of_student = teacher.sample_of_student[local]
+                    of_teacher = teacher.sample.new_full((10**4,), -1)
+                    has_chunk = sub_tile.student_chunk >= 0
+                    for chunk, number in zip(sub_tile.student_chunk[has_chunk].tolist(),
+                                             of_student[has_chunk].tolist()):
+                        assert of_teacher[chunk] in (-1, number)
+                        of_teacher[chunk] = number
+        assert predicted == whole.counts.tokens

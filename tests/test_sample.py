@@ -1,0 +1,313 @@
+"""sample.py: both models read the same bytes, and every position speaks of the token after it."""
+
+import copy
+
+import numpy as np
+import pytest
+from tokenizers import normalizers
+
+import demo
+from align import TokenTable
+from isogloss.sample import (
+    NO_TOKENS,
+    Pairing,
+    TextEncoder,
+    bytes_of_tokens,
+    cut_sample,
+    encode_text,
+    pair_texts,
+    shift,
+)
+
+
+@pytest.fixture
+def encoders(tokenizers, tables):
+    """Return (student, teacher) with room for every text."""
+    return [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
+
+
+def read(text, encoder):
+    """Return the EncodedText of a text."""
+    return encode_text(text, encoder.encode([text])[0], encoder)
+
+
+def sample_of(text, student, teachers, aligner="bytes"):
+    """Return the Sample of a text; a teacher that is None takes no part."""
+    encoded = read(text, student)
+    pairings = []
+    limits = []
+    for teacher in teachers:
+        if teacher is None:
+            pairings.append(Pairing())
+            limits.append(400)
+            continue
+        pairings.append(pair_texts(text, encoded, read(text, teacher), student.table,
+                                   teacher.table, aligner))
+        limits.append(teacher.max_length)
+    return cut_sample(encoded, pairings, student.max_length, limits)
+
+
+def spelled(table, labels, chunk, number):
+    """Return the bytes that the labels of a chunk spell, without control tokens."""
+    pieces = [table.bytes_of(i) for i in labels[chunk == number].tolist() if not table.special[i]]
+    return b"".join(pieces)
+
+
+def chunk_sides(student_chunk, teacher_chunk):
+    """Return the chunks as {(student positions, teacher positions)}, whatever their numbers."""
+    sides = set()
+    for number in set(student_chunk.tolist()) - {-1}:
+        student = np.flatnonzero(student_chunk == number)
+        teacher = np.flatnonzero(teacher_chunk == number)
+        sides.add((tuple(student.tolist()), tuple(teacher.tolist())))
+    return sides
+
+
+def changed(encoder, tokenizer=None, **roles):
+    """Return a copy of an encoder with another tokenizer or other roles of its table."""
+    table = copy.copy(encoder.table)
+    for name, value in roles.items():
+        setattr(table, name, value)
+    return TextEncoder(tokenizer or encoder.tokenizer, table, encoder.max_length)
+
+
+def changed_length(encoder, max_length):
+    """Return the encoder with another maximum length."""
+    return TextEncoder(encoder.tokenizer, encoder.table, max_length)
+
+
+def lower_casing(tokenizer):
+    """Return a copy of a tokenizer that lower-cases all text."""
+    tokenizer = copy.deepcopy(tokenizer)
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
+    return tokenizer
+
+
+# --- encode, locate -------------------------------------------------------------------------------
+
+
+def test_bos_and_eos_are_added_where_the_tokenizer_has_them(encoders, texts):
+    for encoder in encoders:
+        table = encoder.table
+        plain = encoder.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+        assert encoder.encode(texts[:1])[0].tolist() == [table.bos, *plain, table.eos]
+        assert changed(encoder, bos=-1).encode(texts[:1])[0].tolist() == [*plain, table.eos]
+        assert changed(encoder, eos=-1).encode(texts[:1])[0].tolist() == [table.bos, *plain]
+        refusing = copy.deepcopy(encoder.tokenizer)
+        refusing.init_kwargs["add_bos_token"] = False
+        ids = changed(encoder, refusing).encode(texts[:1])[0]
+        assert ids.tolist() == [*plain, table.eos]
+
+
+def test_a_text_is_encoded_whole_whatever_the_maximum_length(encoders, texts):
+    text = " ".join(texts[:5])
+    for encoder in encoders:
+        short = TextEncoder(encoder.tokenizer, encoder.table, 10)
+        assert np.array_equal(short.encode([text])[0], encoder.encode([text])[0])
+
+
+def test_tokens_are_located_where_the_text_spells_them(encoders, texts):
+    for text in [*texts[:6], " leading", "", "é 日本語"]:
+        data = text.encode()
+        for encoder in encoders:
+            table = encoder.table
+            ids = encoder.encode([text])[0]
+            located = encoder.locate(ids, text)
+            assert (located.begin[table.special[ids] & (ids != table.unk)] == -1).all()
+            for i, begin, end in zip(ids.tolist(), located.begin, located.end):
+                if not table.special[i]:
+                    # SentencePiece spells a space before a text that has none
+                    assert table.bytes_of(i) in (data[begin:end], b" " + data[begin:end])
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_offsets_locate_what_the_bytes_do_not(encoders, bos):
+    """A tokenizer that lower-cases: its tokens stand for the text as it was written."""
+    text = "The Upper value"
+    encoder = changed(encoders[0], lower_casing(encoders[0].tokenizer))
+    if not bos:
+        encoder = changed(encoder, bos=-1)
+    ids = encoder.encode([text])[0]
+    located = encoder.locate(ids, text)
+    assert len(located.begin) == len(ids)
+    covered = b""
+    for i, begin, end in zip(ids.tolist(), located.begin, located.end):
+        if encoder.table.special[i]:
+            assert begin == -1
+            continue
+        stands_for = text.encode()[begin:end]
+        piece = encoder.table.bytes_of(i)
+        assert stands_for.lower() in (piece, piece[1:])  # without the space before the text
+        covered += stands_for
+    assert covered.replace(b" ", b"") == text.encode().replace(b" ", b"")
+
+
+def test_bytes_count_the_text_once(encoders):
+    """The space that SentencePiece puts before a text is none of its bytes; eos has none."""
+    for text in ("the value of the index", " leading", "", "é"):
+        sample = sample_of(text, encoders[0], [encoders[1]])
+        for row in (sample.student, sample.pairs[0].teacher):
+            assert row.num_bytes.clip(min=0).sum() == len(text.encode()), text
+            assert row.num_bytes[-1] == -1
+
+
+# --- shift ----------------------------------------------------------------------------------------
+
+
+def test_position_t_speaks_of_the_token_after_it():
+    ids = np.arange(10, 16)
+    num_bytes = np.arange(20, 26)
+    for cut in (1, 2, 5, 6):
+        row = shift(ids, ids + 100, num_bytes, cut)
+        assert row.ids.tolist() == ids[: cut - 1].tolist()
+        assert row.labels.tolist() == [i + 101 for i in row.ids.tolist()]
+        assert row.num_bytes.tolist() == [i + 11 for i in row.ids.tolist()]
+
+
+def test_labels_bytes_and_chunks_are_those_of_the_predicted_token(encoders, texts):
+    student, teacher = encoders
+    for text in texts[:6]:
+        sample = sample_of(text, student, [teacher])
+        pair = sample.pairs[0]
+        for row, encoder in ((sample.student, student), (pair.teacher, teacher)):
+            ids = encoder.encode([text])[0]
+            assert np.array_equal(row.ids, ids[:-1])
+            assert np.array_equal(row.labels, ids[1:])
+            located = encoder.locate(ids, text)
+            assert np.array_equal(row.num_bytes, bytes_of_tokens(located)[1:])
+        numbers = set(pair.student_chunk.tolist()) - {-1}
+        assert numbers == set(pair.teacher_chunk.tolist()) - {-1}
+        aligned = 0
+        for number in numbers:
+            pieces = spelled(student.table, sample.student.labels, pair.student_chunk, number)
+            assert pieces == spelled(
+                teacher.table, pair.teacher.labels, pair.teacher_chunk, number)
+            aligned += sample.student.num_bytes[pair.student_chunk == number].clip(min=0).sum()
+        assert pair.aligned_bytes == aligned
+        assert pair.num_chunk_ids == max(numbers) + 1
+
+
+def test_without_bos_the_first_chunk_has_no_predictor(encoders, texts):
+    whole = encoders[1]
+    without = changed(whole, bos=-1)
+    pair = sample_of(texts[0], whole, [whole]).pairs[0]
+    assert 0 in pair.student_chunk and 0 in pair.teacher_chunk
+    sample = sample_of(texts[0], whole, [without])
+    pair = sample.pairs[0]
+    assert 0 not in pair.student_chunk and 0 not in pair.teacher_chunk
+    assert 1 in pair.student_chunk and 1 in pair.teacher_chunk
+    teacher_bytes = pair.teacher.num_bytes.clip(min=0).sum()
+    assert teacher_bytes < sample.student.num_bytes.clip(min=0).sum()
+
+
+# --- cut ------------------------------------------------------------------------------------------
+
+
+def test_both_models_are_cut_at_the_same_byte(tokenizers, tables, texts):
+    text = " ".join(texts[:5])
+    for lengths in ((40, 400), (400, 25), (33, 30)):
+        student, teacher = [TextEncoder(*of_model)
+                            for of_model in zip(tokenizers, tables, lengths)]
+        sample = sample_of(text, student, [teacher])
+        pair = sample.pairs[0]
+        kept = []
+        for row, chunk, encoder in ((sample.student, pair.student_chunk, student),
+                                    (pair.teacher, pair.teacher_chunk, teacher)):
+            assert len(row.ids) == len(row.labels) <= encoder.max_length
+            assert encoder.table.eos not in row.labels
+            kept.append(encoder.table.decode(row.labels.tolist()).lstrip())
+            assert chunk[-1] >= 0  # no unaligned tail
+            assert row.num_bytes.clip(min=0).sum() == len(kept[0])
+        assert kept[0] == kept[1] and text.encode().startswith(kept[0])
+        # the next chunk would not have fit
+        whole = sample_of(text, changed_length(student, 4000), [changed_length(teacher, 4000)])
+        student_chunk, teacher_chunk = whole.pairs[0].student_chunk, whole.pairs[0].teacher_chunk
+        following = student_chunk[len(sample.student.ids) :]
+        next_chunk = following[following >= 0][0]
+        student_end = np.flatnonzero(student_chunk == next_chunk)[-1] + 1
+        teacher_end = np.flatnonzero(teacher_chunk == next_chunk)[-1] + 1
+        assert student_end > student.max_length or teacher_end > teacher.max_length
+
+
+def test_all_teachers_see_the_shortest_cut(encoders, texts):
+    """As short as the shortest asks for, not shorter; who takes no part asks for nothing."""
+    student, teacher = encoders
+    text = " ".join(texts[:3])
+    alone = sample_of(text, student, [changed_length(teacher, 60)])
+    together = sample_of(text, student, [changed_length(teacher, n) for n in (300, 60, 90)])
+    assert np.array_equal(together.student.labels, alone.student.labels)
+    for pair in together.pairs:
+        assert np.array_equal(pair.student_chunk, alone.pairs[0].student_chunk)
+        assert np.array_equal(pair.teacher.labels, alone.pairs[0].teacher.labels)
+        assert pair.aligned_bytes == alone.pairs[0].aligned_bytes
+    for teachers in ([changed_length(teacher, 60), None], [None, changed_length(teacher, 60)]):
+        sample = sample_of(text, student, teachers)
+        assert np.array_equal(sample.student.labels, alone.student.labels)
+        absent = sample.pairs[teachers.index(None)]
+        assert absent.teacher == NO_TOKENS and (absent.student_chunk == -1).all()
+        assert len(absent.student_chunk) == len(sample.student.labels)
+
+
+def test_a_text_without_a_teacher_is_cut_at_the_maximum_length(encoders, texts):
+    text = " ".join(texts[:3])
+    ids = encoders[0].encode([text])[0]
+    for teachers in ([], [None]):
+        sample = sample_of(text, changed_length(encoders[0], 50), teachers)
+        assert np.array_equal(sample.student.ids, ids[:50])
+        assert np.array_equal(sample.student.labels, ids[1:51])
+        whole = sample_of(text, changed_length(encoders[0], 4000), teachers)
+        assert np.array_equal(whole.student.labels, ids[1:])
+
+
+def test_a_text_that_the_student_cannot_read_leaves_nothing():
+    sample = cut_sample(None, [Pairing(skipped=True), Pairing()], 40, [40, 40])
+    assert sample.student == NO_TOKENS
+    assert [pair.skipped for pair in sample.pairs] == [True, False]
+    for pair in sample.pairs:
+        assert pair.teacher == NO_TOKENS and pair.num_chunk_ids == 0 and pair.alignment is None
+
+
+# --- aligners -------------------------------------------------------------------------------------
+
+
+def small_chunks(alignment):
+    """Return whether no chunk has several tokens on both sides, or more than four on one."""
+    tokens = np.stack([alignment.student_tokens, alignment.teacher_tokens])
+    return (tokens.min(0) == 1).all() and tokens.max() <= 4
+
+
+@pytest.mark.parametrize("kind", ["unigram", "byte_level_bpe"])
+def test_dynamic_programming_gives_the_chunks_of_bytes_where_both_apply(encoders, texts, kind):
+    """On one text whose every chunk is a move of the path: one token with one to four others."""
+    student, teacher = encoders
+    if kind == "unigram":
+        tokenizer = demo.unigram(texts, 450)
+        teacher = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 400)
+    compared = 0
+    for text in texts[:60]:
+        for words in (text, " ".join(text.split()[:6])):
+            if "  " in words:  # `align_dp` compares a run of spaces as one space
+                continue
+            by_bytes = sample_of(words, student, [teacher])
+            if not small_chunks(by_bytes.pairs[0].alignment):
+                continue
+            by_path = sample_of(words, student, [teacher], "dp")
+            sides = []
+            for sample in (by_bytes, by_path):
+                pair = sample.pairs[0]
+                chunks = chunk_sides(pair.student_chunk, pair.teacher_chunk)
+                if kind == "byte_level_bpe":
+                    # It writes no space before the text, so that the first chunks differ; and its
+                    # eos is its bos, which `align_dp` does not pair with a token that is eos alone.
+                    eos = len(sample.student.labels) - 1, len(pair.teacher.labels) - 1
+                    chunks = {chunk for chunk in chunks
+                              if chunk != ((eos[0],), (eos[1],)) and chunk[1][0] > 0}
+                else:
+                    # `align_dp` counts what the student spells, a space before the text included
+                    added = 0 if sample is by_bytes else 1
+                    assert pair.aligned_bytes == by_bytes.pairs[0].aligned_bytes + added
+                sides.append(chunks)
+            assert sides[0] == sides[1], words
+            compared += 1
+    assert compared > 10
