@@ -1,4 +1,4 @@
-"""Which file may import which: what is copied stands alone, nothing imports upwards or in circles."""
+"""What is copied stands alone; nothing imports upwards or in circles."""
 
 import ast
 import subprocess
