@@ -1,8 +1,9 @@
 """Texts -> one batch of tensors: the student's side once, and each teacher's side beside it.
 
-`Collator` runs inside DataLoader workers.  It encodes, aligns and cuts (sample.py, chat.py), pads or
-packs, plans the tiles of every student-teacher pair, and counts the terms of every loss, which are
-known from the data before any forward pass.
+`Collator` runs inside DataLoader workers.  It encodes, aligns and cuts (sample.py, chat.py), pads
+or packs, plans the tiles of every student-teacher pair, and counts the terms of every loss.  The
+terms are known from the data, so a step has their number over all ranks before its first forward
+pass.
 
 Shapes: B rows (samples, or packed rows), S student positions, T teacher positions.
 """
@@ -47,6 +48,7 @@ class PairCounts:
         chunks: all chunks; chunks_1_n: of one student token and several teacher tokens, and so on.
     """
 
+    # Floats, because sums over ranks come back as float64.
     kd_terms: float = 0
     aligned_tokens: float = 0
     aligned_bytes: float = 0
@@ -68,20 +70,23 @@ class PairCounts:
             self.normalized_bytes += alignment.dropped["normalized"]
             self.unencodable_bytes += alignment.dropped["unencodable"]
             self.unmatched_bytes += alignment.dropped["unmatched"]
-        # `coverage` gives shares of the chunks; sums over batches need counts.
-        shares = coverage(alignments)
-        self.chunks += shares["chunks"]
-        self.chunks_1_1 += round(shares["1:1"] * shares["chunks"])
-        self.chunks_1_n += round(shares["1:n"] * shares["chunks"])
-        self.chunks_n_1 += round(shares["n:1"] * shares["chunks"])
-        self.chunks_n_m += round(shares["n:m"] * shares["chunks"])
+        # `coverage` gives fractions of the chunks.  Only counts add up over batches; rounding takes
+        # back the division exactly.
+        fractions = coverage(alignments)
+        chunks = fractions["chunks"]
+        self.chunks += chunks
+        self.chunks_1_1 += round(fractions["1:1"] * chunks)
+        self.chunks_1_n += round(fractions["1:n"] * chunks)
+        self.chunks_n_1 += round(fractions["n:1"] * chunks)
+        self.chunks_n_m += round(fractions["n:m"] * chunks)
 
     def metrics(self, tokens, text_bytes):
-        """Return the logged shares, see docs/metrics.md.
+        """Return the logged fractions, see docs/metrics.md.
 
         Args:
             tokens, text_bytes: of the student's side, see `Counts`.
         """
+        # max(..., 1): where routes leave a teacher no text, every fraction is 0
         metrics = {
             "aligned_bytes": self.aligned_bytes / max(text_bytes, 1),
             "aligned_tokens": self.aligned_tokens / max(tokens, 1),
@@ -115,7 +120,8 @@ class Counts:
         """Return all numbers as one list, in the order that `of_vector` reads."""
         numbers = [self.tokens, self.text_bytes]
         for pair in self.pairs:
-            numbers += [getattr(pair, name) for name in PAIR_FIELDS]
+            for name in PAIR_FIELDS:
+                numbers.append(getattr(pair, name))
         return numbers
 
     @classmethod
@@ -127,8 +133,9 @@ class Counts:
         return counts
 
     def __add__(self, other):
-        pairs = zip(self.vector(), other.vector(), strict=True)
-        return Counts.of_vector([a + b for a, b in pairs])
+        # strict: counts of other numbers of teachers do not add up
+        numbers = zip(self.vector(), other.vector(), strict=True)
+        return Counts.of_vector([first + second for first, second in numbers])
 
     def all_reduce(self, device):
         """Return the sums over all ranks, equal on every rank."""
@@ -137,6 +144,7 @@ class Counts:
 
 def global_sums(values, device):
     """Return (n,) float64 on the CPU: the sum over all ranks, equal on every rank."""
+    # float64 holds counts exactly; the copy is there because all_reduce writes in place
     total = torch.as_tensor(values, dtype=torch.float64).to(device, copy=True)
     dist.all_reduce(total)
     return total.cpu()
@@ -216,10 +224,13 @@ def to_device(value, device):
         return value.to(device, non_blocking=True)
     if isinstance(value, (list, tuple)):
         moved = [to_device(item, device) for item in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        is_named = hasattr(value, "_fields")  # a named tuple takes its fields one by one
+        return type(value)(*moved) if is_named else type(value)(moved)
     if is_dataclass(value):
-        names = [entry.name for entry in fields(value)]
-        return type(value)(**{name: to_device(getattr(value, name), device) for name in names})
+        moved = {}
+        for entry in fields(value):
+            moved[entry.name] = to_device(getattr(value, entry.name), device)
+        return type(value)(**moved)
     return value
 
 
@@ -233,7 +244,7 @@ class Example(NamedTuple):
     """
 
     content: object
-    route: object = ...
+    route: object = ...  # not None, which is what an empty cell of the column holds
 
 
 @dataclass
@@ -282,11 +293,12 @@ class Collator:
             examples: Example, text, chat (list of messages) or None (no sample) each.
             sample_ids: positions of the examples in the data stream; None: not known.
         """
-        examples = [as_example(example) for example in examples]
-        samples = self.samples(examples)
+        samples = self.samples(list(map(as_example, examples)))
         rows = self._pack(samples) if self.pack else [[number] for number in range(len(samples))]
         student_sides = [sample.student for sample in samples]
+        # a width that the shards of a sequence group divide evenly
         student_rows = Rows(rows, student_sides, self.sequence_size)
+        # whole sequences at first: which rank owns a chunk depends on all of its positions
         student = self._student_batch(student_sides, student_rows)
         counts = Counts(text_bytes=int(student.num_bytes.clamp(min=0).sum()))
         teachers = []
@@ -301,8 +313,8 @@ class Collator:
             counts.tokens = counts.tokens if number else tokens
         if not self.pairs:
             counts.tokens = self._plan_cross_entropy(student)
-        if self.sequence_rank:
-            counts.text_bytes = 0  # the first rank of the sequence group counts whole texts
+        if self.sequence_rank:  # the first rank of the sequence group counts whole texts
+            counts.text_bytes = 0
         if self.sequence_size > 1:
             self._keep_shard(student)
         sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
@@ -312,23 +324,27 @@ class Collator:
 
     def samples(self, examples):
         """Return a cut `Sample` for each Example."""
-        takes_part = [self._teachers_of(example) for example in examples]
+        takes_part = list(map(self._teachers_of, examples))
+        # The student's tokenizer runs once, however many teachers there are.
         student_ids = self._encode_plain(self.student, examples)
         teacher_ids = []
+        max_lengths = []
         for number, pair in enumerate(self.pairs):
-            wanted = [example if part[number] else Example(None)
-                      for example, part in zip(examples, takes_part)]
+            wanted = []
+            for example, taking in zip(examples, takes_part):
+                wanted.append(example if taking[number] else Example(None))
             teacher_ids.append(self._encode_plain(pair.encoder, wanted))
-        max_lengths = [pair.encoder.max_length for pair in self.pairs]
+            max_lengths.append(pair.encoder.max_length)
         samples = []
-        for number, (example, part) in enumerate(zip(examples, takes_part)):
+        for number, example in enumerate(examples):
             if example.content is None:
-                student, pairings = None, [Pairing() for _ in self.pairs]
+                student = None
+                pairings = [Pairing()] * len(self.pairs)
             elif isinstance(example.content, str):
                 ids = [of_teacher[number] for of_teacher in teacher_ids]
                 student, pairings = self._read_text(example.content, student_ids[number], ids)
             else:
-                student, pairings = self._read_chat(example.content, part)
+                student, pairings = self._read_chat(example.content, takes_part[number])
             samples.append(cut_sample(student, pairings, self.student.max_length, max_lengths))
         return samples
 
@@ -350,16 +366,24 @@ class Collator:
     @staticmethod
     def _encode_plain(encoder, examples):
         """Tokenize all plain texts in one call; None in the place of everything else."""
-        numbers = [n for n, example in enumerate(examples) if isinstance(example.content, str)]
+        numbers = []
+        texts = []
+        for number, example in enumerate(examples):
+            if isinstance(example.content, str):
+                numbers.append(number)
+                texts.append(example.content)
         encoded = [None] * len(examples)
-        if numbers:
-            ids = encoder.encode([examples[number].content for number in numbers])
-            for number, row in zip(numbers, ids):
-                encoded[number] = row
+        if texts:
+            for number, ids in zip(numbers, encoder.encode(texts)):
+                encoded[number] = ids
         return encoded
 
     def _read_text(self, text, student_ids, teacher_ids):
-        """Return (EncodedText, [Pairing]) of a plain text; teacher ids are None without a part."""
+        """Return (EncodedText, [Pairing]) of a plain text.
+
+        Args:
+            teacher_ids: of every teacher; None: it takes no part.
+        """
         student = encode_text(text, student_ids, self.student)
         pairings = []
         for pair, ids in zip(self.pairs, teacher_ids):
@@ -379,13 +403,14 @@ class Collator:
         """
         rendering = self._render(messages, self.student)
         if rendering is None:
-            return None, [Pairing(skipped=True) for _ in self.pairs]
+            return None, [Pairing(skipped=True)] * len(self.pairs)
         student = encode_chat(messages, rendering, self.student, self.train_on)
         pairings = []
-        for pair, part in zip(self.pairs, takes_part):
-            of_teacher = self._render(messages, pair.encoder) if part else None
+        for pair, wanted in zip(self.pairs, takes_part):
+            of_teacher = self._render(messages, pair.encoder) if wanted else None
             if of_teacher is None:
-                pairings.append(Pairing(skipped=part))
+                # a chat that was not meant for this teacher does not count as skipped
+                pairings.append(Pairing(skipped=wanted))
                 continue
             encoders = self.student, pair.encoder
             pairings.append(pair_chats(messages, (rendering, of_teacher), encoders, self.aligner))
@@ -397,6 +422,7 @@ class Collator:
         try:
             return render(messages, encoder)
         except SkippedChat as error:
+            # The log counts every such chat; a warning of the same text is shown once.
             warnings.warn(f"{error}; such chats are left out", stacklevel=2)
             return None
 
@@ -404,12 +430,15 @@ class Collator:
 
     def _pack(self, samples):
         """Return the samples of every row; student and teachers have the same rows."""
+        limits = [self.student.max_length]
+        for pair in self.pairs:
+            limits.append(pair.encoder.max_length)
         sizes = []
         for sample in samples:
-            of_teachers = [len(pair.teacher.ids) for pair in sample.pairs]
-            sizes.append([len(sample.student.ids), *of_teachers])
-        limits = [self.student.max_length]
-        limits += [pair.encoder.max_length for pair in self.pairs]
+            size = [len(sample.student.ids)]
+            for pair in sample.pairs:
+                size.append(len(pair.teacher.ids))
+            sizes.append(size)
         return pack_rows(sizes, limits)
 
     def _student_batch(self, sides, rows):
@@ -418,12 +447,14 @@ class Collator:
             ids=rows.fill(sides, "ids", pad_id(self.student.table)),
             labels=rows.fill(sides, "labels", -100),
             num_bytes=rows.fill(sides, "num_bytes", -1),
+            # rows of one sample count from 0, as models do without being told
             positions=rows.positions() if self.pack else None,
         )
 
     def _teacher_batch(self, pair, samples, student, student_rows):
         """Return (TeacherBatch, PairCounts, student tokens that this rank's loss predicts)."""
         sides = [sample.teacher for sample in samples]
+        # the student's rows, so that a chunk is in the same row on both sides
         rows = Rows(student_rows.rows, sides)
         renumber_chunks(samples, student_rows)
         batch = TeacherBatch(
@@ -441,14 +472,15 @@ class Collator:
         labels = student.labels
         shard = self._shard(batch.student_chunk, batch.teacher_chunk)
         if shard:
-            # each rank computes the chunks and labels that it owns
+            # Each rank computes the chunks and labels that it owns, so that over the group every
+            # term is computed once.
             labels = torch.where(shard.owned_mask, labels, -100)
             batch.student_chunk = torch.where(shard.owned_mask, batch.student_chunk, -1)
             batch.teacher_chunk = torch.where(shard.teacher_mask, batch.teacher_chunk, -1)
         batch.tiles = self._plan_tiles(pair, labels, batch)
         counts = self._count_pair(pair, samples, batch)
         tokens = int((labels >= 0).sum())
-        if shard:
+        if shard:  # last, as all of the above names positions of whole sequences
             self._localize(batch, shard)
         return batch, counts, tokens
 
@@ -459,6 +491,7 @@ class Collator:
                            vocab_sizes, self.tile_mib, self.sub_tiles)
         planned = []
         for tile in tiles:
+            # listed here, where data workers do it while the model trains
             sub_tiles = [with_terms(sub_tile, pair.spelling) for sub_tile in tile.sub_tiles]
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
@@ -475,14 +508,18 @@ class Collator:
                     counts.kd_terms += int(sub_tile.terms.count_all)
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts
             return counts
-        counts.aligned_bytes = sum(sample.aligned_bytes for sample in samples)
-        counts.skipped_chats = sum(sample.skipped for sample in samples)
-        aligned = [sample.alignment for sample in samples if sample.alignment]
-        counts.add_alignments(aligned)
+        alignments = []
+        for sample in samples:
+            counts.aligned_bytes += sample.aligned_bytes
+            counts.skipped_chats += sample.skipped
+            if sample.alignment:
+                alignments.append(sample.alignment)
+        counts.add_alignments(alignments)
         return counts
 
     def _plan_cross_entropy(self, student):
         """Plan the tiles of a run without a teacher; return the tokens that they predict."""
+        # the tiles of a pair whose teacher side has no position
         no_chunk = torch.full_like(student.ids, -1)
         nothing = torch.zeros(len(student.ids), 0, dtype=torch.long)
         labels = student.labels
@@ -503,7 +540,7 @@ class Collator:
             return None
         return sequence_shard(student_chunk, teacher_chunk, self.sequence_rank, self.sequence_size)
 
-    def _own_columns(self, width):
+    def _shard_columns(self, width):
         """Return the slice of a row of `width` positions that this rank holds."""
         size = width // self.sequence_size
         return slice(self.sequence_rank * size, (self.sequence_rank + 1) * size)
@@ -511,19 +548,21 @@ class Collator:
     def _keep_shard(self, student):
         """Cut the student's tensors to this rank's shard of every row."""
         num_rows, width = student.ids.shape
-        if student.positions is None:
+        if student.positions is None:  # a shard does not begin at position 0
             student.positions = torch.arange(width).expand(num_rows, width)
-        columns = self._own_columns(width)
+        columns = self._shard_columns(width)
         for name in ("ids", "labels", "num_bytes", "positions"):
+            # a view would send the rows' whole storage from the data worker
             setattr(student, name, getattr(student, name)[:, columns].contiguous())
 
     def _localize(self, batch, shard):
-        """Let a TeacherBatch name the student's positions as this rank finds them."""
+        """Let a TeacherBatch name the student's positions as this rank holds them."""
         num_rows, width = batch.student_chunk.shape
-        columns = self._own_columns(width)
+        columns = self._shard_columns(width)
         num_local = num_rows * (columns.stop - columns.start)
         batch.tiles = localize_tiles(batch.tiles, shard)
         batch.student_chunk = batch.student_chunk[:, columns].contiguous()
+        # the positions of the shard, then those of the halo
         sample = torch.zeros(num_local + len(shard.halo_index), dtype=torch.long)
         reachable = shard.local_position >= 0
         sample[shard.local_position[reachable]] = batch.sample_of_student[reachable]
@@ -543,6 +582,7 @@ def pad_id(table):
 
 def renumber_chunks(samples: list[PairSample], rows):
     """Number the chunks of a row's samples one after the other; -1 stays."""
+    # Two samples of a packed row would else have chunks of the same number, which are one chunk.
     numbers = [sample.num_chunk_ids for sample in samples]
     for sample, first in zip(samples, rows.numbers_before(numbers)):
         for name in ("student_chunk", "teacher_chunk"):
@@ -552,10 +592,12 @@ def renumber_chunks(samples: list[PairSample], rows):
 
 def with_terms(sub_tile, spelling):
     """Return the sub-tile with what its loss knows from the ids."""
+    # losses take batches of rows: the sub-tile is a batch of one
     student_chunk = sub_tile.student_chunk[None]
     teacher_chunk = sub_tile.teacher_chunk[None]
     if spelling is None:
         return sub_tile._replace(terms=find_chunks(student_chunk, teacher_chunk))
+    # -100 is no index; a position without a label has no chunk either, so 0 is never looked up
     student_next = sub_tile.student_labels.clamp(min=0)[None]
     teacher_next = sub_tile.teacher_labels[None]
     terms = piece_terms(student_next, teacher_next, student_chunk, teacher_chunk, spelling)
@@ -564,8 +606,11 @@ def with_terms(sub_tile, spelling):
 
 def localize_tiles(tiles: list[Tile], shard):
     """Return the tiles with the student positions of this rank: its shard, then the halo."""
-    return [tile._replace(student_positions=shard.local_position[tile.student_positions])
-            for tile in tiles]
+    localized = []
+    for tile in tiles:
+        positions = shard.local_position[tile.student_positions]
+        localized.append(tile._replace(student_positions=positions))
+    return localized
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -591,9 +636,10 @@ class Rows:
         self.rows = rows
         lengths = [len(side.ids) for side in sides]
         self.offsets = self.numbers_before(lengths)
-        longest = 1
+        longest = 1  # a model takes no batch of width 0
         for row in rows:
-            longest = max(longest, sum(lengths[number] for number in row))
+            last = row[-1]
+            longest = max(longest, self.offsets[last] + lengths[last])
         self.shape = len(rows), -(-longest // multiple) * multiple
 
     def numbers_before(self, sizes):
@@ -619,13 +665,15 @@ class Rows:
     def positions(self):
         """Return (rows, width) positions, counted anew in every sample.
 
-        Padding goes on counting where the last sample of its row ends.
+        Padding goes on counting where the last sample of its row ends: each break in the counting
+        begins a document for the attention, which would only cost time.
         """
         width = self.shape[1]
         out = np.zeros(self.shape, np.int64)
         for line, row in enumerate(self.rows):
             for number in row:
                 start = self.offsets[number]
+                # to the end of the row; the next sample overwrites what is its
                 out[line, start:] = np.arange(width - start)
         return torch.from_numpy(out)
 
@@ -651,14 +699,17 @@ def pack_rows(sizes, limits):
     [[0, 2], [1]]
     """
     rows = []
-    used = []
+    room = []  # of each row, on each side
+    limits = np.array(limits)
     for number, size in enumerate(sizes):
-        for row, full in zip(rows, used):
-            if all(a + b <= limit for a, b, limit in zip(full, size, limits)):
+        size = np.array(size)
+        # First fit, in the order of the data; better packings were not tried.
+        for row, left in zip(rows, room):
+            if (size <= left).all():
                 row.append(number)
-                full[:] = [a + b for a, b in zip(full, size)]
+                left -= size
                 break
-        else:
+        else:  # whatever its size: samples are cut to the limits before
             rows.append([number])
-            used.append(list(size))
+            room.append(limits - size)
     return rows

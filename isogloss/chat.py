@@ -66,10 +66,12 @@ def render(messages, encoder):
             raise SkippedChat(f"the chat template of {name} refuses a chat: {error}") from None
 
     text = template(messages)
+    # A rendering holds its own bos and eos, if the template writes them.
     coded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
                               verbose=False)
     ids = np.array(coded["input_ids"], np.int64)
     located = locate(ids, encoder.table, text, coded["offset_mapping"])
+    # Parts are found as characters; tokens are located as bytes.
     byte_of_character = character_starts(text)
     spans = {}
     for key, kept in find_parts(messages, text, template).items():
@@ -81,6 +83,7 @@ def render(messages, encoder):
 def _turn_ends(ids, located, spans, table):
     """Return {message: token that ends its turn}: the first token behind it, if that is a stop."""
     stop_ids = {table.eos, table.end_of_turn} - {-1}
+    # A message may have several parts, and its turn ends behind the last of them.
     end_of_message = {}
     for (message, _), span in spans.items():
         end = span.begin + span.size
@@ -88,6 +91,7 @@ def _turn_ends(ids, located, spans, table):
     ends = {}
     for message, end in end_of_message.items():
         after = np.flatnonzero(located.begin >= end)
+        # Line ends or another header behind a message are no end of turn.
         if len(after) and int(ids[after[0]]) in stop_ids:
             ends[message] = int(after[0])
     return ends
@@ -122,20 +126,21 @@ def find_parts(messages, text, template):
     """
     marked = []
     for number, message in enumerate(messages):
-        if message.get("content"):
+        if message.get("content"):  # a message of tool calls alone has none
             message = dict(message, content=MARK.format(number))
         marked.append(message)
-    # [text, number, text, number, ..., text]
+    # [text, number, text, number, ..., text]; a template may leave out messages, or move them
     skeleton = re.split(MARK.format(r"(\d+)"), template(marked))
     parts = {}
     position = 0
     for before, number, after in zip(skeleton[::2], skeleton[1::2], skeleton[2::2]):
         start = text.find(before, position)
-        if start < 0:
+        if start < 0:  # the marks changed what stands around them; look for the next message
             continue
         position = start + len(before)
         content = messages[int(number)]["content"]
         for form in _forms_of(content):
+            # with what follows it, so that the form is all that the template wrote
             if form and text.startswith(form + after, position):
                 skipped = content[: content.rindex(form)]
                 parts[int(number), "content"] = KeptText(position, skipped, form)
@@ -148,6 +153,7 @@ def find_parts(messages, text, template):
 def _forms_of(content):
     """List the forms in which templates write a content: stripped, and without what was thought."""
     forms = [content, content.strip(), content.rstrip(), content.lstrip()]
+    # Templates of reasoning models drop the thoughts of earlier turns, up to this tag.
     thought, _, answer = content.rpartition("</think>")
     if thought:
         forms += [answer, answer.strip()]
@@ -156,27 +162,32 @@ def _forms_of(content):
 
 def _find_other_parts(messages, text, parts):
     """Add reasoning and tool calls, which stand between the contents of a message's neighbors."""
-    contents = []
-    for (number, _), kept in parts.items():
-        contents.append((number, kept.start, kept.start + len(kept.text)))
+    contents = [(number, kept) for (number, _), kept in parts.items()]
     for number, message in enumerate(messages):
-        low = max([end for other, _, end in contents if other < number], default=0)
-        high = min([start for other, start, _ in contents if other > number], default=len(text))
-        for key, part in other_parts(message):
-            start = text.find(part, low, high)
-            if part and start >= 0:
-                parts[number, key] = KeptText(start, "", part)
-                low = start + len(part)
+        # The same name or argument may occur in other messages too, so the search is bounded.
+        low = 0
+        high = len(text)
+        for other, kept in contents:
+            if other < number:
+                low = max(low, kept.start + len(kept.text))
+            elif other > number:
+                high = min(high, kept.start)
+        for key, wanted in other_parts(message):
+            start = text.find(wanted, low, high)
+            if wanted and start >= 0:
+                parts[number, key] = KeptText(start, "", wanted)
+                # calls of one function repeat its name: the next one stands behind
+                low = start + len(wanted)
 
 
 def other_parts(message):
     """Yield (key, text) of what a message holds beside its content."""
     yield "reasoning", (message.get("reasoning_content") or "").strip()
     for number, call in enumerate(message.get("tool_calls") or []):
-        function = call.get("function", call)
+        function = call.get("function", call)  # some data sets leave the wrapper out
         yield (number, "name"), function.get("name", "")
         arguments = function.get("arguments", "")
-        if not isinstance(arguments, str):
+        if not isinstance(arguments, str):  # written as templates' `tojson` does
             arguments = json.dumps(arguments, ensure_ascii=False)
         yield (number, "arguments"), arguments
 
@@ -201,25 +212,28 @@ def encode_chat(messages, rendering, encoder, train_on=None):
             "all": the whole rendering.  None: the reading of a teacher.
     """
     num_bytes = bytes_of_tokens(rendering.located)
+    # Control tokens stand for their names in a rendering, which are no bytes of the chat.
     num_bytes[encoder.table.special[rendering.ids]] = -1
     if train_on is None:
         return EncodedText(rendering.ids, rendering.located, num_bytes)
     learned = np.ones(len(rendering.ids), bool)
     if train_on == "assistant":
-        learned = _said_by_assistant(messages, rendering)
+        learned = _assistant_tokens(messages, rendering)
     num_bytes = np.where(learned, num_bytes, -1)
     return EncodedText(rendering.ids, rendering.located, num_bytes, learned)
 
 
-def _said_by_assistant(messages, rendering):
+def _assistant_tokens(messages, rendering):
     """Return (S,) bool: tokens of the assistant's messages and of the ends of its turns."""
     learned = np.zeros(len(rendering.ids), bool)
     located = rendering.located
+    # Ends of turns are learned, else the student would never stop.
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and number in rendering.ends:
             learned[rendering.ends[number]] = True
     for (number, _), span in rendering.spans.items():
         if messages[number]["role"] == "assistant":
+            # every token that touches the part, so that none of its bytes is left out
             learned |= (located.begin < span.begin + span.size) & (located.end > span.begin)
     return learned
 
@@ -234,15 +248,15 @@ def pair_chats(messages, renderings, encoders, aligner="bytes"):
         Pairing.
     """
     student, teacher = renderings
-    tables = [encoder.table for encoder in encoders]
+    tables = encoders[0].table, encoders[1].table
     encoded = encode_chat(messages, teacher, encoders[1])
-    if aligner == "dp":
+    if aligner == "dp":  # finds by itself what the renderings have in common
         return Pairing(encoded, align_dp(student.ids, teacher.ids, *tables))
     regions = common_regions(student, teacher)
     alignment = align_regions(student.ids, teacher.ids, student.located, teacher.located, regions,
                               *tables)
     num_bytes = bytes_of_messages(messages)
-    # what a template left out or rewrote
+    # What a template left out or rewrote counts too, so that fractions are of the whole chat.
     alignment.dropped["unmatched"] += num_bytes - alignment.text_bytes
     return Pairing(encoded, alignment._replace(text_bytes=num_bytes))
 
@@ -251,20 +265,21 @@ def common_regions(student, teacher):
     """List for `align_regions` what both renderings kept of each part, in the order of both."""
     common = student.spans.keys() & teacher.spans.keys()
     keys = sorted(common, key=lambda key: student.spans[key])
-    last_part = {message: (message, part) for message, part in keys}
+    # the key of the last part of each message, as later ones overwrite earlier ones
+    last_part = {key[0]: key for key in keys}
     regions = []
     teacher_end = 0
     for key in keys:
         message = key[0]
         left = student.spans[key]
         right = teacher.spans[key]
-        # the bytes of the part that both kept
+        # the bytes of the part that both kept, counted from its beginning
         low = max(left.skipped, right.skipped)
         high = min(left.skipped + left.size, right.skipped + right.size)
-        if low >= high or right.begin < teacher_end:
+        if low >= high or right.begin < teacher_end:  # nothing in common, or in another order
             continue
         teacher_end = right.begin + right.size
-        ends = None
+        ends = None  # a turn ends once, behind its last part
         if message in student.ends and message in teacher.ends and last_part[message] == key:
             ends = student.ends[message], teacher.ends[message]
         student_begin = left.begin + low - left.skipped

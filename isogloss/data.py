@@ -75,7 +75,7 @@ def _open(source, split, streaming):
         dataset = datasets.load_from_disk(str(path))
         return dataset.to_iterable_dataset() if streaming else dataset
     files = _local_files(path)
-    if files:
+    if files:  # local files come first: a folder may have the name of a hub id
         kind = _kind_of(source, files)
         return datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
     is_path = path.is_dir() or path.suffix in READERS or source.startswith((".", "/", "~"))
@@ -88,6 +88,7 @@ def _open(source, split, streaming):
 
 def _local_files(path):
     """List the files that a path, a directory or a glob names."""
+    # Sorted: file systems list files in any order, and the order of samples shall not depend on it.
     if path.is_dir():
         return sorted(str(file) for file in path.rglob("*") if file.suffix in READERS)
     if path.is_file():
@@ -97,12 +98,15 @@ def _local_files(path):
 
 def _kind_of(source, files):
     """Return the one reader of all files; a ValueError where there are several or none."""
-    kinds = {READERS.get(Path(file).suffix) for file in files}
+    kinds = set()
+    suffixes = set()
+    for file in map(Path, files):
+        kinds.add(READERS.get(file.suffix))
+        suffixes.add(file.suffix or file.name)
     if len(kinds) > 1 or None in kinds:
-        suffixes = {Path(file).suffix or Path(file).name for file in files}
         raise ValueError(f"--data {source}: files of kind {', '.join(sorted(suffixes))}; expected "
                          f"one of {', '.join(READERS)}")
-    if all(Path(file).stat().st_size == 0 for file in files):
+    if not any(Path(file).stat().st_size for file in files):
         raise ValueError(f"--data {source}: {EMPTY_DATA}")
     return kinds.pop()
 
@@ -115,6 +119,7 @@ def holds_chats(dataset, text_key):
     if dataset.features is None:  # a stream whose columns are known by its rows only
         first = next(iter(dataset.take(1)))[text_key]
         return isinstance(first, list) and {"role", "content"} <= set(first[0])
+    # of a list, the type of its items; of text there is none
     message = getattr(dataset.features[text_key], "feature", None) or {}
     return {"role", "content"} <= set(message)
 
@@ -127,7 +132,7 @@ def check_templates(dataset, text_key, encoders):
         for chat in chats:
             try:
                 render(chat, encoder)
-                break
+                break  # chats that are refused later are skipped and counted
             except SkippedChat as error:
                 errors.append(error)
         if chats and len(errors) == len(chats):
@@ -136,6 +141,7 @@ def check_templates(dataset, text_key, encoders):
 
 
 def _check_column(source, dataset, text_key):
+    """Raise a ValueError where a column of a data set in files does not hold text in every row."""
     if len(dataset) == 0:
         raise ValueError(f"--data {source}: {EMPTY_DATA}")
     feature = dataset.features[text_key]
@@ -143,13 +149,16 @@ def _check_column(source, dataset, text_key):
     if not holds_chats(dataset, text_key) and dtype not in ("string", "large_string"):
         raise ValueError(f"--data {source}: column {text_key!r} holds {dtype}, expected text in "
                          "every row; repair it or name another column by --text_key")
+    # Arrow knows the number of nulls without reading the column.
     if dataset.data.column(text_key).null_count:
-        nulls = (number for number, text in enumerate(dataset[text_key]) if text is None)
-        raise ValueError(f"--data {source}: row {next(nulls)} of {text_key!r} is null, expected "
-                         "text; remove it")
+        for number, text in enumerate(dataset[text_key]):
+            if text is None:
+                raise ValueError(f"--data {source}: row {number} of {text_key!r} is null, expected "
+                                 "text; remove it")
 
 
 def _check_row(number, text):
+    """Raise a ValueError where a row of a stream, which nobody has read before, holds no text."""
     if not isinstance(text, (str, list)):
         raise ValueError(f"sample {number} of the stream holds {text!r:.40}, expected text; repair "
                          "it or name another column by --text_key")
@@ -158,6 +167,7 @@ def _check_row(number, text):
 def split_dataset(dataset, eval_rows, text_key):
     """Return (train, held out): the first `eval_rows` rows are held out, whatever the seed."""
     streaming = isinstance(dataset, datasets.IterableDataset)
+    # The length of a stream is not known; one row more shows that some are left to train on.
     first = list(dataset.take(eval_rows + 1)) if streaming else None
     num_rows = len(first if streaming else dataset)
     if num_rows <= eval_rows:
@@ -181,6 +191,7 @@ class ExampleReader:
     route_key: str = ""
 
     def __call__(self, row):
+        # the Ellipsis stands for all teachers, None for an empty cell of the column
         route = row[self.route_key] if self.route_key else ...
         return Example(row[self.text_key], route)
 
@@ -196,9 +207,12 @@ class ShuffledExamples:
         self.order_of_epoch = lru_cache(2)(self._order_of_epoch)
 
     def _order_of_epoch(self, epoch):
+        # Computed from (seed, epoch) alone, so every rank and worker finds the same order and a
+        # resumed run goes on in it.
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
 
     def example(self, position):
+        """Return the Example at a position of the stream."""
         epoch, offset = divmod(position, len(self.dataset))
         return self.reader(self.dataset[int(self.order_of_epoch(epoch)[offset])])
 
@@ -213,7 +227,9 @@ class StreamedExamples:
         self.iterator = None
 
     def example(self, position):
+        """Return the Example at a position of the stream, which is after the one before."""
         self.iterator = self.iterator or self._all_epochs()
+        # Rows of other ranks, and those of the steps before a resume, are read and dropped.
         row = next(itertools.islice(self.iterator, position - self.position, None))
         self.position = position + 1
         _check_row(position, row[self.reader.text_key])
@@ -221,7 +237,7 @@ class StreamedExamples:
 
     def _all_epochs(self):
         for epoch in itertools.count():
-            self.dataset.set_epoch(epoch)
+            self.dataset.set_epoch(epoch)  # part of the shuffle's seed
             yield from self.dataset
 
 
@@ -242,8 +258,11 @@ class MicroBatches(IterableDataset):
 
     def __iter__(self):
         worker, num_workers = worker_of()
+        # A loader takes batches from its workers in turn, so each prepares every num_workers-th.
         first = self.start * self.grad_accum_steps + worker
         for number in itertools.count(first, num_workers):
+            # Ranks are neighbors in the stream: a step reads one range of it, however that is cut
+            # into ranks and micro-batches.
             begin = (number * self.num_ranks + self.rank) * self.micro_batch_size
             sample_ids = range(begin, begin + self.micro_batch_size)
             examples = [self.stream.example(position) for position in sample_ids]
@@ -252,7 +271,7 @@ class MicroBatches(IterableDataset):
 
 @dataclass
 class HeldOutBatches(IterableDataset):
-    """This rank's part of the held-out rows; every rank yields the same number of batches."""
+    """The held-out rows that this rank reads; every rank yields the same number of batches."""
 
     dataset: datasets.Dataset | list
     reader: ExampleReader
@@ -263,6 +282,7 @@ class HeldOutBatches(IterableDataset):
 
     def __iter__(self):
         worker, num_workers = worker_of()
+        # rounded up: ranks take part in every collective of an evaluation, with or without rows
         num_batches = -(-len(self.dataset) // (self.micro_batch_size * self.num_ranks))
         for number in range(worker, num_batches, num_workers):
             begin = (number * self.num_ranks + self.rank) * self.micro_batch_size
@@ -287,15 +307,16 @@ def loader(batches, num_workers):
         num_workers = min(num_workers, 1)  # more would split the stream between them
     # forked workers inherit tokenizers and rows; they use no device
     context = "fork" if num_workers else None
+    # Without a generator, the loader would draw the seed of its workers from the global one.
     return DataLoader(batches, batch_size=None, num_workers=num_workers,
                       worker_init_fn=_start_worker, multiprocessing_context=context,
                       generator=torch.Generator().manual_seed(0))
 
 
 def _start_worker(_):
-    """Ignore SIGTERM: a job that is told to end takes a checkpoint first, which needs its workers."""
+    """Ignore SIGTERM: a job that has to end takes a checkpoint first, which needs its workers."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # workers run side by side
 
 
 def end_workers():

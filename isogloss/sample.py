@@ -3,8 +3,8 @@
 A text is encoded once by each model (`EncodedText`) and aligned once with each teacher (`Pairing`).
 Only then is it cut, because the shortest cut that any teacher's context asks for is the cut of all.
 
-A position t of a model predicts the token at t + 1, so labels, chunk ids and byte counts are shifted
-by one, here and nowhere else (`shift`).
+A position t of a model predicts the token at t + 1, so labels, chunk ids and byte counts are
+shifted by one, here and nowhere else (`shift`).
 
 Shapes: S student tokens, T teacher tokens.
 """
@@ -41,6 +41,7 @@ class TextEncoder:
         """
         prefix = [self.table.bos] if self._adds_bos() else []
         suffix = [self.table.eos] if self.table.eos >= 0 else []
+        # Never truncated here: where to cut depends on the other side, see `cut_sample`.
         coded = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)
         return [np.array(prefix + ids + suffix, np.int64) for ids in coded["input_ids"]]
 
@@ -52,8 +53,10 @@ class TextEncoder:
         return located
 
     def _adds_bos(self):
+        """Return whether `encode` begins with bos."""
         if self.table.bos < 0:
             return False
+        # Llama-like tokenizers say so by this key; where it is absent, the bos id is there for use.
         return getattr(self.tokenizer, "init_kwargs", {}).get("add_bos_token") is not False
 
     def _offsets(self, text):
@@ -134,7 +137,7 @@ class PairSample:
 
     @property
     def num_chunk_ids(self):
-        """One more than the highest chunk id on either side."""
+        """Return one more than the highest chunk id on either side."""
         highest = -1
         for chunk in (self.student_chunk, self.teacher_chunk):
             if len(chunk):
@@ -158,6 +161,7 @@ def encode_text(text, ids, encoder):
 
 def bytes_of_tokens(located):
     """Return (S,) bytes of the text that each token stands for, -1 for a control token."""
+    # -1, not 0: a token of the text may stand for no byte, as the space before SentencePiece texts
     return np.where(located.begin < 0, -1, located.end - located.begin)
 
 
@@ -170,10 +174,10 @@ def pair_texts(text, student, teacher, student_table, teacher_table, aligner="by
     Returns:
         Pairing.
     """
-    if aligner == "dp":
+    if aligner == "dp":  # compares what tokens spell, so it needs no places in the text
         alignment = align_dp(student.ids, teacher.ids, student_table, teacher_table)
         return Pairing(teacher, alignment)
-    size = len(text.encode(errors="replace"))
+    size = len(text.encode(errors="replace"))  # lone surrogates have no UTF-8
     alignment = align_located(student.ids, teacher.ids, student.located, teacher.located,
                               student_table, teacher_table, size)
     return Pairing(teacher, alignment)
@@ -190,7 +194,8 @@ def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
         Sample.
     """
     if student is None:
-        return Sample(NO_TOKENS, [PairSample(skipped=pairing.skipped) for pairing in pairings])
+        pairs = [PairSample(skipped=pairing.skipped) for pairing in pairings]
+        return Sample(NO_TOKENS, pairs)
     limit = student_max_length + 1  # n positions predict the tokens 1 .. n
     while True:
         pairs = []
@@ -204,12 +209,13 @@ def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
         # A teacher with a short context asks all others for its cut, whose chunks may need
         # another one again: this ends because the limit falls each time.
         shortest = min(lengths) + 1
-        if all(length + 1 == shortest for length in lengths):
+        if max(lengths) + 1 == shortest:
             return Sample(_student_row(student, cut), pairs)
         limit = shortest
 
 
 def _student_row(student, cut):
+    """Return the TokenRow of the first `cut` tokens, labels only where they are learned."""
     labels = student.ids
     if student.learned is not None:
         labels = np.where(student.learned, student.ids, -100)
@@ -234,14 +240,16 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     # Where one side alone spells a space that the text does not have, the models speak of other
     # words: such chunks are not compared.
     numbers = np.arange(len(alignment.same_bytes))
+    # one entry more, so that chunk -1 (the last entry) stays -1
     usable = np.append(np.where(alignment.same_bytes, numbers, -1), -1)
     chunks = [usable[alignment.student_chunk], usable[alignment.teacher_chunk]]
     student_cut, teacher_cut = common_cut(chunks, [student_limit, teacher_limit])
     # A chunk needs a position that predicts its first token; without bos the first token has none.
-    lost = {int(chunk[0]) for chunk in chunks if len(chunk)}
-    if student.learned is not None:
-        lost |= set(chunks[0][~student.learned].tolist())
-    chunks = [np.where(np.isin(chunk, list(lost)), -1, chunk) for chunk in chunks]
+    lost = [chunk[:1] for chunk in chunks]
+    if student.learned is not None:  # a chunk is learned as a whole or not at all
+        lost.append(chunks[0][~student.learned])
+    lost = np.concatenate(lost)
+    chunks = [np.where(np.isin(chunk, lost), -1, chunk) for chunk in chunks]
     teacher = pairing.teacher
     pair = PairSample(
         teacher=shift(teacher.ids, teacher.ids, teacher.num_bytes, teacher_cut),
@@ -256,5 +264,8 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
 
 
 def shift(ids, labels, num_bytes, cut):
-    """Return the TokenRow of the first `cut` tokens: position t reads ids[t], predicts ids[t + 1]."""
+    """Return the TokenRow of the first `cut` tokens; position t reads ids[t], predicts ids[t + 1].
+
+    The last of these tokens is predicted and not read.
+    """
     return TokenRow(ids[: cut - 1], labels[1:cut], num_bytes[1:cut])
