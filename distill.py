@@ -25,7 +25,7 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoConfig
 
-from isogloss.batch import global_sums, to_device
+from isogloss.batch import to_device
 from isogloss.checkpoint import (
     export_model,
     export_projection,
@@ -34,6 +34,7 @@ from isogloss.checkpoint import (
 )
 from isogloss.checks import check_heads, check_packing, check_sequence_shards
 from isogloss.config import GROUPS, Config
+from isogloss.counts import global_sums
 from isogloss.data import end_workers
 from isogloss.evaluate import evaluate
 from isogloss.inputs import check_inputs, load_batches

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from isogloss.batch import TeacherBatch, global_sums
+from isogloss.batch import TeacherBatch
+from isogloss.counts import global_sums
 from isogloss.loss_table import DistillationLoss
 from isogloss.sequence import SequenceGroup, gather_halo
 from isogloss.specs import BLOCK
@@ -53,7 +54,7 @@ class PairSums:
 
     Attributes:
         kd: sum of the distillation loss, nats; kd_terms: over so many terms.
-        aligned_bytes, text_bytes: see `batch.PairCounts`.
+        aligned_bytes, text_bytes: see `counts.PairCounts`.
         agree: chunk starts where the most likely tokens of both models spell the same bytes.
         projected: those where the projection maps the student's most likely token to the teacher's.
         starts: chunk starts.

@@ -8,16 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isogloss.batch import (
-    PAIR_FIELDS,
-    Collator,
-    Counts,
-    Example,
-    PairCounts,
-    PairOptions,
-    pack_rows,
-    to_device,
-)
+from isogloss.batch import Collator, Example, PairOptions, pack_rows, to_device
+from isogloss.counts import PAIR_FIELDS, Counts, PairCounts
 from isogloss.sample import TextEncoder
 from losses import Spelling, find_chunks
 from projection_tools import Pair

@@ -19,7 +19,7 @@ import distill
 import ranks
 from conftest import ROOT
 from isogloss import checkpoint
-from isogloss.batch import global_sums
+from isogloss.counts import global_sums
 from isogloss.inputs import build_collator
 from isogloss.launch import start_distributed
 from isogloss.loss_table import build_loss, losses_for

@@ -1,0 +1,128 @@
+"""Count what a batch, a step or a whole job's step holds, before any forward pass.
+
+Every loss is a sum over its terms, divided by their number over all micro-batches and ranks; these
+are the numbers.  They also tell how much of the text is aligned, and why the rest is not.
+"""
+
+from dataclasses import dataclass, field, fields
+
+import torch
+import torch.distributed as dist
+
+from align import coverage
+
+
+@dataclass
+class PairCounts:
+    """What a batch holds for one student-teacher pair; every field is a sum over samples.
+
+    Attributes:
+        kd_terms: terms of the distillation loss.
+        aligned_tokens: student tokens in the chunks that the loss compares.
+        aligned_bytes: bytes in these chunks.
+        skipped_chats: chats that a template does not render.
+        source_bytes: bytes of the whole texts, before any cut; the fields below speak of these.
+        normalized_bytes, unencodable_bytes, unmatched_bytes: see `align.Alignment.dropped`.
+        chunks: all chunks; chunks_1_n: of one student token and several teacher tokens, and so on.
+    """
+
+    # Floats, because sums over ranks come back as float64.
+    kd_terms: float = 0
+    aligned_tokens: float = 0
+    aligned_bytes: float = 0
+    skipped_chats: float = 0
+    source_bytes: float = 0
+    normalized_bytes: float = 0
+    unencodable_bytes: float = 0
+    unmatched_bytes: float = 0
+    chunks: float = 0
+    chunks_1_1: float = 0
+    chunks_1_n: float = 0
+    chunks_n_1: float = 0
+    chunks_n_m: float = 0
+
+    def add_alignments(self, alignments):
+        """Count whole texts, before any cut."""
+        for alignment in alignments:
+            self.source_bytes += alignment.text_bytes
+            self.normalized_bytes += alignment.dropped["normalized"]
+            self.unencodable_bytes += alignment.dropped["unencodable"]
+            self.unmatched_bytes += alignment.dropped["unmatched"]
+        # `coverage` gives fractions of the chunks.  Only counts add up over batches; rounding takes
+        # back the division exactly.
+        fractions = coverage(alignments)
+        chunks = fractions["chunks"]
+        self.chunks += chunks
+        self.chunks_1_1 += round(fractions["1:1"] * chunks)
+        self.chunks_1_n += round(fractions["1:n"] * chunks)
+        self.chunks_n_1 += round(fractions["n:1"] * chunks)
+        self.chunks_n_m += round(fractions["n:m"] * chunks)
+
+    def metrics(self, tokens, text_bytes):
+        """Return the logged fractions, see docs/metrics.md.
+
+        Args:
+            tokens, text_bytes: of the student's side, see `Counts`.
+        """
+        # max(..., 1): where routes leave a teacher no text, every fraction is 0
+        metrics = {
+            "aligned_bytes": self.aligned_bytes / max(text_bytes, 1),
+            "aligned_tokens": self.aligned_tokens / max(tokens, 1),
+            "skipped_chats": int(self.skipped_chats),
+        }
+        for name in ("normalized_bytes", "unencodable_bytes", "unmatched_bytes"):
+            metrics[name] = getattr(self, name) / max(self.source_bytes, 1)
+        for name in ("chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"):
+            metrics[name] = getattr(self, name) / max(self.chunks, 1)
+        return metrics
+
+
+PAIR_FIELDS = [entry.name for entry in fields(PairCounts)]
+
+
+@dataclass
+class Counts:
+    """What a batch, a step or a whole job's step holds; they add up.
+
+    Attributes:
+        tokens: student tokens to predict, the terms of the cross-entropy.
+        text_bytes: UTF-8 bytes that these tokens spell.
+        pairs: PairCounts of every teacher.
+    """
+
+    tokens: float = 0
+    text_bytes: float = 0
+    pairs: list = field(default_factory=list)
+
+    def vector(self):
+        """Return all numbers as one list, in the order that `of_vector` reads."""
+        numbers = [self.tokens, self.text_bytes]
+        for pair in self.pairs:
+            for name in PAIR_FIELDS:
+                numbers.append(getattr(pair, name))
+        return numbers
+
+    @classmethod
+    def of_vector(cls, numbers):
+        """Make Counts of what `vector` returned."""
+        counts = cls(numbers[0], numbers[1])
+        for first in range(2, len(numbers), len(PAIR_FIELDS)):
+            counts.pairs.append(PairCounts(*numbers[first : first + len(PAIR_FIELDS)]))
+        return counts
+
+    def __add__(self, other):
+        # strict: counts of other numbers of teachers do not add up
+        numbers = zip(self.vector(), other.vector(), strict=True)
+        return Counts.of_vector([first + second for first, second in numbers])
+
+    def all_reduce(self, device):
+        """Return the sums over all ranks, equal on every rank."""
+        return Counts.of_vector(global_sums(self.vector(), device).tolist())
+
+
+def global_sums(values, device):
+    """Return (n,) float64 on the CPU: the sum over all ranks, equal on every rank."""
+    # float64 holds counts exactly; the copy is there because all_reduce writes in place
+    total = torch.as_tensor(values, dtype=torch.float64).to(device, copy=True)
+    dist.all_reduce(total)
+    return total.cpu()
