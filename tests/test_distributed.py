@@ -257,8 +257,10 @@ def test_a_run_resumes_in_another_layout(models, texts, tmp_path):
             assert {name for name in names if "zero_to" not in name} == {"step_0000003"}
     _, codes = run(Layout(2, 1, 0, 4, 1), f"--resume={saved}")
     assert codes == {2}  # ZeRO stage 0
-    _, codes = run(Layout(2, 1, 2, 4, 2), f"--resume={saved}")
+    _, codes = run(Layout(2, 1, 3, 4, 2), f"--resume={saved}")
     assert codes == {2}  # 16 samples a step
+    _, codes = run(Layout(2, 1, 2, 4, 1), f"--resume={saved}")
+    assert codes == {2}  # from stage 3, which is what `saved` is, to stage 2
 
 
 # --- teachers -------------------------------------------------------------------------------------
