@@ -520,6 +520,49 @@ def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack
             for of_shard, of_whole in zip(shard.teachers, whole.teachers):
                 assert same(of_shard, of_whole, STUDENT_FIELDS)  # teachers read whole sequences
                 assert of_shard.num_samples == 4
+        for number, of_whole in enumerate(whole.teachers):
+            # each chunk of the teacher's is kept by one rank, which computes it
+            kept = [shard.teachers[number].teacher_chunk for shard in shards]
+            assert torch.equal(sum((chunk >= 0).int() for chunk in kept),
+                               (of_whole.teacher_chunk >= 0).int())
+            for chunk in kept:
+                assert torch.equal(chunk[chunk >= 0], of_whole.teacher_chunk[chunk >= 0])
+
+
+def halo_of(shards):
+    """Return the labels of the halo, each of which exactly one rank holds."""
+    halo = torch.zeros(len(shards[0].teachers[0].halo_index), dtype=torch.long)
+    holders = torch.zeros_like(halo)
+    for shard in shards:
+        index = shard.teachers[0].halo_index
+        holds = index >= 0
+        holders += holds
+        halo[holds] = shard.student.labels.flatten()[index[holds]]
+    assert (holders == 1).all()
+    return halo
+
+
+def check_samples_of_positions(whole, shards):
+    """Compare the samples of the positions of each shard, and of the halo, with the whole's."""
+    num_rows, width = whole.student.ids.shape
+    expected = whole.teachers[0].sample_of_student.view(num_rows, width)
+    halo = torch.full((len(shards[0].teachers[0].halo_index),), -1)
+    by_rank = []
+    for shard in shards:
+        teacher = shard.teachers[0]
+        num_local = shard.student.ids.numel()
+        by_rank.append(teacher.sample_of_student[:num_local].view(num_rows, -1))
+        holds = teacher.halo_index >= 0
+        halo[holds] = teacher.sample_of_student[teacher.halo_index[holds]]
+    assert torch.equal(torch.cat(by_rank, 1)[:, :width], expected)
+    for shard in shards:
+        appended = shard.teachers[0].sample_of_student[shard.student.ids.numel() :]
+        # of the halo, a rank names what it owns; positions that it holds itself are in its shard
+        owned = torch.zeros(len(halo), dtype=torch.bool)
+        for tile in shard.teachers[0].tiles:
+            beyond = tile.student_positions - shard.student.ids.numel()
+            owned[beyond[beyond >= 0]] = True
+        assert torch.equal(appended[owned], halo[owned])
 
 
 @pytest.mark.parametrize("teachers", [0, 1])
@@ -532,17 +575,9 @@ def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teac
         shards = shards_of(encoders, texts[:4], size, **options)
         halo = torch.zeros(0, dtype=torch.long)
         if teachers:
-            samples = []
-            halo_labels = torch.zeros(len(shards[0].teachers[0].halo_index), dtype=torch.long)
-            holders = torch.zeros_like(halo_labels)
-            for shard in shards:
-                index = shard.teachers[0].halo_index
-                holds = index >= 0
-                holders += holds
-                halo_labels[holds] = shard.student.labels.flatten()[index[holds]]
-                samples.append(shard.teachers[0].sample_of_student)
-            assert (holders == 1).all() and len(halo_labels)
-            halo = halo_labels
+            halo = halo_of(shards)
+            assert len(halo)
+            check_samples_of_positions(whole, shards)
         predicted = 0
         for shard in shards:
             labels = torch.cat([shard.student.labels.flatten(), halo])
@@ -553,15 +588,4 @@ def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teac
                     learned = sub_tile.student_labels >= 0
                     assert torch.equal(labels[local][learned], sub_tile.student_labels[learned])
                     predicted += int(learned.sum())
-                    if not teachers:
-                        continue
-                    # a chunk's positions, halo included, are of one sample on both sides
-                    teacher = shard.teachers[0]
-                    of_student = teacher.sample_of_student[local]
-                    of_teacher = teacher.sample.new_full((10**4,), -1)
-                    has_chunk = sub_tile.student_chunk >= 0
-                    for chunk, number in zip(sub_tile.student_chunk[has_chunk].tolist(),
-                                             of_student[has_chunk].tolist()):
-                        assert of_teacher[chunk] in (-1, number)
-                        of_teacher[chunk] = number
         assert predicted == whole.counts.tokens
