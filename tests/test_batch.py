@@ -323,12 +323,12 @@ def test_packed_samples_are_what_they_are_alone(encoders, texts):
         kept = []
         for in_packed, in_plain, sample in sides:
             size = int((in_plain.labels[number] >= 0).sum())
-            here = (sample == number).nonzero().flatten()[:size]
+            kept_positions = (sample == number).nonzero().flatten()[:size]
             for name in STUDENT_FIELDS:
-                assert torch.equal(getattr(in_packed, name).flatten()[here],
+                assert torch.equal(getattr(in_packed, name).flatten()[kept_positions],
                                    getattr(in_plain, name)[number, :size])
-            assert in_packed.positions.flatten()[here].tolist() == list(range(size))
-            kept.append(here)
+            assert in_packed.positions.flatten()[kept_positions].tolist() == list(range(size))
+            kept.append(kept_positions)
             seen += size
         # chunk numbers differ, what they bring together does not
         first = (of_packed.student_chunk.flatten()[kept[0]],
@@ -415,8 +415,9 @@ def test_tiles_hold_every_term_once_whatever_their_size(encoders, texts, spellin
         for tile in tiles:
             positions += tile.student_positions.tolist()
             for sub_tile in tile.sub_tiles:
-                found = sub_tile.terms
-                terms += len(found.first_S) if loss == "chunks" else int(found.count_all)
+                of_sub_tile = sub_tile.terms
+                terms += len(of_sub_tile.first_S) if loss == "chunks" else int(
+                    of_sub_tile.count_all)
         assert terms == batch.counts.pairs[0].kd_terms > 0
         assert len(set(positions)) == len(positions)
         learned = (batch.student.labels.flatten() >= 0).nonzero().flatten().tolist()
