@@ -315,12 +315,12 @@ def test_packed_samples_are_what_they_are_alone(encoders, texts):
         kept = []
         for in_packed, in_plain, sample in sides:
             size = int((in_plain.labels[number] >= 0).sum())
-            here = (sample == number).nonzero().flatten()[:size]
+            kept_positions = (sample == number).nonzero().flatten()[:size]
             for name in STUDENT_FIELDS:
-                assert torch.equal(getattr(in_packed, name).flatten()[here],
+                assert torch.equal(getattr(in_packed, name).flatten()[kept_positions],
                                    getattr(in_plain, name)[number, :size])
-            assert in_packed.positions.flatten()[here].tolist() == list(range(size))
-            kept.append(here)
+            assert in_packed.positions.flatten()[kept_positions].tolist() == list(range(size))
+            kept.append(kept_positions)
             seen += size
         # chunk numbers differ, what they bring together does not
         first = (of_packed.student_chunk.flatten()[kept[0]],
@@ -407,8 +407,9 @@ def test_tiles_hold_every_term_once_whatever_their_size(encoders, texts, spellin
         for tile in tiles:
             positions += tile.student_positions.tolist()
             for sub_tile in tile.sub_tiles:
-                found = sub_tile.terms
-                terms += len(found.first_S) if loss == "chunks" else int(found.count_all)
+                of_sub_tile = sub_tile.terms
+                terms += len(of_sub_tile.first_S) if loss == "chunks" else int(
+                    of_sub_tile.count_all)
         assert terms == batch.counts.pairs[0].kd_terms > 0
         assert len(set(positions)) == len(positions)
         learned = (batch.student.labels.flatten() >= 0).nonzero().flatten().tolist()
@@ -512,6 +513,49 @@ def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack
             for of_shard, of_whole in zip(shard.teachers, whole.teachers):
                 assert same(of_shard, of_whole, STUDENT_FIELDS)  # teachers read whole sequences
                 assert of_shard.num_samples == 4
+        for number, of_whole in enumerate(whole.teachers):
+            # each chunk of the teacher's is kept by one rank, which computes it
+            kept = [shard.teachers[number].teacher_chunk for shard in shards]
+            assert torch.equal(sum((chunk >= 0).int() for chunk in kept),
+                               (of_whole.teacher_chunk >= 0).int())
+            for chunk in kept:
+                assert torch.equal(chunk[chunk >= 0], of_whole.teacher_chunk[chunk >= 0])
+
+
+def halo_of(shards):
+    """Return the labels of the halo, each of which exactly one rank holds."""
+    halo = torch.zeros(len(shards[0].teachers[0].halo_index), dtype=torch.long)
+    holders = torch.zeros_like(halo)
+    for shard in shards:
+        index = shard.teachers[0].halo_index
+        holds = index >= 0
+        holders += holds
+        halo[holds] = shard.student.labels.flatten()[index[holds]]
+    assert (holders == 1).all()
+    return halo
+
+
+def check_samples_of_positions(whole, shards):
+    """Compare the samples of the positions of each shard, and of the halo, with the whole's."""
+    num_rows, width = whole.student.ids.shape
+    expected = whole.teachers[0].sample_of_student.view(num_rows, width)
+    halo = torch.full((len(shards[0].teachers[0].halo_index),), -1)
+    by_rank = []
+    for shard in shards:
+        teacher = shard.teachers[0]
+        num_local = shard.student.ids.numel()
+        by_rank.append(teacher.sample_of_student[:num_local].view(num_rows, -1))
+        holds = teacher.halo_index >= 0
+        halo[holds] = teacher.sample_of_student[teacher.halo_index[holds]]
+    assert torch.equal(torch.cat(by_rank, 1)[:, :width], expected)
+    for shard in shards:
+        appended = shard.teachers[0].sample_of_student[shard.student.ids.numel() :]
+        # of the halo, a rank names what it owns; positions that it holds itself are in its shard
+        owned = torch.zeros(len(halo), dtype=torch.bool)
+        for tile in shard.teachers[0].tiles:
+            beyond = tile.student_positions - shard.student.ids.numel()
+            owned[beyond[beyond >= 0]] = True
+        assert torch.equal(appended[owned], halo[owned])
 
 
 @pytest.mark.parametrize("teachers", [0, 1])
@@ -524,17 +568,9 @@ def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teac
         shards = shards_of(encoders, texts[:4], size, **options)
         halo = torch.zeros(0, dtype=torch.long)
         if teachers:
-            samples = []
-            halo_labels = torch.zeros(len(shards[0].teachers[0].halo_index), dtype=torch.long)
-            holders = torch.zeros_like(halo_labels)
-            for shard in shards:
-                index = shard.teachers[0].halo_index
-                holds = index >= 0
-                holders += holds
-                halo_labels[holds] = shard.student.labels.flatten()[index[holds]]
-                samples.append(shard.teachers[0].sample_of_student)
-            assert (holders == 1).all() and len(halo_labels)
-            halo = halo_labels
+            halo = halo_of(shards)
+            assert len(halo)
+            check_samples_of_positions(whole, shards)
         predicted = 0
         for shard in shards:
             labels = torch.cat([shard.student.labels.flatten(), halo])
@@ -545,15 +581,4 @@ def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teac
                     learned = sub_tile.student_labels >= 0
                     assert torch.equal(labels[local][learned], sub_tile.student_labels[learned])
                     predicted += int(learned.sum())
-                    if not teachers:
-                        continue
-                    # a chunk's positions, halo included, are of one sample on both sides
-                    teacher = shard.teachers[0]
-                    of_student = teacher.sample_of_student[local]
-                    of_teacher = teacher.sample.new_full((10**4,), -1)
-                    has_chunk = sub_tile.student_chunk >= 0
-                    for chunk, number in zip(sub_tile.student_chunk[has_chunk].tolist(),
-                                             of_student[has_chunk].tolist()):
-                        assert of_teacher[chunk] in (-1, number)
-                        of_teacher[chunk] = number
         assert predicted == whole.counts.tokens

@@ -104,8 +104,9 @@ def text_of(messages, encoder):
 
 
 def test_spans_hold_what_the_template_kept_of_each_message(encoders):
-    """"user" and "assistant: the 201?" are contents here, although headers look the same."""
-    chat = [*CHAT[:2], {"role": "user", "content": "é 日本 user"}, *CHAT[2:]]
+    """Contents like "user" and "assistant: the 201?" are not taken for headers."""
+    # the line end of the third content is not the one that the teacher's template writes there
+    chat = [*CHAT[:2], {"role": "user", "content": "é 日本 user\n"}, *CHAT[2:]]
     kept_by_student = [message["content"] for message in chat]
     kept_by_teacher = ["user", "the value", "é 日本 user", "assistant: the 201?",
                        "It is the index."]

@@ -134,8 +134,8 @@ def test_columns_of_chats_are_recognized(tmp_path):
     frame = datasets.Dataset.from_dict({"messages": [CHAT] * 3, "text": ["a"] * 3})
     frame.to_json(tmp_path / "chats.jsonl")
     for streaming in (False, True):
-        rows = load_dataset(str(tmp_path / "chats.jsonl"), "messages", streaming=streaming)
-        assert holds_chats(rows, "messages") and not holds_chats(rows, "text")
+        dataset = load_dataset(str(tmp_path / "chats.jsonl"), "messages", streaming=streaming)
+        assert holds_chats(dataset, "messages") and not holds_chats(dataset, "text")
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -297,9 +297,9 @@ def test_numpy_tables_survive_a_worker(tokenizers, tables, texts):
     dataset = datasets.Dataset.from_dict({"text": texts[:8]})
     collator = Collator(student, [PairOptions(teacher)])
     batches = MicroBatches(ShuffledExamples(dataset, READER, 0), collator, 2, 1, 0, 1)
-    here, there = [next(iter(loader(batches, workers))) for workers in (0, 1)]
-    pairs = list(zip(tensors_of(here), tensors_of(there), strict=True))
+    direct, from_worker = [next(iter(loader(batches, workers))) for workers in (0, 1)]
+    pairs = list(zip(tensors_of(direct), tensors_of(from_worker), strict=True))
     assert len(pairs) > 15
     for first, second in pairs:
         assert torch.equal(first, second)
-    assert here.counts == there.counts and np.isfinite(here.counts.tokens)
+    assert direct.counts == from_worker.counts and np.isfinite(direct.counts.tokens)
