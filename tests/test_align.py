@@ -263,6 +263,7 @@ def survives(text, name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("student", NAMES[:-1])
 def test_all_ordered_pairs_of_real_tokenizers(student):
     for teacher in NAMES[NAMES.index(student) + 1 :]:

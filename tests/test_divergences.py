@@ -242,6 +242,7 @@ def sharded(world):
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_sharded_columns_give_the_same_value_and_gradient(world):
     for errors in ranks.run(world, sharded, world):

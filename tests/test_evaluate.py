@@ -88,6 +88,7 @@ def agreement(student_sides, teacher_sides, tables):
     return agree / total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 20])
 def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, top_k):
     from transformers import AutoModelForCausalLM
@@ -111,6 +112,7 @@ def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, t
     assert math.isclose(metrics["eval/top1_agreement"], agreement(*sides, tables), abs_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_model_agrees_with_itself(models, texts, tmp_path):
     """Equal tokenizers and weights: divergence 0, agreement 1 where tokens spell something."""
     flags = dict(student=str(models[0]), teacher=str(models[0]), max_length=200, eval_rows=2,

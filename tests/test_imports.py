@@ -65,6 +65,7 @@ def test_there_is_no_circle():
         graph = {name: imported for name, imported in graph.items() if name not in leaves}
 
 
+@pytest.mark.slow
 def test_help_needs_no_ranks():
     done = subprocess.run([sys.executable, "distill.py", "--help"], cwd=ROOT, capture_output=True,
                           text=True)

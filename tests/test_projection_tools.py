@@ -284,6 +284,7 @@ def is_part_of_a_character(raw):
     return set(raw.decode(errors="replace")) == {"\ufffd"}
 
 
+@pytest.mark.slow
 def test_llama3_and_qwen2():
     pair = real_pair("llama3", "qwen2")
     student, teacher = pair.tables
@@ -310,6 +311,7 @@ def test_llama3_and_qwen2():
     assert facts["tokens in the largest"] == 873
 
 
+@pytest.mark.slow
 def test_all_pairs_of_all_families():
     names = ("gpt2", "t5", "llama2", "tok512")
     loaded = {name: real_pair(name, name) for name in names}
@@ -348,6 +350,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_no_dense_matrix():
     """50k x 50k in float32 would be 9.4 GiB, as one byte an entry 2.4 GiB."""
     code = MEMORY_OF_A_BUILD.format(folder=str(asset("tokenizers", "gpt2")))
@@ -534,6 +537,7 @@ def test_a_fingerprint_sees_merges_but_not_truncation(tokenizers):
 # --- command lines --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     def run(module, **flags):
         argv = [f"--student={models[0]}", f"--teacher={models[1]}"]

@@ -132,6 +132,7 @@ def worst_error(whole, sharded, group, kind):
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_attention_over_shards_is_attention(world):
     """Packed documents, left padding, windows, soft-caps, fewer key-value heads than ranks."""

@@ -22,6 +22,7 @@ from tiles import (
     StoredLogits,
     TeacherBlocks,
     TopKLogits,
+    head_of,
     plan_tiles,
     tiled_loss,
 )
@@ -631,7 +632,8 @@ ARCHITECTURES = {
 def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from isogloss.teachers import hidden_head_is_right, whole_teacher
+    from isogloss.model_teachers import ModelTeacher, WholeModel, head_gives_own_logits
+    from isogloss.specs import TeacherSpec
 
     torch.manual_seed(0)
     shape = {"vocab_size": 40} if architecture == "gpt2" else SHAPE  # it has names of its own
@@ -641,9 +643,11 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
         torch.nn.init.normal_(model.get_output_embeddings().bias)
     ids = torch.randint(40, (2, 7))
     logits = model(input_ids=ids).logits[..., :37].detach()
-    for signal in ("hidden", "logits"):
-        assert hidden_head_is_right(whole_teacher(model, 37).rows(ids, signal), logits)
-    assert not hidden_head_is_right(whole_teacher(model, 37).rows(ids), logits * 1.01)
+    spec = TeacherSpec(architecture, vocab=37)
+    teacher = ModelTeacher(WholeModel(model), head_of(model, 37), spec, "replicated", 0)
+    for output in ("hidden", "logits"):
+        assert head_gives_own_logits(teacher.read(ids, output), logits)
+    assert not head_gives_own_logits(teacher.read(ids), logits * 1.01)
 
 
 def test_the_file_works_alone(tmp_path):
