@@ -128,7 +128,7 @@ def cli(argv=None):
 
 @dataclass
 class TrainState:
-    """What a step needs.
+    """Hold what a step needs.
 
     Attributes:
         cfg: Config.
@@ -249,7 +249,7 @@ def sum_counts(micro_batches):
 
 
 class TermWeights(NamedTuple):
-    """Factors that turn local sums into parts of global means.
+    """Hold the factors that turn local sums into parts of global means.
 
     Attributes:
         ce: of the cross-entropy.

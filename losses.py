@@ -478,7 +478,7 @@ def _top_k_buckets(
 
 
 class Mixture(NamedTuple):
-    """A divergence a KL(q || m) + b KL(p || m), m = s p + (1 - s) q.
+    """Describe a divergence a KL(q || m) + b KL(p || m), m = s p + (1 - s) q.
 
     forward_weight, reverse_weight: a, b, each 0 to 1.
     student_weight: s, 0 to 1.
@@ -560,7 +560,7 @@ def _adaptive_divergence(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
 
 
 class Chunks(NamedTuple):
-    """The chunks of a batch with tokens on both sides, known from ids alone, before any forward.
+    """List the chunks of a batch with tokens on both sides, known from ids, before any forward.
 
     first_S, first_T: (C,) int64 row, of the flattened (B * S) or (B * T), that predicts the first
         token.
@@ -887,7 +887,7 @@ def _projection_target(
 
 
 class Entries(NamedTuple):
-    """The entries of a projection that lie in the kept columns: W[row, column] = weight.
+    """List the entries of a projection in the kept columns: W[row, column] = weight.
 
     row_E, column_E: (E,) int64, student token and number of the kept column.
     weight_E: (E,) float.
@@ -938,7 +938,7 @@ def _project(p_NV: Tensor, entries: Entries, is_logp: bool = False) -> Tensor:
 
 
 class Spelling(NamedTuple):
-    """How two vocabularies spell each other (projection_tools.spell builds it).
+    """Tell how two vocabularies spell each other (projection_tools.spell builds it).
 
     event_V, event_W: (V,), (W,) int32 or int64, event of each token, -1 for tokens without one.
     num_events: number of events.

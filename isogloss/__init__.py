@@ -1,1 +1,1 @@
-"""What only the training job of distill.py needs; the modules to copy stand beside this folder."""
+"""Hold what only the training job of distill.py needs; the modules to copy stand beside it."""

@@ -1,4 +1,4 @@
-"""Texts -> one batch of tensors: the student's side once, and each teacher's side beside it.
+"""Make one batch of tensors from texts: the student's side once, each teacher's beside it.
 
 `Collator` runs inside DataLoader workers.  It encodes, aligns and cuts (sample.py, chat.py), pads
 or packs, plans the tiles of every student-teacher pair, and counts the terms of every loss.  The
@@ -35,7 +35,7 @@ from tiles import CPU_SUB_TILES, Tile, plan_tiles
 
 @dataclass
 class StudentBatch:
-    """The student's side of a micro-batch; with sequence parallelism, this rank's shard of it.
+    """Hold the student's side of a micro-batch; with sequence parallelism, this rank's shard.
 
     Attributes:
         ids: (B, S) int64.
@@ -54,7 +54,7 @@ class StudentBatch:
 
 @dataclass
 class TeacherBatch:
-    """One teacher's side of a micro-batch, and how it is compared with the student's.
+    """Hold one teacher's side of a micro-batch, and how it is compared with the student's.
 
     Attributes:
         ids, labels, num_bytes, positions: (B, T), as of StudentBatch; the whole sequences also with
@@ -83,7 +83,7 @@ class TeacherBatch:
 
 @dataclass
 class Batch:
-    """A micro-batch.
+    """Hold a micro-batch.
 
     Attributes:
         student: StudentBatch.
@@ -118,7 +118,7 @@ def to_device(value, device):
 
 
 class Example(NamedTuple):
-    """A row of the data: its text or chat, and the value that chooses its teachers.
+    """Hold a row of the data: its text or chat, and the value that chooses its teachers.
 
     route: value of the column --route_key; an Ellipsis: every teacher takes part.
     """
@@ -129,7 +129,7 @@ class Example(NamedTuple):
 
 @dataclass
 class PairOptions:
-    """A teacher, as far as batches are concerned.
+    """Describe a teacher, as far as batches are concerned.
 
     Attributes:
         encoder: TextEncoder.
@@ -144,7 +144,7 @@ class PairOptions:
 
 @dataclass
 class Collator:
-    """Examples -> a Batch.
+    """Make a Batch of examples.
 
     Attributes:
         student: TextEncoder.
@@ -497,7 +497,7 @@ def localize_tiles(tiles: list[Tile], shard):
 
 
 class Rows:
-    """Where the samples of a batch stand in its right-padded rows.
+    """Lay out the samples of a batch in right-padded rows.
 
     Attributes:
         rows: the samples of every row, one after the other.

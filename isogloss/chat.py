@@ -16,12 +16,12 @@ from isogloss.sample import EncodedText, Pairing, bytes_of_tokens
 
 
 class SkippedChat(ValueError):
-    """A chat template does not render a chat."""
+    """Say that a chat template does not render a chat."""
 
 
 @dataclass
 class Rendering:
-    """A chat as one model's template writes it.
+    """Hold a chat as one model's template writes it.
 
     Attributes:
         ids: (S,) int64.
@@ -39,7 +39,7 @@ class Rendering:
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Where a rendering holds a part of a message.
+    """Tell where a rendering holds a part of a message.
 
     Attributes:
         begin: byte of the rendering.
@@ -99,7 +99,7 @@ def _turn_ends(ids, located, spans, table):
 
 @dataclass
 class KeptText:
-    """A part of a message in a rendering.
+    """Hold a part of a message in a rendering.
 
     Attributes:
         start: character of the rendering.

@@ -1,4 +1,4 @@
-"""Questions to the loaded models before the first step, so that no job learns from wrong logits.
+"""Ask the loaded models before the first step, so that no job learns from wrong logits.
 
 Each check runs tiny inputs through the student and the teachers; all ranks take part.
 """
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 @dataclass
 class HeadTest:
-    """Terms for `StudentWithLoss`: whether its tiled logits are the model's own."""
+    """Tell `StudentWithLoss` to compare its tiled logits with the model's own."""
 
     model_logits: torch.Tensor
 

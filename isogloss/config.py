@@ -1,4 +1,4 @@
-"""The flags of distill.py: their meaning, their checks, and their values for each teacher."""
+"""Define the flags of distill.py: their meaning, their checks, their values for each teacher."""
 
 import json
 import math
@@ -221,22 +221,22 @@ class Config:
             raise ValueError("--kd_weight 0 and --ce_weight 0: nothing would be learned; raise one "
                              "of them")
         if self.dynamic_scale and not (self.kd_weight and self.ce_weight):
-            raise ValueError("--dynamic_scale: scales distillation by cross-entropy; with "
-                             "--kd_weight 0 or --ce_weight 0 there is but one of them, so leave it "
-                             "out")
+            raise ValueError("--dynamic_scale: needs both losses, because it scales distillation "
+                             "by cross-entropy; raise --kd_weight and --ce_weight above 0, or "
+                             "leave it out")
         if self.learn_projection and (self.loss != "projection_kl" or not self.kd_weight):
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
         if self.activation_offload and not self.activation_checkpointing:
             raise ValueError("--activation_offload: moves what --activation_checkpointing keeps; "
-                             "add that")
+                             "add --activation_checkpointing")
 
     def _check_teachers(self):
         if self.teachers:
             configs_by_teacher(self)
         elif self.route_key:
-            raise ValueError("--route_key: chooses among several teachers; name them by --teachers")
+            raise ValueError("--route_key: chooses among teachers; list them with --teachers")
 
     def _check_presence(self):
         """Check that what every run needs is given."""
@@ -353,18 +353,19 @@ def configs_by_teacher(cfg):
         return {cfg.teacher: cfg}
     entries = teacher_entries(cfg)
     if cfg.teacher or cfg.learn_projection:
-        raise ValueError("--teachers: goes neither with --teacher nor with --learn_projection; "
+        raise ValueError("--teachers: cannot be combined with --teacher or --learn_projection; "
                          "drop one")
     if cfg.route_key and cfg.teacher_weights != "fixed":
-        raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: the one or "
-                         "the other chooses among teachers; drop one")
+        raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: both choose "
+                         "among teachers; drop one")
     keys = teacher_keys()
     configs = {}
     for entry in entries:
         name = teacher_name(entry)
         _check_entry(cfg, entry, name, keys)
         if name in configs:
-            raise ValueError(f"--teachers: two are called {name}; give them names")
+            raise ValueError(f"--teachers: two teachers are named {name}; give each a name of its "
+                             "own")
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
         # replace() runs the checks of Config again, with this teacher's values
         weight = cfg.kd_weight * entry.get("weight", 1.0)

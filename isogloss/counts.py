@@ -14,7 +14,7 @@ from align import coverage
 
 @dataclass
 class PairCounts:
-    """What a batch holds for one student-teacher pair; every field is a sum over samples.
+    """Count what a batch holds for one student-teacher pair; fields are sums over samples.
 
     Attributes:
         kd_terms: terms of the distillation loss.
@@ -82,7 +82,7 @@ PAIR_FIELDS = [entry.name for entry in fields(PairCounts)]
 
 @dataclass
 class Counts:
-    """What a batch, a step or a whole job's step holds; they add up.
+    """Count what a batch, a step or a whole job's step holds; counts add up.
 
     Attributes:
         tokens: student tokens to predict, the terms of the cross-entropy.

@@ -1,4 +1,4 @@
-"""The data set: open it, check it, and give each rank its micro-batches in an order of its own.
+"""Open and check the data set, and give each rank its micro-batches.
 
 The order of samples depends on the seed alone: sample i of an endless stream of shuffled epochs.  A
 step reads the next `micro_batch_size * num_ranks * grad_accum_steps` of it, so the data position of
@@ -58,7 +58,7 @@ def load_dataset(source, text_key, split="train", streaming=False):
         raise ValueError(f"--data {source}: {EMPTY_DATA}")
     if text_key not in columns:
         raise ValueError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; "
-                         "name one of them by --text_key")
+                         "name one of them with --text_key")
     if not streaming:
         _check_column(source, dataset, text_key)
     return dataset
@@ -148,7 +148,7 @@ def _check_column(source, dataset, text_key):
     dtype = getattr(feature, "dtype", str(feature))
     if not holds_chats(dataset, text_key) and dtype not in ("string", "large_string"):
         raise ValueError(f"--data {source}: column {text_key!r} holds {dtype}, expected text in "
-                         "every row; repair it or name another column by --text_key")
+                         "every row; repair it or name another column with --text_key")
     # Arrow knows the number of nulls without reading the column.
     if dataset.data.column(text_key).null_count:
         for number, text in enumerate(dataset[text_key]):
@@ -161,7 +161,7 @@ def _check_row(number, text):
     """Raise a ValueError where a row of a stream, which nobody has read before, holds no text."""
     if not isinstance(text, (str, list)):
         raise ValueError(f"sample {number} of the stream holds {text!r:.40}, expected text; repair "
-                         "it or name another column by --text_key")
+                         "it or name another column with --text_key")
 
 
 def split_dataset(dataset, eval_rows, text_key):
@@ -218,7 +218,7 @@ class ShuffledExamples:
 
 
 class StreamedExamples:
-    """The same for a stream, which can only be read forward; shuffled through a buffer."""
+    """Do the same for a stream, which can only be read forward; shuffle it through a buffer."""
 
     def __init__(self, dataset, reader, seed):
         self.dataset = dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -271,7 +271,7 @@ class MicroBatches(IterableDataset):
 
 @dataclass
 class HeldOutBatches(IterableDataset):
-    """The held-out rows that this rank reads; every rank yields the same number of batches."""
+    """Yield the held-out rows that this rank reads; every rank yields as many batches."""
 
     dataset: datasets.Dataset | list
     reader: ExampleReader

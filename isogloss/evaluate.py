@@ -1,4 +1,4 @@
-"""Held-out quality: bits per byte, accuracy and entropy of both models, and how far they are apart.
+"""Measure held-out quality: bits per byte, accuracy, entropy, and how far two models are apart.
 
 Bits per byte compares models with different tokenizers: the negative log2-likelihood of all text
 tokens, divided by the UTF-8 bytes that they spell.  End-of-text tokens count on neither side of the
@@ -22,7 +22,7 @@ from tiles import LogitsSource, TeacherBlocks
 
 @dataclass
 class ModelSums:
-    """What one model says of the text of a batch; all fields add up.
+    """Sum up what one model says of the text of a batch; all fields add up.
 
     Attributes:
         nats: -log p of the text tokens.
@@ -50,7 +50,7 @@ class ModelSums:
 
 @dataclass
 class PairSums:
-    """What a teacher and the student say of the same batch; all fields add up.
+    """Sum up what a teacher and the student say of the same batch; all fields add up.
 
     Attributes:
         kd: sum of the distillation loss, nats; kd_terms: over so many terms.
@@ -96,7 +96,7 @@ def numbers_of(sums):
 
 @dataclass
 class SpellingIds:
-    """Numbers for the bytes of tokens, equal for tokens of both vocabularies with equal bytes.
+    """Number the bytes of tokens, so that tokens of both vocabularies with equal bytes are equal.
 
     Attributes:
         student_V, teacher_W: int64, -1 for control tokens and ids without bytes.
@@ -122,7 +122,7 @@ class SpellingIds:
 
 @dataclass
 class EvaluationPair:
-    """A teacher's side of a held-out batch.
+    """Hold a teacher's side of a held-out batch.
 
     Attributes:
         batch: TeacherBatch.
@@ -139,7 +139,7 @@ class EvaluationPair:
 
 @dataclass
 class EvaluationTerms:
-    """What `StudentWithLoss` makes of its logits in an evaluation.
+    """Tell `StudentWithLoss` what to make of its logits in an evaluation.
 
     Attributes:
         student: StudentBatch.

@@ -214,7 +214,7 @@ def plan_ensemble(cfg, student, encoders, configs, device):
         prints = [fingerprint(encoders[teacher].tokenizer) for teacher in (first, name)]
         if prints[0] != prints[1]:
             raise ValueError(f"--teacher_weights {cfg.teacher_weights}: the tokenizers of {first} "
-                             f"and {name} differ, so there is no mean of their predictions; use "
+                             f"and {name} differ, so their predictions have no mean; use "
                              "fixed")
     # every member reads every text
     shortest = min(encoder.max_length for encoder in encoders.values())

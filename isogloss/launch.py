@@ -1,4 +1,4 @@
-"""How the ranks of a job start and end together: process group, wrong input, dead peers.
+"""Start and end the ranks of a job together: process group, wrong input, dead peers.
 
 Tests: tests/test_cli.py, tests/test_distributed.py.
 """
@@ -101,7 +101,7 @@ def fail_together(roles=None, what=""):
 
 
 class RankProcess(NamedTuple):
-    """A rank's process: host name of its node, process id, and the rank's name in messages."""
+    """Identify a rank: host name of its node, process id, the rank's name in messages."""
 
     node: str
     process: int

@@ -1,4 +1,4 @@
-"""Which ranks hold which shard of a teacher, and whose samples they read.
+"""Decide which ranks hold which shard of a teacher, and whose samples they read.
 
 A teacher of degree N is sharded over N neighboring ranks of one node.  Every group of N ranks holds
 a whole teacher (a replica) and runs the samples of its own ranks, one rank's after the other.  So
@@ -170,7 +170,7 @@ def teacher_groups(world, node, degree):
 
 
 class Replica:
-    """The ranks that hold one teacher together, this rank among them; DeepSpeed takes it as `mpu`.
+    """Join the ranks that hold one teacher together; DeepSpeed takes a replica as `mpu`.
 
     Attributes:
         ranks: list of neighboring ranks.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics of every step, a progress bar, the record to run it again."""
+"""Write what a run leaves behind: metrics, a progress bar, the record to run it again."""
 
 import hashlib
 import json

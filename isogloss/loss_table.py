@@ -1,4 +1,4 @@
-"""The distillation losses of a run: one table, from which flags, checks, help and docs follow.
+"""List the distillation losses in one table, from which flags, checks, help and docs follow.
 
 A loss is a function of losses.py, or of your own, and one entry in `LOSSES`; see docs/extending.md.
 """
@@ -29,7 +29,7 @@ ALM_MODES = (
 
 @dataclass
 class DistillationLoss:
-    """A distillation loss, ready for the sub-tiles of `batch.Collator`.
+    """Hold a distillation loss, ready for the sub-tiles of `batch.Collator`.
 
     Attributes:
         loss_fn: (student logits (n, V), teacher logits (m, W), `tiles.SubTile`) -> (), the sum
@@ -52,7 +52,7 @@ class DistillationLoss:
 
 
 class LearnedProjection:
-    """A projection whose weights are trained with the student: a softmax of scores in each row.
+    """Train the weights of a projection with the student: a softmax of scores in each row.
 
     It starts as the projection that it is given; rows of one slot stay as they are.  The scores
     (V, K) are the parameter `projection_scores` of StudentWithLoss, so the engine steps, saves and
@@ -230,7 +230,7 @@ def batch_of_one(sub_tile):
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What a run has to know of a loss.
+    """State what a run has to know of a loss.
 
     Attributes:
         build: (cfg, `projection_tools.Pair`, device) -> DistillationLoss.

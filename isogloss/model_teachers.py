@@ -1,4 +1,4 @@
-"""Teachers that are models on this job's ranks, and the four ways to load them.
+"""Load and run teachers that are models on this job's ranks, in four ways.
 
 They compute in a precision of their own and never build a graph.  Sharded models are asked by all
 ranks that share them together; every one of these ends up with all hidden states, and all logits.
@@ -79,7 +79,7 @@ def resolve_engine(engine, degree, config, num_ranks):
 
 
 class Offload:
-    """A model's weights in the host's memory, on the device only while they are used."""
+    """Keep a model's weights in the host's memory, on the device only while they are used."""
 
     def __init__(self, model, device):
         self.device = device
@@ -112,7 +112,7 @@ class Offload:
 
 @dataclass
 class ModelTeacher:
-    """A frozen model on this rank, whole or one shard of it; see `teachers.TeacherSource`.
+    """Run a frozen model on this rank, whole or one shard of it; see `teachers.TeacherSource`.
 
     Attributes:
         runner: WholeModel, SharedModel or Zero3Model.
@@ -224,7 +224,7 @@ def model_arguments(ids):
 
 @dataclass
 class WholeModel:
-    """A whole copy on this rank."""
+    """Run a whole copy on this rank."""
 
     model: nn.Module
 
@@ -237,7 +237,7 @@ class WholeModel:
 
 @dataclass
 class SharedModel:
-    """A model of which every rank of a replica has a shard.
+    """Run a model of which every rank of a replica has a shard.
 
     Attributes:
         whole: WholeModel; a call of it takes all ranks of the replica.
@@ -263,7 +263,7 @@ class SharedModel:
 
 
 class HiddenOrLogits(nn.Module):
-    """A causal language model whose forward gives hidden states or logits, for one engine."""
+    """Let the forward pass of a causal language model give hidden states or logits."""
 
     def __init__(self, model):
         super().__init__()
@@ -277,7 +277,7 @@ class HiddenOrLogits(nn.Module):
 
 @dataclass
 class Zero3Model:
-    """A model partitioned over all ranks; each runs its own samples, all at the same time."""
+    """Run a model partitioned over all ranks; each has samples of its own, at the same time."""
 
     engine: object
 

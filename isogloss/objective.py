@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: cross-entropy and the distillation loss of every teacher.
+"""Compute the loss of a micro-batch: cross-entropy and the distillation loss of every teacher.
 
 Every term is a sum over the sub-tiles of a micro-batch, times a weight that makes it part of the
 mean over the whole step on all ranks.  Sums and gradients come from `tiles.tiled_loss`; without
@@ -18,7 +18,7 @@ from tiles import HiddenLogits, LogitsSource, tiled_loss
 
 @dataclass
 class TeacherTarget:
-    """What a teacher says about one micro-batch.
+    """Hold what a teacher says about one micro-batch.
 
     Attributes:
         logits: LogitsSource of its positions; of the kept columns where the loss keeps some.
@@ -35,7 +35,7 @@ class TeacherTarget:
 
 @dataclass
 class TeacherTerm:
-    """One teacher's term in the loss of a micro-batch.
+    """Hold one teacher's term in the loss of a micro-batch.
 
     Attributes:
         batch: TeacherBatch.
@@ -50,7 +50,7 @@ class TeacherTerm:
 
 @dataclass
 class LossTerms:
-    """All terms in the loss of a micro-batch; what `StudentWithLoss` makes of its logits.
+    """Tell `StudentWithLoss` what to make of its logits: all terms in a micro-batch's loss.
 
     Attributes:
         ce_weight: factor of the sum of the cross-entropy.

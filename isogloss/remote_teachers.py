@@ -1,4 +1,4 @@
-"""Teachers on ranks of their own: what such a rank does, and how the student's ranks ask it.
+"""Run teachers on ranks of their own, and let the student's ranks ask them.
 
 The last ranks of a node hold its teachers (`--teacher_ranks`), the others the student.  A rank of
 the student writes token ids into its `ipc.TensorWriter`, which all teacher ranks of the node read.
@@ -33,7 +33,7 @@ SHUT_DOWN = -1  # in place of a teacher's number
 
 
 class Request(NamedTuple):
-    """What a client asks for, as it is sent: six integers, then the ids.
+    """State what a client asks for, as it is sent: six integers, then the ids.
 
     Attributes:
         teacher: its number in the job, or SHUT_DOWN.
@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
 
 class SharedTeacher(NamedTuple):
-    """What teacher ranks tell the student's about one teacher.
+    """Describe one teacher to the student's ranks.
 
     Attributes:
         weight, bias: ipc.Handle of the head's tensors; bias may be None.
@@ -166,7 +166,7 @@ def _respond(teacher, request, ids, member, from_hidden):
 
 
 class TeacherClient:
-    """The connection of one rank of the student to the teachers of its node.
+    """Connect one rank of the student to the teachers of its node.
 
     Attributes:
         teachers: SharedTeacher of every teacher of the job, with its Head attached.
@@ -241,7 +241,7 @@ class TeacherClient:
 
 @dataclass
 class RemoteTeacher:
-    """A teacher on ranks of its own; see `teachers.TeacherSource`."""
+    """Read a teacher on ranks of its own; see `teachers.TeacherSource`."""
 
     spec: TeacherSpec
 

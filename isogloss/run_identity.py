@@ -1,4 +1,4 @@
-"""What has to be the same when a run resumes, and what a checkpoint depends on besides."""
+"""State what has to be the same when a run resumes, and what a checkpoint depends on besides."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -22,7 +22,7 @@ ALIGNERS = "bytes", "dp"
 
 @dataclass
 class TextEncoder:
-    """How one model reads text.
+    """Read text as one model does.
 
     Attributes:
         tokenizer: a fast Hugging Face tokenizer.
@@ -71,7 +71,7 @@ class TextEncoder:
 
 @dataclass
 class EncodedText:
-    """One text as one model reads it, before any cut.
+    """Hold one text as one model reads it, before any cut.
 
     Attributes:
         ids: (S,) int64, with bos and eos.
@@ -88,7 +88,7 @@ class EncodedText:
 
 @dataclass
 class Pairing:
-    """What one teacher makes of a text.
+    """Hold what one teacher makes of a text.
 
     Attributes:
         teacher: the text as the teacher reads it; None: this teacher takes no part.
@@ -118,7 +118,7 @@ NO_CHUNKS = np.zeros(0, np.int64)
 
 @dataclass
 class PairSample:
-    """A cut text for one teacher.
+    """Hold a cut text for one teacher.
 
     Attributes:
         teacher: its tokens; none if it takes no part.
@@ -147,7 +147,7 @@ class PairSample:
 
 @dataclass
 class Sample:
-    """A text, cut: the student's tokens, and what each teacher says about them."""
+    """Hold a cut text: the student's tokens, and what each teacher makes of them."""
 
     student: TokenRow
     pairs: list

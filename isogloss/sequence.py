@@ -28,7 +28,7 @@ ATTENTION = "isogloss_sequence"
 
 
 class SequenceGroup(NamedTuple):
-    """The ranks that hold the shards of the same sequences, in order.
+    """Name the ranks that hold the shards of the same sequences, in order.
 
     group: process group of torch.distributed.
     rank: index of this rank in the group, which is also the index of its shard.

@@ -1,4 +1,4 @@
-"""What a teacher source is made of, as plain values that ranks can send to one another."""
+"""Describe teacher sources by plain values that ranks can send to one another."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ BLOCK = 256
 
 @dataclass
 class TeacherSpec:
-    """A teacher to load, and how it will be asked.
+    """Describe a teacher to load, and how it will be asked.
 
     Attributes:
         path: hub id or directory; of an ensemble its name.

@@ -1,4 +1,4 @@
-"""The student: load it, put the loss inside its forward pass, start the DeepSpeed engine."""
+"""Load the student, put the loss inside its forward pass, start the DeepSpeed engine."""
 
 import deepspeed
 import torch
@@ -12,7 +12,7 @@ from tiles import HiddenLogits, StoredLogits, head_of
 
 
 class StudentWithLoss(nn.Module):
-    """A causal language model whose forward pass ends in the loss.  The engine wraps this module.
+    """End the forward pass of a causal language model in the loss.  The engine wraps this module.
 
     The loss is computed in here because this is where ZeRO-3 gathers the head: its parameters are
     registered as external ones of this module, so they stay until their gradient has arrived.

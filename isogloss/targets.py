@@ -1,4 +1,4 @@
-"""What the teachers say about a step: their logits, the columns a loss keeps, their confidence."""
+"""Ask the teachers about a step: for logits, the columns that a loss keeps, and confidence."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ SCORE_KINDS = {"ce": "ce", "entropy": "entropy", "max_prob": "max_prob", "select
 
 @dataclass
 class TeacherSetup:
-    """A teacher, or an ensemble, and how the student learns from it.
+    """Hold a teacher, or an ensemble, and how the student learns from it.
 
     Attributes:
         name: of the teacher, for metrics.
@@ -44,7 +44,7 @@ class TeacherSetup:
 
     @property
     def keeps_columns(self):
-        """Whether the loss compares the most important teacher columns only."""
+        """Tell whether the loss compares the most important teacher columns only."""
         has_more = len(self.encoder.table) > self.cfg.projection_topk
         return LOSSES[self.cfg.loss].columns and has_more
 

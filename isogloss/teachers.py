@@ -1,4 +1,4 @@
-"""Frozen teachers: where their logits come from.
+"""Define where the logits of frozen teachers come from.
 
 A `TeacherSource` answers for the micro-batches of a step.  Most sources are models on this job's
 ranks (`ModelTeacher`), loaded in one of four ways: a whole copy per rank, sharded over neighboring
@@ -33,7 +33,7 @@ from tiles import LogitsSource, SelectedColumns
 
 
 class TeacherSource(Protocol):
-    """Where a teacher's logits come from.
+    """Give a teacher's logits.
 
     All ranks that train make the same calls in the same order.  A subclass needs `targets`; the
     other methods do nothing unless it says otherwise.
@@ -57,7 +57,7 @@ class TeacherSource(Protocol):
 
 
 class EnsembleLogits(NamedTuple):
-    """Logits of the mean of several teachers with one vocabulary; see `average_teachers`.
+    """Give the logits of the mean of teachers with one vocabulary; see `average_teachers`.
 
     Attributes:
         members: LogitsSource of every teacher.
@@ -83,7 +83,7 @@ class EnsembleLogits(NamedTuple):
 
 @dataclass
 class EnsembleTeacher:
-    """The mean of several teachers with one tokenizer.
+    """Average several teachers with one tokenizer.
 
     Attributes:
         members: TeacherSource of each.

@@ -169,7 +169,8 @@ def _load_tokenizer(flag, name):
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--{flag} {name}: no tokenizer there ({first_line(error)})") from None
+        reason = first_line(error)
+        raise ValueError(f"--{flag} {name}: cannot load its tokenizer ({reason})") from None
 
 
 def first_line(error):

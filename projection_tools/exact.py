@@ -15,7 +15,7 @@ from projection_tools.spell import spell
 
 
 class Duplicates(NamedTuple):
-    """How many tokens of each vocabulary have the bytes of another one that is pinned."""
+    """Count how many tokens of each vocabulary have the bytes of another one that is pinned."""
 
     student: int
     teacher: int

@@ -102,7 +102,7 @@ WRONG = {
     "a wrong value": ('[{"model": "A", "loss": "x"}]', "--loss x: expected one of"),
     "a weight of 0": ('[{"model": "A", "weight": 0}]', "weight 0 of A: expected a number above 0"),
     "a weight in words": ('[{"model": "A", "weight": "2"}]', "weight '2' of A: expected a number"),
-    "twins": ('[{"model": "A"}, {"model": "x/A"}]', "two are called A; give them names"),
+    "twins": ('[{"model": "A"}, {"model": "x/A"}]', "two teachers are named A; give each"),
     "routes without a key": ('[{"model": "A", "routes": ["x"]}]', "that --route_key names"),
 }
 
