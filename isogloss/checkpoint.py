@@ -143,7 +143,8 @@ def find_checkpoint(choice, folder, identity):
         checkpoint = Path(choice)
     if not (checkpoint / "position.json").is_file():
         raise ValueError(
-            f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder step_*"
+            f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder "
+            "step_*"
         )
     differences = _differences(position_of(checkpoint)["run"], identity)
     if differences:
