@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from align import Located, align_regions, character_starts, locate
+from align import Located, Region, align_regions, character_starts, locate
 from align_dp import align_dp
 from isogloss.sample import EncodedText, Pairing, bytes_of_tokens
 
@@ -284,5 +284,5 @@ def common_regions(student, teacher):
             ends = student.ends[message], teacher.ends[message]
         student_begin = left.begin + low - left.skipped
         teacher_begin = right.begin + low - right.skipped
-        regions.append((student_begin, teacher_begin, high - low, ends))
+        regions.append(Region(student_begin, teacher_begin, high - low, ends))
     return regions
