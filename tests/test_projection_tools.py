@@ -627,7 +627,7 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
         (build, [*pair, out, "--top-k=0"], "expected 1 or more"),
         (build, [*pair, out, "--top-k=many"], "--top_k=many: expected int, got str"),
         (build, [student, f"--teacher={tmp_path}", out], "cannot load its tokenizer"),
-        (build, [student, f"--teacher-model={tmp_path}", out], f"--teacher {tmp_path}: cannot load"),
+        (build, [student, f"--teacher-model={tmp_path}", out], f"{tmp_path}: cannot load"),
         (generate, [*pair, out, no_model], f"--embedding_model {tmp_path}: cannot be loaded"),
         (cut, [*pair, out, bad], "not a readable file of tables"),
         (show, [*pair, f"--projection={tmp_path / 'no.pt'}"], "no such file"),
