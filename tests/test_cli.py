@@ -5,10 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -17,15 +15,9 @@ from conftest import ROOT, asset
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from projection_tools import Pair, as_tables, save_atomically
 from projection_tools.build import build_projection
+from wrong_input import Wrong, check_one_line, run_wrong
 
 # --- wrong input ----------------------------------------------------------------------------------
-
-
-class Wrong(NamedTuple):
-    """What is changed in a good command line, and what the one line has to say."""
-
-    change: str
-    message: str
 
 
 def teachers(entries):
@@ -140,28 +132,6 @@ WRONG = {
 }
 
 
-class Outcome(NamedTuple):
-    """How a command line ended on a rank."""
-
-    exit_code: int
-    stderr: str
-
-
-def outcomes(folder, base, changes):
-    """Return the Outcome of several command lines, one after the other on every rank."""
-    ended = []
-    for change in changes:
-        with tempfile.TemporaryFile("w+") as file:
-            kept = os.dup(2)
-            os.dup2(file.fileno(), 2)
-            [code] = run_distill([[*base, *change.replace("{folder}", str(folder)).split()]])
-            sys.stderr.flush()
-            os.dup2(kept, 2)
-            file.seek(0)
-            ended.append(Outcome(code, file.read()))
-    return ended
-
-
 @pytest.fixture(scope="module")
 def wrong(models, tokenizers, texts, tmp_path_factory):
     """{case: (Outcome on rank 0, on rank 1)} of every wrong command line."""
@@ -176,10 +146,9 @@ def wrong(models, tokenizers, texts, tmp_path_factory):
             f"--data={write_corpus(folder, texts, 20)}",
             f"--ds_config={ds_config(folder / 'good.json', 2, 4, 1)}", "--steps=1",
             "--max_length=120", f"--output_dir={folder / 'run'}"]
-    changes = [case.change for case in WRONG.values()]
-    on_ranks = ranks.run(2, outcomes, folder, base, changes)
+    ended = run_wrong(2, WRONG, base, folder)
     assert not (folder / "run").exists()  # nothing was written before the first step
-    return dict(zip(WRONG, zip(*on_ranks, strict=True), strict=True))
+    return ended
 
 
 def write_wrong_data(folder):
@@ -227,12 +196,7 @@ def edit_json(path, **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_ends_with_one_line_and_code_2(wrong, case):
-    first, second = wrong[case]
-    assert first.exit_code == second.exit_code == 2
-    assert first.stderr.startswith("distill.py: "), first.stderr
-    assert first.stderr.count("\n") == 1, first.stderr
-    assert WRONG[case].message in first.stderr, first.stderr
-    assert second.stderr == ""  # one rank speaks for all
+    check_one_line(wrong[case], WRONG[case].message)
 
 
 # --- real launches --------------------------------------------------------------------------------

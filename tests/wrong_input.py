@@ -1,0 +1,71 @@
+"""Run wrong command lines on real ranks: each has to end with one line and exit code 2.
+
+The cases are in test_cli.py and the test_wrong_*.py beside it.
+"""
+
+import os
+import sys
+import tempfile
+from typing import NamedTuple
+
+import ranks
+from jobs import run_distill
+
+
+class Wrong(NamedTuple):
+    """What is changed in a good command line, and what the one line has to say.
+
+    change: flags, separated by spaces; "{folder}" stands for the folder of the wrong files.
+    message: part of the line.
+    """
+
+    change: str
+    message: str
+
+
+class Outcome(NamedTuple):
+    """How a command line ended on a rank."""
+
+    exit_code: int
+    stderr: str
+
+
+def outcomes(folder, base, changes):
+    """Return the Outcome of several command lines, one after the other on this rank."""
+    ended = []
+    for change in changes:
+        with tempfile.TemporaryFile("w+") as file:
+            kept = os.dup(2)
+            os.dup2(file.fileno(), 2)
+            [code] = run_distill([[*base, *change.replace("{folder}", str(folder)).split()]])
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            ended.append(Outcome(code, file.read()))
+    return ended
+
+
+def run_wrong(world, cases, base, folder):
+    """Return {case: (Outcome of every rank)}.
+
+    Args:
+        world: ranks.
+        cases: {name: Wrong}.
+        base: flags of a good command line.
+        folder: of the wrong files.
+    """
+    changes = [case.change for case in cases.values()]
+    on_ranks = ranks.run(world, outcomes, folder, base, changes)
+    return dict(zip(cases, zip(*on_ranks, strict=True), strict=True))
+
+
+def check_one_line(of_ranks, message):
+    """Assert that all ranks ended with code 2, and that the first alone said why."""
+    first, *others = of_ranks
+    assert first.exit_code == 2, first
+    assert first.stderr.startswith("distill.py: "), first.stderr
+    assert first.stderr.count("\n") == 1, first.stderr
+    assert message in first.stderr, first.stderr
+    for other in others:  # one rank speaks for all
+        assert other.exit_code == 2 and other.stderr == "", other
