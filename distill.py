@@ -394,7 +394,7 @@ def build_state(cfg, inputs, device, roles=None):
     for setup in inputs.teachers:
         if setup.loss.learned_projection:
             setup.loss.learned_projection.attach(module, model.device)
-    engine = start_engine(module, inputs.ds_config, cfg.projection_learning_rate)
+    engine = start_engine(module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate)
     if not roles:
         for setup in inputs.teachers:
             setup.source = load_teacher(setup.spec)

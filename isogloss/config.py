@@ -67,7 +67,7 @@ class Config:
         tiled: compute logits and loss tile by tile from hidden states. false computes the logits of
             a whole micro-batch.
         loss_memory_mib: MiB for the logits of a tile and what the loss makes of them.
-        temperature: softens both models in the distillation loss, > 0.
+        temperature: softens both models in the distillation loss, 0.001 to 1000.
         projection: file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is
             built in flight and cached.
         learn_projection: train the weights of projection_kl's projection too. They are written to
@@ -196,6 +196,9 @@ class Config:
         for name, low in LOWEST.items():
             if getattr(self, name) < low:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected {low} or more")
+        for name, high in HIGHEST.items():
+            if getattr(self, name) > high:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected {high} or less")
         for name, choices in choices_of_flags().items():
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -209,8 +212,6 @@ class Config:
         if self.skew_lambda == 1:  # the mixture would be the teacher itself
             raise ValueError("--skew_lambda 1.0: compares the teacher with itself; expected less "
                              "than 1")
-        if self.temperature <= 0:
-            raise ValueError(f"--temperature {self.temperature}: expected more than 0")
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a "
                              "checkpoint")
@@ -248,13 +249,21 @@ class Config:
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
 
 
+# Below it logits / temperature leave float32.
+LOWEST_TEMPERATURE = 1e-3
 # The smallest value of a flag.
 LOWEST = dict(
     eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
     teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, teacher_output_topk=1,
-    teacher_alpha=0)
+    teacher_alpha=0, temperature=LOWEST_TEMPERATURE)
+
+# The largest value of a flag: beyond it random generators or float32 fail, or no machine suffices.
+HIGHEST = dict(
+    seed=2**32 - 2**16, steps=10**12, temperature=1e3, kd_weight=1e6, ce_weight=1e6,
+    teacher_alpha=1e6, learning_rate=1e3, projection_learning_rate=1e3, num_workers=512,
+    max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20)
 
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"

@@ -8,8 +8,11 @@ lists what may be "auto".  Needs no torch.  Tests: tests/test_ds_config.py.
 import copy
 import difflib
 import json
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from isogloss.ds_values import check_values
 
 # In the order of the fields of BatchSizes.
 BATCH_KEYS = (
@@ -60,9 +63,12 @@ def read_ds_config(path):
     if not Path(path).is_file():
         raise ValueError(f"--ds_config {path}: no such file; ready-made ones are in ds_configs/")
     try:
-        config = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+        text = Path(path).read_text(encoding="utf-8")
+        config = json.loads(text, object_pairs_hook=partial(_without_twins, path))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"--ds_config {path}: not JSON ({error})") from None
+    except OSError as error:
+        raise ValueError(f"--ds_config {path}: cannot be read ({error.strerror})") from None
     if not isinstance(config, dict):
         raise ValueError(
             f"--ds_config {path}: expected a JSON object ({{...}}), got {type(config).__name__}; "
@@ -73,6 +79,17 @@ def read_ds_config(path):
             nearest = difflib.get_close_matches(key, DS_KEYS, 1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"--ds_config {path}: unknown key {key!r}{hint}")
+    check_values(config, path)
+    return config
+
+
+def _without_twins(path, pairs):
+    """Return a dict of (key, value) pairs; JSON would take the last of two values in silence."""
+    config = {}
+    for key, value in pairs:
+        if key in config:
+            raise ValueError(f"--ds_config {path}: {key!r} is there twice; drop one")
+        config[key] = value
     return config
 
 

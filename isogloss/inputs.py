@@ -28,6 +28,7 @@ from isogloss.data import (
     split_dataset,
 )
 from isogloss.ds_config import read_ds_config, resolve_ds_config
+from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
 from isogloss.layout import node_size, teacher_groups
 from isogloss.loss_table import build_loss
@@ -84,6 +85,7 @@ def check_inputs(cfg, device, roles=None):
     if cfg.sequence_parallel > 1:
         check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
     ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
+    check_with_deepspeed(ds_config, cfg.ds_config)
     train_data, held_out_data = load_data(cfg, student, encoders)
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))

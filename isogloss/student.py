@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from isogloss.activations import offload_activations, tile_mlps
+from isogloss.ds_engine import start_deepspeed
 from isogloss.specs import weights_of
 from tiles import HiddenLogits, StoredLogits, head_of
 
@@ -90,12 +91,13 @@ def load_student(cfg, ds_config, attention=None):
     return model
 
 
-def start_engine(module, ds_config, projection_learning_rate=0.0):
+def start_engine(module, ds_config, path, projection_learning_rate=0.0):
     """Wrap a StudentWithLoss in a DeepSpeed engine.
 
     Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
 
     Args:
+        path: of the ds_config, for errors.
         projection_learning_rate: of a learned projection; 0: the student's.
     """
     matrices = []
@@ -109,7 +111,7 @@ def start_engine(module, ds_config, projection_learning_rate=0.0):
         projection["lr"] = projection_learning_rate
     groups = [projection, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    return deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)[0]
+    return start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
 
 
 def gradient_norm(engine):

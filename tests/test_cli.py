@@ -41,7 +41,7 @@ WRONG = {
     "resume from nothing": Wrong("--resume={folder}",
                                  "is not a complete checkpoint; expected a folder step_*"),
     "not a number": Wrong("--kd_weight=nan", "--kd_weight=nan: expected float, got str"),
-    "cold": Wrong("--temperature=0", "--temperature 0.0: expected more than 0"),
+    "cold": Wrong("--temperature=0", "--temperature 0.0: expected 0.001 or more"),
     "export over something else": Wrong("--export={folder}",
                                         "exists and is not a model directory"),
     # losses

@@ -17,6 +17,7 @@ from isogloss.ds_config import (
     read_ds_config,
     resolve_ds_config,
 )
+from isogloss.ds_values import REFUSED, SECTIONS, SWITCHES
 
 # None: the key is absent.  3 and 8 do not divide each other; 12 has several factorizations.
 CHOICES = None, "auto", 1, 2, 3, 4, 8, 12
@@ -47,10 +48,27 @@ def write(folder, text):
 # --- reading --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", DS_KEYS)
+def valid_value(key):
+    if key in SECTIONS:
+        return {}
+    if key in SWITCHES:
+        return False
+    return "mean" if key == "gradient_allreduce_op" else 1
+
+
+@pytest.mark.parametrize("key", sorted(set(DS_KEYS) - set(REFUSED)))
 def test_every_known_key_is_read(tmp_path, key):
-    path = write(tmp_path, json.dumps({key: 1}))
-    assert read_ds_config(path) == {key: 1}
+    config = {key: valid_value(key)}
+    path = write(tmp_path, json.dumps(config))
+    assert read_ds_config(path) == config
+
+
+@pytest.mark.parametrize("key", sorted(set(DS_KEYS) & set(REFUSED)))
+def test_a_key_of_no_use_is_refused_with_advice(tmp_path, key):
+    value = {} if key in SECTIONS else 1
+    path = write(tmp_path, json.dumps({"train_batch_size": 8, key: value}))
+    with pytest.raises(ValueError, match=f"{key} is not for distill.py: .*{REFUSED[key][-9:]}"):
+        read_ds_config(path)
 
 
 @pytest.mark.parametrize(

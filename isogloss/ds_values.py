@@ -1,0 +1,157 @@
+"""Check the values of a ds_config: their kinds, and keys that would change the gradient.
+
+DeepSpeed takes any text for true, and obeys or ignores some keys to the run's harm.  Needs no
+torch.  Tests: tests/test_ds_config.py, tests/test_wrong_flags.py.
+"""
+
+import math
+
+SECTIONS = set("""optimizer scheduler fp16 bf16 torch_autocast data_types zero_optimization
+    activation_checkpointing flops_profiler comms_logger csv_monitor tensorboard wandb comet aio
+    compile checkpoint timers""".split())
+SWITCHES = set("""zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown
+    memory_breakdown dump_state prescale_gradients disable_allgather disable_python_gc
+    use_data_before_expert_parallelism""".split())
+# Keys of the sections of which DeepSpeed ignores those that it does not know.
+KEYS_OF_SECTION = {
+    "optimizer": {"type", "params", "legacy_fusion"},
+    "scheduler": {"type", "params"},
+    "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
+    "data_types": {"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"},
+    "activation_checkpointing": {
+        "partition_activations", "number_checkpoints", "contiguous_memory_optimization",
+        "synchronize_checkpoint_boundary", "profile", "cpu_checkpointing"},
+    "aio": {"block_size", "queue_depth", "intra_op_parallelism", "single_submit",
+            "overlap_events", "use_gds"},
+}
+
+# Keys that break the promise that the gradient depends on the data alone, or that this script
+# cannot keep, and what to do instead.  ds_configs/README.md lists them.
+REFUSED = {
+    "checkpoint": "distill.py writes its checkpoints itself; leave it out",
+    "hybrid_engine": "the student generates by other means; leave it out",
+    "pipeline": "the student is not cut into stages; leave it out",
+    "sequence_parallel_size": "use --sequence_parallel",
+    "tensor_parallel": "the student is not cut by tensor; use ZeRO 3",
+    "sparse_gradients": "DeepSpeed no longer has it; leave it out",
+    "graph_harvesting": "DeepSpeed no longer has it; leave it out",
+    "zero_optimization.zero_quantized_gradients": "it rounds gradients to a few bits; leave it out",
+    "zero_optimization.zero_quantized_weights": "it rounds weights to a few bits; leave it out",
+    "zero_optimization.zero_quantized_nontrainable_weights":
+        "it rounds weights to a few bits; leave it out",
+    "zero_optimization.zenflow": "it applies parts of the gradient steps later; leave it out",
+    "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; leave it out",
+    "compile.deepcompile": "distill.py does not compile the engine; leave it out",
+}
+# Keys of which one value alone gives the gradient of the whole batch, clipped as it says.
+ONLY_VALUE = {
+    "gradient_allreduce_op": ("mean", "gradients would grow with the number of ranks"),
+    "zero_optimization.compute_grad_norm": (True, "gradients could not be clipped, nor checked"),
+}
+
+
+def check_values(config, path):
+    """Check the kind of every value of a ds_config, "auto" aside.
+
+    Args:
+        config: dict of the file.
+        path: of the file, for errors.
+    Raises:
+        ValueError: a value of the wrong kind, or a key that is refused.
+    """
+    _check_numbers(config, path, "")
+    for key, value in config.items():
+        if key in SECTIONS and not isinstance(value, dict):
+            raise ValueError(f"--ds_config {path}: {key} is {value!r}, expected an object "
+                             "({...}); see ds_configs/zero2.json")
+        if key in SWITCHES and not isinstance(value, bool):
+            raise ValueError(f"--ds_config {path}: {key} is {value!r}, expected true or false")
+    for section in ("optimizer", "scheduler"):
+        params = config.get(section, {}).get("params", {})
+        if not isinstance(params, dict):
+            raise ValueError(f"--ds_config {path}: {section}.params is {params!r}, expected an "
+                             "object ({...})")
+    for section, known in KEYS_OF_SECTION.items():
+        for key in config.get(section, {}):
+            if key not in known:
+                raise ValueError(f"--ds_config {path}: unknown key {section}.{key}; expected "
+                                 f"{', '.join(sorted(known))}")
+    _check_enabled(config, path)
+    _check_number(config, "gradient_clipping", path, low=0)
+    _check_number(config, "gradient_predivide_factor", path, low=1e-6)
+    _check_number(config, "steps_per_print", path, low=1)
+    _check_stage(config, path)
+    _check_refused(config, path)
+
+
+def _check_numbers(value, path, name):
+    """Refuse, at any depth, numbers and truth values that are written as text, and infinities."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_numbers(item, path, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for item in value:
+            _check_numbers(item, path, name)
+    elif isinstance(value, str) and _is_number_or_truth(value):
+        raise ValueError(f"--ds_config {path}: {name} is the text {value!r}; write it without "
+                         "quotes")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"--ds_config {path}: {name} is {value}, expected a finite number")
+
+
+def _is_number_or_truth(text):
+    if text.strip().lower() in ("true", "false"):
+        return True
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_enabled(config, path):
+    """Check the switch inside a section; DeepSpeed would take any value for true."""
+    for section in SECTIONS:
+        enabled = config.get(section, {}).get("enabled", True)
+        if not isinstance(enabled, bool) and enabled != "auto":
+            raise ValueError(f"--ds_config {path}: {section}.enabled is {enabled!r}, expected "
+                             "true or false")
+
+
+def _check_number(config, key, path, low):
+    value = config.get(key, low)
+    if value == "auto":  # refused where autos are filled, with what may be one
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or value < low:
+        raise ValueError(f"--ds_config {path}: {key} is {value!r}, expected a number of {low} or "
+                         "more")
+
+
+def _check_stage(config, path):
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int or stage not in range(4):  # in Python True is an int
+        raise ValueError(f"--ds_config {path}: zero_optimization.stage is {stage!r}, expected 0, "
+                         "1, 2 or 3")
+
+
+def _check_refused(config, path):
+    for name, advice in REFUSED.items():
+        value = _value_of(config, name)
+        if value is not None and value is not False:
+            raise ValueError(f"--ds_config {path}: {name} is not for distill.py: {advice}")
+    for name, (expected, reason) in ONLY_VALUE.items():
+        value = _value_of(config, name)
+        if value is not None and value != expected:
+            raise ValueError(f"--ds_config {path}: {name} is {value!r}, expected {expected!r}: "
+                             f"else {reason}")
+
+
+def _value_of(config, name):
+    """Return the value of a dotted name; None where it is absent."""
+    value = config
+    for key in name.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value

@@ -1,0 +1,175 @@
+"""Wrong ds_configs and numbers: each ends with one line before the first step, on every rank."""
+
+import pytest
+
+from jobs import ds_config, write_corpus
+from wrong_input import Wrong, check_one_line, run_wrong
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_num_steps": 1}}
+
+
+def adamw(**params):
+    return {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3} | params}}
+
+
+def cosine(**params):
+    return {"scheduler": {"type": "WarmupCosineLR", "params": COSINE["params"] | params}}
+
+
+def zero(**keys):
+    return {"zero_optimization": {"stage": 2} | keys}
+
+
+# {name of a file: (what is changed in a good ds_config, part of the line)}
+DS_CONFIGS = {
+    # precision
+    "both_halves": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "simultaneously"),
+    "fp16_here": ({"fp16": {"enabled": True}}, "fp16 is not supported on this device"),
+    "scale_text": ({"fp16": {"loss_scale": "many"}}, "loss_scale must be a number"),
+    "scale_negative": ({"fp16": {"loss_scale": -1}}, "loss_scale must be >= 0"),
+    "bf16_true": ({"bf16": True}, "bf16 is True, expected an object"),
+    "bf16_text": ({"bf16": {"enabled": "true"}}, "bf16.enabled is the text 'true'"),
+    "bf16_yes": ({"bf16": {"enabled": "yes"}}, "bf16.enabled is 'yes', expected true or false"),
+    "bf16_one": ({"bf16": {"enabled": 1}}, "bf16.enabled is 1, expected true or false"),
+    "bf16_typo": ({"bf16": {"enable": True}}, "enable"),
+    "autocast_dtype": ({"torch_autocast": {"enabled": True, "dtype": "float8"}}, "float8"),
+    "autocast_typo": ({"torch_autocast": {"dtyp": "bf16"}}, "unknown key torch_autocast.dtyp"),
+    "accumulate_text": ({"data_types": {"grad_accum_dtype": "double"}}, "double"),
+    "accumulate_half": ({"data_types": {"grad_accum_dtype": "bf16"}, **zero(stage=0)},
+                        "unsupported mix"),
+    "data_types_list": ({"data_types": ["bf16"]}, "data_types is ['bf16'], expected an object"),
+    "communicate": ({"communication_data_type": "int4"}, "Invalid communication_data_type"),
+    # the gradient
+    "sum": ({"gradient_allreduce_op": "sum"}, "gradients would grow with the number of ranks"),
+    "max": ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op is 'max'"),
+    "sequence_size": ({"sequence_parallel_size": 2}, "use --sequence_parallel"),
+    "tensor": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is not for distill.py"),
+    "pipeline": ({"pipeline": {"stages": 2}}, "pipeline is not for distill.py"),
+    "hybrid": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine is not for distill.py"),
+    "quantized": (zero(zero_quantized_gradients=True), "rounds gradients to a few bits"),
+    "zenflow": (zero(zenflow={"topk_ratio": 0.1}), "zenflow is not for distill.py"),
+    "no_norm": (zero(compute_grad_norm=False), "compute_grad_norm is False, expected True"),
+    "universal": ({"checkpoint": {"load_universal": True}}, "writes its checkpoints itself"),
+    "prescale": ({"prescale_gradients": True}, "pre-scale gradients is not yet supported"),
+    "prescale_text": ({"prescale_gradients": "yes"}, "is 'yes', expected true or false"),
+    "predivide": ({"gradient_predivide_factor": 0}, "expected a number of 1e-06 or more"),
+    "clip_text": ({"gradient_clipping": "1.0"}, "gradient_clipping is the text '1.0'"),
+    "clip_negative": ({"gradient_clipping": -1}, "expected a number of 0 or more"),
+    "clip_word": ({"gradient_clipping": "none"}, "gradient_clipping is 'none'"),
+    "sparse": ({"sparse_gradients": True}, "DeepSpeed no longer has it"),
+    # ZeRO
+    "zero_number": ({"zero_optimization": 2}, "zero_optimization is 2, expected an object"),
+    "zero_list": ({"zero_optimization": []}, "zero_optimization is [], expected an object"),
+    "stage_text": (zero(stage="2"), "zero_optimization.stage is the text '2'"),
+    "stage_four": (zero(stage=4), "zero_optimization.stage is 4, expected 0"),
+    "stage_true": (zero(stage=True), "zero_optimization.stage is True"),
+    "stage_half": (zero(stage=1.5), "zero_optimization.stage is 1.5"),
+    "zero_typo": (zero(overlap_com=True), "overlap_com"),
+    "bucket_zero": (zero(reduce_bucket_size=0), "greater than 0"),
+    "bucket_text": (zero(reduce_bucket_size="5e8"), "is the text '5e8'"),
+    "bucket_words": (zero(allgather_bucket_size="large"), "large"),
+    "offload_where": (zero(offload_optimizer={"device": "disk"}), "device"),
+    "offload_text": (zero(offload_optimizer="cpu"), "offload_optimizer"),
+    "legacy": (zero(legacy_stage1=True), "DeepSpeed no longer has it"),
+    "mics": (zero(mics_shard_size=2), "MiCS"),
+    # optimizer
+    "optimizer_text": ({"optimizer": "AdamW"}, "optimizer is 'AdamW', expected an object"),
+    "optimizer_typo": ({"optimizer": {"type": "AdamWW", "params": {"lr": 1e-3}}},
+                       "optimizer.type 'AdamWW': expected AdamW"),
+    "optimizer_none": ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type is None"),
+    "optimizer_module": ({"optimizer": {"type": "lr_scheduler", "params": {"lr": 1e-3}}},
+                         "optimizer.type 'lr_scheduler'"),
+    "closure": ({"optimizer": {"type": "LBFGS", "params": {"lr": 1e-3}}}, "without a closure"),
+    "optimizer_key": ({"optimizer": ADAMW | {"parms": {}}}, "unknown key optimizer.parms"),
+    "params_list": ({"optimizer": {"type": "AdamW", "params": [1e-3]}},
+                    "optimizer.params is [0.001], expected an object"),
+    "rate_text": (adamw(lr="1e-3"), "optimizer.params.lr is the text '1e-3'"),
+    "rate_negative": (adamw(lr=-1e-3), "Invalid learning rate: -0.001"),
+    "rate_list": (adamw(lr=[1e-3]), "optimizer.params of AdamW"),
+    "beta_large": (adamw(betas=[0.9, 1.5]), "Invalid beta parameter"),
+    "beta_one": (adamw(betas=0.9), "optimizer.params of AdamW"),
+    "decay_negative": (adamw(weight_decay=-0.1), "Invalid weight_decay"),
+    "param_typo": (adamw(weight_decai=0.1), "weight_decai"),
+    "max_norm": (adamw(max_grad_norm=1.0), "expected gradient_clipping, at the top level"),
+    # schedule
+    "scheduler_text": ({"scheduler": "WarmupLR"}, "scheduler is 'WarmupLR', expected an object"),
+    "scheduler_typo": ({"scheduler": {"type": "CosineLR"}}, "scheduler.type 'CosineLR'"),
+    "scheduler_none": ({"scheduler": {"params": {}}}, "scheduler.type None"),
+    "scheduler_module": ({"scheduler": {"type": "math"}}, "scheduler.type 'math'"),
+    "scheduler_param": (cosine(warmup_steps=3), "warmup_steps"),
+    "scheduler_missing": ({"scheduler": {"type": "WarmupCosineLR", "params": {}}},
+                          "total_num_steps"),
+    "scheduler_words": (cosine(total_num_steps="ten"), "scheduler.params of WarmupCosineLR"),
+    "plateau": ({"scheduler": {"type": "ReduceLROnPlateau", "params": {}}}, "metrics"),
+    # reports and others
+    "print_text": ({"steps_per_print": "10"}, "steps_per_print is the text '10'"),
+    "profiler_list": ({"flops_profiler": []}, "flops_profiler is [], expected an object"),
+    "aio_typo": ({"aio": {"block": 1}}, "unknown key aio.block"),
+    "monitor_typo": ({"tensorboard": {"enable": True}}, "enable"),
+    "deepcompile": ({"compile": {"deepcompile": True}}, "does not compile the engine"),
+    "removed": ({"graph_harvesting": True}, "DeepSpeed no longer has it"),
+}
+# {name of a file: (its text, part of the line)}
+TEXTS = {
+    "twins": ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' is there twice"),
+    "infinite": ('{"train_batch_size": 4, "gradient_clipping": 1e999}', "expected a finite number"),
+    "not_a_number": ('{"train_batch_size": 4, "gradient_clipping": NaN}', "a finite number"),
+    "comment": ('{"train_batch_size": 4} // four', "not JSON"),
+    "comma": ('{"train_batch_size": 4,}', "not JSON"),
+    "nothing": ("", "not JSON"),
+    "deep": ("[" * 100_000, "not JSON"),
+}
+FLAGS = {
+    "seed of 2^32": Wrong("--seed=4294967296", "--seed 4294967296: expected 4294901760 or less"),
+    "seed below 0": Wrong("--seed=-1", "--seed -1: expected 0 or more"),
+    "seed of text": Wrong("--seed=seven", "--seed=seven: expected int"),
+    "hot": Wrong("--temperature=1e300", "--temperature 1e+300: expected 1000.0 or less"),
+    "almost cold": Wrong("--temperature=1e-30", "--temperature 1e-30: expected 0.001 or more"),
+    "infinitely hot": Wrong("--temperature=1e999", "--temperature"),
+    "heavy": Wrong("--kd_weight=1e300", "--kd_weight 1e+300: expected 1000000.0 or less"),
+    "fast": Wrong("--learning_rate=1e30", "--learning_rate 1e+30: expected 1000.0 or less"),
+    "negative weight": Wrong("--ce_weight=-1", "--ce_weight -1.0: expected 0 or more"),
+    "endless": Wrong("--steps=10000000000000", "--steps 10000000000000: expected"),
+    "crowded": Wrong("--num_workers=100000", "--num_workers 100000: expected 512 or less"),
+    "very long": Wrong("--max_length=99999999999", "--max_length 99999999999: expected"),
+    "a truth value of text": Wrong("--pack=maybe", "--pack=maybe: expected"),
+    "a list for a number": Wrong("--steps=[1,2]", "--steps=[1, 2]: expected int"),
+    "a dict for a path": Wrong("--data={a:1}", "--data {a:1}: no such file"),
+    "nothing for a number": Wrong("--steps=", "--steps"),
+    "a teacher hot": Wrong('--teacher= --teachers=[{"model":"a","temperature":1e300}]',
+                           "--temperature 1e+300: expected"),
+    "a heavy teacher": Wrong('--teacher= --teachers=[{"model":"a","weight":1e300}]',
+                             "--kd_weight 1e+300: expected"),
+    "a ds_config that is a folder": Wrong("--ds_config={folder}", "no such file; ready-made"),
+    "a ds_config of bytes": Wrong("--ds_config={folder}/bytes.json", "not JSON"),
+}
+CASES = {
+    **{name: Wrong(f"--ds_config={{folder}}/{name}.json", message)
+       for name, (_, message) in {**DS_CONFIGS, **TEXTS}.items()},
+    **FLAGS,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(models, texts, tmp_path_factory):
+    """{case: Outcome on both ranks} of every wrong command line."""
+    folder = tmp_path_factory.mktemp("wrong_flags")
+    for name, (changes, _) in DS_CONFIGS.items():
+        ds_config(folder / f"{name}.json", 2, 4, 1, **changes)
+    for name, (text, _) in TEXTS.items():
+        (folder / f"{name}.json").write_text(text)
+    (folder / "bytes.json").write_bytes(b"\xff\xfe{\x00}\x00")
+    base = [f"--student={models[0]}", f"--teacher={models[1]}",
+            f"--data={write_corpus(folder, texts, 20)}",
+            f"--ds_config={ds_config(folder / 'good.json', 2, 4, 1)}", "--steps=1",
+            "--max_length=120", f"--output_dir={folder / 'run'}"]
+    ended = run_wrong(2, CASES, base, folder)
+    assert not (folder / "run").exists()  # nothing was written before the first step
+    return ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_settings_end_with_one_line(outcomes, case):
+    check_one_line(outcomes[case], CASES[case].message)
