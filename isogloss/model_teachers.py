@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 import ipc
 from isogloss.layout import Replica, node_size
 from isogloss.specs import BLOCK, TeacherSpec
+from isogloss.text_scores import ScoredLogits, TextScores
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
@@ -137,20 +138,28 @@ class ModelTeacher:
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch as the spec's output."""
-        return self.read(model_input(batch), self.spec.output, self.spec.output_topk)
+        return self.read(model_input(batch), self.spec.output, self.spec.output_topk, batch.labels)
+
+    def whole_targets(self, batch):
+        """Return the logits of a TeacherBatch as if no output were truncated."""
+        output = "hidden" if self.spec.output == "topk" else self.spec.output
+        return self.read(model_input(batch), output)
 
     @torch.no_grad()
-    def read(self, ids, output="hidden", output_topk=256):
+    def read(self, ids, output="hidden", output_topk=256, labels=None):
         """Return a LogitsSource of any positions of the flattened (B * T).
 
         Args:
             ids: see `model_input`.
             output, output_topk: see TeacherSpec.
+            labels: (B, T) int64; then the output "topk" is ScoredLogits.
         """
         if output == "logits":
             return StoredLogits(self.logits(ids)[..., : self.head.vocab].flatten(0, 1))
         logits = HiddenLogits(self.hidden(ids).flatten(0, 1), self.head)
-        return logits if output == "hidden" else most_likely(logits, output_topk)
+        if output == "hidden":
+            return logits
+        return most_likely(logits, output_topk, None if labels is None else labels.flatten())
 
     def hidden(self, ids):
         """Return (B, T, H) final hidden states."""
@@ -184,13 +193,19 @@ class ModelTeacher:
         return self
 
 
-def most_likely(logits, top_k):
-    """Return TopKLogits of all positions, a block at a time."""
+def most_likely(logits, top_k, labels_T=None):
+    """Return TopKLogits of all positions, a block at a time.
+
+    Args:
+        logits: HiddenLogits.
+        labels_T: (T,) int64; then the result is ScoredLogits of them, and TextScores.
+    """
     vocab = logits.head.vocab
     positions = torch.arange(len(logits.hidden_TH), device=logits.hidden_TH.device)
     ids = []
     logp = []
     totals = []
+    scores = []
     for block in positions.split(BLOCK):
         block_logits = logits(block).float()
         total = block_logits.logsumexp(-1)
@@ -198,7 +213,12 @@ def most_likely(logits, top_k):
         ids.append(top.indices.int())
         logp.append(top.values - total[:, None])
         totals.append(total)
-    return TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
+        if labels_T is not None:
+            scores.append(TextScores.of(block_logits, total, labels_T[block]).packed())
+    top_k_logits = TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
+    if labels_T is None:
+        return top_k_logits
+    return ScoredLogits(top_k_logits, TextScores.unpacked(torch.cat(scores)))
 
 
 def model_input(batch):
