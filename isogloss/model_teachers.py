@@ -18,7 +18,7 @@ from deepspeed.module_inject import auto_tp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -34,23 +34,36 @@ SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "grani
 SHARDED_ONCE_WHOLE = {"gpt_neox"}
 
 
+def reads_more_than_text(config):
+    """Tell whether the language model of a config reads images or sounds, too, as Gemma 3 does.
+
+    Of other models with such a config, as Llama 4, transformers loads the text part alone.
+    """
+    text_config = config.get_text_config()
+    if text_config is config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(text_config)
+
+
 def resolve_engine(engine, degree, config, num_ranks):
     """Return the engine that "auto" means; check the others.
 
     Args:
         engine: key of `teachers.TEACHER_SOURCES` or "auto".
         degree: ranks that share the model.
-        config: of the model, for text.
+        config: of the whole model.
         num_ranks: all ranks that hold teachers.
     Raises:
         ValueError: an engine that cannot shard this model over `degree` ranks.
     """
-    model_type = config.model_type
+    text_config = config.get_text_config()
+    # DeepSpeed would take the text part for a model by itself, and leave it without weights
+    model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
     known = SHARDED | SHARDED_ONCE_WHOLE
-    heads = getattr(config, "num_key_value_heads", None)
-    heads = heads or getattr(config, "num_attention_heads", 0)
+    heads = getattr(text_config, "num_key_value_heads", None)
+    heads = heads or getattr(text_config, "num_attention_heads", 0)
     # transformers' plans cut whole key-value heads
-    has_plan = bool(getattr(config, "base_model_tp_plan", None)) and heads % degree == 0
+    has_plan = bool(getattr(text_config, "base_model_tp_plan", None)) and heads % degree == 0
     if engine == "auto":  # the first that can; a whole copy needs no communication
         if degree == 1:
             return "replicated"
@@ -239,6 +252,14 @@ def model_arguments(ids):
     return {"input_ids": ids[0], "position_ids": ids[1], "use_cache": False}
 
 
+def hidden_states(model, ids):
+    """Return (B, T, H) final hidden states of a causal language model for a `model_input`."""
+    layers = model.base_model
+    if layers is model:  # Llama 4 keeps them under another name than its class says
+        layers = getattr(model, "model", model)
+    return layers(**model_arguments(ids))[0]
+
+
 # --- how a model runs -----------------------------------------------------------------------------
 
 
@@ -249,7 +270,7 @@ class WholeModel:
     model: nn.Module
 
     def hidden(self, ids):
-        return self.model.base_model(**model_arguments(ids))[0]
+        return hidden_states(self.model, ids)
 
     def logits(self, ids):
         return self.model(**model_arguments(ids)).logits
@@ -291,7 +312,7 @@ class HiddenOrLogits(nn.Module):
 
     def forward(self, ids, hidden):
         if hidden:
-            return self.model.base_model(**model_arguments(ids))[0]
+            return hidden_states(self.model, ids)
         return self.model(**model_arguments(ids)).logits
 
 
@@ -404,6 +425,9 @@ def load_transformers(spec):
         return weight, bias
 
     weight, bias = _once_per_node(whole_head, spec.device)
+    if weight is None:  # files of a model that reads images have other names
+        gathered = _gathered(model.get_output_embeddings())
+        weight, bias = _once_per_node(lambda: gathered, spec.device)
     num_parameters = 0
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -502,6 +526,16 @@ def _copy_of(layer):
     return layer.weight.detach().clone(), bias
 
 
+def _gathered(layer):
+    """Return (weight, bias or None) of a layer that transformers has sharded; all ranks call it."""
+    tensors = []
+    for tensor in (layer.weight, layer.bias):
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        tensors.append(None if tensor is None else tensor.detach())
+    return tensors
+
+
 def _once_per_node(load, device):
     """Return the tensors or Nones of load() on every rank; on the CPU a node holds them once."""
     if torch.device(device).type != "cpu":  # a kernel cannot read another device's memory
@@ -537,6 +571,10 @@ def head_gives_own_logits(logits, model_logits):
         logits: LogitsSource.
         model_logits: (B, T, W), of the same positions.
     """
+    if isinstance(logits, HiddenLogits):
+        width = logits.head.weight_VH.shape[1]
+        if logits.hidden_TH.shape[1] != width:  # not what the head reads
+            return False
     model_logits = model_logits.flatten(0, 1)
     positions = torch.arange(len(model_logits), device=model_logits.device)
     difference = logits(positions).float() - model_logits.float()

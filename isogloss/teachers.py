@@ -163,7 +163,7 @@ def load_teacher(spec: TeacherSpec) -> TeacherSource:
     """
     engine = spec.engine
     if engine in MODEL_ENGINES:
-        config = AutoConfig.from_pretrained(spec.path).get_text_config()
+        config = AutoConfig.from_pretrained(spec.path)
         engine = resolve_engine(engine, spec.degree, config, dist.get_world_size())
     # the inference engine makes all ranks' random numbers equal
     with weights_of("teacher", spec.path), torch.random.fork_rng():
