@@ -55,9 +55,11 @@ def folder(models, tokenizers, tmp_path_factory):
         "images": AutoConfig.for_model(
             "gemma3", text_config=shape, vision_config=vision, mm_tokens_per_image=4,
             image_token_index=509),
-        # its logits are of width 16, and made wider
+        # bends its logits by a number that its config calls by a name of its own
         "other_head": AutoConfig.for_model(
-            "gpt2", vocab_size=510, n_embd=32, n_head=4, n_layer=2, n_positions=256),
+            "recurrent_gemma", vocab_size=510, hidden_size=32, intermediate_size=64, head_dim=8,
+            num_hidden_layers=3, num_attention_heads=4, lru_width=32, logits_soft_cap=0.01,
+            max_position_embeddings=256),
     }
     for name, config in configs.items():
         torch.manual_seed(0)
