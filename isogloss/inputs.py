@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from align import TokenTable
 from isogloss.batch import Collator, PairOptions
@@ -81,7 +81,7 @@ def check_inputs(cfg, device, roles=None):
     encoders = load_teacher_encoders(cfg, roles)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
-    check_reads_text_alone(cfg.student)
+    check_student_class(cfg.student)
     if cfg.sequence_parallel > 1:
         check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
     ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
@@ -137,9 +137,19 @@ def load_text_encoder(role, path, max_length):
     return TextEncoder(tokenizer, table, max_length or context), config
 
 
-def check_reads_text_alone(path):
-    """Raise a ValueError for a student of which a part would get no gradient."""
+def check_language_model(role, path, config):
+    """Raise a ValueError for a config of which transformers makes no causal language model."""
+    has_code = getattr(config, "auto_map", None)  # the model brings a class of its own
+    if not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"--{role} {path}: transformers has no causal language model of type "
+            f"{config.model_type}; expected one that AutoModelForCausalLM loads")
+
+
+def check_student_class(path):
+    """Raise a ValueError for a student that is no language model, or of which a part is none."""
     config = AutoConfig.from_pretrained(path)
+    check_language_model("student", path, config)
     if reads_more_than_text(config):
         raise ValueError(
             f"--student {path}: {config.model_type} models read more than text, and what reads the "
@@ -163,6 +173,7 @@ def load_teacher_encoders(cfg, roles=None):
         engine = teacher_cfg.teacher_engine
         if engine in MODEL_ENGINES:
             config = AutoConfig.from_pretrained(teacher_cfg.teacher)
+            check_language_model("teacher", teacher_cfg.teacher, config)
             resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks)
         elif roles:
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "

@@ -27,6 +27,12 @@ WRONG = {
         "of which --teacher_output topk keeps some; use --teacher_output logits"),
     "a student that reads images": Wrong(
         "--student={folder}/images", "gemma3 models read more than text"),
+    "a teacher that is no language model to transformers": Wrong(
+        "--teacher={folder}/mistral3",
+        "mistral3: transformers has no causal language model of type mistral3"),
+    "a student that is none": Wrong(
+        "--student={folder}/qwen2_5_vl --sequence_parallel=2",
+        "qwen2_5_vl: transformers has no causal language model of type qwen2_5_vl"),
     "a teacher that reads images, sharded by DeepSpeed": Wrong(
         "--teacher={folder}/images --teacher_tp=2 --teacher_engine=tensor_parallel",
         "--teacher_engine tensor_parallel: does not shard gemma3 models"),
@@ -64,6 +70,9 @@ def folder(models, tokenizers, tmp_path_factory):
     for name, config in configs.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        tokenizers[1].save_pretrained(folder / name)
+    for name in ("mistral3", "qwen2_5_vl"):  # nobody asks for their weights
+        AutoConfig.for_model(name).save_pretrained(folder / name)
         tokenizers[1].save_pretrained(folder / name)
     return folder
 
