@@ -192,11 +192,13 @@ def test_top_k_outputs_say_of_the_text_what_whole_ones_do(models, untied, texts,
             torch.testing.assert_close(whole, top_k, rtol=1e-5, atol=1e-6)
     for weights, _ in pairs[::2]:
         check_same_text_metrics(runs.evaluated(weights, "hidden"), runs.evaluated(weights, "topk"))
-    for weights in ("max_prob", "mean_logits"):
-        argv = runs.argv(weights, "topk", "--teacher_ranks=1", tp=False)
+    # two clients of the teachers, then one of two ranks
+    for weights, shards in (("max_prob", 1), ("mean_logits", 2)):
+        flags = ["--teacher_ranks=1", f"--sequence_parallel={shards}"]
+        argv = runs.argv(weights, "topk", *flags, tp=False)
         of_student = ranks.run(3, recorded_runs, [argv])[:2]
         assert [codes for codes, _ in of_student] == [[0], [0]]
-        remote = runs.evaluated(weights, "topk", "--teacher_ranks=1")
+        remote = runs.evaluated(weights, "topk", *flags)
         check_same_text_metrics(runs.evaluated(weights, "hidden"), remote)
         if weights == "max_prob":
             for (_, local), (_, remote) in zip(on_ranks, of_student, strict=False):
