@@ -32,7 +32,7 @@ from isogloss.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from isogloss.checks import check_heads, check_packing, check_sequence_shards
+from isogloss.checks import check_logits, check_packing, check_sequence_shards
 from isogloss.config import GROUPS, Config
 from isogloss.counts import global_sums
 from isogloss.data import end_workers
@@ -95,8 +95,7 @@ def main(cfg):
             stack.push(partial(shut_down, state.client))
         stack.callback(close_teachers, state)
         with fail_together():
-            if cfg.tiled:
-                check_heads(state, list(range(min(8, state.vocab))))
+            check_logits(state, list(range(min(8, state.vocab))))
             if cfg.sequence_parallel > 1:
                 check_sequence_shards(state)
             if cfg.pack:

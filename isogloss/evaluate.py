@@ -15,6 +15,7 @@ from isogloss.counts import global_sums
 from isogloss.loss_table import DistillationLoss
 from isogloss.sequence import SequenceGroup, gather_halo
 from isogloss.specs import BLOCK
+from isogloss.text_scores import ScoredLogits
 from losses import at_least_float32, find_chunks, next_token_cross_entropy
 from projection_tools import all_bytes
 from tiles import LogitsSource, TeacherBlocks
@@ -126,13 +127,16 @@ class EvaluationPair:
 
     Attributes:
         batch: TeacherBatch.
-        logits: LogitsSource of the teacher.
+        logits: LogitsSource of the teacher, as in training.
+        text_logits: ScoredLogits, or a LogitsSource of whole distributions: what it says of the
+            text.
         loss: DistillationLoss.
         spelling_ids: SpellingIds of the pair.
     """
 
     batch: TeacherBatch
     logits: LogitsSource
+    text_logits: LogitsSource
     loss: DistillationLoss
     spelling_ids: SpellingIds
 
@@ -164,7 +168,7 @@ class EvaluationTerms:
             sums.kd_terms = counts.kd_terms
             sums.aligned_bytes = counts.aligned_bytes
             sums.text_bytes = self.counts.text_bytes
-            numbers += numbers_of(model_sums(pair.logits, pair.batch))
+            numbers += numbers_of(model_sums(pair.text_logits, pair.batch))
             numbers += numbers_of(sums)
         return torch.tensor(numbers, dtype=torch.float64)
 
@@ -173,13 +177,22 @@ def model_sums(logits, batch):
     """Return the ModelSums of a model.
 
     Args:
-        logits: LogitsSource; batch: StudentBatch or TeacherBatch.
+        logits: LogitsSource; of truncated logits ScoredLogits.
+        batch: StudentBatch or TeacherBatch.
     """
     sums = ModelSums()
     num_bytes = batch.num_bytes.flatten()
     labels = batch.labels.flatten()
     # end-of-text tokens spell nothing; tokens that are not learned are not judged
     positions = ((num_bytes >= 0) & (labels != -100)).nonzero().squeeze(1)
+    sums.tokens = len(positions)
+    sums.num_bytes = int(num_bytes.clamp(min=0).sum())
+    if isinstance(logits, ScoredLogits):
+        scores = logits.scores.at(positions)
+        sums.nats = -float(scores.logp_T.double().sum())
+        sums.correct = int(scores.correct_T.sum())
+        sums.entropy = float(scores.entropy_T.double().sum())
+        return sums
     for block in positions.split(BLOCK):
         # the logits of one block exist at a time, also of a model whose loss is not tiled
         rows = at_least_float32(logits(block))
@@ -187,8 +200,6 @@ def model_sums(logits, batch):
         sums.nats += float(nats)
         sums.correct += int((rows.argmax(-1) == labels[block]).sum())
         sums.entropy += float(torch.distributions.Categorical(logits=rows).entropy().sum())
-    sums.tokens = len(positions)
-    sums.num_bytes = int(num_bytes.clamp(min=0).sum())
     return sums
 
 
@@ -255,8 +266,12 @@ def evaluate(batches, student, setups, sequence_group=None):
         terms = EvaluationTerms(batch.student, batch.counts, sequence_group=sequence_group)
         for setup, teacher_batch in zip(setups, batch.teachers):
             logits = setup.source.targets(teacher_batch)
-            pair = EvaluationPair(teacher_batch, logits, setup.loss, setup.spelling_ids)
-            terms.pairs.append(pair)
+            text_logits = logits
+            if setup.spec.averages_top_k:
+                # what the members say of the text does not tell what their mean says of it
+                text_logits = setup.source.whole_targets(teacher_batch)
+            terms.pairs.append(EvaluationPair(
+                teacher_batch, logits, text_logits, setup.loss, setup.spelling_ids))
         # inside the model's forward pass, because that is where ZeRO-3 gathers the head
         totals += student(batch.student, terms)
         for setup in setups:

@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from align import TokenTable
 from isogloss.batch import Collator, PairOptions
@@ -32,7 +32,7 @@ from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
 from isogloss.layout import node_size, teacher_groups
 from isogloss.loss_table import build_loss
-from isogloss.model_teachers import resolve_engine
+from isogloss.model_teachers import reads_more_than_text, resolve_engine
 from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
 from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
@@ -82,6 +82,7 @@ def check_inputs(cfg, device, roles=None):
     encoders = load_teacher_encoders(cfg, roles)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
+    check_student_class(cfg.student)
     if cfg.sequence_parallel > 1:
         check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
     ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
@@ -138,6 +139,25 @@ def load_text_encoder(role, path, max_length):
     return TextEncoder(tokenizer, table, max_length or context), config
 
 
+def check_language_model(role, path, config):
+    """Raise a ValueError for a config of which transformers makes no causal language model."""
+    has_code = getattr(config, "auto_map", None)  # the model brings a class of its own
+    if not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"--{role} {path}: transformers has no causal language model of type "
+            f"{config.model_type}; expected one that AutoModelForCausalLM loads")
+
+
+def check_student_class(path):
+    """Raise a ValueError for a student that is no language model, or of which a part is none."""
+    config = AutoConfig.from_pretrained(path)
+    check_language_model("student", path, config)
+    if reads_more_than_text(config):
+        raise ValueError(
+            f"--student {path}: {config.model_type} models read more than text, and what reads the "
+            "rest could not be trained; use a model of text alone (as a --teacher it would do)")
+
+
 def load_teacher_encoders(cfg, roles=None):
     """Return {name: TextEncoder} of every teacher, whose layout is checked too."""
     if not cfg.kd_weight:
@@ -149,11 +169,13 @@ def load_teacher_encoders(cfg, roles=None):
         ranks_per_node = roles.teacher_ranks
     encoders = {}
     for name, teacher_cfg in configs_by_teacher(cfg).items():
-        encoders[name], config = load_text_encoder(
+        encoders[name], _ = load_text_encoder(
             "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length)
         teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
         engine = teacher_cfg.teacher_engine
         if engine in MODEL_ENGINES:
+            config = AutoConfig.from_pretrained(teacher_cfg.teacher)
+            check_language_model("teacher", teacher_cfg.teacher, config)
             resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks)
         elif roles:
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "

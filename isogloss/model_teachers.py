@@ -18,13 +18,14 @@ from deepspeed.module_inject import auto_tp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import ipc
 from isogloss.layout import Replica, node_size
 from isogloss.specs import BLOCK, TeacherSpec
+from isogloss.text_scores import ScoredLogits, TextScores
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
@@ -33,23 +34,36 @@ SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "grani
 SHARDED_ONCE_WHOLE = {"gpt_neox"}
 
 
+def reads_more_than_text(config):
+    """Tell whether the language model of a config reads images or sounds, too, as Gemma 3 does.
+
+    Of other models with such a config, as Llama 4, transformers loads the text part alone.
+    """
+    text_config = config.get_text_config()
+    if text_config is config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(text_config)
+
+
 def resolve_engine(engine, degree, config, num_ranks):
     """Return the engine that "auto" means; check the others.
 
     Args:
         engine: key of `teachers.TEACHER_SOURCES` or "auto".
         degree: ranks that share the model.
-        config: of the model, for text.
+        config: of the whole model.
         num_ranks: all ranks that hold teachers.
     Raises:
         ValueError: an engine that cannot shard this model over `degree` ranks.
     """
-    model_type = config.model_type
+    text_config = config.get_text_config()
+    # DeepSpeed would take the text part for a model by itself, and leave it without weights
+    model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
     known = SHARDED | SHARDED_ONCE_WHOLE
-    heads = getattr(config, "num_key_value_heads", None)
-    heads = heads or getattr(config, "num_attention_heads", 0)
+    heads = getattr(text_config, "num_key_value_heads", None)
+    heads = heads or getattr(text_config, "num_attention_heads", 0)
     # transformers' plans cut whole key-value heads
-    has_plan = bool(getattr(config, "base_model_tp_plan", None)) and heads % degree == 0
+    has_plan = bool(getattr(text_config, "base_model_tp_plan", None)) and heads % degree == 0
     if engine == "auto":  # the first that can; a whole copy needs no communication
         if degree == 1:
             return "replicated"
@@ -137,20 +151,28 @@ class ModelTeacher:
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch as the spec's output."""
-        return self.read(model_input(batch), self.spec.output, self.spec.output_topk)
+        return self.read(model_input(batch), self.spec.output, self.spec.output_topk, batch.labels)
+
+    def whole_targets(self, batch):
+        """Return the logits of a TeacherBatch as if no output were truncated."""
+        output = "hidden" if self.spec.output == "topk" else self.spec.output
+        return self.read(model_input(batch), output)
 
     @torch.no_grad()
-    def read(self, ids, output="hidden", output_topk=256):
+    def read(self, ids, output="hidden", output_topk=256, labels=None):
         """Return a LogitsSource of any positions of the flattened (B * T).
 
         Args:
             ids: see `model_input`.
             output, output_topk: see TeacherSpec.
+            labels: (B, T) int64; then the output "topk" is ScoredLogits.
         """
         if output == "logits":
             return StoredLogits(self.logits(ids)[..., : self.head.vocab].flatten(0, 1))
         logits = HiddenLogits(self.hidden(ids).flatten(0, 1), self.head)
-        return logits if output == "hidden" else most_likely(logits, output_topk)
+        if output == "hidden":
+            return logits
+        return most_likely(logits, output_topk, None if labels is None else labels.flatten())
 
     def hidden(self, ids):
         """Return (B, T, H) final hidden states."""
@@ -184,13 +206,19 @@ class ModelTeacher:
         return self
 
 
-def most_likely(logits, top_k):
-    """Return TopKLogits of all positions, a block at a time."""
+def most_likely(logits, top_k, labels_T=None):
+    """Return TopKLogits of all positions, a block at a time.
+
+    Args:
+        logits: HiddenLogits.
+        labels_T: (T,) int64; then the result is ScoredLogits of them, and TextScores.
+    """
     vocab = logits.head.vocab
     positions = torch.arange(len(logits.hidden_TH), device=logits.hidden_TH.device)
     ids = []
     logp = []
     totals = []
+    scores = []
     for block in positions.split(BLOCK):
         block_logits = logits(block).float()
         total = block_logits.logsumexp(-1)
@@ -198,7 +226,12 @@ def most_likely(logits, top_k):
         ids.append(top.indices.int())
         logp.append(top.values - total[:, None])
         totals.append(total)
-    return TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
+        if labels_T is not None:
+            scores.append(TextScores.of(block_logits, total, labels_T[block]).packed())
+    top_k_logits = TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
+    if labels_T is None:
+        return top_k_logits
+    return ScoredLogits(top_k_logits, TextScores.unpacked(torch.cat(scores)))
 
 
 def model_input(batch):
@@ -219,6 +252,14 @@ def model_arguments(ids):
     return {"input_ids": ids[0], "position_ids": ids[1], "use_cache": False}
 
 
+def hidden_states(model, ids):
+    """Return (B, T, H) final hidden states of a causal language model for a `model_input`."""
+    layers = model.base_model
+    if layers is model:  # Llama 4 keeps them under another name than its class says
+        layers = getattr(model, "model", model)
+    return layers(**model_arguments(ids))[0]
+
+
 # --- how a model runs -----------------------------------------------------------------------------
 
 
@@ -229,7 +270,7 @@ class WholeModel:
     model: nn.Module
 
     def hidden(self, ids):
-        return self.model.base_model(**model_arguments(ids))[0]
+        return hidden_states(self.model, ids)
 
     def logits(self, ids):
         return self.model(**model_arguments(ids)).logits
@@ -271,7 +312,7 @@ class HiddenOrLogits(nn.Module):
 
     def forward(self, ids, hidden):
         if hidden:
-            return self.model.base_model(**model_arguments(ids))[0]
+            return hidden_states(self.model, ids)
         return self.model(**model_arguments(ids)).logits
 
 
@@ -384,6 +425,9 @@ def load_transformers(spec):
         return weight, bias
 
     weight, bias = _once_per_node(whole_head, spec.device)
+    if weight is None:  # files of a model that reads images have other names
+        gathered = _gathered(model.get_output_embeddings())
+        weight, bias = _once_per_node(lambda: gathered, spec.device)
     num_parameters = 0
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -482,6 +526,16 @@ def _copy_of(layer):
     return layer.weight.detach().clone(), bias
 
 
+def _gathered(layer):
+    """Return (weight, bias or None) of a layer that transformers has sharded; all ranks call it."""
+    tensors = []
+    for tensor in (layer.weight, layer.bias):
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        tensors.append(None if tensor is None else tensor.detach())
+    return tensors
+
+
 def _once_per_node(load, device):
     """Return the tensors or Nones of load() on every rank; on the CPU a node holds them once."""
     if torch.device(device).type != "cpu":  # a kernel cannot read another device's memory
@@ -517,6 +571,10 @@ def head_gives_own_logits(logits, model_logits):
         logits: LogitsSource.
         model_logits: (B, T, W), of the same positions.
     """
+    if isinstance(logits, HiddenLogits):
+        width = logits.head.weight_VH.shape[1]
+        if logits.hidden_TH.shape[1] != width:  # not what the head reads
+            return False
     model_logits = model_logits.flatten(0, 1)
     positions = torch.arange(len(model_logits), device=model_logits.device)
     difference = logits(positions).float() - model_logits.float()

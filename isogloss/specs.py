@@ -51,6 +51,11 @@ class TeacherSpec:
         """List the specs of the teachers in this one: its members, or itself."""
         return self.members or [self]
 
+    @property
+    def averages_top_k(self):
+        """Tell whether it is the mean of teachers of which some keep their top-k tokens alone."""
+        return any(member.output == "topk" for member in self.members)
+
 
 @contextlib.contextmanager
 def weights_of(role, path):
