@@ -887,6 +887,22 @@ def _projection_target(
     return q_CK.clamp(min=TINY_MASS).log()
 
 
+def reachable_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, W: int) -> Tensor:
+    """Return (W,) bool: the teacher tokens to which some student token maps with a weight above 0.
+
+    The teacher's mass on other tokens is mass that no student can match: `projection_kl` charges
+    EPSILON's 23 nats for it, whatever the student does.  Not to keep their columns makes the loss
+    smaller, but asks the student to spell words by the teacher tokens that it can reach.
+
+    Args:
+        indices_VK, likelihoods_VK: the projection, -1 in unused slots.
+        W: teacher tokens.
+    """
+    reachable_W = torch.zeros(W, dtype=torch.bool, device=indices_VK.device)
+    reachable_W[indices_VK[(indices_VK >= 0) & (likelihoods_VK > 0)]] = True
+    return reachable_W
+
+
 class Entries(NamedTuple):
     """List the entries of a projection in the kept columns: W[row, column] = weight.
 

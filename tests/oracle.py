@@ -118,8 +118,8 @@ def projection_kl(
             masses = project(softmax(x[b, t], tau), indices, likelihoods, num_teacher_tokens)
             mapped = [old + new for old, new in zip(mapped, masses)]
         # the conditional distribution of the student's projected token, given that it is kept
-        kept_mass = sum(mapped[w] for w in kept)
-        r = [mapped[w] / (kept_mass + 1e-10) + 1e-10 for w in kept]
+        mean = [mapped[w] / len(student_positions) for w in kept]
+        r = [mass / (sum(mean) + 1e-10) + 1e-10 for mass in mean]
         target = ZERO
         for t in teacher_positions:
             target = target + softmax(y[b, t, kept], tau) / len(teacher_positions)
