@@ -75,6 +75,9 @@ class Config:
         projection_learning_rate: of a learned projection. 0 means the student's.
         projection_topk: teacher columns that projection_kl keeps, the most likely ones of the
             step's batch.
+        projection_columns: teacher columns that projection_kl may keep: all, or reachable (those to
+            which some student token maps, over which the teacher is normalized then).
+            eval/unreachable_mass is what the teacher says of the others.
         uncommon_topk: tokens outside the common ones that gold and h_kl compare by rank.
         reverse_kl: compute KL(student || teacher) in projection_kl, gold and h_kl.
         alm_mode: binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or absolute.
@@ -152,6 +155,7 @@ class Config:
     learn_projection: bool = False
     projection_learning_rate: float = 0.0
     projection_topk: int = 8192
+    projection_columns: str = "all"
     uncommon_topk: int = 8192
     reverse_kl: bool = False
     alm_mode: str = "binary_kl"
@@ -298,6 +302,7 @@ def choices_of_flags():
     return {
         "loss": tuple(LOSSES),
         "aligner": ALIGNERS,
+        "projection_columns": ("all", "reachable"),
         "train_on": ("assistant", "all"),
         "alm_mode": ALM_MODES,
         "teacher_dtype": ("auto", "float32", "bfloat16", "float16"),

@@ -59,7 +59,8 @@ class PairSums:
         agree: chunk starts where the most likely tokens of both models spell the same bytes.
         projected: those where the projection maps the student's most likely token to the teacher's.
         starts: chunk starts.
-        event, event_count, prefix, prefix_count: coverage of piece_kl, see docs/metrics.md.
+        event_coverage, prefix_coverage, unreachable_mass: what the loss covers, summed; see
+            docs/metrics.md.  Each has a count.
     """
 
     kd: float = 0.0
@@ -69,10 +70,12 @@ class PairSums:
     agree: float = 0
     projected: float = 0
     starts: float = 0
-    event: float = 0.0
-    event_count: float = 0.0
-    prefix: float = 0.0
-    prefix_count: float = 0.0
+    event_coverage: float = 0.0
+    event_coverage_count: float = 0.0
+    prefix_coverage: float = 0.0
+    prefix_coverage_count: float = 0.0
+    unreachable_mass: float = 0.0
+    unreachable_mass_count: float = 0.0
 
     def metrics(self, loss):
         """Return the metrics of a pair whose loss is a DistillationLoss."""
@@ -84,10 +87,14 @@ class PairSums:
         }
         if loss.indices_VK is not None:
             metrics["projected_agreement"] = self.projected / starts
-        if loss.coverage:
-            metrics["event_coverage"] = self.event / max(self.event_count, 1)
-            metrics["prefix_coverage"] = self.prefix / max(self.prefix_count, 1)
+        for name in loss.coverage_names:
+            count = getattr(self, f"{name}_count")
+            metrics[name] = getattr(self, name) / max(count, 1)
         return metrics
+
+    def add(self, name, value):
+        """Add a value to the field of that name."""
+        setattr(self, name, getattr(self, name) + float(value))
 
 
 def numbers_of(sums):
@@ -219,14 +226,11 @@ def pair_sums(student_logits, pair):
             sums.kd += float(pair.loss.loss_fn(student, teacher, sub_tile))
             add_agreement(sums, student, teacher, sub_tile, pair)
             if pair.loss.coverage:
-                # of the teacher's probability at chunk starts and inside tokens
                 covered = pair.loss.coverage(teacher, sub_tile)
-                event, event_count = covered["event_coverage"]
-                prefix, prefix_count = covered["prefix_coverage"]
-                sums.event += float(event)
-                sums.event_count += float(event_count)
-                sums.prefix += float(prefix)
-                sums.prefix_count += float(prefix_count)
+                for name, (value, count) in covered.items():
+                    if name in pair.loss.coverage_names:
+                        sums.add(name, value)
+                        sums.add(f"{name}_count", count)
     return sums
 
 

@@ -46,8 +46,9 @@ class TeacherSetup:
     @property
     def keeps_columns(self):
         """Tell whether the loss compares the most important teacher columns only."""
-        has_more = len(self.encoder.table) > self.cfg.projection_topk
-        return LOSSES[self.cfg.loss].columns and has_more
+        comparable_W = self.loss.comparable_W
+        num = len(self.encoder.table) if comparable_W is None else int(comparable_W.sum())
+        return LOSSES[self.cfg.loss].columns and num > self.cfg.projection_topk
 
 
 def teacher_targets(setup, batches):
@@ -95,6 +96,8 @@ def kept_columns(setup, batches, targets):
             block = teacher_importance(blocks.fetch(positions)[None])
             importance = torch.maximum(importance, block)
     dist.all_reduce(importance, op=dist.ReduceOp.MAX)
+    if setup.loss.comparable_W is not None:  # the others take up no place
+        importance = importance.masked_fill(~setup.loss.comparable_W, -torch.inf)
     return importance.topk(setup.cfg.projection_topk).indices.sort().values
 
 
