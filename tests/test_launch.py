@@ -361,7 +361,6 @@ SIGNALS = {  # name: (what gets the signal, the signal, exit code of the `deepsp
     "SIGKILL to the launcher": (lambda job: os.kill(job.launcher(), signal.SIGKILL), 0),
     "Ctrl-C": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), None),
     "a terminal that is closed": (lambda job: os.killpg(job.runner.pid, signal.SIGHUP), -1),
-    "SIGHUP to a rank": (lambda job: os.kill(min(job.ranks()), signal.SIGHUP), 129),
 }
 
 
