@@ -5,9 +5,7 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +15,7 @@ import pytest
 import ranks
 from conftest import ROOT
 from jobs import ds_config, losses_of, run_distill, write_corpus
-
-PATIENCE = 240  # seconds, on a busy machine, for what takes a few
+from launched import PATIENCE, Job, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -303,55 +300,6 @@ def test_the_store_listens_on_the_masters_address(monkeypatch, nodes, address):
 
 
 # --- signals through the real launcher ------------------------------------------------------------
-
-
-def processes_of(session):
-    """Return {process id: command line} of the processes of a session that have not ended."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, of_process = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            words = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(of_process) == session and state not in "ZX":
-            found[int(folder.name)] = words
-    return found
-
-
-def wait_until(condition):
-    """Wait for a condition, not for a time; fail when it does not come about."""
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < PATIENCE, "waited in vain"
-        time.sleep(0.05)
-
-
-class Job:
-    """A job of two ranks under DeepSpeed's launcher, in a session of its own."""
-
-    def __init__(self, flags, port):
-        program = Path(sys.executable).with_name("deepspeed")
-        command = [program, "--num_gpus=2", f"--master_port={port}", "distill.py", *flags]
-        self.runner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
-                                       stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-    def launcher(self):
-        """Return the process id of the launcher on the node."""
-        for process, words in processes_of(self.runner.pid).items():
-            if "-m deepspeed.launcher.launch " in words:
-                return process
-        raise AssertionError("no launcher")
-
-    def ranks(self):
-        return [process for process, words in processes_of(self.runner.pid).items()
-                if "--local_rank=" in words and "deepspeed.launcher" not in words]
-
-    def wait(self):
-        """Wait until all processes are gone; return the runner's exit code and stderr."""
-        wait_until(lambda: not processes_of(self.runner.pid).keys() - {self.runner.pid})
-        message = self.runner.communicate(timeout=PATIENCE)[1]
-        return self.runner.returncode, message
 
 
 SIGNALS = {  # name: (what gets the signal, the signal, exit code of the `deepspeed` command)
