@@ -37,7 +37,13 @@ from isogloss.counts import global_sums
 from isogloss.data import end_workers
 from isogloss.evaluate import evaluate
 from isogloss.inputs import check_inputs, load_batches
-from isogloss.launch import fail, fail_together, silence_libraries, start_distributed
+from isogloss.launch import (
+    fail,
+    fail_together,
+    join_store,
+    silence_libraries,
+    start_distributed,
+)
 from isogloss.layout import split_ranks
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
 from isogloss.objective import LossTerms, TeacherTerm
@@ -79,12 +85,12 @@ def main(cfg):
     with signal_handlers_restored(), end_with_launchers():
         try:
             roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
-            device = start_distributed()
+            join_store()
         except ValueError as error:
             fail(str(error))
         run = serve_teachers if roles and roles.role == "teacher" else train_student
         with end_together(roles):
-            run(cfg, roles, device)
+            run(cfg, roles, start_distributed(roles))
 
 
 def train_student(cfg, roles, device):

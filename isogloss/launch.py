@@ -32,38 +32,52 @@ from isogloss.watch import current_watch
 MAX_OPEN_FILES = 1 << 16
 
 
-def start_distributed():
-    """Join the job's process group, a group of one without a launcher.
+def join_store():
+    """Join the store where the ranks of the job meet.
+
+    Raises:
+        ValueError: the port where it is served is taken.
+    """
+    _set_default_environment()
+    job_store()
+
+
+def start_distributed(roles=None):
+    """Join the process group of this rank's world, a group of one without a launcher.
+
+    Args:
+        roles: `layout.Roles` where teachers have ranks, and so a world, of their own.
 
     Returns:
         torch.device of this rank.
     Raises:
-        ValueError: the port where the ranks meet is taken.
+        ValueError: see `join_store`.
     """
-    _set_default_environment()
+    join_store()
     if get_accelerator().device_name() == "cpu":
         _prepare_cpu_rank()
     else:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     _raise_open_file_limit()
     if not dist.is_initialized():
-        _join_process_group()
+        _join_process_group(roles)
     deepspeed.init_distributed()  # which takes the process group that there is
     set_timeout(LOADING_TIMEOUT)
     return torch.device(get_accelerator().current_device_name())
 
 
-def _join_process_group():
-    """Join a process group of all ranks of the job, as DeepSpeed would do it."""
+def _join_process_group(roles):
+    """Join a process group of all ranks of this world, as DeepSpeed would for the whole job."""
     world_size = int(os.environ["WORLD_SIZE"])
     device = None
-    if get_accelerator().device_name() == "cuda" and world_size > 1:
+    if get_accelerator().device_name() == "cuda" and world_size > 1 and roles is None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         get_accelerator().communication_backend_name(),
         rank=int(os.environ["RANK"]),
         world_size=world_size,
-        store=dist.PrefixStore("ranks", job_store()),
+        # Two worlds use one store; their prefixes keep their keys apart.
+        store=dist.PrefixStore(roles.role if roles else "ranks", job_store()),
         timeout=JOINING_TIMEOUT,
         device_id=device,
     )

@@ -17,15 +17,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
-from isogloss.rendezvous import (
-    JOINING_TIMEOUT,
-    LOADING_TIMEOUT,
-    job_store,
-    read_value,
-    write_value,
-)
+from isogloss.rendezvous import LOADING_TIMEOUT, job_store, read_value, write_value
 
 
 def node_size():
@@ -67,8 +60,8 @@ class Roles(NamedTuple):
 def split_ranks(teacher_ranks):
     """Split the job into two worlds: the last `teacher_ranks` ranks of every node, and the others.
 
-    Call it before anything else joins a process group.  It sets RANK, WORLD_SIZE and LOCAL_SIZE of
-    the environment to those of this rank's world and joins that world's process group.
+    Call it before anything joins a process group.  It sets RANK, WORLD_SIZE and LOCAL_SIZE of the
+    environment to those of this rank's world, whose process group `start_distributed` joins then.
 
     Returns:
         Roles.
@@ -100,14 +93,6 @@ def split_ranks(teacher_ranks):
     environ["RANK"] = str(rank)
     environ["WORLD_SIZE"] = str(world_size)
     environ["LOCAL_SIZE"] = str(ranks_of_role)
-    # Both worlds use one store; the prefixes keep their keys apart.
-    dist.init_process_group(
-        get_accelerator().communication_backend_name(),
-        rank=rank,
-        world_size=world_size,
-        store=dist.PrefixStore(role, store),
-        timeout=JOINING_TIMEOUT,
-    )
     both_worlds = dist.PrefixStore("job", store)
     return Roles(role, node, local_rank, student_ranks, teacher_ranks, both_worlds)
 
@@ -118,8 +103,9 @@ def place_in_job(roles=None):
     Args:
         roles: Roles; None: there is one world, or only this one counts.
     """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    # There may be no process group yet.
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     if roles is None:
         return rank, world_size
     ranks_of_role = roles.student_ranks if roles.role == "student" else roles.teacher_ranks

@@ -219,7 +219,7 @@ class Watch:
         """
         self.number, self.count = place_in_job(roles)
         prefix = "teacher " if roles and roles.role == "teacher" else ""
-        name = f"{prefix}rank {dist.get_rank()}"
+        name = f"{prefix}rank {os.environ['RANK']}"
         self.this = Peer(self.number, name, _node(), os.getpid())
         self.training = False
         self.store = run_store(job_store())

@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import ranks
@@ -67,6 +68,10 @@ def rank_of_its_own(argv, port, stderr):
     os.environ["MASTER_PORT"] = str(port)
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     import distill
+    from isogloss import rendezvous
+
+    # A launcher would end the others when a rank is gone before any other has heard of it.
+    rendezvous.JOINING_TIMEOUT = timedelta(seconds=60)
 
     code = 0
     try:
