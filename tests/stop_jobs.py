@@ -211,6 +211,7 @@ class Stress:
         self.jobs_done = 0
         self.longest = 0.0
         self.seconds = {}
+        ranks.run(1, os.getpid)  # starts the warm server
         for kind in (ForkedJob, LaunchedJob):
             begin = time.monotonic()
             job = self.start(kind, kind.__name__)
@@ -253,7 +254,9 @@ class Stress:
     def stop(self, job, kind, name, number):
         """Send a signal at a random moment; return False if the job has ended before."""
         run = self.folder / name / "run"
-        moment = self.random.uniform(0, self.seconds[kind])
+        # a job that resumes loads as long as a new one, and trains for less
+        remaining = 1 - last_saved(run) / STEPS
+        moment = self.random.uniform(0, self.seconds[kind] * (0.4 + 0.6 * remaining))
         begin = time.monotonic()
         while job.poll() is None and time.monotonic() - begin < moment:
             time.sleep(0.01)

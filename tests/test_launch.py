@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 import traceback
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,37 +140,41 @@ def test_wrong_input_on_one_rank_reaches_those_that_wait_in_a_collective(small_r
     assert ended[0].stderr == "distill.py: this model is wrong\n" and ended[1].stderr == "", ended
 
 
-def killed(rank):
-    """SIGKILL, as the kernel does when memory runs out."""
+def kill_this(*_):
+    """End as the kernel ends a process when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_loading(victim, rank):
+    """The others wait in the store, which rank 0 serves."""
     import distill
 
-    victim = int(os.environ["VICTIM"])
     if rank == victim:
-        distill.check_inputs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        distill.check_inputs = kill_this
+
+
+def killed_in_joining(victim, rank):
+    """The others wait for its connection."""
+    from isogloss import launch
+
+    if rank == victim:
+        launch._join_process_group = kill_this
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_others_wait_in_the_store_is_noticed(small_run, tmp_path, victim):
+@pytest.mark.parametrize("trouble, victim", [
+    (killed_in_loading, 0), (killed_in_loading, 1), (killed_in_joining, 1),
+])
+def test_a_rank_killed_before_the_first_step_is_noticed(small_run, tmp_path, trouble, victim):
+    """Without a launcher that would end the others."""
     argv = small_run(tmp_path / "run", "--steps=2")
-    trouble = killed_0 if victim == 0 else killed_1
-    ended = run_with_trouble(2, argv, tmp_path, trouble)
+    ended = run_with_trouble(2, argv, tmp_path, partial(trouble, victim))
     assert ended[victim].code == -signal.SIGKILL and ended[1 - victim].code == 1, ended
     message = ended[1 - victim].stderr
     lines = [line for line in message.splitlines() if "distill.py" in line]
     assert len(lines) == 1, message  # torch may add what it has seen of the store
     assert lines[0].startswith(f"distill.py: rank {victim} (process "), message
     assert lines[0].endswith(") ended before the first step, so the job ends"), message
-
-
-def killed_0(rank):
-    os.environ["VICTIM"] = "0"
-    killed(rank)
-
-
-def killed_1(rank):
-    os.environ["VICTIM"] = "1"
-    killed(rank)
 
 
 def hangs_in_step_2(rank):
@@ -232,7 +238,7 @@ def test_a_pickled_command_in_the_store_does_not_run(tmp_path):
     from isogloss.rendezvous import gather_values
 
     store = dist.HashStore()
-    store.set_timeout(ranks_timeout())
+    store.set_timeout(timedelta(seconds=10))
     roles = Roles("student", 0, 0, 1, 1, store)
     command = pickle.dumps(Command(tmp_path / "ran"))
     store.set("node 0: teachers", command)
@@ -247,12 +253,6 @@ def test_a_pickled_command_in_the_store_does_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
     pickle.loads(command)
     assert (tmp_path / "ran").exists()  # the command is what it is meant to be
-
-
-def ranks_timeout():
-    from datetime import timedelta
-
-    return timedelta(seconds=10)
 
 
 UNPICKLES = {"pickle", "all_gather_object", "broadcast_object_list", "gather_object",
