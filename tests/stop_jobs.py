@@ -45,7 +45,7 @@ def prepare(folder):
 
     same_numbers.prepare(folder)
     rows = [json.loads(line)["text"] for line in (folder / "corpus.jsonl").read_text().splitlines()]
-    with open(folder / "long.jsonl", "w") as file:  # so long that a batch takes over 64 KiB
+    with open(folder / "long.jsonl", "w") as file:
         for first in range(len(rows)):
             text = " ".join(rows[first:] + rows[:first])[:1000]
             file.write(json.dumps({"text": text}) + "\n")
@@ -54,9 +54,11 @@ def prepare(folder):
                  "gradient_clipping": 0.5, "zero_optimization": {"stage": 2},
                  "optimizer": optimizer}
     (folder / "ds.json").write_text(json.dumps(ds_config))
+    # With tiles of 2 MiB, a data worker sends 150 KiB per batch: a pipe holds 64 KiB, so a worker
+    # whose rank is gone blocks in it.
     return [f"--student={folder / 'student'}", f"--teacher={folder / 'teacher'}",
             f"--data={folder / 'long.jsonl'}", f"--ds_config={folder / 'ds.json'}",
-            "--max_length=250", f"--steps={STEPS}", f"--save_every={SAVE_EVERY}",
+            "--max_length=250", "--loss_memory_mib=2", f"--steps={STEPS}", f"--save_every={SAVE_EVERY}",
             "--eval_rows=8", "--eval_every=12", "--num_workers=2"]
 
 
