@@ -58,8 +58,8 @@ def prepare(folder):
     # whose rank is gone blocks in it.
     return [f"--student={folder / 'student'}", f"--teacher={folder / 'teacher'}",
             f"--data={folder / 'long.jsonl'}", f"--ds_config={folder / 'ds.json'}",
-            "--max_length=250", "--loss_memory_mib=2", f"--steps={STEPS}", f"--save_every={SAVE_EVERY}",
-            "--eval_rows=8", "--eval_every=12", "--num_workers=2"]
+            "--max_length=250", "--loss_memory_mib=2", f"--steps={STEPS}",
+            f"--save_every={SAVE_EVERY}", "--eval_rows=8", "--eval_every=12", "--num_workers=2"]
 
 
 def rank_of_its_own(argv, port, stderr):
