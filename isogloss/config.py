@@ -114,7 +114,7 @@ class Config:
         output_dir: directory for metrics.jsonl, run.json and checkpoints.
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
-        save_every: steps between checkpoints. 0 saves on SIGTERM only.
+        save_every: steps between checkpoints. 0 saves on SIGTERM, SIGINT and SIGHUP only.
         keep_checkpoints: how many of them to keep, 1 or more.
         resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a
             checkpoint.

@@ -24,6 +24,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 import ipc
 from isogloss.layout import Replica, node_size
+from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec
 from isogloss.text_scores import ScoredLogits, TextScores
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
@@ -541,11 +542,15 @@ def _once_per_node(load, device):
     if torch.device(device).type != "cpu":  # a kernel cannot read another device's memory
         return [None if tensor is None else tensor.to(device) for tensor in load()]
     node = Replica(node_size())
-    sent = [None]
+    handles = []
     if dist.get_rank() == node.ranks[0]:
-        sent = [[None if tensor is None else ipc.publish(tensor) for tensor in load()]]
-    dist.broadcast_object_list(sent, node.ranks[0], group=node.group)
-    return [None if handle is None else ipc.attach(handle) for handle in sent[0]]
+        for tensor in load():
+            handles.append(None if tensor is None else ipc.publish(tensor).to_plain())
+    handles = broadcast_value(handles, node.ranks[0], node.group)
+    tensors = []
+    for handle in handles:
+        tensors.append(None if handle is None else ipc.attach(ipc.Handle.from_plain(handle)))
+    return tensors
 
 
 @contextlib.contextmanager

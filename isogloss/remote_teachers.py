@@ -21,6 +21,7 @@ import torch
 
 import ipc
 from isogloss.model_teachers import model_input
+from isogloss.rendezvous import TRAINING_TIMEOUT
 from isogloss.specs import TeacherSpec
 from isogloss.text_scores import ScoredLogits, TextScores
 from tiles import Head, HiddenLogits, ShardedLogits, StoredLogits, TopKLogits
@@ -30,6 +31,7 @@ KINDS = "hidden", "logits", "topk", "model_logits"
 TENSORS_PER_RESPONSE = {"hidden": 1, "logits": 1, "topk": 4}
 # A student that reads a stream again is silent for long; one that died is noticed by its process.
 NO_TIMEOUT = float("inf")
+RESPONSE_TIMEOUT = TRAINING_TIMEOUT.total_seconds()  # as for a collective
 SHUT_DOWN = -1  # in place of a teacher's number
 
 
@@ -77,6 +79,24 @@ class SharedTeacher(NamedTuple):
     head: Head
     degree: int
 
+    def to_plain(self):
+        """Return what `from_plain` takes: a dict for JSON."""
+        return {
+            "weight": self.weight.to_plain(),
+            "bias": self.bias and self.bias.to_plain(),
+            "scale": self.head.scale,
+            "softcap": self.head.softcap,
+            "vocab": self.head.vocab,
+            "degree": self.degree,
+        }
+
+    @classmethod
+    def from_plain(cls, plain):
+        """Return the SharedTeacher that `to_plain` described."""
+        bias = plain["bias"] and ipc.Handle.from_plain(plain["bias"])
+        head = Head(None, scale=plain["scale"], softcap=plain["softcap"], vocab=plain["vocab"])
+        return cls(ipc.Handle.from_plain(plain["weight"]), bias, head, plain["degree"])
+
 
 # --- the teachers' side ---------------------------------------------------------------------------
 
@@ -98,14 +118,16 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
         ipc.PeerDied: a rank of the student has ended without shutting down.
     """
     if roles.local_rank == 0:
-        roles.publish("teachers", [_shared(teacher) for teacher in teachers])
+        roles.publish("teachers", [_shared(teacher).to_plain() for teacher in teachers])
     readers = []
     writers = []
     for client in range(roles.student_ranks // ranks_per_client):
-        handle, slots = roles.read(f"requests of {client}")
+        plain, slots = roles.read(f"requests of {client}")
+        handle = ipc.WriterHandle.from_plain(plain)
         readers.append(ipc.TensorReader(handle, roles.local_rank, timeout=NO_TIMEOUT))
         writers.append(ipc.TensorWriter(ranks_per_client, slots, timeout=NO_TIMEOUT))
-        roles.publish(f"responses of {roles.local_rank} to {client}", writers[-1].handle)
+        plain = writers[-1].handle.to_plain()
+        roles.publish(f"responses of {roles.local_rank} to {client}", plain)
     while True:
         # one request of every client makes a round
         requests = [_read_request(reader) for reader in readers]
@@ -208,14 +230,17 @@ class TeacherClient:
         self.client, place = divmod(roles.local_rank, ranks_per_client)
         self.writer = None
         if place == 0:
-            self.writer = ipc.TensorWriter(roles.teacher_ranks, num_requests, timeout=NO_TIMEOUT)
+            self.writer = ipc.TensorWriter(roles.teacher_ranks, num_requests,
+                                           timeout=RESPONSE_TIMEOUT)
             slots = tensors_per_response * num_requests
-            roles.publish(f"requests of {self.client}", (self.writer.handle, slots))
+            plain = self.writer.handle.to_plain()
+            roles.publish(f"requests of {self.client}", (plain, slots))
         self.readers = []
         for rank in range(roles.teacher_ranks):
-            handle = roles.read(f"responses of {rank} to {self.client}")
-            self.readers.append(ipc.TensorReader(handle, place, timeout=NO_TIMEOUT))
-        self.teachers = roles.read("teachers")
+            handle = ipc.WriterHandle.from_plain(
+                roles.read(f"responses of {rank} to {self.client}"))
+            self.readers.append(ipc.TensorReader(handle, place, timeout=RESPONSE_TIMEOUT))
+        self.teachers = [SharedTeacher.from_plain(plain) for plain in roles.read("teachers")]
 
     def head_of(self, number):
         """Return the Head of a teacher, mapped from its rank's memory."""

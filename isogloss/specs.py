@@ -1,7 +1,7 @@
 """Describe teacher sources by plain values that ranks can send to one another."""
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 TEACHER_OUTPUTS = "hidden", "logits", "topk"
 # Positions whose logits exist at a time where no tile bounds them: 150 MB of 152k float32.  Not
@@ -46,6 +46,19 @@ class TeacherSpec:
     space: str = "p"
     number: int = 0
     client: object = None
+
+    def to_plain(self):
+        """Return what `from_plain` takes, for JSON: all but the device, the client and members."""
+        plain = {}
+        for attribute in fields(self):
+            if attribute.name not in ("device", "client", "members"):
+                plain[attribute.name] = getattr(self, attribute.name)
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain):
+        """Return the TeacherSpec that `to_plain` described."""
+        return cls(**plain)
 
     def single(self):
         """List the specs of the teachers in this one: its members, or itself."""
