@@ -1,4 +1,4 @@
-"""Read and check everything that the flags name but the weights, and load the batches of a run."""
+"""Read and check all that the flags name but the weights' values, and load a run's batches."""
 
 import math
 import sys
@@ -8,9 +8,7 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoTokenizer
 
-from align import TokenTable
 from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import find_checkpoint, needs_conversion
 from isogloss.config import configs_by_teacher, routes_by_teacher
@@ -32,13 +30,14 @@ from isogloss.evaluate import SpellingIds
 from isogloss.layout import node_size, teacher_groups
 from isogloss.loss_table import build_loss
 from isogloss.model_teachers import resolve_engine
+from isogloss.pretrained import check_random, check_weights, load_config
 from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
 from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
 from isogloss.specs import TeacherSpec
 from isogloss.targets import TeacherSetup
 from isogloss.teachers import MODEL_ENGINES
-from projection_tools import fingerprint
+from projection_tools import fingerprint, load_tokenizer
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
@@ -66,7 +65,7 @@ class RunInputs:
 
 
 def check_inputs(cfg, device, roles=None):
-    """Read everything but the weights; whatever can be wrong is found here.
+    """Read everything but the values of the weights; whatever can be wrong is found here.
 
     Args:
         roles: `layout.Roles` where teachers have ranks of their own.
@@ -77,8 +76,10 @@ def check_inputs(cfg, device, roles=None):
     """
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
-    student, student_config = load_text_encoder("student", cfg.student, cfg.max_length)
+    student, student_config = load_text_encoder(
+        "student", cfg.student, cfg.max_length, cfg.trust_remote_code)
     encoders = load_teacher_encoders(cfg, roles)
+    check_models(cfg)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
     if cfg.sequence_parallel > 1:
@@ -98,11 +99,12 @@ def check_inputs(cfg, device, roles=None):
     return RunInputs(student, teachers, ds_config, train_data, held_out_data, checkpoint, convert)
 
 
-def load_text_encoder(role, path, max_length):
+def load_text_encoder(role, path, max_length, trust_remote_code=False):
     """Return (TextEncoder, AutoConfig) of the student or a teacher, checked against each other.
 
     Args:
         max_length: positions per sample; 0: the model's context.
+        trust_remote_code: run the Python code that comes with the model.
     Raises:
         ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
     """
@@ -112,14 +114,8 @@ def load_text_encoder(role, path, max_length):
     if looks_local and not local.is_dir():
         raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
                          "directory")
-    try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        table = TokenTable.from_tokenizer(tokenizer)
-    except (OSError, ValueError, KeyError) as error:
-        # transformers explains at length; its first line says what is wrong
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"--{role} {path}: cannot be loaded ({lines[0]})") from None
+    config = load_config(role, path, trust_remote_code).get_text_config()
+    tokenizer, table = load_tokenizer(role, path, trust_remote_code)
     if role == "student" and table.eos < 0:
         raise ValueError(f"--student {path}: its tokenizer has no eos token, so the student could "
                          "not learn to end; set eos_token in tokenizer_config.json")
@@ -148,7 +144,8 @@ def load_teacher_encoders(cfg, roles=None):
     encoders = {}
     for name, teacher_cfg in configs_by_teacher(cfg).items():
         encoders[name], config = load_text_encoder(
-            "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length)
+            "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length,
+            teacher_cfg.trust_remote_code)
         teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
         engine = teacher_cfg.teacher_engine
         if engine in MODEL_ENGINES:
@@ -157,6 +154,21 @@ def load_teacher_encoders(cfg, roles=None):
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
                              "out --teacher_ranks")
     return encoders
+
+
+def check_models(cfg):
+    """Check that every model's files hold the weights of its config.
+
+    Raises:
+        ValueError: see `pretrained.check_weights`.
+    """
+    if cfg.from_scratch:
+        check_random(cfg.student, cfg.trust_remote_code)
+    else:
+        check_weights("student", cfg.student, cfg.trust_remote_code)
+    if cfg.kd_weight:
+        for teacher_cfg in configs_by_teacher(cfg).values():
+            check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
 
 
 def load_data(cfg, student, encoders):
@@ -239,7 +251,7 @@ def teacher_spec(cfg, encoder, device):
         path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
         dtype=cfg.teacher_dtype, device=device, degree=cfg.teacher_tp,
         offload=cfg.teacher_offload, output=output, output_topk=cfg.teacher_output_topk,
-        sequence_parallel_size=cfg.sequence_parallel)
+        sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
 
 
 def spelling_ids(cfg, student, encoder, device):

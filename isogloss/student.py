@@ -3,11 +3,10 @@
 import deepspeed
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from isogloss.activations import offload_activations, tile_mlps
-from isogloss.specs import weights_of
+from isogloss.pretrained import load_model, random_model
 from tiles import HiddenLogits, StoredLogits, head_of
 
 
@@ -73,14 +72,22 @@ def load_student(cfg, ds_config, attention=None):
 
     Args:
         attention: name of its attention implementation; None: the usual one.
+    Raises:
+        ValueError: see `pretrained.load_model`.
     """
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
-    options = {"attn_implementation": attention} if attention else {}
-    with weights_of("student", cfg.student):
-        model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32, **options)
-    if keep_alive:
-        unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
+    options = {"dtype": torch.float32}
+    if attention:
+        options["attn_implementation"] = attention
+    try:
+        if cfg.from_scratch:
+            model = _random_student(cfg, options)
+        else:
+            model = load_model("student", cfg.student, cfg.trust_remote_code, **options)
+    finally:
+        if keep_alive:
+            unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
     model.config.use_cache = False
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout
     if cfg.activation_checkpointing:
@@ -88,6 +95,13 @@ def load_student(cfg, ds_config, attention=None):
     if cfg.mlp_tiles > 1:
         tile_mlps(model, cfg.mlp_tiles)
     return model
+
+
+def _random_student(cfg, options):
+    """Return a student with random weights, the same on every rank."""
+    with torch.random.fork_rng():  # dropout goes on with each rank's own numbers
+        torch.manual_seed(cfg.seed)
+        return random_model("student", cfg.student, cfg.trust_remote_code, **options)
 
 
 def start_engine(module, ds_config, projection_learning_rate=0.0):

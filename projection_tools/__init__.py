@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -149,34 +150,80 @@ class Pair:
         return cls(tuple(names), tokenizers, tables, tuple(map(fingerprint, tokenizers)))
 
     @classmethod
-    def load(cls, student, teacher):
+    def load(cls, student, teacher, trust_remote_code=False):
         """Load the tokenizers of two hub ids or directories.
 
+        Args:
+            trust_remote_code: run the Python code that comes with a tokenizer.
         Raises:
             ValueError: one of them cannot be loaded.
         """
-        tokenizers = _load_tokenizer("student", student), _load_tokenizer("teacher", teacher)
-        return cls.of(*tokenizers, (student, teacher))
+        student_tokenizer, student_table = load_tokenizer("student", student, trust_remote_code)
+        teacher_tokenizer, teacher_table = load_tokenizer("teacher", teacher, trust_remote_code)
+        tables = (student_table, teacher_table)
+        return cls.of(student_tokenizer, teacher_tokenizer, (student, teacher), tables)
 
 
 def _roles(table):
     return ", ".join(f"{role} {getattr(table, role)}" for role in ROLES)
 
 
-def _load_tokenizer(flag, name):
+def load_tokenizer(flag, name, trust_remote_code=False):
+    """Load a tokenizer and the table of its tokens.
+
+    Returns:
+        (tokenizer, TokenTable).
+    Raises:
+        ValueError: it cannot be loaded, or is no fast tokenizer.
+    """
     from transformers import AutoTokenizer  # seconds to import, so only for the command line
 
+    with reading(flag, name, "its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error)
-        raise ValueError(f"--{flag} {name}: cannot load its tokenizer ({reason})") from None
+        return tokenizer, TokenTable.from_tokenizer(tokenizer)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"--{flag} {name}: its tokenizer cannot be used ({reason_of(error)})") \
+            from None
 
 
-def first_line(error):
-    """Return the first line of an error's text, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+@contextmanager
+def reading(flag, name, what):
+    """Turn whatever a library raises about a model's files into a ValueError that names the flag.
+
+    A damaged file makes the libraries raise errors of any type, so the block should hold nothing
+    but their calls: an error of our own must not look like a damaged file.
+
+    Args:
+        flag: that names the model.
+        name: hub id or directory.
+        what: what is read, as in "its tokenizer".
+    Raises:
+        ValueError: the block failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"--{flag} {name}: needs Python code that comes with the model; read that code, "
+                "and add --trust_remote_code to run it"
+            ) from None
+        raise ValueError(f"--{flag} {name}: {what} cannot be loaded ({reason_of(error)})") from None
+
+
+def reason_of(error):
+    """Return the first line of an error's text, with its type where the text alone says little."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = lines[0]
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1]}"
+    text = text.removesuffix(".")
+    if isinstance(error, (OSError, ValueError, ImportError)):
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 # --- files ----------------------------------------------------------------------------------------

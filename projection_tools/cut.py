@@ -40,6 +40,7 @@ class Args:
         output: file to write, .pt or .safetensors.
         top_k: entries kept per row, 1 or more.
         threshold: drop entries that weigh less than this, 0 to 1.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
@@ -48,6 +49,7 @@ class Args:
     output: str
     top_k: int = 4
     threshold: float = 0.0  # keeps every entry
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -59,7 +61,7 @@ class Args:
 
 def main(args):
     # The tokenizers decide nothing here; the file is checked against them.
-    pair = Pair.load(args.student, args.teacher)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     projection = load_arrays(args.projection, pair)
     finish(cut_rows(projection, args.top_k, args.threshold), pair, args)
 

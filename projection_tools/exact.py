@@ -88,19 +88,21 @@ class Args:
         teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors.
         projection: file that supplies all other rows; empty: they stay empty.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
     teacher: str
     output: str
     projection: str = ""
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     student, teacher = pair.tables
     if args.projection:
         projection = load_arrays(args.projection, pair)

@@ -263,6 +263,7 @@ class Args:
         num_examples: rows to show if tokens is empty, evenly spaced among those with several
             teacher tokens.
         png: file for a picture of the rows shown; empty: none.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
@@ -271,6 +272,7 @@ class Args:
     tokens: str = ""
     num_examples: int = 20
     png: str = ""
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -293,7 +295,7 @@ def example_rows(indices, num_examples):
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     projection = load_arrays(args.projection, pair)
     if args.tokens:
         rows = find_tokens(args.tokens.split(","), pair.tables[0])
