@@ -1,9 +1,16 @@
 """Load the student, put the loss inside its forward pass, start the DeepSpeed engine."""
 
+from functools import partial
+
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import (
+    HfDeepSpeedConfig,
+    deepspeed_config,
+    unset_hf_deepspeed_config,
+)
 
 from isogloss.activations import offload_activations, tile_mlps
 from isogloss.pretrained import load_model, random_model
@@ -75,16 +82,17 @@ def load_student(cfg, ds_config, attention=None):
     Raises:
         ValueError: see `pretrained.load_model`.
     """
-    partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
-    keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
     options = {"dtype": torch.float32}
     if attention:
         options["attn_implementation"] = attention
+    if cfg.from_scratch:
+        load = partial(_random_student, cfg)
+    else:
+        load = partial(load_model, "student", cfg.student, cfg.trust_remote_code)
+    partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
+    keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
     try:
-        if cfg.from_scratch:
-            model = _random_student(cfg, options)
-        else:
-            model = load_model("student", cfg.student, cfg.trust_remote_code, **options)
+        model = load(**options)
     finally:
         if keep_alive:
             unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
@@ -97,11 +105,28 @@ def load_student(cfg, ds_config, attention=None):
     return model
 
 
-def _random_student(cfg, options):
-    """Return a student with random weights, the same on every rank."""
+def _random_student(cfg, **options):
+    """Return a student with random weights, the same on every rank and at every ZeRO stage.
+
+    Under ZeRO-3 transformers draws the numbers in another order, and none for a layer that a model
+    leaves to torch's defaults.  So rank 0 makes the whole model there too, and all take their shard
+    of it.
+    """
+    new_model = partial(random_model, "student", cfg.student, cfg.trust_remote_code, **options)
+    ds_config = deepspeed_config()  # of the HfDeepSpeedConfig that is alive, or None
     with torch.random.fork_rng():  # dropout goes on with each rank's own numbers
         torch.manual_seed(cfg.seed)
-        return random_model("student", cfg.student, cfg.trust_remote_code, **options)
+        if ds_config is None:
+            return new_model()
+        model = new_model()
+        unset_hf_deepspeed_config()
+        torch.manual_seed(cfg.seed)
+        whole = new_model() if dist.get_rank() == 0 else None
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if whole is not None:
+                parameter.data.copy_(whole.get_parameter(name))
+    return model
 
 
 def start_engine(module, ds_config, projection_learning_rate=0.0):
