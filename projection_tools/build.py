@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from projection_tools import Pair, as_tables, cached, fill_empty, finish
+from projection_tools import Pair, as_tables, cached, check_output, fill_empty, finish
 from projection_tools.cut import cut_rows
 from projection_tools.exact import exact_pairs, pin_exact
 from projection_tools.flags import OLD_NAMES, check_types, tool
@@ -151,6 +151,7 @@ class Args(Recipe):
 
 
 def main(args):
+    check_output(args.output)
     pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     recipe = Recipe(
         top_k=args.top_k,

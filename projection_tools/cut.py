@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass
 
-from projection_tools import Pair, entries, finish, load_arrays, pack
+from projection_tools import Pair, check_output, entries, finish, load_arrays, pack
 from projection_tools.flags import OLD_NAMES, check_types, tool
 
 
@@ -60,6 +60,7 @@ class Args:
 
 
 def main(args):
+    check_output(args.output)
     # The tokenizers decide nothing here; the file is checked against them.
     pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     projection = load_arrays(args.projection, pair)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from projection_tools import Pair, all_bytes, finish, load_arrays, widen
+from projection_tools import Pair, all_bytes, check_output, finish, load_arrays, widen
 from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import spell
 
@@ -102,6 +102,7 @@ class Args:
 
 
 def main(args):
+    check_output(args.output)
     pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     student, teacher = pair.tables
     if args.projection:

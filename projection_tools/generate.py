@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from projection_tools import Pair, finish, load_tokenizer, pack, reading
+from projection_tools import Pair, check_output, finish, load_tokenizer, pack, reading
 from projection_tools.flags import OLD_NAMES, check_types, tool
 
 FLOATS_PER_MIB = 2**18  # of float32
@@ -184,6 +184,7 @@ class Args:
 
 
 def main(args):
+    check_output(args.output)
     pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     embed = Embedder(
         args.embedding_model, args.pooling, trust_remote_code=args.trust_remote_code

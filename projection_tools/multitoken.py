@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from projection_tools import Pair, entries, fill_empty, finish, load_arrays, pack
+from projection_tools import (
+    Pair,
+    check_output,
+    entries,
+    fill_empty,
+    finish,
+    load_arrays,
+    pack,
+)
 from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import link_special_tokens, spell
 
@@ -129,6 +137,7 @@ class Args:
 
 
 def main(args):
+    check_output(args.output)
     pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     projection = multitoken_rows(
         pair,

@@ -26,6 +26,7 @@ from projection_tools import (
     Pair,
     all_bytes,
     cached,
+    check_output,
     save_atomically,
     tokenizer_metadata,
 )
@@ -477,6 +478,7 @@ class Args:
 
 
 def main(args):
+    check_output(args.output)
     pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     tables = build_spelling(pair, args.max_pieces)
     if args.output:

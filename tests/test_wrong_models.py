@@ -300,7 +300,30 @@ def cases():
     return wrong
 
 
-WRONG = cases() | PATHS
+# Ways to load a model in which all ranks take part: one that fails must not leave others waiting.
+LAYOUTS = {
+    "ZeRO 3": ("student", "--ds_config={folder}/zero3.json"),
+    "teacher by zero3": ("teacher", "--teacher_engine=zero3"),
+    "teacher by tensor parallelism": ("teacher", "--teacher_tp=2"),
+    "teacher by transformers": ("teacher", "--teacher_tp=2 --teacher_engine=transformers"),
+    "teacher on ranks of its own": ("teacher", "--teacher_ranks=1"),
+}
+IN_LAYOUTS = ["a file cut in the middle", "a tensor missing", "all names wrong", "another shape",
+              "a layer too many", "a missing shard"]
+
+
+def cases_in_layouts():
+    """Return {name: Wrong} of some wrong models in every layout."""
+    wrong = {}
+    for layout, (role, flags) in LAYOUTS.items():
+        for name in IN_LAYOUTS:
+            number = list(MODELS).index(name)
+            path = f"{{folder}}/{role}{number}"
+            wrong[f"{layout}: {name}"] = Wrong(f"{flags} --{role}={path}", f"--{role} ")
+    return wrong
+
+
+WRONG = cases() | PATHS | cases_in_layouts()
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +335,7 @@ def ended(models, texts, tmp_path_factory):
             target = folder / f"{role}{number}"
             shutil.copytree(model, target)
             edit(target)
+    ds_config(folder / "zero3.json", 3, 4, 1)
     (folder / "nowhere").symlink_to(folder / "absent")
     base = [f"--student={models[0]}", f"--teacher={models[1]}",
             f"--data={write_corpus(folder, texts, 20)}",
