@@ -28,19 +28,42 @@ def load_config(role, path, trust_remote_code=False):
     with reading(role, path, "its config"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         text_config = config.get_text_config()
+    _check_kind(role, path, config)
+    _check_sizes(role, path, text_config)
+    return config
+
+
+def _check_kind(role, path, config):
+    """Raise a ValueError for a config of another kind of model."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"--{role} {path}: is an encoder with a decoder ({config.model_type}); "
                          "expected a causal language model")
-    for name in config.architectures or []:
+    architectures = config.architectures or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"--{role} {path}: its config.json says architectures {architectures!r}; "
+                         "expected a list of names")
+    for name in architectures:
         if str(name).endswith(TWO_SIDED):
             raise ValueError(f"--{role} {path}: is a {name}, which reads a text from both sides; "
                              "expected a causal language model")
+
+
+def _check_sizes(role, path, config):
+    """Raise a ValueError for sizes that no language model has, which the libraries let pass."""
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        value = getattr(text_config, name, None)
+        value = getattr(config, name, None)
         if type(value) is not int or value < 1:
             raise ValueError(f"--{role} {path}: its config.json says {name} {value!r}; expected a "
                              "whole number above 0, as every language model has")
-    return config
+    context = getattr(config, "max_position_embeddings", None)  # None: without a limit
+    if type(context) is int and context < 1:
+        raise ValueError(f"--{role} {path}: its config.json says max_position_embeddings {context}; "
+                         "expected a whole number above 0")
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if type(heads) is int and type(kv_heads) is int and (kv_heads < 1 or heads % kv_heads):
+        raise ValueError(f"--{role} {path}: its config.json says num_key_value_heads {kv_heads}; "
+                         f"expected a divisor of its num_attention_heads, {heads}")
 
 
 def load_model(role, path, trust_remote_code=False, **options):

@@ -239,19 +239,27 @@ MODELS = {
     "no model type": (config(model_type=None), CONFIG),
     "a model type that is a number": (config(model_type=3), CONFIG),
     "heads that do not divide": (config(num_attention_heads=5), CONFIG),
-    "key-value heads that do not divide": (config(num_key_value_heads=3), ""),
-    "no heads": (config(num_attention_heads=0), ""),
-    "a negative size": (config(intermediate_size=-64), ""),
-    "negative layers": (config(num_hidden_layers=-1), ""),
-    "a hidden size of 0": (config(hidden_size=0), ""),
-    "a vocabulary as text": (config(vocab_size="360"), ""),
-    "a list for a size": (config(hidden_size=[32]), ""),
-    "an activation that is none": (config(hidden_act="swoosh"), ""),
-    "a rope that is none": (config(rope_parameters={"rope_type": "swirl"}), ""),
-    "a rope without its numbers": (config(rope_parameters={"rope_type": "yarn"}), ""),
-    "a rope that is text": (config(rope_scaling="linear", rope_parameters=None), ""),
-    "no such dtype": (config(dtype="float99"), ""),
-    "a context as text": (config(max_position_embeddings="long"), ""),
+    "key-value heads that do not divide": (
+        config(num_key_value_heads=3), "expected a divisor of its num_attention_heads, 4"),
+    "no key-value head": (config(num_key_value_heads=0), "says num_key_value_heads 0; expected a"),
+    "architectures that are a number": (config(architectures=3), "expected a list of names"),
+    "kinds of layers that do not exist": (config(layer_types=["a", "b"]), CONFIG),
+    "padding beyond the vocabulary": (config(pad_token_id=99999), WEIGHTS),
+    "quantized as text": (config(quantization_config="fp8"), CONFIG),
+    "no heads": (config(num_attention_heads=0), CONFIG),
+    "a negative size": (config(intermediate_size=-64), WEIGHTS),
+    "negative layers": (config(num_hidden_layers=-1), "says num_hidden_layers -1; expected a"),
+    "a hidden size of 0": (config(hidden_size=0), "says hidden_size 0; expected a whole number"),
+    "a vocabulary as text": (config(vocab_size="360"), CONFIG),
+    "a list for a size": (config(hidden_size=[32]), CONFIG),
+    "an activation that is none": (config(hidden_act="swoosh"), WEIGHTS),
+    "a rope that is none": (config(rope_parameters={"rope_type": "swirl"}), WEIGHTS),
+    "a rope without its numbers": (config(rope_parameters={"rope_type": "yarn"}), CONFIG),
+    "a rope that is text": (config(rope_scaling="linear", rope_parameters=None), CONFIG),
+    "no such dtype": (config(dtype="float99"), CONFIG),
+    "a context as text": (config(max_position_embeddings="long"), CONFIG),
+    "a context below 0": (
+        config(max_position_embeddings=-5), "says max_position_embeddings -5; expected a whole"),
     "an encoder and a decoder": (
         written("config.json", json.dumps({"model_type": "t5", "vocab_size": 360})),
         "is an encoder with a decoder (t5)"),
@@ -259,7 +267,8 @@ MODELS = {
         written("config.json", json.dumps({"model_type": "bert", "vocab_size": 360,
                                            "architectures": ["BertForMaskedLM"]})),
         "is a BertForMaskedLM, which reads a text from both sides"),
-    "a model of images": (written("config.json", json.dumps({"model_type": "vit"})), ""),
+    "a model of images": (
+        written("config.json", json.dumps({"model_type": "vit"})), "says vocab_size None"),
     # tokenizer
     "a tokenizer that is no JSON": (written("tokenizer.json", "no"), TOKENIZER),
     "a tokenizer cut off": (cut_off("tokenizer.json", 0.5), TOKENIZER),
@@ -272,19 +281,32 @@ MODELS = {
              removed("tokenizer.json")), TOKENIZER),
     "tokenizer settings cut off": (cut_off("tokenizer_config.json", 0.5), TOKENIZER),
     "tokenizer settings that are a list": (written("tokenizer_config.json", "[]"), TOKENIZER),
+    "an eos that is a number": (edited("tokenizer_config.json", eos_token=5), TOKENIZER),
+    "a chat template that is a list": (
+        edited("tokenizer_config.json", chat_template=[1, 2]), TOKENIZER),
+    "generation settings that are a list": (written("generation_config.json", "[]"), WEIGHTS),
     "a tokenizer with more ids than the head": (config(vocab_size=300), "its lm_head has 300"),
 }
 
 # --- all of them, as a student and as a teacher ---------------------------------------------------
 
+# Wrong configs of students that start from random weights.
+FROM_SCRATCH = [
+    "no config", "heads that do not divide", "key-value heads that do not divide",
+    "a negative size", "negative layers", "an activation that is none", "a rope that is none",
+    "no such dtype", "an encoder", "an encoder and a decoder", "a model of images"]
 # What a teacher may be.
 ONLY_STUDENTS = {"fp8"}  # transformers turns it into bfloat16 on a CPU
 # Command lines that name no folder of MODELS.
 PATHS = {
     "a file for a model": Wrong("--student={folder}/corpus20.jsonl", "no such directory"),
     "a link to nowhere": Wrong("--teacher={folder}/nowhere", "no such directory"),
+    "a directory of the home that is none": Wrong("--student=~/nowhere", "no such directory"),
     "a hub id with a typo": Wrong("--student=llama/lama-7b", "its config cannot be loaded"),
-    "no such embedding": Wrong("--student=~/nowhere", "no such directory"),
+    "a hub id of nobody": Wrong("--teacher=lama", "its config cannot be loaded"),
+    "no weights": Wrong("--student={folder}/no_weights", "--from_scratch starts from random"),
+    "a chat template that is no template": Wrong(
+        "--student={folder}/template --data={folder}/chats.jsonl", "template"),
 }
 
 
@@ -306,7 +328,6 @@ LAYOUTS = {
     "teacher by zero3": ("teacher", "--teacher_engine=zero3"),
     "teacher by tensor parallelism": ("teacher", "--teacher_tp=2"),
     "teacher by transformers": ("teacher", "--teacher_tp=2 --teacher_engine=transformers"),
-    "teacher on ranks of its own": ("teacher", "--teacher_ranks=1"),
 }
 IN_LAYOUTS = ["a file cut in the middle", "a tensor missing", "all names wrong", "another shape",
               "a layer too many", "a missing shard"]
@@ -323,7 +344,17 @@ def cases_in_layouts():
     return wrong
 
 
-WRONG = cases() | PATHS | cases_in_layouts()
+def cases_from_scratch():
+    """Return {name: Wrong} of students that are to start from random weights."""
+    wrong = {}
+    for name in FROM_SCRATCH:
+        number = list(MODELS).index(name)
+        change = f"--from_scratch --student={{folder}}/student{number}"
+        wrong[f"from scratch, {name}"] = Wrong(change, "--student ")
+    return wrong
+
+
+WRONG = cases() | PATHS | cases_in_layouts() | cases_from_scratch()
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +368,12 @@ def ended(models, texts, tmp_path_factory):
             edit(target)
     ds_config(folder / "zero3.json", 3, 4, 1)
     (folder / "nowhere").symlink_to(folder / "absent")
+    shutil.copytree(models[0], folder / "no_weights")
+    removed("model.safetensors")(folder / "no_weights")
+    shutil.copytree(models[0], folder / "template")
+    edited("tokenizer_config.json", chat_template="{% for x in %}")(folder / "template")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (folder / "chats.jsonl").write_text(json.dumps({"text": chat}) + "\n")
     base = [f"--student={models[0]}", f"--teacher={models[1]}",
             f"--data={write_corpus(folder, texts, 20)}",
             f"--ds_config={ds_config(folder / 'good.json', 2, 4, 1)}", "--steps=1",
@@ -352,6 +389,20 @@ def ended(models, texts, tmp_path_factory):
 def test_a_wrong_model_ends_with_one_line_and_code_2(ended, case):
     check_one_line(ended[case], WRONG[case].message)
     name = case.split(": ")[-1]
-    if name in MODELS:
+    if name in MODELS:  # in every layout the same words
         _, message = MODELS[name]
         assert message in ended[case][0].stderr, ended[case][0].stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_teacher_on_ranks_of_its_own_ends_with_one_line(models, texts, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(models[1], teacher)
+    weights(lose_one)(teacher)
+    base = [f"--student={models[0]}", f"--teacher={teacher}", "--teacher_ranks=1", "--steps=1",
+            f"--data={write_corpus(tmp_path, texts, 20)}", "--max_length=60",
+            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 4, 1)}"]
+    change = f"--output_dir={tmp_path / 'run'}"
+    outcomes = run_wrong(2, {"": Wrong(change, "")}, base, tmp_path)
+    check_one_line(outcomes[""], NAMES + "model.layers.1.self_attn.q_proj.weight")
+    assert not (tmp_path / "run").exists()
