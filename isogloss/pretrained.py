@@ -57,8 +57,8 @@ def _check_sizes(role, path, config):
                              "whole number above 0, as every language model has")
     context = getattr(config, "max_position_embeddings", None)  # None: without a limit
     if type(context) is int and context < 1:
-        raise ValueError(f"--{role} {path}: its config.json says max_position_embeddings {context}; "
-                         "expected a whole number above 0")
+        raise ValueError(f"--{role} {path}: its config.json says max_position_embeddings "
+                         f"{context}; expected a whole number above 0")
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
     if type(heads) is int and type(kv_heads) is int and (kv_heads < 1 or heads % kv_heads):
