@@ -1,6 +1,7 @@
 """Read and check all that the flags name but the weights' values, and load a run's batches."""
 
 import math
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,10 +109,10 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False):
     Raises:
         ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
     """
-    local = Path(path).expanduser()
     # a hub id is "name" or "org/name"; transformers would look for anything else on the hub
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not local.is_dir():
+    # os.path, because pathlib raises for paths that are too long or not to be read
+    if looks_local and not os.path.isdir(os.path.expanduser(path)):
         raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
                          "directory")
     config = load_config(role, path, trust_remote_code).get_text_config()
@@ -168,7 +169,8 @@ def check_models(cfg):
         check_weights("student", cfg.student, cfg.trust_remote_code)
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
-            check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
+            if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights
+                check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
 
 
 def load_data(cfg, student, encoders):

@@ -9,13 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    dynamic_module_utils,
+)
 
 import distill
 import ranks
 from isogloss.checkpoint import _gathered
 from isogloss.launch import silence_libraries, start_distributed
-from isogloss.pretrained import check_weights
+from isogloss.pretrained import check_weights, load_model
 from isogloss.student import load_student
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from projection_tools import generate
@@ -222,6 +227,23 @@ def test_surplus_parts_are_no_error(models, tmp_path, name):
     loaded = AutoModelForCausalLM.from_pretrained(model)
     expected = AutoModelForCausalLM.from_pretrained(models[0])
     assert equal(loaded.state_dict(), expected.state_dict())
+
+
+def test_the_language_model_of_one_that_also_sees(tmp_path):
+    """Its checkpoint names the layers in another way, and holds an image encoder besides."""
+    text = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    vision = dict(hidden_size=32, intermediate_size=48, depth=2, num_heads=4, patch_size=14,
+                  out_hidden_size=32)
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any("visual" in name for name in names)
+    check_weights("student", str(tmp_path))
+    model = load_model("student", str(tmp_path))
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    [name] = [name for name in names if name.endswith("embed_tokens.weight")]
+    assert torch.equal(model.get_input_embeddings().weight, names[name])
 
 
 def test_a_file_without_the_base_models_prefix_is_no_error(models, tmp_path):
