@@ -324,7 +324,7 @@ def load_tables(path):
         ValueError: missing or unreadable.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib raises for a folder that must not be read
         raise ValueError(f"{path}: no such file; make it with python -m projection_tools.build")
     try:
         if path.suffix == ".safetensors":
