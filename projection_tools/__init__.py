@@ -179,8 +179,11 @@ def load_tokenizer(flag, name, trust_remote_code=False):
     Raises:
         ValueError: it cannot be loaded, or is no fast tokenizer.
     """
-    from transformers import AutoTokenizer  # seconds to import, so only for the command line
+    from transformers import AutoTokenizer, logging  # seconds to import
 
+    # What it raises is reported in one line, which stands alone.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with reading(flag, name, "its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     try:
@@ -329,7 +332,8 @@ def load_tables(path):
     try:
         if path.suffix == ".safetensors":
             return _load_safetensors(path)
-        return torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings(action="ignore"):  # about pickles that torch did not write
+            return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises half a dozen types for a damaged file
         reason = type(error).__name__
         raise ValueError(
