@@ -22,7 +22,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoConfig
 
 from isogloss.batch import to_device
 from isogloss.checkpoint import (
@@ -47,6 +46,7 @@ from isogloss.launch import (
 from isogloss.layout import split_ranks
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
 from isogloss.objective import LossTerms, TeacherTerm
+from isogloss.pretrained import load_config
 from isogloss.remote_teachers import (
     TENSORS_PER_RESPONSE,
     TeacherClient,
@@ -127,7 +127,8 @@ def train_student(cfg, roles, device):
         learned = inputs.teachers[0].loss.learned_projection
         export_projection(state.engine, learned, Path(cfg.output_dir) / "projection.pt")
     if cfg.export:
-        export_model(state.engine, inputs.student.tokenizer, cfg.export)
+        export_model(
+            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code)
 
 
 def cli(argv=None):
@@ -407,8 +408,8 @@ def build_state(cfg, inputs, device, roles=None):
     sequence_group = None
     if cfg.sequence_parallel > 1:
         sequence_group = join_sequence_group(cfg.sequence_parallel)
-        config = AutoConfig.from_pretrained(cfg.student).get_text_config()
-        register_attention(config, sequence_group)
+        config = load_config("student", cfg.student, cfg.trust_remote_code)
+        register_attention(config.get_text_config(), sequence_group)
     model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else None)
     vocab = len(inputs.student.table)
     module = StudentWithLoss(model, vocab, cfg.tiled, cfg.activation_offload)

@@ -21,6 +21,10 @@ class Config:
 
     Args:
         student: hub id or directory of the model to train. Its tokenizer needs an eos token.
+        from_scratch: start from random weights, which the seed decides. Of the student's files only
+            config and tokenizer are read.
+        trust_remote_code: run the Python code that comes with a student or a teacher, which can do
+            anything. false refuses models that need it.
         teacher: hub id or directory of the frozen teacher. Not needed with kd_weight 0.
         teachers: several teachers instead of one, as a JSON list: [{"model": "A", "weight": 2,
             "loss": "gold"}, {"model": "B", "tp": 2}]. An entry may also have name (for its
@@ -110,7 +114,7 @@ class Config:
             recomputed in backward; for long sequences. 1 takes all at once.
         ds_config: DeepSpeed JSON; see ds_configs/README.md.
         learning_rate: fills "lr": "auto" of the ds_config. 0: the ds_config states it.
-        seed: of the data order and of dropout.
+        seed: of the data order, of dropout, and of the weights with from_scratch.
         output_dir: directory for metrics.jsonl, run.json and checkpoints.
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
@@ -127,6 +131,8 @@ class Config:
     """
 
     student: str = ""
+    from_scratch: bool = False
+    trust_remote_code: bool = False
     teacher: str = ""
     teachers: str = ""
     teacher_weights: str = "fixed"
@@ -281,8 +287,8 @@ FREE_ON_RESUME = {
 
 # The order of --help.
 GROUPS = {
-    "model": ["student", "sequence_parallel", "activation_checkpointing", "activation_offload",
-              "mlp_tiles"],
+    "model": ["student", "from_scratch", "trust_remote_code", "sequence_parallel",
+              "activation_checkpointing", "activation_offload", "mlp_tiles"],
     "data": ["data", "text_key", "split", "streaming", "train_on", "max_length",
              "teacher_max_length", "pack", "aligner", "eval_rows", "num_workers"],
     "loss": ["loss", "kd_weight", "ce_weight", "dynamic_scale", *loss_flags(), "learn_projection",

@@ -18,12 +18,13 @@ from deepspeed.module_inject import auto_tp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import ipc
 from isogloss.layout import Replica, node_size
+from isogloss.pretrained import load_config, load_model
 from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec
 from isogloss.text_scores import ScoredLogits, TextScores
@@ -335,7 +336,7 @@ class Zero3Model:
 
 def load_replicated(spec):
     """Load a whole copy on every rank."""
-    model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=_dtype(spec))
+    model = _load(spec)
     model = _frozen(model).to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
@@ -346,7 +347,7 @@ def load_replicated(spec):
 def load_tensor_parallel(spec):
     """Shard a model over neighboring ranks by DeepSpeed's inference engine."""
     replica = Replica(spec.degree)
-    config = AutoConfig.from_pretrained(spec.path)
+    config = _config(spec)
     with contextlib.ExitStack() as stack:
         # DeepSpeed prints every layer that it shards
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -373,7 +374,8 @@ def _shard_while_loading(spec, config, replica, stack):
     dtype = _dtype(spec)
     folder = _local_folder(spec.path)
     with deepspeed.OnDevice(dtype=dtype, device="meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     names = [file.name for file in _weight_files(folder)]
     file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
     file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
@@ -392,7 +394,7 @@ def _shard_while_loading(spec, config, replica, stack):
 def _shard_once_whole(spec, replica):
     """Return the same for a model type that DeepSpeed shards only after loading."""
     dtype = _dtype(spec)
-    model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype)
+    model = _load(spec)
     head = model.get_output_embeddings()
     weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
     engine = deepspeed.init_inference(model, tensor_parallel=_shape(spec, replica), dtype=dtype)
@@ -413,8 +415,7 @@ def load_transformers(spec):
     replica = Replica(spec.degree)
     folder = _local_folder(spec.path)
     _weight_files(folder)  # without them all ranks end here, not one of them below
-    model = _frozen(AutoModelForCausalLM.from_pretrained(
-        spec.path, dtype=dtype, distributed_config=DistributedConfig(tp_size=spec.degree)))
+    model = _frozen(_load(spec, distributed_config=DistributedConfig(tp_size=spec.degree)))
     names = {module: name for name, module in model.named_modules()}
     head = names[model.get_output_embeddings()]
     embedding = names[model.get_input_embeddings()]
@@ -433,7 +434,7 @@ def load_transformers(spec):
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         num_parameters += local.numel()
-    config = AutoConfig.from_pretrained(spec.path)
+    config = _config(spec)
     return ModelTeacher(
         _shared(model, replica, spec), _head(weight, bias, spec, config), spec, "transformers",
         num_parameters, len(replica.ranks))
@@ -449,25 +450,37 @@ def load_zero3(spec):
     if dtype != torch.float32:
         ds_config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
     keep_alive = HfDeepSpeedConfig(ds_config)  # from_pretrained partitions while this exists
-    model = _frozen(AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype))
-    del keep_alive
-    unset_hf_deepspeed_config()
+    try:
+        model = _frozen(_load(spec))
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
     head = model.get_output_embeddings()
     with deepspeed.zero.GatheredParameters(list(head.parameters())):
         weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
     engine = deepspeed.initialize(model=HiddenOrLogits(model), config=ds_config)[0]
     engine.eval()
     num_parameters = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
-    config = AutoConfig.from_pretrained(spec.path)
+    config = _config(spec)
     return ModelTeacher(
         Zero3Model(engine), _head(weight, bias, spec, config), spec, "zero3", num_parameters)
+
+
+def _load(spec, **options):
+    """Return the model of a spec, in the precision that it says."""
+    return load_model(
+        "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec), **options)
+
+
+def _config(spec):
+    return load_config("teacher", spec.path, spec.trust_remote_code)
 
 
 def _dtype(spec):
     """Return the torch.dtype of a spec's weights."""
     if spec.dtype != "auto":
         return getattr(torch, spec.dtype)
-    return AutoConfig.from_pretrained(spec.path).dtype or torch.float32
+    return _config(spec).dtype or torch.float32
 
 
 def _frozen(model):

@@ -3,6 +3,10 @@
 import contextlib
 from dataclasses import dataclass, field, fields
 
+from safetensors import SafetensorError
+
+from projection_tools import reason_of
+
 TEACHER_OUTPUTS = "hidden", "logits", "topk"
 # Positions whose logits exist at a time where no tile bounds them: 150 MB of 152k float32.  Not
 # tuned: more positions save calls, fewer save memory.
@@ -25,6 +29,7 @@ class TeacherSpec:
         output_topk: tokens of the output "topk"; the others get what is left in equal parts.
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
+        trust_remote_code: run the Python code that comes with the model.
         members, weights, space: of an ensemble, see `teachers.EnsembleTeacher`.
         number: of a remote teacher, its place among all of the job.
         client: of a remote teacher, `remote_teachers.TeacherClient`.
@@ -41,6 +46,7 @@ class TeacherSpec:
     output_topk: int = 256
     same_ids: bool = False
     sequence_parallel_size: int = 1
+    trust_remote_code: bool = False
     members: list = field(default_factory=list)
     weights: list = field(default_factory=list)
     space: str = "p"
@@ -72,13 +78,13 @@ class TeacherSpec:
 
 @contextlib.contextmanager
 def weights_of(role, path):
-    """Turn an OSError of loading into a ValueError that names the flag.
+    """Turn an error of reading files into a ValueError that names the flag.
 
     Raises:
         ValueError: a directory has a config, and no weights that can be read.
     """
     try:
         yield
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"--{role} {path}: its weights cannot be loaded ({reason})") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"--{role} {path}: its weights cannot be loaded ({reason_of(error)})") from None

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from isogloss.model_teachers import (
     ModelTeacher,
@@ -26,6 +25,7 @@ from isogloss.model_teachers import (
     load_zero3,
     resolve_engine,
 )
+from isogloss.pretrained import load_config
 from isogloss.remote_teachers import RemoteTeacher
 from isogloss.specs import TeacherSpec, weights_of
 from teacher_mixing import average_teachers
@@ -163,7 +163,7 @@ def load_teacher(spec: TeacherSpec) -> TeacherSource:
     """
     engine = spec.engine
     if engine in MODEL_ENGINES:
-        config = AutoConfig.from_pretrained(spec.path)
+        config = load_config("teacher", spec.path, spec.trust_remote_code)
         engine = resolve_engine(engine, spec.degree, config, dist.get_world_size())
     # the inference engine makes all ranks' random numbers equal
     with weights_of("teacher", spec.path), torch.random.fork_rng():
