@@ -33,11 +33,11 @@ from isogloss.checkpoint import (
 from isogloss.checks import check_logits, check_packing, check_sequence_shards
 from isogloss.config import GROUPS, Config
 from isogloss.counts import global_sums
-from isogloss.data import end_workers
 from isogloss.evaluate import evaluate
 from isogloss.inputs import check_inputs, load_batches
 from isogloss.launch import (
     fail,
+    fail_alone,
     fail_together,
     join_store,
     silence_libraries,
@@ -73,6 +73,7 @@ from isogloss.watch import (
     ignore_stop_signals,
     signal_handlers_restored,
 )
+from isogloss.workers import DataError, end_workers
 from projection_tools.flags import parse_flags
 from teacher_mixing import dynamic_scale
 
@@ -121,8 +122,10 @@ def train_student(cfg, roles, device):
             start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
         signals = StopSignals()  # before data workers start, which inherit its handlers
-        batches, held_out = load_batches(cfg, inputs, state.engine, device, start)
-        train(state, batches, held_out, start, inputs.ds_config, signals)
+        batches, held_out = load_batches(
+            cfg, inputs, state.engine, device, start, lambda: bool(signals.received))
+        with fail_alone(DataError):
+            train(state, batches, held_out, start, inputs.ds_config, signals)
     if cfg.learn_projection:
         learned = inputs.teachers[0].loss.learned_projection
         export_projection(state.engine, learned, Path(cfg.output_dir) / "projection.pt")

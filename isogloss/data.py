@@ -7,19 +7,16 @@ a run is its step number, whatever the number of ranks and workers.
 
 import glob
 import itertools
-import multiprocessing
-import signal
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import datasets
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from isogloss.batch import Collator, Example
 from isogloss.chat import SkippedChat, render
+from isogloss.workers import Loader, worker_of
 
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet",
            ".arrow": "arrow", ".csv": "csv"}
@@ -245,7 +242,7 @@ class StreamedExamples:
 
 
 @dataclass
-class MicroBatches(IterableDataset):
+class MicroBatches:
     """This rank's micro-batches, from step `start` on, without an end."""
 
     stream: ShuffledExamples | StreamedExamples
@@ -270,7 +267,7 @@ class MicroBatches(IterableDataset):
 
 
 @dataclass
-class HeldOutBatches(IterableDataset):
+class HeldOutBatches:
     """Yield the held-out rows that this rank reads; every rank yields as many batches."""
 
     dataset: datasets.Dataset | list
@@ -295,36 +292,12 @@ class HeldOutBatches(IterableDataset):
             yield self.collator(examples, sample_ids)
 
 
-def worker_of():
-    """Return (number of this data worker, workers); (0, 1) in the training process."""
-    info = get_worker_info()
-    return (info.id, info.num_workers) if info else (0, 1)
+def loader(batches, num_workers, asked_to_end=lambda: False):
+    """Return the Loader of batches.
 
-
-def loader(batches, num_workers):
-    """Return a DataLoader over ready-made batches that leaves the global random state alone."""
-    if isinstance(getattr(batches, "stream", None), StreamedExamples):
-        num_workers = min(num_workers, 1)  # more would split the stream between them
-    # forked workers inherit tokenizers and rows; they use no device
-    context = "fork" if num_workers else None
-    # Without a generator, the loader would draw the seed of its workers from the global one.
-    return DataLoader(batches, batch_size=None, num_workers=num_workers,
-                      worker_init_fn=_start_worker, multiprocessing_context=context,
-                      generator=torch.Generator().manual_seed(0))
-
-
-def _start_worker(_):
-    """Ignore the stop signals: a job takes a checkpoint before it ends, which needs its workers."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)  # workers run side by side
-
-
-def end_workers():
-    """Kill the data workers, which ignore the signal by which Python ends them at its exit.
-
-    Else a rank that failed would wait for them without an end.
+    Args:
+        asked_to_end: see `workers.Loader`.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch reports that they were killed
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    if isinstance(getattr(batches, "stream", None), StreamedExamples):
+        num_workers = min(num_workers, 1)  # each would read all of the stream
+    return Loader(batches, num_workers, asked_to_end)

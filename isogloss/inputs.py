@@ -291,12 +291,13 @@ def spelling_ids(cfg, student, encoder, device):
 # --- batches --------------------------------------------------------------------------------------
 
 
-def load_batches(cfg, inputs, engine, device, start):
+def load_batches(cfg, inputs, engine, device, start, asked_to_end=lambda: False):
     """Return (iterator over micro-batches from step `start` on, iterable over held-out ones).
 
     Args:
         inputs: RunInputs.
         engine: the DeepSpeed engine, which knows the batch sizes.
+        asked_to_end: see `workers.Loader`.
     """
     # ranks of a sequence group read the same samples
     reader_rank = dist.get_rank() // cfg.sequence_parallel
@@ -310,7 +311,7 @@ def load_batches(cfg, inputs, engine, device, start):
         engine.gradient_accumulation_steps(), reader_rank, num_readers, start)
     held_out = HeldOutBatches(inputs.held_out_data, reader, collator, micro_batch_size,
                               reader_rank, num_readers)
-    return iter(loader(batches, cfg.num_workers)), loader(held_out, 0)
+    return iter(loader(batches, cfg.num_workers, asked_to_end)), loader(held_out, 0)
 
 
 def build_collator(cfg, inputs, device, tile_mib=None):

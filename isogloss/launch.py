@@ -146,6 +146,22 @@ def fail_together(roles=None, what="checks"):
             fail(message_of_rank, loud=number == 0)
 
 
+@contextmanager
+def fail_alone(kind):
+    """End all ranks, with one line and code 2, when the block raises such an error on one of them.
+
+    For blocks in which the others wait for this rank; they end soon after it.
+
+    Args:
+        kind: type of error.
+    """
+    try:
+        yield
+    except kind as error:
+        current_watch().announce(str(error), 2, said=True)
+        fail(str(error), loud=True)
+
+
 def fail(message, loud=None):
     """End this process with exit code 2 and one line on stderr.
 

@@ -230,7 +230,7 @@ class Watch:
                 self.peers.append(peer)
         # a client of its own: one that waits for a value answers no other thread
         self.thread_store = self.store.clone()
-        self.heard = False
+        self.heard = None  # Ending by the failure that another rank has reported
         self.said = threading.Lock()
         self.end = threading.Event()
         self.thread = threading.Thread(target=self._look, daemon=True)
@@ -259,6 +259,8 @@ class Watch:
 
     def find_ending(self):
         """Return an Ending if another rank has failed or died; else None."""
+        if self.heard:  # the rank that reported it may be gone by now, and the store with it
+            return self.heard
         try:
             if self.thread_store.check(["failure"]):
                 return self._ending_by_failure()
@@ -284,13 +286,13 @@ class Watch:
 
     def _ending_by_failure(self):
         failure = read_value(self.thread_store, "failure")
-        if not self.heard:
-            self.heard = True
-            self.thread_store.add("heard", 1)
         speaks = self.number == 0 and not failure["said"]
-        if failure["code"] == 2:  # all ranks may be about to agree on it
-            return Ending(failure["line"], speaks, code=2, grace=REFUSAL_GRACE)
-        return Ending(failure["line"], speaks, at_once=True)
+        if failure["code"] == 2 and not failure["said"]:  # all ranks may be about to agree on it
+            self.heard = Ending(failure["line"], speaks, code=2, grace=REFUSAL_GRACE)
+        else:
+            self.heard = Ending(failure["line"], speaks, code=failure["code"], at_once=True)
+        self.thread_store.add("heard", 1)
+        return self.heard
 
     def _dead_peers(self):
         dead = []
@@ -338,11 +340,18 @@ class Watch:
         if ending:
             self.say(ending)
             raise SystemExit(ending.code) from None
-        self.end.set()  # the others end because of this rank, not the other way round
         reason = f"{type(error).__name__}: {error}"[:500]
         line = f"{self.this.name} failed ({reason}), so the job ends; its output has the traceback"
+        self.announce(line, 1, said=self.number == 0)
+
+    def announce(self, line, code, said):
+        """Tell all ranks why this one ends the job, and wait until they have heard of it.
+
+        Args: see `post_failure`.
+        """
+        self.end.set()  # the others end because of this rank, not the other way round
         with contextlib.suppress(dist.DistError):
-            self.post_failure(line, 1, said=self.number == 0)
+            self.post_failure(line, code, said)
             self._wait_until_heard()
 
     def _find_ending_within(self, seconds):

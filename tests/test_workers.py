@@ -1,0 +1,180 @@
+"""workers.py: batches as one process prepares them, and no process or wait without an end."""
+
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import datasets
+import pytest
+import torch
+
+import ranks
+from conftest import ROOT
+from isogloss import workers
+from isogloss.workers import DataError, Loader
+from jobs import ds_config, losses_of
+from launched import wait_until
+from wrong_input import outcomes
+
+
+class Tensors:
+    """Batches of many tensors, far beyond the 64 KiB that a pipe holds."""
+
+    def __init__(self, end=10**9):
+        self.end = end
+
+    def __iter__(self):
+        first, step = workers.worker_of()
+        for number in range(first, self.end, step):
+            yield [torch.full((4, 4096), number + i) for i in range(200)]
+
+
+class Raises:
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        yield torch.zeros(1)
+        raise self.error
+
+
+class Waits:
+    def __iter__(self):
+        while True:
+            time.sleep(60)
+        yield
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+def test_batches_come_in_order_to_their_end(num_workers):
+    read = list(Loader(Tensors(7), num_workers))
+    assert [int(batch[0][0, 0]) for batch in read] == list(range(7))
+    for number, batch in enumerate(read):
+        for i, tensor in enumerate(batch):
+            assert tensor.dtype == torch.int64 and bool((tensor == number + i).all())
+            tensor += 1  # it can be written to
+
+
+def test_batches_of_many_tensors_need_no_descriptors():
+    """Shared by descriptor, three batches of 200 tensors would need 600."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    batches = iter(Loader(Tensors(), 2))
+    next(batches)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, limits[1]))
+    try:
+        read = list(itertools.islice(batches, 6))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(read) == 6
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_wrong_data_is_a_line(num_workers):
+    batches = iter(Loader(Raises(ValueError("row 7 holds nothing")), num_workers))
+    next(batches)
+    with pytest.raises(DataError, match="^row 7 holds nothing$"):
+        next(batches)
+
+
+def test_any_other_error_of_a_worker_comes_with_its_traceback():
+    batches = iter(Loader(Raises(KeyError("text")), 1))
+    next(batches)
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*KeyError: 'text'"):
+        next(batches)
+
+
+def test_a_worker_that_dies_is_noticed():
+    batches = iter(Loader(Tensors(), 1))
+    next(batches)
+    [worker] = workers.multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=f"process {worker.pid}.* ended with code -9; .*workers"):
+        for _ in range(4):  # what it has sent before is read first
+            next(batches)
+
+
+def test_no_wait_is_without_an_end(monkeypatch):
+    monkeypatch.setattr(workers, "PERIOD", 0.01)
+    monkeypatch.setattr(workers, "PATIENCE", 0.05)
+    with pytest.raises(SystemExit) as end:
+        next(iter(Loader(Waits(), 1, asked_to_end=lambda: True)))
+    assert end.value.code == 128 + signal.SIGTERM
+    monkeypatch.setattr(workers, "TRAINING_TIMEOUT", workers.TRAINING_TIMEOUT * 0)
+    with pytest.raises(DataError, match="has sent nothing for 0 minutes"):
+        next(iter(Loader(Waits(), 1)))
+
+
+PARENT = """
+import multiprocessing, signal, socket, sys
+from isogloss.workers import Loader
+from test_workers import Tensors
+
+listener = socket.socket()  # as the store of the job
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listener.bind(("127.0.0.1", 0))
+listener.listen()
+batches = iter(Loader(Tensors(), 2))
+next(batches)
+workers = [worker.pid for worker in multiprocessing.active_children()]
+print(listener.getsockname()[1], *workers, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_process_that_they_work_for():
+    """They are blocked in a full pipe when it is killed; its port is free at once."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True,
+                              cwd=ROOT)
+    port, *processes = map(int, parent.stdout.readline().split())
+    assert len(processes) == 2
+    parent.kill()
+    parent.wait()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))
+        again.listen()
+    for process in processes:
+        wait_until(lambda process=process: not os.path.exists(f"/proc/{process}"))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_stream_has_one_order(num_workers):
+    """That of the training process itself, whatever prepares it."""
+    from isogloss.data import ExampleReader, MicroBatches, StreamedExamples, loader
+
+    rows = datasets.Dataset.from_dict({"text": [str(i) for i in range(50)]})
+
+    def read(num_workers):
+        stream = StreamedExamples(rows.to_iterable_dataset(), ExampleReader("text"), 3)
+        batches = MicroBatches(stream, lambda examples, _: examples, 2, 1, 0, 1)
+        return list(itertools.islice(iter(loader(batches, num_workers)), 40))
+
+    assert read(num_workers) == read(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_goes_wrong_ends_all_ranks_with_a_line(models, texts, tmp_path, num_workers):
+    """It is known row by row; the checkpoint of the steps before stays."""
+    rows = [{"text": text} for text in texts[:30]] + [{"text": 7}]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    config = ds_config(tmp_path / "ds.json", 2, 2, 1)
+    argv = [f"--student={models[0]}", f"--data={data}", f"--ds_config={config}", "--kd_weight=0",
+            "--streaming", "--max_length=60", "--steps=50", "--save_every=1",
+            f"--num_workers={num_workers}", f"--output_dir={tmp_path / 'run'}"]
+    ended = ranks.run(2, outcomes, tmp_path, argv, [""])
+    lines = "".join(of_rank[0].stderr for of_rank in ended)
+    assert [of_rank[0].exit_code for of_rank in ended] == [2, 2], lines
+    assert lines.count("distill.py: ") == 1 and "Traceback" not in lines, lines
+    assert "of the stream holds 7, expected text" in lines
+    last = losses_of(tmp_path / "run")[-1]["step"]
+    assert last > 0 and (tmp_path / "run" / "checkpoints" / f"step_{last:07d}").exists()
