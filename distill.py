@@ -10,6 +10,7 @@ Batch sizes, precision, optimizer, schedule and ZeRO live in the ds_config, ever
 flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs do.
 """
 
+import math
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ from transformers import AutoConfig
 
 from isogloss.batch import to_device
 from isogloss.checkpoint import (
+    checkpoint_name,
     export_model,
     export_projection,
     load_checkpoint,
@@ -61,7 +63,15 @@ from isogloss.sequence import (
     join_sequence_group,
     register_attention,
 )
-from isogloss.student import StudentWithLoss, gradient_norm, load_student, start_engine
+from isogloss.student import (
+    StudentWithLoss,
+    gradient_norm,
+    has_finite_state,
+    load_student,
+    loss_scale_can_fall,
+    spoil_gradient_unless_finite,
+    start_engine,
+)
 from isogloss.targets import teacher_targets, weigh_by_confidence
 from isogloss.teachers import load_teacher
 from projection_tools.flags import parse_flags
@@ -105,8 +115,11 @@ def main(cfg):
         if inputs.checkpoint:
             start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
+            state.last_checkpoint = inputs.checkpoint
         batches, held_out = load_batches(cfg, inputs, state.engine, device, start)
         train(state, batches, held_out, start, inputs.ds_config)
+    if cfg.learn_projection or cfg.export:
+        end_unless_finite(state, cfg.steps)
     if cfg.learn_projection:
         learned = inputs.teachers[0].loss.learned_projection
         export_projection(state.engine, learned, Path(cfg.output_dir) / "projection.pt")
@@ -139,6 +152,9 @@ class TrainState:
         client: TeacherClient of teachers on ranks of their own, or None.
         sequence_group: SequenceGroup that shares this rank's sequences, or None.
         scales: {teacher: factor of its next step}, of --dynamic_scale.
+        bad_steps: how many of the latest steps, one after the other, were not finite.
+        bad_parts: what was not finite in the latest of them.
+        last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
     """
 
     cfg: Config
@@ -149,6 +165,9 @@ class TrainState:
     client: TeacherClient | None = None
     sequence_group: SequenceGroup | None = None
     scales: dict = field(default_factory=dict)
+    bad_steps: int = 0
+    bad_parts: str = ""
+    last_checkpoint: Path | None = None
 
 
 def train(state, batches, held_out, start, ds_config):
@@ -182,6 +201,9 @@ def train(state, batches, held_out, start, ds_config):
         metrics |= speed_metrics(state.engine, state.device, metrics["tokens"], seconds)
         log.write(step, metrics)
         log.advance(metrics)
+        if state.bad_steps == cfg.max_bad_steps:
+            log.close()
+            give_up(state, step)
         if times_collectives and step == min(start + TIMED_STEPS, cfg.steps):
             deepspeed.comm.log_summary()
             deepspeed.comm.comm.comms_logger.enabled = False
@@ -229,15 +251,17 @@ def train_step(state, micro_batches):
     for batch, batch_targets in zip(micro_batches, targets):
         loss, batch_sums = engine(batch.student, loss_terms(state, batch, batch_targets, weights))
         sums += batch_sums
-        engine.backward(loss)
+        engine.backward(spoil_gradient_unless_finite(loss))
         local_norm = gradient_norm(engine)
-        engine.step()  # changes weights after the last micro-batch only
+        # changes weights after the last micro-batch only, and none if the gradient is not finite
+        engine.step()
     release_teachers(state)
     # 4. global means
     sums = global_sums(sums.flatten(), state.device).view(-1, 2).tolist()
+    count_bad_steps(state, sums)
     metrics = step_metrics(state, counts, sums, targets[0])
     norm = float(engine.get_global_grad_norm() or local_norm)
-    return metrics | {"lr": lr, "grad_norm": norm}
+    return metrics | {"lr": lr, "grad_norm": norm, "skipped_steps": engine.skipped_steps}
 
 
 def sum_counts(micro_batches):
@@ -336,7 +360,8 @@ def step_metrics(state, counts, sums, targets):
         if len(state.teachers) > 1 or cfg.dynamic_scale:
             of_teacher["kd_weight"] = weight
         metrics |= named(state, setup, of_teacher)
-        if cfg.dynamic_scale and kd > 0:  # a step without a term of this teacher has no ratio
+        # a step without a term of this teacher has no ratio, nor has one that was skipped
+        if cfg.dynamic_scale and kd > 0 and state.engine.was_step_applied():
             scale = dynamic_scale(torch.tensor(ce), torch.tensor(kd))
             state.scales[setup.name] = float(scale)
     metrics["tokens"] = int(counts.tokens)
@@ -348,6 +373,57 @@ def named(state, setup, metrics):
     if len(state.teachers) == 1:
         return metrics
     return {f"{key}/{setup.name}": value for key, value in metrics.items()}
+
+
+# --- steps that are not finite; every rank comes to the same conclusions --------------------------
+
+
+def count_bad_steps(state, sums):
+    """Count, after a step, how many in a row were skipped because something was not finite.
+
+    With fp16's loss scale, an overflow of the gradient alone is routine until the scale is at its
+    minimum.
+
+    Args:
+        sums: global [cross-entropy, distillation loss] of every teacher, nats.
+    """
+    parts = []
+    if not math.isfinite(sums[0][0]):
+        parts.append("the cross-entropy")
+    for setup, (_, kd) in zip(state.teachers, sums):
+        if not math.isfinite(kd):
+            parts.append(f"the distillation loss of teacher {setup.name}")
+    is_routine = not parts and loss_scale_can_fall(state.engine)
+    if state.engine.was_step_applied() or is_routine:
+        state.bad_steps = 0
+    else:
+        state.bad_steps += 1
+        state.bad_parts = " and ".join(parts) or "the gradient, though every loss was finite"
+
+
+def give_up(state, step):
+    """Save the state before the bad steps, which is that after them, and end with exit code 1."""
+    save(state, step)
+    first = step - state.bad_steps + 1
+    steps = f"step {step}" if first == step else f"steps {first} to {step}"
+    fail(f"{steps}: {state.bad_parts} was not finite, so no weight was changed, and the job ends "
+         f"after {state.bad_steps} such steps in a row (--max_bad_steps); "
+         f"{describe_last_checkpoint(state)}; check the data and the teacher of these steps and "
+         "the learning rate before them, or walk over them with a larger --max_bad_steps", code=1)
+
+
+def end_unless_finite(state, step):
+    """End the job with exit code 1 if weights or optimizer state on any rank are not finite."""
+    num_bad_ranks = global_sums([not has_finite_state(state.engine)], state.device).sum()
+    if num_bad_ranks:
+        fail(f"step {step}: the weights or the optimizer's state are not finite, so nothing is "
+             f"saved; {describe_last_checkpoint(state)}; lower the learning rate", code=1)
+
+
+def describe_last_checkpoint(state):
+    if state.last_checkpoint is None:
+        return "there is no checkpoint"
+    return f"the last good checkpoint is {state.last_checkpoint}"
 
 
 # --- once in a while: evaluate, save; all ranks take part -----------------------------------------
@@ -367,10 +443,24 @@ def run_evaluation(state, held_out):
 
 
 def save(state, step):
-    """Write a checkpoint."""
+    """Write a checkpoint of the last good step, which `step` is or bad steps lie in between.
+
+    Bad steps change nothing, so the state is still that of the good one.  A resumed run meets them
+    again.
+    """
     cfg = state.cfg
-    save_checkpoint(state.engine, checkpoint_folder(cfg), step, run_identity(cfg), run_layout(cfg),
-                    cfg.keep_checkpoints, {"scales": state.scales})
+    folder = checkpoint_folder(cfg)
+    good_step = step - state.bad_steps
+    keep = cfg.keep_checkpoints
+    if state.bad_steps:
+        exists = state.last_checkpoint and state.last_checkpoint.name == checkpoint_name(good_step)
+        if exists or good_step == 0:
+            return
+        keep += 1  # weights can be finite and useless: the one before stays
+    end_unless_finite(state, step)
+    save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
+                    {"scales": state.scales})
+    state.last_checkpoint = folder / checkpoint_name(good_step)
 
 
 # --- build ----------------------------------------------------------------------------------------

@@ -56,6 +56,10 @@ def _replace_folder(scratch, target):
 # --- save -----------------------------------------------------------------------------------------
 
 
+def checkpoint_name(step):
+    return f"step_{step:07d}"
+
+
 def save_checkpoint(engine, folder, step, identity, layout, keep, state):
     """Write ``folder/step_NNNNNNN`` and remove the oldest checkpoints; all ranks take part.
 
@@ -65,7 +69,7 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
         keep: number of checkpoints to leave, this one included.
         state: JSON-able dict of what else the run needs to resume, the same on every rank.
     """
-    target = Path(folder) / f"step_{step:07d}"
+    target = Path(folder) / checkpoint_name(step)
     scratch = scratch_of(target)
     rank = dist.get_rank()
     if rank == 0:

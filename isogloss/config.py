@@ -113,6 +113,8 @@ class Config:
             last step only.
         save_every: steps between checkpoints. 0 saves on SIGTERM only.
         keep_checkpoints: how many of them to keep, 1 or more.
+        max_bad_steps: how many steps in a row may have a loss or a gradient that is not finite, 1
+            or more; then the job ends. Such steps change no weight.
         resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a
             checkpoint.
         export: directory for the trained student in Hugging Face format. Empty: none.
@@ -177,6 +179,7 @@ class Config:
     eval_every: int = 0
     save_every: int = 0
     keep_checkpoints: int = 2
+    max_bad_steps: int = 3
     resume: str = "auto"
     export: str = ""
     log_comms: bool = False
@@ -257,7 +260,7 @@ LOWEST = dict(
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
     teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, teacher_output_topk=1,
-    teacher_alpha=0, temperature=LOWEST_TEMPERATURE)
+    teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE)
 
 # The largest value of a flag: beyond it random generators or float32 fail, or no machine suffices.
 HIGHEST = dict(
@@ -270,9 +273,9 @@ TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mea
 
 # Flags that may change when a run resumes; all others decide what is learned.
 FREE_ON_RESUME = {
-    "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
-    "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config", "sequence_parallel",
-    "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
+    "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps",
+    "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
+    "sequence_parallel", "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
     "activation_checkpointing", "activation_offload", "mlp_tiles"}
 
 # The order of --help.
@@ -288,8 +291,8 @@ GROUPS = {
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",
                             "teacher_offload"],
     "run": ["ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
-            "save_every", "keep_checkpoints", "resume", "export", "log_comms", "wandb_project",
-            "local_rank"],
+            "save_every", "keep_checkpoints", "max_bad_steps", "resume", "export", "log_comms",
+            "wandb_project", "local_rank"],
 }
 
 
