@@ -202,8 +202,7 @@ def train(state, batches, held_out, start, ds_config):
         log.write(step, metrics)
         log.advance(metrics)
         if state.bad_steps == cfg.max_bad_steps:
-            log.close()
-            give_up(state, step)
+            give_up(state, step, log)
         if times_collectives and step == min(start + TIMED_STEPS, cfg.steps):
             deepspeed.comm.log_summary()
             deepspeed.comm.comm.comms_logger.enabled = False
@@ -212,7 +211,7 @@ def train(state, batches, held_out, start, ds_config):
         # any rank may have got the signal: all of them stop in the same step
         stop = global_sums([len(stop_requested)], state.device).sum() > 0
         if stop or (cfg.save_every and step % cfg.save_every == 0):
-            save(state, step)
+            save(state, step, log)
         if stop:
             log.close()
             raise SystemExit(128 + signal.SIGTERM)
@@ -401,9 +400,10 @@ def count_bad_steps(state, sums):
         state.bad_parts = " and ".join(parts) or "the gradient, though every loss was finite"
 
 
-def give_up(state, step):
+def give_up(state, step, log):
     """Save the state before the bad steps, which is that after them, and end with exit code 1."""
-    save(state, step)
+    save(state, step, log)
+    log.close()
     first = step - state.bad_steps + 1
     steps = f"step {step}" if first == step else f"steps {first} to {step}"
     fail(f"{steps}: {state.bad_parts} was not finite, so no weight was changed, and the job ends "
@@ -412,10 +412,12 @@ def give_up(state, step):
          "the learning rate before them, or walk over them with a larger --max_bad_steps", code=1)
 
 
-def end_unless_finite(state, step):
+def end_unless_finite(state, step, log=None):
     """End the job with exit code 1 if weights or optimizer state on any rank are not finite."""
     num_bad_ranks = global_sums([not has_finite_state(state.engine)], state.device).sum()
     if num_bad_ranks:
+        if log:
+            log.close()
         fail(f"step {step}: the weights or the optimizer's state are not finite, so nothing is "
              f"saved; {describe_last_checkpoint(state)}; lower the learning rate", code=1)
 
@@ -442,7 +444,7 @@ def run_evaluation(state, held_out):
     return {f"eval/{key}": value for key, value in metrics.items()}
 
 
-def save(state, step):
+def save(state, step, log):
     """Write a checkpoint of the last good step, which `step` is or bad steps lie in between.
 
     Bad steps change nothing, so the state is still that of the good one.  A resumed run meets them
@@ -457,7 +459,7 @@ def save(state, step):
         if exists or good_step == 0:
             return
         keep += 1  # weights can be finite and useless: the one before stays
-    end_unless_finite(state, step)
+    end_unless_finite(state, step, log)
     save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
                     {"scales": state.scales})
     state.last_checkpoint = folder / checkpoint_name(good_step)

@@ -6,21 +6,17 @@ It is written under a scratch name and renamed when every rank is done, so a che
 name is complete.
 
 In the layout that wrote it, a run resumes bit by bit.  In another layout (number of ranks, ZeRO
-stage, sequence parallelism) DeepSpeed's universal format carries it over, and only what dropout
-draws differs.
+stage, sequence parallelism) convert.py carries it over, and only what dropout draws differs.
 
 Tests: tests/test_distributed.py.
 """
 
-import contextlib
-import io
 import itertools
 import json
 import os
 import random
 import shutil
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import deepspeed
@@ -28,9 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 from transformers import AutoModelForCausalLM
 
+from isogloss.convert import check_convertible, load_converted
 from projection_tools import save_atomically
 
 # --- complete or absent ---------------------------------------------------------------------------
@@ -150,22 +146,32 @@ def find_checkpoint(choice, folder, identity):
             f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder "
             "step_*"
         )
-    differences = _differences(position_of(checkpoint)["run"], identity)
-    if differences:
-        raise ValueError(
-            f"--resume={choice}: {checkpoint} belongs to another run ({differences}); use the same "
-            "settings or another --output_dir"
-        )
+    check_identity(choice, checkpoint, identity)
     return checkpoint
 
 
-def _differences(saved, current):
-    """Describe the keys of `current` whose values differ from those saved; "" if none does."""
-    lines = []
-    for key, value in current.items():
-        if saved.get(key) != value:
-            lines.append(f"{key} was {saved.get(key)!r}, is {value!r}")
-    return "; ".join(lines)
+def check_identity(choice, checkpoint, identity):
+    """Check that a checkpoint belongs to the run with this identity.
+
+    Raises:
+        ValueError: it does not; the line says what to do.
+    """
+    saved = position_of(checkpoint)["run"]
+    differing = [key for key, value in identity.items() if saved.get(key) != value]
+    if not differing:
+        return
+    values = [f"{key} was {saved.get(key)!r}, is {identity[key]!r}" for key in differing]
+    if differing == ["schedule"]:
+        raise ValueError(
+            f"--resume={choice}: {checkpoint} has another learning-rate schedule ({values[0]}); "
+            "add --extend_schedule to go on with the new one, by which the learning rate jumps, or "
+            'keep the old one: write its numbers in place of "auto" into the ds_config, or use '
+            "the same --steps"
+        )
+    raise ValueError(
+        f"--resume={choice}: {checkpoint} belongs to another run ({'; '.join(values)}); use the "
+        "same settings or another --output_dir"
+    )
 
 
 def position_of(checkpoint):
@@ -180,23 +186,12 @@ def needs_conversion(checkpoint, layout):
     """Return whether a checkpoint was written in another layout; the engine must know at its start.
 
     Raises:
-        ValueError: DeepSpeed 0.19.8 does not convert from or to ZeRO stage 0, nor from stage 3 to
-            stages 1 and 2 (IndexError while it loads the optimizer).
+        ValueError: it cannot be converted, see `convert.check_convertible`.
     """
-    saved = position_of(checkpoint)["layout"]
-    if saved == layout:
+    position = position_of(checkpoint)
+    if position["layout"] == layout:
         return False
-    if 0 in (saved["zero_stage"], layout["zero_stage"]):
-        raise ValueError(
-            f"--resume: {checkpoint} has another layout ({_differences(saved, layout)}), and "
-            "checkpoints cannot be converted from or to ZeRO stage 0; use the same layout, or "
-            "stages 1 to 3 on both sides"
-        )
-    if saved["zero_stage"] == 3 and layout["zero_stage"] != 3:
-        raise ValueError(
-            f"--resume: {checkpoint} was written with ZeRO stage 3, which cannot be converted to "
-            f"stage {layout['zero_stage']}; resume with stage 3"
-        )
+    check_convertible(checkpoint, position, layout)
     return True
 
 
@@ -212,95 +207,16 @@ def load_checkpoint(engine, checkpoint, convert=False):
     Returns:
         (step, state), as they were saved.
     """
+    position = position_of(checkpoint)
     if convert:
-        _load_converted(engine, checkpoint)
+        stages = position["layout"]["zero_stage"], engine.zero_optimization_stage()
+        load_converted(engine, checkpoint, scratch_of(checkpoint), stages)
     else:
         engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
         # Only here: in another layout, ranks and random states do not correspond.
         random_path = checkpoint / f"random_{dist.get_rank()}.pt"
         set_random_state(torch.load(random_path, weights_only=True))
-    position = position_of(checkpoint)
     return position["step"], position.get("state", {})
-
-
-def _load_converted(engine, checkpoint):
-    """Load a checkpoint of another layout into an engine that was started with load_universal."""
-    universal = scratch_of(checkpoint)
-    if dist.get_rank() == 0:
-        shutil.rmtree(universal, ignore_errors=True)
-        arguments = Namespace(
-            input_folder=str(checkpoint),
-            output_folder=str(universal),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-        # The tool prints its progress.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            ds_to_universal(arguments)
-        normalize_universal_checkpoint(universal)
-    dist.barrier()
-    engine.load_checkpoint(str(universal.parent), tag=universal.name)
-    # weights_only=False: the file was just written from the run's own checkpoint.
-    saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
-    repair_optimizer_state(engine.optimizer, saved["param_groups"])
-    dist.barrier()  # every rank has read it
-    if dist.get_rank() == 0:
-        shutil.rmtree(universal)
-        (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
-
-
-def repair_optimizer_state(optimizer, saved_groups):
-    """Undo two faults of ZeRO stage 3 in loading a universal checkpoint.
-
-    It gives all parameter groups the settings of the first, weight decay included.  And it gives
-    all parameters one and the same tensor as step counter, which every one of them then advances.
-
-    Args:
-        saved_groups: param_groups of the checkpoint's optimizer, in the same order.
-    """
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        for key, value in saved.items():
-            if key != "params":
-                group[key] = value
-    # ZeRO wraps the optimizer whose state this is.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for state in inner.state.values():
-        if torch.is_tensor(state.get("step")):
-            state["step"] = state["step"].clone()
-
-
-def normalize_universal_checkpoint(universal):
-    """Add to a universal checkpoint the files and keys that only the other ZeRO stages look for.
-
-    Beside the weights, stages 1 and 2 look for other files and keys than stage 3; DeepSpeed writes
-    only those of the stage that saved.  This suffices from stages 1 and 2 to any.  From stage 3 it
-    suffices to stage 3 alone: DeepSpeed 0.19.8 saves its weights in a form that the other stages
-    cannot load.
-    """
-    of_stages_1_2 = universal / "mp_rank_00_model_states.pt"
-    of_stage_3 = universal / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    if not of_stages_1_2.exists():
-        shutil.copy(of_stage_3, of_stages_1_2)
-    if not of_stage_3.exists():
-        shutil.copy(of_stages_1_2, of_stage_3)
-
-    path = universal / "zero" / "optimizer_state.pt"
-    saved = torch.load(path, weights_only=False)
-    if "optimizer_state_dict" in saved:  # written by stage 3, which has one step for all parameters
-        step = saved["optimizer_state_dict"]["state"][0]["step"]
-        for file in path.parent.rglob("exp_avg.pt"):
-            torch.save(step, file.with_name("step.pt"))
-        saved.setdefault("ds_version", deepspeed.__version__)
-    else:  # written by stage 1 or 2, which have a step for each; they are equal
-        step = torch.load(next(path.parent.rglob("step.pt")), weights_only=False)
-        saved["optimizer_state_dict"] = {
-            "state": {0: {"step": step}},
-            "param_groups": saved["param_groups"],
-        }
-    torch.save(saved, path)
 
 
 # --- random state ---------------------------------------------------------------------------------

@@ -117,6 +117,8 @@ class Config:
             or more; then the job ends. Such steps change no weight.
         resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a
             checkpoint.
+        extend_schedule: resume also where the schedule has another length than before, as by an
+            "auto" total_num_steps with other --steps. The learning rate then jumps. false refuses.
         export: directory for the trained student in Hugging Face format. Empty: none.
         log_comms: time every collective of the engine and of sequence-parallel attention for 100
             steps, which slows them down, and print a summary.
@@ -181,6 +183,7 @@ class Config:
     keep_checkpoints: int = 2
     max_bad_steps: int = 3
     resume: str = "auto"
+    extend_schedule: bool = False
     export: str = ""
     log_comms: bool = False
     wandb_project: str = ""
@@ -271,12 +274,14 @@ HIGHEST = dict(
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
 
-# Flags that may change when a run resumes; all others decide what is learned.
+# Flags that may change when a run resumes; all others decide what is learned.  Of `steps` this is
+# true where the schedule does not follow from it, see `run_identity.expected_identity`.
 FREE_ON_RESUME = {
     "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps",
     "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
     "sequence_parallel", "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
-    "activation_checkpointing", "activation_offload", "mlp_tiles"}
+    "activation_checkpointing", "activation_offload", "mlp_tiles", "pack", "tiled",
+    "loss_memory_mib", "extend_schedule"}
 
 # The order of --help.
 GROUPS = {
@@ -291,8 +296,8 @@ GROUPS = {
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",
                             "teacher_offload"],
     "run": ["ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
-            "save_every", "keep_checkpoints", "max_bad_steps", "resume", "export", "log_comms",
-            "wandb_project", "local_rank"],
+            "save_every", "keep_checkpoints", "max_bad_steps", "resume", "extend_schedule",
+            "export", "log_comms", "wandb_project", "local_rank"],
 }
 
 

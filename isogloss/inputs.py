@@ -33,7 +33,7 @@ from isogloss.evaluate import SpellingIds
 from isogloss.layout import node_size, teacher_groups
 from isogloss.loss_table import build_loss
 from isogloss.model_teachers import resolve_engine
-from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
 from isogloss.specs import TeacherSpec
@@ -88,9 +88,10 @@ def check_inputs(cfg, device, roles=None):
     check_with_deepspeed(ds_config, cfg.ds_config)
     train_data, held_out_data = load_data(cfg, student, encoders)
     teachers = plan_teachers(cfg, student, encoders, device)
-    checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
+    checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     convert = checkpoint is not None and needs_conversion(checkpoint, run_layout(cfg))
-    if convert:  # the engine has to know before it starts
+    # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
+    if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
     # an export replaces its directory, so it must not hold anything else
     export = Path(cfg.export)

@@ -97,11 +97,20 @@ def load_student(cfg, ds_config, attention=None):
 def start_engine(module, ds_config, path, projection_learning_rate=0.0):
     """Wrap a StudentWithLoss in a DeepSpeed engine.
 
-    Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
-
     Args:
         path: of the ds_config, for errors.
         projection_learning_rate: of a learned projection; 0: the student's.
+    """
+    groups = optimizer_groups(module, projection_learning_rate)
+    engine = start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
+    let_overflow_skip_steps(engine)
+    return engine
+
+
+def optimizer_groups(module, projection_learning_rate=0.0):
+    """Return the parameter groups of the optimizer; checkpoints rely on their order.
+
+    Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
     """
     matrices = []
     vectors = []
@@ -113,10 +122,7 @@ def start_engine(module, ds_config, path, projection_learning_rate=0.0):
     if projection_learning_rate:
         projection["lr"] = projection_learning_rate
     groups = [projection, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    engine = start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
-    let_overflow_skip_steps(engine)
-    return engine
+    return [group for group in groups if group["params"]]
 
 
 # --- steps that are not finite --------------------------------------------------------------------
