@@ -255,12 +255,8 @@ def test_a_run_resumes_in_another_layout(models, texts, tmp_path):
             names = {path.name for path in saved.parent.iterdir()}
             # DeepSpeed puts zero_to_fp32.py beside its checkpoints
             assert {name for name in names if "zero_to" not in name} == {"step_0000003"}
-    _, codes = run(Layout(2, 1, 0, 4, 1), f"--resume={saved}")
-    assert codes == {2}  # ZeRO stage 0
     _, codes = run(Layout(2, 1, 3, 4, 2), f"--resume={saved}")
     assert codes == {2}  # 16 samples a step
-    _, codes = run(Layout(2, 1, 2, 4, 1), f"--resume={saved}")
-    assert codes == {2}  # from stage 3, which is what `saved` is, to stage 2
 
 
 # --- teachers -------------------------------------------------------------------------------------
