@@ -11,7 +11,6 @@ flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs 
 """
 
 import math
-import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -24,7 +23,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoConfig
 
 from isogloss.batch import to_device
 from isogloss.checkpoint import (
@@ -34,7 +32,7 @@ from isogloss.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from isogloss.checks import check_heads, check_packing, check_sequence_shards
+from isogloss.checks import check_logits, check_packing, check_sequence_shards
 from isogloss.config import GROUPS, Config
 from isogloss.counts import global_sums
 from isogloss.data import end_workers
@@ -43,19 +41,21 @@ from isogloss.inputs import check_inputs, load_batches
 from isogloss.launch import (
     fail,
     fail_together,
-    report_dead_ranks,
+    join_store,
     silence_libraries,
     start_distributed,
 )
 from isogloss.layout import split_ranks
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
 from isogloss.objective import LossTerms, TeacherTerm
+from isogloss.pretrained import load_config
 from isogloss.remote_teachers import (
     TENSORS_PER_RESPONSE,
     TeacherClient,
     client_size,
     serve_requests,
 )
+from isogloss.rendezvous import LOADING_TIMEOUT, TRAINING_TIMEOUT, set_timeout
 from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
 from isogloss.sequence import (
     ATTENTION,
@@ -63,6 +63,7 @@ from isogloss.sequence import (
     join_sequence_group,
     register_attention,
 )
+from isogloss.specs import TeacherSpec
 from isogloss.student import (
     StudentWithLoss,
     gradient_norm,
@@ -74,6 +75,14 @@ from isogloss.student import (
 )
 from isogloss.targets import teacher_targets, weigh_by_confidence
 from isogloss.teachers import load_teacher
+from isogloss.watch import (
+    StopSignals,
+    current_watch,
+    end_together,
+    end_with_launchers,
+    ignore_stop_signals,
+    signal_handlers_restored,
+)
 from projection_tools.flags import parse_flags
 from teacher_mixing import dynamic_scale
 
@@ -83,30 +92,36 @@ from teacher_mixing import dynamic_scale
 def main(cfg):
     """Train, export, and end; wrong input ends every rank with one line before the first step."""
     silence_libraries()
-    try:
-        roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
-    except ValueError as error:
-        fail(str(error))
-    device = start_distributed()
-    if roles and roles.role == "teacher":
-        return serve_teachers(cfg, roles, device)
+    with signal_handlers_restored(), end_with_launchers():
+        try:
+            roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
+            join_store()
+        except ValueError as error:
+            fail(str(error))
+        run = serve_teachers if roles and roles.role == "teacher" else train_student
+        with end_together(roles):
+            run(cfg, roles, start_distributed(roles))
+
+
+def train_student(cfg, roles, device):
+    """Run a rank of the student from its inputs to its export."""
     with fail_together(roles, "inputs"):
         inputs = check_inputs(cfg, device, roles)
     if roles and roles.local_rank == 0:
-        roles.publish("teacher specs", single_specs(inputs.teachers))
+        specs = [spec.to_plain() for spec in single_specs(inputs.teachers)]
+        roles.publish("teacher specs", specs)
     # of dropout, different on every rank; the order of the data has a seed of its own
     transformers.set_seed(cfg.seed + dist.get_rank())
     with fail_together(roles, "models"):
         state = build_state(cfg, inputs, device, roles)
-    with report_dead_ranks(roles), ExitStack() as stack:
+    with ExitStack() as stack:
         stack.callback(end_workers)
         if roles:
             connect(state, roles)
             stack.push(partial(shut_down, state.client))
         stack.callback(close_teachers, state)
         with fail_together():
-            if cfg.tiled:
-                check_heads(state, list(range(min(8, state.vocab))))
+            check_logits(state, list(range(min(8, state.vocab))))
             if cfg.sequence_parallel > 1:
                 check_sequence_shards(state)
             if cfg.pack:
@@ -116,15 +131,17 @@ def main(cfg):
             start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
             state.last_checkpoint = inputs.checkpoint
+        signals = StopSignals()  # before data workers start, which inherit its handlers
         batches, held_out = load_batches(cfg, inputs, state.engine, device, start)
-        train(state, batches, held_out, start, inputs.ds_config)
+        train(state, batches, held_out, start, inputs.ds_config, signals)
     if cfg.learn_projection or cfg.export:
         end_unless_finite(state, cfg.steps)
     if cfg.learn_projection:
         learned = inputs.teachers[0].loss.learned_projection
         export_projection(state.engine, learned, Path(cfg.output_dir) / "projection.pt")
     if cfg.export:
-        export_model(state.engine, inputs.student.tokenizer, cfg.export)
+        export_model(
+            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code)
 
 
 def cli(argv=None):
@@ -170,22 +187,24 @@ class TrainState:
     last_checkpoint: Path | None = None
 
 
-def train(state, batches, held_out, start, ds_config):
-    """Train from step `start` to the last one; SIGTERM on any rank ends all, with a checkpoint.
+def train(state, batches, held_out, start, ds_config, signals):
+    """Train from step `start` to the last one; a signal on any rank ends all, with a checkpoint.
 
     Args:
         batches: iterator over this rank's micro-batches, from `start` on.
         held_out: iterable over its held-out batches.
+        signals: StopSignals.
     """
     cfg = state.cfg
-    stop_requested = []  # a signal handler can only append
-    signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))
+    current_watch().training = True
+    set_timeout(TRAINING_TIMEOUT)
     log = Log(cfg, start, ds_config)
     times_collectives = ds_config.get("comms_logger", {}).get("enabled")
     if times_collectives:
         time_collectives()
     if cfg.eval_rows and start == 0:
         log.write(0, run_evaluation(state, held_out))
+        end_if_stopped(signals.agree(state.device), log)  # there is nothing to save yet
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
         begin = time.perf_counter()
@@ -208,14 +227,18 @@ def train(state, batches, held_out, start, ds_config):
             deepspeed.comm.comm.comms_logger.enabled = False
         if evaluates:
             log.write(step, run_evaluation(state, held_out))
-        # any rank may have got the signal: all of them stop in the same step
-        stop = global_sums([len(stop_requested)], state.device).sum() > 0
+        stop = signals.agree(state.device)
         if stop or (cfg.save_every and step % cfg.save_every == 0):
             save(state, step, log)
-        if stop:
-            log.close()
-            raise SystemExit(128 + signal.SIGTERM)
+        end_if_stopped(stop, log)
     log.close()
+
+
+def end_if_stopped(stop, log):
+    """End this rank, as all others, if one of them has received the signal `stop`; 0: none."""
+    if stop:
+        log.close()
+        raise SystemExit(128 + stop)
 
 
 def next_micro_batches(state, batches):
@@ -477,8 +500,8 @@ def build_state(cfg, inputs, device, roles=None):
     sequence_group = None
     if cfg.sequence_parallel > 1:
         sequence_group = join_sequence_group(cfg.sequence_parallel)
-        config = AutoConfig.from_pretrained(cfg.student).get_text_config()
-        register_attention(config, sequence_group)
+        config = load_config("student", cfg.student, cfg.trust_remote_code)
+        register_attention(config.get_text_config(), sequence_group)
     model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else None)
     vocab = len(inputs.student.table)
     module = StudentWithLoss(model, vocab, cfg.tiled, cfg.activation_offload)
@@ -486,7 +509,9 @@ def build_state(cfg, inputs, device, roles=None):
     for setup in inputs.teachers:
         if setup.loss.learned_projection:
             setup.loss.learned_projection.attach(module, model.device)
+    dist.barrier()  # waits for slow loads: DeepSpeed's own groups do not wait for long
     engine = start_engine(module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate)
+    set_timeout(LOADING_TIMEOUT)  # of these groups too
     if not roles:
         for setup in inputs.teachers:
             setup.source = load_teacher(setup.spec)
@@ -529,19 +554,20 @@ def shut_down(client, error_type, *_):
 
 def serve_teachers(cfg, roles, device):
     """Run a rank that is for teachers alone, until the student's ranks shut down."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the student takes a checkpoint first
     with fail_together(roles, "inputs"):
         pass  # the student's ranks read them
     with fail_together(roles, "models"):
         teachers = []
-        for spec in roles.read("teacher specs"):
+        for plain in roles.read("teacher specs"):
+            spec = TeacherSpec.from_plain(plain)
             spec.device = device
             spec.same_ids = True  # all members of a replica read the same request
             spec.sequence_parallel_size = 1
             teachers.append(load_teacher(spec))
-    with report_dead_ranks(roles):
-        size = client_size(roles, cfg.sequence_parallel)
-        serve_requests(roles, teachers, size, from_hidden=cfg.tiled)
+    current_watch().training = True
+    ignore_stop_signals()  # the student takes a checkpoint first
+    size = client_size(roles, cfg.sequence_parallel)
+    serve_requests(roles, teachers, size, from_hidden=cfg.tiled)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Let the processes of a node see one tensor in the same memory: CUDA IPC, shared memory on CPU.
 
-    handle = publish(tensor)          # in one process; a few hundred bytes, pickle it and send it
-    tensor = attach(handle)           # in others: the same memory
+    handle = publish(tensor)          # in one process
+    text = json.dumps(handle.to_plain())             # a few hundred bytes, to send
+    tensor = attach(Handle.from_plain(json.loads(text)))  # in others: the same memory
 
     writer = TensorWriter(readers=2)  # one tensor per step; send writer.handle to both readers
     writer.put(tensor)
@@ -14,14 +15,17 @@ with the last process that maps it, however that process ends, so nothing is eve
 CUDA buffers are allocated for the purpose, so neither torch's allocator nor its reference counts
 take part.  Linux only; all processes belong to one user.
 
+What one process says to another is JSON.  Nothing is ever unpickled, so whoever can write to the
+channel that carries a handle cannot run code here.
+
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_ipc.py.
 License: Apache-2.0 (see LICENSE).
 """
 
 import ctypes
+import json
 import mmap
 import os
-import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,14 +34,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-DESCRIPTION_BYTES = 1024  # room for a slot's pickled description, which takes about 250
+DESCRIPTION_BYTES = 1024  # room for a slot's description, which takes about 250
 CUDA_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE of cuda.h
 # What this process has published, until `release` or its own end.
 _published: dict["Handle", Tensor] = {}
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name such as "float32".
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r}: no dtype of torch")
+    return dtype
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class Handle(NamedTuple):
-    """Say where a published tensor lies; pickle it to send it to other processes.
+    """Say where a published tensor lies.
 
     device: "cpu" or "cuda".
     location: (process id, file descriptor), or (uuid of the device, CUDA handle).
@@ -51,6 +71,37 @@ class Handle(NamedTuple):
     dtype: torch.dtype
     nbytes: int
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return what `from_plain` takes: a dict for JSON, to send to other processes."""
+        process_or_uuid, place = self.location
+        if isinstance(place, bytes):
+            place = place.hex()
+        return {
+            "device": self.device,
+            "location": [process_or_uuid, place],
+            "shape": list(self.shape),
+            "dtype": _name_of(self.dtype),
+            "nbytes": self.nbytes,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Handle":
+        """Return the Handle that `to_plain` described.
+
+        Raises:
+            ValueError, KeyError, TypeError: another process sent something else.
+        """
+        process_or_uuid, place = plain["location"]
+        location: tuple[Any, Any]
+        if plain["device"] == "cpu":
+            location = (int(process_or_uuid), int(place))  # they become part of a path
+        else:
+            location = (str(process_or_uuid), bytes.fromhex(place))
+        shape = tuple(int(length) for length in plain["shape"])
+        return cls(
+            str(plain["device"]), location, shape, dtype_of(plain["dtype"]), int(plain["nbytes"])
+        )
+
 
 def publish(tensor: Tensor) -> Handle:
     """Copy a tensor, once, to memory that other processes of the node can attach.
@@ -63,6 +114,7 @@ def publish(tensor: Tensor) -> Handle:
     location: tuple[Any, Any]
     if device_type == "cpu":
         descriptor = os.memfd_create("isogloss")
+        os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, nbytes)
         memory = _map(descriptor, nbytes)
         location = (os.getpid(), descriptor)
@@ -238,7 +290,7 @@ class PeerDied(RuntimeError):
 
 
 class WriterHandle(NamedTuple):
-    """Say where a TensorWriter publishes; pickle it and send it to every reader.
+    """Say where a TensorWriter publishes.
 
     board: the shared counters and descriptions.
     readers, slots: of the TensorWriter.
@@ -247,6 +299,16 @@ class WriterHandle(NamedTuple):
     board: Handle
     readers: int
     slots: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what `from_plain` takes: a dict for JSON, to send to every reader."""
+        return {"board": self.board.to_plain(), "readers": self.readers, "slots": self.slots}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "WriterHandle":
+        """Return the WriterHandle that `to_plain` described; raises what Handle.from_plain does."""
+        board = Handle.from_plain(plain["board"])
+        return cls(board, int(plain["readers"]), int(plain["slots"]))
 
 
 class _Description(NamedTuple):
@@ -266,7 +328,7 @@ class _Board:
     """Share the counters and descriptions of a TensorWriter with its readers.
 
     Words of 8 bytes: tensors written, the writer's process id; then for every reader: tensors
-    released, its process id.  Behind the words lies a pickled description for every slot.  No word
+    released, its process id.  Behind the words lies a description for every slot, as JSON.  No word
     has two processes that write to it, so there is no lock.
     """
 
@@ -292,14 +354,20 @@ class _Board:
         return WriterHandle(publish(torch.zeros(nbytes, dtype=torch.uint8)), readers, slots)
 
     def describe(self, slot: int, description: _Description) -> None:
-        pickled = bytearray(pickle.dumps(description))
-        raw = torch.frombuffer(pickled, dtype=torch.uint8)
-        self.descriptions[slot, : len(raw)] = raw
+        plain = {
+            "buffer": description.buffer.to_plain(),
+            "shape": list(description.shape),
+            "dtype": _name_of(description.dtype),
+        }
+        text = bytearray(json.dumps(plain).encode())
+        # Spaces, which JSON ignores, cover what an older, longer description left behind.
+        raw = torch.frombuffer(text.ljust(DESCRIPTION_BYTES), dtype=torch.uint8)
+        self.descriptions[slot].copy_(raw)
 
     def description(self, slot: int) -> _Description:
-        # pickle stops at its own end; what an older, longer description left behind is ignored.
-        description: _Description = pickle.loads(bytes(self.descriptions[slot].tolist()))
-        return description
+        plain = json.loads(bytes(self.descriptions[slot].tolist()))
+        shape = torch.Size(plain["shape"])
+        return _Description(Handle.from_plain(plain["buffer"]), shape, dtype_of(plain["dtype"]))
 
     def wait(self, word: int, least: int, peer: str, timeout: float) -> None:
         """Wait until words[word] >= least; the next word is the id of the process that counts.
@@ -358,7 +426,7 @@ class TensorWriter:
         slots: tensors that may be unread or unreleased; 2 lets the writer run ahead by one.
         timeout: seconds to wait for readers.
     Attributes:
-        handle: WriterHandle; pickle it and send it to every reader, once.
+        handle: WriterHandle; send it to every reader, once.
     """
 
     def __init__(self, readers: int, slots: int = 2, timeout: float = 600.0) -> None:

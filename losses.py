@@ -43,7 +43,7 @@ SumAndCount = tuple[Tensor, Tensor]
 ValueAndDerivative = tuple[Tensor, Tensor]
 
 SHIFT = 70.0  # nats; exp(SHIFT) lifts small masses above float32's smallest number, see _event_kl
-EPSILON = 1e-10  # added to projected mass, so that no teacher token costs more than about 23 nats
+EPSILON = 1e-10  # added to projected probability, so that no token costs more than about 23 nats
 FLOOR = -1e4  # nats; stands for log 0, so that what a model excludes costs a finite amount
 MARGIN = 1e-6  # nats that a log-probability stays below 0, so that log(1 - p) is finite
 TINY_MASS = 1e-30  # below any mass that matters and above float32's smallest normal number, 1e-38
@@ -535,7 +535,8 @@ def _divergence(mixture: Mixture | None, logp: Tensor, logq: Tensor) -> Tensor:
 def _kl(logq: Tensor, logp: Tensor) -> Tensor:
     """Sum q (log q - log p) over the last axis; q = 0 adds nothing, whatever log p is."""
     q = logq.exp()
-    return torch.where(q > 0, q * (logq - logp), 0.0).sum(-1)
+    # not q > 0, which would take NaN for 0
+    return torch.where(q != 0, q * (logq - logp), 0.0).sum(-1)
 
 
 def _log_mixture(logp: Tensor, logq: Tensor, weight_q: float) -> Tensor:
@@ -861,8 +862,9 @@ def projection_kl(
             )
         r_NK = vocab_sum(_project(logp_NV, entries, is_logp=True), group)
         r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
-    # normalize with EPSILON included, so that r is a distribution
-    log_r_CK = (r_CK + EPSILON).log() - (r_CK + EPSILON).sum(-1, keepdim=True).log()
+    # EPSILON last: added before, it would be all that is left of r once the student has moved its
+    # mass out of the kept columns, and leaving them would be an optimum
+    log_r_CK = (r_CK / (r_CK.sum(-1, keepdim=True) + EPSILON) + EPSILON).log()
     kl_C = _kl(log_r_CK, log_target_CK) if reverse else _kl(log_target_CK, log_r_CK)
     if kept_K is None:
         kl_C = gather_row_values(kl_C, local_chunks, num_chunks, group)
@@ -884,6 +886,22 @@ def _projection_target(
         return chunk_mean(logq_MK, chunks.of_T, chunks.count_T)
     q_CK = chunk_mean(logq_MK.exp(), chunks.of_T, chunks.count_T)
     return q_CK.clamp(min=TINY_MASS).log()
+
+
+def reachable_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, W: int) -> Tensor:
+    """Return (W,) bool: the teacher tokens to which some student token maps with a weight above 0.
+
+    The teacher's mass on other tokens is mass that no student can match: `projection_kl` charges
+    EPSILON's 23 nats for it, whatever the student does.  Not to keep their columns makes the loss
+    smaller, but asks the student to spell words by the teacher tokens that it can reach.
+
+    Args:
+        indices_VK, likelihoods_VK: the projection, -1 in unused slots.
+        W: teacher tokens.
+    """
+    reachable_W = torch.zeros(W, dtype=torch.bool, device=indices_VK.device)
+    reachable_W[indices_VK[(indices_VK >= 0) & (likelihoods_VK > 0)]] = True
+    return reachable_W
 
 
 class Entries(NamedTuple):
@@ -1297,11 +1315,15 @@ def _event_mass(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (exp(logits + shift - the largest), its sums over events, their sum).
 
-    A sum over nothing is the smallest normal number.
+    Tokens of event `num_events` have no event; they count as 0.  A sum over nothing is the smallest
+    normal number.
     """
     p_CX = logits_NX.index_select(0, row_C)
     if temperature != 1:
         p_CX.div_(temperature)
+    # before the largest is sought: where tokens without an event hold almost all of the mass, the
+    # others would fall below float32's smallest number
+    p_CX.masked_fill_(event_X == num_events, -torch.inf)
     smallest = torch.finfo(p_CX.dtype).min  # a row of -inf alone: -inf - -inf would be NaN
     p_CX.sub_(p_CX.amax(-1, keepdim=True).clamp(min=smallest) - shift).exp_()
     tiny = torch.finfo(p_CX.dtype).tiny

@@ -145,6 +145,8 @@ def head_of(model: Any, vocab: int) -> Head:
     """
     layer = model.get_output_embeddings()
     config = model.config
+    if hasattr(config, "get_text_config"):  # a model that reads images has one for each part
+        config = config.get_text_config()
     down = up = None
     if hasattr(layer, "lora_A") and len(layer.lora_A):
         adapter = next(iter(layer.lora_A))  # peft allows several; training has one

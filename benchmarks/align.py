@@ -78,7 +78,8 @@ def main(student, teacher, tokens=4096, long=16384):
     from transformers import AutoTokenizer  # slow to import, so that --help does not wait for it
 
     begin = time.perf_counter()
-    pair = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
+    pair = [AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            for name in (student, teacher)]
     loaded = time.perf_counter()
     tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in pair]
     built = time.perf_counter()

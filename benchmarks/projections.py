@@ -28,8 +28,8 @@ def measure(tool, student, teacher):
 
     from projection_tools import Pair, build, describe, spell
 
-    student_tokenizer = AutoTokenizer.from_pretrained(student)
-    teacher_tokenizer = AutoTokenizer.from_pretrained(teacher)
+    student_tokenizer = AutoTokenizer.from_pretrained(student, trust_remote_code=False)
+    teacher_tokenizer = AutoTokenizer.from_pretrained(teacher, trust_remote_code=False)
     # The byte tables are part of the work, the tokenizers are not.
     begin = time.perf_counter()
     pair = Pair.of(student_tokenizer, teacher_tokenizer, (student, teacher))

@@ -87,9 +87,9 @@ def fresh_student(assets, seed):
 
         torch.manual_seed(seed)
         source = assets / "models" / "stories260K"
-        config = AutoConfig.from_pretrained(source)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     return folder
 
 

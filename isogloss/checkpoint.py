@@ -253,12 +253,13 @@ def _gathered(parameter):
     return deepspeed.zero.GatheredParameters([parameter] if is_partitioned else [])
 
 
-def export_model(engine, tokenizer, target):
+def export_model(engine, tokenizer, target, trust_remote_code=False):
     """Write the student as a Hugging Face directory, from any ZeRO stage; all ranks take part.
 
     Args:
         engine: whose module holds the Hugging Face model as `.model`.
         target: directory, replaced if it exists.
+        trust_remote_code: the model may run Python code of its own.
     """
     student = engine.module.model
     weights = {}
@@ -270,7 +271,8 @@ def export_model(engine, tokenizer, target):
         config = student.config
         config.use_cache = True  # training switched it off
         config.dtype = next(iter(weights.values())).dtype
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code)
         # Not strict: a tied head is named once, and the file keeps it so.
         model.load_state_dict(weights, strict=False)
         target = Path(target)

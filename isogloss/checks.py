@@ -50,6 +50,18 @@ def _refuse(verdicts, reason):
             raise ValueError(f"{role}: {reason}")
 
 
+def _not_finite(role, logits, advice):
+    """List what to say of a model with a logit that is NaN or infinitely large, or nothing.
+
+    -inf passes: some models say by it that a token never comes.
+    """
+    largest = float(logits.max())  # NaN if one is
+    if largest < float("inf"):
+        return []
+    return [f"{role}: its logits are not finite ({largest}); its weights may be damaged, or their "
+            f"precision too narrow; check its files, or {advice}"]
+
+
 def _all_models(state):
     """Yield (role, source, tokens of its tokenizer) of every teacher whose logits can be asked."""
     for setup in state.teachers:
@@ -57,8 +69,10 @@ def _all_models(state):
             yield f"--teacher {source.spec.path}", source, len(setup.encoder.table)
 
 
-def check_heads(state, student_ids):
-    """Raise a ValueError where `head_of` does not give a model's own logits.
+def check_logits(state, student_ids):
+    """Raise a ValueError where logits are not finite, or not what a loss would make of a head.
+
+    A tiled loss computes logits from hidden states (`head_of`), as does --teacher_output topk.
 
     Args:
         state: `distill.TrainState`.
@@ -70,17 +84,30 @@ def check_heads(state, student_ids):
         first = state.sequence_group.rank * ids.shape[1]
         positions = torch.arange(first, first + ids.shape[1], device=state.device)[None]
     batch = student_batch(ids, positions)
-    verdicts = {}
+    tiled = {}
+    truncated = {}
+    not_finite = []
     with evaluation_mode(state):
+        role = f"--student {state.cfg.student}"
         logits = state.engine(batch)[..., : state.vocab]
-        verdicts[f"--student {state.cfg.student}"] = state.engine(batch, HeadTest(logits))
+        not_finite += _not_finite(role, logits, "use bf16 or float32 in --ds_config")
+        if state.cfg.tiled:
+            tiled[role] = state.engine(batch, HeadTest(logits))
         for role, source, vocab in _all_models(state):
             known = ids.clamp(max=vocab - 1)  # its vocabulary may be smaller
             model_logits = source.logits(known)[..., :vocab]
-            verdicts[role] = head_gives_own_logits(source.read(known), model_logits)
+            not_finite += _not_finite(role, model_logits, "use --teacher_dtype float32")
+            if state.cfg.tiled or source.spec.output == "topk":
+                verdicts = tiled if state.cfg.tiled else truncated
+                verdicts[role] = head_gives_own_logits(source.read(known), model_logits)
             source.release()
-    _refuse(verdicts, "its logits are not those of its output embeddings, so its loss cannot be "
-                      "tiled; use --tiled=false")
+    # only now, because all ranks have to ask all models
+    if not_finite:
+        raise ValueError(not_finite[0])
+    _refuse(tiled, "its logits are not those of its output embeddings, so its loss cannot be "
+                   "tiled; use --tiled=false")
+    _refuse(truncated, "its logits are not those of its output embeddings, of which "
+                       "--teacher_output topk keeps some; use --teacher_output logits")
 
 
 def check_packing(state):

@@ -21,6 +21,10 @@ class Config:
 
     Args:
         student: hub id or directory of the model to train. Its tokenizer needs an eos token.
+        from_scratch: start from random weights, which the seed decides. Of the student's files only
+            config and tokenizer are read.
+        trust_remote_code: run the Python code that comes with a student or a teacher, which can do
+            anything. false refuses models that need it.
         teacher: hub id or directory of the frozen teacher. Not needed with kd_weight 0.
         teachers: several teachers instead of one, as a JSON list: [{"model": "A", "weight": 2,
             "loss": "gold"}, {"model": "B", "tp": 2}]. An entry may also have name (for its
@@ -75,6 +79,9 @@ class Config:
         projection_learning_rate: of a learned projection. 0 means the student's.
         projection_topk: teacher columns that projection_kl keeps, the most likely ones of the
             step's batch.
+        projection_columns: teacher columns that projection_kl may keep: all, or reachable (those to
+            which some student token maps, over which the teacher is normalized then).
+            eval/unreachable_mass is what the teacher says of the others.
         uncommon_topk: tokens outside the common ones that gold and h_kl compare by rank.
         reverse_kl: compute KL(student || teacher) in projection_kl, gold and h_kl.
         alm_mode: binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or absolute.
@@ -107,11 +114,11 @@ class Config:
             recomputed in backward; for long sequences. 1 takes all at once.
         ds_config: DeepSpeed JSON; see ds_configs/README.md.
         learning_rate: fills "lr": "auto" of the ds_config. 0: the ds_config states it.
-        seed: of the data order and of dropout.
+        seed: of the data order, of dropout, and of the weights with from_scratch.
         output_dir: directory for metrics.jsonl, run.json and checkpoints.
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
-        save_every: steps between checkpoints. 0 saves on SIGTERM only.
+        save_every: steps between checkpoints. 0 saves on SIGTERM, SIGINT and SIGHUP only.
         keep_checkpoints: how many of them to keep, 1 or more.
         max_bad_steps: how many steps in a row may have a loss or a gradient that is not finite, 1
             or more; then the job ends. Such steps change no weight.
@@ -128,6 +135,8 @@ class Config:
     """
 
     student: str = ""
+    from_scratch: bool = False
+    trust_remote_code: bool = False
     teacher: str = ""
     teachers: str = ""
     teacher_weights: str = "fixed"
@@ -156,6 +165,7 @@ class Config:
     learn_projection: bool = False
     projection_learning_rate: float = 0.0
     projection_topk: int = 8192
+    projection_columns: str = "all"
     uncommon_topk: int = 8192
     reverse_kl: bool = False
     alm_mode: str = "binary_kl"
@@ -285,8 +295,8 @@ FREE_ON_RESUME = {
 
 # The order of --help.
 GROUPS = {
-    "model": ["student", "sequence_parallel", "activation_checkpointing", "activation_offload",
-              "mlp_tiles"],
+    "model": ["student", "from_scratch", "trust_remote_code", "sequence_parallel",
+              "activation_checkpointing", "activation_offload", "mlp_tiles"],
     "data": ["data", "text_key", "split", "streaming", "train_on", "max_length",
              "teacher_max_length", "pack", "aligner", "eval_rows", "num_workers"],
     "loss": ["loss", "kd_weight", "ce_weight", "dynamic_scale", *loss_flags(), "learn_projection",
@@ -306,6 +316,7 @@ def choices_of_flags():
     return {
         "loss": tuple(LOSSES),
         "aligner": ALIGNERS,
+        "projection_columns": ("all", "reachable"),
         "train_on": ("assistant", "all"),
         "alm_mode": ALM_MODES,
         "teacher_dtype": ("auto", "float32", "bfloat16", "float16"),

@@ -314,8 +314,9 @@ def loader(batches, num_workers):
 
 
 def _start_worker(_):
-    """Ignore SIGTERM: a job that has to end takes a checkpoint first, which needs its workers."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore the stop signals: a job takes a checkpoint before it ends, which needs its workers."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # workers run side by side
 
 

@@ -15,6 +15,7 @@ from isogloss.counts import global_sums
 from isogloss.loss_table import DistillationLoss
 from isogloss.sequence import SequenceGroup, gather_halo
 from isogloss.specs import BLOCK
+from isogloss.text_scores import ScoredLogits
 from losses import at_least_float32, find_chunks, next_token_cross_entropy
 from projection_tools import all_bytes
 from tiles import LogitsSource, TeacherBlocks
@@ -58,7 +59,8 @@ class PairSums:
         agree: chunk starts where the most likely tokens of both models spell the same bytes.
         projected: those where the projection maps the student's most likely token to the teacher's.
         starts: chunk starts.
-        event, event_count, prefix, prefix_count: coverage of piece_kl, see docs/metrics.md.
+        event_coverage, prefix_coverage, unreachable_mass: what the loss covers, summed; see
+            docs/metrics.md.  Each has a count.
     """
 
     kd: float = 0.0
@@ -68,10 +70,12 @@ class PairSums:
     agree: float = 0
     projected: float = 0
     starts: float = 0
-    event: float = 0.0
-    event_count: float = 0.0
-    prefix: float = 0.0
-    prefix_count: float = 0.0
+    event_coverage: float = 0.0
+    event_coverage_count: float = 0.0
+    prefix_coverage: float = 0.0
+    prefix_coverage_count: float = 0.0
+    unreachable_mass: float = 0.0
+    unreachable_mass_count: float = 0.0
 
     def metrics(self, loss):
         """Return the metrics of a pair whose loss is a DistillationLoss."""
@@ -83,10 +87,14 @@ class PairSums:
         }
         if loss.indices_VK is not None:
             metrics["projected_agreement"] = self.projected / starts
-        if loss.coverage:
-            metrics["event_coverage"] = self.event / max(self.event_count, 1)
-            metrics["prefix_coverage"] = self.prefix / max(self.prefix_count, 1)
+        for name in loss.coverage_names:
+            count = getattr(self, f"{name}_count")
+            metrics[name] = getattr(self, name) / max(count, 1)
         return metrics
+
+    def add(self, name, value):
+        """Add a value to the field of that name."""
+        setattr(self, name, getattr(self, name) + float(value))
 
 
 def numbers_of(sums):
@@ -126,13 +134,16 @@ class EvaluationPair:
 
     Attributes:
         batch: TeacherBatch.
-        logits: LogitsSource of the teacher.
+        logits: LogitsSource of the teacher, as in training.
+        text_logits: ScoredLogits, or a LogitsSource of whole distributions: what it says of the
+            text.
         loss: DistillationLoss.
         spelling_ids: SpellingIds of the pair.
     """
 
     batch: TeacherBatch
     logits: LogitsSource
+    text_logits: LogitsSource
     loss: DistillationLoss
     spelling_ids: SpellingIds
 
@@ -164,7 +175,7 @@ class EvaluationTerms:
             sums.kd_terms = counts.kd_terms
             sums.aligned_bytes = counts.aligned_bytes
             sums.text_bytes = self.counts.text_bytes
-            numbers += numbers_of(model_sums(pair.logits, pair.batch))
+            numbers += numbers_of(model_sums(pair.text_logits, pair.batch))
             numbers += numbers_of(sums)
         return torch.tensor(numbers, dtype=torch.float64)
 
@@ -173,13 +184,22 @@ def model_sums(logits, batch):
     """Return the ModelSums of a model.
 
     Args:
-        logits: LogitsSource; batch: StudentBatch or TeacherBatch.
+        logits: LogitsSource; of truncated logits ScoredLogits.
+        batch: StudentBatch or TeacherBatch.
     """
     sums = ModelSums()
     num_bytes = batch.num_bytes.flatten()
     labels = batch.labels.flatten()
     # end-of-text tokens spell nothing; tokens that are not learned are not judged
     positions = ((num_bytes >= 0) & (labels != -100)).nonzero().squeeze(1)
+    sums.tokens = len(positions)
+    sums.num_bytes = int(num_bytes.clamp(min=0).sum())
+    if isinstance(logits, ScoredLogits):
+        scores = logits.scores.at(positions)
+        sums.nats = -float(scores.logp_T.double().sum())
+        sums.correct = int(scores.correct_T.sum())
+        sums.entropy = float(scores.entropy_T.double().sum())
+        return sums
     for block in positions.split(BLOCK):
         # the logits of one block exist at a time, also of a model whose loss is not tiled
         rows = at_least_float32(logits(block))
@@ -187,8 +207,6 @@ def model_sums(logits, batch):
         sums.nats += float(nats)
         sums.correct += int((rows.argmax(-1) == labels[block]).sum())
         sums.entropy += float(torch.distributions.Categorical(logits=rows).entropy().sum())
-    sums.tokens = len(positions)
-    sums.num_bytes = int(num_bytes.clamp(min=0).sum())
     return sums
 
 
@@ -208,14 +226,11 @@ def pair_sums(student_logits, pair):
             sums.kd += float(pair.loss.loss_fn(student, teacher, sub_tile))
             add_agreement(sums, student, teacher, sub_tile, pair)
             if pair.loss.coverage:
-                # of the teacher's probability at chunk starts and inside tokens
                 covered = pair.loss.coverage(teacher, sub_tile)
-                event, event_count = covered["event_coverage"]
-                prefix, prefix_count = covered["prefix_coverage"]
-                sums.event += float(event)
-                sums.event_count += float(event_count)
-                sums.prefix += float(prefix)
-                sums.prefix_count += float(prefix_count)
+                for name, (value, count) in covered.items():
+                    if name in pair.loss.coverage_names:
+                        sums.add(name, value)
+                        sums.add(f"{name}_count", count)
     return sums
 
 
@@ -255,8 +270,12 @@ def evaluate(batches, student, setups, sequence_group=None):
         terms = EvaluationTerms(batch.student, batch.counts, sequence_group=sequence_group)
         for setup, teacher_batch in zip(setups, batch.teachers):
             logits = setup.source.targets(teacher_batch)
-            pair = EvaluationPair(teacher_batch, logits, setup.loss, setup.spelling_ids)
-            terms.pairs.append(pair)
+            text_logits = logits
+            if setup.spec.averages_top_k:
+                # what the members say of the text does not tell what their mean says of it
+                text_logits = setup.source.whole_targets(teacher_batch)
+            terms.pairs.append(EvaluationPair(
+                teacher_batch, logits, text_logits, setup.loss, setup.spelling_ids))
         # inside the model's forward pass, because that is where ZeRO-3 gathers the head
         totals += student(batch.student, terms)
         for setup in setups:

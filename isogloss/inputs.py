@@ -1,6 +1,7 @@
-"""Read and check everything that the flags name but the weights, and load the batches of a run."""
+"""Read and check all that the flags name but the weights' values, and load a run's batches."""
 
 import math
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,9 +9,8 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from align import TokenTable
 from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import find_checkpoint, needs_conversion
 from isogloss.config import configs_by_teacher, routes_by_teacher
@@ -32,14 +32,15 @@ from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
 from isogloss.layout import node_size, teacher_groups
 from isogloss.loss_table import build_loss
-from isogloss.model_teachers import resolve_engine
+from isogloss.model_teachers import reads_more_than_text, resolve_engine
+from isogloss.pretrained import check_random, check_weights, load_config
 from isogloss.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
 from isogloss.specs import TeacherSpec
 from isogloss.targets import TeacherSetup
 from isogloss.teachers import MODEL_ENGINES
-from projection_tools import fingerprint
+from projection_tools import fingerprint, load_tokenizer
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
@@ -67,7 +68,7 @@ class RunInputs:
 
 
 def check_inputs(cfg, device, roles=None):
-    """Read everything but the weights; whatever can be wrong is found here.
+    """Read everything but the values of the weights; whatever can be wrong is found here.
 
     Args:
         roles: `layout.Roles` where teachers have ranks of their own.
@@ -78,8 +79,11 @@ def check_inputs(cfg, device, roles=None):
     """
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
-    student, student_config = load_text_encoder("student", cfg.student, cfg.max_length)
+    student, student_config = load_text_encoder(
+        "student", cfg.student, cfg.max_length, cfg.trust_remote_code)
+    check_student_class(cfg.student, cfg.trust_remote_code)
     encoders = load_teacher_encoders(cfg, roles)
+    check_models(cfg)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
     if cfg.sequence_parallel > 1:
@@ -101,28 +105,23 @@ def check_inputs(cfg, device, roles=None):
     return RunInputs(student, teachers, ds_config, train_data, held_out_data, checkpoint, convert)
 
 
-def load_text_encoder(role, path, max_length):
+def load_text_encoder(role, path, max_length, trust_remote_code=False):
     """Return (TextEncoder, AutoConfig) of the student or a teacher, checked against each other.
 
     Args:
         max_length: positions per sample; 0: the model's context.
+        trust_remote_code: run the Python code that comes with the model.
     Raises:
         ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
     """
-    local = Path(path).expanduser()
     # a hub id is "name" or "org/name"; transformers would look for anything else on the hub
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not local.is_dir():
+    # os.path, because pathlib raises for paths that are too long or not to be read
+    if looks_local and not os.path.isdir(os.path.expanduser(path)):
         raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
                          "directory")
-    try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        table = TokenTable.from_tokenizer(tokenizer)
-    except (OSError, ValueError, KeyError) as error:
-        # transformers explains at length; its first line says what is wrong
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"--{role} {path}: cannot be loaded ({lines[0]})") from None
+    config = load_config(role, path, trust_remote_code).get_text_config()
+    tokenizer, table = load_tokenizer(role, path, trust_remote_code)
     if role == "student" and table.eos < 0:
         raise ValueError(f"--student {path}: its tokenizer has no eos token, so the student could "
                          "not learn to end; set eos_token in tokenizer_config.json")
@@ -139,6 +138,25 @@ def load_text_encoder(role, path, max_length):
     return TextEncoder(tokenizer, table, max_length or context), config
 
 
+def check_language_model(role, path, config):
+    """Raise a ValueError for a config of which transformers makes no causal language model."""
+    has_code = getattr(config, "auto_map", None)  # the model brings a class of its own
+    if not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"--{role} {path}: transformers has no causal language model of type "
+            f"{config.model_type}; expected one that AutoModelForCausalLM loads")
+
+
+def check_student_class(path, trust_remote_code=False):
+    """Raise a ValueError for a student that is no language model, or of which a part is none."""
+    config = load_config("student", path, trust_remote_code)
+    check_language_model("student", path, config)
+    if reads_more_than_text(config):
+        raise ValueError(
+            f"--student {path}: {config.model_type} models read more than text, and what reads the "
+            "rest could not be trained; use a model of text alone (as a --teacher it would do)")
+
+
 def load_teacher_encoders(cfg, roles=None):
     """Return {name: TextEncoder} of every teacher, whose layout is checked too."""
     if not cfg.kd_weight:
@@ -150,16 +168,35 @@ def load_teacher_encoders(cfg, roles=None):
         ranks_per_node = roles.teacher_ranks
     encoders = {}
     for name, teacher_cfg in configs_by_teacher(cfg).items():
-        encoders[name], config = load_text_encoder(
-            "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length)
+        encoders[name], _ = load_text_encoder(
+            "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length,
+            teacher_cfg.trust_remote_code)
         teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
         engine = teacher_cfg.teacher_engine
         if engine in MODEL_ENGINES:
+            config = load_config("teacher", teacher_cfg.teacher, teacher_cfg.trust_remote_code)
+            check_language_model("teacher", teacher_cfg.teacher, config)
             resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks)
         elif roles:
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
                              "out --teacher_ranks")
     return encoders
+
+
+def check_models(cfg):
+    """Check that every model's files hold the weights of its config.
+
+    Raises:
+        ValueError: see `pretrained.check_weights`.
+    """
+    if cfg.from_scratch:
+        check_random(cfg.student, cfg.trust_remote_code)
+    else:
+        check_weights("student", cfg.student, cfg.trust_remote_code)
+    if cfg.kd_weight:
+        for teacher_cfg in configs_by_teacher(cfg).values():
+            if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights
+                check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
 
 
 def load_data(cfg, student, encoders):
@@ -242,7 +279,7 @@ def teacher_spec(cfg, encoder, device):
         path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
         dtype=cfg.teacher_dtype, device=device, degree=cfg.teacher_tp,
         offload=cfg.teacher_offload, output=output, output_topk=cfg.teacher_output_topk,
-        sequence_parallel_size=cfg.sequence_parallel)
+        sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
 
 
 def spelling_ids(cfg, student, encoder, device):

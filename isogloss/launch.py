@@ -1,16 +1,14 @@
-"""Start and end the ranks of a job together: process group, wrong input, dead peers.
+"""Start the ranks of a job together: process group, limits, wrong input.
 
-Tests: tests/test_cli.py, tests/test_distributed.py.
+Tests: tests/test_cli.py, tests/test_launch.py.
 """
 
 import os
-import platform
 import resource
 import socket
 import sys
 import warnings
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import datasets
 import deepspeed
@@ -19,27 +17,70 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from ipc import is_running
-from isogloss.layout import LOADING_TIMEOUT, gather_objects
+from isogloss.layout import place_in_job
+from isogloss.rendezvous import (
+    JOINING_TIMEOUT,
+    LOADING_TIMEOUT,
+    gather_values,
+    job_store,
+    part,
+    set_timeout,
+)
+from isogloss.watch import current_watch
 
 # Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
 MAX_OPEN_FILES = 1 << 16
 
 
-def start_distributed():
-    """Join the job's process group, a group of one without a launcher.
+def join_store():
+    """Join the store where the ranks of the job meet.
+
+    Raises:
+        ValueError: the port where it is served is taken.
+    """
+    _set_default_environment()
+    job_store()
+
+
+def start_distributed(roles=None):
+    """Join the process group of this rank's world, a group of one without a launcher.
+
+    Args:
+        roles: `layout.Roles` where teachers have ranks, and so a world, of their own.
 
     Returns:
         torch.device of this rank.
+    Raises:
+        ValueError: see `join_store`.
     """
-    _set_default_environment()
+    join_store()
     if get_accelerator().device_name() == "cpu":
         _prepare_cpu_rank()
     else:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     _raise_open_file_limit()
-    deepspeed.init_distributed(timeout=LOADING_TIMEOUT)
+    if not dist.is_initialized():
+        _join_process_group(roles)
+    deepspeed.init_distributed()  # which takes the process group that there is
+    set_timeout(LOADING_TIMEOUT)
     return torch.device(get_accelerator().current_device_name())
+
+
+def _join_process_group(roles):
+    """Join a process group of all ranks of this world, as DeepSpeed would for the whole job."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    device = None
+    if get_accelerator().device_name() == "cuda" and world_size > 1 and roles is None:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        get_accelerator().communication_backend_name(),
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        # Two worlds use one store; their prefixes keep their keys apart.
+        store=dist.PrefixStore(roles.role if roles else "ranks", job_store()),
+        timeout=JOINING_TIMEOUT,
+        device_id=device,
+    )
 
 
 def _set_default_environment():
@@ -79,70 +120,30 @@ def _raise_open_file_limit():
 
 
 @contextmanager
-def fail_together(roles=None, what=""):
+def fail_together(roles=None, what="checks"):
     """End all ranks, with one line, when the block raises a ValueError on any of them.
 
-    For blocks before the first step, when nothing has been trained or written.  All ranks take
-    part.
+    For blocks before the first step, when nothing has been trained or written, inside of
+    `watch.end_together`, which ends all ranks when one raises anything else.  All ranks take part.
 
     Args:
         roles: `layout.Roles` where teachers have ranks of their own, which then take part too.
-        what: name of this block; with roles, no other block may have it.
+        what: name of this block; no other block may have it.
     """
+    watch = current_watch()
     message = None
     try:
         yield
     except ValueError as error:
-        message = str(error)
-    speaks = dist.get_rank() == 0 and (roles is None or roles.role == "student")
-    for message_of_rank in gather_objects(message, roles, what):
+        message = str(error) or type(error).__name__
+        # for ranks that wait inside the block for this one
+        watch.post_failure(message, 2)
+    number, count = place_in_job(roles)
+    messages = gather_values(watch.store, what, message, number, count)
+    for message_of_rank in messages:
         if message_of_rank:
-            fail(message_of_rank, loud=speaks)
-
-
-class RankProcess(NamedTuple):
-    """Identify a rank: host name of its node, process id, the rank's name in messages."""
-
-    node: str
-    process: int
-    name: str
-
-
-@contextmanager
-def report_dead_ranks(roles=None):
-    """Name the dead ranks of this node in one line when a step fails because of them.
-
-    When a rank dies, collectives fail on the others with an error that does not say why.  Without a
-    dead rank the error is raised as it is.  All ranks take part at the start.
-
-    Args:
-        roles: `layout.Roles` where teachers have ranks of their own.
-    """
-    prefix = "teacher " if roles and roles.role == "teacher" else ""
-    this = RankProcess(platform.node(), os.getpid(), f"{prefix}rank {dist.get_rank()}")
-    peers = gather_objects(this, roles, "processes")
-    try:
-        yield
-    except (RuntimeError, FileNotFoundError):
-        alive = []
-        dead = []
-        for peer in peers:
-            if peer.node != this.node:
-                continue  # process ids mean nothing on another node
-            if is_running(peer.process):
-                alive.append(peer)
-            else:
-                dead.append(peer)
-        if not dead:
-            raise
-        if this == alive[0]:  # the first survivor speaks for the node
-            names = ", ".join(f"{peer.name} (process {peer.process})" for peer in dead)
-            line = (
-                f"distill.py: {names} ended in mid-step, so the job ends; the same command goes "
-                "on from its last checkpoint"
-            )
-            print(line, file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+            part(watch.store, what, number, count)
+            fail(message_of_rank, loud=number == 0)
 
 
 def fail(message, loud=None, code=2):

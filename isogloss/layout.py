@@ -13,17 +13,12 @@ Tests: tests/test_layouts.py, tests/test_distributed.py.
 
 import math
 import os
-import pickle
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
-# How long ranks of one world wait while those of the other load models; generous, because a large
-# model may come over a network (not tuned).
-LOADING_TIMEOUT = timedelta(hours=2)
+from isogloss.rendezvous import LOADING_TIMEOUT, job_store, read_value, write_value
 
 
 def node_size():
@@ -54,24 +49,24 @@ class Roles(NamedTuple):
     store: dist.Store
 
     def publish(self, key, value):
-        """Publish a value for the other ranks of this node, of either role."""
-        self.store.set(f"node {self.node}: {key}", pickle.dumps(value))
+        """Publish what JSON can express for the other ranks of this node, of either role."""
+        write_value(self.store, f"node {self.node}: {key}", value)
 
     def read(self, key):
         """Wait until a rank of this node has published a value, and return it."""
-        return pickle.loads(self.store.get(f"node {self.node}: {key}"))
+        return read_value(self.store, f"node {self.node}: {key}")
 
 
 def split_ranks(teacher_ranks):
     """Split the job into two worlds: the last `teacher_ranks` ranks of every node, and the others.
 
-    Call it before anything else joins a process group.  It sets RANK, WORLD_SIZE and LOCAL_SIZE of
-    the environment to those of this rank's world and joins that world's process group.
+    Call it before anything joins a process group.  It sets RANK, WORLD_SIZE and LOCAL_SIZE of the
+    environment to those of this rank's world, whose process group `start_distributed` joins then.
 
     Returns:
         Roles.
     Raises:
-        ValueError: a node has no rank left for the student.
+        ValueError: a node has no rank left for the student; or see `job_store`.
     """
     environ = os.environ
     job_rank = int(environ.get("RANK", 0))
@@ -83,7 +78,7 @@ def split_ranks(teacher_ranks):
             f"--teacher_ranks {teacher_ranks}: a node of this job has {ranks_per_node} ranks, and "
             "at least one is for the student; start more ranks or leave the flag out"
         )
-    store = next(dist.rendezvous("env://", timeout=LOADING_TIMEOUT))[0]
+    store = job_store()
     node, local_rank = divmod(job_rank, ranks_per_node)
     student_ranks = ranks_per_node - teacher_ranks
     role = "student"
@@ -98,43 +93,26 @@ def split_ranks(teacher_ranks):
     environ["RANK"] = str(rank)
     environ["WORLD_SIZE"] = str(world_size)
     environ["LOCAL_SIZE"] = str(ranks_of_role)
-    # Both worlds use one store; the prefixes keep their keys apart.
-    dist.init_process_group(
-        get_accelerator().communication_backend_name(),
-        rank=rank,
-        world_size=world_size,
-        store=dist.PrefixStore(role, store),
-        timeout=LOADING_TIMEOUT,
-    )
-    job_store = dist.PrefixStore("job", store)
-    return Roles(role, node, local_rank, student_ranks, teacher_ranks, job_store)
+    both_worlds = dist.PrefixStore("job", store)
+    return Roles(role, node, local_rank, student_ranks, teacher_ranks, both_worlds)
 
 
-def gather_objects(value, roles=None, key=""):
-    """Gather a value from every rank of the job, those of the other world included.
+def place_in_job(roles=None):
+    """Return (number of this rank in the job, ranks of the job): the student's ranks come first.
 
     Args:
-        value: anything that pickles.
-        roles: Roles; None: there is one world.
-        key: name of this call; in a job of two worlds no other call may have it.
-    Returns:
-        list, the same on all ranks: student ranks first, then teacher ranks.
+        roles: Roles; None: there is one world, or only this one counts.
     """
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    # There may be no process group yet.
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     if roles is None:
-        return values
-    worlds = [values, None]
-    if dist.get_rank() == 0:
-        other_role = "teacher" if roles.role == "student" else "student"
-        roles.store.set(f"{key} of {roles.role}", pickle.dumps(values))
-        worlds[1] = pickle.loads(roles.store.get(f"{key} of {other_role}"))
-        # The process that serves the store may end right after this call, so both sides confirm.
-        roles.store.set(f"{key} read by {roles.role}", "")
-        roles.store.wait([f"{key} read by {other_role}"])
-    dist.broadcast_object_list(worlds)
-    this_world, other_world = worlds
-    return this_world + other_world if roles.role == "student" else other_world + this_world
+        return rank, world_size
+    ranks_of_role = roles.student_ranks if roles.role == "student" else roles.teacher_ranks
+    nodes = world_size // ranks_of_role
+    if roles.role == "teacher":
+        rank += nodes * roles.student_ranks
+    return rank, nodes * (roles.student_ranks + roles.teacher_ranks)
 
 
 # --- replicas of a teacher ------------------------------------------------------------------------
@@ -185,7 +163,7 @@ class Replica:
         """
         # new_group is collective: every rank has to create every group, in the same order.
         for ranks in teacher_groups(dist.get_world_size(), node_size(), degree):
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=LOADING_TIMEOUT)
             if dist.get_rank() in ranks:
                 self.ranks = ranks
                 self.group = group

@@ -12,12 +12,14 @@ import torch
 import losses
 from losses import (
     Spelling,
+    at_least_float32,
     common_tokens,
     other_tokens,
     piece_coverage,
     piece_kl,
     projection_entries,
     projection_kl,
+    reachable_tokens,
 )
 from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
@@ -37,8 +39,10 @@ class DistillationLoss:
         spelling: tables from which the data workers list the terms of piece_kl, else None.
         for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
             these alone; None: it needs all columns.
+        comparable_W: bool, the teacher columns that it can compare; None: all.
         coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
             None.
+        coverage_names: the metrics of `coverage`; fields of `evaluate.PairSums`.
         indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
         learned_projection: LearnedProjection whose scores are trained with the student, or None.
     """
@@ -46,7 +50,9 @@ class DistillationLoss:
     loss_fn: Callable
     spelling: Spelling | None = None
     for_columns: Callable | None = None
+    comparable_W: torch.Tensor | None = None
     coverage: Callable | None = None
+    coverage_names: tuple = ()
     indices_VK: torch.Tensor | None = None
     learned_projection: "LearnedProjection | None" = None
 
@@ -112,7 +118,8 @@ def build_piece_kl(cfg, pair, device):
     def coverage(teacher_logits, sub_tile):
         return piece_coverage(teacher_logits[None], sub_tile.terms, on_device, cfg.temperature)
 
-    return DistillationLoss(loss_fn, spelling, coverage=coverage)
+    return DistillationLoss(loss_fn, spelling, coverage=coverage,
+                            coverage_names=("event_coverage", "prefix_coverage"))
 
 
 def build_projection_kl(cfg, pair, device):
@@ -123,9 +130,16 @@ def build_projection_kl(cfg, pair, device):
     places = torch.arange(indices.numel(), device=device).view_as(indices)
     source = places if learned else likelihoods
 
-    def for_columns(kept_K):
-        # once per step, not once per sub-tile: it goes through all V * K entries
-        listed = projection_entries(indices, source, len(pair.tables[1]), kept_K)
+    num_tokens = len(pair.tables[1])
+    # slots of a learned projection may get any weight
+    weights = torch.ones_like(likelihoods) if learned else likelihoods
+    reachable_W = reachable_tokens(indices, weights, num_tokens)
+    if not reachable_W.any():
+        raise ValueError("--projection: no student token maps to a token of the teacher; build it "
+                         "for these two models")
+
+    def compare(listed, kept_K):
+        """Return the loss of the columns kept_K of the logits; None: of all that these have."""
 
         def loss_fn(student_logits, teacher_logits, sub_tile):
             entries = listed
@@ -135,13 +149,27 @@ def build_projection_kl(cfg, pair, device):
             ids = batch_of_one(sub_tile)
             return projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-                indices, likelihoods, temperature=cfg.temperature, reverse=cfg.reverse_kl,
+                indices, likelihoods, kept_K, temperature=cfg.temperature, reverse=cfg.reverse_kl,
                 weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms)[0]
 
         return loss_fn
 
-    return DistillationLoss(for_columns(None), for_columns=for_columns, indices_VK=indices,
-                            learned_projection=learned)
+    def for_columns(kept_K):
+        # once per step, not once per sub-tile: it goes through all V * K entries
+        return compare(projection_entries(indices, source, num_tokens, kept_K), None)
+
+    def coverage(teacher_logits, sub_tile):
+        mass_T = at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
+        return {"unreachable_mass": (mass_T[:, ~reachable_W].sum(), len(mass_T))}
+
+    kept_K = None
+    if cfg.projection_columns == "reachable" and not reachable_W.all():
+        kept_K = reachable_W.nonzero().squeeze(1)
+    return DistillationLoss(
+        compare(projection_entries(indices, source, num_tokens, kept_K), kept_K),
+        for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
+        coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
+        learned_projection=learned)
 
 
 def build_gold(cfg, pair, device):
@@ -238,7 +266,6 @@ class LossSpec:
         flags: flags of config.py that it reads; they may differ for each of several teachers.
         tokenizers: "any", or "equal": student and teacher must have the same one.
         columns: it compares only the `--projection_topk` most important teacher columns.
-        coverage: the metrics that its `coverage` logs.
     """
 
     build: Callable
@@ -246,7 +273,6 @@ class LossSpec:
     flags: tuple = ("temperature",)
     tokenizers: str = "any"
     columns: bool = False
-    coverage: tuple = ()
 
 
 def per_chunk(loss, **flag_of):
@@ -271,11 +297,11 @@ def per_position(divergence, **flag_of):
 COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
-    "piece_kl": LossSpec(build_piece_kl, "spellings",
-                         coverage=("event_coverage", "prefix_coverage")),
+    "piece_kl": LossSpec(build_piece_kl, "spellings"),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
-        ("temperature", "projection", "projection_topk", "reverse_kl"), columns=True),
+        ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
+        columns=True),
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS),
     "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
     "uld": per_chunk(losses.uld),

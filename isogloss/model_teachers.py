@@ -18,13 +18,16 @@ from deepspeed.module_inject import auto_tp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import ipc
 from isogloss.layout import Replica, node_size
+from isogloss.pretrained import load_config, load_model
+from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec
+from isogloss.text_scores import ScoredLogits, TextScores
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
@@ -33,23 +36,36 @@ SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "grani
 SHARDED_ONCE_WHOLE = {"gpt_neox"}
 
 
+def reads_more_than_text(config):
+    """Tell whether the language model of a config reads images or sounds, too, as Gemma 3 does.
+
+    Of other models with such a config, as Llama 4, transformers loads the text part alone.
+    """
+    text_config = config.get_text_config()
+    if text_config is config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(text_config)
+
+
 def resolve_engine(engine, degree, config, num_ranks):
     """Return the engine that "auto" means; check the others.
 
     Args:
         engine: key of `teachers.TEACHER_SOURCES` or "auto".
         degree: ranks that share the model.
-        config: of the model, for text.
+        config: of the whole model.
         num_ranks: all ranks that hold teachers.
     Raises:
         ValueError: an engine that cannot shard this model over `degree` ranks.
     """
-    model_type = config.model_type
+    text_config = config.get_text_config()
+    # DeepSpeed would take the text part for a model by itself, and leave it without weights
+    model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
     known = SHARDED | SHARDED_ONCE_WHOLE
-    heads = getattr(config, "num_key_value_heads", None)
-    heads = heads or getattr(config, "num_attention_heads", 0)
+    heads = getattr(text_config, "num_key_value_heads", None)
+    heads = heads or getattr(text_config, "num_attention_heads", 0)
     # transformers' plans cut whole key-value heads
-    has_plan = bool(getattr(config, "base_model_tp_plan", None)) and heads % degree == 0
+    has_plan = bool(getattr(text_config, "base_model_tp_plan", None)) and heads % degree == 0
     if engine == "auto":  # the first that can; a whole copy needs no communication
         if degree == 1:
             return "replicated"
@@ -137,20 +153,28 @@ class ModelTeacher:
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch as the spec's output."""
-        return self.read(model_input(batch), self.spec.output, self.spec.output_topk)
+        return self.read(model_input(batch), self.spec.output, self.spec.output_topk, batch.labels)
+
+    def whole_targets(self, batch):
+        """Return the logits of a TeacherBatch as if no output were truncated."""
+        output = "hidden" if self.spec.output == "topk" else self.spec.output
+        return self.read(model_input(batch), output)
 
     @torch.no_grad()
-    def read(self, ids, output="hidden", output_topk=256):
+    def read(self, ids, output="hidden", output_topk=256, labels=None):
         """Return a LogitsSource of any positions of the flattened (B * T).
 
         Args:
             ids: see `model_input`.
             output, output_topk: see TeacherSpec.
+            labels: (B, T) int64; then the output "topk" is ScoredLogits.
         """
         if output == "logits":
             return StoredLogits(self.logits(ids)[..., : self.head.vocab].flatten(0, 1))
         logits = HiddenLogits(self.hidden(ids).flatten(0, 1), self.head)
-        return logits if output == "hidden" else most_likely(logits, output_topk)
+        if output == "hidden":
+            return logits
+        return most_likely(logits, output_topk, None if labels is None else labels.flatten())
 
     def hidden(self, ids):
         """Return (B, T, H) final hidden states."""
@@ -184,13 +208,19 @@ class ModelTeacher:
         return self
 
 
-def most_likely(logits, top_k):
-    """Return TopKLogits of all positions, a block at a time."""
+def most_likely(logits, top_k, labels_T=None):
+    """Return TopKLogits of all positions, a block at a time.
+
+    Args:
+        logits: HiddenLogits.
+        labels_T: (T,) int64; then the result is ScoredLogits of them, and TextScores.
+    """
     vocab = logits.head.vocab
     positions = torch.arange(len(logits.hidden_TH), device=logits.hidden_TH.device)
     ids = []
     logp = []
     totals = []
+    scores = []
     for block in positions.split(BLOCK):
         block_logits = logits(block).float()
         total = block_logits.logsumexp(-1)
@@ -198,7 +228,12 @@ def most_likely(logits, top_k):
         ids.append(top.indices.int())
         logp.append(top.values - total[:, None])
         totals.append(total)
-    return TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
+        if labels_T is not None:
+            scores.append(TextScores.of(block_logits, total, labels_T[block]).packed())
+    top_k_logits = TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
+    if labels_T is None:
+        return top_k_logits
+    return ScoredLogits(top_k_logits, TextScores.unpacked(torch.cat(scores)))
 
 
 def model_input(batch):
@@ -219,6 +254,14 @@ def model_arguments(ids):
     return {"input_ids": ids[0], "position_ids": ids[1], "use_cache": False}
 
 
+def hidden_states(model, ids):
+    """Return (B, T, H) final hidden states of a causal language model for a `model_input`."""
+    layers = model.base_model
+    if layers is model:  # Llama 4 keeps them under another name than its class says
+        layers = getattr(model, "model", model)
+    return layers(**model_arguments(ids))[0]
+
+
 # --- how a model runs -----------------------------------------------------------------------------
 
 
@@ -229,7 +272,7 @@ class WholeModel:
     model: nn.Module
 
     def hidden(self, ids):
-        return self.model.base_model(**model_arguments(ids))[0]
+        return hidden_states(self.model, ids)
 
     def logits(self, ids):
         return self.model(**model_arguments(ids)).logits
@@ -271,7 +314,7 @@ class HiddenOrLogits(nn.Module):
 
     def forward(self, ids, hidden):
         if hidden:
-            return self.model.base_model(**model_arguments(ids))[0]
+            return hidden_states(self.model, ids)
         return self.model(**model_arguments(ids)).logits
 
 
@@ -293,7 +336,7 @@ class Zero3Model:
 
 def load_replicated(spec):
     """Load a whole copy on every rank."""
-    model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=_dtype(spec))
+    model = _load(spec)
     model = _frozen(model).to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
@@ -304,7 +347,7 @@ def load_replicated(spec):
 def load_tensor_parallel(spec):
     """Shard a model over neighboring ranks by DeepSpeed's inference engine."""
     replica = Replica(spec.degree)
-    config = AutoConfig.from_pretrained(spec.path)
+    config = _config(spec)
     with contextlib.ExitStack() as stack:
         # DeepSpeed prints every layer that it shards
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -331,7 +374,8 @@ def _shard_while_loading(spec, config, replica, stack):
     dtype = _dtype(spec)
     folder = _local_folder(spec.path)
     with deepspeed.OnDevice(dtype=dtype, device="meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     names = [file.name for file in _weight_files(folder)]
     file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
     file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
@@ -350,7 +394,7 @@ def _shard_while_loading(spec, config, replica, stack):
 def _shard_once_whole(spec, replica):
     """Return the same for a model type that DeepSpeed shards only after loading."""
     dtype = _dtype(spec)
-    model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype)
+    model = _load(spec)
     head = model.get_output_embeddings()
     weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
     engine = deepspeed.init_inference(model, tensor_parallel=_shape(spec, replica), dtype=dtype)
@@ -371,8 +415,7 @@ def load_transformers(spec):
     replica = Replica(spec.degree)
     folder = _local_folder(spec.path)
     _weight_files(folder)  # without them all ranks end here, not one of them below
-    model = _frozen(AutoModelForCausalLM.from_pretrained(
-        spec.path, dtype=dtype, distributed_config=DistributedConfig(tp_size=spec.degree)))
+    model = _frozen(_load(spec, distributed_config=DistributedConfig(tp_size=spec.degree)))
     names = {module: name for name, module in model.named_modules()}
     head = names[model.get_output_embeddings()]
     embedding = names[model.get_input_embeddings()]
@@ -384,11 +427,14 @@ def load_transformers(spec):
         return weight, bias
 
     weight, bias = _once_per_node(whole_head, spec.device)
+    if weight is None:  # files of a model that reads images have other names
+        gathered = _gathered(model.get_output_embeddings())
+        weight, bias = _once_per_node(lambda: gathered, spec.device)
     num_parameters = 0
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         num_parameters += local.numel()
-    config = AutoConfig.from_pretrained(spec.path)
+    config = _config(spec)
     return ModelTeacher(
         _shared(model, replica, spec), _head(weight, bias, spec, config), spec, "transformers",
         num_parameters, len(replica.ranks))
@@ -404,25 +450,37 @@ def load_zero3(spec):
     if dtype != torch.float32:
         ds_config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
     keep_alive = HfDeepSpeedConfig(ds_config)  # from_pretrained partitions while this exists
-    model = _frozen(AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype))
-    del keep_alive
-    unset_hf_deepspeed_config()
+    try:
+        model = _frozen(_load(spec))
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
     head = model.get_output_embeddings()
     with deepspeed.zero.GatheredParameters(list(head.parameters())):
         weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
     engine = deepspeed.initialize(model=HiddenOrLogits(model), config=ds_config)[0]
     engine.eval()
     num_parameters = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
-    config = AutoConfig.from_pretrained(spec.path)
+    config = _config(spec)
     return ModelTeacher(
         Zero3Model(engine), _head(weight, bias, spec, config), spec, "zero3", num_parameters)
+
+
+def _load(spec, **options):
+    """Return the model of a spec, in the precision that it says."""
+    return load_model(
+        "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec), **options)
+
+
+def _config(spec):
+    return load_config("teacher", spec.path, spec.trust_remote_code)
 
 
 def _dtype(spec):
     """Return the torch.dtype of a spec's weights."""
     if spec.dtype != "auto":
         return getattr(torch, spec.dtype)
-    return AutoConfig.from_pretrained(spec.path).dtype or torch.float32
+    return _config(spec).dtype or torch.float32
 
 
 def _frozen(model):
@@ -482,16 +540,30 @@ def _copy_of(layer):
     return layer.weight.detach().clone(), bias
 
 
+def _gathered(layer):
+    """Return (weight, bias or None) of a layer that transformers has sharded; all ranks call it."""
+    tensors = []
+    for tensor in (layer.weight, layer.bias):
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        tensors.append(None if tensor is None else tensor.detach())
+    return tensors
+
+
 def _once_per_node(load, device):
     """Return the tensors or Nones of load() on every rank; on the CPU a node holds them once."""
     if torch.device(device).type != "cpu":  # a kernel cannot read another device's memory
         return [None if tensor is None else tensor.to(device) for tensor in load()]
     node = Replica(node_size())
-    sent = [None]
+    handles = []
     if dist.get_rank() == node.ranks[0]:
-        sent = [[None if tensor is None else ipc.publish(tensor) for tensor in load()]]
-    dist.broadcast_object_list(sent, node.ranks[0], group=node.group)
-    return [None if handle is None else ipc.attach(handle) for handle in sent[0]]
+        for tensor in load():
+            handles.append(None if tensor is None else ipc.publish(tensor).to_plain())
+    handles = broadcast_value(handles, node.ranks[0], node.group)
+    tensors = []
+    for handle in handles:
+        tensors.append(None if handle is None else ipc.attach(ipc.Handle.from_plain(handle)))
+    return tensors
 
 
 @contextlib.contextmanager
@@ -517,6 +589,10 @@ def head_gives_own_logits(logits, model_logits):
         logits: LogitsSource.
         model_logits: (B, T, W), of the same positions.
     """
+    if isinstance(logits, HiddenLogits):
+        width = logits.head.weight_VH.shape[1]
+        if logits.hidden_TH.shape[1] != width:  # not what the head reads
+            return False
     model_logits = model_logits.flatten(0, 1)
     positions = torch.arange(len(model_logits), device=model_logits.device)
     difference = logits(positions).float() - model_logits.float()

@@ -21,19 +21,22 @@ import torch
 
 import ipc
 from isogloss.model_teachers import model_input
+from isogloss.rendezvous import TRAINING_TIMEOUT
 from isogloss.specs import TeacherSpec
+from isogloss.text_scores import ScoredLogits, TextScores
 from tiles import Head, HiddenLogits, ShardedLogits, StoredLogits, TopKLogits
 
 # What a request may ask for: a TeacherSpec's output, or the model's own logits, to check its head.
 KINDS = "hidden", "logits", "topk", "model_logits"
-TENSORS_PER_RESPONSE = {"hidden": 1, "logits": 1, "topk": 3}
+TENSORS_PER_RESPONSE = {"hidden": 1, "logits": 1, "topk": 4}
 # A student that reads a stream again is silent for long; one that died is noticed by its process.
 NO_TIMEOUT = float("inf")
+RESPONSE_TIMEOUT = TRAINING_TIMEOUT.total_seconds()  # as for a collective
 SHUT_DOWN = -1  # in place of a teacher's number
 
 
 class Request(NamedTuple):
-    """State what a client asks for, as it is sent: six integers, then the ids.
+    """State what a client asks for, as it is sent: six integers, the ids, of "topk" the labels.
 
     Attributes:
         teacher: its number in the job, or SHUT_DOWN.
@@ -54,9 +57,12 @@ class Request(NamedTuple):
         shape = ids.view(-1, *ids.shape[-2:]).shape
         return cls(teacher, KINDS.index(kind), top_k, *shape)
 
-    def tensor(self, ids):
-        """Return header and ids as one (6 + n,) int64 tensor."""
-        return torch.cat([torch.tensor(self), ids.cpu().flatten()])
+    def tensor(self, ids, labels=None):
+        """Return header, ids and labels, if there are any, as one (6 + n,) int64 tensor."""
+        tensors = [torch.tensor(self), ids.cpu().flatten()]
+        if labels is not None:
+            tensors.append(labels.cpu().flatten())
+        return torch.cat(tensors)
 
 
 class SharedTeacher(NamedTuple):
@@ -72,6 +78,24 @@ class SharedTeacher(NamedTuple):
     bias: ipc.Handle | None
     head: Head
     degree: int
+
+    def to_plain(self):
+        """Return what `from_plain` takes: a dict for JSON."""
+        return {
+            "weight": self.weight.to_plain(),
+            "bias": self.bias and self.bias.to_plain(),
+            "scale": self.head.scale,
+            "softcap": self.head.softcap,
+            "vocab": self.head.vocab,
+            "degree": self.degree,
+        }
+
+    @classmethod
+    def from_plain(cls, plain):
+        """Return the SharedTeacher that `to_plain` described."""
+        bias = plain["bias"] and ipc.Handle.from_plain(plain["bias"])
+        head = Head(None, scale=plain["scale"], softcap=plain["softcap"], vocab=plain["vocab"])
+        return cls(ipc.Handle.from_plain(plain["weight"]), bias, head, plain["degree"])
 
 
 # --- the teachers' side ---------------------------------------------------------------------------
@@ -94,18 +118,20 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
         ipc.PeerDied: a rank of the student has ended without shutting down.
     """
     if roles.local_rank == 0:
-        roles.publish("teachers", [_shared(teacher) for teacher in teachers])
+        roles.publish("teachers", [_shared(teacher).to_plain() for teacher in teachers])
     readers = []
     writers = []
     for client in range(roles.student_ranks // ranks_per_client):
-        handle, slots = roles.read(f"requests of {client}")
+        plain, slots = roles.read(f"requests of {client}")
+        handle = ipc.WriterHandle.from_plain(plain)
         readers.append(ipc.TensorReader(handle, roles.local_rank, timeout=NO_TIMEOUT))
         writers.append(ipc.TensorWriter(ranks_per_client, slots, timeout=NO_TIMEOUT))
-        roles.publish(f"responses of {roles.local_rank} to {client}", writers[-1].handle)
+        plain = writers[-1].handle.to_plain()
+        roles.publish(f"responses of {roles.local_rank} to {client}", plain)
     while True:
         # one request of every client makes a round
         requests = [_read_request(reader) for reader in readers]
-        first = requests[0][0]  # all clients ask the same teacher for the same kind
+        first = requests[0].request  # all clients ask the same teacher for the same kind
         if first.teacher == SHUT_DOWN:
             return
         teacher = teachers[first.teacher]
@@ -114,12 +140,10 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
         for first_client in range(0, len(requests), num_replicas):
             client = first_client + replica
             if client < len(requests):
-                request, ids = requests[client]
-                for tensor in _respond(teacher, request, ids, member, from_hidden):
+                for tensor in _respond(teacher, *requests[client], member, from_hidden):
                     writers[client].put(tensor)
             elif teacher.engine == "zero3":  # its other ranks wait for this one's forward pass
-                request, ids = requests[-1]
-                _respond(teacher, request, ids, member, from_hidden)
+                _respond(teacher, *requests[-1], member, from_hidden)
 
 
 def _shared(teacher):
@@ -130,18 +154,36 @@ def _shared(teacher):
                          head.with_tensors(None, None, None, None), teacher.degree)
 
 
+class ReadRequest(NamedTuple):
+    """Hold a request as it arrives.
+
+    request: Request.
+    ids: (B, T) or (2, B, T), see `model_input`.
+    labels: (B, T), or None where none were sent.
+    """
+
+    request: Request
+    ids: torch.Tensor
+    labels: torch.Tensor | None
+
+
 def _read_request(reader):
-    """Return (Request, ids (B, T) or (2, B, T)) of a client's next request."""
+    """Return the ReadRequest of a client's next request."""
     with reader.take() as tensor:
         numbers = tensor[: len(Request._fields)].tolist()
         request = Request(*numbers)
         # a copy, because the client may write over the request after this block
-        ids = tensor[len(numbers) :].clone().view(request.parts, request.rows, request.width)
-        return request, ids if request.parts == 2 else ids.flatten(0, 1)
+        values = tensor[len(numbers) :].clone()
+        num_ids = request.parts * request.rows * request.width
+        ids = values[:num_ids].view(request.parts, request.rows, request.width)
+        labels = None
+        if KINDS[request.kind] == "topk":
+            labels = values[num_ids:].view(request.rows, request.width)
+        return ReadRequest(request, ids if request.parts == 2 else ids.flatten(0, 1), labels)
 
 
 @torch.no_grad()
-def _respond(teacher, request, ids, member, from_hidden):
+def _respond(teacher, request, ids, labels, member, from_hidden):
     """Return the tensors that this member of a replica publishes; all of them compute."""
     head = teacher.head
     kind = KINDS[request.kind]
@@ -155,8 +197,9 @@ def _respond(teacher, request, ids, member, from_hidden):
         shard = head._replace(weight_VH=head.weight_VH[low:high], bias_V=bias, vocab=0)
         return [shard.finish(shard.linear(teacher.hidden(ids).flatten(0, 1)))]
     if kind == "topk":
-        logits = teacher.read(ids, "topk", request.top_k)
-        tensors = [logits.ids_TK, logits.logp_TK, logits.total_T]
+        scored = teacher.read(ids, kind, request.top_k, labels.to(ids.device))
+        logits = scored.logits
+        tensors = [logits.ids_TK, logits.logp_TK, logits.total_T, scored.scores.packed()]
     else:
         tensors = [teacher.hidden(ids) if kind == "hidden" else teacher.logits(ids)]
     return tensors if member == 0 else []  # every member has the same
@@ -187,14 +230,17 @@ class TeacherClient:
         self.client, place = divmod(roles.local_rank, ranks_per_client)
         self.writer = None
         if place == 0:
-            self.writer = ipc.TensorWriter(roles.teacher_ranks, num_requests, timeout=NO_TIMEOUT)
+            self.writer = ipc.TensorWriter(roles.teacher_ranks, num_requests,
+                                           timeout=RESPONSE_TIMEOUT)
             slots = tensors_per_response * num_requests
-            roles.publish(f"requests of {self.client}", (self.writer.handle, slots))
+            plain = self.writer.handle.to_plain()
+            roles.publish(f"requests of {self.client}", (plain, slots))
         self.readers = []
         for rank in range(roles.teacher_ranks):
-            handle = roles.read(f"responses of {rank} to {self.client}")
-            self.readers.append(ipc.TensorReader(handle, place, timeout=NO_TIMEOUT))
-        self.teachers = roles.read("teachers")
+            handle = ipc.WriterHandle.from_plain(
+                roles.read(f"responses of {rank} to {self.client}"))
+            self.readers.append(ipc.TensorReader(handle, place, timeout=RESPONSE_TIMEOUT))
+        self.teachers = [SharedTeacher.from_plain(plain) for plain in roles.read("teachers")]
 
     def head_of(self, number):
         """Return the Head of a teacher, mapped from its rank's memory."""
@@ -210,17 +256,17 @@ class TeacherClient:
         first = self.client % num_replicas * degree
         return self.readers[first : first + degree]
 
-    def request(self, number, kind, top_k, ids):
+    def request(self, number, kind, top_k, ids, labels=None):
         """Send a request; ranks that are not the first of their client only note it."""
         request = Request.of(number, kind, top_k, ids)
         self.pending.append(request)
         if self.writer:
-            self.writer.put(request.tensor(ids))
+            self.writer.put(request.tensor(ids, labels))
 
-    def expect(self, number, kind, top_k, ids):
+    def expect(self, number, kind, top_k, ids, labels=None):
         """Make sure that the next response is to this request; send it if nothing is under way."""
         if not self.pending:
-            self.request(number, kind, top_k, ids)
+            self.request(number, kind, top_k, ids, labels)
         expected = Request.of(number, kind, top_k, ids)
         sent = self.pending.popleft()
         assert sent == expected, f"read in another order than asked: {sent}, {expected}"
@@ -253,21 +299,32 @@ class RemoteTeacher:
     def request(self, batch):
         """Start what `targets` of this batch, in the same order, will return."""
         self.client.request(self.spec.number, self.spec.output, self.spec.output_topk,
-                            model_input(batch))
+                            model_input(batch), self._labels(batch))
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch; valid until `release`."""
-        return self.read(model_input(batch), self.spec.output, self.spec.output_topk)
+        return self.read(model_input(batch), self.spec.output, self.spec.output_topk,
+                         self._labels(batch))
 
-    def read(self, ids, output="hidden", output_topk=256):
-        """Return a LogitsSource, as `ModelTeacher.read` does."""
-        self.client.expect(self.spec.number, output, output_topk, ids)
+    def whole_targets(self, batch):
+        """Return what `ModelTeacher.whole_targets` does; valid until `release`."""
+        output = "hidden" if self.spec.output == "topk" else self.spec.output
+        return self.read(model_input(batch), output, self.spec.output_topk)
+
+    def _labels(self, batch):
+        """Return the labels that go along with a request, or None."""
+        return batch.labels if self.spec.output == "topk" else None
+
+    def read(self, ids, output="hidden", output_topk=256, labels=None):
+        """Return a LogitsSource, as `ModelTeacher.read` does; "topk" needs labels."""
+        self.client.expect(self.spec.number, output, output_topk, ids, labels)
         if output == "hidden":
             return HiddenLogits(self._next().flatten(0, 1), self.head)
         if output == "topk":
             ids_TK = self._next()
             logp_TK = self._next()
-            return TopKLogits(ids_TK, logp_TK, self.head.vocab, self._next())
+            logits = TopKLogits(ids_TK, logp_TK, self.head.vocab, self._next())
+            return ScoredLogits(logits, TextScores.unpacked(self._next()))
         shards = tuple(self._next(member) for member in range(len(self.readers)))
         return StoredLogits(shards[0]) if len(shards) == 1 else ShardedLogits(shards)
 

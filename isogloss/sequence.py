@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from isogloss.rendezvous import LOADING_TIMEOUT
+
 # The name under which the student's attention is registered with transformers.  A name of its own,
 # because teachers live in the same process and keep their usual attention.
 ATTENTION = "isogloss_sequence"
@@ -49,7 +51,7 @@ def join_sequence_group(size):
     # new_group is collective: every rank has to create every group, in the same order.
     for first in range(0, dist.get_world_size(), size):
         ranks = list(range(first, first + size))
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=LOADING_TIMEOUT)
         if dist.get_rank() in ranks:
             sequence_group = SequenceGroup(group, ranks.index(dist.get_rank()), size)
     return sequence_group

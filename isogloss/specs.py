@@ -1,7 +1,11 @@
 """Describe teacher sources by plain values that ranks can send to one another."""
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+from safetensors import SafetensorError
+
+from projection_tools import reason_of
 
 TEACHER_OUTPUTS = "hidden", "logits", "topk"
 # Positions whose logits exist at a time where no tile bounds them: 150 MB of 152k float32.  Not
@@ -25,6 +29,7 @@ class TeacherSpec:
         output_topk: tokens of the output "topk"; the others get what is left in equal parts.
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
+        trust_remote_code: run the Python code that comes with the model.
         members, weights, space: of an ensemble, see `teachers.EnsembleTeacher`.
         number: of a remote teacher, its place among all of the job.
         client: of a remote teacher, `remote_teachers.TeacherClient`.
@@ -41,26 +46,45 @@ class TeacherSpec:
     output_topk: int = 256
     same_ids: bool = False
     sequence_parallel_size: int = 1
+    trust_remote_code: bool = False
     members: list = field(default_factory=list)
     weights: list = field(default_factory=list)
     space: str = "p"
     number: int = 0
     client: object = None
 
+    def to_plain(self):
+        """Return what `from_plain` takes, for JSON: all but the device, the client and members."""
+        plain = {}
+        for attribute in fields(self):
+            if attribute.name not in ("device", "client", "members"):
+                plain[attribute.name] = getattr(self, attribute.name)
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain):
+        """Return the TeacherSpec that `to_plain` described."""
+        return cls(**plain)
+
     def single(self):
         """List the specs of the teachers in this one: its members, or itself."""
         return self.members or [self]
 
+    @property
+    def averages_top_k(self):
+        """Tell whether it is the mean of teachers of which some keep their top-k tokens alone."""
+        return any(member.output == "topk" for member in self.members)
+
 
 @contextlib.contextmanager
 def weights_of(role, path):
-    """Turn an OSError of loading into a ValueError that names the flag.
+    """Turn an error of reading files into a ValueError that names the flag.
 
     Raises:
         ValueError: a directory has a config, and no weights that can be read.
     """
     try:
         yield
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"--{role} {path}: its weights cannot be loaded ({reason})") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"--{role} {path}: its weights cannot be loaded ({reason_of(error)})") from None

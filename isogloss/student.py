@@ -1,17 +1,21 @@
 """Load the student, put the loss inside its forward pass, start the DeepSpeed engine."""
 
-import functools
 import math
+from functools import partial, wraps
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import (
+    HfDeepSpeedConfig,
+    deepspeed_config,
+    unset_hf_deepspeed_config,
+)
 
 from isogloss.activations import offload_activations, tile_mlps
 from isogloss.ds_engine import start_deepspeed
-from isogloss.specs import weights_of
+from isogloss.pretrained import load_model, random_model
 from tiles import HiddenLogits, StoredLogits, head_of
 
 
@@ -77,20 +81,53 @@ def load_student(cfg, ds_config, attention=None):
 
     Args:
         attention: name of its attention implementation; None: the usual one.
+    Raises:
+        ValueError: see `pretrained.load_model`.
     """
+    options = {"dtype": torch.float32}
+    if attention:
+        options["attn_implementation"] = attention
+    if cfg.from_scratch:
+        load = partial(_random_student, cfg)
+    else:
+        load = partial(load_model, "student", cfg.student, cfg.trust_remote_code)
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
-    options = {"attn_implementation": attention} if attention else {}
-    with weights_of("student", cfg.student):
-        model = AutoModelForCausalLM.from_pretrained(cfg.student, dtype=torch.float32, **options)
-    if keep_alive:
-        unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
+    try:
+        model = load(**options)
+    finally:
+        if keep_alive:
+            unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
     model.config.use_cache = False
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout
     if cfg.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if cfg.mlp_tiles > 1:
         tile_mlps(model, cfg.mlp_tiles)
+    return model
+
+
+def _random_student(cfg, **options):
+    """Return a student with random weights, the same on every rank and at every ZeRO stage.
+
+    Under ZeRO-3 transformers draws the numbers in another order, and none for a layer that a model
+    leaves to torch's defaults.  So rank 0 makes the whole model there too, and all take their shard
+    of it.
+    """
+    new_model = partial(random_model, "student", cfg.student, cfg.trust_remote_code, **options)
+    ds_config = deepspeed_config()  # of the HfDeepSpeedConfig that is alive, or None
+    with torch.random.fork_rng():  # dropout goes on with each rank's own numbers
+        torch.manual_seed(cfg.seed)
+        if ds_config is None:
+            return new_model()
+        model = new_model()
+        unset_hf_deepspeed_config()
+        torch.manual_seed(cfg.seed)
+        whole = new_model() if dist.get_rank() == 0 else None
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if whole is not None:
+                parameter.data.copy_(whole.get_parameter(name))
     return model
 
 
@@ -145,7 +182,7 @@ def let_overflow_skip_steps(engine):
     take_step = optimizer.step
     optimizer.overflow = False
 
-    @functools.wraps(take_step)  # schedules of torch look for a mark on it
+    @wraps(take_step)  # schedules of torch look for a mark on it
     def step_unless_overflow(*args, **options):
         if not optimizer.overflow:
             take_step(*args, **options)

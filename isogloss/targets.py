@@ -12,6 +12,7 @@ from isogloss.objective import TeacherTarget, weigh_samples
 from isogloss.sample import TextEncoder
 from isogloss.specs import BLOCK, TeacherSpec
 from isogloss.teachers import TeacherSource
+from isogloss.text_scores import ScoredLogits
 from losses import teacher_importance
 from teacher_mixing import teacher_scores, teacher_weights
 from tiles import TeacherBlocks
@@ -45,8 +46,9 @@ class TeacherSetup:
     @property
     def keeps_columns(self):
         """Tell whether the loss compares the most important teacher columns only."""
-        has_more = len(self.encoder.table) > self.cfg.projection_topk
-        return LOSSES[self.cfg.loss].columns and has_more
+        comparable_W = self.loss.comparable_W
+        num = len(self.encoder.table) if comparable_W is None else int(comparable_W.sum())
+        return LOSSES[self.cfg.loss].columns and num > self.cfg.projection_topk
 
 
 def teacher_targets(setup, batches):
@@ -94,6 +96,8 @@ def kept_columns(setup, batches, targets):
             block = teacher_importance(blocks.fetch(positions)[None])
             importance = torch.maximum(importance, block)
     dist.all_reduce(importance, op=dist.ReduceOp.MAX)
+    if setup.loss.comparable_W is not None:  # the others take up no place
+        importance = importance.masked_fill(~setup.loss.comparable_W, -torch.inf)
     return importance.topk(setup.cfg.projection_topk).indices.sort().values
 
 
@@ -105,7 +109,7 @@ def sample_scores(logits, batch, kind):
     compare.
 
     Args:
-        logits: LogitsSource of the teacher.
+        logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
         batch: its TeacherBatch.
         kind: "ce", "entropy" or "max_prob".
     """
@@ -115,17 +119,33 @@ def sample_scores(logits, batch, kind):
     for number in range(batch.num_samples):
         in_sample = batch.sample == number
         positions = (in_sample & (labels != -100)).nonzero().squeeze(1)
-        total = 0.0
-        for block in positions.split(BLOCK):
-            every = torch.ones(1, len(block), dtype=torch.bool, device=labels.device)
-            mean = teacher_scores(logits(block)[None], labels[block][None], every, kind)[0]
-            total = total + len(block) * mean
+        total = total_score(logits, labels, positions, kind)
         size = len(positions)
         if kind == "ce":  # tokens of different tokenizers are not the same unit, bytes are
             size = int(num_bytes[in_sample].clamp(min=0).sum())
         score = torch.as_tensor(total / max(size, 1), dtype=torch.float32, device=labels.device)
         scores.append(score)
     return torch.stack(scores)
+
+
+def total_score(logits, labels, positions, kind):
+    """Return the sum of `teacher_mixing.teacher_scores` over some positions.
+
+    Args:
+        logits, kind: see `sample_scores`.
+        labels: (B * T,) int64; positions: (n,) int64.
+    """
+    if isinstance(logits, ScoredLogits):
+        scores = logits.scores.at(positions)
+        if kind == "ce":
+            return scores.logp_T.sum()
+        return -scores.entropy_T.sum() if kind == "entropy" else scores.max_logp_T.exp().sum()
+    total = 0.0
+    for block in positions.split(BLOCK):
+        every = torch.ones(1, len(block), dtype=torch.bool, device=labels.device)
+        mean = teacher_scores(logits(block)[None], labels[block][None], every, kind)[0]
+        total = total + len(block) * mean
+    return total
 
 
 def weigh_by_confidence(cfg, batches, targets):

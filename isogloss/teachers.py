@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from isogloss.model_teachers import (
     ModelTeacher,
@@ -26,6 +25,7 @@ from isogloss.model_teachers import (
     load_zero3,
     resolve_engine,
 )
+from isogloss.pretrained import load_config
 from isogloss.remote_teachers import RemoteTeacher
 from isogloss.specs import TeacherSpec, weights_of
 from teacher_mixing import average_teachers
@@ -44,6 +44,10 @@ class TeacherSource(Protocol):
 
     def targets(self, batch) -> LogitsSource:
         """Return logits of any positions of a TeacherBatch, valid until `release`."""
+
+    def whole_targets(self, batch) -> LogitsSource:
+        """Return what `targets` does with whole distributions, where it truncates them."""
+        return self.targets(batch)
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Return a context in which many `targets` cost one transfer of offloaded weights."""
@@ -100,9 +104,14 @@ class EnsembleTeacher:
             member.request(batch)
 
     def targets(self, batch):
-        logits = tuple(member.targets(batch) for member in self.members)
+        return self._mean([member.targets(batch) for member in self.members], batch)
+
+    def whole_targets(self, batch):
+        return self._mean([member.whole_targets(batch) for member in self.members], batch)
+
+    def _mean(self, logits, batch):
         weights = torch.tensor(self.weights, device=batch.ids.device)  # in any unit
-        return EnsembleLogits(logits, weights / weights.sum(), self.space)
+        return EnsembleLogits(tuple(logits), weights / weights.sum(), self.space)
 
     @contextlib.contextmanager
     def on_device(self):
@@ -154,7 +163,7 @@ def load_teacher(spec: TeacherSpec) -> TeacherSource:
     """
     engine = spec.engine
     if engine in MODEL_ENGINES:
-        config = AutoConfig.from_pretrained(spec.path).get_text_config()
+        config = load_config("teacher", spec.path, spec.trust_remote_code)
         engine = resolve_engine(engine, spec.degree, config, dist.get_world_size())
     # the inference engine makes all ranks' random numbers equal
     with weights_of("teacher", spec.path), torch.random.fork_rng():

@@ -15,8 +15,10 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import sys
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +35,8 @@ CACHE = Path(os.environ.get("ISOGLOSS_CACHE", Path.home() / ".cache" / "isogloss
 
 # A row's sum may be off by this much: bfloat16 rounds a row of four to a few thousandths.
 SUM_TOLERANCE = 1e-2
+INTEGERS = torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8
+CHECKSUM = "checksum"  # key of a cached file
 
 
 def fingerprint(tokenizer):
@@ -149,34 +153,83 @@ class Pair:
         return cls(tuple(names), tokenizers, tables, tuple(map(fingerprint, tokenizers)))
 
     @classmethod
-    def load(cls, student, teacher):
+    def load(cls, student, teacher, trust_remote_code=False):
         """Load the tokenizers of two hub ids or directories.
 
+        Args:
+            trust_remote_code: run the Python code that comes with a tokenizer.
         Raises:
             ValueError: one of them cannot be loaded.
         """
-        tokenizers = _load_tokenizer("student", student), _load_tokenizer("teacher", teacher)
-        return cls.of(*tokenizers, (student, teacher))
+        student_tokenizer, student_table = load_tokenizer("student", student, trust_remote_code)
+        teacher_tokenizer, teacher_table = load_tokenizer("teacher", teacher, trust_remote_code)
+        tables = (student_table, teacher_table)
+        return cls.of(student_tokenizer, teacher_tokenizer, (student, teacher), tables)
 
 
 def _roles(table):
     return ", ".join(f"{role} {getattr(table, role)}" for role in ROLES)
 
 
-def _load_tokenizer(flag, name):
-    from transformers import AutoTokenizer  # seconds to import, so only for the command line
+def load_tokenizer(flag, name, trust_remote_code=False):
+    """Load a tokenizer and the table of its tokens.
 
+    Returns:
+        (tokenizer, TokenTable).
+    Raises:
+        ValueError: it cannot be loaded, or is no fast tokenizer.
+    """
+    from transformers import AutoTokenizer, logging  # seconds to import
+
+    # What it raises is reported in one line, which stands alone.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with reading(flag, name, "its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error)
-        raise ValueError(f"--{flag} {name}: cannot load its tokenizer ({reason})") from None
+        return tokenizer, TokenTable.from_tokenizer(tokenizer)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"--{flag} {name}: its tokenizer cannot be used ({reason_of(error)})") \
+            from None
 
 
-def first_line(error):
-    """Return the first line of an error's text, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+@contextmanager
+def reading(flag, name, what):
+    """Turn whatever a library raises about a model's files into a ValueError that names the flag.
+
+    A damaged file makes the libraries raise errors of any type, so the block should hold nothing
+    but their calls: an error of our own must not look like a damaged file.
+
+    Args:
+        flag: that names the model.
+        name: hub id or directory.
+        what: what is read, as in "its tokenizer".
+    Raises:
+        ValueError: the block failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"--{flag} {name}: needs Python code that comes with the model; read that code, "
+                "and add --trust_remote_code to run it"
+            ) from None
+        raise ValueError(f"--{flag} {name}: {what} cannot be loaded ({reason_of(error)})") from None
+
+
+def reason_of(error):
+    """Return the first line of an error's text, with its type where the text alone says little."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = lines[0]
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1]}"
+    text = text.removesuffix(".")
+    if isinstance(error, (OSError, ValueError, ImportError)):
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -212,25 +265,51 @@ def tokenizer_metadata(pair):
     return metadata
 
 
+def check_output(path):
+    """Check that a path can be the name of a file to write; a device or a pipe would be replaced.
+
+    Raises:
+        ValueError: something else than a file has that name.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path}: is no file that could be written anew; name another one")
+
+
 def save_atomically(tables, path):
     """Write tensors and plain values, as .safetensors or by torch.save.
 
     The file appears under its name when it is complete, or not at all.
+
+    Raises:
+        ValueError: it cannot be written there.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    if path.suffix == ".safetensors":
-        _save_safetensors(tables, scratch)
-    else:
-        buffer = io.BytesIO()  # torch.save would write a file's name into its content
-        torch.save(tables, buffer)
-        scratch.write_bytes(buffer.getvalue())
-    os.replace(scratch, path)
+    check_output(path)
+    content = _safetensors(tables) if path.suffix == ".safetensors" else _pickle(tables)
+    # By chance, because processes of two machines may have one number.
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(scratch, "xb") as file:  # a new one: it follows no link that waits there
+                file.write(content)
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); name another file"
+        ) from None
 
 
-def _save_safetensors(tables, path):
-    from safetensors.torch import save_file
+def _pickle(tables):
+    buffer = io.BytesIO()  # torch.save would write a file's name into its content
+    torch.save(tables, buffer)
+    return buffer.getvalue()
+
+
+def _safetensors(tables):
+    from safetensors.torch import save
 
     tensors = {}
     plain = {}
@@ -238,7 +317,7 @@ def _save_safetensors(tables, path):
         group = tensors if isinstance(value, torch.Tensor) else plain
         group[key] = value
     # One JSON text, because safetensors does not keep the order of several metadata keys.
-    save_file(tensors, path, metadata={"isogloss": json.dumps(plain)})
+    return save(tensors, metadata={"isogloss": json.dumps(plain)})
 
 
 def load_tables(path):
@@ -248,12 +327,13 @@ def load_tables(path):
         ValueError: missing or unreadable.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib raises for a folder that must not be read
         raise ValueError(f"{path}: no such file; make it with python -m projection_tools.build")
     try:
         if path.suffix == ".safetensors":
             return _load_safetensors(path)
-        return torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings(action="ignore"):  # about pickles that torch did not write
+            return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises half a dozen types for a damaged file
         reason = type(error).__name__
         raise ValueError(
@@ -284,7 +364,7 @@ def load_projection(path, pair):
         dict: indices (V, K) int64, -1 in unused slots; likelihoods (V, K) float32, and what else it
         holds.
     Raises:
-        ValueError: damaged, or made for other tokenizers.
+        ValueError: damaged, made for other tokenizers, or of numbers that are no weights or no ids.
     """
     tables = load_tables(path)
     _check_arrays(path, tables)
@@ -292,7 +372,8 @@ def load_projection(path, pair):
     V = len(pair.tables[0])
     indices = tables["indices"][:V].long()  # a file may cover the padding of an lm_head
     likelihoods = tables["likelihoods"][:V].float()
-    if tables.get("enable_scale_trick") and indices.shape[1] > 1:
+    _check_values(path, indices, likelihoods)
+    if tables.get("enable_scale_trick") is True and indices.shape[1] > 1:
         message = f"{path}: made with the scale trick; its last column is left out"
         warnings.warn(message, stacklevel=2)
         nothing = torch.zeros_like(likelihoods[:, :1])
@@ -309,13 +390,50 @@ def _check_arrays(path, tables):
             f"{path}: not a projection, which has the keys indices and likelihoods; make one with "
             "python -m projection_tools.build"
         )
+    for key in ("indices", "likelihoods"):
+        array = tables[key]
+        if not isinstance(array, torch.Tensor):
+            raise ValueError(
+                f"{path}: its {key} are a {type(array).__name__}; expected a tensor; make it again"
+            )
+        if array.layout != torch.strided or array.is_meta or array.is_quantized:
+            raise ValueError(
+                f"{path}: its {key} are a tensor without plain values ({array.layout}, on "
+                f"{array.device}, {array.dtype}); expected a dense one; make it again"
+            )
     indices = tables["indices"]
     likelihoods = tables["likelihoods"]
-    same_shape = indices.shape == likelihoods.shape and indices.ndim == 2
-    if not same_shape or indices.is_floating_point():
+    same_shape = indices.shape == likelihoods.shape and indices.ndim == 2 and indices.shape[1] > 0
+    if not same_shape or indices.dtype not in INTEGERS or likelihoods.is_complex():
         raise ValueError(
             f"{path}: indices {list(indices.shape)} {indices.dtype} and likelihoods "
-            f"{list(likelihoods.shape)}; expected two (V, K), the first of int64; make it again"
+            f"{list(likelihoods.shape)} {likelihoods.dtype}; expected two (V, K), the first of "
+            "int64, the second of float32; make it again"
+        )
+
+
+def _check_values(path, indices, likelihoods):
+    """Raise ValueError where the numbers of a projection mean nothing.
+
+    Args:
+        indices, likelihoods: (V, K) int64 and float32.
+    """
+    invalid = int((~likelihoods.isfinite() | (likelihoods < 0)).sum())
+    if invalid:
+        raise ValueError(
+            f"{path}: {invalid} of {likelihoods.numel()} weights are negative or not finite; "
+            "make it again"
+        )
+    if not likelihoods.sum(1).isfinite().all():
+        raise ValueError(f"{path}: the weights of a row have no finite sum; make it again")
+    if (indices < -1).any():
+        raise ValueError(
+            f"{path}: teacher ids down to {int(indices.min())}; expected -1, an unused slot, or "
+            "more; make it again"
+        )
+    if len(indices) and not ((indices >= 0) & (likelihoods > 0)).any():
+        raise ValueError(
+            f"{path}: no row has a teacher token with a weight above 0; make it again"
         )
 
 
@@ -345,13 +463,10 @@ def _repaired(path, indices, likelihoods):
     What had to be repaired is counted in a warning.
     """
     repairs = []
-    invalid = ~likelihoods.isfinite() | (likelihoods < 0)
-    if invalid.any():
-        repairs.append(f"{int(invalid.sum())} weights are negative or not finite")
     stray = (indices < 0) & (likelihoods != 0)
     if stray.any():
         repairs.append(f"{int(stray.sum())} unused slots have a weight")
-    likelihoods = torch.where(invalid | stray, 0.0, likelihoods)
+    likelihoods = torch.where(stray, 0.0, likelihoods)
 
     # A file without the -1 fills its unused slots with any id.
     unused = (indices < 0) | (likelihoods == 0)
@@ -406,8 +521,13 @@ def finish(projection, pair, args, *notes):
     print(f"{args.output}: {describe(projection[0])}", *notes, sep="; ")
 
 
+# --- cache ----------------------------------------------------------------------------------------
+
+
 def cached(name, build, directory=None):
     """Call ``build()`` once per machine: later calls, ranks and jobs read its result from a file.
+
+    A file whose content is not what was written, value for value, is built anew.
 
     Args:
         name: file name, made of everything that the result depends on.
@@ -415,15 +535,65 @@ def cached(name, build, directory=None):
         directory: None: `CACHE`.
     Returns:
         dict, as it was read from the file.
+    Raises:
+        ValueError: the directory cannot be used.
     """
     directory = Path(directory or CACHE)
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / name
-    with open(directory / f".{name}.lock", "w") as lock:
+    with _locked(directory / f".{name}.lock"):
+        try:
+            return _load_checked(path)
+        except ValueError:  # absent, or damaged: build it anew
+            tables = build()
+            save_atomically(tables | {CHECKSUM: _checksum(tables, name)}, path)
+    return _load_checked(path)
+
+
+@contextmanager
+def _locked(path):
+    """Hold a lock file, which is made where it is absent; others wait."""
+    try:
+        # Of the user alone, because what it holds decides what a run learns.
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Not through a link, which could make this process touch another file of its user.
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be opened ({error.strerror}); set ISOGLOSS_CACHE to a directory of "
+            "your own"
+        ) from None
+    try:
         # Ranks that come second wait here.  The system releases the lock of a process that dies.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            return load_tables(path)
-        except ValueError:  # absent, or damaged: build it anew
-            save_atomically(build(), path)
-    return load_tables(path)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _load_checked(path):
+    """Read a cached file.
+
+    Raises:
+        ValueError: absent, damaged, or not what `cached` wrote under this name.
+    """
+    tables = load_tables(path)
+    try:
+        checksum = tables.pop(CHECKSUM)
+        is_whole = checksum == _checksum(tables, path.name)
+    except Exception:  # whatever a file may hold in place of a dict of tensors
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{path}: not what was written there; remove it")
+    return tables
+
+
+def _checksum(tables, name):
+    """Return a hex digest of tensors and plain values, and of the name that they are kept under."""
+    digest = hashlib.sha256(name.encode())
+    for key, value in sorted(tables.items()):
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{key} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.contiguous().numpy().reshape(-1).view(np.uint8))
+        else:
+            digest.update(f"{key} {value!r}".encode())
+    return digest.hexdigest()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from projection_tools import Pair, as_tables, cached, fill_empty, finish
+from projection_tools import Pair, as_tables, cached, check_output, fill_empty, finish
 from projection_tools.cut import cut_rows
 from projection_tools.exact import exact_pairs, pin_exact
 from projection_tools.flags import OLD_NAMES, check_types, tool
@@ -38,12 +38,13 @@ class Recipe:
     embedding_model: str = ""
 
 
-def build_projection(pair, recipe=None):
+def build_projection(pair, recipe=None, trust_remote_code=False):
     """Build the sparse student-to-teacher projection.
 
     Args:
         pair: Pair.
         recipe: Recipe; None: the defaults.
+        trust_remote_code: run the Python code that comes with the embedding model.
     Returns:
         (indices, likelihoods): (V, K) int64, -1 in unused slots, and float64; rows sorted, summing
         to 1, or to 0 where a token has no counterpart.
@@ -71,7 +72,7 @@ def build_projection(pair, recipe=None):
     projection = pin_exact(projection, v, w)
     # Bytes come first: an embedding counts only where they say nothing.
     if recipe.embedding_model:
-        embed = Embedder(recipe.embedding_model)
+        embed = Embedder(recipe.embedding_model, trust_remote_code=trust_remote_code)
         projection = fill_empty(projection, similar_rows(pair, embed, recipe.top_k))
     return cut_rows(projection, recipe.top_k, recipe.threshold)
 
@@ -132,11 +133,13 @@ class Args(Recipe):
         special_threshold: pair control tokens whose names are at least this similar, 0 to 1.
         embedding_model: hub id or directory of a model whose embeddings fill the rows that bytes
             leave empty; if not given, these rows stay empty.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
     teacher: str
     output: str
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -148,7 +151,8 @@ class Args(Recipe):
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
+    check_output(args.output)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     recipe = Recipe(
         top_k=args.top_k,
         threshold=args.threshold,
@@ -157,7 +161,7 @@ def main(args):
         special_threshold=args.special_threshold,
         embedding_model=args.embedding_model,
     )
-    projection = build_projection(pair, recipe)
+    projection = build_projection(pair, recipe, args.trust_remote_code)
     notes = []
     for reason, number in empty_row_reasons(pair, projection[0]).items():
         notes.append(f"empty: {number} {reason}")

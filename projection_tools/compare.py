@@ -77,6 +77,7 @@ class Args:
         student: hub id or directory with the student's tokenizer.
         teacher: hub id or directory with the teacher's tokenizer.
         num_examples: rows to show, those that differ most; 0: none.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     projection: str
@@ -84,6 +85,7 @@ class Args:
     student: str
     teacher: str
     num_examples: int = 20
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -92,7 +94,7 @@ class Args:
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     first = load_arrays(args.projection, pair)
     second = load_arrays(args.other, pair)
     first_explained = byte_explained(first, pair)

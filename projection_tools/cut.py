@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass
 
-from projection_tools import Pair, entries, finish, load_arrays, pack
+from projection_tools import Pair, check_output, entries, finish, load_arrays, pack
 from projection_tools.flags import OLD_NAMES, check_types, tool
 
 
@@ -40,6 +40,7 @@ class Args:
         output: file to write, .pt or .safetensors.
         top_k: entries kept per row, 1 or more.
         threshold: drop entries that weigh less than this, 0 to 1.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
@@ -48,6 +49,7 @@ class Args:
     output: str
     top_k: int = 4
     threshold: float = 0.0  # keeps every entry
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -58,8 +60,9 @@ class Args:
 
 
 def main(args):
+    check_output(args.output)
     # The tokenizers decide nothing here; the file is checked against them.
-    pair = Pair.load(args.student, args.teacher)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     projection = load_arrays(args.projection, pair)
     finish(cut_rows(projection, args.top_k, args.threshold), pair, args)
 

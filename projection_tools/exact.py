@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from projection_tools import Pair, all_bytes, finish, load_arrays, widen
+from projection_tools import Pair, all_bytes, check_output, finish, load_arrays, widen
 from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import spell
 
@@ -88,19 +88,22 @@ class Args:
         teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors.
         projection: file that supplies all other rows; empty: they stay empty.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
     teacher: str
     output: str
     projection: str = ""
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
+    check_output(args.output)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     student, teacher = pair.tables
     if args.projection:
         projection = load_arrays(args.projection, pair)

@@ -131,7 +131,12 @@ def _assignments(kind, argv, positional, aliases):
     words = argv[::-1]
     while words:
         word = words.pop()
-        if not _is_flag(word) or word == "--":
+        if word == "--":
+            raise ValueError(
+                "unexpected argument '--': no flags of another kind, such as --interactive or "
+                "--trace, follow it; leave it out"
+            )
+        if not _is_flag(word):
             example = fields(kind)[0].name
             raise ValueError(
                 f"unexpected argument {word!r}: a value follows a flag, as in --{example} VALUE"

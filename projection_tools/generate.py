@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from projection_tools import Pair, finish, first_line, pack
+from projection_tools import Pair, check_output, finish, load_tokenizer, pack, reading
 from projection_tools.flags import OLD_NAMES, check_types, tool
 
 FLOATS_PER_MIB = 2**18  # of float32
@@ -27,21 +27,31 @@ class Embedder:
         pooling: "input": the mean of the input embeddings; "output": the mean of the last hidden
             states.
         device: None: the GPU, if there is one.
+        trust_remote_code: run the Python code that comes with the model.
     Raises:
         ValueError: the model cannot be loaded.
     """
 
-    def __init__(self, name, pooling="input", device=None):
-        from transformers import AutoModel, AutoTokenizer  # seconds to import
+    def __init__(self, name, pooling="input", device=None, trust_remote_code=False):
+        from transformers import AutoModel  # seconds to import
 
         self.pooling = pooling
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-            model = AutoModel.from_pretrained(name, dtype=torch.float32)
-        except (OSError, ValueError, KeyError) as error:
-            reason = first_line(error)
-            raise ValueError(f"--embedding_model {name}: cannot be loaded ({reason})") from None
+        self.tokenizer, _ = load_tokenizer("embedding_model", name, trust_remote_code)
+        with reading("embedding_model", name, "its weights"):
+            model, info = AutoModel.from_pretrained(
+                name,
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+        # A pooler, which many checkpoints lack, has no part in the embeddings.
+        missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)
+        if missing:
+            raise ValueError(
+                f"--embedding_model {name}: its weights are not those of its config.json (missing: "
+                f"{', '.join(missing[:3])}); use the files of one model"
+            )
         self.model = model.to(self.device).eval()
 
     @torch.no_grad()
@@ -151,6 +161,7 @@ class Args:
         pooling: input (mean of input embeddings) or output (mean of last hidden states).
         top_k: entries kept per row, 1 or more.
         sharpness: weights are proportional to exp(sharpness * cosine), > 0.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
@@ -160,6 +171,7 @@ class Args:
     pooling: str = "input"
     top_k: int = 4
     sharpness: float = 10.0  # not tuned
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -172,8 +184,11 @@ class Args:
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
-    embed = Embedder(args.embedding_model, args.pooling)
+    check_output(args.output)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
+    embed = Embedder(
+        args.embedding_model, args.pooling, trust_remote_code=args.trust_remote_code
+    )
     projection = similar_rows(pair, embed, args.top_k, args.sharpness)
     finish(projection, pair, args)
 

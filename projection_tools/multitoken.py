@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from projection_tools import Pair, entries, fill_empty, finish, load_arrays, pack
+from projection_tools import (
+    Pair,
+    check_output,
+    entries,
+    fill_empty,
+    finish,
+    load_arrays,
+    pack,
+)
 from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import link_special_tokens, spell
 
@@ -108,6 +116,7 @@ class Args:
         max_pieces: pieces of a spelling that are used, 1 or more.
         reverse: also add teacher tokens that the student spells with several tokens.
         special_threshold: pair control tokens whose names are at least this similar, 0 to 1.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
@@ -118,6 +127,7 @@ class Args:
     max_pieces: int = 8
     reverse: bool = False
     special_threshold: float = 0.8
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -127,7 +137,8 @@ class Args:
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
+    check_output(args.output)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     projection = multitoken_rows(
         pair,
         args.top_k,

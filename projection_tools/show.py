@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from projection_tools import Pair, all_bytes, describe, load_arrays
+from projection_tools import Pair, all_bytes, check_output, describe, load_arrays
 from projection_tools.build import empty_row_reasons
 from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import link_special_tokens
@@ -187,6 +187,8 @@ def picture(projection, pair, rows, path):
         pair: Pair.
         rows: ids of the student's tokens to draw.
         path: file to write; its suffix decides the format.
+    Raises:
+        ValueError: no such format, or it cannot be written there.
     """
     import matplotlib
 
@@ -203,8 +205,12 @@ def picture(projection, pair, rows, path):
     )
     _draw_weights(left, projection, pair, rows)
     _draw_sizes(right, projection)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ValueError(f"--png {path}: cannot be written ({error.strerror})") from None
+    finally:
+        pyplot.close(figure)
 
 
 def _draw_weights(axes, projection, pair, rows):
@@ -263,6 +269,7 @@ class Args:
         num_examples: rows to show if tokens is empty, evenly spaced among those with several
             teacher tokens.
         png: file for a picture of the rows shown; empty: none.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
@@ -271,6 +278,7 @@ class Args:
     tokens: str = ""
     num_examples: int = 20
     png: str = ""
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -293,7 +301,8 @@ def example_rows(indices, num_examples):
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
+    check_output(args.png)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     projection = load_arrays(args.projection, pair)
     if args.tokens:
         rows = find_tokens(args.tokens.split(","), pair.tables[0])

@@ -26,6 +26,7 @@ from projection_tools import (
     Pair,
     all_bytes,
     cached,
+    check_output,
     save_atomically,
     tokenizer_metadata,
 )
@@ -461,12 +462,14 @@ class Args:
         teacher: hub id or directory with the teacher's tokenizer.
         output: file to write, .pt or .safetensors; empty: none, only print statistics.
         max_pieces: pieces kept of a spelling, 1 or more.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
     """
 
     student: str
     teacher: str
     output: str = ""
     max_pieces: int = 16
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -475,7 +478,8 @@ class Args:
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher)
+    check_output(args.output)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     tables = build_spelling(pair, args.max_pieces)
     if args.output:
         save_atomically(tables, args.output)

@@ -117,11 +117,13 @@ def projection_kl(
         for t in student_positions:
             masses = project(softmax(x[b, t], tau), indices, likelihoods, num_teacher_tokens)
             mapped = [old + new for old, new in zip(mapped, masses)]
-        r = [mapped[w] / len(student_positions) + 1e-10 for w in kept]
+        # the conditional distribution of the student's projected token, given that it is kept
+        mean = [mapped[w] / len(student_positions) for w in kept]
+        r = [mass / (sum(mean) + 1e-10) + 1e-10 for mass in mean]
         target = ZERO
         for t in teacher_positions:
             target = target + softmax(y[b, t, kept], tau) / len(teacher_positions)
-        result = result + tau**2 * kl(list(target), normalized(r))
+        result = result + tau**2 * kl(list(target), r)
         count += 1
     return result, count
 

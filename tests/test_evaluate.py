@@ -1,5 +1,6 @@
 """evaluate.py against loops over tokens in float64, with whole and with top-k teacher outputs."""
 
+import json
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import distill
 import ranks
 from isogloss.inputs import build_collator
-from jobs import ds_config, job_for, write_corpus
+from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 
 TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the value, and its name."]
 
@@ -27,21 +28,6 @@ def next_token_rows(model, tokenizer, table, text):
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0, :-1, : len(table)]
     return ids, logits.double().log_softmax(-1)
-
-
-def top_k_of(logp, k):
-    """Keep the k most likely tokens; the others share the rest evenly."""
-    if k is None:
-        return logp
-    rows = []
-    for row in logp.exp():
-        kept = sorted(range(len(row)), key=lambda i: -float(row[i]))[:k]
-        rest = 1 - sum(float(row[i]) for i in kept)
-        spread = torch.full_like(row, rest / (len(row) - k))
-        for i in kept:
-            spread[i] = row[i]
-        rows.append(spread.log())
-    return torch.stack(rows)
 
 
 def model_metrics(sides, tables, which):
@@ -91,6 +77,7 @@ def agreement(student_sides, teacher_sides, tables):
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 20])
 def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, top_k):
+    """What is kept of the teacher for the loss does not change what it says of the text."""
     from transformers import AutoModelForCausalLM
 
     flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=200, eval_rows=2,
@@ -103,7 +90,6 @@ def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, t
     for folder, tokenizer, table in zip(models, tokenizers, tables):
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         sides.append([next_token_rows(model, tokenizer, table, text) for text in TEXTS])
-    sides[1] = [(ids, top_k_of(logp, top_k)) for ids, logp in sides[1]]
     for which, role in enumerate(("student", "teacher")):
         bits, accuracy, entropy = model_metrics(sides[which], tables, which)
         assert math.isclose(metrics[f"eval/{role}_bits_per_byte"], bits, rel_tol=1e-5)
@@ -124,3 +110,97 @@ def test_a_model_agrees_with_itself(models, texts, tmp_path):
         student = metrics[f"eval/student_{name}"]
         assert math.isclose(student, metrics[f"eval/teacher_{name}"], rel_tol=1e-6)
     assert metrics["eval/top1_agreement"] > 0.9  # a most likely eos spells nothing
+
+
+# --- top-k teacher outputs ------------------------------------------------------------------------
+
+TEACHER_METRICS = "teacher_bits_per_byte", "teacher_accuracy", "teacher_entropy"
+
+
+def recorded_runs(argv_list):
+    """Return (exit codes, confidences (M, B) of every micro-batch) of command lines on a rank."""
+    confidences = []
+    all_targets = distill.all_targets
+
+    def recording(state, micro_batches):
+        of_batches = all_targets(state, micro_batches)
+        for targets in of_batches:
+            if targets[0].confidence is not None:
+                confidences.append(torch.stack([target.confidence for target in targets]))
+        return of_batches
+
+    distill.all_targets = recording
+    return run_distill(argv_list), confidences
+
+
+class Weighed:
+    """Command lines of two teachers that differ in what is kept of them and how they weigh."""
+
+    def __init__(self, models, others, texts, folder):
+        self.folder = folder
+        self.teachers = [{"model": str(models[1]), "tp": 2}, {"model": str(others[0]), "name": "b"}]
+        self.members = [{"model": str(models[0]), "tp": 2, "weight": 2.0},
+                        {"model": str(others[0]), "name": "b"}]
+        self.base = [
+            f"--student={models[0]}", f"--data={write_corpus(folder, texts, 12)}", "--steps=1",
+            "--eval_rows=4", "--max_length=80", "--pack",
+            f"--ds_config={ds_config(folder / 'ds.json', 2, 3, 1)}"]
+
+    def argv(self, weights, output, *flags, tp=True):
+        """Return the flags of a run; its output directory is named by them."""
+        teachers = self.members if weights.startswith("mean") else self.teachers
+        teachers = [dict(entry) for entry in teachers]
+        for entry in teachers:
+            if not tp:
+                entry.pop("tp", None)
+        return [*self.base, f"--teachers={json.dumps(teachers)}", f"--teacher_weights={weights}",
+                f"--teacher_output={output}", "--teacher_output_topk=16", *flags,
+                f"--output_dir={self.output_dir(weights, output, *flags)}"]
+
+    def output_dir(self, *names):
+        return self.folder / "-".join(names).replace("-", "")
+
+    def evaluated(self, *names):
+        """Return the held-out metrics of a run before its first step."""
+        first = losses_of(self.output_dir(*names), -1)[0]
+        assert first["step"] == 0
+        return {key.removeprefix("eval/"): value for key, value in first.items()}
+
+
+def check_same_text_metrics(whole, top_k):
+    """What the teachers say of the text is equal; what is learned from them is not."""
+    suffixes = ["/" + key.split("/")[1] for key in whole if key.startswith("kd/")] or [""]
+    for suffix in suffixes:
+        for name in TEACHER_METRICS:
+            key = name + suffix
+            assert math.isclose(whole[key], top_k[key], rel_tol=1e-5), key
+        assert not math.isclose(whole["kd" + suffix], top_k["kd" + suffix], rel_tol=1e-3)
+
+
+@pytest.mark.slow
+def test_top_k_outputs_say_of_the_text_what_whole_ones_do(models, untied, texts, tmp_path):
+    """Evaluations and samples' weights; teachers sharded, on ranks of their own, and averaged."""
+    runs = Weighed(models, [untied], texts, tmp_path)
+    kinds = "ce", "entropy", "max_prob"
+    pairs = [(kind, output) for kind in (*kinds, "mean_p", "mean_logits")
+             for output in ("hidden", "topk")]
+    on_ranks = ranks.run(2, recorded_runs, [runs.argv(*pair) for pair in pairs])
+    for codes, confidences in on_ranks:
+        assert codes == [0] * len(pairs)
+        assert len(confidences) == 2 * len(kinds)
+        for whole, top_k in zip(confidences[::2], confidences[1::2], strict=True):
+            torch.testing.assert_close(whole, top_k, rtol=1e-5, atol=1e-6)
+    for weights, _ in pairs[::2]:
+        check_same_text_metrics(runs.evaluated(weights, "hidden"), runs.evaluated(weights, "topk"))
+    # two clients of the teachers, then one of two ranks
+    for weights, shards in (("max_prob", 1), ("mean_logits", 2)):
+        flags = ["--teacher_ranks=1", f"--sequence_parallel={shards}"]
+        argv = runs.argv(weights, "topk", *flags, tp=False)
+        of_student = ranks.run(3, recorded_runs, [argv])[:2]
+        assert [codes for codes, _ in of_student] == [[0], [0]]
+        remote = runs.evaluated(weights, "topk", *flags)
+        check_same_text_metrics(runs.evaluated(weights, "hidden"), remote)
+        if weights == "max_prob":
+            for (_, local), (_, remote) in zip(on_ranks, of_student, strict=False):
+                torch.testing.assert_close(local[2 * kinds.index("max_prob")], remote[0],
+                                           rtol=1e-5, atol=1e-6)

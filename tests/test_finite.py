@@ -131,6 +131,48 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(models, te
             assert all(map(math.isfinite, report["scales"].values())), case
 
 
+# losses of each kind, for two tokenizers and for one
+LOSSES = [{"loss": "piece_kl"}, {"loss": "projection_kl", "projection_topk": 100},
+          {"loss": "projection_kl", "projection_topk": 100, "reverse_kl": True}, {"loss": "gold"},
+          {"loss": "h_kl"}, {"loss": "uld"}, {"loss": "alm"},
+          {"loss": "alm", "alm_mode": "squared"}]
+LOSSES_OF_ONE = [{"loss": "forward_kl", "loss_topk": 20}, {"loss": "reverse_kl", "loss_topk": 20},
+                 {"loss": "skew_forward_kl", "loss_topk": 20}, {"loss": "adaptive_kl"},
+                 {"loss": "generalized_jsd"}, {"loss": "total_variation"}]
+
+
+def name_the_loss(flags_of_jobs, texts):
+    """Return what was not finite when the teacher, then the student, said NaN for one token."""
+    reports = []
+    for flags in flags_of_jobs:
+        state, inputs = job_for(flags)
+        batch = build_collator(state.cfg, inputs, state.device, math.inf)(texts)
+        student = state.engine.module.model.get_output_embeddings().weight.detach()
+        weights = state.teachers[0].source.head.weight_VH.detach(), student
+        for name, weight in zip(("teacher", "student"), weights, strict=True):
+            before = weight[40].clone()
+            weight[40] = math.nan
+            metrics = distill.train_step(state, [batch])
+            weight[40] = before
+            reports.append((flags, name, metrics["kd"], state.bad_parts, state.bad_steps))
+    return reports
+
+
+@pytest.mark.slow
+def test_every_loss_says_when_it_is_not_finite(models, texts, tmp_path):
+    flags = dict(student=str(models[0]), data=write_corpus(tmp_path, texts, 20), max_length=60,
+                 output_dir=str(tmp_path), ds_config=ds_config(tmp_path / "ds.json", 0, 4, 1))
+    jobs = [flags | {"teacher": str(models[1])} | more for more in LOSSES]
+    jobs += [flags | {"teacher": str(models[0])} | more for more in LOSSES_OF_ONE]
+    [reports] = ranks.run(1, name_the_loss, jobs, texts[:4])
+    assert len(reports) == 2 * len(jobs)
+    for number, (job, name, kd, parts, bad_steps) in enumerate(reports):
+        assert not math.isfinite(kd), (job, name)
+        assert "distillation loss" in parts, (job, name)
+        assert ("cross-entropy" in parts) == (name == "student"), (job, name)
+        assert bad_steps == 1 + number % 2, (job, name)
+
+
 def test_a_loss_that_is_not_finite_spoils_every_gradient():
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     for wrong in (math.nan, math.inf, -math.inf):

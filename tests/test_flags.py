@@ -120,7 +120,8 @@ WRONG = {
     "--text=a -count=3": "unknown flag -count; flags begin with two hyphens; did you mean --count?",
     "--text=a b": "unexpected argument 'b': a value follows a flag, as in --text VALUE",
     "--text=a -1": "unexpected argument '-1'",
-    "--text=a -- --interactive": "unexpected argument '--'",  # fire's own flags
+    "--text=a -- --interactive": "unexpected argument '--': no flags of another kind",
+    "-- --trace --text=a": "unexpected argument '--'",
     "--count=3": "--text is missing; --help describes every flag",
     "--text": "--text needs a value, as in --text=VALUE",
     "--text --count=3": "--text needs a value",

@@ -70,8 +70,11 @@ def nemo_rl(data, case, x):
     return cfg["kl_loss_weight"] * kd + cfg["ce_loss_scale"] * ce
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("mode", ["pkl", "gold", "xtoken"])
-def test_nemo_rl(mode):
+def test_nemo_rl(mode, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(losses, "HAS_KERNELS", False)
     data = golden("projection_losses.pt")
     inputs = data["inputs"]
     cases = [case for case in data["cases"] if case["mode"] == mode]
@@ -81,6 +84,50 @@ def test_nemo_rl(mode):
         assert near(value.detach(), case["loss"]), case["cfg"]
         assert close(gradient(value, x), case["grad"], 1e-5), case["cfg"]
     assert len(cases) >= 16
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_nemo_rl_with_columns_that_no_student_token_reaches(reverse):
+    """8 to 12 of the kept columns have no entry in the projection, and temperatures vary."""
+    cases = 0
+    for data in golden("unreachable_columns.pt"):
+        teacher = data["teacher_logits"]
+        chunks = []
+        for side in ("student", "teacher"):
+            chunk = data[f"{side}_chunk_id"]
+            is_valid = data["chunk_valid"].gather(1, chunk.clamp(min=0))
+            chunks.append(torch.where((chunk >= 0) & is_valid, chunk, -1))
+        for case in data["cases"]:
+            if case["reverse"] != reverse:
+                continue
+            kept = teacher.amax((0, 1)).topk(case["vocab_topk"]).indices.sort().values
+            x = data["student_logits"].clone().requires_grad_()
+            total, count = losses.projection_kl(
+                x, teacher, *chunks, data["indices"], data["likelihoods"], kept,
+                temperature=case["temperature"], teacher_average="logp", reverse=reverse,
+            )
+            assert int(count) == case["num_chunks"]
+            assert case["num_unreachable"] >= 8
+            assert near((total / count).detach(), case["loss"])
+            assert close(gradient(total / count, x), case["grad"], 1e-5)
+            cases += 1
+    assert cases == 36
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_temperatures_of_trl(compiled, monkeypatch):
+    """Generalized JSD at other temperatures than 1; ours is times temperature squared."""
+    if not compiled:
+        monkeypatch.setattr(losses, "HAS_KERNELS", False)
+    data = golden("temperature.pt")
+    for case in data["cases"]:
+        tau = case["temperature"]
+        x = data["student_logits"].clone().requires_grad_()
+        total = losses.generalized_jsd(
+            x, data["teacher_logits"], data["labels"] != -100, case["beta"], temperature=tau)[0]
+        assert near(total.detach() / tau**2, case["sum"]), case
+        assert close(gradient(total / tau**2, x), case["grad"], 1e-5), case
+    assert len(data["cases"]) == 12
 
 
 def test_generalized_jsd_of_trl():

@@ -3,7 +3,9 @@
 The same tests run on the CPU (shared memory) and on a GPU (CUDA IPC).
 """
 
+import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -51,7 +53,8 @@ def writer(pipes, device, steps, slots):
     empty = ipc.publish(torch.empty(0, 4, device=device))
     tensor_writer = ipc.TensorWriter(len(pipes), slots, timeout=60)
     for pipe in pipes:
-        pipe.send((fixed, scalar, empty, tensor_writer.handle))
+        sent = [handle.to_plain() for handle in (*fixed, scalar, empty, tensor_writer.handle)]
+        pipe.send(json.dumps(sent))
     for number in range(steps):
         tensor_writer.put(pattern(number, DTYPES[number % 4], device))
     for pipe in pipes:
@@ -64,7 +67,9 @@ def writer(pipes, device, steps, slots):
 
 
 def reader(pipe, index, steps):
-    fixed, scalar, empty, handle = pipe.recv()
+    *plain, plain_writer = json.loads(pipe.recv())
+    *fixed, scalar, empty = [ipc.Handle.from_plain(handle) for handle in plain]
+    handle = ipc.WriterHandle.from_plain(plain_writer)
     tensors = [ipc.attach(h) for h in fixed]
     for tensor, dtype in zip(tensors, DTYPES):
         assert tensor.dtype == dtype and torch.equal(tensor.cpu(), pattern(9, dtype))
@@ -140,6 +145,43 @@ def test_what_was_released_cannot_be_attached():
     assert view.sum() == 3
     with pytest.raises(OSError):
         ipc.attach(handle)
+
+
+class Command:
+    """Unpickled, it makes a directory."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickled_command_on_the_board_does_not_run(tmp_path):
+    writer = ipc.TensorWriter(1, 1)
+    writer.put(torch.ones(3))
+    command = bytearray(pickle.dumps(Command(tmp_path / "ran")).ljust(ipc.DESCRIPTION_BYTES))
+    writer._board.descriptions[0].copy_(torch.frombuffer(command, dtype=torch.uint8))
+    with pytest.raises(ValueError):
+        ipc.TensorReader(writer.handle, 0).next()
+    assert not (tmp_path / "ran").exists()
+    writer.close()
+
+
+@pytest.mark.parametrize("change", [
+    {"location": ["../../tmp", 1]}, {"dtype": "load"}, {"shape": ["a"]}, {"nbytes": None},
+])
+def test_a_handle_that_holds_something_else_is_refused(change):
+    handle = ipc.publish(torch.ones(3))
+    with pytest.raises((ValueError, TypeError)):
+        ipc.Handle.from_plain(handle.to_plain() | change)
+    ipc.release(handle)
+
+
+def test_only_its_owner_may_open_the_memory():
+    handle = ipc.publish(torch.ones(3))
+    assert os.fstat(handle.location[1]).st_mode & 0o777 == 0o600
+    ipc.release(handle)
 
 
 def test_the_file_works_alone(tmp_path):

@@ -325,3 +325,44 @@ def test_a_file_works_alone(tmp_path, call):
         [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert "1.0986" in result.stdout, result.stderr
+
+
+def test_leaving_the_kept_columns_is_no_optimum():
+    """A student without mass in the kept columns pays for all of the target, not nothing."""
+    # student tokens 0 and 1 map to teacher tokens 0 and 1, token 2 to a column that is not kept
+    indices = torch.tensor([[0], [1], [2]])
+    likelihoods = torch.ones(3, 1)
+    kept = torch.tensor([0, 1])
+    chunk = torch.zeros(1, 1, dtype=torch.long)
+    teacher = torch.tensor([[[2.0, 0.0, 0.0]]])
+    values = []
+    for away in (0.0, 5.0, 10.0, 40.0):
+        student = torch.tensor([[[0.0, 2.0, away]]])
+        value, _ = losses.projection_kl(
+            student, teacher, chunk, chunk, indices, likelihoods, kept)
+        values.append(float(value))
+    target = torch.tensor([2.0, 0.0]).softmax(0)
+    student = torch.tensor([0.0, 2.0]).softmax(0)
+    expected = float((target * (target / student).log()).sum())
+    for value in values[:3]:  # the student's opinion inside the kept columns is all that counts
+        assert abs(value - expected) < 1e-3 * expected
+    assert values[3] > expected  # almost nothing is left: the price of EPSILON
+
+
+def test_columns_that_no_student_token_reaches():
+    """They are told by their weights; without them, no loss is left for a student that agrees."""
+    indices = torch.tensor([[0, 2], [1, -1], [3, 1]])
+    likelihoods = torch.tensor([[0.9, 0.1], [1.0, 0.0], [0.0, 1.0]])
+    reachable = losses.reachable_tokens(indices, likelihoods, 6)
+    assert reachable.tolist() == [True, True, True, False, False, False]
+    chunk = torch.zeros(1, 1, dtype=torch.long)
+    student = torch.tensor([[[1.0, 0.5, -1.0]]])
+    p = student[0, 0].softmax(0)
+    r = torch.stack([0.9 * p[0], p[1] + p[2], 0.1 * p[0]])
+    teacher = torch.cat([r.log(), torch.tensor([2.0, 1.0, 0.0])])[None, None]
+    arguments = student, teacher, chunk, chunk, indices, likelihoods
+    among_reachable, _ = losses.projection_kl(*arguments, reachable.nonzero().squeeze(1))
+    among_all, _ = losses.projection_kl(*arguments)
+    assert abs(float(among_reachable)) < 1e-6
+    unreachable = teacher[0, 0].softmax(0)[3:].sum()
+    assert float(among_all) > 15 * float(unreachable)

@@ -45,17 +45,29 @@ OTHERS = PLANNED | {
     "gpt_neo": GPT | {"hidden_size": 128, "num_heads": 4, "num_layers": 2,
                       "attention_types": [[["global", "local"], 1]]},
 }
+# Models that read images, too; of Llama 4 the text part alone is loaded.
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+              image_size=16, patch_size=8)
+MULTIMODAL = {
+    "gemma3": {"text_config": EVEN | {"head_dim": 32, "sliding_window": 8},
+               "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 99},
+    "llama4": {"text_config": EVEN | {"head_dim": 32, "intermediate_size_mlp": 256,
+                                      "num_local_experts": 2, "interleave_moe_layer_step": 2},
+               "vision_config": VISION | {"vision_output_dim": 16, "projector_input_dim": 16,
+                                          "projector_output_dim": 16}},
+}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A directory for each architecture, with random weights, norms and biases included."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = tmp_path_factory.mktemp("teachers")
-    for name, shape in (SHARDED | OTHERS).items():
+    for name, shape in (SHARDED | OTHERS | MULTIMODAL).items():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shape))
+        kind = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
+        model = kind.from_config(AutoConfig.for_model(name, **shape))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
@@ -107,8 +119,9 @@ def compare(folder, case):
     torch.manual_seed(rank)
     ids = torch.randint(VOCAB, (1 + rank % 2, 9 + rank))  # of another shape on every rank
     with torch.no_grad():
-        hidden = whole.base_model(input_ids=ids)[0]
-        logits = whole(input_ids=ids).logits[..., :VOCAB]
+        outputs = whole(input_ids=ids, output_hidden_states=True)
+    hidden = outputs.hidden_states[-1]
+    logits = outputs.logits[..., :VOCAB]
     flat_logits = logits.flatten(0, 1)
     positions = torch.arange(ids.numel())
     errors = [
@@ -158,8 +171,11 @@ def test_a_sharded_teacher_is_the_whole_teacher(checkpoints):
             expected_engine[Case(name, "auto", degree)] = "tensor_parallel"
     for name in OTHERS:
         expected_engine[Case(name, "auto", 2)] = "zero3"
-    for name in PLANNED:
+    for name in PLANNED | MULTIMODAL:
         expected_engine[Case(name, "auto", 4)] = "transformers"
+    for name in MULTIMODAL:
+        expected_engine[Case(name, "auto", 1)] = "replicated"
+        expected_engine[Case(name, "auto", 2)] = "zero3"
     cases = list(expected_engine)
     for comparisons in ranks.run(4, compare_all, checkpoints, cases):
         for case, comparison in zip(cases, comparisons, strict=True):
@@ -274,6 +290,7 @@ def test_groups_that_do_not_fit_are_rejected(world, node, degree, message):
     ("transformers", 2, "gpt2", 2, "has no plan to shard gpt2 models"),
     ("transformers", 3, "llama", 3, "has no plan to shard llama models of 32 key"),
     ("transformers", 2, "llama", 4, "takes all of the 4 ranks that hold teachers"),
+    ("tensor_parallel", 2, "gemma3", 2, "does not shard gemma3 models"),
 ])
 def test_engines_that_cannot_shard_a_model_are_rejected(engine, degree, model_type, num_ranks,
                                                         message):

@@ -1,0 +1,167 @@
+"""Let the ranks of a job meet: its key-value store, plain values through it, how long they wait.
+
+Whoever reaches the store's port can write to it.  So what ranks say to one another is JSON, which
+runs nothing when it is read, and the port is open on the master's address alone where that is
+known.
+
+Tests: tests/test_launch.py.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# How long ranks wait for one another.  None of these is tuned.  A rank that ends is noticed within
+# seconds (isogloss/watch.py); these are for one that hangs, and for nodes that disappear.
+JOINING_TIMEOUT = timedelta(minutes=30)  # all nodes have to start within it
+LOADING_TIMEOUT = timedelta(hours=2)  # a large model may come over a network
+TRAINING_TIMEOUT = timedelta(minutes=30)  # rank 0 may write a large export to a slow disk meanwhile
+READING_TIMEOUT = timedelta(seconds=10)  # for a value that is there already
+
+_store = None  # of the whole job; made once in a process
+_runs = itertools.count()  # a process that runs several command lines joins once
+
+
+def job_store():
+    """Return the key-value store of the whole job, which its first rank serves.
+
+    RANK, MASTER_ADDR and MASTER_PORT of the environment have to be those of the whole job at the
+    first call.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    global _store
+    if _store is None:
+        _store = _agents_store() or _own_store()
+    return _store
+
+
+def _agents_store():
+    """Return the store that torchrun serves; None if another launcher started this rank."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return next(dist.rendezvous("env://", timeout=JOINING_TIMEOUT))[0]
+
+
+def _own_store():
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    serves = int(os.environ["RANK"]) == 0
+    listener = _listen(host, port) if serves else None
+    descriptor = listener.detach() if listener else None  # the store closes it
+    return dist.TCPStore(host, port, is_master=serves, timeout=JOINING_TIMEOUT,
+                         wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _listen(host, port):
+    """Return a socket that listens on the master's address alone."""
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = addresses[0]
+    several_nodes = os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_SIZE")
+    # Some systems give their own name a loopback address, at which other nodes cannot reach them.
+    is_loopback = address[0] == "::1" or address[0].startswith("127.")
+    if several_nodes and is_loopback:
+        address = ("", port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))  # a name that other nodes know, but not this one
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        raise ValueError(
+            f"port {port} of {host}, where the ranks meet: {error.strerror}; end the job that uses "
+            "it, or choose another port with --master_port before distill.py"
+        ) from None
+    return listener
+
+
+def run_store(store):
+    """Return a part of the job's store for a new run of main, the same on all ranks.
+
+    All of them have to call this equally often.
+    """
+    return dist.PrefixStore(f"run {next(_runs)}", store)
+
+
+# --- plain values ---------------------------------------------------------------------------------
+
+
+def write_value(store, key, value):
+    """Store a value that JSON can express."""
+    store.set(key, json.dumps(value))
+
+
+def read_value(store, key):
+    """Wait until a value is there, and return it."""
+    return json.loads(store.get(key))
+
+
+def gather_values(store, key, value, number, count):
+    """Return the values of `count` members, the same list on all of them.
+
+    Args:
+        value: what JSON can express.
+        number: of this member, from 0.
+    """
+    write_value(store, f"{key} of {number}", value)
+    if number == 0:
+        keys = [f"{key} of {member}" for member in range(count)]
+        store.wait(keys)
+        values = [json.loads(text) for text in store.multi_get(keys)]
+        write_value(store, key, values)
+    return read_value(store, key)
+
+
+def part(store, key, number, count):
+    """Leave together: the member that may serve the store, number 0, leaves last.
+
+    It does not wait long, because some of the others may be gone.
+    """
+    store.set(f"{key} left by {number}", "")
+    if number == 0:
+        keys = [f"{key} left by {member}" for member in range(count)]
+        with contextlib.suppress(dist.DistError):
+            store.wait(keys, READING_TIMEOUT)
+
+
+def broadcast_value(value, source, group):
+    """Return the value of rank `source` on all ranks of a group whose tensors are on the CPU.
+
+    Args:
+        value: what JSON can express; ignored on other ranks.
+        source: rank in the job.
+    """
+    text = bytearray(json.dumps(value).encode())
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, source, group=group)
+    if dist.get_rank() != source:
+        text = bytearray(int(length))
+    raw = torch.frombuffer(text, dtype=torch.uint8)
+    dist.broadcast(raw, source, group=group)
+    return json.loads(bytes(raw.tolist()))
+
+
+# --- timeouts -------------------------------------------------------------------------------------
+
+
+def set_timeout(timeout):
+    """Let all process groups that exist, and the job's store, wait for so long from now on.
+
+    Raises nothing by itself: a collective that waits longer fails, with NCCL by ending the process.
+    """
+    job_store().set_timeout(timeout)
+    for group in dist.distributed_c10d._world.pg_map:
+        group.set_timeout(timeout)

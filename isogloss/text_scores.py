@@ -1,0 +1,85 @@
+"""Keep what a model says of the text beside logits that are truncated.
+
+`--teacher_output topk` keeps K tokens per position.  What does not follow from these, such as the
+probability of the text's own token, is computed where all logits exist and kept beside them.
+
+Shapes: T positions of the flattened batch, W vocabulary, N positions asked for.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from teacher_mixing import FLOOR
+from tiles import LogitsSource
+
+
+class TextScores(NamedTuple):
+    """Hold what whole distributions say of the text, (T,) float32 each.
+
+    logp_T: log-probability of the label, in nats; where there is no label it says nothing.
+    entropy_T: in nats.
+    max_logp_T: log-probability of the most likely token, in nats.
+    correct_T: 1 where that token is the label, else 0.
+    """
+
+    logp_T: torch.Tensor
+    entropy_T: torch.Tensor
+    max_logp_T: torch.Tensor
+    correct_T: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_NW, total_N, labels_N):
+        """Compute the scores of a block of positions.
+
+        Args:
+            logits_NW: float32, of the whole vocabulary.
+            total_N: their logsumexp.
+            labels_N: int64, the token that each position predicts, -100 for none.
+        """
+        logp_NW = (logits_NW - total_N[:, None]).clamp_(min=FLOOR)
+        best_N = logits_NW.argmax(-1)
+        label_N1 = labels_N.clamp(min=0)[:, None]
+        return cls(
+            logp_T=logp_NW.gather(1, label_N1).squeeze(1),
+            entropy_T=-(logp_NW.exp() * logp_NW).sum(-1),
+            max_logp_T=logp_NW.gather(1, best_N[:, None]).squeeze(1),
+            correct_T=(best_N == labels_N).float(),
+        )
+
+    def at(self, positions):
+        """Return the scores of (N,) int64 positions."""
+        return TextScores(*(score.index_select(0, positions) for score in self))
+
+    def packed(self):
+        """Return all scores as one (T, 4) tensor, as it is sent."""
+        return torch.stack(self, 1)
+
+    @classmethod
+    def unpacked(cls, packed_T4):
+        """Return what `packed` was called on."""
+        return cls(*packed_T4.unbind(1))
+
+
+@dataclass
+class ScoredLogits:
+    """Give truncated logits, and what the whole distributions say of the text.
+
+    Attributes:
+        logits: LogitsSource.
+        scores: TextScores of all its positions.
+    """
+
+    logits: LogitsSource
+    scores: TextScores
+
+    def __call__(self, positions):
+        return self.logits(positions)
+
+    def columns(self, ids):
+        return self.logits.columns(ids)
+
+    @property
+    def nbytes(self):
+        return self.logits.nbytes + sum(score.nbytes for score in self.scores)

@@ -1,0 +1,350 @@
+"""Ranks start and end together: failures, deaths, signals, lost launchers; nothing is unpickled."""
+
+import ast
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import ranks
+from conftest import ROOT
+from jobs import ds_config, losses_of, run_distill, write_corpus
+from launched import PATIENCE, Job, wait_until
+
+
+@pytest.fixture(scope="module")
+def small_run(models, texts, tmp_path_factory):
+    """Return a function: (folder, further flags) -> command line of a run on short texts."""
+    folder = tmp_path_factory.mktemp("launch")
+    flags = [f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=60",
+             f"--data={write_corpus(folder, texts, 20)}",
+             f"--ds_config={ds_config(folder / 'ds.json', 2, 2, 1)}"]
+    return lambda output, *more: [*flags, f"--output_dir={output}", *more]
+
+
+# --- one rank fails -------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """How a rank's process ended."""
+
+    code: int
+    stderr: str
+
+
+def rank_with_trouble(argv, folder, trouble):
+    """Run a command line as a process of its own would; trouble(rank) comes first."""
+    rank = int(os.environ["RANK"])
+    descriptor = os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 2)
+    import distill
+
+    trouble(rank)
+    code = 0
+    try:
+        distill.cli([*argv, f"--local_rank={rank}"])
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_with_trouble(num_ranks, argv, folder, trouble):
+    """Return Ended of every rank; a rank that does not end fails the test."""
+    folder.mkdir(exist_ok=True)
+    group = ranks.start(num_ranks, rank_with_trouble, argv, folder, trouble)
+    for process, _ in group:
+        process.join(PATIENCE)
+    codes = [process.exitcode for process, _ in group]
+    ranks.kill(group)
+    return [Ended(code, (folder / f"stderr{rank}").read_text())
+            for rank, code in enumerate(codes)]
+
+
+def no_memory(*_, **__):
+    raise MemoryError("2 TB of it")
+
+
+def no_memory_on_rank_1(rank):
+    """The others wait for it in a collective."""
+    import distill
+
+    if rank == 1:
+        distill.load_student = no_memory
+
+
+def no_key_on_rank_0(rank):
+    """The others wait for it in the store, which it serves."""
+    import distill
+
+    if rank == 0:
+        distill.check_inputs = lambda *_: {}["nothing"]
+
+
+def no_memory_for_the_teacher(rank):
+    import distill
+
+    if rank == 1:
+        distill.load_teacher = no_memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble, flag, failing, line", [
+    (no_memory_on_rank_1, "--seed=0", 1, "rank 1 failed (MemoryError: 2 TB of it), so the job"),
+    (no_key_on_rank_0, "--seed=0", 0, None),
+    (no_memory_for_the_teacher, "--teacher_ranks=1", 1, "teacher rank 0 failed (MemoryError: 2 TB"),
+])
+def test_what_is_no_wrong_input_ends_all_ranks_with_its_traceback(small_run, tmp_path, trouble,
+                                                                  flag, failing, line):
+    argv = small_run(tmp_path / "run", "--steps=2", flag)
+    ended = run_with_trouble(2, argv, tmp_path, trouble)
+    assert [rank.code for rank in ended] == [1, 1], ended
+    assert "Traceback" in ended[failing].stderr, ended
+    other = ended[1 - failing].stderr
+    if line:
+        assert other.startswith(f"distill.py: {line}") and other.count("\n") == 1, other
+    else:  # torch notes that the store's process is gone
+        assert "distill.py" not in other and "Traceback" not in other, other
+
+
+def wrong_input_on_rank_1(rank):
+    """The others wait in a collective of the same block, where they cannot hear of it."""
+    import distill
+    from isogloss import watch
+
+    watch.REFUSAL_GRACE = 1.0
+
+    def refuse(*_):
+        raise ValueError("this model is wrong")
+
+    if rank == 1:
+        distill.load_student = refuse
+
+
+@pytest.mark.slow
+def test_wrong_input_on_one_rank_reaches_those_that_wait_in_a_collective(small_run, tmp_path):
+    ended = run_with_trouble(2, small_run(tmp_path / "run", "--steps=2"), tmp_path,
+                             wrong_input_on_rank_1)
+    assert [rank.code for rank in ended] == [2, 2], ended
+    assert ended[0].stderr == "distill.py: this model is wrong\n" and ended[1].stderr == "", ended
+
+
+def kill_this(*_):
+    """End as the kernel ends a process when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_loading(victim, rank):
+    """The others wait in the store, which rank 0 serves."""
+    import distill
+
+    if rank == victim:
+        distill.check_inputs = kill_this
+
+
+def killed_in_joining(victim, rank):
+    """The others wait for its connection."""
+    from isogloss import launch
+
+    if rank == victim:
+        launch._join_process_group = kill_this
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble, victim", [
+    (killed_in_loading, 0), (killed_in_loading, 1), (killed_in_joining, 1),
+])
+def test_a_rank_killed_before_the_first_step_is_noticed(small_run, tmp_path, trouble, victim):
+    """Without a launcher that would end the others."""
+    argv = small_run(tmp_path / "run", "--steps=2")
+    ended = run_with_trouble(2, argv, tmp_path, partial(trouble, victim))
+    assert ended[victim].code == -signal.SIGKILL and ended[1 - victim].code == 1, ended
+    message = ended[1 - victim].stderr
+    lines = [line for line in message.splitlines() if "distill.py" in line]
+    assert len(lines) == 1, message  # torch may add what it has seen of the store
+    assert lines[0].startswith(f"distill.py: rank {victim} (process "), message
+    assert lines[0].endswith(") ended before the first step, so the job ends"), message
+
+
+def hangs_in_step_2(rank):
+    """Rank 1 waits for nothing in mid-step; it would answer no collective for hours."""
+    import distill
+    from isogloss import rendezvous
+
+    distill.TRAINING_TIMEOUT = rendezvous.timedelta(seconds=5)
+    train_step = distill.train_step
+    steps = []
+
+    def step(*args):
+        steps.append(1)
+        if rank == 1 and len(steps) == 2:
+            signal.pause()
+        return train_step(*args)
+
+    distill.train_step = step
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_training_does_not_hold_the_others_for_hours(small_run, tmp_path):
+    ended = run_with_trouble(2, small_run(tmp_path / "run", "--steps=9"), tmp_path,
+                             hangs_in_step_2)
+    assert [rank.code for rank in ended] == [1, 1], ended
+    assert "Timed out waiting 5000ms" in ended[0].stderr, ended
+    assert losses_of(tmp_path / "run")[-1]["step"] == 1
+
+
+def port_is_taken(_):
+    """Another job listens where the ranks of this one are to meet."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
+    listener.detach()
+
+
+def test_a_port_that_is_taken_ends_with_one_line(small_run, tmp_path):
+    argv = small_run(tmp_path / "run", "--steps=1")
+    [ended] = run_with_trouble(1, argv, tmp_path, port_is_taken)
+    assert ended.code == 2 and ended.stderr.count("\n") == 1, ended
+    assert "where the ranks meet: Address already in use" in ended.stderr
+
+
+# --- nothing is unpickled -------------------------------------------------------------------------
+
+
+class Command:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickled_command_in_the_store_does_not_run(tmp_path):
+    import torch.distributed as dist
+
+    from isogloss.layout import Roles
+    from isogloss.rendezvous import gather_values
+
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    roles = Roles("student", 0, 0, 1, 1, store)
+    command = pickle.dumps(Command(tmp_path / "ran"))
+    store.set("node 0: teachers", command)
+    store.set("inputs of 1", command)
+    store.set("models", command)
+    with pytest.raises(ValueError):
+        roles.read("teachers")
+    with pytest.raises(ValueError):
+        gather_values(store, "inputs", None, 0, 2)
+    with pytest.raises(ValueError):
+        gather_values(store, "models", None, 1, 2)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(command)
+    assert (tmp_path / "ran").exists()  # the command is what it is meant to be
+
+
+UNPICKLES = {"pickle", "all_gather_object", "broadcast_object_list", "gather_object",
+             "scatter_object_list", "recv_object_list"}
+
+
+@pytest.mark.parametrize("path", [ROOT / "ipc.py", ROOT / "distill.py",
+                                  *sorted((ROOT / "isogloss").glob("*.py"))], ids=lambda p: p.name)
+def test_no_module_unpickles_what_other_processes_send(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = set()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names = {node.attr}
+        assert not names & UNPICKLES, (path.name, node.lineno)
+
+
+def listening_addresses(port):
+    """Return the addresses on which this machine listens at a port, as /proc spells them."""
+    listening = "0A"
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, hexadecimal = local.partition(":")
+            if state == listening and int(hexadecimal, 16) == port:
+                addresses.add(address)
+    return addresses
+
+
+@pytest.mark.parametrize("nodes, address", [(1, "0100007F"), (2, "00000000")])
+def test_the_store_listens_on_the_masters_address(monkeypatch, nodes, address):
+    """A loopback address is of no use to other nodes, so there it listens on all."""
+    from isogloss import rendezvous
+
+    port = ranks.free_port()
+    environment = {"RANK": "0", "WORLD_SIZE": str(2 * nodes), "LOCAL_SIZE": "2",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    store = rendezvous._own_store()
+    store.set("key", "value")
+    assert listening_addresses(port) == {address}
+
+
+# --- signals through the real launcher ------------------------------------------------------------
+
+
+SIGNALS = {  # name: (what gets the signal, the signal, exit code of the `deepspeed` command)
+    "SIGTERM to the command": (lambda job: job.runner.send_signal(signal.SIGTERM), -15),
+    "SIGTERM to the launcher": (lambda job: os.kill(job.launcher(), signal.SIGTERM), 1),
+    "SIGKILL to the command": (lambda job: job.runner.kill(), -9),
+    "SIGKILL to the launcher": (lambda job: os.kill(job.launcher(), signal.SIGKILL), 0),
+    "Ctrl-C": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), None),
+    "a terminal that is closed": (lambda job: os.killpg(job.runner.pid, signal.SIGHUP), -1),
+}
+
+
+@pytest.mark.slow
+def test_every_way_to_stop_a_job_saves_first_and_the_curve_goes_on(small_run, tmp_path):
+    """One after the other, each resumes what the one before has left; no process stays behind."""
+    output = tmp_path / "stopped"
+    flags = small_run(output, "--num_workers=1", "--eval_rows=4")
+    port = ranks.free_port()
+    metrics = output / "metrics.jsonl"
+    for name, (send, code) in SIGNALS.items():
+        before = losses_of(output)[-1]["step"] if metrics.exists() else 0
+        job = Job([*flags, "--steps=100000"], port)
+
+        def has_trained(job=job, before=before):
+            assert job.runner.poll() is None, job.runner.communicate()[1]
+            return metrics.exists() and (losses_of(output) or [{"step": 0}])[-1]["step"] > before
+
+        wait_until(has_trained)
+        send(job)
+        found, message = job.wait()
+        last = losses_of(output)[-1]["step"]
+        assert (output / "checkpoints" / f"step_{last:07d}").is_dir(), (name, last, message)
+        assert code is None or found == code, (name, found, message)
+    steps = f"--steps={last + 1}"
+    assert ranks.run(2, run_distill, [[*flags, steps]]) == [[0]] * 2
+    undisturbed = [*small_run(tmp_path / "undisturbed", "--num_workers=1", "--eval_rows=4"), steps]
+    assert ranks.run(2, run_distill, [undisturbed]) == [[0]] * 2
+    assert losses_of(output) == losses_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_models_load_ends_the_job_at_once(small_run, tmp_path):
+    """The command is gone before its ranks look for it; they notice."""
+    job = Job(small_run(tmp_path / "run", "--steps=100000"), ranks.free_port())
+    wait_until(lambda: len(job.ranks()) == 2)
+    job.runner.terminate()
+    job.wait()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,257 @@
+"""Models of others: random weights from scratch, code that comes with a model, surplus tensors."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    dynamic_module_utils,
+)
+
+import distill
+import ranks
+from isogloss.checkpoint import _gathered
+from isogloss.launch import silence_libraries, start_distributed
+from isogloss.pretrained import check_weights, load_model
+from isogloss.student import load_student
+from jobs import ds_config, losses_of, run_distill, write_corpus
+from projection_tools import generate
+from wrong_input import check_one_line, outcomes
+
+
+def without_weights(model, folder):
+    """Return a copy of a model's directory that holds no weights."""
+    target = folder / "no_weights"
+    shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    return target
+
+
+# --- from scratch ---------------------------------------------------------------------------------
+
+
+def random_students(student, seeds_and_stages):
+    """Return the student's weights for several (seed, ZeRO stage), whole on every rank.
+
+    Asserts that dropout goes on with the numbers that it would have had.
+    """
+    start_distributed()
+    silence_libraries()
+    weights = []
+    for seed, stage in seeds_and_stages:
+        cfg = distill.Config(student=student, data="x", kd_weight=0, from_scratch=True, seed=seed)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        torch.manual_seed(dist.get_rank())
+        expected = torch.rand(3)
+        torch.manual_seed(dist.get_rank())
+        model = load_student(cfg, config)
+        assert torch.equal(torch.rand(3), expected)
+        tensors = {}
+        for name, parameter in model.named_parameters():
+            with _gathered(parameter):
+                tensors[name] = parameter.detach().clone()
+        weights.append(tensors)
+    return weights
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.slow
+def test_random_weights_depend_on_the_seed_alone(models, tmp_path):
+    student = str(without_weights(models[0], tmp_path))
+    on_ranks = ranks.run(2, random_students, student, [(1, 2), (1, 3), (2, 3), (1, 2)])
+    whole, partitioned, other_seed, again = on_ranks[0]
+    for one, other in zip(*on_ranks):
+        assert equal(one, other)  # on both ranks
+    assert equal(whole, again)
+    assert equal(whole, partitioned)
+    assert not equal(partitioned, other_seed)
+    # as the config says: normal, of the standard deviation initializer_range
+    embedding = partitioned["model.embed_tokens.weight"]
+    deviation = json.loads((models[0] / "config.json").read_text())["initializer_range"]
+    assert abs(embedding.std() / deviation - 1) < 0.05
+    assert (partitioned["model.norm.weight"] == 1).all()
+
+
+@pytest.mark.slow
+def test_a_run_from_scratch(models, texts, tmp_path):
+    """It trains at ZeRO 3, resumes, and is another run than one without the flag."""
+    student = without_weights(models[0], tmp_path)
+    flags = [f"--student={student}", f"--teacher={models[1]}", "--max_length=60",
+             f"--data={write_corpus(tmp_path, texts, 20)}", "--save_every=1",
+             f"--ds_config={ds_config(tmp_path / 'ds.json', 3, 2, 1)}"]
+    runs = [
+        [*flags, "--steps=2", "--from_scratch", f"--output_dir={tmp_path / 'whole'}"],
+        [*flags, "--steps=1", "--from_scratch", f"--output_dir={tmp_path / 'resumed'}"],
+        [*flags, "--steps=2", "--from_scratch", f"--output_dir={tmp_path / 'resumed'}"],
+        [*flags, "--steps=2", f"--student={models[0]}", f"--output_dir={tmp_path / 'resumed'}"],
+    ]
+    assert ranks.run(2, run_distill, runs) == [[0, 0, 0, 2]] * 2
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "resumed")
+
+
+# --- code that comes with a model -----------------------------------------------------------------
+
+CUSTOM = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+class CustomConfig(LlamaConfig):
+    model_type = "custom_llama"
+
+class CustomModel(LlamaForCausalLM):
+    config_class = CustomConfig
+
+class CustomTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def custom(model, folder, marker):
+    """Return a copy of a model that comes with code; the code writes a file `marker`."""
+    target = folder / f"custom_{model.name}"
+    shutil.copytree(model, target)
+    (target / "code_of_model.py").write_text(CUSTOM.format(marker=str(marker)))
+    classes = {"AutoConfig": "code_of_model.CustomConfig",
+               "AutoModel": "code_of_model.CustomModel",
+               "AutoModelForCausalLM": "code_of_model.CustomModel"}
+    edit_json(target / "config.json", model_type="custom_llama", auto_map=classes)
+    edit_json(target / "tokenizer_config.json", tokenizer_class="CustomTokenizer",
+              auto_map={"AutoTokenizer": [None, "code_of_model.CustomTokenizer"]})
+    return target
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def answer_yes(modules):
+    """Let every question that is asked on this rank be answered with y."""
+    dynamic_module_utils.HF_MODULES_CACHE = modules
+    sys.stdin = io.StringIO("y\n" * 99)
+
+
+def run_and_answer_yes(modules, base, changes, folder):
+    """Run `wrong_input.outcomes`; return it, and for each change whether a marker was written."""
+    answer_yes(modules)
+    ended = []
+    for change in changes:
+        ended += outcomes(folder, base, [change])
+        dist.barrier()
+        ended[-1] = ended[-1], (folder / "marker").exists()
+        dist.barrier()
+        (folder / "marker").unlink(missing_ok=True)
+        dist.barrier()
+    return ended
+
+
+@pytest.mark.slow
+def test_custom_code_runs_with_its_flag_alone(models, texts, tmp_path):
+    """Not even where someone types y, which transformers would take for a yes."""
+    base = [f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=60", "--steps=1",
+            f"--data={write_corpus(tmp_path, texts, 20)}",
+            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 2, 1)}"]
+    changes = []
+    for role, model in zip(("student", "teacher"), models):
+        flag = f"--{role}={custom(model, tmp_path, tmp_path / 'marker')}"
+        changes.append(f"{flag} --output_dir={tmp_path / 'no'}")
+        changes.append(f"{flag} --output_dir={tmp_path / role} --trust_remote_code "
+                       f"--export={tmp_path / role / 'export'}")
+    on_ranks = ranks.run(
+        2, run_and_answer_yes, str(tmp_path / "modules"), base, changes, tmp_path)
+    for number, role in ((0, "student"), (2, "teacher")):
+        of_ranks = [on_rank[number] for on_rank in on_ranks]
+        check_one_line([outcome for outcome, _ in of_ranks], "needs Python code that comes with")
+        assert f"--{role} {tmp_path}" in of_ranks[0][0].stderr
+        assert "add --trust_remote_code" in of_ranks[0][0].stderr
+        assert not any(ran for _, ran in of_ranks)
+        for on_rank in on_ranks:
+            outcome, ran = on_rank[number + 1]
+            assert outcome.exit_code == 0, outcome.stderr
+            assert ran
+    # the exported student is still of its own class
+    config = json.loads((tmp_path / "student" / "export" / "config.json").read_text())
+    assert config["architectures"] == ["CustomModel"]
+
+
+@pytest.mark.parametrize("role", ["student", "teacher", "embedding_model"])
+def test_tools_run_custom_code_with_the_flag_alone(models, tmp_path, monkeypatch, capsys, role):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "stdin", sys.stdin)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", "")
+    answer_yes(str(tmp_path / "modules"))
+    marker = tmp_path / "marker"
+    flags = {"student": models[0], "teacher": models[1], "embedding_model": models[1]}
+    flags[role] = custom(flags[role], tmp_path, marker)
+    argv = [f"--{name}={path}" for name, path in flags.items()]
+    argv.append(f"--output={tmp_path / 'p.pt'}")
+    with pytest.raises(SystemExit) as ended:
+        generate.cli(argv)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.count("\n") == 1
+    assert f"--{role} {flags[role]}: needs Python code" in error
+    assert not marker.exists()
+    generate.cli([*argv, "--trust_remote_code"])
+    assert marker.exists()
+    assert (tmp_path / "p.pt").exists()
+
+
+# --- tensors that a language model has no use for -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [
+    "vision_tower.encoder.layers.0.mlp.fc1.weight",  # of a model that also sees
+    "v_head.summary.weight",  # of a model that was trained by reinforcement learning
+    "model.layers.0.self_attn.rotary_emb.inv_freq",  # of an old version of transformers
+    "model.layers.0.attn.masked_bias",
+])
+def test_surplus_parts_are_no_error(models, tmp_path, name):
+    model = tmp_path / "surplus"
+    shutil.copytree(models[0], model)
+    tensors = load_file(model / "model.safetensors")
+    tensors[name] = torch.ones(2)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    check_weights("student", str(model))
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    expected = AutoModelForCausalLM.from_pretrained(models[0])
+    assert equal(loaded.state_dict(), expected.state_dict())
+
+
+def test_the_language_model_of_one_that_also_sees(tmp_path):
+    """Its checkpoint names the layers in another way, and holds an image encoder besides."""
+    text = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    vision = dict(hidden_size=32, intermediate_size=48, depth=2, num_heads=4, patch_size=14,
+                  out_hidden_size=32)
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any("visual" in name for name in names)
+    check_weights("student", str(tmp_path))
+    model = load_model("student", str(tmp_path))
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    [name] = [name for name in names if name.endswith("embed_tokens.weight")]
+    assert torch.equal(model.get_input_embeddings().weight, names[name])
+
+
+def test_a_file_without_the_base_models_prefix_is_no_error(models, tmp_path):
+    """Some checkpoints were saved from the model below the head."""
+    model = tmp_path / "bare"
+    shutil.copytree(models[0], model)
+    tensors = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        tensors[name.removeprefix("model.")] = tensor
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    check_weights("student", str(model))

@@ -1,0 +1,361 @@
+"""Projections, caches and outputs that are not what the tools write; flags behind a --."""
+
+import io
+import os
+import pickle
+import stat
+
+import pytest
+import torch
+
+import distill
+import projection_tools
+import ranks
+from jobs import ds_config, losses_of, run_distill, write_corpus
+from projection_tools import (
+    Pair,
+    as_tables,
+    build,
+    cached,
+    compare,
+    cut,
+    exact,
+    generate,
+    multitoken,
+    save_atomically,
+    show,
+    spell,
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tokenizers, tables):
+    return Pair.of(*tokenizers, tables=tables)
+
+
+@pytest.fixture(scope="module")
+def good(pair):
+    """The tables of a good projection."""
+    return as_tables(build.build_projection(pair), pair, "test")
+
+
+# --- projections ----------------------------------------------------------------------------------
+
+
+class Explosive:
+    """Write a file when it is unpickled."""
+
+    def __reduce__(self):
+        return (exec, ("open('exploded', 'w').write('x')",))
+
+
+def with_weights(change):
+    return lambda tables: tables | {"likelihoods": change(tables["likelihoods"])}
+
+
+def with_ids(change):
+    return lambda tables: tables | {"indices": change(tables["indices"])}
+
+
+def one_value(value):
+    """Return a change of a tensor that sets one of its numbers."""
+
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor[9, 0] = value
+        return tensor
+
+    return change
+
+
+# {what is wrong: (how the tables of a good projection become wrong, what the line says)}
+PROJECTIONS = {
+    "NaN": (with_weights(lambda w: w * torch.nan), "weights are negative or not finite"),
+    "one NaN": (with_weights(one_value(torch.nan)), "1 of 1400 weights are negative or not"),
+    "one infinite weight": (with_weights(one_value(torch.inf)), "1 of 1400 weights are negative"),
+    "negative weights": (with_weights(lambda w: -w), "weights are negative or not finite"),
+    "zeros": (with_weights(lambda w: w * 0), "no row has a teacher token with a weight above 0"),
+    "empty slots": (with_ids(lambda i: torch.full_like(i, -1)), "no row has a teacher token"),
+    "weights beyond float32": (with_weights(lambda w: w + 3e38), "have no finite sum"),
+    "complex weights": (with_weights(lambda w: w + 0j), "expected two (V, K), the first of int64"),
+    "ids beyond the vocabulary": (with_ids(lambda i: i + 10**6), "teacher ids up to"),
+    "ids below -1": (with_ids(lambda i: i - 7), "teacher ids down to -8"),
+    "ids of float": (with_ids(lambda i: i.float()), "expected two (V, K), the first of int64"),
+    "ids of bool": (with_ids(lambda i: i > 0), "expected two (V, K), the first of int64"),
+    "a list of ids": (with_ids(lambda i: i.tolist()), "its indices are a list; expected a tensor"),
+    "a number for weights": (with_weights(lambda w: 1.0), "its likelihoods are a float; expected"),
+    "sparse weights": (with_weights(lambda w: w.to_sparse()), "without plain values (torch.sparse"),
+    "meta weights": (with_weights(lambda w: w.to("meta")), "without plain values (torch.strided, "
+                                                           "on meta"),
+    "meta ids": (with_ids(lambda i: i.to("meta")), "without plain values"),
+    "one axis": (with_ids(lambda i: i[:, 0]), "expected two (V, K)"),
+    "no columns": (lambda t: t | {"indices": t["indices"][:, :0],
+                                  "likelihoods": t["likelihoods"][:, :0]}, "expected two (V, K)"),
+    "other shapes": (with_weights(lambda w: w[:, :2]), "expected two (V, K)"),
+    "too few rows": (lambda t: t | {"indices": t["indices"][:9],
+                                    "likelihoods": t["likelihoods"][:9]}, "9 rows with teacher"),
+    "no ids": (lambda t: {"likelihoods": t["likelihoods"]}, "not a projection, which has the keys"),
+    "a list": (lambda t: [1, 2], "not a projection, which has the keys"),
+    "nothing": (lambda t: None, "not a projection, which has the keys"),
+    "another tokenizer": (lambda t: t | {"student_fingerprint": "0" * 32}, "made for another stu"),
+    "a fingerprint that is a list": (lambda t: t | {"teacher_fingerprint": [1]},
+                                     "made for another teacher tokenizer"),
+}
+
+
+def as_file(path, content):
+    torch.save(content, path)
+
+
+# {what is wrong: content of a file}
+FILES = {
+    "an empty file": b"",
+    "a web page": b"<!DOCTYPE html><html></html>",
+    "a git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+    "a pickle with code": pickle.dumps(Explosive()),
+    "a zip archive with nothing in it": b"PK\x05\x06" + b"\0" * 18,
+}
+
+
+def error_line(capsys, module, argv):
+    """Return the one line with which a tool's command line ends, with code 2."""
+    with pytest.raises(SystemExit) as ended:
+        module.cli(argv)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.count("\n") == 1, error
+    assert error.startswith(f"{module.__name__}: "), error
+    return error
+
+
+@pytest.mark.parametrize("case", PROJECTIONS)
+def test_a_wrong_projection_is_refused(case, good, models, tmp_path, capsys):
+    change, message = PROJECTIONS[case]
+    torch.save(change(dict(good)), tmp_path / "p.pt")
+    pair = [f"--student={models[0]}", f"--teacher={models[1]}"]
+    error = error_line(capsys, show, [*pair, f"--projection={tmp_path / 'p.pt'}"])
+    assert f"{tmp_path / 'p.pt'}: " in error
+    assert message in error
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_is_no_projection_is_refused(case, suffix, models, tmp_path, capsys):
+    path = tmp_path / f"p.{suffix}"
+    path.write_bytes(FILES[case])
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", f"--projection={path}"]
+    argv.append(f"--output={tmp_path / 'out.pt'}")
+    assert f"{path}: not a readable file of tables" in error_line(capsys, cut, argv)
+    assert not os.path.exists("exploded")
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_job_refuses_a_wrong_projection(good, models, texts, tmp_path):
+    flags = [f"--student={models[0]}", f"--teacher={models[1]}", "--steps=1",
+             f"--data={write_corpus(tmp_path, texts, 20)}", f"--output_dir={tmp_path / 'run'}",
+             f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 4, 1)}", "--max_length=60"]
+    runs = []
+    for number, case in enumerate(["NaN", "zeros", "a list of ids", "sparse weights"]):
+        path = tmp_path / f"{number}.pt"
+        torch.save(PROJECTIONS[case][0](dict(good)), path)
+        for loss in ("projection_kl", "gold"):
+            runs.append([*flags, f"--loss={loss}", f"--projection={path}"])
+    assert ranks.run(2, run_distill, runs) == [[2] * len(runs)] * 2
+    assert not (tmp_path / "run").exists()
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+# {what is wrong: how the content of a cached file becomes wrong}
+CACHES = {
+    "NaN": lambda tables: {key: nan_like(value) for key, value in tables.items()},
+    "another number": lambda tables: {key: raised(value) for key, value in tables.items()},
+    "wrong keys": lambda tables: {"x": torch.ones(2)},
+    "a missing key": lambda tables: dict(list(tables.items())[1:]),
+    "a list": lambda tables: [1, 2],
+    "no table": lambda tables: {},
+    "another type": lambda tables: {key: shorter(value) for key, value in tables.items()},
+    "sparse tables": lambda tables: {key: sparse(value) for key, value in tables.items()},
+    "meta tables": lambda tables: {key: meta(value) for key, value in tables.items()},
+}
+
+
+def nan_like(value):
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value * torch.nan
+    return value
+
+
+def raised(value):
+    """Return a tensor whose last number is raised by one."""
+    if isinstance(value, torch.Tensor):
+        value = value.clone()
+        value.view(-1)[-1] += 1
+    return value
+
+
+def shorter(value):
+    if isinstance(value, torch.Tensor):
+        return value.half() if value.is_floating_point() else value.short()
+    return value
+
+
+def sparse(value):
+    return value.to_sparse() if isinstance(value, torch.Tensor) else value
+
+
+def meta(value):
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def same(one, other):
+    """Return whether two dicts of tensors and plain values are equal."""
+    if one.keys() != other.keys():
+        return False
+    for key, value in one.items():
+        if isinstance(value, torch.Tensor):
+            equal = value.dtype == other[key].dtype and torch.equal(value, other[key])
+        else:
+            equal = value == other[key]
+        if not equal:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("case", CACHES)
+@pytest.mark.parametrize("kind", ["projection", "spelling"])
+def test_a_damaged_cache_is_built_anew(kind, case, pair, tmp_path):
+    load = build.cached_projection if kind == "projection" else spell.cached_spelling
+    expected = load(pair, directory=tmp_path)
+    [path] = tmp_path.glob("*.pt")
+    good_file = path.read_bytes()
+    content = torch.load(path, weights_only=True)
+    wrong = CACHES[case](content)
+    if case == "NaN" and kind == "spelling":  # which has integers alone
+        wrong = CACHES["another number"](content)
+    torch.save(wrong, path)
+    assert path.read_bytes() != good_file
+    assert same(load(pair, directory=tmp_path), expected)
+    assert path.read_bytes() == good_file
+
+
+def test_the_cache_of_another_pair_is_built_anew(pair, tokenizers, tmp_path):
+    other = Pair.of(tokenizers[0], tokenizers[0])
+    build.cached_projection(other, directory=tmp_path)
+    [of_other] = tmp_path.glob("*.pt")
+    expected = build.cached_projection(pair, directory=tmp_path / "clean")
+    [path] = (tmp_path / "clean").glob("*.pt")
+    of_other.rename(path)
+    assert same(build.cached_projection(pair, directory=tmp_path / "clean"), expected)
+
+
+def run_with_cache(folder, argv_list):
+    projection_tools.CACHE = folder
+    return run_distill(argv_list)
+
+
+@pytest.mark.slow
+def test_a_run_on_damaged_caches_gives_the_same_losses(models, texts, tmp_path):
+    flags = [f"--student={models[0]}", f"--teacher={models[1]}", "--steps=2", "--max_length=60",
+             f"--data={write_corpus(tmp_path, texts, 20)}",
+             f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 4, 1)}"]
+    curves = []
+    for name in ("whole", "damaged"):
+        runs = []
+        for loss in ("projection_kl", "piece_kl"):
+            runs.append([*flags, f"--loss={loss}", f"--output_dir={tmp_path / name / loss}"])
+        assert ranks.run(2, run_with_cache, tmp_path / "cache", runs) == [[0, 0]] * 2
+        curves.append([losses_of(tmp_path / name / loss) for loss in ("projection_kl", "piece_kl")])
+        for path in (tmp_path / "cache").glob("projection*.pt"):
+            torch.save(CACHES["NaN"](torch.load(path)), path)
+        for path in (tmp_path / "cache").glob("spelling*.pt"):
+            torch.save({"x": torch.ones(2)}, path)
+    assert curves[0] == curves[1]
+
+
+def test_the_cache_is_the_users_own(tmp_path):
+    folder = tmp_path / "new"
+    cached("t.pt", lambda: {"x": torch.ones(2)}, folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_lock_that_is_a_link_is_not_opened(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".t.pt.lock").symlink_to(victim)
+    with pytest.raises(ValueError, match="set ISOGLOSS_CACHE to a directory of your own"):
+        cached("t.pt", lambda: {"x": torch.ones(2)}, tmp_path)
+    assert victim.read_text() == "precious"
+
+
+def test_a_cache_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="set ISOGLOSS_CACHE to a"):
+        cached("t.pt", lambda: {"x": torch.ones(2)}, tmp_path / "file")
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_nothing_but_a_file_is_replaced(suffix, models, tmp_path, capsys):
+    pipe = tmp_path / f"pipe.{suffix}"  # stands for a device too
+    os.mkfifo(pipe)
+    link = tmp_path / f"link.{suffix}"
+    link.symlink_to(pipe)
+    folder = tmp_path / f"folder.{suffix}"
+    folder.mkdir()
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}"]
+    for path in (pipe, link, folder):
+        kind = stat.S_IFMT(os.stat(path).st_mode)
+        error = error_line(capsys, build, [*argv, f"--output={path}"])
+        assert f"{path}: is no file that could be written anew" in error
+        assert stat.S_IFMT(os.stat(path).st_mode) == kind
+    below_a_file = tmp_path / "file"
+    below_a_file.write_text("x")
+    error = error_line(capsys, build, [*argv, f"--output={below_a_file / f'p.{suffix}'}"])
+    assert "cannot be written (" in error
+    assert sorted(tmp_path.iterdir()) == sorted([pipe, link, folder, below_a_file])  # no scratch
+
+
+def test_a_file_is_written_through_no_link(good, tmp_path, monkeypatch):
+    """Who knows a scratch name could lay a link under it."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    (tmp_path / ".p.pt.0").symlink_to(victim)
+    with pytest.raises(ValueError, match="cannot be written"):
+        save_atomically(good, tmp_path / "p.pt")
+    assert victim.read_text() == "precious"
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(good, models, tmp_path, capsys):
+    save_atomically(good, tmp_path / "p.pt")
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", "--num_examples=2",
+            f"--projection={tmp_path / 'p.pt'}"]
+    error = error_line(capsys, show, [*argv, f"--png={tmp_path / 'absent' / 'p.png'}"])
+    assert "cannot be written (No such file or directory)" in error
+    error = error_line(capsys, show, [*argv, f"--png={tmp_path / 'p.xyz'}"])
+    assert "xyz" in error
+
+
+# --- flags behind a -- ----------------------------------------------------------------------------
+
+PROGRAMS = [distill, build, compare, cut, exact, generate, multitoken, show, spell]
+
+
+@pytest.mark.parametrize("flag", ["--interactive", "--trace", "--completion", "--verbose",
+                                  "--separator=x"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda module: module.__name__.split(".")[-1])
+def test_fires_own_flags_are_one_line(program, flag, models, capsys, monkeypatch):
+    """They would open a console, or print what the program was called with, and then run it."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("raise SystemExit(0)\n"))
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", "--", flag]
+    with pytest.raises(SystemExit) as ended:
+        program.cli(argv)
+    assert ended.value.code == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    assert "'--'" in error
