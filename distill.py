@@ -10,7 +10,6 @@ Batch sizes, precision, optimizer, schedule and ZeRO live in the ds_config, ever
 flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs do.
 """
 
-import math
 import sys
 import time
 from contextlib import ExitStack
@@ -37,6 +36,12 @@ from isogloss.config import GROUPS, Config
 from isogloss.counts import global_sums
 from isogloss.data import end_workers
 from isogloss.evaluate import evaluate
+from isogloss.finite import (
+    BadSteps,
+    gradient_norm,
+    has_finite_state,
+    spoil_gradient_unless_finite,
+)
 from isogloss.inputs import check_inputs, load_batches
 from isogloss.launch import (
     fail,
@@ -64,15 +69,7 @@ from isogloss.sequence import (
     register_attention,
 )
 from isogloss.specs import TeacherSpec
-from isogloss.student import (
-    StudentWithLoss,
-    gradient_norm,
-    has_finite_state,
-    load_student,
-    loss_scale_can_fall,
-    spoil_gradient_unless_finite,
-    start_engine,
-)
+from isogloss.student import StudentWithLoss, load_student, start_engine
 from isogloss.targets import teacher_targets, weigh_by_confidence
 from isogloss.teachers import load_teacher
 from isogloss.watch import (
@@ -169,8 +166,7 @@ class TrainState:
         client: TeacherClient of teachers on ranks of their own, or None.
         sequence_group: SequenceGroup that shares this rank's sequences, or None.
         scales: {teacher: factor of its next step}, of --dynamic_scale.
-        bad_steps: how many of the latest steps, one after the other, were not finite.
-        bad_parts: what was not finite in the latest of them.
+        bad_steps: BadSteps, the latest ones that were not finite.
         last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
     """
 
@@ -182,8 +178,7 @@ class TrainState:
     client: TeacherClient | None = None
     sequence_group: SequenceGroup | None = None
     scales: dict = field(default_factory=dict)
-    bad_steps: int = 0
-    bad_parts: str = ""
+    bad_steps: BadSteps = field(default_factory=BadSteps)
     last_checkpoint: Path | None = None
 
 
@@ -220,7 +215,7 @@ def train(state, batches, held_out, start, ds_config, signals):
         metrics |= speed_metrics(state.engine, state.device, metrics["tokens"], seconds)
         log.write(step, metrics)
         log.advance(metrics)
-        if state.bad_steps == cfg.max_bad_steps:
+        if state.bad_steps.count == cfg.max_bad_steps:
             give_up(state, step, log)
         if times_collectives and step == min(start + TIMED_STEPS, cfg.steps):
             deepspeed.comm.log_summary()
@@ -280,7 +275,7 @@ def train_step(state, micro_batches):
     release_teachers(state)
     # 4. global means
     sums = global_sums(sums.flatten(), state.device).view(-1, 2).tolist()
-    count_bad_steps(state, sums)
+    state.bad_steps.note(engine, sums, [setup.name for setup in state.teachers])
     metrics = step_metrics(state, counts, sums, targets[0])
     norm = float(engine.get_global_grad_norm() or local_norm)
     return metrics | {"lr": lr, "grad_norm": norm, "skipped_steps": engine.skipped_steps}
@@ -397,61 +392,7 @@ def named(state, setup, metrics):
     return {f"{key}/{setup.name}": value for key, value in metrics.items()}
 
 
-# --- steps that are not finite; every rank comes to the same conclusions --------------------------
-
-
-def count_bad_steps(state, sums):
-    """Count, after a step, how many in a row were skipped because something was not finite.
-
-    With fp16's loss scale, an overflow of the gradient alone is routine until the scale is at its
-    minimum.
-
-    Args:
-        sums: global [cross-entropy, distillation loss] of every teacher, nats.
-    """
-    parts = []
-    if not math.isfinite(sums[0][0]):
-        parts.append("the cross-entropy")
-    for setup, (_, kd) in zip(state.teachers, sums):
-        if not math.isfinite(kd):
-            parts.append(f"the distillation loss of teacher {setup.name}")
-    is_routine = not parts and loss_scale_can_fall(state.engine)
-    if state.engine.was_step_applied() or is_routine:
-        state.bad_steps = 0
-    else:
-        state.bad_steps += 1
-        state.bad_parts = " and ".join(parts) or "the gradient, though every loss was finite"
-
-
-def give_up(state, step, log):
-    """Save the state before the bad steps, which is that after them, and end with exit code 1."""
-    save(state, step, log)
-    log.close()
-    first = step - state.bad_steps + 1
-    steps = f"step {step}" if first == step else f"steps {first} to {step}"
-    fail(f"{steps}: {state.bad_parts} was not finite, so no weight was changed, and the job ends "
-         f"after {state.bad_steps} such steps in a row (--max_bad_steps); "
-         f"{describe_last_checkpoint(state)}; check the data and the teacher of these steps and "
-         "the learning rate before them, or walk over them with a larger --max_bad_steps", code=1)
-
-
-def end_unless_finite(state, step, log=None):
-    """End the job with exit code 1 if weights or optimizer state on any rank are not finite."""
-    num_bad_ranks = global_sums([not has_finite_state(state.engine)], state.device).sum()
-    if num_bad_ranks:
-        if log:
-            log.close()
-        fail(f"step {step}: the weights or the optimizer's state are not finite, so nothing is "
-             f"saved; {describe_last_checkpoint(state)}; lower the learning rate", code=1)
-
-
-def describe_last_checkpoint(state):
-    if state.last_checkpoint is None:
-        return "there is no checkpoint"
-    return f"the last good checkpoint is {state.last_checkpoint}"
-
-
-# --- once in a while: evaluate, save; all ranks take part -----------------------------------------
+# --- once in a while: evaluate, save, give up; all ranks take part --------------------------------
 
 
 def run_evaluation(state, held_out):
@@ -475,9 +416,9 @@ def save(state, step, log):
     """
     cfg = state.cfg
     folder = checkpoint_folder(cfg)
-    good_step = step - state.bad_steps
+    good_step = step - state.bad_steps.count
     keep = cfg.keep_checkpoints
-    if state.bad_steps:
+    if state.bad_steps.count:
         exists = state.last_checkpoint and state.last_checkpoint.name == checkpoint_name(good_step)
         if exists or good_step == 0:
             return
@@ -486,6 +427,34 @@ def save(state, step, log):
     save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
                     {"scales": state.scales})
     state.last_checkpoint = folder / checkpoint_name(good_step)
+
+
+def give_up(state, step, log):
+    """Save the state before the bad steps, which is that after them, and end with exit code 1."""
+    save(state, step, log)
+    log.close()
+    bad = state.bad_steps
+    steps = f"step {step}" if bad.count == 1 else f"steps {step - bad.count + 1} to {step}"
+    fail(f"{steps} skipped, not finite: {bad.causes}; the job ends after {bad.count} such steps in "
+         f"a row (--max_bad_steps), which have changed no weight; "
+         f"{describe_last_checkpoint(state)}; check the data and the teacher of these steps and "
+         "the learning rate before them, or walk over them with a larger --max_bad_steps", code=1)
+
+
+def end_unless_finite(state, step, log=None):
+    """End the job with exit code 1 if weights or optimizer state on any rank are not finite."""
+    num_bad_ranks = global_sums([not has_finite_state(state.engine)], state.device).sum()
+    if num_bad_ranks:
+        if log:
+            log.close()
+        fail(f"step {step}: the weights or the optimizer's state are not finite, so nothing is "
+             f"saved; {describe_last_checkpoint(state)}; lower the learning rate", code=1)
+
+
+def describe_last_checkpoint(state):
+    if state.last_checkpoint is None:
+        return "there is no checkpoint"
+    return f"the last good checkpoint is {state.last_checkpoint}"
 
 
 # --- build ----------------------------------------------------------------------------------------

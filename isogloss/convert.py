@@ -58,12 +58,15 @@ def load_converted(engine, checkpoint, universal, stages):
         (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
 
 
-def _load(path):
+def _load(path, mmap=False):
     """Read a file that holds more than tensors.
 
     weights_only=False: it belongs to the run's own checkpoint, or was just written from it.
+
+    Args:
+        mmap: leave tensors on disk until they are read.
     """
-    return torch.load(path, map_location="cpu", weights_only=False)
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
 
 
 def check_convertible(checkpoint, position, layout):
@@ -145,7 +148,7 @@ def normalize_universal_checkpoint(universal):
 
 def _restore_shapes(universal):
     """Give the tensors that were written from stage 3 the shapes of their parameters."""
-    for shapes in _load(universal / MODEL_STATES)["param_shapes"]:
+    for shapes in _load(universal / MODEL_STATES, mmap=True)["param_shapes"]:
         for name, shape in shapes.items():
             for kind in TENSORS:
                 path = universal / "zero" / name / f"{kind}.pt"
@@ -201,7 +204,7 @@ def write_universal_of_stage_0(engine, checkpoint, universal):
     Args:
         engine: of any layout, whose module has the same parameters.
     """
-    model_states = _load(checkpoint / MODEL_STATES)
+    model_states = _load(checkpoint / MODEL_STATES, mmap=True)
     # In 16 bits the optimizer wraps another one, and holds the weights in float32 itself.
     outer = model_states["optimizer"]
     inner = outer.get("optimizer_state_dict", outer)
@@ -263,7 +266,7 @@ def load_into_stage_0(engine, universal):
                 parameter.data.copy_(master.data)
     restore_settings(inner, _load(universal / "zero/optimizer_state.pt")["param_groups"])
     # what engine.load_checkpoint would take from this file
-    model_states = _load(universal / MODEL_STATES)
+    model_states = _load(universal / MODEL_STATES, mmap=True)
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(model_states["lr_scheduler"])
     engine.global_steps = model_states["global_steps"]

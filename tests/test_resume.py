@@ -164,3 +164,20 @@ def test_every_zero_stage_goes_on_from_every_other(models, texts, tmp_path):
         folder = name_of(first, first) / "checkpoints"
         names = {path.name for path in folder.iterdir() if path.is_dir()}
         assert names == {"step_0000004", "step_0000006"}, first
+
+
+@pytest.mark.slow
+def test_an_extended_schedule_is_that_of_the_new_steps(models, texts, tmp_path):
+    config = ds_config(tmp_path / "ds.json", 1, 2, 1, scheduler=AUTO)
+    argv = [f"--student={models[0]}", f"--data={write_corpus(tmp_path, texts, 30)}",
+            "--kd_weight=0", "--max_length=60", f"--ds_config={config}", "--num_workers=0"]
+    run = [*argv, f"--output_dir={tmp_path / 'run'}"]
+    codes = ranks.run(1, run_distill, [
+        [*run, "--steps=4", "--save_every=4"], [*run, "--steps=8"],
+        [*run, "--steps=8", "--extend_schedule"],
+        [*argv, "--steps=8", f"--output_dir={tmp_path / 'at_once'}"]])
+    assert codes == [[0, 2, 0, 0]]
+    extended = [line["lr"] for line in metrics_of(tmp_path / "run")]
+    at_once = [line["lr"] for line in metrics_of(tmp_path / "at_once")]
+    assert extended[4:] == at_once[4:] and len(extended) == 8
+    assert extended[1:4] != at_once[1:4]
