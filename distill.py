@@ -26,8 +26,6 @@ import transformers
 from isogloss.batch import to_device
 from isogloss.checkpoint import (
     checkpoint_name,
-    export_model,
-    export_projection,
     load_checkpoint,
     save_checkpoint,
 )
@@ -36,6 +34,7 @@ from isogloss.config import GROUPS, Config
 from isogloss.counts import global_sums
 from isogloss.data import end_workers
 from isogloss.evaluate import evaluate
+from isogloss.export import export_model, export_projection, projection_path
 from isogloss.finite import (
     BadSteps,
     gradient_norm,
@@ -133,12 +132,28 @@ def train_student(cfg, roles, device):
         train(state, batches, held_out, start, inputs.ds_config, signals)
     if cfg.learn_projection or cfg.export:
         end_unless_finite(state, cfg.steps)
+        write_results(state, inputs)
+
+
+def write_results(state, inputs):
+    """Write what a run leaves behind beside its checkpoints; all ranks take part.
+
+    Where that fails, all ranks end with exit code 1 and one line: the last step is saved, so the
+    same command tries again.
+    """
+    cfg = state.cfg
     if cfg.learn_projection:
         learned = inputs.teachers[0].loss.learned_projection
-        export_projection(state.engine, learned, Path(cfg.output_dir) / "projection.pt")
+        end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
-        export_model(
-            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code)
+        end_if_failed(export_model(
+            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code))
+
+
+def end_if_failed(error):
+    if error:
+        fail(f"{error}; the last checkpoint holds the result, and once this is repaired the same "
+             "command writes it", code=1)
 
 
 def cli(argv=None):
@@ -223,7 +238,8 @@ def train(state, batches, held_out, start, ds_config, signals):
         if evaluates:
             log.write(step, run_evaluation(state, held_out))
         stop = signals.agree(state.device)
-        if stop or (cfg.save_every and step % cfg.save_every == 0):
+        saves = cfg.save_every and step % cfg.save_every == 0
+        if stop or saves or step == cfg.steps:
             save(state, step, log)
         end_if_stopped(stop, log)
     log.close()

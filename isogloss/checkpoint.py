@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, and the export to Hugging Face format.
+"""Checkpoints that are complete or absent.
 
 A checkpoint holds the engine (weights, optimizer, schedule), the random state of every rank, and
 the position of the run.  The position is its step number, from which data.py derives the samples.
@@ -11,7 +11,6 @@ stage, sequence parallelism) convert.py carries it over, and only what dropout d
 Tests: tests/test_distributed.py.
 """
 
-import itertools
 import json
 import os
 import random
@@ -19,35 +18,13 @@ import shutil
 import time
 from pathlib import Path
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoModelForCausalLM
 
 from isogloss.convert import check_convertible, load_converted
-from projection_tools import save_atomically
-
-# --- complete or absent ---------------------------------------------------------------------------
-
-
-def scratch_of(path):
-    """Return the scratch name of a path, in the same folder, so that renaming it is atomic."""
-    return path.with_name(f".{path.name}.incomplete")
-
-
-def write_atomically(path, text):
-    """Write a text file that, at any moment, has its old content or the new one."""
-    scratch_of(path).write_text(text)
-    os.replace(scratch_of(path), path)
-
-
-def _replace_folder(scratch, target):
-    """Give a complete scratch folder its final name, in place of whatever has that name."""
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(scratch, target)
-
+from isogloss.files import replace_folder, scratch_of
 
 # --- save -----------------------------------------------------------------------------------------
 
@@ -85,7 +62,8 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
     dist.barrier()  # every rank has written its files: the checkpoint is complete
     if rank == 0:
         # The target exists if the run saved this step before and went back to an earlier one.
-        _replace_folder(scratch, target)
+        # The old one stays a checkpoint until the new one is in its place.
+        replace_folder(scratch, target, target.with_name(target.name + "_before"))
         _remove_old_checkpoints(folder, keep)
     dist.barrier()
 
@@ -242,57 +220,3 @@ def set_random_state(state):
     random.setstate(state["python"])
     get_accelerator().set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
-
-
-# --- export ---------------------------------------------------------------------------------------
-
-
-def _gathered(parameter):
-    """Return a context in which a parameter is whole; under ZeRO-3 all ranks take part."""
-    is_partitioned = hasattr(parameter, "ds_id")
-    return deepspeed.zero.GatheredParameters([parameter] if is_partitioned else [])
-
-
-def export_model(engine, tokenizer, target, trust_remote_code=False):
-    """Write the student as a Hugging Face directory, from any ZeRO stage; all ranks take part.
-
-    Args:
-        engine: whose module holds the Hugging Face model as `.model`.
-        target: directory, replaced if it exists.
-        trust_remote_code: the model may run Python code of its own.
-    """
-    student = engine.module.model
-    weights = {}
-    for name, tensor in itertools.chain(student.named_parameters(), student.named_buffers()):
-        with _gathered(tensor):
-            if dist.get_rank() == 0:
-                weights[name] = tensor.detach().cpu().clone()
-    if dist.get_rank() == 0:
-        config = student.config
-        config.use_cache = True  # training switched it off
-        config.dtype = next(iter(weights.values())).dtype
-        model = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code)
-        # Not strict: a tied head is named once, and the file keeps it so.
-        model.load_state_dict(weights, strict=False)
-        target = Path(target)
-        scratch = scratch_of(target)
-        shutil.rmtree(scratch, ignore_errors=True)
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        _replace_folder(scratch, target)
-    dist.barrier()
-
-
-def export_projection(engine, learned_projection, target):
-    """Write a learned projection as a projection file; all ranks take part.
-
-    Args:
-        engine: whose module holds the scores as `.projection_scores`.
-        learned_projection: whose tables(scores) are what the file holds.
-    """
-    scores = engine.module.projection_scores
-    with _gathered(scores):
-        if dist.get_rank() == 0:
-            save_atomically(learned_projection.tables(scores), target)
-    dist.barrier()

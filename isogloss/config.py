@@ -118,7 +118,8 @@ class Config:
         output_dir: directory for metrics.jsonl, run.json and checkpoints.
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
-        save_every: steps between checkpoints. 0 saves on SIGTERM, SIGINT and SIGHUP only.
+        save_every: steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT
+            and SIGHUP only.
         keep_checkpoints: how many of them to keep, 1 or more.
         max_bad_steps: how many steps in a row may have a loss or a gradient that is not finite, 1
             or more; then the job ends. Such steps change no weight.
@@ -126,7 +127,8 @@ class Config:
             checkpoint.
         extend_schedule: resume also where the schedule has another length than before, as by an
             "auto" total_num_steps with other --steps. The learning rate then jumps. false refuses.
-        export: directory for the trained student in Hugging Face format. Empty: none.
+        export: directory for the trained student in Hugging Face format; an earlier export there is
+            replaced, anything else is not. Empty: none.
         log_comms: time every collective of the engine and of sequence-parallel attention for 100
             steps, which slows them down, and print a summary.
         wandb_project: log to this Weights & Biases project. Empty: do not.

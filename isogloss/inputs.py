@@ -30,6 +30,7 @@ from isogloss.data import (
 from isogloss.ds_config import read_ds_config, resolve_ds_config
 from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
+from isogloss.export import check_results
 from isogloss.layout import node_size, teacher_groups
 from isogloss.loss_table import build_loss
 from isogloss.model_teachers import reads_more_than_text, resolve_engine
@@ -79,6 +80,7 @@ def check_inputs(cfg, device, roles=None):
     """
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
+    check_results(cfg)
     student, student_config = load_text_encoder(
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code)
     check_student_class(cfg.student, cfg.trust_remote_code)
@@ -97,11 +99,6 @@ def check_inputs(cfg, device, roles=None):
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-    # an export replaces its directory, so it must not hold anything else
-    export = Path(cfg.export)
-    if cfg.export and export.is_dir() and not (export / "config.json").exists():
-        raise ValueError(f"--export {cfg.export}: exists and is not a model directory; name "
-                         "another directory")
     return RunInputs(student, teachers, ds_config, train_data, held_out_data, checkpoint, convert)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from isogloss.checkpoint import write_atomically
+from isogloss.files import write_atomically
 
 
 def speed_metrics(engine, device, tokens, seconds):
