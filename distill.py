@@ -124,7 +124,8 @@ def train_student(cfg, roles, device):
                 check_packing(state)
         start = 0  # steps taken so far
         if inputs.checkpoint:
-            start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
+            with fail_together(what="checkpoint"):
+                start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
             state.last_checkpoint = inputs.checkpoint
         signals = StopSignals()  # before data workers start, which inherit its handlers

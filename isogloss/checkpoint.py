@@ -2,20 +2,24 @@
 
 A checkpoint holds the engine (weights, optimizer, schedule), the random state of every rank, and
 the position of the run.  The position is its step number, from which data.py derives the samples.
-It is written under a scratch name and renamed when every rank is done, so a checkpoint with a final
-name is complete.
+It is written under a scratch name and renamed when every rank is done and all is on disk, so a
+checkpoint with a final name is complete.  Its position.json lists size and checksum of every file,
+so what is damaged later is seen, and the checkpoint before it taken.
 
 In the layout that wrote it, a run resumes bit by bit.  In another layout (number of ranks, ZeRO
 stage, sequence parallelism) convert.py carries it over, and only what dropout draws differs.
 
-Tests: tests/test_distributed.py.
+Tests: tests/test_checkpoint.py, tests/test_distributed.py.
 """
 
+import itertools
 import json
 import os
 import random
 import shutil
+import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +28,18 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from isogloss.convert import check_convertible, load_converted
-from isogloss.files import replace_folder, scratch_of
+from isogloss.files import (
+    files_in,
+    replace_folder,
+    scratch_of,
+    size_and_checksum,
+    sync,
+    write_atomically,
+)
+from isogloss.unpickle import known_classes_only
+
+POSITION = "position.json"
+CHECKSUM = "checksum"  # key of position.json
 
 # --- save -----------------------------------------------------------------------------------------
 
@@ -50,6 +65,8 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
     dist.barrier()
     engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False)
     torch.save(random_state(), scratch / f"random_{rank}.pt")
+    dist.barrier()  # every rank has written its files
+    files = _seal(scratch)
     if rank == 0:
         position = {
             "step": step,
@@ -57,21 +74,63 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
             "layout": layout,
             "state": state,
             "written": time.time(),
+            "files": files,
         }
-        (scratch / "position.json").write_text(json.dumps(position, indent=1))
-    dist.barrier()  # every rank has written its files: the checkpoint is complete
-    if rank == 0:
-        # The target exists if the run saved this step before and went back to an earlier one.
-        # The old one stays a checkpoint until the new one is in its place.
+        position[CHECKSUM] = _checksum_of(position)
+        write_atomically(scratch / POSITION, json.dumps(position, indent=1))
+        sync(scratch)
+        # The target exists if the run saved this step before and went back to an earlier one.  The
+        # old one stays a checkpoint until the new one is in its place.
         replace_folder(scratch, target, target.with_name(target.name + "_before"))
         _remove_old_checkpoints(folder, keep)
     dist.barrier()
 
 
+def _seal(folder):
+    """Wait until all files of a checkpoint are on disk; all ranks take part.
+
+    Returns:
+        {name: [bytes, CRC-32]} of every file.
+    """
+    def seal(name):
+        sync(folder / name)
+        return size_and_checksum(folder / name)
+
+    return dict(_divided(seal, files_in(folder)))
+
+
+def _divided(function, names):
+    """Return [(name, function(name))], where every rank has computed some of them."""
+    rank = 0
+    num_ranks = 1
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        num_ranks = dist.get_world_size()
+    results = [(name, function(name)) for name in names[rank::num_ranks]]
+    if num_ranks == 1:
+        return results
+    of_ranks = [None] * num_ranks
+    dist.all_gather_object(of_ranks, results)
+    return list(itertools.chain.from_iterable(of_ranks))
+
+
+def _checksum_of(position):
+    """Return a checksum of all of position.json but its checksum."""
+    content = {key: value for key, value in position.items() if key != CHECKSUM}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
 def _remove_old_checkpoints(folder, keep):
-    """Remove all but the last `keep` checkpoints, and what a killed run has left half-written."""
-    for old in complete_checkpoints(folder)[:-keep]:
-        os.rename(old, scratch_of(old))  # first, so that nothing half-deleted keeps a final name
+    """Remove all but the last `keep` checkpoints, and what a killed run has left half-written.
+
+    One that has lost files does not count.
+    """
+    num_whole = 0
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        if num_whole >= keep:
+            os.rename(checkpoint, scratch_of(checkpoint))  # so that nothing half-deleted counts
+        elif not _missing_or_cut(checkpoint):
+            num_whole += 1
     for incomplete in Path(folder).glob(".step_*.incomplete"):
         shutil.rmtree(incomplete, ignore_errors=True)
 
@@ -89,43 +148,125 @@ def complete_checkpoints(folder):
 
 
 def _time_written(checkpoint):
-    if not (checkpoint / "position.json").is_file():
-        return 0
-    return position_of(checkpoint).get("written", 0)
+    try:
+        return position_of(checkpoint).get("written", 0)
+    except (OSError, ValueError, AttributeError):  # damaged
+        return checkpoint.stat().st_mtime
 
 
 def find_checkpoint(choice, folder, identity):
-    """Return the path of the checkpoint to start from, or None.
+    """Return the path of the checkpoint to start from, or None; all ranks take part.
 
     Args:
-        choice: "auto" (the one that was written last, if any), "never", or the path of one.
+        choice: "auto" (of those that are whole the one written last, if any), "never", or the path
+            of one.
         folder: of the run's checkpoints.
         identity: of the run, see `save_checkpoint`.
     Raises:
-        ValueError: "never" would mix two runs in one directory; the path is not a checkpoint; the
-            checkpoint belongs to a run with another identity.
+        ValueError: "never" would mix two runs in one directory; the path is not a checkpoint, or a
+            damaged one; no checkpoint is whole; the checkpoint belongs to a run with another
+            identity.
     """
-    checkpoints = complete_checkpoints(folder)
-    if choice == "never":
-        if checkpoints:
+    if choice in ("auto", "never"):
+        checkpoints = complete_checkpoints(folder)
+        if not checkpoints:
+            return None
+        if choice == "never":
             raise ValueError(
                 f"--resume=never: {folder} already holds {checkpoints[-1].name}; choose another "
                 "--output_dir or remove it"
             )
-        return None
-    if choice == "auto":
-        if not checkpoints:
-            return None
-        checkpoint = checkpoints[-1]
+        checkpoint = _newest_whole(checkpoints)
     else:
         checkpoint = Path(choice)
-    if not (checkpoint / "position.json").is_file():
-        raise ValueError(
-            f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder "
-            "step_*"
-        )
+        if not (checkpoint / POSITION).is_file():
+            raise ValueError(
+                f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder "
+                "step_*"
+            )
+        damage = damage_of(checkpoint)
+        if damage:
+            raise ValueError(f"--resume={choice}: {damage}; name another checkpoint")
     check_identity(choice, checkpoint, identity)
     return checkpoint
+
+
+def _newest_whole(checkpoints):
+    """Return the last checkpoint that is whole; a line on stderr names those that are not."""
+    for checkpoint in reversed(checkpoints):
+        damage = damage_of(checkpoint)
+        if not damage:
+            return checkpoint
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"distill.py: {damage}; it is left out", file=sys.stderr, flush=True)
+    raise ValueError(
+        f"--resume=auto: {damage}, and no other checkpoint there is whole; restore the file, or "
+        "move the checkpoints away to start anew"
+    )
+
+
+def damage_of(checkpoint):
+    """Say which file of a checkpoint is damaged, the same on all ranks, which take part; "": none.
+
+    Checkpoints of earlier versions do not list their files, so theirs are not checked.
+    """
+    damage = _missing_or_cut(checkpoint)
+    if dist.is_initialized():
+        damages = [None] * dist.get_world_size()
+        dist.all_gather_object(damages, damage)
+        damage = next(filter(None, damages), "")
+    if damage:
+        return damage
+    files = position_of(checkpoint).get("files", {})
+
+    def is_damaged(name):
+        return size_and_checksum(checkpoint / name) != files[name]
+
+    for name, damaged in _divided(is_damaged, sorted(files)):
+        if damaged:
+            return f"{checkpoint / name} is damaged: its content is not what was written"
+    return ""
+
+
+def _missing_or_cut(checkpoint):
+    """Say which file of a checkpoint is missing or has another size, as far as this rank sees."""
+    path = checkpoint / POSITION
+    try:
+        position = position_of(checkpoint)
+        if position.get(CHECKSUM, _checksum_of(position)) != _checksum_of(position):
+            return f"{path} is damaged: its content is not what was written"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (OSError, ValueError, AttributeError):
+        return f"{path} is damaged: it cannot be read"
+    for name, (size, _) in position.get("files", {}).items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}"
+    return ""
+
+
+def agree_on_start(checkpoint):
+    """Check that all ranks start from one checkpoint; all of them take part.
+
+    Args:
+        checkpoint: Path, or None.
+    Raises:
+        ValueError: they do not.
+    """
+    start = None
+    if checkpoint:
+        position = position_of(checkpoint)
+        start = [checkpoint.name, position.get("step"), position.get("written")]
+    starts = [None] * dist.get_world_size()
+    dist.all_gather_object(starts, start)
+    for rank, other in enumerate(starts):
+        if other != starts[0]:
+            raise ValueError(
+                f"--resume: rank 0 would start from {starts[0]}, rank {rank} from {other} (name, "
+                "step and time of the checkpoint); name a directory that all nodes share")
 
 
 def check_identity(choice, checkpoint, identity):
@@ -157,7 +298,7 @@ def position_of(checkpoint):
 
     Its "run" is the identity; "written" is in seconds of the clock.
     """
-    return json.loads((checkpoint / "position.json").read_text())
+    return json.loads((checkpoint / POSITION).read_text())
 
 
 def needs_conversion(checkpoint, layout):
@@ -184,16 +325,19 @@ def load_checkpoint(engine, checkpoint, convert=False):
             which is removed again.
     Returns:
         (step, state), as they were saved.
+    Raises:
+        ValueError: a file holds more than a checkpoint does.
     """
     position = position_of(checkpoint)
-    if convert:
-        stages = position["layout"]["zero_stage"], engine.zero_optimization_stage()
-        load_converted(engine, checkpoint, scratch_of(checkpoint), stages)
-    else:
-        engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-        # Only here: in another layout, ranks and random states do not correspond.
-        random_path = checkpoint / f"random_{dist.get_rank()}.pt"
-        set_random_state(torch.load(random_path, weights_only=True))
+    with known_classes_only(checkpoint):
+        if convert:
+            stages = position["layout"]["zero_stage"], engine.zero_optimization_stage()
+            load_converted(engine, checkpoint, scratch_of(checkpoint), stages)
+        else:
+            engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+            # Only here: in another layout, ranks and random states do not correspond.
+            random_path = checkpoint / f"random_{dist.get_rank()}.pt"
+            set_random_state(torch.load(random_path, weights_only=True))
     return position["step"], position.get("state", {})
 
 

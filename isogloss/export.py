@@ -17,7 +17,15 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from isogloss.config import configs_by_teacher
-from isogloss.files import check_writable, replace_folder, scratch_of, sync_tree, write_atomically
+from isogloss.files import (
+    check_shared,
+    check_writable,
+    files_in,
+    replace_folder,
+    scratch_of,
+    sync_tree,
+    write_atomically,
+)
 from isogloss.run_identity import checkpoint_folder
 from projection_tools import save_atomically
 
@@ -27,7 +35,7 @@ MANIFEST = "isogloss_export.json"
 
 
 def check_results(cfg):
-    """Check that all that is written at the end of a run can be written, and destroys nothing.
+    """Check that all that a run writes can be written, and destroys nothing; all ranks take part.
 
     Raises:
         ValueError: the export would replace what no export wrote, or what the run reads or writes;
@@ -36,14 +44,26 @@ def check_results(cfg):
     if cfg.export:
         _check_overlap(cfg)
         _check_replaceable(cfg.export)
-    if dist.get_rank() == 0:  # which writes all results
-        check_writable(f"--output_dir {cfg.output_dir}", checkpoint_folder(cfg))
-        projection = projection_path(cfg)
-        if cfg.learn_projection and projection.is_dir():
-            raise ValueError(f"--output_dir {cfg.output_dir}: {projection.name} is a directory "
-                             "there, and --learn_projection writes a file; name another directory")
-        if cfg.export:
-            check_writable(f"--export {cfg.export}", _real_path(cfg.export).parent)
+    projection = projection_path(cfg)
+    if cfg.learn_projection and projection.is_dir():
+        raise ValueError(f"--output_dir {cfg.output_dir}: {projection.name} is a directory "
+                         "there, and --learn_projection writes a file; name another directory")
+    check_shared(f"--output_dir {cfg.output_dir}", checkpoint_folder(cfg))
+    if cfg.export:
+        _check_on_rank_0(check_writable, f"--export {cfg.export}", _real_path(cfg.export).parent)
+
+
+def _check_on_rank_0(check, *args):
+    """Run a check on rank 0, which writes all results; all ranks raise what it raises."""
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            check(*args)
+        except ValueError as failure:
+            error = str(failure)
+    error = _of_rank_0(error)
+    if error:
+        raise ValueError(error)
 
 
 def projection_path(cfg):
@@ -110,19 +130,6 @@ def _check_replaceable(export):
     if others:
         raise ValueError(f"--export {export}: holds {others[0]}, which no export of ours wrote and "
                          "which would be lost; name another directory or remove it")
-
-
-def files_in(folder):
-    """List the files in a folder and below, and its empty folders, relative to it, in order."""
-    found = []
-    for parent, folders, names in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        entries = [*names, *links]
-        if not entries and not folders and parent != str(folder):
-            entries = [""]  # the empty folder itself
-        for name in entries:
-            found.append(os.path.relpath(os.path.join(parent, name), folder))
-    return sorted(found)
 
 
 # --- write ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from isogloss.batch import Collator, PairOptions
-from isogloss.checkpoint import find_checkpoint, needs_conversion
+from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
 from isogloss.config import configs_by_teacher, routes_by_teacher
 from isogloss.data import (
     ExampleReader,
@@ -95,6 +95,7 @@ def check_inputs(cfg, device, roles=None):
     train_data, held_out_data = load_data(cfg, student, encoders)
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
+    agree_on_start(checkpoint)
     convert = checkpoint is not None and needs_conversion(checkpoint, run_layout(cfg))
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
