@@ -115,7 +115,7 @@ class Config:
         ds_config: DeepSpeed JSON; see ds_configs/README.md.
         learning_rate: fills "lr": "auto" of the ds_config. 0: the ds_config states it.
         seed: of the data order, of dropout, and of the weights with from_scratch.
-        output_dir: directory for metrics.jsonl, run.json and checkpoints.
+        output_dir: directory for metrics.jsonl, run.json and checkpoints; all nodes share it.
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
         save_every: steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT
@@ -123,7 +123,7 @@ class Config:
         keep_checkpoints: how many of them to keep, 1 or more.
         max_bad_steps: how many steps in a row may have a loss or a gradient that is not finite, 1
             or more; then the job ends. Such steps change no weight.
-        resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a
+        resume: auto (newest whole checkpoint of output_dir, if any), never, or the path of a
             checkpoint.
         extend_schedule: resume also where the schedule has another length than before, as by an
             "auto" total_num_steps with other --steps. The learning rate then jumps. false refuses.

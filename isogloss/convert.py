@@ -61,7 +61,7 @@ def load_converted(engine, checkpoint, universal, stages):
 def _load(path, mmap=False):
     """Read a file that holds more than tensors.
 
-    weights_only=False: it belongs to the run's own checkpoint, or was just written from it.
+    Under `unpickle.known_classes_only`, which lets pass what it may hold whatever is said here.
 
     Args:
         mmap: leave tensors on disk until they are read.
