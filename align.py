@@ -312,19 +312,85 @@ def character_starts(text):
 def _as_decoded(ids, table, text):
     """Place tokens in the text that they decode to; return None if the text is another one."""
     raw = table.decode(ids)
+    for decode in (_decode_by_subpart, _decode_by_run, _decode_by_byte):
+        decoded, invalid_spans = decode(raw, ids, table)
+        lead = len(decoded) - len(text)  # 1: the tokens spell a space in front
+        if lead in (0, 1) and decoded == " " * lead + text:
+            return _place_decoded(raw, ids, table, lead, invalid_spans)
+    return None
+
+
+def _decode_by_subpart(raw, ids=None, table=None):
+    """Decode as byte-level tokenizers do, and Python: one U+FFFD per incomplete character.
+
+    Returns:
+        (text, list of (begin, end) of `raw`, of which each became one U+FFFD).
+    """
     invalid_spans = []
 
     def note_invalid(error):
         invalid_spans.append((error.start, error.end))
         return "\ufffd", error.end
 
+    return _decode_noting(raw, note_invalid), invalid_spans
+
+
+def _decode_by_byte(raw, ids=None, table=None):
+    """Decode as the sentencepiece library does: one U+FFFD per byte of an incomplete character."""
+    invalid_spans = []
+
+    def note_invalid(error):
+        for place in range(error.start, error.end):
+            invalid_spans.append((place, place + 1))
+        return "\ufffd" * (error.end - error.start), error.end
+
+    return _decode_noting(raw, note_invalid), invalid_spans
+
+
+def _decode_noting(raw, note_invalid):
     # registered anew in every call, since the handler writes to this call's list
     codecs.register_error("align.note_invalid", note_invalid)
-    decoded = raw.decode(errors="align.note_invalid")
-    lead = len(decoded) - len(text)  # 1: the tokens spell a space in front
-    if lead not in (0, 1) or decoded != " " * lead + text:
-        return None
+    return raw.decode(errors="align.note_invalid")
 
+
+def _decode_by_run(raw, ids, table):
+    """Decode as the byte fallback of the tokenizers library does.
+
+    A run of byte tokens in which anything is no UTF-8 becomes one U+FFFD for each of its bytes, its
+    complete characters included.
+    """
+    text = []
+    invalid_spans = []
+    begin = 0  # of the run
+    end = 0  # of the bytes read so far
+    in_run = False
+    for i in [*ids.tolist(), -1]:  # -1 ends the last run
+        if i >= 0 and table.lengths[i] < 0:  # control tokens are left out first
+            continue
+        is_byte = i >= 0 and BYTE_TOKEN.match(table.tokens[i]) is not None
+        if is_byte != in_run or i < 0:
+            run = raw[begin:end]
+            try:
+                text.append(run.decode())
+            except UnicodeDecodeError:
+                text.append("\ufffd" * len(run))
+                for place in range(begin, end):
+                    invalid_spans.append((place, place + 1))
+            begin = end
+            in_run = is_byte
+        if i >= 0:
+            end += int(table.lengths[i])
+    return "".join(text), invalid_spans
+
+
+def _place_decoded(raw, ids, table, lead, invalid_spans):
+    """Return the Located of tokens in the text that their bytes decode to.
+
+    Args:
+        raw: bytes that the tokens spell.
+        lead: 1: they spell a space in front, which the text does not have.
+        invalid_spans: (begin, end) of `raw`, in order, of which each became one U+FFFD.
+    """
     # position[i]: byte of the text that byte i of `raw` became; summed up from steps, which are 1
     # except where a run of invalid bytes became the three bytes of U+FFFD
     steps = np.ones(len(raw) + 1, np.int64)

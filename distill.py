@@ -68,7 +68,7 @@ from isogloss.sequence import (
     register_attention,
 )
 from isogloss.specs import TeacherSpec
-from isogloss.student import StudentWithLoss, load_student, start_engine
+from isogloss.student import StudentWithLoss, follow_schedule, load_student, start_engine
 from isogloss.targets import teacher_targets, weigh_by_confidence
 from isogloss.teachers import load_teacher
 from isogloss.watch import (
@@ -128,6 +128,8 @@ def train_student(cfg, roles, device):
                 start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
             state.last_checkpoint = inputs.checkpoint
+            if cfg.extend_schedule:
+                follow_schedule(state.engine)
         signals = StopSignals()  # before data workers start, which inherit its handlers
         batches, held_out = load_batches(cfg, inputs, state.engine, device, start)
         train(state, batches, held_out, start, inputs.ds_config, signals)

@@ -693,6 +693,24 @@ def _bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
     return logq.exp() * (logq - logp) - torch.expm1(logq) * (log_not_q - log_not_p)
 
 
+def _check_width(
+    side: str, logits_BNX: Tensor, num_tokens: int, table: str, group: ProcessGroup | None
+) -> None:
+    """Raise a ValueError for logits of more or fewer tokens than a table is of.
+
+    More are the padding of an lm_head, which would take its share of the softmax in silence.  Of
+    logits that are sharded over a group this rank knows its own columns alone, so they pass.
+    """
+    width = logits_BNX.shape[-1]
+    if group is None and width != num_tokens:
+        advice = "they are of another tokenizer"
+        if width > num_tokens:
+            advice = f"cut the padding of the lm_head off: logits[..., :{num_tokens}]"
+        raise ValueError(
+            f"{side} logits have {width} columns, but {table} is of {num_tokens} tokens; {advice}"
+        )
+
+
 # --- derivatives by hand, and compiled kernels ---------------------------------------------------
 
 
@@ -834,7 +852,13 @@ def projection_kl(
         chunks: `find_chunks` of the same ids, if known; then nothing here waits for the device.
     Returns:
         (sum, count): nats over chunks that have a position on both sides, and how many there are.
+    Raises:
+        ValueError: logits of more or fewer tokens than the tables, such as those of a padded head.
+            (Of the teacher's tokens a projection knows the mapped ones alone: cut its logits.)
     """
+    _check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
+    if entries is not None and kept_K is None:
+        _check_width("teacher", teacher_logits_BTW, entries.width, "entries", group)
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
@@ -1142,7 +1166,11 @@ def piece_kl(
     Returns:
         (sum, count): nats, and the student positions covered.  The terms inside a student token
         weigh as the token does, and are not counted.
+    Raises:
+        ValueError: logits of more or fewer tokens than the spellings.
     """
+    _check_width("student", student_logits_BSV, len(spelling.event_V), "event_V", group)
+    _check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", group)
     x_NV = student_logits_BSV.flatten(0, 1)
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
     values = [_start_kl(x_NV, y_MW, terms, spelling, temperature, group)]
@@ -1246,6 +1274,7 @@ def piece_coverage(
     teacher and several student tokens; one student and several teacher tokens; several on both
     sides).
     """
+    _check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", None)
     with torch.no_grad():
         y_NW = teacher_logits_BTW.detach().flatten(0, 1)
         ranges = terms.inside_teacher
@@ -1542,7 +1571,12 @@ def gold(
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
     common = TokenIds(common_V, common_W)
-    if rest is None:
+    if rest is not None:
+        num_student_tokens = len(common_V) + len(rest[0])
+        num_teacher_tokens = len(common_W) + len(rest[1])
+        _check_width("student", student_logits_BSV, num_student_tokens, "rest", group)
+        _check_width("teacher", teacher_logits_BTW, num_teacher_tokens, "rest", group)
+    else:
         _, num_student_tokens = vocab_range(student_logits_BSV[0], group)
         _, num_teacher_tokens = vocab_range(teacher_logits_BTW[0], group)
         rest = (
@@ -1595,6 +1629,7 @@ def h_kl(
         indices_VK, likelihoods_VK: the projection, rows sorted by weight, -1 in unused slots.
     Others and Returns: see `gold`.
     """
+    _check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
     common = common_tokens(indices_VK, likelihoods_VK, relaxed=True)
     return gold(
         student_logits_BSV, teacher_logits_BTW, student_chunk_BS, teacher_chunk_BT,

@@ -84,7 +84,7 @@ def check_convertible(checkpoint, position, layout):
     if stages == {0}:
         return
     ds_config = position["run"].get("ds_config", {})
-    optimizer = ds_config.get("optimizer", {})
+    optimizer = ds_config.get("optimizer", {"params": {"torch_adam": True}})
     name = optimizer.get("type", "AdamW")
     params = optimizer.get("params", {})
     reason = ""
@@ -92,7 +92,7 @@ def check_convertible(checkpoint, position, layout):
         reason = f"only the state of plain Adam and AdamW survives, this is {name}"
     is_16_bit = any(ds_config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
     if 0 in stages and is_16_bit and not params.get("torch_adam"):
-        reason = "at ZeRO stage 0 in 16 bits that takes \"torch_adam\": true from the start"
+        reason = 'at ZeRO stage 0 in 16 bits that takes "torch_adam": true from the start'
     if reason:
         raise ValueError(f"--resume: {checkpoint} was written in another layout, "
                          f"{position['layout']}, and cannot be carried to {layout}: {reason}; use "

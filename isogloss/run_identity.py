@@ -1,6 +1,5 @@
 """State what has to be the same when a run resumes, and what a checkpoint depends on besides."""
 
-import copy
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def run_identity(cfg):
             identity[name] = value
     if cfg.teachers:
         identity["teachers"] = [_without_free_keys(entry) for entry in teacher_entries(cfg)]
-    ds_config = copy.deepcopy(read_ds_config(cfg.ds_config))
+    ds_config = read_ds_config(cfg.ds_config)
     # how a step is cut into micro-batches may change, how many samples it has may not
     identity["samples_per_step"] = _batch_sizes(cfg, ds_config).train_batch_size
     identity["schedule"] = {}

@@ -160,3 +160,14 @@ def optimizer_groups(module, projection_learning_rate=0.0):
         projection["lr"] = projection_learning_rate
     groups = [projection, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def follow_schedule(engine):
+    """Let the next step have the learning rate of the engine's schedule, after a load.
+
+    What a checkpoint restores is that of the schedule which wrote it.
+    """
+    schedule = engine.lr_scheduler
+    steps = getattr(schedule, "last_batch_iteration", -1)  # those of torch restore their length too
+    if steps >= 0:
+        schedule.step(steps)

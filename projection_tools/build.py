@@ -22,7 +22,7 @@ from projection_tools.generate import Embedder, similar_rows
 from projection_tools.multitoken import multitoken_rows
 from projection_tools.spell import spell
 
-VERSION = 4  # of what is cached; raise it when the same flags give another projection
+VERSION = 5  # of what is cached; raise it when the same flags give another projection
 
 
 @dataclass(kw_only=True)

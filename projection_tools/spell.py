@@ -39,7 +39,7 @@ SURROGATE_BASE = 0xDC00
 SURROGATES = re.compile("[\udc80-\udcff]")
 RUNS = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # one of them, or the text between
 
-VERSION = 4  # of the tables; raise it when they change for the same two tokenizers
+VERSION = 5  # of the tables; raise it when they change for the same two tokenizers
 
 
 # --- spellings ------------------------------------------------------------------------------------
@@ -203,9 +203,15 @@ def unencodable_reasons(source, pieces, total):
 # --- control tokens -------------------------------------------------------------------------------
 
 
+# Roles that tokenizers without such a token give to another one, most often eos.
+STAND_INS = {"pad", "unk"}
+
+
 def link_special_tokens(student, teacher, threshold=1.0):
     """Pair control tokens of both vocabularies: by role, by equal name, by similar name.
 
+    Tokens whose roles differ are no pair, whatever their names; nor is one that only doubles as
+    "unk" or "pad" a pair of one that is nothing else, as <|endoftext|> of GPT-NeoX and [UNK].
     Names are compared without case, brackets and bars, by the Dice coefficient of their pairs of
     letters; their digits must be the same, and a name with a slash never goes with one without.
 
@@ -229,10 +235,22 @@ def link_special_tokens(student, teacher, threshold=1.0):
     used = set()
     for v, w in candidates:
         exists = v >= 0 and w >= 0
-        if exists and v not in pairs and w not in used:
+        if exists and v not in pairs and w not in used and _roles_agree(student, v, teacher, w):
             pairs[v] = w
             used.add(w)
     return list(pairs.items())
+
+
+def _roles_agree(student, v, teacher, w):
+    """Tell whether two control tokens may stand for each other, as far as their roles say."""
+    student_roles = {role for role in ROLES if getattr(student, role) == v}
+    teacher_roles = {role for role in ROLES if getattr(teacher, role) == w}
+    if not student_roles or not teacher_roles:
+        return True  # their names decide
+    if (student_roles & teacher_roles) - STAND_INS:
+        return True
+    all_roles = student_roles | teacher_roles
+    return bool(student_roles & teacher_roles) and all_roles <= STAND_INS
 
 
 def _control_names(table):

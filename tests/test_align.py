@@ -433,6 +433,114 @@ def test_other_text_is_never_aligned(tokenizers, tables):
 
 # --- sampled ids ----------------------------------------------------------------------------------
 
+SAMPLED_TEXTS = "naïve café — 你好，世界 👩‍👩‍👧 e\u0301 x", "a😀b日本 ok", "𝒳𝒴𝒵"
+
+
+def spellings(name):
+    """Return {bytes: ids} of a real tokenizer's text tokens."""
+    table = real(name)[1]
+    ids_of = {}
+    for i in range(len(table)):
+        if not table.special[i] and table.lengths[i] > 0:
+            ids_of.setdefault(table.bytes_of(i), []).append(i)
+    return ids_of
+
+
+def random_spelling(raw, ids_of, rng):
+    """Return ids that spell these bytes, as a model might sample them; mostly not canonical."""
+    ids = []
+    begin = 0
+    while begin < len(raw):
+        sizes = [size for size in range(1, 9) if raw[begin : begin + size] in ids_of]
+        size = rng.choice(sizes)
+        ids.append(rng.choice(ids_of[raw[begin : begin + size]]))
+        begin += size
+    return ids
+
+
+def complete_bytes(raw):
+    """Return for every byte whether it belongs to a complete UTF-8 character."""
+    complete = [False] * len(raw)
+    for begin in range(len(raw)):
+        for size in range(1, 5):
+            try:
+                character = raw[begin : begin + size].decode()
+            except UnicodeDecodeError:
+                continue
+            if len(character) == 1 and len(character.encode()) == size <= len(raw) - begin:
+                complete[begin : begin + size] = [True] * size
+    return complete
+
+
+def check_sampled(ids, name):
+    """Place ids in what their own tokenizer decodes them to; check every token by its bytes."""
+    tokenizer, table = real(name)
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    located = locate(np.array(ids), table, text)
+    assert located is not None, (name, tokenizer.convert_ids_to_tokens(ids), text)
+    raw_text = text.encode()
+    raw = b"".join(map(table.bytes_of, ids))
+    complete = complete_bytes(raw)
+    # one byte that is no character costs all of its neighbors that are byte tokens, too
+    is_byte = [table.tokens[i].startswith("<0x") for i in ids]
+    place = 0
+    for k, i in enumerate(ids):
+        spelled = table.bytes_of(i)
+        is_complete = all(complete[place : place + len(spelled)])
+        place += len(spelled)
+        begin = int(located.begin[k])
+        assert begin == (int(located.end[k - 1]) if k else 0)  # no gap, no overlap
+        if located.kind[k] == EXACT:
+            assert raw_text[begin : located.end[k]] == spelled
+        else:
+            assert not is_complete or is_byte[k] or (k == 0 and spelled[:1] == b" ")
+    assert int(located.end[-1]) == len(raw_text)
+
+
+def check_all_cuts(name, rng, trials, every):
+    """Cut random spellings at every token, with and without text behind the cut."""
+    ids_of = spellings(name)
+    end = random_spelling(b" and on", ids_of, rng)
+    for text in SAMPLED_TEXTS:
+        for _ in range(trials):
+            ids = random_spelling(text.encode(), ids_of, rng)
+            for cut in range(1 + rng.randrange(every), len(ids) + 1, every):
+                check_sampled(ids[:cut], name)
+                check_sampled(ids[:cut] + end, name)
+
+
+FAMILIES = "llama2", "mistral_v7", "tok512", "gpt2", "llama3", "qwen2", "deepseek_coder"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_that_ends_inside_a_character_keeps_its_place(name):
+    check_all_cuts(name, random.Random(0), trials=1, every=3)
+
+
+@pytest.mark.slow
+def test_text_that_ends_inside_a_character_keeps_its_place_at_every_cut():
+    for name in FAMILIES:
+        check_all_cuts(name, random.Random(1), trials=5, every=1)
+
+
+@pytest.mark.parametrize("name", ["llama2", "tok512"])
+def test_a_half_character_costs_its_own_bytes_alone(name):
+    """All of the text before it goes on to teach."""
+    table = real(name)[1]
+    ids = random_spelling(b"The cat sat on the m", spellings(name), random.Random(2))
+    byte_tokens = {table.bytes_of(i): i for i in range(len(table)) if "<0x" in table.tokens[i]}
+    ids += [byte_tokens[b"\xe6"], byte_tokens[b"\x97"]]
+    tokenizer, _ = real(name)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    other, other_table = real("gpt2")
+    coded = other(text, return_offsets_mapping=True)
+    alignment = align(
+        ids, coded["input_ids"], table, other_table, text, None, coded["offset_mapping"])
+    text_bytes = len(text.encode())
+    assert text.endswith("m\ufffd\ufffd")
+    assert coverage(alignment)["bytes"] == (text_bytes - 6) / text_bytes
+
+
 
 def test_sampled_ids_align_with_their_decoded_text(tables, tokenizers):
     """A model may sample any spelling, even half characters; the teacher reads the decoded text."""

@@ -288,8 +288,9 @@ def test_a_job_ends_after_some_bad_steps_in_a_row(models, texts, tmp_path):
     argv = [f"--student={models[0]}", f"--teacher={models[1]}", "--steps=7", "--save_every=1",
             f"--data={write_corpus(tmp_path, texts, 30)}", "--max_length=60",
             "--keep_checkpoints=1", "--num_workers=0"]
-    good, ends, rare, late, stopped, spoiled = (
-        tmp_path / name for name in ("good", "ends", "rare", "late", "stopped", "spoiled"))
+    good, ends, rare, late, stopped, spoiled, unsaved = (
+        tmp_path / name
+        for name in ("good", "ends", "rare", "late", "stopped", "spoiled", "unsaved"))
     zero0 = [*argv, f"--ds_config={ds_config(tmp_path / '0.json', 0, 2, 1)}"]
     zero2 = [*argv, f"--ds_config={ds_config(tmp_path / '2.json', 2, 2, 1)}"]
     bad = dict.fromkeys(range(4, 8), "teacher")
@@ -302,18 +303,21 @@ def test_a_job_ends_after_some_bad_steps_in_a_row(models, texts, tmp_path):
         ([*zero2, f"--output_dir={late}", "--save_every=0", "--max_bad_steps=1"], bad),
         ([*zero2, f"--output_dir={stopped}"], {5: "teacher", 6: "signal"}),
         ([*zero2, f"--output_dir={spoiled}"], {3: "weights"}),
+        ([*zero2, f"--output_dir={unsaved}", "--save_every=0", f"--export={export}"],
+         {7: "weights"}),
     ]
     codes = ranks.run(2, run_spoiled, runs, str(tmp_path / "output"))
-    assert codes == [[0, 1, 0, 0, 1, 143, 1]] * 2
+    assert codes == [[0, 1, 0, 0, 1, 143, 1, 1]] * 2
     lines = (tmp_path / "output0").read_text().splitlines()
     lines = [line for line in lines if line.startswith("distill.py: ")]
-    assert len(lines) == 3 and "distill.py" not in (tmp_path / "output1").read_text()
+    assert len(lines) == 4 and "distill.py" not in (tmp_path / "output1").read_text()
     for words in ("steps 4 to 6", f"not finite: the distillation loss of teacher {models[1]};",
                   f"checkpoint is {ends / 'checkpoints' / 'step_0000003'};"):
         assert words in lines[0]
     assert "step 4 skipped" in lines[1] and f"{late / 'checkpoints' / 'step_0000003'};" in lines[1]
     assert "step 3: the weights or" in lines[2]
     assert f"{spoiled / 'checkpoints' / 'step_0000002'};" in lines[2]
+    assert "step 7: the weights or" in lines[3] and "there is no checkpoint" in lines[3]
     assert not export.exists()
 
     def checkpoints_of(output):

@@ -366,3 +366,48 @@ def test_columns_that_no_student_token_reaches():
     assert abs(float(among_reachable)) < 1e-6
     unreachable = teacher[0, 0].softmax(0)[3:].sum()
     assert float(among_all) > 15 * float(unreachable)
+
+
+def losses_with_tables(case):
+    """Return {name: (x, y) -> loss} of all losses that are called with tables of a vocabulary."""
+    sizes = case.x.shape[-1], case.y.shape[-1]
+    common = losses.common_tokens(case.indices, case.likelihoods, relaxed=True)
+    rest = [losses.other_tokens(ids, size) for ids, size in zip(common, sizes)]
+    entries = losses.projection_entries(case.indices, case.likelihoods, sizes[1])
+    terms = losses.piece_terms(*case.next, *case.chunk, case.spelling)
+    tables = case.indices, case.likelihoods
+    return {
+        "piece_kl": lambda x, y: losses.piece_kl(x, y, *case.next, terms, case.spelling),
+        "piece_coverage": lambda x, y: losses.piece_coverage(y, terms, case.spelling),
+        "projection_kl": lambda x, y: losses.projection_kl(x, y, *case.chunk, *tables),
+        "with entries": lambda x, y: losses.projection_kl(
+            x, y, *case.chunk, *tables, entries=entries),
+        "gold": lambda x, y: losses.gold(x, y, *case.chunk, *common, rest=rest),
+        "h_kl": lambda x, y: losses.h_kl(x, y, *case.chunk, *tables),
+    }
+
+
+# the teacher's tokens are not known from (indices, likelihoods) alone
+KNOWN_SIDES = {"piece_kl": "both", "piece_coverage": "teacher", "projection_kl": "student",
+               "with entries": "both", "gold": "both", "h_kl": "student"}
+
+
+@pytest.mark.parametrize("name", KNOWN_SIDES)
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_the_padding_of_a_head_is_refused(name, side):
+    case = Case(4)
+    loss = losses_with_tables(case)[name]
+    loss(case.x, case.y)
+    logits = {"student": case.x, "teacher": case.y}
+    size = logits[side].shape[-1]
+    if KNOWN_SIDES[name] not in (side, "both"):
+        return
+    more = dict(logits)
+    more[side] = torch.nn.functional.pad(logits[side], (0, 3), value=5.0)
+    message = rf"{side} logits have {size + 3} columns, .* {size} tokens; cut .*:{size}\]"
+    with pytest.raises(ValueError, match=message):
+        loss(more["student"], more["teacher"])
+    fewer = dict(logits)
+    fewer[side] = logits[side][..., :-1]
+    with pytest.raises(ValueError, match="another tokenizer"):
+        loss(fewer["student"], fewer["teacher"])

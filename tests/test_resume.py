@@ -10,6 +10,7 @@ import torch.distributed as dist
 import distill
 import ranks
 from isogloss.checkpoint import find_checkpoint
+from isogloss.convert import check_convertible
 from isogloss.run_identity import expected_identity, run_identity
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
@@ -181,3 +182,29 @@ def test_an_extended_schedule_is_that_of_the_new_steps(models, texts, tmp_path):
     at_once = [line["lr"] for line in metrics_of(tmp_path / "at_once")]
     assert extended[4:] == at_once[4:] and len(extended) == 8
     assert extended[1:4] != at_once[1:4]
+
+
+def test_states_that_would_be_lost_are_refused():
+    """Only Adam's state is carried over; fused 16-bit weights of stage 0 are not."""
+    bf16 = {"enabled": True}
+    fused = {"type": "AdamW", "params": {}}
+    unfused = {"type": "AdamW", "params": {"torch_adam": True}}
+
+    def refusal(first, then, **ds_config):
+        position = {"layout": {"zero_stage": first}, "run": {"ds_config": ds_config}}
+        try:
+            check_convertible("step_0000001", position, {"zero_stage": then})
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for stages in ((0, 2), (2, 0), (1, 3), (3, 1)):
+        assert refusal(*stages, optimizer=unfused, bf16=bf16) == refusal(*stages) == ""
+        assert "this is SGD" in refusal(*stages, optimizer={"type": "SGD"})
+        amsgrad = {"type": "Adam", "params": {"amsgrad": True}}
+        assert "only the state of plain Adam" in refusal(*stages, optimizer=amsgrad)
+    assert "torch_adam" in refusal(0, 2, optimizer=fused, bf16=bf16)
+    assert refusal(1, 2, optimizer=fused, bf16=bf16) == refusal(0, 2, bf16=bf16) == ""
+    # every rank of stage 0 loads the same file, whatever is in it
+    assert refusal(0, 0, optimizer={"type": "SGD"}) == ""
+    assert refusal(0, 0, optimizer=fused, bf16=bf16) == ""

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 import oracle
+import projection_tools
 from align import TokenTable
 from conftest import asset
 from projection_tools import Pair, load_tables, spell
@@ -155,3 +156,49 @@ def test_the_command_line(models, tmp_path, capsys):
     assert first.keys() == second.keys()
     assert torch.equal(first["low_V"], second["low_V"])
     assert first["low_V"].dtype == torch.int32
+
+
+def control_table(tokenizer, roles):
+    """Return the TokenTable of a bare tokenizer whose control tokens get these roles."""
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
+    return TokenTable.from_tokenizer(wrapped)
+
+
+def test_a_token_that_only_doubles_as_unknown_is_no_counterpart():
+    """GPT-NeoX names <|endoftext|> for bos, eos and unk; BERT has an [UNK] that is nothing else."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    neox = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    neox.pre_tokenizer = pre_tokenizers.ByteLevel()
+    end = "<|endoftext|>"
+    neox = control_table(neox, {"bos_token": end, "eos_token": end, "unk_token": end})
+    bert = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    bert = control_table(bert, {"unk_token": "[UNK]", "pad_token": "[PAD]"})
+    assert neox.unk == neox.eos >= 0 and bert.unk == 0
+    assert spell.link_special_tokens(neox, bert) == []
+    assert spell.link_special_tokens(bert, neox) == []
+    assert spell.link_special_tokens(bert, bert) == [(bert.pad, bert.pad), (0, 0)]
+    # it goes on to stand for itself
+    assert spell.link_special_tokens(neox, neox) == [(neox.eos, neox.eos)]
+
+
+def test_control_tokens_of_different_roles_are_never_paired():
+    from transformers import AutoTokenizer
+
+    tables = []
+    for folder in sorted(asset("tokenizers").iterdir()):
+        tables.append(TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(folder)))
+    pairs = 0
+    for student in tables:
+        for teacher in tables:
+            for v, w in spell.link_special_tokens(student, teacher):
+                roles_v = {role for role in projection_tools.ROLES if getattr(student, role) == v}
+                roles_w = {role for role in projection_tools.ROLES if getattr(teacher, role) == w}
+                if roles_v and roles_w:
+                    assert roles_v & roles_w, (student.tokens[v], teacher.tokens[w])
+                    pairs += 1
+                    if roles_v & roles_w <= {"pad", "unk"}:
+                        assert roles_v | roles_w <= {"pad", "unk"}
+    assert pairs >= len(tables) ** 2 // 2
