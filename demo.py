@@ -12,6 +12,7 @@ import ast
 import hashlib
 import io
 import json
+import math
 import os
 import platform
 import shutil
@@ -402,6 +403,14 @@ class Run:
     evaluations: list[dict]
 
 
+def read_metrics(path):
+    """Return the lines of a metrics.jsonl; null, which stands for what is not finite, is NaN."""
+    lines = []
+    for line in read_json_lines(path):
+        lines.append({key: math.nan if value is None else value for key, value in line.items()})
+    return lines
+
+
 def launch(ranks, flags):
     """Run `deepspeed distill.py` with these flags and return its exit code."""
     # a free port: several demos may run on one machine
@@ -441,7 +450,7 @@ def distill(folder, arm, seed, ranks):
         raise SystemExit(f"demo.py: the run {output} failed; see the error above. "
                          f"Its flags were\n{' '.join(flags)}")
     seconds = time.perf_counter() - begin
-    lines = read_json_lines(output / "metrics.jsonl")
+    lines = read_metrics(output / "metrics.jsonl")
     evaluations = [line for line in lines if "eval/student_bits_per_byte" in line]
     return Run(arm, seed, seconds, evaluations)
 

@@ -25,8 +25,7 @@ import transformers
 
 from isogloss.batch import to_device
 from isogloss.checkpoint import (
-    export_model,
-    export_projection,
+    checkpoint_name,
     load_checkpoint,
     save_checkpoint,
 )
@@ -34,6 +33,13 @@ from isogloss.checks import check_logits, check_packing, check_sequence_shards
 from isogloss.config import GROUPS, Config
 from isogloss.counts import global_sums
 from isogloss.evaluate import evaluate
+from isogloss.export import export_model, export_projection, projection_path
+from isogloss.finite import (
+    BadSteps,
+    gradient_norm,
+    has_finite_state,
+    spoil_gradient_unless_finite,
+)
 from isogloss.inputs import check_inputs, load_batches
 from isogloss.launch import (
     fail,
@@ -62,7 +68,7 @@ from isogloss.sequence import (
     register_attention,
 )
 from isogloss.specs import TeacherSpec
-from isogloss.student import StudentWithLoss, gradient_norm, load_student, start_engine
+from isogloss.student import StudentWithLoss, follow_schedule, load_student, start_engine
 from isogloss.targets import teacher_targets, weigh_by_confidence
 from isogloss.teachers import load_teacher
 from isogloss.watch import (
@@ -119,19 +125,41 @@ def train_student(cfg, roles, device):
                 check_packing(state)
         start = 0  # steps taken so far
         if inputs.checkpoint:
-            start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
+            with fail_together(what="checkpoint"):
+                start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
+            state.last_checkpoint = inputs.checkpoint
+            if cfg.extend_schedule:
+                follow_schedule(state.engine)
         signals = StopSignals()  # before data workers start, which inherit its handlers
         batches, held_out = load_batches(
             cfg, inputs, state.engine, device, start, lambda: bool(signals.received))
         with fail_alone(DataError):
             train(state, batches, held_out, start, inputs.ds_config, signals)
+    if cfg.learn_projection or cfg.export:
+        end_unless_finite(state, cfg.steps)
+        write_results(state, inputs)
+
+
+def write_results(state, inputs):
+    """Write what a run leaves behind beside its checkpoints; all ranks take part.
+
+    Where that fails, all ranks end with exit code 1 and one line: the last step is saved, so the
+    same command tries again.
+    """
+    cfg = state.cfg
     if cfg.learn_projection:
         learned = inputs.teachers[0].loss.learned_projection
-        export_projection(state.engine, learned, Path(cfg.output_dir) / "projection.pt")
+        end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
-        export_model(
-            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code)
+        end_if_failed(export_model(
+            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code))
+
+
+def end_if_failed(error):
+    if error:
+        fail(f"{error}; the last checkpoint holds the result, and once this is repaired the same "
+             "command writes it", code=1)
 
 
 def cli(argv=None):
@@ -159,6 +187,8 @@ class TrainState:
         client: TeacherClient of teachers on ranks of their own, or None.
         sequence_group: SequenceGroup that shares this rank's sequences, or None.
         scales: {teacher: factor of its next step}, of --dynamic_scale.
+        bad_steps: BadSteps, the latest ones that were not finite.
+        last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
     """
 
     cfg: Config
@@ -169,6 +199,8 @@ class TrainState:
     client: TeacherClient | None = None
     sequence_group: SequenceGroup | None = None
     scales: dict = field(default_factory=dict)
+    bad_steps: BadSteps = field(default_factory=BadSteps)
+    last_checkpoint: Path | None = None
 
 
 def train(state, batches, held_out, start, ds_config, signals):
@@ -204,14 +236,17 @@ def train(state, batches, held_out, start, ds_config, signals):
         metrics |= speed_metrics(state.engine, state.device, metrics["tokens"], seconds)
         log.write(step, metrics)
         log.advance(metrics)
+        if state.bad_steps.count == cfg.max_bad_steps:
+            give_up(state, step, log)
         if times_collectives and step == min(start + TIMED_STEPS, cfg.steps):
             deepspeed.comm.log_summary()
             deepspeed.comm.comm.comms_logger.enabled = False
         if evaluates:
             log.write(step, run_evaluation(state, held_out))
         stop = signals.agree(state.device)
-        if stop or (cfg.save_every and step % cfg.save_every == 0):
-            save(state, step)
+        saves = cfg.save_every and step % cfg.save_every == 0
+        if stop or saves or step == cfg.steps:
+            save(state, step, log)
         end_if_stopped(stop, log)
     log.close()
 
@@ -255,15 +290,17 @@ def train_step(state, micro_batches):
     for batch, batch_targets in zip(micro_batches, targets):
         loss, batch_sums = engine(batch.student, loss_terms(state, batch, batch_targets, weights))
         sums += batch_sums
-        engine.backward(loss)
+        engine.backward(spoil_gradient_unless_finite(loss))
         local_norm = gradient_norm(engine)
-        engine.step()  # changes weights after the last micro-batch only
+        # changes weights after the last micro-batch only, and none if the gradient is not finite
+        engine.step()
     release_teachers(state)
     # 4. global means
     sums = global_sums(sums.flatten(), state.device).view(-1, 2).tolist()
+    state.bad_steps.note(engine, sums, [setup.name for setup in state.teachers])
     metrics = step_metrics(state, counts, sums, targets[0])
     norm = float(engine.get_global_grad_norm() or local_norm)
-    return metrics | {"lr": lr, "grad_norm": norm}
+    return metrics | {"lr": lr, "grad_norm": norm, "skipped_steps": engine.skipped_steps}
 
 
 def sum_counts(micro_batches):
@@ -362,7 +399,8 @@ def step_metrics(state, counts, sums, targets):
         if len(state.teachers) > 1 or cfg.dynamic_scale:
             of_teacher["kd_weight"] = weight
         metrics |= named(state, setup, of_teacher)
-        if cfg.dynamic_scale and kd > 0:  # a step without a term of this teacher has no ratio
+        # a step without a term of this teacher has no ratio, nor has one that was skipped
+        if cfg.dynamic_scale and kd > 0 and state.engine.was_step_applied():
             scale = dynamic_scale(torch.tensor(ce), torch.tensor(kd))
             state.scales[setup.name] = float(scale)
     metrics["tokens"] = int(counts.tokens)
@@ -376,7 +414,7 @@ def named(state, setup, metrics):
     return {f"{key}/{setup.name}": value for key, value in metrics.items()}
 
 
-# --- once in a while: evaluate, save; all ranks take part -----------------------------------------
+# --- once in a while: evaluate, save, give up; all ranks take part --------------------------------
 
 
 def run_evaluation(state, held_out):
@@ -392,11 +430,53 @@ def run_evaluation(state, held_out):
     return {f"eval/{key}": value for key, value in metrics.items()}
 
 
-def save(state, step):
-    """Write a checkpoint."""
+def save(state, step, log):
+    """Write a checkpoint of the last good step, which `step` is or bad steps lie in between.
+
+    Bad steps change nothing, so the state is still that of the good one.  A resumed run meets them
+    again.
+    """
     cfg = state.cfg
-    save_checkpoint(state.engine, checkpoint_folder(cfg), step, run_identity(cfg), run_layout(cfg),
-                    cfg.keep_checkpoints, {"scales": state.scales})
+    folder = checkpoint_folder(cfg)
+    good_step = step - state.bad_steps.count
+    keep = cfg.keep_checkpoints
+    if state.bad_steps.count:
+        exists = state.last_checkpoint and state.last_checkpoint.name == checkpoint_name(good_step)
+        if exists or good_step == 0:
+            return
+        keep += 1  # weights can be finite and useless: the one before stays
+    end_unless_finite(state, step, log)
+    save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
+                    {"scales": state.scales})
+    state.last_checkpoint = folder / checkpoint_name(good_step)
+
+
+def give_up(state, step, log):
+    """Save the state before the bad steps, which is that after them, and end with exit code 1."""
+    save(state, step, log)
+    log.close()
+    bad = state.bad_steps
+    steps = f"step {step}" if bad.count == 1 else f"steps {step - bad.count + 1} to {step}"
+    fail(f"{steps} skipped, not finite: {bad.causes}; the job ends after {bad.count} such steps in "
+         f"a row (--max_bad_steps), which have changed no weight; "
+         f"{describe_last_checkpoint(state)}; check the data and the teacher of these steps and "
+         "the learning rate before them, or walk over them with a larger --max_bad_steps", code=1)
+
+
+def end_unless_finite(state, step, log=None):
+    """End the job with exit code 1 if weights or optimizer state on any rank are not finite."""
+    num_bad_ranks = global_sums([not has_finite_state(state.engine)], state.device).sum()
+    if num_bad_ranks:
+        if log:
+            log.close()
+        fail(f"step {step}: the weights or the optimizer's state are not finite, so nothing is "
+             f"saved; {describe_last_checkpoint(state)}; lower the learning rate", code=1)
+
+
+def describe_last_checkpoint(state):
+    if state.last_checkpoint is None:
+        return "there is no checkpoint"
+    return f"the last good checkpoint is {state.last_checkpoint}"
 
 
 # --- build ----------------------------------------------------------------------------------------

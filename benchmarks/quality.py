@@ -98,7 +98,7 @@ def final_bits(output, steps):
     metrics = output / "metrics.jsonl"
     if not metrics.exists():
         return None
-    for line in demo.read_json_lines(metrics):
+    for line in demo.read_metrics(metrics):
         if line["step"] == steps and "eval/student_bits_per_byte" in line:
             return line["eval/student_bits_per_byte"]
     return None

@@ -1,59 +1,51 @@
-"""Checkpoints that are complete or absent, and the export to Hugging Face format.
+"""Checkpoints that are complete or absent.
 
 A checkpoint holds the engine (weights, optimizer, schedule), the random state of every rank, and
 the position of the run.  The position is its step number, from which data.py derives the samples.
-It is written under a scratch name and renamed when every rank is done, so a checkpoint with a final
-name is complete.
+It is written under a scratch name and renamed when every rank is done and all is on disk, so a
+checkpoint with a final name is complete.  Its position.json lists size and checksum of every file,
+so what is damaged later is seen, and the checkpoint before it taken.
 
 In the layout that wrote it, a run resumes bit by bit.  In another layout (number of ranks, ZeRO
-stage, sequence parallelism) DeepSpeed's universal format carries it over, and only what dropout
-draws differs.
+stage, sequence parallelism) convert.py carries it over, and only what dropout draws differs.
 
-Tests: tests/test_distributed.py.
+Tests: tests/test_checkpoint.py, tests/test_distributed.py.
 """
 
-import contextlib
-import io
 import itertools
 import json
 import os
 import random
 import shutil
+import sys
 import time
-from argparse import Namespace
+import zlib
 from pathlib import Path
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
-from transformers import AutoModelForCausalLM
 
-from projection_tools import save_atomically
+from isogloss.convert import check_convertible, load_converted
+from isogloss.files import (
+    files_in,
+    replace_folder,
+    scratch_of,
+    size_and_checksum,
+    sync,
+    write_atomically,
+)
+from isogloss.unpickle import known_classes_only
 
-# --- complete or absent ---------------------------------------------------------------------------
-
-
-def scratch_of(path):
-    """Return the scratch name of a path, in the same folder, so that renaming it is atomic."""
-    return path.with_name(f".{path.name}.incomplete")
-
-
-def write_atomically(path, text):
-    """Write a text file that, at any moment, has its old content or the new one."""
-    scratch_of(path).write_text(text)
-    os.replace(scratch_of(path), path)
-
-
-def _replace_folder(scratch, target):
-    """Give a complete scratch folder its final name, in place of whatever has that name."""
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(scratch, target)
-
+POSITION = "position.json"
+CHECKSUM = "checksum"  # key of position.json
 
 # --- save -----------------------------------------------------------------------------------------
+
+
+def checkpoint_name(step):
+    return f"step_{step:07d}"
 
 
 def save_checkpoint(engine, folder, step, identity, layout, keep, state):
@@ -65,7 +57,7 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
         keep: number of checkpoints to leave, this one included.
         state: JSON-able dict of what else the run needs to resume, the same on every rank.
     """
-    target = Path(folder) / f"step_{step:07d}"
+    target = Path(folder) / checkpoint_name(step)
     scratch = scratch_of(target)
     rank = dist.get_rank()
     if rank == 0:
@@ -73,6 +65,8 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
     dist.barrier()
     engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False)
     torch.save(random_state(), scratch / f"random_{rank}.pt")
+    dist.barrier()  # every rank has written its files
+    files = _seal(scratch)
     if rank == 0:
         position = {
             "step": step,
@@ -80,20 +74,63 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
             "layout": layout,
             "state": state,
             "written": time.time(),
+            "files": files,
         }
-        (scratch / "position.json").write_text(json.dumps(position, indent=1))
-    dist.barrier()  # every rank has written its files: the checkpoint is complete
-    if rank == 0:
-        # The target exists if the run saved this step before and went back to an earlier one.
-        _replace_folder(scratch, target)
+        position[CHECKSUM] = _checksum_of(position)
+        write_atomically(scratch / POSITION, json.dumps(position, indent=1))
+        sync(scratch)
+        # The target exists if the run saved this step before and went back to an earlier one.  The
+        # old one stays a checkpoint until the new one is in its place.
+        replace_folder(scratch, target, target.with_name(target.name + "_before"))
         _remove_old_checkpoints(folder, keep)
     dist.barrier()
 
 
+def _seal(folder):
+    """Wait until all files of a checkpoint are on disk; all ranks take part.
+
+    Returns:
+        {name: [bytes, CRC-32]} of every file.
+    """
+    def seal(name):
+        sync(folder / name)
+        return size_and_checksum(folder / name)
+
+    return dict(_divided(seal, files_in(folder)))
+
+
+def _divided(function, names):
+    """Return [(name, function(name))], where every rank has computed some of them."""
+    rank = 0
+    num_ranks = 1
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        num_ranks = dist.get_world_size()
+    results = [(name, function(name)) for name in names[rank::num_ranks]]
+    if num_ranks == 1:
+        return results
+    of_ranks = [None] * num_ranks
+    dist.all_gather_object(of_ranks, results)
+    return list(itertools.chain.from_iterable(of_ranks))
+
+
+def _checksum_of(position):
+    """Return a checksum of all of position.json but its checksum."""
+    content = {key: value for key, value in position.items() if key != CHECKSUM}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
 def _remove_old_checkpoints(folder, keep):
-    """Remove all but the last `keep` checkpoints, and what a killed run has left half-written."""
-    for old in complete_checkpoints(folder)[:-keep]:
-        os.rename(old, scratch_of(old))  # first, so that nothing half-deleted keeps a final name
+    """Remove all but the last `keep` checkpoints, and what a killed run has left half-written.
+
+    One that has lost files does not count.
+    """
+    num_whole = 0
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        if num_whole >= keep:
+            os.rename(checkpoint, scratch_of(checkpoint))  # so that nothing half-deleted counts
+        elif not _missing_or_cut(checkpoint):
+            num_whole += 1
     for incomplete in Path(folder).glob(".step_*.incomplete"):
         shutil.rmtree(incomplete, ignore_errors=True)
 
@@ -111,57 +148,149 @@ def complete_checkpoints(folder):
 
 
 def _time_written(checkpoint):
-    if not (checkpoint / "position.json").is_file():
-        return 0
-    return position_of(checkpoint).get("written", 0)
+    try:
+        return position_of(checkpoint).get("written", 0)
+    except (OSError, ValueError, AttributeError):  # damaged
+        return checkpoint.stat().st_mtime
 
 
 def find_checkpoint(choice, folder, identity):
-    """Return the path of the checkpoint to start from, or None.
+    """Return the path of the checkpoint to start from, or None; all ranks take part.
 
     Args:
-        choice: "auto" (the one that was written last, if any), "never", or the path of one.
+        choice: "auto" (of those that are whole the one written last, if any), "never", or the path
+            of one.
         folder: of the run's checkpoints.
         identity: of the run, see `save_checkpoint`.
     Raises:
-        ValueError: "never" would mix two runs in one directory; the path is not a checkpoint; the
-            checkpoint belongs to a run with another identity.
+        ValueError: "never" would mix two runs in one directory; the path is not a checkpoint, or a
+            damaged one; no checkpoint is whole; the checkpoint belongs to a run with another
+            identity.
     """
-    checkpoints = complete_checkpoints(folder)
-    if choice == "never":
-        if checkpoints:
+    if choice in ("auto", "never"):
+        checkpoints = complete_checkpoints(folder)
+        if not checkpoints:
+            return None
+        if choice == "never":
             raise ValueError(
                 f"--resume=never: {folder} already holds {checkpoints[-1].name}; choose another "
                 "--output_dir or remove it"
             )
-        return None
-    if choice == "auto":
-        if not checkpoints:
-            return None
-        checkpoint = checkpoints[-1]
+        checkpoint = _newest_whole(checkpoints)
     else:
         checkpoint = Path(choice)
-    if not (checkpoint / "position.json").is_file():
-        raise ValueError(
-            f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder "
-            "step_*"
-        )
-    differences = _differences(position_of(checkpoint)["run"], identity)
-    if differences:
-        raise ValueError(
-            f"--resume={choice}: {checkpoint} belongs to another run ({differences}); use the same "
-            "settings or another --output_dir"
-        )
+        if not (checkpoint / POSITION).is_file():
+            raise ValueError(
+                f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder "
+                "step_*"
+            )
+        damage = damage_of(checkpoint)
+        if damage:
+            raise ValueError(f"--resume={choice}: {damage}; name another checkpoint")
+    check_identity(choice, checkpoint, identity)
     return checkpoint
 
 
-def _differences(saved, current):
-    """Describe the keys of `current` whose values differ from those saved; "" if none does."""
-    lines = []
-    for key, value in current.items():
-        if saved.get(key) != value:
-            lines.append(f"{key} was {saved.get(key)!r}, is {value!r}")
-    return "; ".join(lines)
+def _newest_whole(checkpoints):
+    """Return the last checkpoint that is whole; a line on stderr names those that are not."""
+    for checkpoint in reversed(checkpoints):
+        damage = damage_of(checkpoint)
+        if not damage:
+            return checkpoint
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"distill.py: {damage}; it is left out", file=sys.stderr, flush=True)
+    raise ValueError(
+        f"--resume=auto: {damage}, and no other checkpoint there is whole; restore the file, or "
+        "move the checkpoints away to start anew"
+    )
+
+
+def damage_of(checkpoint):
+    """Say which file of a checkpoint is damaged, the same on all ranks, which take part; "": none.
+
+    Checkpoints of earlier versions do not list their files, so theirs are not checked.
+    """
+    damage = _missing_or_cut(checkpoint)
+    if dist.is_initialized():
+        damages = [None] * dist.get_world_size()
+        dist.all_gather_object(damages, damage)
+        damage = next(filter(None, damages), "")
+    if damage:
+        return damage
+    files = position_of(checkpoint).get("files", {})
+
+    def is_damaged(name):
+        return size_and_checksum(checkpoint / name) != files[name]
+
+    for name, damaged in _divided(is_damaged, sorted(files)):
+        if damaged:
+            return f"{checkpoint / name} is damaged: its content is not what was written"
+    return ""
+
+
+def _missing_or_cut(checkpoint):
+    """Say which file of a checkpoint is missing or has another size, as far as this rank sees."""
+    path = checkpoint / POSITION
+    try:
+        position = position_of(checkpoint)
+        if position.get(CHECKSUM, _checksum_of(position)) != _checksum_of(position):
+            return f"{path} is damaged: its content is not what was written"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (OSError, ValueError, AttributeError):
+        return f"{path} is damaged: it cannot be read"
+    for name, (size, _) in position.get("files", {}).items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}"
+    return ""
+
+
+def agree_on_start(checkpoint):
+    """Check that all ranks start from one checkpoint; all of them take part.
+
+    Args:
+        checkpoint: Path, or None.
+    Raises:
+        ValueError: they do not.
+    """
+    start = None
+    if checkpoint:
+        position = position_of(checkpoint)
+        start = [checkpoint.name, position.get("step"), position.get("written")]
+    starts = [None] * dist.get_world_size()
+    dist.all_gather_object(starts, start)
+    for rank, other in enumerate(starts):
+        if other != starts[0]:
+            raise ValueError(
+                f"--resume: rank 0 would start from {starts[0]}, rank {rank} from {other} (name, "
+                "step and time of the checkpoint); name a directory that all nodes share")
+
+
+def check_identity(choice, checkpoint, identity):
+    """Check that a checkpoint belongs to the run with this identity.
+
+    Raises:
+        ValueError: it does not; the line says what to do.
+    """
+    saved = position_of(checkpoint)["run"]
+    differing = [key for key, value in identity.items() if saved.get(key) != value]
+    if not differing:
+        return
+    values = [f"{key} was {saved.get(key)!r}, is {identity[key]!r}" for key in differing]
+    if differing == ["schedule"]:
+        raise ValueError(
+            f"--resume={choice}: {checkpoint} has another learning-rate schedule ({values[0]}); "
+            "add --extend_schedule to go on with the new one, by which the learning rate jumps, or "
+            'keep the old one: write its numbers in place of "auto" into the ds_config, or use '
+            "the same --steps"
+        )
+    raise ValueError(
+        f"--resume={choice}: {checkpoint} belongs to another run ({'; '.join(values)}); use the "
+        "same settings or another --output_dir"
+    )
 
 
 def position_of(checkpoint):
@@ -169,30 +298,19 @@ def position_of(checkpoint):
 
     Its "run" is the identity; "written" is in seconds of the clock.
     """
-    return json.loads((checkpoint / "position.json").read_text())
+    return json.loads((checkpoint / POSITION).read_text())
 
 
 def needs_conversion(checkpoint, layout):
     """Return whether a checkpoint was written in another layout; the engine must know at its start.
 
     Raises:
-        ValueError: DeepSpeed 0.19.8 does not convert from or to ZeRO stage 0, nor from stage 3 to
-            stages 1 and 2 (IndexError while it loads the optimizer).
+        ValueError: it cannot be converted, see `convert.check_convertible`.
     """
-    saved = position_of(checkpoint)["layout"]
-    if saved == layout:
+    position = position_of(checkpoint)
+    if position["layout"] == layout:
         return False
-    if 0 in (saved["zero_stage"], layout["zero_stage"]):
-        raise ValueError(
-            f"--resume: {checkpoint} has another layout ({_differences(saved, layout)}), and "
-            "checkpoints cannot be converted from or to ZeRO stage 0; use the same layout, or "
-            "stages 1 to 3 on both sides"
-        )
-    if saved["zero_stage"] == 3 and layout["zero_stage"] != 3:
-        raise ValueError(
-            f"--resume: {checkpoint} was written with ZeRO stage 3, which cannot be converted to "
-            f"stage {layout['zero_stage']}; resume with stage 3"
-        )
+    check_convertible(checkpoint, position, layout)
     return True
 
 
@@ -207,96 +325,20 @@ def load_checkpoint(engine, checkpoint, convert=False):
             which is removed again.
     Returns:
         (step, state), as they were saved.
+    Raises:
+        ValueError: a file holds more than a checkpoint does.
     """
-    if convert:
-        _load_converted(engine, checkpoint)
-    else:
-        engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-        # Only here: in another layout, ranks and random states do not correspond.
-        random_path = checkpoint / f"random_{dist.get_rank()}.pt"
-        set_random_state(torch.load(random_path, weights_only=True))
     position = position_of(checkpoint)
+    with known_classes_only(checkpoint):
+        if convert:
+            stages = position["layout"]["zero_stage"], engine.zero_optimization_stage()
+            load_converted(engine, checkpoint, scratch_of(checkpoint), stages)
+        else:
+            engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+            # Only here: in another layout, ranks and random states do not correspond.
+            random_path = checkpoint / f"random_{dist.get_rank()}.pt"
+            set_random_state(torch.load(random_path, weights_only=True))
     return position["step"], position.get("state", {})
-
-
-def _load_converted(engine, checkpoint):
-    """Load a checkpoint of another layout into an engine that was started with load_universal."""
-    universal = scratch_of(checkpoint)
-    if dist.get_rank() == 0:
-        shutil.rmtree(universal, ignore_errors=True)
-        arguments = Namespace(
-            input_folder=str(checkpoint),
-            output_folder=str(universal),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-        # The tool prints its progress.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            ds_to_universal(arguments)
-        normalize_universal_checkpoint(universal)
-    dist.barrier()
-    engine.load_checkpoint(str(universal.parent), tag=universal.name)
-    # weights_only=False: the file was just written from the run's own checkpoint.
-    saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
-    repair_optimizer_state(engine.optimizer, saved["param_groups"])
-    dist.barrier()  # every rank has read it
-    if dist.get_rank() == 0:
-        shutil.rmtree(universal)
-        (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
-
-
-def repair_optimizer_state(optimizer, saved_groups):
-    """Undo two faults of ZeRO stage 3 in loading a universal checkpoint.
-
-    It gives all parameter groups the settings of the first, weight decay included.  And it gives
-    all parameters one and the same tensor as step counter, which every one of them then advances.
-
-    Args:
-        saved_groups: param_groups of the checkpoint's optimizer, in the same order.
-    """
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        for key, value in saved.items():
-            if key != "params":
-                group[key] = value
-    # ZeRO wraps the optimizer whose state this is.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for state in inner.state.values():
-        if torch.is_tensor(state.get("step")):
-            state["step"] = state["step"].clone()
-
-
-def normalize_universal_checkpoint(universal):
-    """Add to a universal checkpoint the files and keys that only the other ZeRO stages look for.
-
-    Beside the weights, stages 1 and 2 look for other files and keys than stage 3; DeepSpeed writes
-    only those of the stage that saved.  This suffices from stages 1 and 2 to any.  From stage 3 it
-    suffices to stage 3 alone: DeepSpeed 0.19.8 saves its weights in a form that the other stages
-    cannot load.
-    """
-    of_stages_1_2 = universal / "mp_rank_00_model_states.pt"
-    of_stage_3 = universal / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    if not of_stages_1_2.exists():
-        shutil.copy(of_stage_3, of_stages_1_2)
-    if not of_stage_3.exists():
-        shutil.copy(of_stages_1_2, of_stage_3)
-
-    path = universal / "zero" / "optimizer_state.pt"
-    saved = torch.load(path, weights_only=False)
-    if "optimizer_state_dict" in saved:  # written by stage 3, which has one step for all parameters
-        step = saved["optimizer_state_dict"]["state"][0]["step"]
-        for file in path.parent.rglob("exp_avg.pt"):
-            torch.save(step, file.with_name("step.pt"))
-        saved.setdefault("ds_version", deepspeed.__version__)
-    else:  # written by stage 1 or 2, which have a step for each; they are equal
-        step = torch.load(next(path.parent.rglob("step.pt")), weights_only=False)
-        saved["optimizer_state_dict"] = {
-            "state": {0: {"step": step}},
-            "param_groups": saved["param_groups"],
-        }
-    torch.save(saved, path)
 
 
 # --- random state ---------------------------------------------------------------------------------
@@ -322,57 +364,3 @@ def set_random_state(state):
     random.setstate(state["python"])
     get_accelerator().set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
-
-
-# --- export ---------------------------------------------------------------------------------------
-
-
-def _gathered(parameter):
-    """Return a context in which a parameter is whole; under ZeRO-3 all ranks take part."""
-    is_partitioned = hasattr(parameter, "ds_id")
-    return deepspeed.zero.GatheredParameters([parameter] if is_partitioned else [])
-
-
-def export_model(engine, tokenizer, target, trust_remote_code=False):
-    """Write the student as a Hugging Face directory, from any ZeRO stage; all ranks take part.
-
-    Args:
-        engine: whose module holds the Hugging Face model as `.model`.
-        target: directory, replaced if it exists.
-        trust_remote_code: the model may run Python code of its own.
-    """
-    student = engine.module.model
-    weights = {}
-    for name, tensor in itertools.chain(student.named_parameters(), student.named_buffers()):
-        with _gathered(tensor):
-            if dist.get_rank() == 0:
-                weights[name] = tensor.detach().cpu().clone()
-    if dist.get_rank() == 0:
-        config = student.config
-        config.use_cache = True  # training switched it off
-        config.dtype = next(iter(weights.values())).dtype
-        model = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code)
-        # Not strict: a tied head is named once, and the file keeps it so.
-        model.load_state_dict(weights, strict=False)
-        target = Path(target)
-        scratch = scratch_of(target)
-        shutil.rmtree(scratch, ignore_errors=True)
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        _replace_folder(scratch, target)
-    dist.barrier()
-
-
-def export_projection(engine, learned_projection, target):
-    """Write a learned projection as a projection file; all ranks take part.
-
-    Args:
-        engine: whose module holds the scores as `.projection_scores`.
-        learned_projection: whose tables(scores) are what the file holds.
-    """
-    scores = engine.module.projection_scores
-    with _gathered(scores):
-        if dist.get_rank() == 0:
-            save_atomically(learned_projection.tables(scores), target)
-    dist.barrier()

@@ -115,14 +115,20 @@ class Config:
         ds_config: DeepSpeed JSON; see ds_configs/README.md.
         learning_rate: fills "lr": "auto" of the ds_config. 0: the ds_config states it.
         seed: of the data order, of dropout, and of the weights with from_scratch.
-        output_dir: directory for metrics.jsonl, run.json and checkpoints.
+        output_dir: directory for metrics.jsonl, run.json and checkpoints; all nodes share it.
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
-        save_every: steps between checkpoints. 0 saves on SIGTERM, SIGINT and SIGHUP only.
+        save_every: steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT
+            and SIGHUP only.
         keep_checkpoints: how many of them to keep, 1 or more.
-        resume: auto (newest complete checkpoint of output_dir, if any), never, or the path of a
+        max_bad_steps: how many steps in a row may have a loss or a gradient that is not finite, 1
+            or more; then the job ends. Such steps change no weight.
+        resume: auto (newest whole checkpoint of output_dir, if any), never, or the path of a
             checkpoint.
-        export: directory for the trained student in Hugging Face format. Empty: none.
+        extend_schedule: resume also where the schedule has another length than before, as by an
+            "auto" total_num_steps with other --steps. The learning rate then jumps. false refuses.
+        export: directory for the trained student in Hugging Face format; an earlier export there is
+            replaced, anything else is not. Empty: none.
         log_comms: time every collective of the engine and of sequence-parallel attention for 100
             steps, which slows them down, and print a summary.
         wandb_project: log to this Weights & Biases project. Empty: do not.
@@ -187,7 +193,9 @@ class Config:
     eval_every: int = 0
     save_every: int = 0
     keep_checkpoints: int = 2
+    max_bad_steps: int = 3
     resume: str = "auto"
+    extend_schedule: bool = False
     export: str = ""
     log_comms: bool = False
     wandb_project: str = ""
@@ -267,7 +275,7 @@ LOWEST = dict(
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
     teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, teacher_output_topk=1,
-    teacher_alpha=0, temperature=LOWEST_TEMPERATURE)
+    teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE)
 
 # The largest value of a flag: beyond it random generators or float32 fail, or no machine suffices.
 HIGHEST = dict(
@@ -278,12 +286,14 @@ HIGHEST = dict(
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
 
-# Flags that may change when a run resumes; all others decide what is learned.
+# Flags that may change when a run resumes; all others decide what is learned.  Of `steps` this is
+# true where the schedule does not follow from it, see `run_identity.expected_identity`.
 FREE_ON_RESUME = {
-    "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "resume", "export",
-    "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config", "sequence_parallel",
-    "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
-    "activation_checkpointing", "activation_offload", "mlp_tiles"}
+    "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps",
+    "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
+    "sequence_parallel", "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
+    "activation_checkpointing", "activation_offload", "mlp_tiles", "pack", "tiled",
+    "loss_memory_mib", "extend_schedule"}
 
 # The order of --help.
 GROUPS = {
@@ -298,8 +308,8 @@ GROUPS = {
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",
                             "teacher_offload"],
     "run": ["ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
-            "save_every", "keep_checkpoints", "resume", "export", "log_comms", "wandb_project",
-            "local_rank"],
+            "save_every", "keep_checkpoints", "max_bad_steps", "resume", "extend_schedule",
+            "export", "log_comms", "wandb_project", "local_rank"],
 }
 
 

@@ -120,8 +120,7 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
     auto_values = {
         "optimizer.params.lr": learning_rate,
         "scheduler.params.warmup_max_lr": learning_rate,
-        "scheduler.params.total_num_steps": cfg.steps,
-        "scheduler.params.warmup_num_steps": max(1, cfg.steps // 20),  # 5 %, customary (not tuned)
+        **{f"scheduler.params.{key}": value for key, value in schedule_lengths(cfg).items()},
         "bf16.enabled": bf16,
         # The next three follow the Hugging Face Trainer, apart from the lower bound.
         "zero_optimization.reduce_bucket_size": max(hidden_size**2, MIN_BUCKET_ELEMENTS),
@@ -132,6 +131,12 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
     }
     _fill_auto(config, auto_values, cfg.ds_config)
     return config
+
+
+def schedule_lengths(cfg):
+    """Return what fills "auto" in the schedule's params from --steps."""
+    # 5 % of warm-up, customary (not tuned)
+    return {"total_num_steps": cfg.steps, "warmup_num_steps": max(1, cfg.steps // 20)}
 
 
 def _resolve_learning_rate(config, cfg):

@@ -47,6 +47,7 @@ REFUSED = {
 ONLY_VALUE = {
     "gradient_allreduce_op": ("mean", "gradients would grow with the number of ranks"),
     "zero_optimization.compute_grad_norm": (True, "gradients could not be clipped, nor checked"),
+    "bf16.check_grad_overflow": (True, "a gradient that is not finite would be applied"),
 }
 
 

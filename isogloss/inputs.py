@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from isogloss.batch import Collator, PairOptions
-from isogloss.checkpoint import find_checkpoint, needs_conversion
+from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
 from isogloss.config import configs_by_teacher, routes_by_teacher
 from isogloss.data import (
     ExampleReader,
@@ -30,11 +30,12 @@ from isogloss.data import (
 from isogloss.ds_config import read_ds_config, resolve_ds_config
 from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
+from isogloss.export import check_results
 from isogloss.layout import node_size, teacher_groups
 from isogloss.loss_table import build_loss
 from isogloss.model_teachers import reads_more_than_text, resolve_engine
 from isogloss.pretrained import check_random, check_weights, load_config
-from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
 from isogloss.specs import TeacherSpec
@@ -79,6 +80,7 @@ def check_inputs(cfg, device, roles=None):
     """
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
+    check_results(cfg)
     student, student_config = load_text_encoder(
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code)
     check_student_class(cfg.student, cfg.trust_remote_code)
@@ -92,15 +94,12 @@ def check_inputs(cfg, device, roles=None):
     check_with_deepspeed(ds_config, cfg.ds_config)
     train_data, held_out_data = load_data(cfg, student, encoders)
     teachers = plan_teachers(cfg, student, encoders, device)
-    checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), run_identity(cfg))
+    checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
+    agree_on_start(checkpoint)
     convert = checkpoint is not None and needs_conversion(checkpoint, run_layout(cfg))
-    if convert:  # the engine has to know before it starts
+    # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
+    if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-    # an export replaces its directory, so it must not hold anything else
-    export = Path(cfg.export)
-    if cfg.export and export.is_dir() and not (export / "config.json").exists():
-        raise ValueError(f"--export {cfg.export}: exists and is not a model directory; name "
-                         "another directory")
     return RunInputs(student, teachers, ds_config, train_data, held_out_data, checkpoint, convert)
 
 

@@ -162,18 +162,19 @@ def fail_alone(kind):
         fail(str(error), loud=True)
 
 
-def fail(message, loud=None):
-    """End this process with exit code 2 and one line on stderr.
+def fail(message, loud=None, code=2):
+    """End this process with one line on stderr.
 
     Args:
         loud: whether this rank prints the line; None: rank 0 does.
+        code: exit code; 2 stands for wrong input.
     """
     if loud is None:
         loud = int(os.environ.get("RANK", 0)) == 0
     if loud:
         one_line = " ".join(message.split())
         print(f"distill.py: {one_line}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def silence_libraries():

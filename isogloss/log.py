@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from isogloss.checkpoint import write_atomically
+from isogloss.files import write_atomically
 
 
 def speed_metrics(engine, device, tokens, seconds):
@@ -118,12 +119,13 @@ class Log:
         self.wandb = _start_wandb(cfg, folder, start_step) if cfg.wandb_project else None
 
     def write(self, step, metrics):
-        """Append a line of metrics."""
+        """Append a line of metrics; what is not finite, which JSON has no number for, is null."""
         if not self.is_active:
             return
+        metrics = {name: finite_or_none(value) for name, value in metrics.items()}
         # Opened for every line, so that the file is complete whenever the process dies.
         with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step} | metrics) + "\n")
+            file.write(json.dumps({"step": step} | metrics, allow_nan=False) + "\n")
         if self.wandb:
             self.wandb.log(metrics, step=step)
 
@@ -150,6 +152,11 @@ class Log:
         self.bar.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def finite_or_none(value):
+    """Return a number, or None in place of NaN and infinities."""
+    return value if math.isfinite(value) else None
 
 
 def _drop_lines_after(path, start_step):

@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import (
 
 from isogloss.activations import offload_activations, tile_mlps
 from isogloss.ds_engine import start_deepspeed
+from isogloss.finite import let_overflow_skip_steps
 from isogloss.pretrained import load_model, random_model
 from tiles import HiddenLogits, StoredLogits, head_of
 
@@ -133,11 +134,20 @@ def _random_student(cfg, **options):
 def start_engine(module, ds_config, path, projection_learning_rate=0.0):
     """Wrap a StudentWithLoss in a DeepSpeed engine.
 
-    Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
-
     Args:
         path: of the ds_config, for errors.
         projection_learning_rate: of a learned projection; 0: the student's.
+    """
+    groups = optimizer_groups(module, projection_learning_rate)
+    engine = start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
+    let_overflow_skip_steps(engine)
+    return engine
+
+
+def optimizer_groups(module, projection_learning_rate=0.0):
+    """Return the parameter groups of the optimizer; checkpoints rely on their order.
+
+    Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
     """
     matrices = []
     vectors = []
@@ -149,16 +159,15 @@ def start_engine(module, ds_config, path, projection_learning_rate=0.0):
     if projection_learning_rate:
         projection["lr"] = projection_learning_rate
     groups = [projection, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    return start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
+    return [group for group in groups if group["params"]]
 
 
-def gradient_norm(engine):
-    """Return the norm of the averaged gradient where the engine reports none, else 0.
+def follow_schedule(engine):
+    """Let the next step have the learning rate of the engine's schedule, after a load.
 
-    That is ZeRO stage 0 in float32, at the end of an accumulation.
+    What a checkpoint restores is that of the schedule which wrote it.
     """
-    if engine.zero_optimization() or not engine.is_gradient_accumulation_boundary():
-        return 0.0
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    return float(torch.nn.utils.get_total_norm(gradients))
+    schedule = engine.lr_scheduler
+    steps = getattr(schedule, "last_batch_iteration", -1)  # those of torch restore their length too
+    if steps >= 0:
+        schedule.step(steps)

@@ -43,7 +43,7 @@ WRONG = {
     "not a number": Wrong("--kd_weight=nan", "--kd_weight=nan: expected float, got str"),
     "cold": Wrong("--temperature=0", "--temperature 0.0: expected 0.001 or more"),
     "export over something else": Wrong("--export={folder}",
-                                        "exists and is not a model directory"),
+                                        "would replace --output_dir"),
     # losses
     "no such loss": Wrong("--loss=kl", "--loss kl: expected one of piece_kl, projection_kl"),
     "a loss for one tokenizer": Wrong("--loss=forward_kl",

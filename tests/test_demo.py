@@ -59,6 +59,23 @@ def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, toke
         assert sorted(student(text)["input_ids"]) == sorted(reference.encode(text)), text
 
 
+def test_numbers_that_are_not_finite_are_printed_and_drawn(tmp_path):
+    """A student that diverged has null in its metrics."""
+    metrics = tmp_path / "metrics.jsonl"
+    lines = []
+    for step, bits in ((0, "3.0"), (5, "2.5"), (9, "null")):
+        lines.append(f'{{"step": {step}, "eval/student_bits_per_byte": {bits}, "eval/kd": {bits}, '
+                     '"eval/teacher_bits_per_byte": 1.5, "eval/aligned_bytes": 0.9}\n')
+    metrics.write_text("".join(lines))
+    evaluations = demo.read_metrics(metrics)
+    runs = [demo.Run(arm, 0, 1.0, evaluations) for arm in demo.ARMS]
+    assert demo.final_bits(runs[0]) != demo.final_bits(runs[0])  # NaN
+    assert "nan" in demo.table(runs) and "1.500" in demo.table(runs)
+    assert "better than no teacher for 0 of 1 seeds" in "\n".join(demo.verdicts(runs))
+    demo.plot(runs, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
 def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys):
     """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
 

@@ -254,13 +254,10 @@ def test_a_run_resumes_in_another_layout(models, texts, tmp_path):
             check_same_curve(expected, losses_of(other), 1e-5, 1e-7, layout)
             names = {path.name for path in saved.parent.iterdir()}
             # DeepSpeed puts zero_to_fp32.py beside its checkpoints
-            assert {name for name in names if "zero_to" not in name} == {"step_0000003"}
-    _, codes = run(Layout(2, 1, 0, 4, 1), f"--resume={saved}")
-    assert codes == {2}  # ZeRO stage 0
+            names = {name for name in names if "zero_to" not in name}
+            assert names == {"step_0000003", "step_0000005"}
     _, codes = run(Layout(2, 1, 3, 4, 2), f"--resume={saved}")
     assert codes == {2}  # 16 samples a step
-    _, codes = run(Layout(2, 1, 2, 4, 1), f"--resume={saved}")
-    assert codes == {2}  # from stage 3, which is what `saved` is, to stage 2
 
 
 # --- teachers -------------------------------------------------------------------------------------

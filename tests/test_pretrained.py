@@ -18,7 +18,7 @@ from transformers import (
 
 import distill
 import ranks
-from isogloss.checkpoint import _gathered
+from isogloss.export import gathered
 from isogloss.launch import silence_libraries, start_distributed
 from isogloss.pretrained import check_weights, load_model
 from isogloss.student import load_student
@@ -55,7 +55,7 @@ def random_students(student, seeds_and_stages):
         assert torch.equal(torch.rand(3), expected)
         tensors = {}
         for name, parameter in model.named_parameters():
-            with _gathered(parameter):
+            with gathered(parameter):
                 tensors[name] = parameter.detach().clone()
         weights.append(tensors)
     return weights

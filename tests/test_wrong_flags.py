@@ -50,6 +50,8 @@ DS_CONFIGS = {
     "quantized": (zero(zero_quantized_gradients=True), "rounds gradients to a few bits"),
     "zenflow": (zero(zenflow={"topk_ratio": 0.1}), "zenflow is not for distill.py"),
     "no_norm": (zero(compute_grad_norm=False), "compute_grad_norm is False, expected True"),
+    "no_check": ({"bf16": {"enabled": True, "check_grad_overflow": False}},
+                 "a gradient that is not finite would be applied"),
     "universal": ({"checkpoint": {"load_universal": True}}, "writes its checkpoints itself"),
     "prescale": ({"prescale_gradients": True}, "pre-scale gradients is not yet supported"),
     "prescale_text": ({"prescale_gradients": "yes"}, "is 'yes', expected true or false"),

@@ -1,0 +1,277 @@
+"""Checkpoints that are damaged, that hold commands, and that not all nodes share."""
+
+import json
+import os
+import shutil
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from isogloss import files
+from isogloss.checkpoint import (
+    agree_on_start,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from isogloss.launch import start_distributed
+from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from wrong_input import check_one_line, outcomes
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+class Files:
+    """Stands for an engine: writes one file per rank."""
+
+    def save_checkpoint(self, folder, tag, save_latest):
+        (Path(folder) / tag).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / tag / f"weights_{dist.get_rank()}.pt").write_bytes(tag.encode() * 1000)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = [(damage, name) for damage in (cut, flip, os.remove)
+           for name in ("weights_0.pt", "weights_1.pt", "random_1.pt", "position.json")]
+
+
+def found(choice, folder):
+    """Return (name of the checkpoint or the error, what this rank wrote to stderr)."""
+    with redirect_stderr(StringIO()) as stderr:
+        try:
+            name = find_checkpoint(choice, folder, {}).name
+        except ValueError as error:
+            name = str(error)
+    return name, stderr.getvalue()
+
+
+def found_after_damage(folder):
+    """Save three checkpoints; return what is found after each of DAMAGES, at two moments."""
+    start_distributed()
+    folder = Path(folder)
+    for step in (1, 2, 3):
+        save_checkpoint(Files(), folder, step, {}, {}, 2, {})
+    answers = [found("auto", folder)]
+    kept = folder.with_name("kept")
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, kept)
+    for damage, name in DAMAGES:
+        for steps in ([3], [3, 2]):
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+                shutil.copytree(kept, folder)
+                for step in steps:
+                    damage(folder / f"step_000000{step}" / name)
+            dist.barrier()
+            answers.append(found("auto", folder))
+            dist.barrier()
+        answers.append(found(str(folder / "step_0000003"), folder))
+        dist.barrier()
+    return answers
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
+    on_ranks = ranks.run(2, found_after_damage, str(tmp_path / "checkpoints"))
+    first = on_ranks[0]
+    assert [name for name, _ in first] == [name for name, _ in on_ranks[1]]
+    assert all(stderr == "" for _, stderr in on_ranks[1])  # one rank speaks for all
+    assert first[0] == ("step_0000003", "")
+    answers = iter(first[1:])
+    for damage, name in DAMAGES:
+        path = str(tmp_path / "checkpoints" / "step_0000003" / name)
+        fallback, line = next(answers)
+        assert fallback == "step_0000002", (damage, name)
+        assert line.startswith("distill.py: ") and line.count("\n") == 1 and path in line, line
+        error, lines = next(answers)
+        assert "no other checkpoint there is whole" in error and lines.count("\n") == 2
+        error, lines = next(answers)  # named by --resume
+        assert lines == "" and path.removesuffix("/position.json") in error, error
+        assert "damaged" in error or "missing" in error or "not a complete" in error, error
+
+
+def saved_beside_damage(folder):
+    """Save steps 1 to 5 of which 4 is damaged at once; keep two."""
+    start_distributed()
+    for step in range(1, 6):
+        save_checkpoint(Files(), folder, step, {}, {}, 2, {})
+        if step == 4:
+            cut(Path(folder) / "step_0000004" / "weights_0.pt")
+    return sorted(os.listdir(folder))
+
+
+def test_a_damaged_checkpoint_does_not_displace_a_whole_one(tmp_path):
+    [names] = ranks.run(1, saved_beside_damage, str(tmp_path))
+    assert names == ["step_0000003", "step_0000004", "step_0000005"]
+
+
+# --- commands in pickles --------------------------------------------------------------------------
+
+
+class Command:
+    """When it is unpickled, a file is made."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def poison(checkpoint, name, marker):
+    """Put a command into a file of a checkpoint, and take out the checksums, which a thief can."""
+    content = torch.load(checkpoint / name, weights_only=False, map_location="cpu")
+    torch.save(content | {"command": Command(str(marker))}, checkpoint / name)
+    without_checksums(checkpoint)
+
+
+def without_checksums(checkpoint):
+    position = json.loads((checkpoint / "position.json").read_text())
+    position.pop("files")
+    position.pop("checksum")
+    (checkpoint / "position.json").write_text(json.dumps(position))
+
+
+# (ZeRO stage that saved, ZeRO stage that loads)
+STAGES = [(0, 0), (1, 1), (2, 2), (3, 3), (0, 2), (2, 0), (1, 3), (3, 1), (3, 3)]
+
+
+def load_poisoned(folder, flags):
+    """Save with every ZeRO stage, then load with a command in each file in turn.
+
+    Returns:
+        [(stages, file, error or "")].
+    """
+    folder = Path(folder)
+    codes = run_distill([[*flags, f"--ds_config={folder / f'zero{stage}.json'}",
+                          f"--output_dir={folder / str(stage)}"] for stage in range(4)])
+    assert codes == [0] * 4
+    values = dict(flag.removeprefix("--").split("=") for flag in flags)
+    values |= {"steps": 2, "max_length": 40, "num_workers": 0}
+    answers = []
+    for saved, stage in STAGES:
+        clean = folder / str(saved) / "checkpoints" / "step_0000001"
+        state, inputs = job_for(values | {
+            "ds_config": str(folder / f"zero{stage}.json"), "resume": str(clean),
+            "output_dir": str(folder / "other")})
+        load_checkpoint(state.engine, clean, inputs.convert)
+        for path in sorted(clean.glob("*.pt")):
+            if inputs.convert and path.name.startswith("random"):
+                continue  # not read in another layout
+            copy = folder / "copy" / clean.name
+            shutil.rmtree(copy.parent, ignore_errors=True)
+            shutil.copytree(clean, copy)
+            poison(copy, path.name, folder / "marker")
+            try:
+                load_checkpoint(state.engine, copy, inputs.convert)
+                answers.append(((saved, stage), path.name, ""))
+            except ValueError as error:
+                answers.append(((saved, stage), path.name, str(error)))
+    return answers
+
+
+@pytest.fixture
+def flags(models, texts, tmp_path):
+    for stage in range(4):
+        ds_config(tmp_path / f"zero{stage}.json", stage, 2, 1)
+    return [f"--student={models[0]}", f"--teacher={models[1]}",
+            f"--data={write_corpus(tmp_path, texts, 20)}", "--max_length=40", "--num_workers=0",
+            "--steps=1"]
+
+
+@pytest.mark.slow
+def test_no_checkpoint_runs_a_command(flags, tmp_path):
+    [answers] = ranks.run(1, load_poisoned, str(tmp_path), flags)
+    assert {stages for stages, *_ in answers} == set(STAGES)
+    assert len(answers) > 2 * len(STAGES)
+    for stages, name, error in answers:
+        assert "holds more than a checkpoint does" in error, (stages, name)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_the_commands_of_this_file_would_run(tmp_path):
+    torch.save({}, tmp_path / "file.pt")
+    (tmp_path / "position.json").write_text('{"files": {}, "checksum": 0}')
+    poison(tmp_path, "file.pt", tmp_path / "marker")
+    torch.load(tmp_path / "file.pt", weights_only=False)
+    assert (tmp_path / "marker").is_dir()
+
+
+def test_a_loss_scale_can_be_read(tmp_path):
+    """What a run in fp16 keeps, which only a GPU can do."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from isogloss.unpickle import known_classes_only
+
+    scaler = DynamicLossScaler(2.0**16, 2.0, 1000, 1.0, 2, False)
+    torch.save({"loss_scaler": scaler}, tmp_path / "file.pt")
+    with known_classes_only(tmp_path):
+        read = torch.load(tmp_path / "file.pt", weights_only=False)["loss_scaler"]
+    assert vars(read) == vars(scaler)
+
+
+# --- whole jobs -----------------------------------------------------------------------------------
+
+
+def on_two_nodes(folder, flags):
+    """Run with a folder for each rank, as where a path is not shared."""
+    files.SEEN_WITHIN = 0
+    rank = os.environ["RANK"]
+    return outcomes(folder, flags, [f"--output_dir={folder}/of_node{rank}"])
+
+
+def start_apart(folder):
+    """Let both ranks start from checkpoints of one name and other content."""
+    start_distributed()
+    checkpoint = Path(folder) / f"node{dist.get_rank()}" / "step_0000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "position.json").write_text(json.dumps({"written": dist.get_rank()}))
+    agree_on_start(None)
+    try:
+        agree_on_start(checkpoint)
+    except ValueError as error:
+        return str(error)
+
+
+def test_nodes_that_do_not_share_a_folder(flags, tmp_path):
+    flags = [*flags, f"--ds_config={tmp_path / 'zero2.json'}"]
+    on_ranks = ranks.run(2, on_two_nodes, tmp_path, flags)
+    check_one_line([first for [first] in on_ranks], "does not see what rank 0 on")
+    assert not list(tmp_path.glob("of_node*"))
+    for error in ranks.run(2, start_apart, str(tmp_path)):
+        assert "rank 0 would start from ['step_0000001', None, 0], rank 1 from" in error
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_from_the_checkpoint_before_a_damaged_one(flags, tmp_path):
+    output = tmp_path / "run"
+    flags = [*flags, f"--ds_config={tmp_path / 'zero2.json'}", f"--output_dir={output}"]
+    command = "--steps=3 --save_every=1 --keep_checkpoints=9"
+    ranks.run(2, outcomes, tmp_path, flags, [command])
+    expected = losses_of(output)
+    newest = output / "checkpoints" / "step_0000003"
+    flip(newest / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    poisoned = tmp_path / "poisoned" / "step_0000001"
+    shutil.copytree(output / "checkpoints" / "step_0000001", poisoned)
+    poison(poisoned, "mp_rank_00_model_states.pt", tmp_path / "marker")
+    changes = [f"{command} --resume={newest}", command, f"{command} --resume={poisoned}"]
+    named, resumed, refused = zip(*ranks.run(2, outcomes, tmp_path, flags, changes), strict=True)
+    check_one_line(named, "zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged")
+    assert [outcome.exit_code for outcome in resumed] == [0, 0]
+    assert "optim_states.pt is damaged: its content is not what was written; it is left out" in (
+        resumed[0].stderr)
+    assert losses_of(output) == expected
+    check_one_line(refused, "holds more than a checkpoint does")
+    assert not (tmp_path / "marker").exists()

@@ -1,0 +1,337 @@
+"""Steps that are not finite: they change nothing, are counted, and end a job that takes several."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distill
+import ranks
+from isogloss.finite import has_finite_state, loss_scale_can_fall, spoil_gradient_unless_finite
+from isogloss.inputs import build_collator
+from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+
+# --- one step, in every ZeRO stage and precision --------------------------------------------------
+
+BF16 = {"bf16": {"enabled": True}}
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+           "zero_force_ds_cpu_optimizer": False}
+KINDS = {  # name: (ZeRO stage, more of the ds_config)
+    "zero0": (0, {}), "zero1": (1, {}), "zero2": (2, {}), "zero3": (3, {}),
+    "bf16_zero0": (0, BF16), "bf16_zero2": (2, BF16), "bf16_zero3": (3, BF16),
+    "bf16_accumulated": (1, BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "offload": (2, OFFLOAD), "unclipped": (0, {"gradient_clipping": 0.0})}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 9}}
+
+
+def state_of(engine):
+    """Return copies of all numbers that a step may change on this rank."""
+    tensors = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for group in inner.param_groups:
+        tensors += group["params"]
+    for state in inner.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    return [tensor.detach().clone() for tensor in tensors] + [torch.tensor(engine.get_lr())]
+
+
+def are_equal(first, second):
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def spoil_teacher(state):
+    """Let the teacher of this rank say NaN."""
+    weight = state.teachers[0].source.head.weight_VH.detach()
+    before = weight.clone()
+    weight.fill_(math.nan)
+    return lambda: weight.copy_(before)
+
+
+def spoil_loss(state):
+    """Let the loss of this rank be infinite, and its gradient finite."""
+    forward = state.engine.module.forward
+
+    def infinite(*args):
+        loss, sums = forward(*args)
+        return loss + math.inf, sums + math.inf
+
+    state.engine.module.forward = infinite
+    return lambda: setattr(state.engine.module, "forward", forward)
+
+
+def spoil_gradient(state):
+    """Let every loss be finite, and the gradient of this rank infinite."""
+    def overflow(module, inputs, output):
+        output.register_hook(lambda gradient: gradient * math.inf)
+
+    embeddings = state.engine.module.model.get_input_embeddings()
+    return embeddings.register_forward_hook(overflow).remove
+
+
+SPOILERS = {"teacher": spoil_teacher, "loss": spoil_loss, "gradient": spoil_gradient}
+CAUSES = {"teacher": "the distillation loss of teacher", "loss": "the cross-entropy and the dist",
+          "gradient": "the gradient (every"}
+
+
+def skip_a_step(flags, texts, configs):
+    """Return for each kind and spoiler what a step did that is not finite on rank 1 alone."""
+    reports = {}
+    for number, (kind, path) in enumerate(configs.items()):
+        name = list(SPOILERS)[number % 3]
+        for spoiler in SPOILERS if kind == "zero0" else [name]:
+            reports[kind, spoiler] = skip_a_step_of(flags | {"ds_config": path}, texts, spoiler)
+    return reports
+
+
+def skip_a_step_of(flags, texts, spoiler):
+    state, inputs = job_for(flags)
+    collator = build_collator(state.cfg, inputs, state.device, math.inf)
+    batches = [collator(texts[first : first + 2]) for first in range(dist.get_rank(), 12, 2)]
+    distill.train_step(state, batches[:2])
+    before = state_of(state.engine)
+    repair = SPOILERS[spoiler](state) if dist.get_rank() == 1 else lambda: None
+    metrics = distill.train_step(state, batches[2:4])
+    repair()
+    skipped = are_equal(before, state_of(state.engine))
+    bad_steps = state.bad_steps.count
+    causes = state.bad_steps.causes
+    distill.train_step(state, batches[4:])
+    moved = not are_equal(before, state_of(state.engine))
+    # a run in which the optimizer did nothing in step 2
+    other, _ = job_for(flags)
+    distill.train_step(other, batches[:2])
+    distill.train_step(other, batches[4:])
+    same = are_equal(state_of(other.engine), state_of(state.engine))
+    return {"skipped": skipped, "moved": moved, "same": same, "bad_steps": bad_steps,
+            "causes": causes, "norm": metrics["grad_norm"], "count": metrics["skipped_steps"],
+            "after": state.bad_steps.count, "scales": dict(state.scales)}
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(models, texts, tmp_path):
+    configs = {}
+    for kind, (stage, more) in KINDS.items():
+        configs[kind] = ds_config(tmp_path / f"{kind}.json", stage, 2, 2, scheduler=SCHEDULE,
+                                  **more)
+    flags = dict(student=str(models[0]), teacher=str(models[1]), dynamic_scale=True,
+                 data=write_corpus(tmp_path, texts, 20), max_length=60, output_dir=str(tmp_path))
+    for reports in ranks.run(2, skip_a_step, flags, texts, configs):
+        assert len(reports) == len(KINDS) + 2
+        for (kind, spoiler), report in reports.items():
+            case = kind, spoiler, report
+            assert report["skipped"] and report["moved"] and report["same"], case
+            assert report["bad_steps"] == report["count"] == 1, case
+            assert report["causes"].startswith(CAUSES[spoiler]), case
+            assert not math.isfinite(report["norm"]), case
+            assert report["after"] == 0, case
+            assert all(map(math.isfinite, report["scales"].values())), case
+
+
+# losses of each kind, for two tokenizers and for one
+LOSSES = [{"loss": "piece_kl"}, {"loss": "projection_kl", "projection_topk": 100},
+          {"loss": "projection_kl", "projection_topk": 100, "reverse_kl": True}, {"loss": "gold"},
+          {"loss": "h_kl"}, {"loss": "uld"}, {"loss": "alm"},
+          {"loss": "alm", "alm_mode": "squared"}]
+LOSSES_OF_ONE = [{"loss": "forward_kl", "loss_topk": 20}, {"loss": "reverse_kl", "loss_topk": 20},
+                 {"loss": "skew_forward_kl", "loss_topk": 20}, {"loss": "adaptive_kl"},
+                 {"loss": "generalized_jsd"}, {"loss": "total_variation"}]
+
+
+def name_the_loss(flags_of_jobs, texts):
+    """Return what was not finite when the teacher, then the student, said NaN for one token."""
+    reports = []
+    for flags in flags_of_jobs:
+        state, inputs = job_for(flags)
+        batch = build_collator(state.cfg, inputs, state.device, math.inf)(texts)
+        student = state.engine.module.model.get_output_embeddings().weight.detach()
+        weights = state.teachers[0].source.head.weight_VH.detach(), student
+        for name, weight in zip(("teacher", "student"), weights, strict=True):
+            before = weight[40].clone()
+            weight[40] = math.nan
+            metrics = distill.train_step(state, [batch])
+            weight[40] = before
+            reports.append((flags, name, metrics["kd"], dataclasses.astuple(state.bad_steps)))
+    return reports
+
+
+@pytest.mark.slow
+def test_every_loss_says_when_it_is_not_finite(models, texts, tmp_path):
+    flags = dict(student=str(models[0]), data=write_corpus(tmp_path, texts, 20), max_length=60,
+                 output_dir=str(tmp_path), ds_config=ds_config(tmp_path / "ds.json", 0, 4, 1))
+    jobs = [flags | {"teacher": str(models[1])} | more for more in LOSSES]
+    jobs += [flags | {"teacher": str(models[0])} | more for more in LOSSES_OF_ONE]
+    [reports] = ranks.run(1, name_the_loss, jobs, texts[:4])
+    assert len(reports) == 2 * len(jobs)
+    for number, (job, name, kd, (bad_steps, causes)) in enumerate(reports):
+        assert not math.isfinite(kd), (job, name)
+        assert "distillation loss" in causes, (job, name)
+        assert ("cross-entropy" in causes) == (name == "student"), (job, name)
+        assert bad_steps == 1 + number % 2, (job, name)
+
+
+def test_a_loss_that_is_not_finite_spoils_every_gradient():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    for wrong in (math.nan, math.inf, -math.inf):
+        loss = x.sum() + wrong
+        assert torch.autograd.grad(spoil_gradient_unless_finite(loss), x)[0].isnan().all()
+    # bit by bit the same where it is finite
+    for dtype in (torch.float32, torch.bfloat16):
+        loss = (x.to(dtype) * 0.3).exp().sum()
+        spoiled = spoil_gradient_unless_finite(loss)
+        assert spoiled.dtype == dtype and spoiled == loss
+        expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
+        assert torch.equal(torch.autograd.grad(spoiled, x)[0], expected)
+
+
+class Stub:
+    """An object with the given attributes."""
+
+    def __init__(self, **attributes):
+        self.__dict__ |= attributes
+
+
+def test_an_overflow_is_routine_until_the_loss_scale_is_at_its_minimum():
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    scaler = DynamicLossScaler(init_scale=4, scale_window=9, min_scale=1, delayed_shift=1,
+                               consecutive_hysteresis=False, raise_error_at_min_scale=False)
+    engine = Stub(torch_autocast_z0_gradscaler=None, optimizer=Stub(loss_scaler=scaler))
+    routine = []
+    for scaler.cur_scale in (4, 2, 1):
+        routine.append(loss_scale_can_fall(engine))
+    assert routine == [True, True, False]
+    engine.optimizer.loss_scaler = LossScaler(scale=1.0)  # of float32 and bf16
+    assert not loss_scale_can_fall(engine)
+
+
+def test_weights_and_optimizer_state_are_looked_through():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    engine = Stub(module=model, optimizer=optimizer)
+    assert has_finite_state(engine)
+    for state in optimizer.state.values():
+        for tensor in (state["exp_avg"], state["exp_avg_sq"]):
+            before = tensor.clone()
+            tensor.view(-1)[-1] = math.inf
+            assert not has_finite_state(engine)
+            tensor.copy_(before)
+    assert has_finite_state(engine)
+    model.bias.data[1] = math.nan
+    assert not has_finite_state(engine)
+
+
+# --- whole jobs -----------------------------------------------------------------------------------
+
+
+def run_spoiled(runs, path):
+    """Run command lines; on rank 1 some steps of each are spoiled.
+
+    Args:
+        runs: [(argv, {step: what happens before it})].
+        path: of the file that gets what this rank writes, less the rank.
+    Returns:
+        exit codes.
+    """
+    for stream in (1, 2):
+        file = os.open(f"{path}{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, stream)
+    codes = []
+    train_step = distill.train_step
+    for argv, moments in runs:
+        distill.train_step = spoiled_steps(train_step, moments)
+        codes += run_distill([argv])
+    return codes
+
+
+def spoiled_steps(train_step, moments):
+    steps = []
+
+    def step_once(state, micro_batches):
+        steps.append(None)
+        moment = moments.get(len(steps)) if dist.get_rank() == 1 else None
+        if moment == "weights":  # after the step
+            metrics = train_step(state, micro_batches)
+            inner = getattr(state.engine.optimizer, "optimizer", state.engine.optimizer)
+            next(iter(inner.state.values()))["exp_avg"][0] = math.nan
+            return metrics
+        if moment is None:
+            return train_step(state, micro_batches)
+        if moment == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        repair = spoil_teacher(state)
+        metrics = train_step(state, micro_batches)
+        repair()
+        return metrics
+
+    return step_once
+
+
+def strict_lines(output):
+    """Return the steps of a run, read by a reader that takes JSON alone."""
+    lines = []
+    for text in (output / "metrics.jsonl").read_text().splitlines():
+        lines.append(json.loads(text, parse_constant=lambda name: pytest.fail(name)))
+    return lines
+
+
+@pytest.mark.slow
+def test_a_job_ends_after_some_bad_steps_in_a_row(models, texts, tmp_path):
+    """One line says why; the last good checkpoint stays, and the run goes on from it."""
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", "--steps=7", "--save_every=1",
+            f"--data={write_corpus(tmp_path, texts, 30)}", "--max_length=60",
+            "--keep_checkpoints=1", "--num_workers=0"]
+    good, ends, rare, late, stopped, spoiled, unsaved = (
+        tmp_path / name
+        for name in ("good", "ends", "rare", "late", "stopped", "spoiled", "unsaved"))
+    zero0 = [*argv, f"--ds_config={ds_config(tmp_path / '0.json', 0, 2, 1)}"]
+    zero2 = [*argv, f"--ds_config={ds_config(tmp_path / '2.json', 2, 2, 1)}"]
+    bad = dict.fromkeys(range(4, 8), "teacher")
+    export = tmp_path / "export"
+    runs = [
+        ([*zero0, f"--output_dir={good}"], {}),
+        ([*zero0, f"--output_dir={ends}", f"--export={export}"], bad),
+        ([*zero0, f"--output_dir={ends}"], {}),  # goes on
+        ([*zero2, f"--output_dir={rare}"], {2: "teacher", 4: "teacher", 5: "teacher"}),
+        ([*zero2, f"--output_dir={late}", "--save_every=0", "--max_bad_steps=1"], bad),
+        ([*zero2, f"--output_dir={stopped}"], {5: "teacher", 6: "signal"}),
+        ([*zero2, f"--output_dir={spoiled}"], {3: "weights"}),
+        ([*zero2, f"--output_dir={unsaved}", "--save_every=0", f"--export={export}"],
+         {7: "weights"}),
+    ]
+    codes = ranks.run(2, run_spoiled, runs, str(tmp_path / "output"))
+    assert codes == [[0, 1, 0, 0, 1, 143, 1, 1]] * 2
+    lines = (tmp_path / "output0").read_text().splitlines()
+    lines = [line for line in lines if line.startswith("distill.py: ")]
+    assert len(lines) == 4 and "distill.py" not in (tmp_path / "output1").read_text()
+    for words in ("steps 4 to 6", f"not finite: the distillation loss of teacher {models[1]};",
+                  f"checkpoint is {ends / 'checkpoints' / 'step_0000003'};"):
+        assert words in lines[0]
+    assert "step 4 skipped" in lines[1] and f"{late / 'checkpoints' / 'step_0000003'};" in lines[1]
+    assert "step 3: the weights or" in lines[2]
+    assert f"{spoiled / 'checkpoints' / 'step_0000002'};" in lines[2]
+    assert "step 7: the weights or" in lines[3] and "there is no checkpoint" in lines[3]
+    assert not export.exists()
+
+    def checkpoints_of(output):
+        return sorted(path.name for path in (output / "checkpoints").glob("step_*"))
+
+    assert losses_of(ends) == losses_of(good)
+    steps = strict_lines(rare)
+    assert [line["skipped_steps"] for line in steps] == [0, 1, 1, 2, 3, 3, 3]
+    for line in steps:
+        is_bad = line["step"] in (2, 4, 5)
+        assert (line["kd"] is None) == (line["loss"] is None) == is_bad
+        assert (line["grad_norm"] is None) == is_bad
+        assert math.isfinite(line["ce"])
+    assert checkpoints_of(late) == ["step_0000003"]
+    assert checkpoints_of(stopped) == ["step_0000004"]
+    assert checkpoints_of(spoiled) == ["step_0000002"]
+    assert checkpoints_of(rare) == ["step_0000007"]

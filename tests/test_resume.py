@@ -1,0 +1,210 @@
+"""What may change when a run resumes and what may not; checkpoints in other layouts."""
+
+import json
+import math
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+import distill
+import ranks
+from isogloss.checkpoint import find_checkpoint
+from isogloss.convert import check_convertible
+from isogloss.run_identity import expected_identity, run_identity
+from jobs import ds_config, losses_of, run_distill, write_corpus
+
+# --- what may change ------------------------------------------------------------------------------
+
+AUTO = {"type": "WarmupCosineLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+TEACHERS = [{"model": "A", "name": "a"}, {"model": "B", "loss": "alm", "weight": 2.0}]
+
+
+@pytest.fixture
+def refusal(monkeypatch, tmp_path):
+    """A function (first flags, flags on resume) -> the line that refuses them, or ""."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    checkpoint = tmp_path / "step_0000003"
+    checkpoint.mkdir()
+
+    def config_of(flags):
+        needed = {"student": "s", "data": "d", "teacher": "" if "teachers" in flags else "t"}
+        return distill.Config(**needed | flags)
+
+    def find(first, then):
+        # by way of the file
+        position = {"run": run_identity(config_of(first)), "written": 0}
+        (checkpoint / "position.json").write_text(json.dumps(position))
+        try:
+            found = find_checkpoint("auto", tmp_path, expected_identity(config_of(then)))
+        except ValueError as error:
+            return str(error)
+        assert found == checkpoint
+        return ""
+
+    return find
+
+
+def changed(number, **values):
+    """Return --teachers with some values of one entry changed."""
+    entries = [dict(entry) for entry in TEACHERS]
+    entries[number] |= values
+    return {"teachers": json.dumps(entries, indent=1)}
+
+
+def test_what_cannot_change_the_result_may_change_when_a_run_resumes(refusal):
+    teachers = {"teachers": json.dumps(TEACHERS)}
+    for first, then in [
+        ({}, {"loss_memory_mib": 7}), ({}, {"tiled": False}), ({}, {"pack": True}),
+        ({}, {"max_bad_steps": 9}), ({}, {"teacher_tp": 2}), ({}, {"output_dir": "x"}),
+        (teachers, changed(0, tp=2, engine="zero3", offload=True)), (changed(1, tp=4), teachers),
+        (teachers, changed(0)),
+    ]:
+        assert refusal(first, then) == "", then
+    for first, then in [
+        ({}, {"temperature": 2.0}), ({}, {"seed": 1}), ({}, {"max_length": 9}),
+        ({}, {"teacher_dtype": "float32"}), (teachers, changed(0, dtype="float32")),
+        (teachers, changed(1, weight=1.5)), (teachers, changed(1, loss="uld")),
+        (teachers, {"teachers": json.dumps(TEACHERS[::-1])}), (teachers, changed(0, model="C")),
+    ]:
+        assert "belongs to another run" in refusal(first, then), then
+
+
+def test_another_schedule_is_refused_but_on_request(refusal, tmp_path):
+    path = ds_config(tmp_path / "auto.json", 2, 1, 1, scheduler=AUTO)
+    first = {"ds_config": path, "steps": 100}
+    assert refusal(first, first) == ""
+    line = refusal(first, first | {"steps": 200})
+    for words in ("'total_num_steps': 100, 'warmup_num_steps': 5", "'total_num_steps': 200",
+                  "--extend_schedule", "--steps"):
+        assert words in line
+    assert "\n" not in line
+    assert refusal(first, first | {"steps": 200, "extend_schedule": True}) == ""
+    other = first | {"steps": 200, "extend_schedule": True, "seed": 3}
+    assert "belongs to another run" in refusal(first, other)
+    # the old schedule, written down, with more steps
+    params = {"total_num_steps": 100, "warmup_num_steps": 5}
+    written = ds_config(tmp_path / "written.json", 2, 1, 1, scheduler=AUTO | {"params": params})
+    assert refusal(first, {"ds_config": written, "steps": 200}) == ""
+    # "auto" nowhere, so --steps may change; another type of schedule may not
+    assert refusal({"ds_config": written}, {"ds_config": written, "steps": 7}) == ""
+    other = ds_config(tmp_path / "other.json", 2, 1, 1,
+                      scheduler={"type": "WarmupDecayLR", "params": params})
+    line = refusal({"ds_config": written}, {"ds_config": other, "extend_schedule": True})
+    assert "belongs to another run" in line
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """How a run is spread over ranks; all have four samples a step."""
+
+    num_ranks: int
+    zero_stage: int
+    bf16: bool = False
+
+    def ds_config(self, folder):
+        more = {"bf16": {"enabled": True}} if self.bf16 else {}
+        params = {"total_num_steps": 9, "warmup_num_steps": 2}
+        optimizer = {"lr": 3e-3, "weight_decay": 5.0, "torch_adam": True}  # decay spares norms
+        path = folder / f"{'-'.join(map(str, self))}.json"
+        return ds_config(path, self.zero_stage, 4 // self.num_ranks, 1, scheduler=AUTO | {
+            "params": params}, optimizer={"type": "AdamW", "params": optimizer}, **more)
+
+
+# the layout of a checkpoint -> those in which the run resumes
+MOVES = {
+    Layout(2, 0): [Layout(2, 2), Layout(2, 3), Layout(1, 0), Layout(1, 1)],
+    Layout(2, 1): [Layout(2, 0), Layout(1, 3)],
+    Layout(2, 2): [Layout(1, 0)],
+    Layout(2, 3): [Layout(2, 2), Layout(1, 1), Layout(2, 0)],
+    Layout(2, 0, True): [Layout(2, 2, True)],
+    Layout(2, 3, True): [Layout(2, 0, True)],
+}
+
+
+def metrics_of(output, start=0):
+    return [line for line in losses_of(output, start) if "loss" in line]
+
+
+@pytest.mark.slow
+def test_every_zero_stage_goes_on_from_every_other(models, texts, tmp_path):
+    """Weights, Adam's state, step counters, weight decay and the schedule go along."""
+    argv = [f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=60", "--steps=6",
+            f"--data={write_corpus(tmp_path, texts, 30)}", "--num_workers=0"]
+
+    def name_of(first, then):
+        return tmp_path / f"{'-'.join(map(str, first))}_{'-'.join(map(str, then))}"
+
+    def line(first, then, *flags):
+        return [*argv, f"--ds_config={then.ds_config(tmp_path)}",
+                f"--output_dir={name_of(first, then)}", *flags]
+
+    runs = {1: [], 2: []}
+    for first in MOVES:
+        runs[2].append(line(first, first, "--save_every=2"))
+    for first, layouts in MOVES.items():
+        saved = name_of(first, first) / "checkpoints" / "step_0000004"
+        for then in layouts:
+            runs[then.num_ranks].append(line(first, then, f"--resume={saved}"))
+    for num_ranks in (2, 1):  # two groups of ranks in all
+        codes = ranks.run(num_ranks, run_distill, runs[num_ranks])
+        assert codes == [[0] * len(runs[num_ranks])] * num_ranks
+    for first, layouts in MOVES.items():
+        expected = metrics_of(name_of(first, first), 4)
+        tolerance = 2e-2 if first.bf16 else 1e-5
+        assert [line["step"] for line in expected] == [5, 6]
+        for then in layouts:
+            lines = metrics_of(name_of(first, then))
+            for a, b in zip(expected, lines, strict=True):
+                assert a["lr"] == b["lr"], (first, then)
+                for key in ("loss", "ce", "kd", "grad_norm"):
+                    assert math.isclose(a[key], b[key], rel_tol=tolerance), (first, then, key, a, b)
+        folder = name_of(first, first) / "checkpoints"
+        names = {path.name for path in folder.iterdir() if path.is_dir()}
+        assert names == {"step_0000004", "step_0000006"}, first
+
+
+@pytest.mark.slow
+def test_an_extended_schedule_is_that_of_the_new_steps(models, texts, tmp_path):
+    config = ds_config(tmp_path / "ds.json", 1, 2, 1, scheduler=AUTO)
+    argv = [f"--student={models[0]}", f"--data={write_corpus(tmp_path, texts, 30)}",
+            "--kd_weight=0", "--max_length=60", f"--ds_config={config}", "--num_workers=0"]
+    run = [*argv, f"--output_dir={tmp_path / 'run'}"]
+    codes = ranks.run(1, run_distill, [
+        [*run, "--steps=4", "--save_every=4"], [*run, "--steps=8"],
+        [*run, "--steps=8", "--extend_schedule"],
+        [*argv, "--steps=8", f"--output_dir={tmp_path / 'at_once'}"]])
+    assert codes == [[0, 2, 0, 0]]
+    extended = [line["lr"] for line in metrics_of(tmp_path / "run")]
+    at_once = [line["lr"] for line in metrics_of(tmp_path / "at_once")]
+    assert extended[4:] == at_once[4:] and len(extended) == 8
+    assert extended[1:4] != at_once[1:4]
+
+
+def test_states_that_would_be_lost_are_refused():
+    """Only Adam's state is carried over; fused 16-bit weights of stage 0 are not."""
+    bf16 = {"enabled": True}
+    fused = {"type": "AdamW", "params": {}}
+    unfused = {"type": "AdamW", "params": {"torch_adam": True}}
+
+    def refusal(first, then, **ds_config):
+        position = {"layout": {"zero_stage": first}, "run": {"ds_config": ds_config}}
+        try:
+            check_convertible("step_0000001", position, {"zero_stage": then})
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for stages in ((0, 2), (2, 0), (1, 3), (3, 1)):
+        assert refusal(*stages, optimizer=unfused, bf16=bf16) == refusal(*stages) == ""
+        assert "this is SGD" in refusal(*stages, optimizer={"type": "SGD"})
+        amsgrad = {"type": "Adam", "params": {"amsgrad": True}}
+        assert "only the state of plain Adam" in refusal(*stages, optimizer=amsgrad)
+    assert "torch_adam" in refusal(0, 2, optimizer=fused, bf16=bf16)
+    assert refusal(1, 2, optimizer=fused, bf16=bf16) == refusal(0, 2, bf16=bf16) == ""
+    # every rank of stage 0 loads the same file, whatever is in it
+    assert refusal(0, 0, optimizer={"type": "SGD"}) == ""
+    assert refusal(0, 0, optimizer=fused, bf16=bf16) == ""
