@@ -79,7 +79,7 @@ def test_batches_of_many_tensors_need_no_descriptors():
 def test_wrong_data_is_a_line(num_workers):
     batches = iter(Loader(Raises(ValueError("row 7 holds nothing")), num_workers))
     next(batches)
-    with pytest.raises(DataError, match="^row 7 holds nothing$"):
+    with pytest.raises(DataError, match=r"^row 7 holds nothing$"):
         next(batches)
 
 
