@@ -30,6 +30,7 @@ from isogloss.sample import (
 from isogloss.sequence import SequenceShard, sequence_shard
 from losses import Spelling, find_chunks, piece_terms
 from tiles import CPU_SUB_TILES, Tile, plan_tiles
+from translation import Tables, list_nodes, tokens_that_ended
 
 # --- batches --------------------------------------------------------------------------------------
 
@@ -371,6 +372,9 @@ class Collator:
             sample_of_student=student_rows.sample_of_position(),
         )
         labels = student.labels
+        texts = TextsOf(student.ids, batch)
+        if isinstance(pair.spelling, Tables):
+            texts.find_ended(student.labels, pair.spelling)
         shard = self._shard(batch.student_chunk, batch.teacher_chunk)
         if shard:
             # Each rank computes the chunks and labels that it owns, so that over the group every
@@ -378,22 +382,27 @@ class Collator:
             labels = torch.where(shard.owned_mask, labels, -100)
             batch.student_chunk = torch.where(shard.owned_mask, batch.student_chunk, -1)
             batch.teacher_chunk = torch.where(shard.teacher_mask, batch.teacher_chunk, -1)
-        batch.tiles = self._plan_tiles(pair, labels, batch)
+        batch.tiles = self._plan_tiles(pair, labels, batch, texts)
         counts = self._count_pair(pair, samples, batch)
         tokens = int((labels >= 0).sum())
         if shard:  # last, as all of the above names positions of whole sequences
             self._localize(batch, shard)
         return batch, counts, tokens
 
-    def _plan_tiles(self, pair, labels, batch):
+    def _plan_tiles(self, pair, labels, batch, texts):
         """Return the tiles of a pair, with the terms of its loss."""
         vocab_sizes = len(self.student.table), len(pair.encoder.table)
         tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
-                           vocab_sizes, self.tile_mib, self.sub_tiles)
+                           vocab_sizes, self.tile_mib, self.sub_tiles,
+                           teacher_context=isinstance(pair.spelling, Tables))
         planned = []
         for tile in tiles:
             # listed here, where data workers do it while the model trains
-            sub_tiles = [with_terms(sub_tile, pair.spelling) for sub_tile in tile.sub_tiles]
+            sub_tiles = []
+            for sub_tile in tile.sub_tiles:
+                if sub_tile.teacher_positions is not None:
+                    texts.block = sub_tile.teacher_positions
+                sub_tiles.append(with_terms(sub_tile, pair.spelling, tile, texts))
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
 
@@ -491,8 +500,48 @@ def renumber_chunks(samples: list[PairSample], rows):
             setattr(sample, name, np.where(chunk >= 0, chunk + first, -1))
 
 
-def with_terms(sub_tile, spelling):
+class TextsOf:
+    """Hold what the nodes of a translation ask about the texts of a batch.
+
+    Attributes:
+        read: (B * S,) token that each student position reads.
+        student_text, teacher_text: (B * S,), (B * T,) text of each position.
+        ended: (B * T,) see `translation.tokens_that_ended`.
+        block: teacher positions whose logits exist, of the sub-tile at hand.
+    """
+
+    def __init__(self, student_ids, batch):
+        self.batch = batch
+        self.read = student_ids.flatten()
+        self.teacher_text = batch.sample
+        self.student_text = batch.sample_of_student
+        self.ended = None
+        self.block = None
+
+    def find_ended(self, labels, tables):
+        """Find the teacher tokens that end in front of a chunk, before shards part the chunks."""
+        batch = self.batch
+        self.ended = tokens_that_ended(
+            labels.clamp(min=0), batch.labels, batch.student_chunk, batch.teacher_chunk, tables,
+            self.student_text, self.teacher_text).flatten()
+
+    def nodes(self, sub_tile, tile, tables):
+        """Return the Nodes of a sub-tile."""
+        student = tile.student_positions[sub_tile.student_slice]
+        teacher = self.block[sub_tile.teacher_slice]
+        follows = torch.zeros(len(teacher), dtype=torch.bool)
+        follows[1:] = (teacher[1:] - teacher[:-1] == 1) & (
+            self.teacher_text[teacher[1:]] == self.teacher_text[teacher[:-1]])
+        return list_nodes(
+            sub_tile.student_labels.clamp(min=0), sub_tile.teacher_labels.clamp(min=0),
+            sub_tile.student_chunk, sub_tile.teacher_chunk, tables, self.read[student],
+            self.ended[teacher], follows)
+
+
+def with_terms(sub_tile, spelling, tile, texts):
     """Return the sub-tile with what its loss knows from the ids."""
+    if isinstance(spelling, Tables):
+        return sub_tile._replace(terms=texts.nodes(sub_tile, tile, spelling))
     # losses take batches of rows: the sub-tile is a batch of one
     student_chunk = sub_tile.student_chunk[None]
     teacher_chunk = sub_tile.teacher_chunk[None]

@@ -23,7 +23,9 @@ from losses import (
 )
 from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
+from projection_tools.cells import cached_translation
 from projection_tools.spell import cached_spelling
+from translation import Tables, translated
 
 ALM_MODES = (
     "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
@@ -120,6 +122,28 @@ def build_piece_kl(cfg, pair, device):
 
     return DistillationLoss(loss_fn, spelling, coverage=coverage,
                             coverage_names=("event_coverage", "prefix_coverage"))
+
+
+def build_translated(cfg, pair, device, divergence="forward_kl", flag=None):
+    """Build a divergence between any two tokenizers, by the nodes of translation.py."""
+    cached_tables = cached_translation(pair)
+    fields = {}
+    for name in Tables._fields:
+        value = cached_tables[name]
+        fields[name] = value.long() if isinstance(value, torch.Tensor) else value
+    tables = Tables(**fields)
+    moved = {name: value.to(device) for name, value in fields.items()
+             if isinstance(value, torch.Tensor)}
+    on_device = tables._replace(**moved)
+    coefficient = getattr(cfg, flag) if flag else 0.0
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        return translated(
+            student_logits, teacher_logits, sub_tile.terms, on_device,
+            sub_tile.student_labels, sub_tile.teacher_labels, divergence, coefficient,
+            cfg.temperature, sub_tile.weight)[0]
+
+    return DistillationLoss(loss_fn, tables)
 
 
 def build_projection_kl(cfg, pair, device):
@@ -298,6 +322,12 @@ COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
     "piece_kl": LossSpec(build_piece_kl, "spellings"),
+    "translated_kl": LossSpec(build_translated, "spellings"),
+    "translated_jsd": LossSpec(
+        partial(build_translated, divergence="generalized_jsd", flag="jsd_beta"), "spellings",
+        ("temperature", "jsd_beta")),
+    "translated_reverse_kl": LossSpec(
+        partial(build_translated, divergence="reverse_kl"), "spellings"),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),

@@ -3,10 +3,21 @@
 Shapes: V student vocabulary, W teacher vocabulary, P pieces, C cells, F longer tokens, J joins.
 """
 
+from itertools import chain
+
 import numpy as np
+import torch
 
-from projection_tools.spell import prefix_ranges
+from projection_tools import all_bytes, cached, tokenizer_metadata
+from projection_tools.spell import (
+    encode_bytes,
+    mid_text_backend,
+    prefix_ranges,
+    same_bytes,
+    spellings,
+)
 
+VERSION = 1  # of the tables; raise it when they change for the same two tokenizers
 WHITE_SPACE = b" \t\n\r\x0b\x0c"
 
 
@@ -103,3 +114,43 @@ def _ranges_of_prefixes(pieces_WP, low_WP, high_WP):
             else:
                 ranges[key] = (int(rank[w]), int(rank[w]) + 1)
     return ranges
+
+
+def build_translation(pair, max_pieces=16):
+    """Return all tables of `translation.Tables`, with the tokenizers' fingerprints.
+
+    Args:
+        pair: Pair.
+        max_pieces: longest spelling kept, in pieces; of longer ones the beginning.
+    """
+    student_pieces_WP, teacher_pieces_VP = spellings(pair, max_pieces)
+    student = pair.tables[0]
+    student_bytes = all_bytes(student)
+    for v in np.flatnonzero(student.special).tolist():
+        student_bytes[v] = b""
+    backend = mid_text_backend(pair.tokenizers[0])
+
+    def spell_bytes(pieces):
+        ids = encode_bytes(pieces, backend, student)
+        sizes = np.array(list(map(len, ids)), np.int64)
+        flat = np.fromiter(chain.from_iterable(ids), np.int64)
+        same = same_bytes(flat, sizes, student, pieces)
+        return [spelled if good else [] for spelled, good in zip(ids, same)]
+
+    canonical_V = np.zeros(len(student), bool)
+    for v, spelled in enumerate(spell_bytes(student_bytes)):
+        canonical_V[v] = spelled == [v]
+    arrays = translation_tables(
+        student_pieces_WP, teacher_pieces_VP, student_bytes, canonical_V, spell_bytes)
+    tables = {}
+    for key, value in arrays.items():
+        tables[key] = value
+        if isinstance(value, np.ndarray):
+            tables[key] = torch.from_numpy(value.astype(np.int32))
+    return tables | tokenizer_metadata(pair)
+
+
+def cached_translation(pair, directory=None):
+    """Return the tables of `build_translation`, kept on disk under the digest of the pair."""
+    name = f"translation-{VERSION}-{pair.digest}.pt"
+    return cached(name, lambda: build_translation(pair), directory)
