@@ -32,7 +32,6 @@ from isogloss.data_checks import (
     kind_of,
     local_files,
     name_of_type,
-    open_bytes,
     problem_of,
     split_suffix,
 )
@@ -144,10 +143,10 @@ def _kind_of(source, files):
 
 
 def _mark_is_text(files):
-    """Tell whether a reader of lines would take a byte order mark for text."""
+    """Tell whether the reader of lines would take a byte order mark for text."""
     for file in files:
-        if kind_of(file) == "text":
-            with open_bytes(file) as stream:
+        if file.lower().endswith(".txt"):
+            with open(file, "rb") as stream:
                 if stream.read(3) == codecs.BOM_UTF8:
                     return True
     return False

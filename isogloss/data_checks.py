@@ -241,6 +241,10 @@ def explain(source, error):
     if "corresponds to no data" in str(error):
         return f"--data {source}: {EMPTY_DATA}"
     cause = error.__cause__ or error
+    if type(cause).__name__ in ("CastError", "DatasetGenerationCastError"):
+        what = " ".join(str(cause).split())
+        return (f"--data {source}: its files do not have the same columns and types ({what:.300}); "
+                "write them alike, or name one --data")
     return f"--data {source}: cannot be read ({type(cause).__name__}: {_first_line(cause)})"
 
 
