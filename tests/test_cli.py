@@ -85,7 +85,7 @@ WRONG = {
                                 "row 1 of 'text' is null, expected text"),
     "rows of numbers": Wrong("--data={folder}/numbers.jsonl",
                              "holds int64, expected text in every row"),
-    "broken lines": Wrong("--data={folder}/broken.jsonl", "cannot be read"),
+    "broken lines": Wrong("--data={folder}/broken.jsonl", "line 2 is not JSON"),
     "all held out": Wrong("--eval_rows=20", "the data has 20 rows, none is left to train on"),
     "chats without a template": Wrong("--data={folder}/chats.jsonl",
                                       "its tokenizer has no chat template, and"),
