@@ -18,6 +18,7 @@ import torch
 
 from isogloss.chat import SkippedChat, encode_chat, pair_chats, render
 from isogloss.counts import Counts, PairCounts
+from isogloss.long_texts import leave_out_tail
 from isogloss.sample import (
     Pairing,
     PairSample,
@@ -204,6 +205,26 @@ class Collator:
 
     def samples(self, examples):
         """Return a cut `Sample` for each Example."""
+        parts = list(map(self._without_tail, examples))
+        samples = self._read(parts)
+        for number, part in enumerate(parts):
+            has_chunks = all(pair.alignment is None or pair.student_chunk.max(initial=-1) >= 0
+                             for pair in samples[number].pairs)
+            if part is not examples[number] and not has_chunks:  # see `leave_out_tail`
+                samples[number], = self._read([examples[number]])
+        return samples
+
+    def _without_tail(self, example):
+        """Return an Example without what the student does not read of its text anyway."""
+        # the chunks of dynamic programming depend on the whole text
+        if not isinstance(example.content, str) or self.aligner == "dp":
+            return example
+        teachers = [pair.encoder for pair in self.pairs]
+        part = leave_out_tail(example.content, self.student, teachers)
+        return example if part is example.content else example._replace(content=part)
+
+    def _read(self, examples):
+        """Return a cut `Sample` for each Example, of which nothing is left out before."""
         takes_part = list(map(self._teachers_of, examples))
         # The student's tokenizer runs once, however many teachers there are.
         student_ids = self._encode_plain(self.student, examples)

@@ -10,12 +10,14 @@ Shapes: S student tokens, T teacher tokens.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from align import Alignment, Located, TokenTable, align_located, common_cut, locate
 from align_dp import align_dp
+from isogloss.long_texts import splits_at_spaces
 
 ALIGNERS = "bytes", "dp"
 
@@ -33,6 +35,16 @@ class TextEncoder:
     tokenizer: object
     table: TokenTable
     max_length: int
+
+    @cached_property
+    def splits_at_spaces(self):
+        """Whether the beginning of a text has the same tokens without the rest of it."""
+        return splits_at_spaces(self.tokenizer)
+
+    def num_tokens(self, text):
+        """Return the number of tokens of a text, without bos and eos."""
+        coded = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
+        return len(coded["input_ids"])
 
     def encode(self, texts):
         """Return an int64 array `[bos] text eos` for each text.
@@ -246,6 +258,8 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     student_cut, teacher_cut = common_cut(chunks, [student_limit, teacher_limit])
     # A chunk needs a position that predicts its first token; without bos the first token has none.
     lost = [chunk[:1] for chunk in chunks]
+    # One that does not fit has no part either.
+    lost += [chunks[0][student_cut : student_cut + 1], chunks[1][teacher_cut : teacher_cut + 1]]
     if student.learned is not None:  # a chunk is learned as a whole or not at all
         lost.append(chunks[0][~student.learned])
     lost = np.concatenate(lost)

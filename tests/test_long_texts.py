@@ -1,0 +1,174 @@
+"""long_texts.py: without its tail, a long text gives the same tokens, chunks and labels."""
+
+import copy
+import random
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Regex, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+
+from align import TokenTable
+from conftest import asset
+from isogloss import long_texts
+from isogloss.batch import Collator, PairOptions
+from isogloss.data import Example
+from isogloss.long_texts import BOUNDARY, leave_out_tail, splits_at_spaces
+from isogloss.sample import TextEncoder
+
+TOKENIZERS = ("deepseek_coder", "gpt2", "llama2", "llama3", "mistral_v7", "qwen2", "t5", "tok512")
+ODD_PIECES = (
+    "  two   spaces ", "\ttabs\t\t and\r\nlines\n\n  \n", "don't WE'LL x's ",
+    "e\u0301te\u0301 \u0301 a", "12345 1.5e-3 ",
+    "a \u2581b\u2581 c ", "<|endoftext|> </s> <s> <unk>", "\u65e5\u672c \u8a9e",
+    "\U0001f469\u200d\U0001f467 ok ", "\ufb01ne \u2460 \u00bd x", "ODYSSEUS \u039f\u0394\u03a3 x",
+    "n\u00a0b\u2003s\u200bz ", "print(  x )  # \u00fcber ", "\u0130 \u01c5 z ",
+)
+PLAIN = "The caf\u00e9 is in \u65e5\u672c, \u00fcber 20 \U0001f30b volcanoes long. "
+
+
+def load(name):
+    return AutoTokenizer.from_pretrained(asset("tokenizers", name))
+
+
+def odd_text(seed, num_pieces=400):
+    """Return a text of words and of all that tokenizers treat specially."""
+    draw = random.Random(seed)
+    words = Path(random.__file__).read_text().split()
+    pieces = []
+    for _ in range(num_pieces):
+        odd = draw.random() < 0.3
+        pieces.append(draw.choice(ODD_PIECES) if odd else draw.choice(words) + " ")
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokens_before_a_boundary_do_not_depend_on_the_rest(name):
+    tokenizer = load(name)
+    assert splits_at_spaces(tokenizer)
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    draw = random.Random(0)
+    texts = [odd_text(seed) for seed in range(3)]
+    texts.append(Path(random.__file__).read_text()[:9_000])
+    for text in texts:
+        whole = encode(text)
+        boundaries = [match.end() for match in BOUNDARY.finditer(text)]
+        for boundary in draw.sample(boundaries, 60):
+            part = encode(text[:boundary])
+            assert whole[: len(part)] == part, text[boundary - 30 : boundary + 30]
+
+
+def same(left, right):
+    """Compare the rows of two Samples, without what speaks of the whole text."""
+    rows = [left.student, right.student]
+    pairs = [[], []]
+    for side, sample in zip(pairs, (left, right)):
+        for pair in sample.pairs:
+            side += [*pair.teacher, pair.student_chunk, pair.teacher_chunk, [pair.aligned_bytes]]
+    assert len(pairs[0]) == len(pairs[1])
+    for one, other in zip([*rows[0], *pairs[0]], [*rows[1], *pairs[1]]):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def from_few_characters(monkeypatch):
+    """Cut texts of the size of a test."""
+    monkeypatch.setattr(long_texts, "MIN_CHARACTERS", 200)
+    monkeypatch.setattr(long_texts, "CHARACTERS_PER_TOKEN", 1)
+
+
+@pytest.mark.parametrize(("student", "teachers"), [
+    ("tok512", ["llama3"]), ("qwen2", ["llama2"]), ("llama3", ["qwen2", "mistral_v7"]),
+    ("t5", ["gpt2"]), ("deepseek_coder", ["t5"]),
+])
+def test_samples_are_the_same_without_the_tail(student, teachers, from_few_characters, monkeypatch):
+    encoders = []
+    for name in (student, *teachers):
+        tokenizer = load(name)
+        # usually a teacher has a longer context
+        length = 60 if len(encoders) % 2 == 0 else 4096
+        encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), length))
+    collator = Collator(encoders[0], [PairOptions(encoder) for encoder in encoders[1:]])
+    num_cut = 0
+    for seed in range(40):
+        text = odd_text(seed, 200)
+        if seed % 2:  # bytes tell where the tokens of the beginning stand, not those of the tail
+            text = PLAIN * 8 + text
+        if seed % 3:
+            text = unicodedata.normalize("NFC", text)
+        examples = [Example(text)]
+        num_cut += leave_out_tail(text, encoders[0], encoders[1:]) != text
+        cut, = collator.samples(examples)
+        with monkeypatch.context() as patch:
+            patch.setattr(long_texts, "MIN_CHARACTERS", 10**9)
+            whole, = collator.samples(examples)
+        same(whole, cut)
+    assert num_cut > 30
+
+
+def test_a_beginning_without_a_chunk_is_read_with_its_tail(from_few_characters, monkeypatch):
+    encoders = []
+    for name in ("deepseek_coder", "llama3"):
+        tokenizer = load(name)
+        encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 4096))
+    encoders[0].max_length = 2
+    # the teacher's first token is three of the student's
+    text = "201" + " of some words" * 500
+    collator = Collator(encoders[0], [PairOptions(encoders[1])])
+    assert leave_out_tail(text, encoders[0], encoders[1:]) != text
+    cut, = collator.samples([Example(text)])
+    monkeypatch.setattr(long_texts, "MIN_CHARACTERS", 10**9)
+    whole, = collator.samples([Example(text)])
+    assert whole.pairs[0].student_chunk.tolist() == [-1, -1]  # no part of a chunk
+    assert len(whole.pairs[0].teacher.ids) > 500
+    same(whole, cut)
+
+
+def test_only_tokenizers_whose_parts_are_known_are_cut(tokenizers, tables):
+    student = copy.deepcopy(tokenizers[0])  # that of other tests stays as it is
+    encoder = TextEncoder(student, tables[0], 60)
+    text = "word " * 100_000
+    assert len(leave_out_tail(text, encoder, [])) <= 16_384
+    encoder.max_length = 200_000  # more than the text has tokens
+    assert leave_out_tail(text, encoder, []) is text
+    encoder.max_length = 60
+    student.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\S+ (?=z)"), "isolated")
+    assert not splits_at_spaces(student)
+    del encoder.splits_at_spaces
+    assert leave_out_tail(text, encoder, []) is text
+
+
+@pytest.mark.parametrize("part", [
+    normalizers.Replace(Regex("a (?=b)"), "c"),
+    pre_tokenizers.UnicodeScripts(),  # joins a space to the letters before it
+])
+def test_parts_that_look_beyond_a_space_are_not_trusted(tokenizers, part):
+    student = copy.deepcopy(tokenizers[0])  # that of other tests stays as it is
+    kind = "normalizer" if hasattr(part, "normalize") else "pre_tokenizer"
+    setattr(student.backend_tokenizer, kind, part)
+    assert not splits_at_spaces(student)
+
+
+def test_pieces_that_end_behind_a_space_are_not_trusted(tokenizers):
+    student = copy.deepcopy(tokenizers[1])
+    student.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(" ", "merged_with_previous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    assert not splits_at_spaces(student)
+
+
+def test_added_tokens_with_a_space_in_them_are_not_cut(tokenizers):
+    student = copy.deepcopy(tokenizers[0])  # that of other tests stays as it is
+    student.add_tokens(["New York"])
+    assert not splits_at_spaces(student)
+
+
+def test_texts_without_a_boundary_are_read_whole(tokenizers, tables):
+    encoder = TextEncoder(tokenizers[0], tables[0], 60)
+    text = "\u65e5\u672c" * 50_000
+    assert leave_out_tail(text, encoder, []) is text
