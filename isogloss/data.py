@@ -38,7 +38,7 @@ from isogloss.data_checks import (
 from isogloss.workers import DataError, Loader, worker_of
 
 SHUFFLE_BUFFER = 10_000  # samples, of a stream only: some 50 MB of web text; not tuned
-STRINGS = ("string", "large_string", "string_view")
+STRINGS = ("string", "large_string")
 CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
 
 
