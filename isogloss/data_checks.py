@@ -99,10 +99,11 @@ def local_files(source):
     path = os.path.expanduser(source)
     # Sorted: file systems list files in any order, and the order of samples shall not depend on it.
     if os.path.isdir(path):
-        files = [str(file) for file in Path(path).rglob("*") if not file.is_dir()]
+        named = [str(file) for file in Path(path).rglob("*") if kind_of(str(file))]
+        files = [file for file in named if not os.path.isdir(file)]
         # Compressed files may be copies of the others.
         plain = [file for file in files if Path(file).suffix in READERS]
-        return sorted(plain or filter(kind_of, files))
+        return sorted(plain or files)
     if os.path.lexists(path):
         return [path]
     return sorted(glob.glob(path, recursive=True))

@@ -84,7 +84,7 @@ WRONG = {
     "a row that is null": Wrong("--data={folder}/null.jsonl",
                                 "row 1 of 'text' is null, expected text"),
     "rows of numbers": Wrong("--data={folder}/numbers.jsonl",
-                             "holds int64, expected text in every row"),
+                             "holds int64, expected text or chats"),
     "broken lines": Wrong("--data={folder}/broken.jsonl", "line 2 is not JSON"),
     "all held out": Wrong("--eval_rows=20", "the data has 20 rows, none is left to train on"),
     "chats without a template": Wrong("--data={folder}/chats.jsonl",
