@@ -42,12 +42,14 @@ class Config:
             other rows.
         normalize_by_vocab: divide the weight of each of several teachers by log W / log of the
             smallest W, W being its vocabulary.
-        data: hub id (org/name or org/name:config), file, directory or glob. Files end in .txt,
-            .jsonl, .json, .parquet, .arrow or .csv.
+        data: hub id (org/name or org/name:config), file, directory (of files, or of save_to_disk)
+            or glob. Files end in .txt, .jsonl, .json, .parquet, .arrow or .csv. All but .parquet
+            and .arrow may be compressed, as in .jsonl.gz (.gz, .bz2, .xz).
         text_key: column that holds the text, or chats, which are lists of {"role", "content"}.
         train_on: what to learn of a chat. assistant: what the assistant says, and to end its turn.
             all: the whole rendering.
-        split: split of a hub data set.
+        split: split of a hub data set, or of a save_to_disk of several; of files, a part of them,
+            as in train[:10%] (not of a stream).
         streaming: read the data as a stream instead of preparing it on disk first.
         eval_rows: rows held out of training, the first ones of the data. 0 holds out none.
         steps: optimizer steps in all, 1 or more.

@@ -5,25 +5,41 @@ step reads the next `micro_batch_size * num_ranks * grad_accum_steps` of it, so 
 a run is its step number, whatever the number of ranks and workers.
 """
 
+import codecs
 import glob
 import itertools
+import os
+import time
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import datasets
 import numpy as np
 
 from isogloss.batch import Collator, Example
 from isogloss.chat import SkippedChat, render
-from isogloss.workers import Loader, worker_of
+from isogloss.data_checks import (
+    EMPTY_DATA,
+    KINDS,
+    SEARCH_SECONDS,
+    check_column,
+    check_content,
+    check_first_bytes,
+    check_is_file,
+    explained,
+    has_text,
+    is_saved,
+    kind_of,
+    local_files,
+    name_of_type,
+    problem_of,
+    split_suffix,
+)
+from isogloss.workers import DataError, Loader, worker_of
 
-READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet",
-           ".arrow": "arrow", ".csv": "csv"}
 SHUFFLE_BUFFER = 10_000  # samples, of a stream only: some 50 MB of web text; not tuned
+STRINGS = ("string", "large_string")
 CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
-
-EMPTY_DATA = "the data set is empty; at least one row of text is needed"
 
 
 # --- open -----------------------------------------------------------------------------------------
@@ -34,30 +50,27 @@ def load_dataset(source, text_key, split="train", streaming=False):
 
     Args:
         source: hub id ("org/name" or "org/name:config"), or a local file, directory or glob of
-            files ending in .txt (one sample a line), .jsonl, .json, .parquet, .arrow or .csv; or a
-            directory of save_to_disk.
+            files ending in .txt (one sample a line), .jsonl, .json, .parquet, .arrow or .csv, the
+            texts also compressed (.jsonl.gz); or a directory of save_to_disk.
         text_key: column to read.
+        split: of a hub data set, or of a directory of save_to_disk that holds several.
     Returns:
         datasets.Dataset or IterableDataset.
     Raises:
-        ValueError: with what arrived, what was expected and what to do.
+        DataError: with what arrived, what was expected and what to do.
     """
-    try:
-        dataset = _open(source, split, streaming)
-    except ValueError:
-        raise
-    except Exception as error:  # datasets raises whatever its readers and the network raise
-        lines = str(error.__cause__ or error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0] if lines else type(error).__name__}"
-        raise ValueError(f"--data {source}: cannot be read ({reason})") from None
-    columns = column_names(dataset)
-    if not columns:
-        raise ValueError(f"--data {source}: {EMPTY_DATA}")
+    with explained(source):
+        dataset = _open(source, split, streaming, text_key)
+        columns = column_names(dataset)
+    if not columns or (not streaming and len(dataset) == 0):
+        raise DataError(f"--data {source}: {EMPTY_DATA}")
     if text_key not in columns:
-        raise ValueError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; "
-                         "name one of them with --text_key")
+        raise DataError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; "
+                        "name one of them with --text_key")
+    _check_type(source, dataset, text_key)
     if not streaming:
-        _check_column(source, dataset, text_key)
+        with explained(source):
+            check_column(source, dataset, text_key)
     return dataset
 
 
@@ -66,46 +79,77 @@ def column_names(dataset):
     return dataset.column_names or list(next(iter(dataset.take(1)), {}))
 
 
-def _open(source, split, streaming):
-    path = Path(source).expanduser()
-    if (path / "state.json").is_file():
-        dataset = datasets.load_from_disk(str(path))
-        return dataset.to_iterable_dataset() if streaming else dataset
-    files = _local_files(path)
+def _open(source, split, streaming, text_key):
+    path = os.path.expanduser(source)
+    if is_saved(path):
+        return _open_saved(source, path, split, streaming)
+    files = local_files(source)
     if files:  # local files come first: a folder may have the name of a hub id
-        kind = _kind_of(source, files)
-        return datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
-    is_path = path.is_dir() or path.suffix in READERS or source.startswith((".", "/", "~"))
-    if is_path or source.count("/") != 1:
-        raise ValueError(f"--data {source}: no such file, directory or glob match; expected files "
-                         f"of kind {', '.join(READERS)} or a hub id like org/name")
+        return _open_files(source, files, split, streaming, text_key)
+    if os.path.isdir(path):
+        raise DataError(f"--data {source}: holds no file that can be read; expected files of kind "
+                        f"{KINDS}")
+    is_path = kind_of(source) or source.startswith((".", "/", "~"))
+    if is_path or source.count("/") != 1 or glob.has_magic(source):
+        raise DataError(f"--data {source}: no such file, directory or glob match; expected files "
+                        f"of kind {KINDS} or a hub id like org/name")
     name, _, config = source.partition(":")
     return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
 
 
-def _local_files(path):
-    """List the files that a path, a directory or a glob names."""
-    # Sorted: file systems list files in any order, and the order of samples shall not depend on it.
-    if path.is_dir():
-        return sorted(str(file) for file in path.rglob("*") if file.suffix in READERS)
-    if path.is_file():
-        return [str(path)]
-    return sorted(glob.glob(str(path), recursive=True))
+def _open_files(source, files, split, streaming, text_key):
+    for file in files:
+        check_is_file(source, file)
+    kind = _kind_of(source, files)
+    for file in files:
+        check_first_bytes(source, file, text_key)
+    if not any(os.path.getsize(file) for file in files):
+        raise DataError(f"--data {source}: {EMPTY_DATA}")
+    # a part of them, as in "train[:10%]", but not of a stream
+    if not split.startswith("train") or (streaming and split != "train"):
+        raise DataError(f"--split {split}: files have no splits; leave it out, and name the files "
+                        "of one split by --data")
+    options = {"encoding": "utf-8-sig"} if _mark_is_text(files) else {}
+    # brackets and stars in the names of files that are there are meant as such
+    escaped = [glob.escape(file) for file in files]
+    return datasets.load_dataset(kind, data_files=escaped, split=split, streaming=streaming,
+                                 **options)
+
+
+def _open_saved(source, path, split, streaming):
+    """Open a directory of save_to_disk, of one data set or of several splits."""
+    dataset = datasets.load_from_disk(path)
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise DataError(f"--split {split}: {source} has no such split; it has "
+                            f"{', '.join(dataset)}")
+        dataset = dataset[split]
+    elif split not in ("train", str(dataset.split)):
+        raise DataError(f"--split {split}: {source} is one data set without splits; leave it out")
+    return dataset.to_iterable_dataset() if streaming else dataset
 
 
 def _kind_of(source, files):
-    """Return the one reader of all files; a ValueError where there are several or none."""
+    """Return the one reader of all files; a DataError where there are several or none."""
     kinds = set()
     suffixes = set()
-    for file in map(Path, files):
-        kinds.add(READERS.get(file.suffix))
-        suffixes.add(file.suffix or file.name)
+    for file in files:
+        kinds.add(kind_of(file))
+        suffixes.add("".join(split_suffix(file)) or os.path.basename(file))
     if len(kinds) > 1 or None in kinds:
-        raise ValueError(f"--data {source}: files of kind {', '.join(sorted(suffixes))}; expected "
-                         f"one of {', '.join(READERS)}")
-    if not any(Path(file).stat().st_size for file in files):
-        raise ValueError(f"--data {source}: {EMPTY_DATA}")
+        raise DataError(f"--data {source}: files of kind {', '.join(sorted(suffixes))}; expected "
+                        f"one of {KINDS}")
     return kinds.pop()
+
+
+def _mark_is_text(files):
+    """Tell whether the reader of lines would take a byte order mark for text."""
+    for file in files:
+        if file.lower().endswith(".txt"):
+            with open(file, "rb") as stream:
+                if stream.read(3) == codecs.BOM_UTF8:
+                    return True
+    return False
 
 
 # --- check ----------------------------------------------------------------------------------------
@@ -113,17 +157,24 @@ def _kind_of(source, files):
 
 def holds_chats(dataset, text_key):
     """Tell whether the column holds lists of messages."""
-    if dataset.features is None:  # a stream whose columns are known by its rows only
-        first = next(iter(dataset.take(1)))[text_key]
-        return isinstance(first, list) and {"role", "content"} <= set(first[0])
+    feature = (dataset.features or {}).get(text_key)
     # of a list, the type of its items; of text there is none
-    message = getattr(dataset.features[text_key], "feature", None) or {}
-    return {"role", "content"} <= set(message)
+    message = getattr(feature, "feature", None)
+    if isinstance(message, dict):
+        return {"role", "content"} <= set(message)
+    if feature is None or isinstance(message, datasets.Json):
+        # The first rows have to tell: of a stream without declared columns, or where messages
+        # differ in their keys or types.
+        for row in dataset.take(CHATS_TO_TRY):
+            chat = row[text_key]
+            if isinstance(chat, list) and chat and isinstance(chat[0], dict):
+                return True
+    return False
 
 
-def check_templates(dataset, text_key, encoders):
+def check_templates(dataset, text_key, encoders, source=""):
     """Raise a ValueError where a chat template refuses every one of the first chats."""
-    chats = [row[text_key] for row in dataset.take(CHATS_TO_TRY)]
+    chats = [row[text_key] for row in first_rows(dataset, CHATS_TO_TRY, text_key, source)]
     for encoder in encoders:
         errors = []
         for chat in chats:
@@ -137,44 +188,80 @@ def check_templates(dataset, text_key, encoders):
                              "chats too; repair the chats or the template")
 
 
-def _check_column(source, dataset, text_key):
-    """Raise a ValueError where a column of a data set in files does not hold text in every row."""
-    if len(dataset) == 0:
-        raise ValueError(f"--data {source}: {EMPTY_DATA}")
-    feature = dataset.features[text_key]
-    dtype = getattr(feature, "dtype", str(feature))
-    if not holds_chats(dataset, text_key) and dtype not in ("string", "large_string"):
-        raise ValueError(f"--data {source}: column {text_key!r} holds {dtype}, expected text in "
-                         "every row; repair it or name another column with --text_key")
-    # Arrow knows the number of nulls without reading the column.
-    if dataset.data.column(text_key).null_count:
-        for number, text in enumerate(dataset[text_key]):
-            if text is None:
-                raise ValueError(f"--data {source}: row {number} of {text_key!r} is null, expected "
-                                 "text; remove it")
+def first_rows(dataset, count, text_key, source=""):
+    """Return the first rows, at most `count`, each of which has been checked."""
+    with explained(source):
+        rows = list(dataset.take(count))
+    for number, row in enumerate(rows):
+        check_content(source, number, text_key, row.get(text_key))
+    return rows
 
 
-def _check_row(number, text):
-    """Raise a ValueError where a row of a stream, which nobody has read before, holds no text."""
-    if not isinstance(text, (str, list)):
-        raise ValueError(f"sample {number} of the stream holds {text!r:.40}, expected text; repair "
-                         "it or name another column with --text_key")
+def _check_type(source, dataset, text_key):
+    """Raise a DataError where a column, or the first row of a stream, is no text and no chat."""
+    feature = (dataset.features or {}).get(text_key)
+    if feature is None:
+        first_rows(dataset, 1, text_key, source)
+    elif not holds_chats(dataset, text_key):
+        dtype = getattr(feature, "dtype", None)
+        if dtype not in STRINGS:
+            if dtype == "null" and not list(dataset.take(1)):  # a .csv of a header alone
+                raise DataError(f"--data {source}: {EMPTY_DATA}")
+            raise DataError(
+                f"--data {source}: column {text_key!r} holds {name_of_type(feature)}, expected "
+                "text or chats as lists of role and content; repair it or name another column "
+                "with --text_key")
 
 
-def split_dataset(dataset, eval_rows, text_key):
+def check_routes(dataset, route_key, routes):
+    """Raise a ValueError where a column cannot hold what "routes" name.
+
+    Args:
+        routes: list of the values that teachers are for.
+    """
+    columns = column_names(dataset)
+    if route_key not in columns:
+        raise ValueError(f"--route_key {route_key}: no such column; it has {', '.join(columns)}")
+    feature = (dataset.features or {}).get(route_key)
+    if feature is None:  # a stream, of which every row is looked at
+        return
+    dtype = getattr(feature, "dtype", None)
+    is_value = isinstance(feature, (datasets.Value, datasets.ClassLabel))
+    if not is_value or dtype in ("null", "binary"):
+        raise ValueError(f"--route_key {route_key}: the column holds {name_of_type(feature)}, "
+                         "expected a text or a number in every row; name another column")
+    for route in routes:
+        if route is not None and isinstance(route, str) != (dtype in STRINGS):
+            raise ValueError(f"--route_key {route_key}: the column holds {dtype}, but --teachers "
+                             f"name the route {route!r}; name values of the column")
+
+
+def split_dataset(dataset, eval_rows, text_key, source=""):
     """Return (train, held out): the first `eval_rows` rows are held out, whatever the seed."""
     streaming = isinstance(dataset, datasets.IterableDataset)
     # The length of a stream is not known; one row more shows that some are left to train on.
-    first = list(dataset.take(eval_rows + 1)) if streaming else None
+    first = first_rows(dataset, eval_rows + 1, text_key, source) if streaming else None
     num_rows = len(first if streaming else dataset)
+    if not num_rows:
+        raise DataError(f"--data {source}: {EMPTY_DATA}")
     if num_rows <= eval_rows:
         raise ValueError(f"--eval_rows {eval_rows}: the data has {num_rows} rows, none is left to "
                          "train on")
     if streaming:
-        for number, row in enumerate(first):
-            _check_row(number, row[text_key])
-        return dataset.skip(eval_rows), first[:eval_rows]
-    return dataset.select(range(eval_rows, len(dataset))), dataset.select(range(eval_rows))
+        held_out = first[:eval_rows]
+        train = dataset.skip(eval_rows)
+        held_out_has_text = any(row[text_key] for row in held_out)
+    else:
+        train = dataset.select(range(eval_rows, len(dataset)))
+        held_out = dataset.select(range(eval_rows))
+        held_out_has_text = not eval_rows or has_text(dataset, 0, eval_rows, text_key)
+        if not has_text(dataset, eval_rows, len(dataset), text_key):
+            raise ValueError(f"--eval_rows {eval_rows}: all rows behind the first {eval_rows} are "
+                             "empty, none is left to train on; hold out fewer, or repair the data")
+    if eval_rows and not held_out_has_text:
+        raise ValueError(f"--eval_rows {eval_rows}: all of the first {eval_rows} rows are empty; "
+                         "hold out more, or remove them")
+    return train, held_out
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -182,22 +269,42 @@ def split_dataset(dataset, eval_rows, text_key):
 
 @dataclass
 class ExampleReader:
-    """Row of a data set -> Example."""
+    """Row of a data set -> Example.
+
+    Attributes:
+        source: what --data says.
+    """
 
     text_key: str
     route_key: str = ""
+    source: str = ""
 
-    def __call__(self, row):
+    def __call__(self, row, number=None):
+        """Return the Example of a row, whose number is for messages alone."""
+        problem = self.problem_of(row)
+        if problem:
+            name = "a row" if number is None else f"row {number}"
+            raise DataError(f"--data {self.source}: {name} of {self.text_key!r}{problem}; repair "
+                            "or remove it")
         # the Ellipsis stands for all teachers, None for an empty cell of the column
         route = row[self.route_key] if self.route_key else ...
         return Example(row[self.text_key], route)
+
+    def problem_of(self, row):
+        """Return what is wrong with a row, to follow its name; None: nothing."""
+        if self.route_key:
+            route = row.get(self.route_key)
+            if isinstance(route, (list, dict)):
+                return f": {self.route_key!r} holds {route!r:.40}, expected a text or a number"
+        return problem_of(row.get(self.text_key))
 
 
 class ShuffledExamples:
     """Example i of an endless stream: epoch after epoch, each in an order of its own."""
 
-    def __init__(self, dataset, reader, seed):
+    def __init__(self, dataset, reader, seed, first_row=0):
         self.dataset = dataset
+        self.first_row = first_row  # of the whole data, in messages
         self.reader = reader
         self.seed = seed
         # two: a micro-batch may cross from one epoch into the next
@@ -211,13 +318,16 @@ class ShuffledExamples:
     def example(self, position):
         """Return the Example at a position of the stream."""
         epoch, offset = divmod(position, len(self.dataset))
-        return self.reader(self.dataset[int(self.order_of_epoch(epoch)[offset])])
+        row = int(self.order_of_epoch(epoch)[offset])
+        return self.reader(self.dataset[row], self.first_row + row)
 
 
 class StreamedExamples:
     """Do the same for a stream, which can only be read forward; shuffle it through a buffer."""
 
-    def __init__(self, dataset, reader, seed):
+    def __init__(self, dataset, reader, seed, first_row=0):
+        self.first_row = first_row
+        self.in_order = dataset
         self.dataset = dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         self.reader = reader
         self.position = 0
@@ -229,13 +339,32 @@ class StreamedExamples:
         # Rows of other ranks, and those of the steps before a resume, are read and dropped.
         row = next(itertools.islice(self.iterator, position - self.position, None))
         self.position = position + 1
-        _check_row(position, row[self.reader.text_key])
-        return self.reader(row)
+        try:
+            return self.reader(row)
+        except DataError:
+            self._name_bad_row()
+            raise
+
+    def _name_bad_row(self):
+        """Raise the DataError of the first bad row: this stream is shuffled, the files are not."""
+        deadline = time.monotonic() + SEARCH_SECONDS
+        for number, row in enumerate(self.in_order, self.first_row):
+            self.reader(row, number)
+            if time.monotonic() > deadline:
+                return
 
     def _all_epochs(self):
         for epoch in itertools.count():
             self.dataset.set_epoch(epoch)  # part of the shuffle's seed
-            yield from self.dataset
+            has_text = False
+            with explained(self.reader.source):
+                for row in self.dataset:
+                    has_text = has_text or bool(row.get(self.reader.text_key))
+                    yield row
+            if not has_text:
+                raise DataError(f"--data {self.reader.source}: all rows of "
+                                f"{self.reader.text_key!r} are empty; expected text; name another "
+                                "column with --text_key")
 
 
 # --- micro-batches --------------------------------------------------------------------------------
@@ -287,7 +416,7 @@ class HeldOutBatches:
             sample_ids = []
             for row in range(begin, begin + self.micro_batch_size):
                 exists = row < len(self.dataset)
-                examples.append(self.reader(self.dataset[row]) if exists else None)
+                examples.append(self.reader(self.dataset[row], row) if exists else None)
                 sample_ids.append(row if exists else -1)
             yield self.collator(examples, sample_ids)
 

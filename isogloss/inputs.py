@@ -20,8 +20,8 @@ from isogloss.data import (
     MicroBatches,
     ShuffledExamples,
     StreamedExamples,
+    check_routes,
     check_templates,
-    column_names,
     holds_chats,
     load_dataset,
     loader,
@@ -201,18 +201,18 @@ def load_data(cfg, student, encoders):
     """Return (train, held out) data sets, checked against flags and chat templates."""
     dataset = load_dataset(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
     if cfg.route_key:
-        columns = column_names(dataset)
-        if cfg.route_key not in columns:
-            raise ValueError(f"--route_key {cfg.route_key}: no such column; it has "
-                             f"{', '.join(columns)}")
+        routes = []
+        for of_teacher in routes_by_teacher(cfg).values():
+            routes += of_teacher or []
+        check_routes(dataset, cfg.route_key, routes)
     if holds_chats(dataset, cfg.text_key):  # every model renders them by its own template
         for name, encoder in {cfg.student: student, **encoders}.items():
             if not encoder.tokenizer.chat_template:
                 raise ValueError(f"{name}: its tokenizer has no chat template, and "
                                  f"{cfg.text_key!r} holds chats; set chat_template in "
                                  "tokenizer_config.json")
-        check_templates(dataset, cfg.text_key, [student, *encoders.values()])
-    return split_dataset(dataset, cfg.eval_rows, cfg.text_key)
+        check_templates(dataset, cfg.text_key, [student, *encoders.values()], cfg.data)
+    return split_dataset(dataset, cfg.eval_rows, cfg.text_key, cfg.data)
 
 
 def plan_teachers(cfg, student, encoders, device):
@@ -303,10 +303,10 @@ def load_batches(cfg, inputs, engine, device, start, asked_to_end=lambda: False)
     num_readers = dist.get_world_size() // cfg.sequence_parallel
     collator = build_collator(cfg, inputs, device)
     micro_batch_size = engine.train_micro_batch_size_per_gpu()
-    reader = ExampleReader(cfg.text_key, cfg.route_key)
+    reader = ExampleReader(cfg.text_key, cfg.route_key, cfg.data)
     stream = StreamedExamples if cfg.streaming else ShuffledExamples
     batches = MicroBatches(
-        stream(inputs.train_data, reader, cfg.seed), collator, micro_batch_size,
+        stream(inputs.train_data, reader, cfg.seed, cfg.eval_rows), collator, micro_batch_size,
         engine.gradient_accumulation_steps(), reader_rank, num_readers, start)
     held_out = HeldOutBatches(inputs.held_out_data, reader, collator, micro_batch_size,
                               reader_rank, num_readers)

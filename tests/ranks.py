@@ -7,6 +7,7 @@ a group costs a second, not a minute.
 import multiprocessing as mp
 import os
 import pickle
+import random
 import socket
 import traceback
 
@@ -15,9 +16,15 @@ _context.set_forkserver_preload(["warm"])
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a port that stays free: any connection may be given one of those from 32768 on."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)  # tests seed the others
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def start(world, function, *args):

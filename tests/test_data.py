@@ -98,17 +98,17 @@ def test_rows_without_text_are_refused_before_training(tmp_path):
     datasets.Dataset.from_dict({"text": ["a", None, "b"]}).to_json(tmp_path / "null.jsonl")
     source = str(tmp_path / "null.jsonl")
     stream = load_dataset(source, "text", streaming=True)
-    with pytest.raises(ValueError, match="sample 1 of the stream holds None, expected text"):
+    with pytest.raises(ValueError, match="row 1 of 'text' is null, expected text"):
         split_dataset(stream, 1, "text")
     with pytest.raises(ValueError, match="row 1 of 'text' is null, expected text"):
         load_dataset(source, "text")
-    # further on in a stream, the sample at which it is met
+    # further on in a shuffled stream, its row in the files
     examples = StreamedExamples(stream, READER, 3)
-    with pytest.raises(ValueError, match="of the stream holds None, expected text"):
+    with pytest.raises(ValueError, match="row 1 of 'text' is null, expected text"):
         for position in range(3):
             examples.example(position)
     datasets.Dataset.from_dict({"text": [1, 2]}).to_json(tmp_path / "numbers.jsonl")
-    with pytest.raises(ValueError, match="column 'text' holds int64, expected text in every row"):
+    with pytest.raises(ValueError, match="column 'text' holds int64, expected text or chats"):
         load_dataset(str(tmp_path / "numbers.jsonl"), "text")
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_opened_is_told_from_what_is_empty(tmp_path):
     (mixed / "a.txt").write_text("a")
     (mixed / "b.jsonl").write_text('{"text": "a"}')
     for name, message in (("empty.jsonl", "the data set is empty"),
-                          ("broken.jsonl", "cannot be read"),
+                          ("broken.jsonl", "line 2 is not JSON"),
                           ("absent.jsonl", "no such file, directory or glob match"),
                           ("mixed", "files of kind .jsonl, .txt; expected one of")):
         with pytest.raises(ValueError, match=message):

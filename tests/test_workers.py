@@ -164,7 +164,7 @@ def test_a_stream_has_one_order(num_workers):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stream_that_goes_wrong_ends_all_ranks_with_a_line(models, texts, tmp_path, num_workers):
     """It is known row by row; the checkpoint of the steps before stays."""
-    rows = [{"text": text} for text in texts[:30]] + [{"text": 7}]
+    rows = [{"text": text} for text in texts[:30]] + [{"text": None}]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     config = ds_config(tmp_path / "ds.json", 2, 2, 1)
@@ -175,6 +175,6 @@ def test_a_stream_that_goes_wrong_ends_all_ranks_with_a_line(models, texts, tmp_
     lines = "".join(of_rank[0].stderr for of_rank in ended)
     assert [of_rank[0].exit_code for of_rank in ended] == [2, 2], lines
     assert lines.count("distill.py: ") == 1 and "Traceback" not in lines, lines
-    assert "of the stream holds 7, expected text" in lines
+    assert "row 30 of 'text' is null, expected text" in lines
     last = losses_of(tmp_path / "run")[-1]["step"]
     assert last > 0 and (tmp_path / "run" / "checkpoints" / f"step_{last:07d}").exists()

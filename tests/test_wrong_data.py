@@ -1,0 +1,585 @@
+"""Wrong data ends a job with one line that names the file and the row; odd data works."""
+
+import bz2
+import copy
+import gzip
+import json
+import lzma
+import os
+import pickle
+import shutil
+import socket
+
+import datasets
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+
+from isogloss.batch import Collator
+from isogloss.data import (
+    ExampleReader,
+    check_templates,
+    holds_chats,
+    load_dataset,
+    split_dataset,
+)
+from isogloss.data_checks import check_column
+from isogloss.sample import TextEncoder
+from isogloss.workers import DataError
+from jobs import ds_config
+from wrong_input import Wrong, check_one_line, run_wrong
+
+GOOD = ["Ein café in Graz.", "naïve façade", "plain words", "more of them", "the last line"]
+USER = {"role": "user", "content": "a question"}
+ASSISTANT = {"role": "assistant", "content": "an answer"}
+CHAT = [USER, ASSISTANT]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}"
+    "{{ raise_exception('no such role') }}{% endif %}[{{ m.role }}] {{ m.content }}"
+    "{{ eos_token }}{% endfor %}")
+# --- how files are written ------------------------------------------------------------------------
+
+
+def rows(*values, key="text"):
+    """Return the lines of a .jsonl file with such values."""
+    return "\n".join(json.dumps({key: value}, ensure_ascii=False) for value in values) + "\n"
+
+
+def lines(*texts):
+    return "\n".join(texts) + "\n"
+
+
+def table(*values, **columns):
+    return pa.table({"text": list(values)} | columns)
+
+
+def invalid_strings():
+    """Return a table whose third row is not UTF-8, as programs write that do not look."""
+    data = pa.array([b"good", b"good", b"caf\xe9", b"good"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), len(data), data.buffers())
+    return pa.table({"text": text})
+
+
+def parquet(content):
+    sink = pa.BufferOutputStream()
+    pq.write_table(content, sink)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(content):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, content.schema) as writer:
+        writer.write_table(content)
+    return sink.getvalue().to_pybytes()
+
+
+# --- wrong files ----------------------------------------------------------------------------------
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
+PAGE = "<!DOCTYPE html><html><body>404: Not Found</body></html>\n"
+GOOD_PARQUET = parquet(table(*GOOD))
+GOOD_ARROW = arrow(table(*GOOD))
+LINES = lines(*GOOD)
+ROWS = rows(*GOOD)
+# {file: (its content, part of the line)}
+FILES = {
+    # encodings
+    "latin1.txt": (LINES.encode("latin-1"), "latin1.txt: line 1 "),
+    "latin1_late.txt": (lines("one", "two", "café").encode("latin-1"), "latin1_late.txt: line 3 "),
+    "latin1.jsonl": (rows("one", "café").encode("latin-1"), "latin1.jsonl: line 2 "),
+    "latin1.json": ('[\n{"text": "café"}]'.encode("latin-1"), "latin1.json: line 2 "),
+    "latin1.csv": (lines("text", "café").encode("latin-1"), "latin1.csv: line 2 "),
+    "utf16.txt": (LINES.encode("utf-16"), "utf16.txt: is UTF-16"),
+    "utf16.jsonl": (ROWS.encode("utf-16"), "utf16.jsonl: is UTF-16"),
+    "utf16.json": (json.dumps(GOOD).encode("utf-16"), "utf16.json: is UTF-16"),
+    "utf16.csv": (lines("text", *GOOD).encode("utf-16"), "utf16.csv: is UTF-16"),
+    "utf16_bare.txt": (LINES.encode("utf-16-le"), "utf16_bare.txt: "),
+    "utf32.txt": (LINES.encode("utf-32"), "utf32.txt: is UTF-32"),
+    "surrogate.jsonl": ('{"text": "a"}\n{"text": "\\ud800"}\n', "surrogate.jsonl"),
+    "invalid.parquet": (parquet(invalid_strings()), "row 2 of 'text' is not UTF-8"),
+    "invalid.arrow": (arrow(invalid_strings()), "row 2 of 'text' is not UTF-8"),
+    # files of another kind than their names say
+    "cut.parquet": (GOOD_PARQUET[:-20], "cut.parquet: "),
+    "short.parquet": (b"PAR1", "short.parquet: "),
+    "text.parquet": (LINES, "text.parquet: "),
+    "page.parquet": (PAGE, "page.parquet: is a web page"),
+    "pointer.parquet": (LFS, "pointer.parquet: is a pointer of git-lfs"),
+    "arrow.parquet": (GOOD_ARROW, "arrow.parquet: "),
+    "cut.arrow": (GOOD_ARROW[: len(GOOD_ARROW) // 2], "cut.arrow: "),
+    "noise.arrow": (b"\xff" * 500, "noise.arrow: "),
+    "parquet.arrow": (GOOD_PARQUET, "parquet.arrow: is a parquet file"),
+    "parquet.jsonl": (GOOD_PARQUET, "parquet.jsonl: is a parquet file"),
+    "parquet.txt": (GOOD_PARQUET, "parquet.txt: is a parquet file"),
+    "parquet.csv": (GOOD_PARQUET, "parquet.csv: is a parquet file"),
+    "pdf.txt": (b"%PDF-1.7\n%\xe2\xe3\n", "pdf.txt: is a PDF file"),
+    "database.csv": (b"SQLite format 3\0" + b"\0" * 80, "database.csv: is a SQLite"),
+    "pickle.jsonl": (pickle.dumps({"text": GOOD}), "pickle.jsonl: "),
+    "page.jsonl": (PAGE, "page.jsonl: is a web page"),
+    "page.csv": (PAGE, "page.csv: is a web page"),
+    "pointer.jsonl": (LFS, "pointer.jsonl: is a pointer of git-lfs"),
+    "pointer.txt": (LFS, "pointer.txt: is a pointer of git-lfs"),
+    "cut.jsonl.gz": (gzip.compress(ROWS.encode() * 99)[:-20], "cut.jsonl.gz: "),
+    "not_zipped.jsonl.gz": (ROWS, "not_zipped.jsonl.gz: is no .gz file"),
+    "notes.docx": (b"PK\3\4", "files of kind .docx; expected"),
+    "no_suffix": (LINES, "expected"),
+    "zeros.txt": (b"\0" * 100, "zeros.txt: is no text: it holds NUL bytes"),
+    # JSON
+    "broken.jsonl": (rows("a", "b") + '{"text": "c"\n' + rows("d"), "broken.jsonl: line 3 "),
+    "cut.jsonl": (ROWS[:-10], "cut.jsonl: line 5 "),
+    "comma.jsonl": ('{"text": "a"},\n{"text": "b"},\n', "comma.jsonl: line 1 "),
+    "repr.jsonl": ("{'text': 'a'}\n", "repr.jsonl: line 1 "),
+    "strings.jsonl": ('"a"\n"b"\n', "strings.jsonl: line 1 holds a string"),
+    "bare.jsonl": ("1\n2\n", "bare.jsonl: line 1 holds a number"),
+    "lists.jsonl": ('["a"]\n["b"]\n', "lists.jsonl: line 1 holds a list"),
+    "nothing.jsonl": ("null\nnull\n", "nothing.jsonl: line 1 holds null"),
+    "one_string.jsonl": (rows("a") + '"b"\n', "one_string.jsonl: line 2 holds a string"),
+    "words.jsonl": ("plain words\n", "words.jsonl: line 1 "),
+    "cut.json": (json.dumps(GOOD)[:-5], "cut.json: "),
+    "empty_list.json": ("[]", "the data set is empty"),
+    "a_number.json": ("7", "a_number.json: line 1 holds a number"),
+    "list_of_numbers.json": ("[1, 2]", "holds int64, expected text"),
+    "blank.jsonl": ("\n\n\n", "the data set is empty"),
+    "twice.jsonl": ('{"text": "a", "text": "b"}\n', "twice.jsonl: line 1 "),
+    # values
+    "numbers.jsonl": (rows(1, 2), "holds int64, expected text"),
+    "truths.jsonl": (rows(True, False), "holds bool, expected text"),
+    "objects.jsonl": (rows({"a": 1}), "holds objects of a, expected text"),
+    "words_in_lists.jsonl": (rows(["a", "b"], ["c"]), "holds lists of string, expected text"),
+    "ids.jsonl": (rows([1, 2], [3]), "holds lists of int64, expected text"),
+    "nulls.jsonl": (rows(None, None), "holds null, expected text"),
+    "one_null.jsonl": (rows("a", "b", None), "row 2 of 'text' is null"),
+    "missing.jsonl": (rows("a") + '{"other": "b"}\n', "row 1 of 'text' is null"),
+    "mixed.jsonl": (rows("a", "b", 3), "mixed"),
+    "mixed_lists.jsonl": (rows("a", ["b"]), "mixed"),
+    "mixed_objects.jsonl": (rows("a", {"b": 1}), "mixed"),
+    "null.parquet": (parquet(table("a", None)), "row 1 of 'text' is null"),
+    "bytes.parquet": (parquet(table(b"a", b"b")), "holds binary, expected text"),
+    "views.parquet": (parquet(pa.table({"text": pa.array(GOOD, pa.string_view())})),
+                      "holds string_view, expected text"),
+    "twice.parquet": (parquet(pa.table([["a"], ["b"]], names=["text", "text"])),
+                      "the column 'text' is there twice"),
+    "no_rows.parquet": (parquet(pa.table({"text": pa.array([], pa.string())})),
+                        "no_rows.parquet: holds no row"),
+    "empties.jsonl": (rows("", "", ""), "all 3 rows of 'text' are empty"),
+    "empties.txt": ("\n\n\n", "all 3 rows of 'text' are empty"),
+    "empties.parquet": (parquet(table("", "")), "all 2 rows of 'text' are empty"),
+    "rest_is_empty.jsonl": (rows("a", "b", "", ""), "--eval_rows 2: all rows behind"),
+    "held_out_is_empty.jsonl": (rows("", "", "a", "b"), "--eval_rows 2: all of the"),
+    # tables
+    "quotes.csv": ('text\n"a\nb\nc\n', "quotes.csv: "),
+    "wide.csv": ("text\na\nb,c,d\n", "wide.csv: "),
+    "no_header.csv": ("a,b\nc,d\n", "no column 'text'; it has a, b"),
+    "semicolons.csv": ("text;label\na;b\n", "no column 'text'; it has text;label"),
+    "twice.csv": ("text,text\na,b\n", "the column 'text' is there twice"),
+    "empty_cell.csv": ("text,label\na,1\n,2\n", "row 1 of 'text' is null"),
+    "header.csv": ("text\n", "the data set is empty"),
+    "numbers.csv": ("text\n1\n2\n", "holds int64, expected text"),
+    # chats
+    "sharegpt.jsonl": (rows([{"from": "human", "value": "a"}]),
+                       "holds lists of objects of from, value, expected text"),
+    "bare_message.jsonl": (rows(USER, USER), "holds objects of "),
+    "empty_chats.jsonl": (rows([], []), "expected text"),
+    "all_chats_empty.parquet": (parquet(pa.table({"text": pa.array(
+        [[], []], pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})))})),
+        "all 2 rows of 'text' are empty"),
+    "no_role.jsonl": (rows(CHAT, [USER, {"content": "x"}]),
+                      "row 1 of 'text': message 1 has no role"),
+    "no_content.jsonl": (rows(CHAT, CHAT, [USER, {"role": "assistant"}]),
+                         "row 2 of 'text': message 1 has no content"),
+    "null_content.jsonl": (rows(CHAT, [dict(USER, content=None)]),
+                           "row 1 of 'text': message 0 has no content"),
+    "null_message.jsonl": (rows(CHAT, [USER, None]), "row 1 of 'text': message 1 is null"),
+    "null_chat.jsonl": (rows(CHAT, None), "row 1 of 'text' is null"),
+    "parts.jsonl": (rows([dict(USER, content=[{"type": "text", "text": "a"}])]), "content"),
+    "number_content.jsonl": (rows([dict(USER, content=1)]), "content"),
+    "number_role.jsonl": (rows([dict(USER, role=1)]), "role"),
+    "strings_for_messages.jsonl": (rows(["user: a", "assistant: b"]), "holds lists of string"),
+    "mixed_content.jsonl": (rows(CHAT, [dict(USER, content=1)]), "content"),
+    "unknown_role.jsonl": (rows(*[[dict(USER, role="robot")]] * 3),
+                           "no such role; it refuses the other 2"),
+}
+# What is added to the command line for some files.
+FLAGS_OF_FILES = {"rest_is_empty.jsonl": "--eval_rows=2",
+                  "held_out_is_empty.jsonl": "--eval_rows=2"}
+# What is met before the first step of a stream too; in other words where it is another check.
+STREAMS = [
+    "latin1.txt", "latin1.csv", "utf16.json", "surrogate.jsonl", "cut.parquet", "cut.arrow",
+    "invalid.arrow", "cut.jsonl.gz", "broken.jsonl", "one_string.jsonl", "cut.json",
+    "empty_list.json", "numbers.jsonl", "nulls.jsonl", "words_in_lists.jsonl", "mixed_lists.jsonl",
+    "twice.parquet", "no_rows.parquet", "quotes.csv", "header.csv", "sharegpt.jsonl",
+    "empty_chats.jsonl", "all_chats_empty.parquet", "no_role.jsonl", "null_message.jsonl",
+    "parts.jsonl", "mixed_content.jsonl", "unknown_role.jsonl", "held_out_is_empty.jsonl"]
+STREAM_MESSAGES = {"all_chats_empty.parquet": "refuses a chat"}
+# Rows of a stream, which are looked at when they are read.
+MID_RUN = {
+    "Latin-1": Wrong("--data={folder}/latin1.jsonl", "latin1.jsonl: line 2 is not UTF-8"),
+    "invalid strings": Wrong("--data={folder}/invalid.parquet", "row 2 of 'text' is not UTF-8"),
+    "a null": Wrong("--data={folder}/one_null.jsonl", "row 2 of 'text' is null"),
+    "a null behind held-out rows": Wrong(
+        "--data={folder}/one_null.jsonl --eval_rows=1", "row 2 of 'text' is null"),
+    "a null, in a data worker": Wrong(
+        "--data={folder}/one_null.jsonl --num_workers=1", "row 2 of 'text' is null"),
+    "a null in parquet": Wrong("--data={folder}/null.parquet", "row 1 of 'text' is null"),
+    "an empty cell": Wrong("--data={folder}/empty_cell.csv", "row 1 of 'text' is null"),
+    "a missing key": Wrong("--data={folder}/missing.jsonl", "row 1 of 'text' is null"),
+    "a bad chat": Wrong("--data={folder}/late_chat.jsonl", "row 9 of 'text': message 1 has no"),
+    "empty texts": Wrong("--data={folder}/empties.txt", "all rows of 'text' are empty"),
+    "empty texts behind held-out rows": Wrong(
+        "--data={folder}/rest_is_empty.jsonl --eval_rows=2", "all rows of 'text' are empty"),
+    "a second file with a broken line": Wrong("--data={folder}/one_broken", "b.jsonl: line 2 "),
+}
+# --- wrong places ---------------------------------------------------------------------------------
+
+TEACHERS = (
+    '--kd_weight=1 --data={folder}/routes.jsonl '
+    '--teachers=[{"model":"{folder}/teacher","name":"x","routes":["a"]},'
+    '{"model":"{folder}/teacher","name":"y"}] --route_key=')
+PLACES = {
+    # not a file
+    "a pipe": Wrong("--data={folder}/pipe.jsonl", "pipe.jsonl: is a pipe, expected a file"),
+    "a socket": Wrong("--data={folder}/socket.jsonl", "is a socket, expected a file"),
+    "a device": Wrong("--data=/dev/null", "--data /dev/null: is a device, expected a file"),
+    "a device without end": Wrong("--data=/dev/zero", "is a device, expected a file"),
+    "a directory with the name of a file": Wrong(
+        "--data={folder}/folder.jsonl", "holds no file that can be read"),
+    "a link to nothing": Wrong("--data={folder}/link.jsonl", "is a link to nothing"),
+    "a link to itself": Wrong("--data={folder}/circle.jsonl", "is a link to nothing"),
+    "a pipe among files": Wrong("--data={folder}/pipes", "pipes/b.jsonl: is a pipe"),
+    "a link to nothing among files": Wrong("--data={folder}/links", "b.jsonl: is a link to"),
+    "a name that is too long": Wrong(f"--data=/{'a' * 5000}", "no such file, directory or glob"),
+    "a home of nobody": Wrong("--data=~nobody_has_this/a.txt", "no such file, directory or glob"),
+    # directories and globs
+    "an empty directory": Wrong("--data={folder}/empty", "holds no file that can be read"),
+    "a directory of other files": Wrong("--data={folder}/other", "holds no file that can be"),
+    "a directory of two kinds": Wrong("--data={folder}/kinds", "files of kind .jsonl, .txt;"),
+    "a glob of two kinds": Wrong("--data={folder}/kinds/*", "files of kind .jsonl, .txt;"),
+    "a glob of nothing": Wrong("--data={folder}/kinds/*.csv", "no such file, directory or glob"),
+    "a glob of nothing, without a suffix": Wrong("--data=kinds/none*", "no such file, directory"),
+    "a glob of directories": Wrong("--data={folder}/kind?", "kinds: is a directory, expected"),
+    "a broken file among good ones": Wrong("--data={folder}/one_broken", "b.jsonl: line 2 "),
+    "a file of Latin-1 among good ones": Wrong("--data={folder}/one_latin", "b.jsonl: line 1 "),
+    "an empty table among good ones": Wrong("--data={folder}/one_empty", "b.parquet: is empty"),
+    "files of other columns": Wrong("--data={folder}/columns", "do not have the same columns"),
+    "files of other types": Wrong("--data={folder}/types", "do not have the same columns"),
+    "compressed by zstd": Wrong("--data={folder}/a.jsonl.zst", "files of kind .zst; expected"),
+    # hub
+    "a hub id that is not there": Wrong("--data=org/no_such_data", "org/no_such_data: cannot be"),
+    "a hub id with a config": Wrong("--data=org/no_such_data:b", "data:b: cannot be read"),
+    "a name without a slash": Wrong("--data=wikipedia", "or a hub id like org/name"),
+    "an address": Wrong("--data=https://example.org/a.jsonl", "no such file, directory or glob"),
+    # splits
+    "a split of a file": Wrong("--data={folder}/good.jsonl --split=test",
+                               "--split test: files have no splits"),
+    "a part of a stream": Wrong("--data={folder}/good.jsonl --streaming --split=train[:1]",
+                                "--split train[:1]: files have no splits"),
+    "a part that is none": Wrong("--data={folder}/good.jsonl --split=train[:b]", "cannot be read"),
+    "a split that is not there": Wrong("--data={folder}/splits --split=train",
+                                       "splits has no such split; it has dev, test"),
+    "a split of saved data": Wrong("--data={folder}/saved --split=test", "without splits"),
+    # save_to_disk
+    "a broken state": Wrong("--data={folder}/broken_state", "state.json: is not JSON"),
+    "a state that is a list": Wrong("--data={folder}/list_state", "cannot be read"),
+    "an arrow file missing": Wrong("--data={folder}/no_arrow", "cannot be read"),
+    "an arrow file cut off": Wrong("--data={folder}/cut_arrow", ".arrow: is cut off or damaged"),
+    "an arrow file that is not UTF-8": Wrong("--data={folder}/bad_arrow",
+                                             ".arrow: row 2 of 'text' is not UTF-8"),
+    "broken splits": Wrong("--data={folder}/broken_splits", "dataset_dict.json: is not JSON"),
+    "no info": Wrong("--data={folder}/no_info", "cannot be read"),
+    # columns
+    "no such column": Wrong("--data={folder}/good.jsonl --text_key=words",
+                            "no column 'words'; it has text"),
+    "all held out": Wrong("--data={folder}/good.jsonl --eval_rows=5", "the data has 5 rows"),
+    "no such route": Wrong(TEACHERS + "domain", "--route_key domain: no such column; it has text"),
+    "routes of lists": Wrong(TEACHERS + "lists", "--route_key lists: the column holds lists of"),
+    "routes of objects": Wrong(TEACHERS + "objects", "the column holds objects of a, expected"),
+    "routes of mixed types": Wrong(TEACHERS + "mixed", "the column holds mixed types"),
+    "routes that are null": Wrong(TEACHERS + "null", "the column holds null, expected"),
+    "routes of numbers": Wrong(TEACHERS + "number", "holds int64, but --teachers name the route"),
+}
+
+
+def cases():
+    """Return {name: Wrong}: every place, every wrong file, and some of them as a stream."""
+    wrong = dict(PLACES)
+    for file, (_, message) in FILES.items():
+        flags = f"--data={{folder}}/{file} {FLAGS_OF_FILES.get(file, '')}"
+        wrong[file] = Wrong(flags, message)
+        if file in STREAMS:
+            wrong[f"{file}, a stream"] = Wrong(
+                f"{flags} --streaming", STREAM_MESSAGES.get(file, message))
+    return wrong
+
+
+def write(path, content):
+    """Write a file of text or bytes, and the directory that it is in."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_places(folder):
+    """Write what PLACES name."""
+    os.mkfifo(folder / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.open(".", os.O_RDONLY)
+        os.chdir(folder)  # the name of a socket is short
+        listener.bind("socket.jsonl")
+        os.fchdir(here)
+        os.close(here)
+    for name in ("folder.jsonl", "empty", "pipes", "links"):
+        (folder / name).mkdir()
+    os.mkfifo(folder / "pipes" / "b.jsonl")
+    (folder / "link.jsonl").symlink_to("nowhere")
+    (folder / "circle.jsonl").symlink_to("circle.jsonl")
+    (folder / "links" / "b.jsonl").symlink_to("nowhere")
+    files = {
+        "good.jsonl": ROWS, "pipes/a.jsonl": ROWS, "links/a.jsonl": ROWS, "other/a.pdf": "%PDF",
+        "kinds/a.txt": LINES, "kinds/b.jsonl": ROWS, "a.jsonl.zst": b"\x28\xb5\x2f\xfd",
+        "one_broken/a.jsonl": ROWS, "one_broken/b.jsonl": rows("a") + "{\n",
+        "one_latin/a.jsonl": ROWS, "one_latin/b.jsonl": rows("é").encode("latin-1"),
+        "one_empty/a.parquet": GOOD_PARQUET, "one_empty/b.parquet": "",
+        "columns/a.jsonl": rows("a"), "columns/b.jsonl": rows("b", key="content"),
+        "late_chat.jsonl": rows(*[CHAT] * 9, [USER, {"role": "assistant"}]),
+        "types/a.parquet": GOOD_PARQUET, "types/b.parquet": parquet(pa.table({"x": [1]})),
+    }
+    for name, content in files.items():
+        write(folder / name, content)
+    routes = {"text": "a", "lists": ["a"], "objects": {"a": 1}, "null": None, "number": 1}
+    write(folder / "routes.jsonl", json.dumps(routes | {"mixed": "a"}) + "\n"
+          + json.dumps(routes | {"mixed": 1}) + "\n")
+    write_saved(folder)
+
+
+def write_saved(folder):
+    """Write directories of save_to_disk, good ones and damaged ones."""
+    good = datasets.Dataset.from_dict({"text": GOOD})
+    splits = datasets.DatasetDict(dev=good, test=good)
+    splits.save_to_disk(folder / "splits")
+    splits.save_to_disk(folder / "broken_splits")
+    write(folder / "broken_splits" / "dataset_dict.json", "{")
+    for name in ("saved", "broken_state", "list_state", "no_arrow", "cut_arrow", "bad_arrow",
+                 "no_info"):
+        good.save_to_disk(folder / name)
+    write(folder / "broken_state" / "state.json", "{")
+    write(folder / "list_state" / "state.json", "[]")
+    (folder / "no_info" / "dataset_info.json").unlink()
+    [file] = (folder / "no_arrow").glob("*.arrow")
+    file.unlink()
+    write(folder / "cut_arrow" / file.name, GOOD_ARROW[: len(GOOD_ARROW) // 2])
+    write(folder / "bad_arrow" / file.name, arrow(invalid_strings()))
+
+
+@pytest.fixture(scope="module")
+def folder(models, tmp_path_factory):
+    """Directory of all wrong data, a student that reads chats, and a teacher."""
+    folder = tmp_path_factory.mktemp("wrong_data")
+    for file, (content, _) in FILES.items():
+        write(folder / file, content)
+    write_places(folder)
+    shutil.copytree(models[0], folder / "student")
+    settings = json.loads((folder / "student" / "tokenizer_config.json").read_text())
+    write(folder / "student" / "tokenizer_config.json",
+          json.dumps(settings | {"chat_template": TEMPLATE}))
+    (folder / "teacher").symlink_to(models[1])
+    return folder
+
+
+CASES = cases()
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    """The flags of a good command line."""
+    return [f"--student={folder}/student", "--kd_weight=0", "--steps=9", "--max_length=60",
+            f"--ds_config={ds_config(folder / 'ds.json', 0, 4, 1)}", "--num_workers=0",
+            f"--output_dir={folder / 'run'}"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, base):
+    """{case: Outcome on the one rank} of every wrong command line."""
+    ended = run_wrong(1, CASES, base, folder)
+    assert not (folder / "run").exists()  # nothing was written before the first step
+    return ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_data_ends_with_one_line(outcomes, case):
+    check_one_line(outcomes[case], CASES[case].message)
+
+
+@pytest.fixture(scope="module")
+def ended_in_mid_run(folder, base):
+    """{case: Outcome on the one rank} of what a stream meets on its way."""
+    return run_wrong(1, MID_RUN, [*base, "--streaming"], folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MID_RUN)
+def test_a_bad_row_of_a_stream_ends_the_run_with_one_line(ended_in_mid_run, case):
+    [outcome] = ended_in_mid_run[case]
+    assert outcome.exit_code == 2 and "Traceback" not in outcome.stderr, outcome.stderr
+    [line] = [line for line in outcome.stderr.splitlines() if "distill.py: " in line]
+    assert MID_RUN[case].message in line, outcome.stderr
+
+
+# --- odd data that works --------------------------------------------------------------------------
+
+BOM = "\ufeff"
+CALL = {"role": "assistant", "content": None, "tool_calls": [
+    {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}]}
+# {file: (its content, the texts that a run reads)}
+ODD = {
+    "bom.txt": (BOM + LINES, GOOD),
+    "bom.jsonl": (BOM + ROWS, GOOD),
+    "bom.json": (BOM + json.dumps([{"text": "a"}]), ["a"]),
+    "bom.csv": (BOM + "text,label\na,1\n", ["a"]),
+    "crlf.txt": (LINES.replace("\n", "\r\n"), GOOD),
+    "crlf.jsonl": (ROWS.replace("\n", "\r\n"), GOOD),
+    "crlf.csv": ("text\r\na\r\nb\r\n", ["a", "b"]),
+    "extra.jsonl": ('{"id": 1, "text": "a", "more": {"x": [1]}}\n', ["a"]),
+    "some_empty.jsonl": (rows("", "a", ""), ["", "a", ""]),
+    "some_empty.txt": ("\na\n\n", ["", "a", ""]),
+    "some_empty.parquet": (parquet(table("", "a")), ["", "a"]),
+    "ünïcode 日本.jsonl": (ROWS, GOOD),
+    "with spaces.txt": (LINES, GOOD),
+    "brackets[1].jsonl": (ROWS, GOOD),
+    "star*.jsonl": (ROWS, GOOD),
+    "UPPER.JSONL": (ROWS, GOOD),
+    "objects.json": (json.dumps([{"text": text} for text in GOOD]), GOOD),
+    "pretty.json": (json.dumps([{"text": text} for text in GOOD], indent=2), GOOD),
+    "one_row.jsonl": (rows("a"), ["a"]),
+    "one_row.txt": ("a", ["a"]),
+    "one_object.json": ('{"text": "a"}', ["a"]),
+    "two_in_a_line.jsonl": ('{"text": "a"} {"text": "b"}\n', ["a", "b"]),
+    "blank_lines.jsonl": ('{"text": "a"}\n\n{"text": "b"}\n\n', ["a", "b"]),
+    "long.txt": ("word " * 200_000, ["word " * 200_000]),
+    "long.jsonl": (rows("word " * 200_000), ["word " * 200_000]),
+    "large.parquet": (parquet(pa.table({"text": pa.array(GOOD, pa.large_string())})), GOOD),
+    "categories.parquet": (parquet(pa.table({"text": pa.array(["a", "b"]).dictionary_encode()})),
+                           ["a", "b"]),
+    "stream.arrow": (GOOD_ARROW, GOOD),
+    "a.jsonl.gz": (gzip.compress(ROWS.encode()), GOOD),
+    "a.json.gz": (gzip.compress(json.dumps([{"text": "a"}]).encode()), ["a"]),
+    "a.txt.gz": (gzip.compress(LINES.encode()), GOOD),
+    "a.csv.gz": (gzip.compress(b"text\na\n"), ["a"]),
+    "a.jsonl.bz2": (bz2.compress(ROWS.encode()), GOOD),
+    "a.jsonl.xz": (lzma.compress(ROWS.encode()), GOOD),
+    "escapes.jsonl": ('{"text": "\\ud83d\\ude00 \\u0000"}\n', ["😀 \0"]),
+    "page.txt": (PAGE, [PAGE.strip()]),  # a corpus may be of such pages
+    "quoted.csv": ('text\n"a\nb"\n', ["a\nb"]),
+    "chats.jsonl": (rows(CHAT, CHAT), [CHAT, CHAT]),
+    "some_empty_chats.jsonl": (rows(CHAT, []), [CHAT, []]),
+}
+
+
+def read_whole(dataset):
+    return [row["text"] for row in dataset]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("file", ODD)
+def test_odd_files_are_read(tmp_path, file, streaming):
+    content, expected = ODD[file]
+    path = tmp_path / file
+    write(path, content)
+    dataset = load_dataset(str(path), "text", streaming=streaming)
+    train, _ = split_dataset(dataset, 0, "text", str(path))
+    assert read_whole(train) == expected
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_may_differ_in_their_keys(tmp_path, tokenizers, tables, streaming):
+    """Tool calls of several functions have several types; readers keep such messages as JSON."""
+    other = json.loads(json.dumps(CALL).replace('{"at": "x"}', '{"for": 3}'))
+    chats = [[USER, CALL], [dict(USER, name="Ann"), ASSISTANT], [USER, other, ASSISTANT]]
+    path = tmp_path / "calls.jsonl"
+    write(path, rows(*chats))
+    dataset = load_dataset(str(path), "text", streaming=streaming)
+    assert holds_chats(dataset, "text")
+    tokenizer = copy.deepcopy(tokenizers[0])
+    tokenizer.chat_template = TEMPLATE
+    encoder = TextEncoder(tokenizer, tables[0], 400)
+    check_templates(dataset, "text", [encoder], str(path))
+    reader = ExampleReader("text", "", str(path))
+    batch = Collator(encoder, [])([reader(row) for row in dataset])
+    assert batch.counts.tokens > 0
+
+
+def test_a_split_of_saved_data_is_chosen_by_its_name(tmp_path):
+    parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    for streaming in (False, True):
+        for name in parts:
+            dataset = load_dataset(str(tmp_path / "both"), "text", name, streaming)
+            assert read_whole(dataset) == [name]
+    parts["test"].save_to_disk(tmp_path / "one")
+    assert read_whole(load_dataset(str(tmp_path / "one"), "text")) == ["test"]
+
+
+def test_a_part_of_a_file_may_be_named(tmp_path):
+    write(tmp_path / "a.txt", LINES)
+    assert read_whole(load_dataset(str(tmp_path / "a.txt"), "text", "train[:2]")) == GOOD[:2]
+
+
+def test_compressed_copies_beside_files_are_left_out(tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    write(tmp_path / "a.jsonl.gz", gzip.compress(ROWS.encode()))
+    assert read_whole(load_dataset(str(tmp_path), "text")) == GOOD
+    (tmp_path / "a.jsonl").unlink()
+    assert read_whole(load_dataset(str(tmp_path), "text")) == GOOD
+
+
+def test_empty_files_among_others_are_read(tmp_path):
+    write(tmp_path / "a.jsonl", "")
+    write(tmp_path / "b.jsonl", ROWS)
+    assert read_whole(load_dataset(str(tmp_path), "text")) == GOOD
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read_is_named(tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "a.jsonl").chmod(0)
+    with pytest.raises(ValueError, match="may not be read; change its permissions"):
+        load_dataset(str(tmp_path / "a.jsonl"), "text")
+
+
+def test_what_is_wrong_far_behind_is_found(tmp_path):
+    """In one of many chunks of a column, with the row of the whole data."""
+    chunks = [table(*GOOD)] * 3 + [invalid_strings()]
+    write(tmp_path / "a.arrow", arrow(pa.concat_tables(chunks)))
+    saved = datasets.Dataset(pa.concat_tables([table(*GOOD)] * 3 + [table("a", None)]))
+    with pytest.raises(ValueError, match="row 16 of 'text' is null"):
+        check_column("", saved, "text")
+    damaged = datasets.Dataset(pa.concat_tables(chunks))
+    with pytest.raises(ValueError, match="row 17 of 'text' is not UTF-8"):
+        check_column("", damaged, "text")
+    chats = datasets.Dataset.from_list([{"text": CHAT}] * 4)
+    bad = datasets.Dataset.from_list([{"text": CHAT}, {"text": [USER, dict(USER, role=None)]}])
+    both = datasets.concatenate_datasets([chats, bad])
+    with pytest.raises(ValueError, match="row 5 of 'text': message 1 has no role"):
+        check_column("", both, "text")
+
+
+def test_a_row_is_looked_at_before_it_is_used():
+    """What Arrow does not know: values of streams, and messages that are kept as JSON."""
+    reader = ExampleReader("text", "to", "rows")
+    assert reader({"text": "a", "to": None}).route is None
+    bad = {
+        "'to' holds ['b'], expected a text or a number": {"text": "a", "to": ["b"]},
+        "half of a surrogate pair": {"text": "\ud800", "to": 1},
+        "is null, expected text": {"to": 1},
+        "holds b'a', expected text": {"text": b"a", "to": 1},
+        "message 0 is 'a', expected role": {"text": ["a"], "to": 1},
+        "message 0 has no content": {"text": [dict(CALL, tool_calls=[])], "to": 1},
+        "message 0 has a content that is [1]": {"text": [dict(USER, content=[1])], "to": 1},
+        "has tool_calls that are 'look'": {"text": [dict(CALL, tool_calls="look")], "to": 1},
+        "has a tool call that is {'name': None}": {
+            "text": [dict(CALL, tool_calls=[{"name": None}])], "to": 1},
+        "has a reasoning_content that is 1": {"text": [dict(USER, reasoning_content=1)], "to": 1},
+    }
+    for message, row in bad.items():
+        with pytest.raises(DataError) as error:
+            reader(row, 7)
+        assert "--data rows: row 7 of 'text'" in str(error.value) and message in str(error.value)
