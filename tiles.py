@@ -655,7 +655,8 @@ def _neighbors(position_N: Tensor, width: int) -> Tensor:
     for shift in (-1, 1):
         neighbor = position_N + shift
         around.append(neighbor[(neighbor >= 0) & (neighbor // width == row_N)])
-    return torch.cat(around).unique()
+    distinct: Tensor = torch.unique_consecutive(torch.cat(around).sort().values)
+    return distinct
 
 
 class TeacherBlocks:

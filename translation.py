@@ -15,7 +15,7 @@ root, at every common boundary.  Scope: all student tokens, v in the cell of B[v
 choice, inside the cell of the realized student token, after k = 1, 2, ... of its teacher tokens.
     Scope: the student tokens whose path begins with these k; cells: one for every teacher token
     that goes on with a path, and "stop", which gets what q_k gives to all others.  Where the text
-    has a teacher token that is longer than the student's, the tokens like it decide.
+    has a teacher token that is longer than the student's, tokens like it say what they begin with.
 inside, within a teacher token, after student tokens u.  Scope: all; cells: each token with which
     the teacher tokens that begin with u go on, and one for the rest.
 rest, of chunks of several tokens on both sides: did the text go on so?
@@ -27,30 +27,38 @@ and choice is a mixture.  And if the student's token v0 ended at this boundary, 
 its tokenizer would have joined to v0 did not come: they get mass 0 (never the realized one).
 
 By the chain rule the forward KL over the nodes is, in expectation over the text, KL(belief ||
-student).  It is exact where one tokenizer's tokens are unions of the other's
-(tests/test_translation.py enumerates all texts of small processes); where tokens cross, what the
-teacher would have said after other cuts of the same bytes is not known, and a bias stays.
+student).  It is exact where one tokenizer's tokens are unions of the other's and no cut depends on
+what follows (tests/test_translation.py sums over all texts of small processes).  Where tokens
+cross, what the teacher would have said after other cuts of the same bytes is not known, and a bias
+stays.
 
-Shapes: N rows of the student or of roots, M rows of the teacher, V, W vocabularies, C cells,
-K choice or inside nodes, G groups (cells of one node), E entries (tokens in groups), P pieces.
+Shapes: B samples; S, T positions; N student rows or roots, M teacher rows (rows are positions of
+the flattened batch); V, W vocabularies; C cells of the roots; K nodes of another kind; G cells of
+such a node, or of all of them one after the other; E entries (tokens in cells); P pieces; F, J see
+`Tables`.
 
-Needs torch and losses.py.  License: Apache-2.0 (see LICENSE).
+Needs torch and losses.py; `group` needs vocab_parallel.py too.  Copy these files into your own
+repository.  License: Apache-2.0 (see LICENSE).  Tests: tests/test_translation.py.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from losses import (
     FLOOR,
     SHIFT,
+    Chunks,
     SumAndCount,
-    _bernoulli_kl,
-    _chunk_logp,
     at_least_float32,
+    bernoulli_kl,
+    check_width,
+    chunk_logp,
     find_chunks,
-    position_divergence,
+    forward_kl,
     reduce_terms,
 )
 
@@ -58,9 +66,9 @@ from losses import (
 
 
 class Tables(NamedTuple):
-    """Tell how two vocabularies spell each other (projection_tools.spell builds it).
+    """Tell how two vocabularies spell each other (projection_tools.cells builds it).
 
-    cell_V, cell_W: (V,), (W,) int64, cell of each student token, and that which a teacher token
+    cell_V, cell_W: (V,), (W,) int64, cell of each student token, and the one that a teacher token
         gives its mass to; C for tokens without one.
     num_cells: C.
     pieces_W: (W, P) int64, A, then -1.
@@ -94,46 +102,87 @@ class Tables(NamedTuple):
     join_high_J: Tensor
 
 
+def next_piece(pieces_XP: Tensor, token_N: Tensor, level_N: Tensor) -> Tensor:
+    """Return (N,) piece `level` of the spelling of each token, -1 behind its end."""
+    width = pieces_XP.shape[1]
+    piece = pieces_XP[token_N, level_N.clamp(max=width - 1)]
+    return torch.where(level_N < width, piece, -1)
+
+
+def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (number of its range, place) of every place of the ranges low .. high - 1."""
+    sizes = high - low
+    number = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    begin = sizes.cumsum(0) - sizes
+    place = torch.arange(len(number), device=sizes.device) - begin[number] + low[number]
+    return number, place
+
+
 # --- nodes, from ids ------------------------------------------------------------------------------
+
+
+class Roots(NamedTuple):
+    """List the root nodes: one for every chunk.
+
+    row_S, row_T: (N,) int64, rows that predict the first token of the chunk on either side.
+    before_S: (N,) student token in front of the chunk, -1 for none.
+    next_T: (N,) the teacher token that comes.
+    ended_T: (N,) u, see `tokens_that_ended`; its row is row_T - 1.
+    """
+
+    row_S: Tensor
+    row_T: Tensor
+    before_S: Tensor
+    next_T: Tensor
+    ended_T: Tensor
+
+
+class Choices(NamedTuple):
+    """List the choice nodes.
+
+    root: (K,) int64, number of the root.
+    level: (K,) k.
+    low, high: (K,) the scope, ``order_V[low:high]``.
+    token: (K,) realized student token, whose path leads to the node.
+    row_T: (K,) teacher row that q_k comes from; -1: a longer token came.
+    """
+
+    root: Tensor
+    level: Tensor
+    low: Tensor
+    high: Tensor
+    token: Tensor
+    row_T: Tensor
+
+
+class Insides(NamedTuple):
+    """List the inside nodes.
+
+    row_S, row_T: (K,) int64, the student's row, and the row that predicts the teacher token that
+        it is in.
+    low, high: (K,) teacher tokens that begin so, ``order_W[low:high]``.
+    level: (K,) student tokens since the teacher token began.
+    """
+
+    row_S: Tensor
+    row_T: Tensor
+    low: Tensor
+    high: Tensor
+    level: Tensor
 
 
 class Nodes(NamedTuple):
     """List all nodes of some chunks, known from ids alone, before any forward pass.
 
-    root_S, root_T: (N,) rows that predict the first token of a chunk on either side.
-    before_S: (N,) student token in front of the chunk, -1 for none.
-    next_T: (N,) the teacher token that comes.
-    ended_T: (N,) u, the teacher token that ended in front, if it is a chunk of its own that the
-        student spells A[u], and its row is root_T - 1; else -1.
-    choice_root: (K,) root of each choice node.
-    choice_level: (K,) k.
-    choice_low, choice_high: (K,) its scope, ``order_V[low:high]``.
-    choice_token: (K,) realized student token, whose path leads to the node.
-    choice_row: (K,) teacher row that q_k comes from; -1: a longer token came.
-    inside_S, inside_T: (K,) student row, and the row that predicts the teacher token it is in.
-    inside_low, inside_high: (K,) teacher tokens that begin so, ``order_W[low:high]``.
-    inside_level: (K,) student tokens since the teacher token began.
-    many_S, many_T: (M, 2) int64 (row, chunk): all rows of chunks with several tokens on both sides.
+    many_S, many_T: (M, 2) int64 (row, chunk): all rows of the chunks with several tokens on both
+        sides.
     count_many: how many such chunks.
-    count_all: () int64, student positions (and n:m remainders) that the nodes cover.
+    count_all: () int64, student positions (and n:m rests) that the nodes cover.
     """
 
-    root_S: Tensor
-    root_T: Tensor
-    before_S: Tensor
-    next_T: Tensor
-    ended_T: Tensor
-    choice_root: Tensor
-    choice_level: Tensor
-    choice_low: Tensor
-    choice_high: Tensor
-    choice_token: Tensor
-    choice_row: Tensor
-    inside_S: Tensor
-    inside_T: Tensor
-    inside_low: Tensor
-    inside_high: Tensor
-    inside_level: Tensor
+    roots: Roots
+    choices: Choices
+    insides: Insides
     many_S: Tensor
     many_T: Tensor
     count_many: int
@@ -141,102 +190,130 @@ class Nodes(NamedTuple):
 
 
 def list_nodes(
-    student_next: Tensor, teacher_next: Tensor, student_chunk: Tensor, teacher_chunk: Tensor,
-    tables: Tables, student_read: Tensor, teacher_ended: Tensor, teacher_follows: Tensor,
+    student_ids_BS: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
+    student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, tables: Tables,
 ) -> Nodes:
-    """List the nodes of some rows; meant for the CPU, where the ids come from.
+    """List the nodes of a batch with one text in every row; meant for the CPU.
 
     Args:
-        student_next, teacher_next: (N,), (M,) int64, token that each row predicts.
-        student_chunk, teacher_chunk: (N,), (M,) int64, -1 for none.
-        student_read: (N,) int64, token that each student row reads.
-        teacher_ended: (M,) int64, see `tokens_that_ended`.
-        teacher_follows: (M,) bool, the row is of the position after that of the row before, in the
-            same text.
+        student_ids_BS: int64, the token that each student position reads.
+        student_next_BS, teacher_next_BT: int64, the token that each position predicts; anything
+            where there is none.
+        student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
     """
-    chunks = find_chunks(student_chunk[None], teacher_chunk[None])
-    first_S = chunks.first_S
-    first_T = chunks.first_T
-    token = student_next[first_S] if len(first_S) else first_S
-    num_pieces = tables.pieces_V.shape[1]
-    level = torch.arange(1, num_pieces + 1)
-    # teacher tokens that came, from the first one of the chunk on, as far as rows are neighbors
-    last = max(len(teacher_next) - 1, 0)
-    offset = torch.arange(num_pieces + 1)
-    row = (first_T[:, None] + offset).clamp(max=last)
-    exists = (first_T[:, None] + offset) <= last
-    joined = exists & torch.where(offset == 0, True, teacher_follows[row])
-    joined = joined.cumprod(1).bool()
-    path = tables.pieces_V[token]
-    came = torch.where(joined, teacher_next[row], -2)[:, :-1]
-    along = ((came == path) & (path >= 0)).cumprod(1).bool()  # column k - 1: k tokens came
-    in_path = path >= 0
-    # scopes after k tokens; behind the last column of the tables nothing goes on
-    low = _scope(tables.low_V, token, tables, 0)
-    high = _scope(tables.high_V, token, tables, 1)
-    several = in_path & (high - low > 1)
-    has_row = torch.cat([joined[:, 1:]], 1)
-    linked = tables.cell_V[token] < tables.num_cells
-    same_cell = tables.cell_W[teacher_next[first_T]] == tables.cell_V[token] if len(token) else linked
-    goes = several & along & has_row
-    # a longer token came: it heads no cell, and the student's token begins it
-    longer = several & (~along[:, :1]) & (same_cell & linked)[:, None]
-    used = (goes | longer) & linked[:, None]
-    root, column = used.nonzero(as_tuple=True)
-    k = level[column]
-    choice_row = torch.where(along[root, column], first_T[root] + k, -1)
-
-    one_teacher_token = (chunks.count_T == 1) & (chunks.count_S > 1)
-    inside = _inside(student_next, teacher_next, chunks, one_teacher_token, tables)
-    is_many = (chunks.count_S > 1) & (chunks.count_T > 1)
-    count_many = int(is_many.sum())
-    number = torch.where(is_many, is_many.cumsum(0) - 1, -1)
-    count_all = len(first_S) + len(inside[0]) + count_many
-    return Nodes(
-        root_S=first_S,
-        root_T=first_T,
-        before_S=student_read[first_S],
-        next_T=teacher_next[first_T],
-        ended_T=teacher_ended[first_T],
-        choice_root=root,
-        choice_level=k,
-        choice_low=low[root, column],
-        choice_high=high[root, column],
-        choice_token=token[root],
-        choice_row=choice_row,
-        inside_S=inside[0],
-        inside_T=inside[1],
-        inside_low=inside[2],
-        inside_high=inside[3],
-        inside_level=inside[4],
-        many_S=torch.stack([chunks.row_S, number[chunks.of_S]], 1)[is_many[chunks.of_S]],
-        many_T=torch.stack([chunks.row_T, number[chunks.of_T]], 1)[is_many[chunks.of_T]],
-        count_many=count_many,
-        count_all=torch.tensor(count_all),
+    texts = []
+    for chunk_BX in (student_chunk_BS, teacher_chunk_BT):
+        texts.append(torch.arange(len(chunk_BX))[:, None].expand_as(chunk_BX))
+    ended_BT = tokens_that_ended(
+        student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables, *texts
+    )
+    follows_BT = torch.ones_like(teacher_chunk_BT, dtype=torch.bool)
+    follows_BT[:, 0] = False
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    return nodes_of_chunks(
+        chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
+        teacher_next_BT.reshape(-1).clamp(min=0), tables, ended_BT.reshape(-1),
+        follows_BT.reshape(-1),
     )
 
 
-def _scope(bounds: Tensor, token: Tensor, tables: Tables, shift: int) -> Tensor:
-    """Return (N, P) bounds of the student tokens whose path begins with k = 1 .. P tokens of B."""
-    rank = tables.rank_V[token][:, None] + shift
-    return torch.cat([bounds[token][:, 1:], rank], 1)
+def nodes_of_chunks(
+    chunks: Chunks, student_ids: Tensor, student_next: Tensor, teacher_next: Tensor, tables: Tables,
+    teacher_ended: Tensor, teacher_follows: Tensor,
+) -> Nodes:
+    """List the nodes of some chunks, of which the rows may be a part of a batch.
+
+    Needed are all rows of the chunks, and the teacher rows before and after each of them.
+
+    Args:
+        student_ids, student_next: (N,) int64, token that each student row reads and predicts.
+        teacher_next: (M,) int64.
+        teacher_ended: (M,) int64, see `tokens_that_ended`.
+        teacher_follows: (M,) bool, the row belongs to the position after that of the row before, in
+            the same text.
+    """
+    roots = Roots(
+        row_S=chunks.first_S,
+        row_T=chunks.first_T,
+        before_S=student_ids[chunks.first_S],
+        next_T=teacher_next[chunks.first_T],
+        ended_T=teacher_ended[chunks.first_T],
+    )
+    insides = _list_insides(chunks, student_next, teacher_next, tables)
+    is_many = (chunks.count_S > 1) & (chunks.count_T > 1)
+    count_many = int(is_many.sum())
+    number = torch.where(is_many, is_many.cumsum(0) - 1, -1)
+    return Nodes(
+        roots=roots,
+        choices=_list_choices(roots, student_next, teacher_next, tables, teacher_follows),
+        insides=insides,
+        many_S=torch.stack([chunks.row_S, number[chunks.of_S]], 1)[is_many[chunks.of_S]],
+        many_T=torch.stack([chunks.row_T, number[chunks.of_T]], 1)[is_many[chunks.of_T]],
+        count_many=count_many,
+        count_all=torch.tensor(len(roots.row_S) + len(insides.row_S) + count_many),
+    )
 
 
-def _inside(student_next, teacher_next, chunks, chosen, tables):
+def _list_choices(
+    roots: Roots, student_next: Tensor, teacher_next: Tensor, tables: Tables,
+    teacher_follows: Tensor,
+) -> Choices:
+    token = student_next[roots.row_S]
+    path_NP = tables.pieces_V[token]
+    num_pieces = path_NP.shape[1]
+    # the teacher's rows from the root on, as long as they follow one another
+    offset = torch.arange(num_pieces + 1)
+    row = roots.row_T[:, None] + offset
+    exists = row < len(teacher_next)
+    row = torch.where(exists, row, roots.row_T[:, None])
+    exists &= (offset == 0) | teacher_follows[row]
+    exists = exists.cumprod(1).bool()
+    # column k - 1 stands for k tokens
+    came_NP = torch.where(exists, teacher_next[row], -2)[:, :-1]
+    along = ((came_NP == path_NP) & (path_NP >= 0)).cumprod(1).bool()
+    rank = tables.rank_V[token][:, None]
+    low = torch.cat([tables.low_V[token][:, 1:], rank], 1)
+    high = torch.cat([tables.high_V[token][:, 1:], rank + 1], 1)
+    linked = tables.cell_V[token] < tables.num_cells
+    several = (path_NP >= 0) & (high - low > 1) & linked[:, None]
+    # a longer token came: it heads no cell, and the student's token begins it
+    same_cell = tables.cell_W[roots.next_T] == tables.cell_V[token]
+    is_longer = several & (same_cell[:, None] & ~along[:, :1])
+    is_along = several & along & exists[:, 1:]
+    root, column = (is_along | is_longer).nonzero(as_tuple=True)
+    level = column + 1
+    return Choices(
+        root=root,
+        level=level,
+        low=low[root, column],
+        high=high[root, column],
+        token=token[root],
+        row_T=torch.where(along[root, column], roots.row_T[root] + level, -1),
+    )
+
+
+def _list_insides(
+    chunks: Chunks, student_next: Tensor, teacher_next: Tensor, tables: Tables
+) -> Insides:
     """List positions k >= 1 of chunks with one teacher token, as far as the text spells it so."""
+    chosen = (chunks.count_T == 1) & (chunks.count_S > 1)
     first_S = chunks.first_S[chosen]
     first_T = chunks.first_T[chosen]
-    num_pieces = tables.pieces_W.shape[1]
-    k = torch.arange(num_pieces)
-    token = teacher_next[first_T] if len(first_T) else first_T
-    last = max(len(student_next) - 1, 0)
+    token = teacher_next[first_T]
+    k = torch.arange(tables.pieces_W.shape[1])
+    last = max(len(student_next) - 1, 0)  # rows beyond the chunk are read, and then masked
     realized = student_next[(first_S[:, None] + k).clamp(max=last)]
+    # the k-th token must match too: in context a tokenizer may spell a token otherwise than alone
     matches = (realized == tables.pieces_W[token]) & (k < chunks.count_S[chosen][:, None])
     chunk, offset = (matches.cumprod(1)[:, 1:] > 0).nonzero(as_tuple=True)
     level = offset + 1
-    token = token[chunk]
-    return (first_S[chunk] + level, first_T[chunk], tables.low_W[token, level],
-            tables.high_W[token, level], level)
+    return Insides(
+        row_S=first_S[chunk] + level,
+        row_T=first_T[chunk],
+        low=tables.low_W[token[chunk], level],
+        high=tables.high_W[token[chunk], level],
+        level=level,
+    )
 
 
 def tokens_that_ended(
@@ -245,96 +322,91 @@ def tokens_that_ended(
 ) -> Tensor:
     """Return (B, T) the teacher token in front of each chunk, where the student knows its bytes.
 
-    Known are the tokens that are a chunk of their own, spelled A[u] by the student, directly in
-    front of a chunk, in the same text.  -1 elsewhere.
+    That is a token that is a chunk of its own, spelled A[u] by the student, directly in front of
+    the chunk's first position, in the same text.  -1 elsewhere.
 
     Args:
-        student_text_BS, teacher_text_BT: number of the text that each position belongs to.
+        student_text_BS, teacher_text_BT: int64, number of the text that each position belongs to.
+        Others: see `list_nodes`.
     """
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     ended = torch.full((teacher_next_BT.numel(),), -1)
-    if len(chunks.first_S) < 2:
-        return ended.view_as(teacher_next_BT)
-    student_next = student_next_BS.reshape(-1)
-    student_text = student_text_BS.reshape(-1)
-    teacher_text = teacher_text_BT.reshape(-1)
     order = chunks.first_T.argsort()
     first_S = chunks.first_S[order]
     first_T = chunks.first_T[order]
-    count_S = chunks.count_S[order]
-    count_T = chunks.count_T[order]
-    before = slice(0, -1)
-    neighbors = first_T[before] + count_T[before] == first_T[1:]
-    neighbors &= first_S[before] + count_S[before] == first_S[1:]
-    neighbors &= student_text[first_S[before]] == student_text[first_S[1:]]
-    neighbors &= teacher_text[first_T[before]] == teacher_text[first_T[1:]]
-    neighbors &= count_T[before] == 1
-    u = teacher_next_BT.reshape(-1)[first_T[before]]
+    count_S = chunks.count_S[order][:-1]
+    before_S = first_S[:-1]
+    before_T = first_T[:-1]
+    student_text = student_text_BS.reshape(-1)
+    teacher_text = teacher_text_BT.reshape(-1)
+    known = before_T + 1 == first_T[1:]
+    known &= before_S + count_S == first_S[1:]
+    known &= student_text[before_S] == student_text[first_S[1:]]
+    known &= teacher_text[before_T] == teacher_text[first_T[1:]]
+
+    u = teacher_next_BT.reshape(-1).clamp(min=0)[before_T]
     pieces = tables.pieces_W[u]
     k = torch.arange(pieces.shape[1])
-    last = len(student_next) - 1
-    realized = student_next[(first_S[before][:, None] + k).clamp(max=last)]
-    realized = torch.where(k < count_S[before][:, None], realized, -1)
-    neighbors &= (realized == pieces).all(1) & (count_S[before] <= len(k))
-    ended[first_T[1:][neighbors]] = u[neighbors]
+    row = (before_S[:, None] + k).clamp(max=student_next_BS.numel() - 1)
+    realized = torch.where(k < count_S[:, None], student_next_BS.reshape(-1)[row], -1)
+    known &= (realized == pieces).all(1) & (count_S <= len(k))
+    ended[first_T[1:][known]] = u[known]
     return ended.view_as(teacher_next_BT)
 
 
-# --- targets --------------------------------------------------------------------------------------
-
-
-def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of its range, place) of every place of every range low .. high - 1."""
-    sizes = high - low
-    number = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-    begin = sizes.cumsum(0) - sizes
-    place = torch.arange(len(number), device=sizes.device) - begin[number] + low[number]
-    return number, place
+# --- the teacher's masses -------------------------------------------------------------------------
 
 
 class GoingOn(NamedTuple):
     """Hold the teacher's belief that its token, of which the student has read u, goes on.
 
-    goes_N: (N,) lambda, the probability that it does.
-    node_E, next_E: (E,) node, and student token that comes next.
-    mass_E: (E,) probability of that token if it goes on.
+    mass_K: (K,) lambda, the probability that it does.
+    node_E: (E,) int64, sorted, node.
+    next_E: (E,) int64, the student token that comes next.
+    mass_E: (E,) the probability of that token if it goes on.
     """
 
-    goes_N: Tensor
+    mass_K: Tensor
     node_E: Tensor
     next_E: Tensor
     mass_E: Tensor
 
 
-def going_on(y_NW: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables) -> GoingOn:
+def going_on(
+    y_KW: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables
+) -> GoingOn:
     """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces."""
-    num = len(low)
     node_E, place_E = expand(low, high)
     token_E = tables.order_W[place_E]
-    level_E = level[node_E]
-    in_table = level_E < tables.pieces_W.shape[1]
-    next_E = tables.pieces_W[token_E, level_E.clamp(max=tables.pieces_W.shape[1] - 1)]
-    next_E = torch.where(in_table, next_E, -1)
-    logits_E = y_NW[node_E, token_E]
-    top_N = logits_E.new_full((num,), -torch.inf).scatter_reduce(0, node_E, logits_E, "amax")
-    mass_E = (logits_E - top_N[node_E]).exp()
+    next_E = next_piece(tables.pieces_W, token_E, level[node_E])
+    logits_E = y_KW[node_E, token_E]
+    top_K = logits_E.new_full((len(low),), -torch.inf)
+    top_K = top_K.scatter_reduce(0, node_E, logits_E, "amax")
+    mass_E = (logits_E - top_K[node_E]).exp()
     goes_E = next_E >= 0
-    all_N = mass_E.new_zeros(num).index_add(0, node_E, mass_E)
-    going_N = mass_E.new_zeros(num).index_add(0, node_E[goes_E], mass_E[goes_E])
-    tiny = torch.finfo(mass_E.dtype).tiny
+    all_K = _sum_by(node_E, mass_E, len(low))
+    going_K = _sum_by(node_E[goes_E], mass_E[goes_E], len(low))
     return GoingOn(
-        goes_N=going_N / all_N.clamp(min=tiny),
+        mass_K=going_K / _above_zero(all_K),
         node_E=node_E[goes_E],
         next_E=next_E[goes_E],
-        mass_E=(mass_E / going_N.clamp(min=tiny)[node_E])[goes_E],
+        mass_E=(mass_E / _above_zero(going_K)[node_E])[goes_E],
     )
 
 
-class Target(NamedTuple):
+def _sum_by(number_E: Tensor, value_E: Tensor, num: int) -> Tensor:
+    return value_E.new_zeros(num).index_add(0, number_E, value_E)
+
+
+def _above_zero(mass: Tensor) -> Tensor:
+    return mass.clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+class RootTarget(NamedTuple):
     """Hold the teacher's belief at the roots.
 
     q_NW: (N, W) probability of each teacher token, what cannot come left out.
-    goes: GoingOn of the roots.
+    goes: GoingOn of the token before, lambda 0 where it is not known.
     cell_NC: (N, C) mass of each cell.
     """
 
@@ -343,231 +415,321 @@ class Target(NamedTuple):
     cell_NC: Tensor
 
 
-def root_target(y_MW: Tensor, nodes: Nodes, tables: Tables) -> Target:
-    """Return the Target of all roots from the teacher's logits, already divided by tau."""
-    q_NW = y_MW[nodes.root_T].softmax(-1)
-    rows = torch.arange(len(q_NW), device=q_NW.device)
-    came_N = q_NW[rows, nodes.next_T]
-    known = nodes.before_S >= 0
-    before = nodes.before_S.clamp(min=0)
-    low = torch.where(known, tables.join_start_V[before], 0)
-    high = torch.where(known, tables.join_start_V[before + 1], 0)
-    row_J, join_J = expand(low, high)
-    row_E, place_E = expand(tables.join_low_J[join_J], tables.join_high_J[join_J])
-    q_NW[row_J[row_E], tables.order_W[place_E]] = 0
-    q_NW[rows, nodes.next_T] = came_N  # whatever the tables say
+def root_target(y_MW: Tensor, roots: Roots, tables: Tables) -> RootTarget:
+    """Return the teacher's belief at all roots.
+
+    Args:
+        y_MW: the teacher's logits, divided by the temperature.
+    """
+    q_NW = y_MW[roots.row_T].softmax(-1)
+    _mask_joined(q_NW, roots, tables)
+    # one cell more, for tokens that have none
     mass_NC = q_NW.new_zeros(len(q_NW), tables.num_cells + 1).index_add_(1, tables.cell_W, q_NW)
-    mass_NC = mass_NC[:, :-1]
-    total_N1 = mass_NC.sum(1, keepdim=True).clamp(min=torch.finfo(q_NW.dtype).tiny)
+    total_N1 = _above_zero(mass_NC[:, :-1].sum(1, keepdim=True))
     mass_NC /= total_N1
     q_NW /= total_N1
+    goes = _before_goes_on(y_MW, roots, tables)
+    mass_NC *= (1 - goes.mass_K)[:, None]
+    place_E = goes.node_E * mass_NC.shape[1] + tables.cell_V[goes.next_E]
+    mass_NC.view(-1).index_add_(0, place_E, goes.mass_K[goes.node_E] * goes.mass_E)
+    return RootTarget(q_NW, goes, mass_NC[:, :-1])
 
-    ended = nodes.ended_T >= 0
-    u = nodes.ended_T.clamp(min=0)
+
+def _mask_joined(q_NW: Tensor, roots: Roots, tables: Tables) -> None:
+    """Set to 0, in place, what the student's tokenizer would have joined to the token before."""
+    row_N = torch.arange(len(q_NW), device=q_NW.device)
+    came_N = q_NW[row_N, roots.next_T]
+    known = roots.before_S >= 0
+    before = roots.before_S.clamp(min=0)
+    low = tables.join_start_V[before]
+    high = torch.where(known, tables.join_start_V[before + 1], low)
+    row_J, join_J = expand(low, high)
+    join_E, place_E = expand(tables.join_low_J[join_J], tables.join_high_J[join_J])
+    q_NW[row_J[join_E], tables.order_W[place_E]] = 0
+    q_NW[row_N, roots.next_T] = came_N  # it did come, whatever the tables say
+
+
+def _before_goes_on(y_MW: Tensor, roots: Roots, tables: Tables) -> GoingOn:
+    """Return how the token in front of each root would have gone on, as the row before says."""
+    num_pieces = tables.low_W.shape[1]
+    u = roots.ended_T.clamp(min=0)
     level = (tables.pieces_W[u] >= 0).sum(1)
-    column = level.clamp(max=tables.low_W.shape[1] - 1)
-    # a token with as many pieces as the tables have goes on nowhere
-    ended &= level < tables.low_W.shape[1]
-    low = torch.where(ended, tables.low_W[u, column], 0)
-    high = torch.where(ended, tables.high_W[u, column], 0)
-    goes = going_on(y_MW[(nodes.root_T - 1).clamp(min=0)], low, high, level, tables)
-    cell_E = tables.cell_V[goes.next_E]
-    linked_E = cell_E < tables.num_cells
-    mass_NC *= (1 - goes.goes_N)[:, None]
-    weight_E = (goes.goes_N[goes.node_E] * goes.mass_E)[linked_E]
-    mass_NC.index_put_((goes.node_E[linked_E], cell_E[linked_E]), weight_E, accumulate=True)
-    return Target(q_NW, goes, mass_NC)
+    # of spellings as long as the tables nothing is known that goes on
+    known = (roots.ended_T >= 0) & (level < num_pieces)
+    column = level.clamp(max=num_pieces - 1)
+    low = tables.low_W[u, column]
+    high = torch.where(known, tables.high_W[u, column], low)
+    row_T = torch.where(known, roots.row_T - 1, 0)
+    return going_on(y_MW[row_T], low, high, level, tables)
 
 
-class Groups(NamedTuple):
-    """Hold the cells of small nodes, as rows that are padded.
+# --- small nodes ----------------------------------------------------------------------------------
+
+
+class Cells(NamedTuple):
+    """Number the cells of small nodes one after the other, and give each a slot in its node's row.
+
+    key_G: (G,) int64, sorted: node times a stride, plus what names the cell.
+    node_G, slot_G: (G,) int64.
+    num_nodes, width: shape of the rows.
+    """
+
+    key_G: Tensor
+    node_G: Tensor
+    slot_G: Tensor
+    num_nodes: int
+    width: int
+
+    @classmethod
+    def of(cls, key_G: Tensor, stride: int, num_nodes: int, first_slot: int = 0) -> "Cells":
+        """Make the slots of a row begin with `first_slot`."""
+        node_G = key_G // stride
+        first_K = torch.searchsorted(node_G, torch.arange(num_nodes, device=node_G.device))
+        number_G = torch.arange(len(node_G), device=node_G.device)
+        slot_G = number_G - first_K[node_G] + first_slot
+        width = int(slot_G.max()) + 1 if len(slot_G) else 1
+        return cls(key_G, node_G, slot_G, num_nodes, width)
+
+    def rows(self, value_G: Tensor, padding: float) -> Tensor:
+        """Return (K, width) values, a row for each node."""
+        out = value_G.new_full((self.num_nodes, self.width), padding)
+        return out.index_put((self.node_G, self.slot_G), value_G)
+
+    def sum_of(self, key_E: Tensor, mass_E: Tensor) -> Tensor:
+        """Return the (G,) sums of masses over the cells that their keys name."""
+        return _sum_by(torch.searchsorted(self.key_G, key_E), mass_E, len(self.key_G))
+
+    def total(self, mass_G: Tensor) -> Tensor:
+        """Return for each cell the sum over its node, above 0."""
+        return _above_zero(_sum_by(self.node_G, mass_G, self.num_nodes))[self.node_G]
+
+
+class Question(NamedTuple):
+    """Hold some nodes as both models answer them; rows are padded.
 
     logits_KG: (K, G) logarithm of the student's mass in each cell, up to a constant of the row.
-    target_KG: (K, G) the teacher's mass, summing to 1.
+    target_KG: (K, G) the teacher's mass, a sum of 1 in every row.
     """
 
     logits_KG: Tensor
     target_KG: Tensor
 
 
-def choice_groups(
-    x_KV: Tensor, y_MW: Tensor, target: Target, nodes: Nodes, tables: Tables
-) -> Groups:
-    """Return the cells of all choice nodes; x_KV are the student's rows, one for each node."""
-    num = len(nodes.choice_root)
-    W = len(tables.cell_W)
-    last = tables.pieces_V.shape[1] - 1
+def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
+    """Return the root nodes; x_NV are the student's logits in these rows, over temperature."""
+    unlinked_V = tables.cell_V == tables.num_cells
+    top_N1 = x_NV.detach().masked_fill(unlinked_V, -torch.inf).amax(-1, keepdim=True)
+    # lifted: float32 then reaches log p = -157; tokens without a cell may be larger than the top
+    mass_NV = (x_NV - top_N1 + SHIFT).clamp(max=SHIFT).exp()
+    mass_NC = x_NV.new_zeros(len(x_NV), tables.num_cells + 1)
+    mass_NC = mass_NC.index_add(1, tables.cell_V, mass_NV)[:, :-1]
+    return Question(_above_zero(mass_NC).log(), target.cell_NC)
 
-    def child_of(token, k):
-        return torch.where(k <= last, tables.pieces_V[token, k.clamp(max=last)], -1)
 
-    node_E, place_E = expand(nodes.choice_low, nodes.choice_high)
+def choice_question(
+    x_KV: Tensor, y_MW: Tensor, target: RootTarget, nodes: Nodes, tables: Tables
+) -> Question:
+    """Return the choice nodes; x_KV has the student's row of each."""
+    choices = nodes.choices
+    num = len(choices.root)
+    stride = len(tables.cell_W) + 1
+
+    def key(node_E: Tensor, token_E: Tensor) -> Tensor:
+        """Name the cell of a student token: by the teacher token that it goes on with, or stop."""
+        return node_E * stride + next_piece(tables.pieces_V, token_E, choices.level[node_E]) + 1
+
+    node_E, place_E = expand(choices.low, choices.high)
     token_E = tables.order_V[place_E]
-    key_E = node_E * (W + 1) + child_of(token_E, nodes.choice_level[node_E]) + 1
-    key_G, group_E = torch.unique_consecutive(key_E, return_inverse=True)
-    node_G = key_G // (W + 1)
-    child_G = key_G % (W + 1) - 1
-    first_K = torch.searchsorted(node_G, torch.arange(num, device=node_G.device))
-    slot_G = torch.arange(len(node_G), device=node_G.device) - first_K[node_G]
-    width = int(slot_G.max()) + 1 if len(slot_G) else 1
+    # the scope is sorted, so the tokens of a cell are neighbors
+    key_G, cell_E = torch.unique_consecutive(key(node_E, token_E), return_inverse=True)
+    cells = Cells.of(key_G, stride, num)
+    logits_G = _logsumexp(x_KV[node_E, token_E], cell_E, len(key_G))
 
-    logits_E = x_KV[node_E, token_E]
-    logits_G = _logsumexp(logits_E, group_E, len(key_G))
-    logits_KG = logits_G.new_full((num, width), FLOOR).index_put((node_G, slot_G), logits_G)
+    # what the longer tokens of the scope begin with, and how the token before would have gone on
+    low = torch.searchsorted(tables.longer_rank_F, choices.low)
+    high = torch.searchsorted(tables.longer_rank_F, choices.high)
+    node_E, place_E = expand(low, high)
+    token_E = tables.longer_F[place_E]
+    mass_E = target.q_NW[choices.root[node_E], token_E]
+    longer_G = cells.sum_of(key(node_E, tables.pieces_W[token_E, 0]), mass_E)
+    longer_K = _sum_by(node_E, mass_E, num)
+    node_E, next_E, mass_E = _going_on_in_scope(target.goes, choices, tables)
+    other_G = cells.sum_of(key(node_E, next_E), mass_E)
 
-    # q_k, where the text went along the path
-    along = nodes.choice_row >= 0
-    row_K = nodes.choice_row.clamp(min=0)
-    log_all_M = y_MW.logsumexp(-1)
-    goes_G = child_G >= 0
-    q_G = (y_MW[row_K[node_G], child_G.clamp(min=0)] - log_all_M[row_K[node_G]]).exp()
-    q_G = torch.where(goes_G, q_G, 0)
-    sum_K = q_G.new_zeros(num).index_add(0, node_G, q_G)
-    q_G = torch.where(goes_G, q_G, (1 - sum_K).clamp(min=0)[node_G])
-    # the longer tokens of the scope say what they begin with
-    low = torch.searchsorted(tables.longer_rank_F, nodes.choice_low)
-    high = torch.searchsorted(tables.longer_rank_F, nodes.choice_high)
-    longer_node, longer_place = expand(low, high)
-    longer_token = tables.longer_F[longer_place]
-    begins_with = tables.pieces_W[longer_token, 0]
-    longer_group = torch.searchsorted(
-        key_G, longer_node * (W + 1) + child_of(begins_with, nodes.choice_level[longer_node]) + 1)
-    longer_mass = target.q_NW[nodes.choice_root[longer_node], longer_token]
-    longer_G = q_G.new_zeros(len(key_G)).index_add(0, longer_group, longer_mass)
-    longer_K = q_G.new_zeros(num).index_add(0, longer_node, longer_mass)
-    split_G = torch.where(along[node_G], q_G, longer_G)
-    split_G = split_G / _total(split_G, node_G, num)[node_G]
-
-    # mass of the path through q_0, q_1, ..., and of the other branch, where the token before goes on
-    step = torch.arange(1, last + 1, device=node_G.device)
-    root_row = nodes.root_T[nodes.choice_root]
-    token_KP = tables.pieces_V[nodes.choice_token][:, 1:].clamp(min=0)
-    row_KP = (root_row[:, None] + step).clamp(max=len(y_MW) - 1)
-    log_step = y_MW[row_KP, token_KP] - log_all_M[row_KP]
-    log_step = torch.where(step < nodes.choice_level[:, None], log_step, 0.0)
-    log_step = torch.where(along[:, None], log_step, 0.0)
-    head = tables.pieces_V[nodes.choice_token, 0]
-    path_K = target.q_NW[nodes.choice_root, head] * log_step.sum(1).exp()
-    goes = target.goes
-    goes_K = goes.goes_N[nodes.choice_root]
-    here_K = (1 - goes_K) * (torch.where(along | (nodes.choice_level == 1), path_K, 0) + longer_K)
-    begin_N = torch.searchsorted(goes.node_E, torch.arange(len(goes.goes_N) + 1, device=node_G.device))
-    other_node, other_place = expand(begin_N[nodes.choice_root], begin_N[nodes.choice_root + 1])
-    other_next = goes.next_E[other_place]
-    other_rank = tables.rank_V[other_next]
-    in_scope = (other_rank >= nodes.choice_low[other_node]) & (
-        other_rank < nodes.choice_high[other_node])
-    other_node = other_node[in_scope]
-    other_next = other_next[in_scope]
-    other_mass = goes_K[other_node] * goes.mass_E[other_place[in_scope]]
-    other_group = torch.searchsorted(
-        key_G, other_node * (W + 1) + child_of(other_next, nodes.choice_level[other_node]) + 1)
-    other_G = q_G.new_zeros(len(key_G)).index_add(0, other_group, other_mass)
-    mass_G = here_K[node_G] * split_G + other_G
-    # where neither branch has any mass that counts, the split alone
-    total_G = _total(mass_G, node_G, num)[node_G]
-    tiny = torch.finfo(mass_G.dtype).tiny
-    mass_G = torch.where(total_G > tiny, mass_G / total_G, split_G)
-    target_KG = mass_G.new_zeros(num, width).index_put((node_G, slot_G), mass_G)
-    return Groups(logits_KG, target_KG)
-
-
-def _total(x_G: Tensor, node_G: Tensor, num: int) -> Tensor:
-    total = x_G.new_zeros(num).index_add(0, node_G, x_G)
-    return total.clamp(min=torch.finfo(x_G.dtype).tiny)
+    log_total_M = y_MW.logsumexp(-1)
+    along_G = (choices.row_T >= 0)[cells.node_G]
+    said_G = _split_by_row(y_MW, log_total_M, choices, cells, stride)
+    split_G = torch.where(along_G, said_G, longer_G)
+    split_G = split_G / cells.total(split_G)
+    path_K = _mass_of_path(y_MW, log_total_M, target, nodes, tables)
+    ended_K = (1 - target.goes.mass_K[choices.root]) * (path_K + longer_K)
+    mass_G = ended_K[cells.node_G] * split_G + other_G
+    total_G = cells.total(mass_G)
+    # where neither has any mass that counts, the split alone
+    mass_G = torch.where(total_G > torch.finfo(mass_G.dtype).tiny, mass_G / total_G, split_G)
+    return Question(cells.rows(logits_G, FLOOR), cells.rows(mass_G, 0.0))
 
 
 def _logsumexp(x_E: Tensor, segment_E: Tensor, num: int) -> Tensor:
     """Return the (num,) logsumexp of the entries of each segment, none of which is empty."""
     top = x_E.new_full((num,), -torch.inf).scatter_reduce(0, segment_E, x_E.detach(), "amax")
-    mass = x_E.new_zeros(num).index_add(0, segment_E, (x_E - top[segment_E]).exp())
-    return mass.log() + top
+    return _sum_by(segment_E, (x_E - top[segment_E]).exp(), num).log() + top
 
 
-def inside_groups(x_KV: Tensor, y_KW: Tensor, nodes: Nodes, tables: Tables) -> Groups:
-    """Return the cells of all inside nodes: the tokens that go on, then the rest in slot 0."""
-    num = len(nodes.inside_S)
-    goes = going_on(y_KW, nodes.inside_low, nodes.inside_high, nodes.inside_level, tables)
-    V = x_KV.shape[1]
-    key_E = goes.node_E * V + goes.next_E
-    key_G, group_E = key_E.unique(return_inverse=True)
-    node_G = key_G // V
-    token_G = key_G % V
-    mass_G = goes.mass_E.new_zeros(len(key_G)).index_add(0, group_E, goes.mass_E)
-    first_K = torch.searchsorted(node_G, torch.arange(num, device=node_G.device))
-    slot_G = torch.arange(len(node_G), device=node_G.device) - first_K[node_G] + 1
-    width = int(slot_G.max()) + 1 if len(slot_G) else 1
-    logits_G = x_KV[node_G, token_G]
-    others_KV = x_KV.index_put((node_G, token_G), x_KV.new_full((len(node_G),), -torch.inf))
-    rest_K = others_KV.logsumexp(-1)
-    slot = torch.zeros_like(node_G)
-    logits_KG = x_KV.new_full((num, width), FLOOR).index_put((node_G, slot_G), logits_G)
-    rows = torch.arange(num, device=node_G.device)
-    logits_KG = logits_KG.index_put((rows, slot.new_zeros(num)), rest_K.clamp(min=FLOOR))
-    target_KG = mass_G.new_zeros(num, width).index_put(
-        (node_G, slot_G), mass_G * goes.goes_N[node_G])
-    target_KG[:, 0] = 1 - goes.goes_N
-    return Groups(logits_KG, target_KG)
+def _split_by_row(
+    y_MW: Tensor, log_total_M: Tensor, choices: Choices, cells: Cells, stride: int
+) -> Tensor:
+    """Return (G,) what q_k gives to the teacher token of each cell, and the rest to "stop"."""
+    row_G = choices.row_T.clamp(min=0)[cells.node_G]
+    token_G = cells.key_G % stride - 1
+    goes_on = token_G >= 0
+    q_G = (y_MW[row_G, token_G.clamp(min=0)] - log_total_M[row_G]).exp()
+    q_G = torch.where(goes_on, q_G, 0.0)
+    rest_K = (1 - _sum_by(cells.node_G, q_G, cells.num_nodes)).clamp(min=0)
+    return torch.where(goes_on, q_G, rest_K[cells.node_G])
+
+
+def _mass_of_path(
+    y_MW: Tensor, log_total_M: Tensor, target: RootTarget, nodes: Nodes, tables: Tables
+) -> Tensor:
+    """Return (K,) the teacher's mass on the path's first k tokens; 0 where rows do not tell."""
+    choices = nodes.choices
+    path_KP = tables.pieces_V[choices.token]
+    mass_K = target.q_NW[choices.root, path_KP[:, 0]]
+    along = choices.row_T >= 0
+    step = torch.arange(1, path_KP.shape[1], device=path_KP.device)
+    row_KP = (nodes.roots.row_T[choices.root][:, None] + step).clamp(max=len(y_MW) - 1)
+    logq_KP = y_MW[row_KP, path_KP[:, 1:].clamp(min=0)] - log_total_M[row_KP]
+    taken = (step < choices.level[:, None]) & along[:, None]
+    mass_K = mass_K * torch.where(taken, logq_KP, 0.0).sum(1).exp()
+    return torch.where(along | (choices.level == 1), mass_K, 0.0)
+
+
+def _going_on_in_scope(
+    goes: GoingOn, choices: Choices, tables: Tables
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (node, student token, mass) of how the token before goes on with a token in scope."""
+    number_N = torch.arange(len(goes.mass_K) + 1, device=goes.node_E.device)
+    begin_N = torch.searchsorted(goes.node_E, number_N)
+    node_E, place_E = expand(begin_N[choices.root], begin_N[choices.root + 1])
+    next_E = goes.next_E[place_E]
+    rank_E = tables.rank_V[next_E]
+    in_scope = (rank_E >= choices.low[node_E]) & (rank_E < choices.high[node_E])
+    node_E = node_E[in_scope]
+    mass_E = goes.mass_K[choices.root[node_E]] * goes.mass_E[place_E[in_scope]]
+    return node_E, next_E[in_scope], mass_E
+
+
+def inside_question(x_KV: Tensor, y_KW: Tensor, insides: Insides, tables: Tables) -> Question:
+    """Return the inside nodes, the rest in slot 0; both sides have a row for each."""
+    num = len(insides.row_S)
+    goes = going_on(y_KW, insides.low, insides.high, insides.level, tables)
+    stride = x_KV.shape[1]
+    key_E = goes.node_E * stride + goes.next_E
+    cells = Cells.of(torch.unique_consecutive(key_E.sort().values), stride, num, first_slot=1)
+    token_G = cells.key_G % stride
+    mass_G = cells.sum_of(key_E, goes.mass_E) * goes.mass_K[cells.node_G]
+    nothing = x_KV.new_full((len(token_G),), -torch.inf)
+    # from the other tokens: 1 - sum would lose a small rest, and its gradient
+    rest_K = x_KV.index_put((cells.node_G, token_G), nothing).logsumexp(-1).clamp(min=FLOOR)
+    logits_KG = cells.rows(x_KV[cells.node_G, token_G], FLOOR)
+    target_KG = cells.rows(mass_G, 0.0)
+    logits_KG = torch.cat([rest_K[:, None], logits_KG[:, 1:]], 1)
+    target_KG[:, 0] = 1 - goes.mass_K
+    return Question(logits_KG, target_KG)
 
 
 # --- the loss -------------------------------------------------------------------------------------
 
 
 def translated(
-    student_logits_NV: Tensor, teacher_logits_MW: Tensor, nodes: Nodes, tables: Tables,
-    student_next: Tensor, teacher_next: Tensor, divergence: str = "forward_kl",
-    coefficient: float = 0.0, temperature: float = 1.0, weight_N: Tensor | None = None,
-    reduction: str = "sum",
+    student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
+    teacher_next_BT: Tensor, nodes: Nodes, tables: Tables,
+    divergence: Callable[..., SumAndCount] = forward_kl, temperature: float = 1.0,
+    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    **parameters: Any,
 ) -> SumAndCount:
-    """Compute a divergence between the teacher's translated belief and the student, node by node.
+    """Compare the teacher's belief, translated, with the student, node by node.
 
+    The sum, times tau^2, of D(teacher, student) over all nodes, with student logits / tau and
+    teacher logits / tau.  A choice weighs as its root does, and is not counted.  D = `forward_kl`
+    makes the sum, in expectation over the text, KL(belief || student).
+
+    Args:
+        student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient.
+        student_next_BS, teacher_next_BT: int64, the token that each position predicts.
+        nodes: from `list_nodes` of the same batch.
+        divergence: one of losses.py that compares two models with one vocabulary: `forward_kl`,
+            `reverse_kl`, `generalized_jsd`, `total_variation`, ...
+        parameters: of the divergence (beta, skew, alpha, top_k, ...).
     Returns:
-        (sum, count): nats, and the student positions covered.
+        (sum, count): nats, and the student positions that the nodes cover.
+    Raises:
+        ValueError: logits of more or fewer tokens than the tables.
     """
-    x_NV = at_least_float32(student_logits_NV) / temperature
-    y_MW = at_least_float32(teacher_logits_MW.detach()) / temperature
+    check_width("student", student_logits_BSV, len(tables.cell_V), "cell_V", group)
+    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W", group)
+    x_NV = whole_columns(student_logits_BSV.flatten(0, 1), group)
+    y_MW = at_least_float32(whole_columns(teacher_logits_BTW.detach().flatten(0, 1), group))
+    y_MW = y_MW / temperature
 
-    def compare(logits_KG, target_KG):
-        """Return the (K,) divergences of some nodes."""
-        if not len(logits_KG):
-            return logits_KG.sum(1)
-        tiny = torch.finfo(target_KG.dtype).tiny
-        value, _ = position_divergence(
-            divergence, logits_KG[None], target_KG.clamp(min=tiny).log()[None], None,
-            reduction="none", coefficient=coefficient)
-        return value
+    def compare(question: Question) -> Tensor:
+        logq_KG = _above_zero(question.target_KG).log()
+        value_K, _ = divergence(
+            question.logits_KG[None], logq_KG[None], None, reduction="none", **parameters
+        )
+        return value_K
 
-    target = root_target(y_MW, nodes, tables)
-    value_N = compare(_cell_logits(x_NV[nodes.root_S], tables), target.cell_NC)
-    if len(nodes.choice_root):
-        groups = choice_groups(
-            x_NV[nodes.root_S[nodes.choice_root]], y_MW, target, nodes, tables)
-        value_N = value_N.index_add(0, nodes.choice_root, compare(*groups))
+    roots, choices, insides = nodes.roots, nodes.choices, nodes.insides
+    # rows are selected once: each selection has a gradient as large as x
+    many_S = nodes.many_S[:, 0]
+    needed = roots.row_S, insides.row_S, many_S
+    x_needed = at_least_float32(x_NV.index_select(0, torch.cat(needed))) / temperature
+    x_root, x_inside, x_many = torch.split(x_needed, [len(row) for row in needed])
+    target = root_target(y_MW, roots, tables)
+    value_N = compare(root_question(x_root, target, tables))
+    if len(choices.root):
+        question = choice_question(x_root[choices.root], y_MW, target, nodes, tables)
+        value_N = value_N.index_add(0, choices.root, compare(question))
     values = [value_N]
-    rows = [nodes.root_S]
-    if len(nodes.inside_S):
-        groups = inside_groups(x_NV[nodes.inside_S], y_MW[nodes.inside_T], nodes, tables)
-        values.append(compare(*groups))
-        rows.append(nodes.inside_S)
+    rows = [roots.row_S]
+    if len(insides.row_S):
+        values.append(compare(inside_question(x_inside, y_MW[insides.row_T], insides, tables)))
+        rows.append(insides.row_S)
     if nodes.count_many:
-        row_S, chunk_S = nodes.many_S.unbind(1)
-        row_T, chunk_T = nodes.many_T.unbind(1)
-        logp = _chunk_logp(x_NV, student_next, row_S, chunk_S, nodes.count_many, 1.0, None)
-        logq = _chunk_logp(y_MW, teacher_next, row_T, chunk_T, nodes.count_many, 1.0, None)
-        values.append(_bernoulli_kl(logq, logp))
-        first = row_S.new_full((nodes.count_many,), torch.iinfo(torch.int64).max)
-        rows.append(first.scatter_reduce(0, chunk_S, row_S, "amin") + 1)
+        values.append(_rests(x_many, y_MW, student_next_BS, teacher_next_BT, nodes))
+        rows.append(_second_rows(nodes))
     row_N = torch.cat(rows)
-    order = row_N.argsort()
-    value = temperature**2 * torch.cat(values)[order]
-    weight = None if weight_N is None else weight_N[None]
-    return reduce_terms(value, row_N[order], (1, len(x_NV)), weight, reduction)
+    order = row_N.argsort()  # reading order
+    value_N = temperature**2 * torch.cat(values)[order]
+    return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
 
 
-def _cell_logits(x_NV: Tensor, tables: Tables) -> Tensor:
-    """Return (N, C) logarithms of the mass of each cell, up to a constant of the row."""
-    linked = tables.cell_V < tables.num_cells
-    top = x_NV.detach().masked_fill(~linked, -torch.inf).amax(-1, keepdim=True)
-    mass_NV = (x_NV - top + SHIFT).clamp(max=SHIFT).exp()
-    mass = x_NV.new_zeros(len(x_NV), tables.num_cells + 1).index_add(1, tables.cell_V, mass_NV)
-    return mass[:, :-1].clamp(min=torch.finfo(mass.dtype).tiny).log()
+def _rests(
+    x_many: Tensor, y_MW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor, nodes: Nodes
+) -> Tensor:
+    """Return the KL between two Bernoulli variables, "the text goes on so", of each n:m chunk."""
+    row_S, chunk_S = nodes.many_S.unbind(1)
+    row_T, chunk_T = nodes.many_T.unbind(1)
+    every_row = torch.arange(len(row_S), device=row_S.device)
+    next_S = student_next_BS.reshape(-1)[row_S]
+    count = nodes.count_many
+    logp = chunk_logp(x_many, next_S, every_row, chunk_S, count, 1.0, None)
+    logq = chunk_logp(y_MW, teacher_next_BT, row_T, chunk_T, count, 1.0, None)
+    return bernoulli_kl(logq, logp)
+
+
+def _second_rows(nodes: Nodes) -> Tensor:
+    """Return the second student row of each n:m chunk; the first has the root."""
+    row_S, chunk_S = nodes.many_S.unbind(1)
+    first = row_S.new_full((nodes.count_many,), torch.iinfo(torch.int64).max)
+    return first.scatter_reduce(0, chunk_S, row_S, "amin") + 1
+
+
+def whole_columns(x_NX: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return all columns of rows that are sharded over `group`; memory grows by its size."""
+    if group is None:
+        return x_NX
+    import vocab_parallel
+
+    return vocab_parallel.whole_columns(x_NX, group)

@@ -124,28 +124,6 @@ def build_piece_kl(cfg, pair, device):
                             coverage_names=("event_coverage", "prefix_coverage"))
 
 
-def build_translated(cfg, pair, device, divergence="forward_kl", flag=None):
-    """Build a divergence between any two tokenizers, by the nodes of translation.py."""
-    cached_tables = cached_translation(pair)
-    fields = {}
-    for name in Tables._fields:
-        value = cached_tables[name]
-        fields[name] = value.long() if isinstance(value, torch.Tensor) else value
-    tables = Tables(**fields)
-    moved = {name: value.to(device) for name, value in fields.items()
-             if isinstance(value, torch.Tensor)}
-    on_device = tables._replace(**moved)
-    coefficient = getattr(cfg, flag) if flag else 0.0
-
-    def loss_fn(student_logits, teacher_logits, sub_tile):
-        return translated(
-            student_logits, teacher_logits, sub_tile.terms, on_device,
-            sub_tile.student_labels, sub_tile.teacher_labels, divergence, coefficient,
-            cfg.temperature, sub_tile.weight)[0]
-
-    return DistillationLoss(loss_fn, tables)
-
-
 def build_projection_kl(cfg, pair, device):
     indices, likelihoods = _projection(cfg, pair, device)
     learned = LearnedProjection(indices, likelihoods, pair) if cfg.learn_projection else None
@@ -241,10 +219,16 @@ def build_per_chunk(cfg, pair, device, loss, flag_of):
     return DistillationLoss(loss_fn)
 
 
-def build_per_position(cfg, pair, device, divergence, flag_of):
-    """Build a loss for equal tokenizers: every chunk is one token, a position on either side."""
+def build_divergence(cfg, pair, device, divergence, flag_of):
+    """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+    if pair.fingerprints[0] == pair.fingerprints[1]:
+        return build_per_position(divergence, parameters)
+    return build_translated(pair, device, divergence, parameters)
 
+
+def build_per_position(divergence, parameters):
+    """Build a divergence for equal tokenizers: every chunk is one position on either side."""
     def loss_fn(student_logits, teacher_logits, sub_tile):
         chunks = sub_tile.terms
         weight = sub_tile.weight
@@ -256,6 +240,32 @@ def build_per_position(cfg, pair, device, divergence, flag_of):
             None, weight_BS=weight, **parameters)[0]
 
     return DistillationLoss(loss_fn)
+
+
+def build_translated(pair, device, divergence, parameters):
+    """Build a divergence between any two tokenizers, see translation.py."""
+    tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
+    on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
+                         for value in tables])
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return translated(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            sub_tile.terms, on_device, divergence, weight_BS=ids.weight, **parameters)[0]
+
+    return DistillationLoss(loss_fn, tables)
+
+
+def translation_fields(pair):
+    """Return the fields of `translation.Tables`."""
+    tables = cached_translation(pair)
+    return {name: tables[name] for name in Tables._fields}
+
+
+def as_index(value):
+    """Return a table as int64, which indexes tensors; files hold int32."""
+    return value.long() if isinstance(value, torch.Tensor) else value
 
 
 def _projection(cfg, pair, device):
@@ -310,11 +320,11 @@ def per_chunk(loss, **flag_of):
     return LossSpec(build, "chunks", tuple(flag_of.values()))
 
 
-def per_position(divergence, **flag_of):
-    """Return the entry of a divergence between models with equal tokenizers, likewise."""
+def divergence_loss(divergence, **flag_of):
+    """Return the entry of a divergence between two models, likewise."""
     flag_of = {"temperature": "temperature", "top_k": "loss_topk"} | flag_of
-    build = partial(build_per_position, divergence=divergence, flag_of=flag_of)
-    return LossSpec(build, "positions", tuple(flag_of.values()), tokenizers="equal")
+    build = partial(build_divergence, divergence=divergence, flag_of=flag_of)
+    return LossSpec(build, "spellings", tuple(flag_of.values()))
 
 
 # of the losses that compare common tokens by KL and the rest by rank
@@ -322,12 +332,6 @@ COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
     "piece_kl": LossSpec(build_piece_kl, "spellings"),
-    "translated_kl": LossSpec(build_translated, "spellings"),
-    "translated_jsd": LossSpec(
-        partial(build_translated, divergence="generalized_jsd", flag="jsd_beta"), "spellings",
-        ("temperature", "jsd_beta")),
-    "translated_reverse_kl": LossSpec(
-        partial(build_translated, divergence="reverse_kl"), "spellings"),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
@@ -336,13 +340,13 @@ LOSSES: dict[str, LossSpec] = {
     "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
     "uld": per_chunk(losses.uld),
     "alm": per_chunk(losses.alm, mode="alm_mode"),
-    "forward_kl": per_position(losses.forward_kl),
-    "reverse_kl": per_position(losses.reverse_kl),
-    "generalized_jsd": per_position(losses.generalized_jsd, beta="jsd_beta"),
-    "skew_forward_kl": per_position(losses.skew_forward_kl, skew="skew_lambda"),
-    "skew_reverse_kl": per_position(losses.skew_reverse_kl, skew="skew_lambda"),
-    "adaptive_kl": per_position(losses.adaptive_kl, alpha="akl_alpha"),
-    "total_variation": per_position(losses.total_variation),
+    "forward_kl": divergence_loss(losses.forward_kl),
+    "reverse_kl": divergence_loss(losses.reverse_kl),
+    "generalized_jsd": divergence_loss(losses.generalized_jsd, beta="jsd_beta"),
+    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, skew="skew_lambda"),
+    "skew_reverse_kl": divergence_loss(losses.skew_reverse_kl, skew="skew_lambda"),
+    "adaptive_kl": divergence_loss(losses.adaptive_kl, alpha="akl_alpha"),
+    "total_variation": divergence_loss(losses.total_variation),
 }
 
 
