@@ -296,16 +296,14 @@ class LossSpec:
 
     Attributes:
         build: (cfg, `projection_tools.Pair`, device) -> DistillationLoss.
-        needs: what it works on: "spellings", "projection", "chunks", or "positions".
+        needs: what it works on: "spellings", "projection" or "chunks".
         flags: flags of config.py that it reads; they may differ for each of several teachers.
-        tokenizers: "any", or "equal": student and teacher must have the same one.
         columns: it compares only the `--projection_topk` most important teacher columns.
     """
 
     build: Callable
     needs: str
     flags: tuple = ("temperature",)
-    tokenizers: str = "any"
     columns: bool = False
 
 
@@ -350,11 +348,6 @@ LOSSES: dict[str, LossSpec] = {
 }
 
 
-def losses_for(tokenizers):
-    """List the names of the losses for "any" or for "equal" tokenizers."""
-    return [name for name, spec in LOSSES.items() if spec.tokenizers == tokenizers]
-
-
 def loss_flags():
     """List the flags that losses read, in the order of the table, each once."""
     flags = {}
@@ -372,14 +365,9 @@ def build_loss(cfg, student, teacher, device):
     Returns:
         DistillationLoss.
     Raises:
-        ValueError: tokenizers that differ where the loss needs one, or have nothing in common.
+        ValueError: tokenizers that have nothing in common.
     """
     names = cfg.student, cfg.teacher
     tables = student.table, teacher.table
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
-    spec = LOSSES[cfg.loss]
-    if spec.tokenizers == "equal" and pair.fingerprints[0] != pair.fingerprints[1]:
-        raise ValueError(
-            f"--loss {cfg.loss}: needs equal tokenizers, but those of {cfg.student} and "
-            f"{cfg.teacher} differ; use one of {', '.join(losses_for('any'))}")
-    return spec.build(cfg, pair, device)
+    return LOSSES[cfg.loss].build(cfg, pair, device)

@@ -1,15 +1,25 @@
 """translation.py: the nodes are fair questions, complete, and the same however a batch is cut."""
 
+import math
 from functools import partial
 from itertools import combinations
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import losses
 import toys
+from align import TokenTable
+from conftest import asset
+from isogloss.batch import Collator, PairOptions
+from isogloss.sample import TextEncoder
+from projection_tools import Pair
+from projection_tools.cells import build_translation
+from tiles import StoredLogits, TeacherBlocks
 from toys import EOS, Tokenizer
 from translation import (
+    Tables,
     choice_question,
     inside_question,
     list_nodes,
@@ -113,7 +123,7 @@ def test_an_exact_student_has_nothing_to_learn(name, order):
 @pytest.mark.parametrize(("student", "teacher", "bias"), [
     (CROSSING, COARSE, 0.11), (COARSE, CROSSING, 0.14),
     # nested, but "ba" is joined unless "b" follows, which no row of the teacher tells in time
-    (COARSE, Tokenizer(), 0.1)])
+    (COARSE, Tokenizer(), 0.18)])
 def test_the_bias_where_tokens_cross_is_known(student, teacher, bias):
     # dense toys: of three letters, with a merge that crosses one of the other side in most texts
     gradients = [Toy(student, teacher, order).gradient(losses.forward_kl)[0]
@@ -169,3 +179,90 @@ def test_equal_tokenizers_give_the_plain_divergence(divergence):
     plain, positions = divergence(x, y, toy.ids[3] >= 0, temperature=2.0)
     torch.testing.assert_close(ours, plain)
     assert count == positions
+
+
+# --- in a job -------------------------------------------------------------------------------------
+
+
+def test_tiles_and_packed_rows_ask_the_same_questions(tokenizers, tables, texts):
+    """Sub-tiles hold the teacher's rows around their chunks, and only those of the same text."""
+    pair = Pair.of(*tokenizers, tables=tables)
+    fields = build_translation(pair)
+    on_cpu = Tables(*[value.long() if isinstance(value, torch.Tensor) else value
+                      for value in map(fields.get, Tables._fields)])
+    student, teacher = [TextEncoder(*side, 150) for side in zip(tokenizers, tables)]
+    generator = torch.Generator().manual_seed(0)
+    sizes = [len(table) for table in tables]
+    # logits are a function of the token and its place in the text
+    embeddings = [torch.randn(size, size, generator=generator).double() for size in sizes]
+    places = [torch.randn(200, size, generator=generator).double() for size in sizes]
+    embeddings[0].requires_grad_()
+    results = []
+    for pack, tile_mib in ((False, math.inf), (False, 0.25), (True, math.inf), (True, 0.25)):
+        collator = Collator(student, [PairOptions(teacher, on_cpu)], pack=pack, tile_mib=tile_mib)
+        batch = collator([text[:200] for text in texts[:8]])
+        logits = []
+        for side, rows in enumerate((batch.student, batch.teachers[0])):
+            position = rows.positions
+            if position is None:
+                position = torch.arange(rows.ids.shape[1]).expand_as(rows.ids)
+            logits.append((embeddings[side][rows.ids] + places[side][position]).flatten(0, 1))
+        total = 0
+        sub_tiles = 0
+        blocks = TeacherBlocks(StoredLogits(logits[1].detach()), batch.teachers[0].tiles)
+        for tile in batch.teachers[0].tiles:
+            x = logits[0][tile.student_positions]
+            for sub_tile in tile.sub_tiles:
+                sub_tiles += 1
+                total = total + translated(
+                    x[sub_tile.student_slice][None], blocks(sub_tile)[None],
+                    sub_tile.student_labels[None], sub_tile.teacher_labels[None], sub_tile.terms,
+                    on_cpu, temperature=1.5)[0]
+        results.append((total, torch.autograd.grad(total, embeddings[0])[0]))
+        assert (sub_tiles > 1) == (tile_mib < math.inf)
+        assert batch.counts.pairs[0].kd_terms > 100
+    for value, gradient in results[1:]:
+        torch.testing.assert_close(value, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1])
+
+
+NUMBER = "He has 15 apples."
+
+
+def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
+    """llama3 writes 15 as one token, qwen2 as two; after 15 no digit can come."""
+    loaded = [AutoTokenizer.from_pretrained(asset("tokenizers", name))
+              for name in ("llama3", "qwen2")]
+    tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in loaded]
+    fields = build_translation(Pair.of(*loaded, tables=tables))
+    on_cpu = Tables(*[value.long() if isinstance(value, torch.Tensor) else value
+                      for value in map(fields.get, Tables._fields)])
+    encoders = [TextEncoder(tokenizer, table, 50) for tokenizer, table in zip(loaded, tables)]
+    batch = Collator(encoders[0], [PairOptions(encoders[1], on_cpu)])([NUMBER])
+    [tile] = batch.teachers[0].tiles
+    [sub_tile] = tile.sub_tiles
+    # a teacher that is sure of the text, but for digits behind "5", of which it expects some
+    teacher = torch.full((len(sub_tile.teacher_labels), len(tables[1])), -30.0)
+    teacher[torch.arange(len(teacher)), sub_tile.teacher_labels.clamp(min=0)] = 0
+    digits = [loaded[1].convert_tokens_to_ids(digit) for digit in "0123456789"]
+    five = (sub_tile.teacher_labels == digits[5]).nonzero().item()
+    teacher[five + 1, digits] = 0
+    student = torch.full((len(sub_tile.student_labels), len(tables[0])), -30.0)
+    student[torch.arange(len(student)), sub_tile.student_labels.clamp(min=0)] = 0
+    student.requires_grad_()
+    number = loaded[0].convert_tokens_to_ids("15")
+    at_number = (sub_tile.student_labels == number).nonzero().item()
+    value, _ = translated(student[None], teacher[None], sub_tile.student_labels[None],
+                          sub_tile.teacher_labels[None], sub_tile.terms, on_cpu)
+    value.backward()
+    # it may go on with a third digit there, which "151" says in one token
+    longer = [loaded[0].convert_tokens_to_ids(f"15{digit}") for digit in "0123456789"]
+    assert (student.grad[at_number, longer] < -1e-3).all()
+    zeros = [loaded[0].convert_tokens_to_ids("0" * count) for count in (1, 2, 3)]
+    assert student.grad[at_number + 1, zeros].abs().max() < 1e-6
+    # the exact student: what the teacher gives to a third digit, "15" gives to "15x"
+    with torch.no_grad():
+        student[at_number, longer] = 0
+    value, _ = translated(student[None], teacher[None], sub_tile.student_labels[None],
+                          sub_tile.teacher_labels[None], sub_tile.terms, on_cpu)
+    assert value < 0.05
