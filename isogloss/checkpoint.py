@@ -36,6 +36,7 @@ from isogloss.files import (
     sync,
     write_atomically,
 )
+from isogloss.rendezvous import values_of_ranks
 from isogloss.unpickle import known_classes_only
 
 POSITION = "position.json"
@@ -109,9 +110,7 @@ def _divided(function, names):
     results = [(name, function(name)) for name in names[rank::num_ranks]]
     if num_ranks == 1:
         return results
-    of_ranks = [None] * num_ranks
-    dist.all_gather_object(of_ranks, results)
-    return list(itertools.chain.from_iterable(of_ranks))
+    return list(itertools.chain.from_iterable(values_of_ranks(results)))
 
 
 def _checksum_of(position):
@@ -211,10 +210,7 @@ def damage_of(checkpoint):
     Checkpoints of earlier versions do not list their files, so theirs are not checked.
     """
     damage = _missing_or_cut(checkpoint)
-    if dist.is_initialized():
-        damages = [None] * dist.get_world_size()
-        dist.all_gather_object(damages, damage)
-        damage = next(filter(None, damages), "")
+    damage = next(filter(None, values_of_ranks(damage)), "")
     if damage:
         return damage
     files = position_of(checkpoint).get("files", {})
@@ -260,8 +256,7 @@ def agree_on_start(checkpoint):
     if checkpoint:
         position = position_of(checkpoint)
         start = [checkpoint.name, position.get("step"), position.get("written")]
-    starts = [None] * dist.get_world_size()
-    dist.all_gather_object(starts, start)
+    starts = values_of_ranks(start)
     for rank, other in enumerate(starts):
         if other != starts[0]:
             raise ValueError(

@@ -26,6 +26,7 @@ from isogloss.files import (
     sync_tree,
     write_atomically,
 )
+from isogloss.rendezvous import values_of_ranks
 from isogloss.run_identity import checkpoint_folder
 from projection_tools import save_atomically
 
@@ -175,9 +176,7 @@ def export_model(engine, tokenizer, target, trust_remote_code=False):
 
 def _of_rank_0(value):
     """Return the value of rank 0 on all ranks, once it has come so far."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
+    return values_of_ranks(value)[0]
 
 
 def _write_model(model, tokenizer, export):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from isogloss.rendezvous import values_of_ranks
+
 SEEN_WITHIN = 5.0  # seconds; network file systems take a moment
 
 # --- complete or absent ---------------------------------------------------------------------------
@@ -150,12 +152,10 @@ def check_shared(flag, folder):
                 written[0] = str(stack.enter_context(probe(flag, folder)).name)
             except ValueError as error:
                 written[1] = str(error)
-        dist.broadcast_object_list(written)
-        name, error = written
+        name, error = values_of_ranks(written)[0]
         if error:
             raise ValueError(error)
-        seen = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, (_appears(Path(folder) / name), socket.gethostname()))
+        seen = values_of_ranks([_appears(Path(folder) / name), socket.gethostname()])
     for rank, (is_seen, host) in enumerate(seen):
         if not is_seen:
             raise ValueError(

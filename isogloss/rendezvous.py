@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 # How long ranks wait for one another.  None of these is tuned.  A rank that ends is noticed within
 # seconds (isogloss/watch.py); these are for one that hangs, and for nodes that disappear.
@@ -152,6 +153,24 @@ def broadcast_value(value, source, group):
     raw = torch.frombuffer(text, dtype=torch.uint8)
     dist.broadcast(raw, source, group=group)
     return json.loads(bytes(raw.tolist()))
+
+
+def values_of_ranks(value):
+    """Return the values of all ranks, in order, the same list on each; all of them take part.
+
+    Args:
+        value: what JSON can express.
+    """
+    if not dist.is_initialized():
+        return [value]
+    device = "cpu" if "gloo" in dist.get_backend() else get_accelerator().current_device_name()
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
+    longest = int(max(sizes))
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes)]
 
 
 # --- timeouts -------------------------------------------------------------------------------------

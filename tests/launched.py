@@ -23,11 +23,11 @@ def processes_of(session):
     return found
 
 
-def wait_until(condition):
-    """Wait for a condition, not for a time; fail when it does not come about."""
+def wait_until(condition, what=lambda: ""):
+    """Wait for a condition, not for a time; fail, and say what there is, when it never comes."""
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < PATIENCE, "waited in vain"
+        assert time.monotonic() - begin < PATIENCE, f"waited in vain {what()}"
         time.sleep(0.05)
 
 
@@ -51,8 +51,22 @@ class Job:
         return [process for process, words in processes_of(self.runner.pid).items()
                 if "--local_rank=" in words and "deepspeed.launcher" not in words]
 
+    def what_waits(self):
+        """Return {process id: (command line, where it sleeps)}, to find out why a job hangs."""
+        found = {}
+        for process, words in processes_of(self.runner.pid).items():
+            channels = {}
+            for task in Path(f"/proc/{process}/task").glob("*"):
+                try:
+                    channels[task.name] = (task / "wchan").read_text()
+                except OSError:
+                    continue
+            found[process] = words[-60:], channels
+        return found
+
     def wait(self):
         """Wait until all processes are gone; return the runner's exit code and stderr."""
-        wait_until(lambda: not processes_of(self.runner.pid).keys() - {self.runner.pid})
+        wait_until(lambda: not processes_of(self.runner.pid).keys() - {self.runner.pid},
+                   lambda: f"for the end of {self.what_waits()}")
         message = self.runner.communicate(timeout=PATIENCE)[1]
         return self.runner.returncode, message
