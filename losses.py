@@ -668,7 +668,7 @@ def _chunk_rows(logits_BNX: Tensor, row_N: Tensor, whole: bool, temperature: flo
     return _select_rows(logits_NX, row_N, temperature)
 
 
-def _chunk_logp(
+def chunk_logp(
     logits_NX: Tensor, next_BX: Tensor, row_N: Tensor, of_N: Tensor, num_chunks: int,
     temperature: float, group: ProcessGroup | None,
 ) -> Tensor:
@@ -684,7 +684,7 @@ def _chunk_logp(
     return logp_N.new_zeros(num_chunks).index_add(0, of_N, logp_N)
 
 
-def _bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
+def bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
     """Return KL(Bern(e^logq) || Bern(e^logp)); keeps log(1 - p) finite."""
     logq = logq.clamp(max=-MARGIN)
     logp = logp.clamp(max=-MARGIN)
@@ -693,7 +693,7 @@ def _bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
     return logq.exp() * (logq - logp) - torch.expm1(logq) * (log_not_q - log_not_p)
 
 
-def _check_width(
+def check_width(
     side: str, logits_BNX: Tensor, num_tokens: int, table: str, group: ProcessGroup | None
 ) -> None:
     """Raise a ValueError for logits of more or fewer tokens than a table is of.
@@ -856,9 +856,9 @@ def projection_kl(
         ValueError: logits of more or fewer tokens than the tables, such as those of a padded head.
             (Of the teacher's tokens a projection knows the mapped ones alone: cut its logits.)
     """
-    _check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
+    check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
     if entries is not None and kept_K is None:
-        _check_width("teacher", teacher_logits_BTW, entries.width, "entries", group)
+        check_width("teacher", teacher_logits_BTW, entries.width, "entries", group)
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
@@ -1169,8 +1169,8 @@ def piece_kl(
     Raises:
         ValueError: logits of more or fewer tokens than the spellings.
     """
-    _check_width("student", student_logits_BSV, len(spelling.event_V), "event_V", group)
-    _check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", group)
+    check_width("student", student_logits_BSV, len(spelling.event_V), "event_V", group)
+    check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", group)
     x_NV = student_logits_BSV.flatten(0, 1)
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
     values = [_start_kl(x_NV, y_MW, terms, spelling, temperature, group)]
@@ -1241,10 +1241,10 @@ def _many_kl(
         y_NW, teacher_next_BT: those of all rows.
     """
     every_row = torch.arange(len(x_MV), device=x_MV.device)
-    logp_C = _chunk_logp(
+    logp_C = chunk_logp(
         x_MV, student_next_M, every_row, terms.many_S[:, 1], terms.count_many, temperature, group
     )
-    logq_C = _chunk_logp(
+    logq_C = chunk_logp(
         y_NW,
         teacher_next_BT,
         terms.many_T[:, 0],
@@ -1253,7 +1253,7 @@ def _many_kl(
         temperature,
         group,
     )
-    return _bernoulli_kl(logq_C, logp_C)
+    return bernoulli_kl(logq_C, logp_C)
 
 
 def _second_rows(row_and_chunk_N2: Tensor, num_chunks: int) -> Tensor:
@@ -1274,7 +1274,7 @@ def piece_coverage(
     teacher and several student tokens; one student and several teacher tokens; several on both
     sides).
     """
-    _check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", None)
+    check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", None)
     with torch.no_grad():
         y_NW = teacher_logits_BTW.detach().flatten(0, 1)
         ranges = terms.inside_teacher
@@ -1574,8 +1574,8 @@ def gold(
     if rest is not None:
         num_student_tokens = len(common_V) + len(rest[0])
         num_teacher_tokens = len(common_W) + len(rest[1])
-        _check_width("student", student_logits_BSV, num_student_tokens, "rest", group)
-        _check_width("teacher", teacher_logits_BTW, num_teacher_tokens, "rest", group)
+        check_width("student", student_logits_BSV, num_student_tokens, "rest", group)
+        check_width("teacher", teacher_logits_BTW, num_teacher_tokens, "rest", group)
     else:
         _, num_student_tokens = vocab_range(student_logits_BSV[0], group)
         _, num_teacher_tokens = vocab_range(teacher_logits_BTW[0], group)
@@ -1629,7 +1629,7 @@ def h_kl(
         indices_VK, likelihoods_VK: the projection, rows sorted by weight, -1 in unused slots.
     Others and Returns: see `gold`.
     """
-    _check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
+    check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
     common = common_tokens(indices_VK, likelihoods_VK, relaxed=True)
     return gold(
         student_logits_BSV, teacher_logits_BTW, student_chunk_BS, teacher_chunk_BT,
@@ -1818,7 +1818,7 @@ def _probability_before(
         return None
     # the size is known, so nothing waits for the device
     before = torch.nonzero_static(row_N != last_C[of_N], size=num_before).squeeze(1)
-    logp_C = _chunk_logp(
+    logp_C = chunk_logp(
         logits_NX, next_BX, row_N[before], of_N[before], len(last_C), temperature, group
     )
     return logp_C.exp()
@@ -1895,10 +1895,10 @@ def alm(
     x_NV = student_logits_BSV.flatten(0, 1)
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
     # the temperature applies to the chunk, not to its tokens' distributions, whence the 1.0
-    logp_C = _chunk_logp(
+    logp_C = chunk_logp(
         x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0, group
     )
-    logq_C = _chunk_logp(
+    logq_C = chunk_logp(
         y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0, group
     )
     value_C = _alm_value(mode, logp_C, logq_C, temperature)
@@ -1919,9 +1919,9 @@ def _alm_value(mode: str, logp_C: Tensor, logq_C: Tensor, temperature: float) ->
     logp = logp_C / temperature - MARGIN
     logq = logq_C / temperature - MARGIN
     if mode == "binary_kl":
-        return _bernoulli_kl(logq, logp)
+        return bernoulli_kl(logq, logp)
     if mode == "binary_kl_reverse":
-        return _bernoulli_kl(logp, logq)
+        return bernoulli_kl(logp, logq)
     if mode == "binary_ce":
         return -logq.exp() * logp + torch.expm1(logq) * torch.log(-torch.expm1(logp))
     raise ValueError(

@@ -384,6 +384,7 @@ def plan_tiles(
     vocab_sizes: tuple[int, int],
     memory_mib: float = 512.0,
     sub_tiles: SubTileBudget = GPU_SUB_TILES,
+    teacher_context: bool = False,
 ) -> list[Tile]:
     """Cut a batch into tiles; meant for the CPU, where the ids come from.
 
@@ -399,6 +400,8 @@ def plan_tiles(
             least one chunk, however large.  inf: one tile of one sub-tile.
         sub_tiles: CPU_SUB_TILES or GPU_SUB_TILES.  Small sub-tiles leave room for large tiles;
             large ones need fewer calls.
+        teacher_context: a sub-tile also has the teacher position before and that after each of its
+            chunks, in the same row; those in none of its chunks have chunk -1.
     """
     student, teacher = _number_units(
         student_labels_BS, student_chunk_BS, teacher_labels_BT, teacher_chunk_BT
@@ -420,7 +423,12 @@ def plan_tiles(
     for tile_span, spans in zip(tile_spans, spans_of_tile):
         planned = []
         for span in spans:
-            planned.append(_make_sub_tile(student, teacher, span, tile_span, block_of[span.first]))
+            sub_tile = _make_sub_tile(student, teacher, span, tile_span, block_of[span.first])
+            if teacher_context:
+                sub_tile = _with_context(
+                    sub_tile, teacher, span, block_of[span.first], teacher_labels_BT
+                )
+            planned.append(sub_tile)
         positions = student.position_N[student.entries(tile_span)]
         tiles.append(Tile(positions, tuple(planned)))
     return tiles
@@ -613,6 +621,42 @@ def _make_sub_tile(
         teacher_chunk=teacher.local_chunk(span),
         teacher_positions=teacher.position_N[teacher.entries(block)] if begins_block else None,
     )
+
+
+def _with_context(
+    sub_tile: SubTile, teacher: _UnitPositions, span: _Span, block: _Span, labels_BT: Tensor
+) -> SubTile:
+    """Add to a sub-tile the teacher positions around its chunks.
+
+    Chunks are in the same order on both sides, so its positions are neighbors among the block's.
+    """
+    own = teacher.position_N[teacher.entries(span)]
+    in_block = _neighbors(teacher.position_N[teacher.entries(block)], labels_BT.shape[1])
+    needed = _neighbors(own, labels_BT.shape[1])
+    first, end = 0, 0
+    if len(needed):
+        first = int(torch.searchsorted(in_block, needed[0]))
+        end = int(torch.searchsorted(in_block, needed[-1])) + 1
+    positions = in_block[first:end]
+    chunk = torch.full_like(positions, -1)
+    chunk[torch.searchsorted(positions, own)] = sub_tile.teacher_chunk
+    return sub_tile._replace(
+        teacher_slice=slice(first, end),
+        teacher_labels=labels_BT.reshape(-1)[positions],
+        teacher_chunk=chunk,
+        teacher_positions=None if sub_tile.teacher_positions is None else in_block,
+    )
+
+
+def _neighbors(position_N: Tensor, width: int) -> Tensor:
+    """Return, sorted, these positions and those before and after them in the same row."""
+    row_N = position_N // width
+    around = [position_N]
+    for shift in (-1, 1):
+        neighbor = position_N + shift
+        around.append(neighbor[(neighbor >= 0) & (neighbor // width == row_N)])
+    distinct: Tensor = torch.unique_consecutive(torch.cat(around).sort().values)
+    return distinct
 
 
 class TeacherBlocks:

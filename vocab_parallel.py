@@ -88,6 +88,34 @@ class _ColumnsToRows(torch.autograd.Function):
         return received.view(-1, local_width), None, None, None
 
 
+class _WholeColumns(torch.autograd.Function):
+    """Collect the columns of all ranks; all compute the same from them, so each keeps its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NV: Tensor, widths: list[int], group: ProcessGroup) -> Tensor:
+        ctx.widths = widths
+        ctx.rank = dist.get_rank(group)
+        shards = [x_NV.new_empty(len(x_NV), width) for width in widths]
+        # gloo gathers tensors of one shape only
+        for rank, shard in enumerate(shards):
+            if rank == ctx.rank:
+                shard.copy_(x_NV)
+            dist.broadcast(shard, group=group, group_src=rank)
+        return torch.cat(shards, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return torch.split(grads[0], ctx.widths, 1)[ctx.rank], None, None
+
+
+def whole_columns(x_NV: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the columns of all ranks, for what cannot be cut into rows either."""
+    whole: Tensor = _WholeColumns.apply(  # type: ignore[no-untyped-call]
+        x_NV, shard_widths(x_NV, group), group
+    )
+    return whole
+
+
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """Add up what the ranks of `group` computed from their columns."""
     total: Tensor = _SumOverRanks.apply(x, group)  # type: ignore[no-untyped-call]

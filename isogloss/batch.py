@@ -30,6 +30,7 @@ from isogloss.sample import (
 from isogloss.sequence import SequenceShard, sequence_shard
 from losses import Spelling, find_chunks, piece_terms
 from tiles import CPU_SUB_TILES, Tile, plan_tiles
+from translation import Tables, nodes_of_chunks, tokens_that_ended
 
 # --- batches --------------------------------------------------------------------------------------
 
@@ -63,7 +64,8 @@ class TeacherBatch:
         sample: (B * T,) int64, sample of every teacher position.
         num_samples: samples in the micro-batch; packed, these are more than the rows.
         student_chunk, teacher_chunk: (B, S), (B, T) int64, chunk of each predicted token, -1: none.
-        tiles: list of `tiles.Tile`, their sub-tiles with `PieceTerms` for piece_kl, else `Chunks`.
+        tiles: list of `tiles.Tile`, their sub-tiles with `PieceTerms` for piece_kl, `Nodes` for
+            divergences between two tokenizers, else `Chunks`.
         sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
             `sequence.SequenceShard`; None without sequence parallelism.
@@ -134,7 +136,8 @@ class PairOptions:
 
     Attributes:
         encoder: TextEncoder.
-        spelling: tables for the terms of piece_kl; None for losses that work on whole chunks.
+        spelling: Spelling for piece_kl, `translation.Tables` for a divergence between two
+            tokenizers, None for losses that work on whole chunks.
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
     """
 
@@ -371,6 +374,9 @@ class Collator:
             sample_of_student=student_rows.sample_of_position(),
         )
         labels = student.labels
+        texts = None
+        if isinstance(pair.spelling, Tables):
+            texts = TextsOf(student, batch, pair.spelling)
         shard = self._shard(batch.student_chunk, batch.teacher_chunk)
         if shard:
             # Each rank computes the chunks and labels that it owns, so that over the group every
@@ -378,22 +384,34 @@ class Collator:
             labels = torch.where(shard.owned_mask, labels, -100)
             batch.student_chunk = torch.where(shard.owned_mask, batch.student_chunk, -1)
             batch.teacher_chunk = torch.where(shard.teacher_mask, batch.teacher_chunk, -1)
-        batch.tiles = self._plan_tiles(pair, labels, batch)
+        batch.tiles = self._plan_tiles(pair, labels, batch, texts)
         counts = self._count_pair(pair, samples, batch)
         tokens = int((labels >= 0).sum())
         if shard:  # last, as all of the above names positions of whole sequences
             self._localize(batch, shard)
         return batch, counts, tokens
 
-    def _plan_tiles(self, pair, labels, batch):
+    def _plan_tiles(self, pair, labels, batch, texts):
         """Return the tiles of a pair, with the terms of its loss."""
         vocab_sizes = len(self.student.table), len(pair.encoder.table)
         tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
-                           vocab_sizes, self.tile_mib, self.sub_tiles)
+                           vocab_sizes, self.tile_mib, self.sub_tiles,
+                           teacher_context=bool(texts))
         planned = []
+        teacher_positions = None  # those whose logits exist
         for tile in tiles:
             # listed here, where data workers do it while the model trains
-            sub_tiles = [with_terms(sub_tile, pair.spelling) for sub_tile in tile.sub_tiles]
+            sub_tiles = []
+            for sub_tile in tile.sub_tiles:
+                if sub_tile.teacher_positions is not None:
+                    teacher_positions = sub_tile.teacher_positions
+                if texts:
+                    terms = texts.nodes(
+                        sub_tile, tile.student_positions[sub_tile.student_slice],
+                        teacher_positions[sub_tile.teacher_slice], pair.spelling)
+                    sub_tiles.append(sub_tile._replace(terms=terms))
+                else:
+                    sub_tiles.append(with_terms(sub_tile, pair.spelling))
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
 
@@ -489,6 +507,35 @@ def renumber_chunks(samples: list[PairSample], rows):
         for name in ("student_chunk", "teacher_chunk"):
             chunk = getattr(sample, name)
             setattr(sample, name, np.where(chunk >= 0, chunk + first, -1))
+
+
+class TextsOf:
+    """Hold what the nodes of a translation ask about the texts of a batch.
+
+    Attributes:
+        student_ids: (B * S,) token that each student position reads.
+        teacher_text: (B * T,) text of each teacher position.
+        ended: (B * T,) see `translation.tokens_that_ended`.
+    """
+
+    def __init__(self, student, batch, tables):
+        """Look at whole texts, before sequence shards part their chunks."""
+        self.student_ids = student.ids.flatten()
+        self.teacher_text = batch.sample
+        self.ended = tokens_that_ended(
+            student.labels, batch.labels, batch.student_chunk, batch.teacher_chunk, tables,
+            batch.sample_of_student, batch.sample).flatten()
+
+    def nodes(self, sub_tile, student_positions, teacher_positions, tables):
+        """Return the Nodes of a sub-tile, of which the positions of both sides are given."""
+        text = self.teacher_text[teacher_positions]
+        follows = torch.zeros(len(text), dtype=torch.bool)
+        follows[1:] = (teacher_positions[1:] - teacher_positions[:-1] == 1) & (
+            text[1:] == text[:-1])
+        chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
+        return nodes_of_chunks(
+            chunks, self.student_ids[student_positions], sub_tile.student_labels.clamp(min=0),
+            sub_tile.teacher_labels.clamp(min=0), tables, self.ended[teacher_positions], follows)
 
 
 def with_terms(sub_tile, spelling):

@@ -23,7 +23,9 @@ from losses import (
 )
 from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
+from projection_tools.cells import cached_translation
 from projection_tools.spell import cached_spelling
+from translation import Tables, translated
 
 ALM_MODES = (
     "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
@@ -217,10 +219,16 @@ def build_per_chunk(cfg, pair, device, loss, flag_of):
     return DistillationLoss(loss_fn)
 
 
-def build_per_position(cfg, pair, device, divergence, flag_of):
-    """Build a loss for equal tokenizers: every chunk is one token, a position on either side."""
+def build_divergence(cfg, pair, device, divergence, flag_of):
+    """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+    if pair.fingerprints[0] == pair.fingerprints[1]:
+        return build_per_position(divergence, parameters)
+    return build_translated(pair, device, divergence, parameters)
 
+
+def build_per_position(divergence, parameters):
+    """Build a divergence for equal tokenizers: every chunk is one position on either side."""
     def loss_fn(student_logits, teacher_logits, sub_tile):
         chunks = sub_tile.terms
         weight = sub_tile.weight
@@ -232,6 +240,32 @@ def build_per_position(cfg, pair, device, divergence, flag_of):
             None, weight_BS=weight, **parameters)[0]
 
     return DistillationLoss(loss_fn)
+
+
+def build_translated(pair, device, divergence, parameters):
+    """Build a divergence between any two tokenizers, see translation.py."""
+    tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
+    on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
+                         for value in tables])
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return translated(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            sub_tile.terms, on_device, divergence, weight_BS=ids.weight, **parameters)[0]
+
+    return DistillationLoss(loss_fn, tables)
+
+
+def translation_fields(pair):
+    """Return the fields of `translation.Tables`."""
+    tables = cached_translation(pair)
+    return {name: tables[name] for name in Tables._fields}
+
+
+def as_index(value):
+    """Return a table as int64, which indexes tensors; files hold int32."""
+    return value.long() if isinstance(value, torch.Tensor) else value
 
 
 def _projection(cfg, pair, device):
@@ -262,16 +296,14 @@ class LossSpec:
 
     Attributes:
         build: (cfg, `projection_tools.Pair`, device) -> DistillationLoss.
-        needs: what it works on: "spellings", "projection", "chunks", or "positions".
+        needs: what it works on: "spellings", "projection" or "chunks".
         flags: flags of config.py that it reads; they may differ for each of several teachers.
-        tokenizers: "any", or "equal": student and teacher must have the same one.
         columns: it compares only the `--projection_topk` most important teacher columns.
     """
 
     build: Callable
     needs: str
     flags: tuple = ("temperature",)
-    tokenizers: str = "any"
     columns: bool = False
 
 
@@ -286,11 +318,11 @@ def per_chunk(loss, **flag_of):
     return LossSpec(build, "chunks", tuple(flag_of.values()))
 
 
-def per_position(divergence, **flag_of):
-    """Return the entry of a divergence between models with equal tokenizers, likewise."""
+def divergence_loss(divergence, **flag_of):
+    """Return the entry of a divergence between two models, likewise."""
     flag_of = {"temperature": "temperature", "top_k": "loss_topk"} | flag_of
-    build = partial(build_per_position, divergence=divergence, flag_of=flag_of)
-    return LossSpec(build, "positions", tuple(flag_of.values()), tokenizers="equal")
+    build = partial(build_divergence, divergence=divergence, flag_of=flag_of)
+    return LossSpec(build, "spellings", tuple(flag_of.values()))
 
 
 # of the losses that compare common tokens by KL and the rest by rank
@@ -306,19 +338,14 @@ LOSSES: dict[str, LossSpec] = {
     "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
     "uld": per_chunk(losses.uld),
     "alm": per_chunk(losses.alm, mode="alm_mode"),
-    "forward_kl": per_position(losses.forward_kl),
-    "reverse_kl": per_position(losses.reverse_kl),
-    "generalized_jsd": per_position(losses.generalized_jsd, beta="jsd_beta"),
-    "skew_forward_kl": per_position(losses.skew_forward_kl, skew="skew_lambda"),
-    "skew_reverse_kl": per_position(losses.skew_reverse_kl, skew="skew_lambda"),
-    "adaptive_kl": per_position(losses.adaptive_kl, alpha="akl_alpha"),
-    "total_variation": per_position(losses.total_variation),
+    "forward_kl": divergence_loss(losses.forward_kl),
+    "reverse_kl": divergence_loss(losses.reverse_kl),
+    "generalized_jsd": divergence_loss(losses.generalized_jsd, beta="jsd_beta"),
+    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, skew="skew_lambda"),
+    "skew_reverse_kl": divergence_loss(losses.skew_reverse_kl, skew="skew_lambda"),
+    "adaptive_kl": divergence_loss(losses.adaptive_kl, alpha="akl_alpha"),
+    "total_variation": divergence_loss(losses.total_variation),
 }
-
-
-def losses_for(tokenizers):
-    """List the names of the losses for "any" or for "equal" tokenizers."""
-    return [name for name, spec in LOSSES.items() if spec.tokenizers == tokenizers]
 
 
 def loss_flags():
@@ -338,14 +365,9 @@ def build_loss(cfg, student, teacher, device):
     Returns:
         DistillationLoss.
     Raises:
-        ValueError: tokenizers that differ where the loss needs one, or have nothing in common.
+        ValueError: tokenizers that have nothing in common.
     """
     names = cfg.student, cfg.teacher
     tables = student.table, teacher.table
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
-    spec = LOSSES[cfg.loss]
-    if spec.tokenizers == "equal" and pair.fingerprints[0] != pair.fingerprints[1]:
-        raise ValueError(
-            f"--loss {cfg.loss}: needs equal tokenizers, but those of {cfg.student} and "
-            f"{cfg.teacher} differ; use one of {', '.join(losses_for('any'))}")
-    return spec.build(cfg, pair, device)
+    return LOSSES[cfg.loss].build(cfg, pair, device)

@@ -89,10 +89,10 @@ def spell(source, tokenizer, target, max_pieces=16):
     expected = all_bytes(source)
     for i in np.flatnonzero(source.special).tolist():
         expected[i] = b""
-    spellings = _encode(expected, mid_text_backend(tokenizer), target)
+    spellings = encode_bytes(expected, mid_text_backend(tokenizer), target)
     sizes = np.array(list(map(len, spellings)), np.int64)
     ids = np.fromiter(chain.from_iterable(spellings), np.int64)
-    spelled = _same_bytes(ids, sizes, target, expected)
+    spelled = same_bytes(ids, sizes, target, expected)
 
     # The i-th id of the flat list stands in row rows[i] and slot slots[i] of the matrix.
     rows = np.arange(len(sizes)).repeat(sizes)
@@ -105,7 +105,7 @@ def spell(source, tokenizer, target, max_pieces=16):
     return pieces
 
 
-def _encode(expected, backend, target):
+def encode_bytes(expected, backend, target):
     """Return a list of ids for each of the byte strings; not yet checked against the bytes."""
     # Without a normalizer, SentencePiece has to be given the character that it writes for a space.
     space = METASPACE if target.family == "sentencepiece" else " "
@@ -153,7 +153,7 @@ def _encode_surrogates(text, backend, target, id_of_token):
     return ids
 
 
-def _same_bytes(ids, sizes, table, expected):
+def same_bytes(ids, sizes, table, expected):
     """Return (N,) bool: the next sizes[n] of the flat ids spell expected[n], by tokens of text."""
     rows = np.arange(len(sizes)).repeat(sizes)
     N = len(sizes)
@@ -391,7 +391,7 @@ def build_spelling(pair, max_pieces=16):
         pair: Pair.
         max_pieces: longest spelling kept, in pieces; of longer ones the beginning.
     """
-    student_pieces_WP, teacher_pieces_VP = _pieces(pair, max_pieces)
+    student_pieces_WP, teacher_pieces_VP = spellings(pair, max_pieces)
     event_V, event_W, count = events(student_pieces_WP, teacher_pieces_VP)
     arrays = {"event_V": event_V, "event_W": event_W}
     for axis, pieces in (("W", student_pieces_WP), ("V", teacher_pieces_VP)):
@@ -407,7 +407,7 @@ def build_spelling(pair, max_pieces=16):
     return tables | {"num_events": count} | tokenizer_metadata(pair)
 
 
-def _pieces(pair, max_pieces):
+def spellings(pair, max_pieces):
     """Return (A, B): how the student spells the teacher's tokens, and the teacher the student's."""
     student, teacher = pair.tables
     student_tokenizer, teacher_tokenizer = pair.tokenizers

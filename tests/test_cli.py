@@ -46,8 +46,6 @@ WRONG = {
                                         "would replace --output_dir"),
     # losses
     "no such loss": Wrong("--loss=kl", "--loss kl: expected one of piece_kl, projection_kl"),
-    "a loss for one tokenizer": Wrong("--loss=forward_kl",
-                                      "differ; use one of piece_kl, projection_kl"),
     "a mixture beyond 1": Wrong("--jsd_beta=1.5", "--jsd_beta 1.5: expected 0 to 1"),
     "a skew of nothing": Wrong("--skew_lambda=1",
                                "--skew_lambda 1.0: compares the teacher with itself"),

@@ -15,6 +15,7 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
     "cpu_kernels.py": set(),
     "vocab_parallel.py": set(),
     "teacher_mixing.py": set(),
+    "translation.py": {"losses", "vocab_parallel"},
     "tiles.py": set(),
     "ipc.py": set(),
 }

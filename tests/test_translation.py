@@ -1,0 +1,268 @@
+"""translation.py: the nodes are fair questions, complete, and the same however a batch is cut."""
+
+import math
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import losses
+import toys
+from align import TokenTable
+from conftest import asset
+from isogloss.batch import Collator, PairOptions
+from isogloss.sample import TextEncoder
+from projection_tools import Pair
+from projection_tools.cells import build_translation
+from tiles import StoredLogits, TeacherBlocks
+from toys import EOS, Tokenizer
+from translation import (
+    Tables,
+    choice_question,
+    inside_question,
+    list_nodes,
+    root_question,
+    root_target,
+    translated,
+)
+
+FINE = Tokenizer(("a", "b"))
+COARSE = Tokenizer(("a", "b"), ("ab", "c"), ("b", "a"), ("c", "c"))
+CROSSING = Tokenizer(("b", "c"), ("c", "a"), ("a", "a"))
+# (student, teacher), one made of the other's tokens, and cut whatever follows
+NESTED = {"finer student": (FINE, COARSE), "coarser student": (COARSE, FINE),
+          "equal": (COARSE, COARSE),
+          "letters": (Tokenizer(("a", "b"), ("ab", "c"), ("c", "c")), Tokenizer())}
+ALL_PAIRS = [*NESTED.values(), (CROSSING, COARSE), (COARSE, CROSSING)]
+DIVERGENCES = {
+    "forward_kl": losses.forward_kl,
+    "reverse_kl": losses.reverse_kl,
+    "jsd": losses.generalized_jsd,
+    "skew": partial(losses.skew_forward_kl, skew=0.1),
+    "adaptive_kl": losses.adaptive_kl,
+    "total_variation": losses.total_variation,
+    "top_k": partial(losses.forward_kl, top_k=2),
+}
+
+
+class Toy:
+    """All texts of a process as one batch, with exact models of two tokenizers.
+
+    Attributes:
+        weight_BS: probability of the text.
+        x, y: logits of the exact student and teacher.
+        ids: arguments of list_nodes.
+        histories: {tokens so far: positions in x}.
+    """
+
+    def __init__(self, student, teacher, order, length=5, seed=1):
+        texts = toys.process(length, order, seed)
+        self.tables = toys.tables_of(student, teacher)
+        sides = []
+        for tokenizer in (student, teacher):
+            sides.append([[*tokenizer(text), EOS] for text in texts])
+        chunks = [toys.chunks_of(*pair) for pair in zip(*sides)]
+        read, next_S, chunk_S, self.x = padded(student, sides[0], chunks, 0, texts)
+        _, next_T, chunk_T, self.y = padded(teacher, sides[1], chunks, 1, texts)
+        self.ids = read, next_S, next_T, chunk_S, chunk_T, self.tables
+        probability = torch.tensor(list(texts.values()), dtype=torch.float64)
+        self.weight_BS = probability[:, None].expand(next_S.shape)
+        self.histories = {}
+        for b, tokens in enumerate(sides[0]):
+            for position in range(len(tokens)):
+                history = tuple(tokens[:position])
+                self.histories.setdefault(history, []).append((b, position))
+
+    def loss(self, x, y, divergence, **options):
+        """Return what `translated` makes of some logits."""
+        return translated(x, y, *self.ids[1:3], list_nodes(*self.ids), self.tables, divergence,
+                          **options)
+
+    def gradient(self, divergence):
+        """Return (mean of |expected gradient|, value) at the exact student."""
+        x = self.x.clone().requires_grad_()
+        value, _ = self.loss(x, self.y, divergence, weight_BS=self.weight_BS)
+        value.backward()
+        total = 0.0
+        mass = 0.0
+        for places in self.histories.values():
+            total += sum(x.grad[place] for place in places).abs().sum()
+            mass += sum(self.weight_BS[place] for place in places)
+        return float(total / mass), value.item()
+
+
+def padded(tokenizer, texts, chunks, side, probabilities):
+    """Return (ids read, ids predicted, chunks, exact logits) of texts, in rows that are padded."""
+    model = toys.exact_model(probabilities, tokenizer)
+    shape = len(texts), max(map(len, texts))
+    predicted = torch.zeros(shape, dtype=torch.long)
+    chunk = torch.full(shape, -1)
+    logits = torch.zeros(*shape, len(tokenizer.vocab), dtype=torch.float64)
+    for b, tokens in enumerate(texts):
+        size = len(tokens)
+        predicted[b, :size] = torch.tensor([tokenizer.id[token] for token in tokens])
+        chunk[b, :size] = chunks[b][side]
+        logits[b, :size] = toys.logits_of(model, tokens)
+    read = torch.cat([torch.full((shape[0], 1), -1), predicted[:, :-1]], 1)
+    return read, predicted, chunk, logits
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("name", NESTED)
+def test_an_exact_student_has_nothing_to_learn(name, order):
+    toy = Toy(*NESTED[name], order)
+    for divergence_name, divergence in DIVERGENCES.items():
+        gradient, value = toy.gradient(divergence)
+        assert abs(value) < 1e-9
+        if divergence_name != "total_variation":  # whose gradient jumps there
+            assert gradient < 1e-9
+
+
+@pytest.mark.parametrize(("student", "teacher", "bias"), [
+    (CROSSING, COARSE, 0.11), (COARSE, CROSSING, 0.14),
+    # nested, but "ba" is joined unless "b" follows, which no row of the teacher tells in time
+    (COARSE, Tokenizer(), 0.18)])
+def test_the_bias_where_tokens_cross_is_known(student, teacher, bias):
+    # dense toys: of three letters, with a merge that crosses one of the other side in most texts
+    gradients = [Toy(student, teacher, order).gradient(losses.forward_kl)[0]
+                 for order in (0, 1, 2)]
+    assert max(gradients) < bias
+
+
+@pytest.mark.parametrize(("student", "teacher"), ALL_PAIRS)
+def test_any_two_tokens_are_told_apart(student, teacher):
+    toy = Toy(student, teacher, 1)
+    num_tokens = len(student.vocab)
+    # one student whatever came before, who knows nothing
+    x = torch.zeros(num_tokens, dtype=torch.float64)
+    rows = torch.autograd.functional.hessian(
+        lambda x: toy.loss(x.expand(toy.x.shape), toy.y, losses.forward_kl)[0], x)
+    for v, other in combinations(range(num_tokens), 2):
+        # the curvature along "more of one, less of the other"
+        assert rows[v, v] + rows[other, other] - 2 * rows[v, other] > 1e-6
+
+
+@pytest.mark.parametrize(("student", "teacher"), ALL_PAIRS)
+def test_targets_are_distributions_and_divergences_are_not_negative(student, teacher):
+    toy = Toy(student, teacher, 2)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(toy.x.shape, generator=generator).double()
+    y = 3 * torch.randn(toy.y.shape, generator=generator).double()
+    nodes = list_nodes(*toy.ids)
+    rows = y.flatten(0, 1)
+    target = root_target(rows, nodes.roots, toy.tables)
+    x_root = x.flatten(0, 1)[nodes.roots.row_S]
+    x_inside = x.flatten(0, 1)[nodes.insides.row_S]
+    questions = [
+        root_question(x_root, target, toy.tables),
+        choice_question(x_root[nodes.choices.root], rows, target, nodes, toy.tables),
+        inside_question(x_inside, rows[nodes.insides.row_T], nodes.insides, toy.tables)]
+    for question in questions:
+        assert (question.target_KG >= 0).all()
+        sums = question.target_KG.sum(1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+    for divergence in DIVERGENCES.values():
+        values, _ = toy.loss(x, y, divergence, reduction="none")
+        assert (values > -1e-12).all()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_equal_tokenizers_give_the_plain_divergence(divergence):
+    toy = Toy(COARSE, COARSE, 1)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, *toy.x.shape, generator=generator).double()
+    # what no text holds would be masked, which a plain divergence does not know
+    toy.tables.join_start_V.zero_()
+    ours, count = toy.loss(x, y, divergence, temperature=2.0)
+    plain, positions = divergence(x, y, toy.ids[3] >= 0, temperature=2.0)
+    torch.testing.assert_close(ours, plain)
+    assert count == positions
+
+
+# --- in a job -------------------------------------------------------------------------------------
+
+
+def test_tiles_and_packed_rows_ask_the_same_questions(tokenizers, tables, texts):
+    """Sub-tiles hold the teacher's rows around their chunks, and only those of the same text."""
+    pair = Pair.of(*tokenizers, tables=tables)
+    fields = build_translation(pair)
+    on_cpu = Tables(*[value.long() if isinstance(value, torch.Tensor) else value
+                      for value in map(fields.get, Tables._fields)])
+    student, teacher = [TextEncoder(*side, 150) for side in zip(tokenizers, tables)]
+    generator = torch.Generator().manual_seed(0)
+    sizes = [len(table) for table in tables]
+    # logits are a function of the token and its place in the text
+    embeddings = [torch.randn(size, size, generator=generator).double() for size in sizes]
+    places = [torch.randn(200, size, generator=generator).double() for size in sizes]
+    embeddings[0].requires_grad_()
+    results = []
+    for pack, tile_mib in ((False, math.inf), (False, 0.25), (True, math.inf), (True, 0.25)):
+        collator = Collator(student, [PairOptions(teacher, on_cpu)], pack=pack, tile_mib=tile_mib)
+        batch = collator([text[:200] for text in texts[:8]])
+        logits = []
+        for side, rows in enumerate((batch.student, batch.teachers[0])):
+            position = rows.positions
+            if position is None:
+                position = torch.arange(rows.ids.shape[1]).expand_as(rows.ids)
+            logits.append((embeddings[side][rows.ids] + places[side][position]).flatten(0, 1))
+        total = 0
+        sub_tiles = 0
+        blocks = TeacherBlocks(StoredLogits(logits[1].detach()), batch.teachers[0].tiles)
+        for tile in batch.teachers[0].tiles:
+            x = logits[0][tile.student_positions]
+            for sub_tile in tile.sub_tiles:
+                sub_tiles += 1
+                total = total + translated(
+                    x[sub_tile.student_slice][None], blocks(sub_tile)[None],
+                    sub_tile.student_labels[None], sub_tile.teacher_labels[None], sub_tile.terms,
+                    on_cpu, temperature=1.5)[0]
+        results.append((total, torch.autograd.grad(total, embeddings[0])[0]))
+        assert (sub_tiles > 1) == (tile_mib < math.inf)
+        assert batch.counts.pairs[0].kd_terms > 100
+    for value, gradient in results[1:]:
+        torch.testing.assert_close(value, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1])
+
+
+NUMBER = "He has 15 apples."
+
+
+def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
+    """llama3 writes 15 as one token, qwen2 as two; after 15 no digit can come."""
+    loaded = [AutoTokenizer.from_pretrained(asset("tokenizers", name))
+              for name in ("llama3", "qwen2")]
+    tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in loaded]
+    fields = build_translation(Pair.of(*loaded, tables=tables))
+    on_cpu = Tables(*[value.long() if isinstance(value, torch.Tensor) else value
+                      for value in map(fields.get, Tables._fields)])
+    encoders = [TextEncoder(tokenizer, table, 50) for tokenizer, table in zip(loaded, tables)]
+    batch = Collator(encoders[0], [PairOptions(encoders[1], on_cpu)])([NUMBER])
+    [tile] = batch.teachers[0].tiles
+    [sub_tile] = tile.sub_tiles
+    # a teacher that is sure of the text, but for digits behind "5", of which it expects some
+    teacher = torch.full((len(sub_tile.teacher_labels), len(tables[1])), -30.0)
+    teacher[torch.arange(len(teacher)), sub_tile.teacher_labels.clamp(min=0)] = 0
+    digits = [loaded[1].convert_tokens_to_ids(digit) for digit in "0123456789"]
+    five = (sub_tile.teacher_labels == digits[5]).nonzero().item()
+    teacher[five + 1, digits] = 0
+    student = torch.full((len(sub_tile.student_labels), len(tables[0])), -30.0)
+    student[torch.arange(len(student)), sub_tile.student_labels.clamp(min=0)] = 0
+    student.requires_grad_()
+    number = loaded[0].convert_tokens_to_ids("15")
+    at_number = (sub_tile.student_labels == number).nonzero().item()
+    value, _ = translated(student[None], teacher[None], sub_tile.student_labels[None],
+                          sub_tile.teacher_labels[None], sub_tile.terms, on_cpu)
+    value.backward()
+    # it may go on with a third digit there, which "151" says in one token
+    longer = [loaded[0].convert_tokens_to_ids(f"15{digit}") for digit in "0123456789"]
+    assert (student.grad[at_number, longer] < -1e-3).all()
+    zeros = [loaded[0].convert_tokens_to_ids("0" * count) for count in (1, 2, 3)]
+    assert student.grad[at_number + 1, zeros].abs().max() < 1e-6
+    # the exact student: what the teacher gives to a third digit, "15" gives to "15x"
+    with torch.no_grad():
+        student[at_number, longer] = 0
+    value, _ = translated(student[None], teacher[None], sub_tile.student_labels[None],
+                          sub_tile.teacher_labels[None], sub_tile.terms, on_cpu)
+    assert value < 0.05

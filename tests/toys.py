@@ -1,0 +1,113 @@
+"""Toys of which everything is known: random texts, tokenizers with a few merges, exact models.
+
+A process gives every text over a small alphabet a probability.  A model of it predicts the next
+token of a tokenizer exactly, by summing over all texts, so two models of one process agree about
+everything that both can say.
+"""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from projection_tools.cells import translation_tables
+from translation import Tables
+
+EOS = "$"
+ALPHABET = "abc"
+
+
+class Tokenizer:
+    """Byte-pair encoding with a list of merges, the first of which is done first."""
+
+    def __init__(self, *merges):
+        self.rank = {pair: number for number, pair in enumerate(merges)}
+        self.vocab = [*ALPHABET, *dict.fromkeys(left + right for left, right in merges), EOS]
+        self.id = {token: number for number, token in enumerate(self.vocab)}
+
+    def __call__(self, text):
+        tokens = list(text)
+        while True:
+            pairs = [pair for pair in pairwise(tokens) if pair in self.rank]
+            if not pairs:
+                return tokens
+            best = min(pairs, key=self.rank.__getitem__)
+            merged = []
+            for token in tokens:
+                if merged and (merged[-1], token) == best:
+                    merged[-1] += token
+                else:
+                    merged.append(token)
+            tokens = merged
+
+
+def process(length, order, seed):
+    """Return {text: probability} of a Markov process, cut at a length.
+
+    Args:
+        order: letters that the next one depends on.
+    """
+    random = np.random.default_rng(seed)
+    rows = defaultdict(lambda: random.dirichlet(np.full(len(ALPHABET) + 1, 0.7)))
+    texts = defaultdict(float)
+
+    def extend(text, probability):
+        if len(text) == length:
+            texts[text] += probability
+            return
+        row = rows[text[len(text) - order:] if order else ""]
+        texts[text] += probability * row[-1]
+        for letter, share in zip(ALPHABET, row):
+            extend(text + letter, probability * share)
+
+    extend("", 1.0)
+    return texts
+
+
+def exact_model(texts, tokenizer):
+    """Return {tokens so far: (vocabulary,) probability of them and the next token}."""
+    joint = defaultdict(lambda: np.zeros(len(tokenizer.vocab)))
+    for text, probability in texts.items():
+        tokens = [*tokenizer(text), EOS]
+        for position, token in enumerate(tokens):
+            joint[tuple(tokens[:position])][tokenizer.id[token]] += probability
+    return joint
+
+
+def logits_of(model, tokens):
+    """Return (positions, vocabulary) log-probabilities of an exact model along a text."""
+    rows = []
+    for position in range(len(tokens)):
+        joint = model[tuple(tokens[:position])]
+        rows.append(np.log(np.maximum(joint / joint.sum(), 1e-300)))
+    return torch.tensor(np.array(rows))
+
+
+def tables_of(student, teacher):
+    """Return the `Tables` of two toy tokenizers."""
+    def spell(tokens, tokenizer):
+        spelled = [[EOS] if token == EOS else tokenizer(token) for token in tokens]
+        pieces = np.full((len(tokens), max(map(len, spelled))), -1)
+        for row, parts in zip(pieces, spelled):
+            row[:len(parts)] = [tokenizer.id[part] for part in parts]
+        return pieces
+
+    raw = [b"" if token == EOS else token.encode() for token in student.vocab]
+    canonical = np.array([token != EOS and student(token) == [token] for token in student.vocab])
+    arrays = translation_tables(
+        spell(teacher.vocab, student), spell(student.vocab, teacher), raw, canonical,
+        lambda texts: [[student.id[token] for token in student(text.decode())] for text in texts])
+    fields = {}
+    for name, value in arrays.items():
+        fields[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return Tables(**fields)
+
+
+def chunks_of(student_tokens, teacher_tokens):
+    """Return the chunk of every token on both sides; eos, the last token, is one of its own."""
+    ends = []
+    for tokens in (student_tokens, teacher_tokens):
+        ends.append(np.cumsum([len(token) for token in tokens]))
+    common = np.intersect1d(*ends)
+    return [torch.from_numpy(np.searchsorted(common, end)) for end in ends]

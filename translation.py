@@ -1,0 +1,735 @@
+"""Translate a teacher's belief into the student's vocabulary, then compare by any divergence.
+
+The student's next token, seen through the teacher's tokens, is a path and then "stop".  So the
+teacher's belief about it is a tree of nodes, each a fair question to both models: a scope of
+student tokens, cut into cells.  The teacher gives every cell a mass, the student's own mass is
+summed over the cell, and both are normalized in the scope.  All masses come from the teacher's rows
+on the text as it is; nothing is guessed about branches that the text did not take.
+
+Notation: A[w] is the student's spelling of teacher token w, B[v] the teacher's of student token v,
+f(w) = A[w][0], q_k the teacher's distribution k of its tokens after a boundary that both
+tokenizers share, u the token before it.  The nodes:
+
+root, at every common boundary.  Scope: all student tokens, v in the cell of B[v][0].  A teacher
+    token that heads a cell gives its mass to that cell, any other to the cell of f(w).
+choice, inside the cell of the realized student token, after k = 1, 2, ... of its teacher tokens.
+    Scope: the student tokens whose path begins with these k; cells: one for every teacher token
+    that goes on with a path, and "stop", which gets what q_k gives to all others.  Where the text
+    has a teacher token that is longer than the student's, tokens like it say what they begin with.
+inside, within a teacher token, after student tokens u.  Scope: all; cells: each token with which
+    the teacher tokens that begin with u go on, and one for the rest.
+rest, of chunks of several tokens on both sides: did the text go on so?
+
+Two things that the student knows and a teacher's row does not, or the other way round, are taken
+into account.  After a chunk of one teacher token u the student knows the bytes, not that the
+teacher's token ended there: with probability lambda it would have gone on, and the target of root
+and choice is a mixture.  And if the student's token v0 ended at this boundary, teacher tokens that
+its tokenizer would have joined to v0 did not come: they get mass 0 (never the realized one).
+
+By the chain rule the forward KL over the nodes is, in expectation over the text, KL(belief ||
+student).  It is exact where one tokenizer's tokens are unions of the other's and no cut depends on
+what follows (tests/test_translation.py sums over all texts of small processes).  Where tokens
+cross, what the teacher would have said after other cuts of the same bytes is not known, and a bias
+stays.
+
+Shapes: B samples; S, T positions; N student rows or roots, M teacher rows (rows are positions of
+the flattened batch); V, W vocabularies; C cells of the roots; K nodes of another kind; G cells of
+such a node, or of all of them one after the other; E entries (tokens in cells); P pieces; F, J see
+`Tables`.
+
+Needs torch and losses.py; `group` needs vocab_parallel.py too.  Copy these files into your own
+repository.  License: Apache-2.0 (see LICENSE).  Tests: tests/test_translation.py.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from losses import (
+    FLOOR,
+    SHIFT,
+    Chunks,
+    SumAndCount,
+    at_least_float32,
+    bernoulli_kl,
+    check_width,
+    chunk_logp,
+    find_chunks,
+    forward_kl,
+    reduce_terms,
+)
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+class Tables(NamedTuple):
+    """Tell how two vocabularies spell each other (projection_tools.cells builds it).
+
+    cell_V, cell_W: (V,), (W,) int64, cell of each student token, and the one that a teacher token
+        gives its mass to; C for tokens without one.
+    num_cells: C.
+    pieces_W: (W, P) int64, A, then -1.
+    order_W, low_W, high_W: the teacher tokens whose A begins with the same k tokens as A[w] are
+        ``order_W[low_W[w, k]:high_W[w, k]]``; (W,), (W, P), (W, P) int64.
+    pieces_V, order_V, low_V, high_V: the mirror image, B.
+    rank_V: (V,) int64, the place of each student token in order_V.
+    longer_F: (F,) int64, the teacher tokens that head no cell, sorted by the rank of f(w).
+    longer_rank_F: (F,) int64, these ranks.
+    join_start_V: (V + 1,) int64; behind student token v0 the teacher tokens
+        ``order_W[join_low_J[j]:join_high_J[j]]`` cannot come, for j from join_start_V[v0] to
+        join_start_V[v0 + 1].
+    """
+
+    cell_V: Tensor
+    cell_W: Tensor
+    num_cells: int
+    pieces_W: Tensor
+    order_W: Tensor
+    low_W: Tensor
+    high_W: Tensor
+    pieces_V: Tensor
+    order_V: Tensor
+    low_V: Tensor
+    high_V: Tensor
+    rank_V: Tensor
+    longer_F: Tensor
+    longer_rank_F: Tensor
+    join_start_V: Tensor
+    join_low_J: Tensor
+    join_high_J: Tensor
+
+
+def next_piece(pieces_XP: Tensor, token_N: Tensor, level_N: Tensor) -> Tensor:
+    """Return (N,) piece `level` of the spelling of each token, -1 behind its end."""
+    width = pieces_XP.shape[1]
+    piece = pieces_XP[token_N, level_N.clamp(max=width - 1)]
+    return torch.where(level_N < width, piece, -1)
+
+
+def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (number of its range, place) of every place of the ranges low .. high - 1."""
+    sizes = high - low
+    number = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    begin = sizes.cumsum(0) - sizes
+    place = torch.arange(len(number), device=sizes.device) - begin[number] + low[number]
+    return number, place
+
+
+# --- nodes, from ids ------------------------------------------------------------------------------
+
+
+class Roots(NamedTuple):
+    """List the root nodes: one for every chunk.
+
+    row_S, row_T: (N,) int64, rows that predict the first token of the chunk on either side.
+    before_S: (N,) student token in front of the chunk, -1 for none.
+    next_T: (N,) the teacher token that comes.
+    ended_T: (N,) u, see `tokens_that_ended`; its row is row_T - 1.
+    """
+
+    row_S: Tensor
+    row_T: Tensor
+    before_S: Tensor
+    next_T: Tensor
+    ended_T: Tensor
+
+
+class Choices(NamedTuple):
+    """List the choice nodes.
+
+    root: (K,) int64, number of the root.
+    level: (K,) k.
+    low, high: (K,) the scope, ``order_V[low:high]``.
+    token: (K,) realized student token, whose path leads to the node.
+    row_T: (K,) teacher row that q_k comes from; -1: a longer token came.
+    """
+
+    root: Tensor
+    level: Tensor
+    low: Tensor
+    high: Tensor
+    token: Tensor
+    row_T: Tensor
+
+
+class Insides(NamedTuple):
+    """List the inside nodes.
+
+    row_S, row_T: (K,) int64, the student's row, and the row that predicts the teacher token that
+        it is in.
+    low, high: (K,) teacher tokens that begin so, ``order_W[low:high]``.
+    level: (K,) student tokens since the teacher token began.
+    """
+
+    row_S: Tensor
+    row_T: Tensor
+    low: Tensor
+    high: Tensor
+    level: Tensor
+
+
+class Nodes(NamedTuple):
+    """List all nodes of some chunks, known from ids alone, before any forward pass.
+
+    many_S, many_T: (M, 2) int64 (row, chunk): all rows of the chunks with several tokens on both
+        sides.
+    count_many: how many such chunks.
+    count_all: () int64, student positions (and n:m rests) that the nodes cover.
+    """
+
+    roots: Roots
+    choices: Choices
+    insides: Insides
+    many_S: Tensor
+    many_T: Tensor
+    count_many: int
+    count_all: Tensor
+
+
+def list_nodes(
+    student_ids_BS: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
+    student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, tables: Tables,
+) -> Nodes:
+    """List the nodes of a batch with one text in every row; meant for the CPU.
+
+    Args:
+        student_ids_BS: int64, the token that each student position reads.
+        student_next_BS, teacher_next_BT: int64, the token that each position predicts; anything
+            where there is none.
+        student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
+    """
+    texts = []
+    for chunk_BX in (student_chunk_BS, teacher_chunk_BT):
+        texts.append(torch.arange(len(chunk_BX))[:, None].expand_as(chunk_BX))
+    ended_BT = tokens_that_ended(
+        student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables, *texts
+    )
+    follows_BT = torch.ones_like(teacher_chunk_BT, dtype=torch.bool)
+    follows_BT[:, 0] = False
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    return nodes_of_chunks(
+        chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
+        teacher_next_BT.reshape(-1).clamp(min=0), tables, ended_BT.reshape(-1),
+        follows_BT.reshape(-1),
+    )
+
+
+def nodes_of_chunks(
+    chunks: Chunks, student_ids: Tensor, student_next: Tensor, teacher_next: Tensor, tables: Tables,
+    teacher_ended: Tensor, teacher_follows: Tensor,
+) -> Nodes:
+    """List the nodes of some chunks, of which the rows may be a part of a batch.
+
+    Needed are all rows of the chunks, and the teacher rows before and after each of them.
+
+    Args:
+        student_ids, student_next: (N,) int64, token that each student row reads and predicts.
+        teacher_next: (M,) int64.
+        teacher_ended: (M,) int64, see `tokens_that_ended`.
+        teacher_follows: (M,) bool, the row belongs to the position after that of the row before, in
+            the same text.
+    """
+    roots = Roots(
+        row_S=chunks.first_S,
+        row_T=chunks.first_T,
+        before_S=student_ids[chunks.first_S],
+        next_T=teacher_next[chunks.first_T],
+        ended_T=teacher_ended[chunks.first_T],
+    )
+    insides = _list_insides(chunks, student_next, teacher_next, tables)
+    is_many = (chunks.count_S > 1) & (chunks.count_T > 1)
+    count_many = int(is_many.sum())
+    number = torch.where(is_many, is_many.cumsum(0) - 1, -1)
+    return Nodes(
+        roots=roots,
+        choices=_list_choices(roots, student_next, teacher_next, tables, teacher_follows),
+        insides=insides,
+        many_S=torch.stack([chunks.row_S, number[chunks.of_S]], 1)[is_many[chunks.of_S]],
+        many_T=torch.stack([chunks.row_T, number[chunks.of_T]], 1)[is_many[chunks.of_T]],
+        count_many=count_many,
+        count_all=torch.tensor(len(roots.row_S) + len(insides.row_S) + count_many),
+    )
+
+
+def _list_choices(
+    roots: Roots, student_next: Tensor, teacher_next: Tensor, tables: Tables,
+    teacher_follows: Tensor,
+) -> Choices:
+    token = student_next[roots.row_S]
+    path_NP = tables.pieces_V[token]
+    num_pieces = path_NP.shape[1]
+    # the teacher's rows from the root on, as long as they follow one another
+    offset = torch.arange(num_pieces + 1)
+    row = roots.row_T[:, None] + offset
+    exists = row < len(teacher_next)
+    row = torch.where(exists, row, roots.row_T[:, None])
+    exists &= (offset == 0) | teacher_follows[row]
+    exists = exists.cumprod(1).bool()
+    # column k - 1 stands for k tokens
+    came_NP = torch.where(exists, teacher_next[row], -2)[:, :-1]
+    along = ((came_NP == path_NP) & (path_NP >= 0)).cumprod(1).bool()
+    rank = tables.rank_V[token][:, None]
+    low = torch.cat([tables.low_V[token][:, 1:], rank], 1)
+    high = torch.cat([tables.high_V[token][:, 1:], rank + 1], 1)
+    linked = tables.cell_V[token] < tables.num_cells
+    several = (path_NP >= 0) & (high - low > 1) & linked[:, None]
+    # a longer token came: it heads no cell, and the student's token begins it
+    same_cell = tables.cell_W[roots.next_T] == tables.cell_V[token]
+    is_longer = several & (same_cell[:, None] & ~along[:, :1])
+    is_along = several & along & exists[:, 1:]
+    root, column = (is_along | is_longer).nonzero(as_tuple=True)
+    level = column + 1
+    return Choices(
+        root=root,
+        level=level,
+        low=low[root, column],
+        high=high[root, column],
+        token=token[root],
+        row_T=torch.where(along[root, column], roots.row_T[root] + level, -1),
+    )
+
+
+def _list_insides(
+    chunks: Chunks, student_next: Tensor, teacher_next: Tensor, tables: Tables
+) -> Insides:
+    """List positions k >= 1 of chunks with one teacher token, as far as the text spells it so."""
+    chosen = (chunks.count_T == 1) & (chunks.count_S > 1)
+    first_S = chunks.first_S[chosen]
+    first_T = chunks.first_T[chosen]
+    token = teacher_next[first_T]
+    k = torch.arange(tables.pieces_W.shape[1])
+    last = max(len(student_next) - 1, 0)  # rows beyond the chunk are read, and then masked
+    realized = student_next[(first_S[:, None] + k).clamp(max=last)]
+    # the k-th token must match too: in context a tokenizer may spell a token otherwise than alone
+    matches = (realized == tables.pieces_W[token]) & (k < chunks.count_S[chosen][:, None])
+    chunk, offset = (matches.cumprod(1)[:, 1:] > 0).nonzero(as_tuple=True)
+    level = offset + 1
+    return Insides(
+        row_S=first_S[chunk] + level,
+        row_T=first_T[chunk],
+        low=tables.low_W[token[chunk], level],
+        high=tables.high_W[token[chunk], level],
+        level=level,
+    )
+
+
+def tokens_that_ended(
+    student_next_BS: Tensor, teacher_next_BT: Tensor, student_chunk_BS: Tensor,
+    teacher_chunk_BT: Tensor, tables: Tables, student_text_BS: Tensor, teacher_text_BT: Tensor,
+) -> Tensor:
+    """Return (B, T) the teacher token in front of each chunk, where the student knows its bytes.
+
+    That is a token that is a chunk of its own, spelled A[u] by the student, directly in front of
+    the chunk's first position, in the same text.  -1 elsewhere.
+
+    Args:
+        student_text_BS, teacher_text_BT: int64, number of the text that each position belongs to.
+        Others: see `list_nodes`.
+    """
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    ended = torch.full((teacher_next_BT.numel(),), -1)
+    order = chunks.first_T.argsort()
+    first_S = chunks.first_S[order]
+    first_T = chunks.first_T[order]
+    count_S = chunks.count_S[order][:-1]
+    before_S = first_S[:-1]
+    before_T = first_T[:-1]
+    student_text = student_text_BS.reshape(-1)
+    teacher_text = teacher_text_BT.reshape(-1)
+    known = before_T + 1 == first_T[1:]
+    known &= before_S + count_S == first_S[1:]
+    known &= student_text[before_S] == student_text[first_S[1:]]
+    known &= teacher_text[before_T] == teacher_text[first_T[1:]]
+
+    u = teacher_next_BT.reshape(-1).clamp(min=0)[before_T]
+    pieces = tables.pieces_W[u]
+    k = torch.arange(pieces.shape[1])
+    row = (before_S[:, None] + k).clamp(max=student_next_BS.numel() - 1)
+    realized = torch.where(k < count_S[:, None], student_next_BS.reshape(-1)[row], -1)
+    known &= (realized == pieces).all(1) & (count_S <= len(k))
+    ended[first_T[1:][known]] = u[known]
+    return ended.view_as(teacher_next_BT)
+
+
+# --- the teacher's masses -------------------------------------------------------------------------
+
+
+class GoingOn(NamedTuple):
+    """Hold the teacher's belief that its token, of which the student has read u, goes on.
+
+    mass_K: (K,) lambda, the probability that it does.
+    node_E: (E,) int64, sorted, node.
+    next_E: (E,) int64, the student token that comes next.
+    mass_E: (E,) the probability of that token if it goes on.
+    """
+
+    mass_K: Tensor
+    node_E: Tensor
+    next_E: Tensor
+    mass_E: Tensor
+
+
+def going_on(
+    y_KW: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables
+) -> GoingOn:
+    """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces."""
+    node_E, place_E = expand(low, high)
+    token_E = tables.order_W[place_E]
+    next_E = next_piece(tables.pieces_W, token_E, level[node_E])
+    logits_E = y_KW[node_E, token_E]
+    top_K = logits_E.new_full((len(low),), -torch.inf)
+    top_K = top_K.scatter_reduce(0, node_E, logits_E, "amax")
+    mass_E = (logits_E - top_K[node_E]).exp()
+    goes_E = next_E >= 0
+    all_K = _sum_by(node_E, mass_E, len(low))
+    going_K = _sum_by(node_E[goes_E], mass_E[goes_E], len(low))
+    return GoingOn(
+        mass_K=going_K / _above_zero(all_K),
+        node_E=node_E[goes_E],
+        next_E=next_E[goes_E],
+        mass_E=(mass_E / _above_zero(going_K)[node_E])[goes_E],
+    )
+
+
+def _sum_by(number_E: Tensor, value_E: Tensor, num: int) -> Tensor:
+    return value_E.new_zeros(num).index_add(0, number_E, value_E)
+
+
+def _above_zero(mass: Tensor) -> Tensor:
+    return mass.clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+class RootTarget(NamedTuple):
+    """Hold the teacher's belief at the roots.
+
+    q_NW: (N, W) probability of each teacher token, what cannot come left out.
+    goes: GoingOn of the token before, lambda 0 where it is not known.
+    cell_NC: (N, C) mass of each cell.
+    """
+
+    q_NW: Tensor
+    goes: GoingOn
+    cell_NC: Tensor
+
+
+def root_target(y_MW: Tensor, roots: Roots, tables: Tables) -> RootTarget:
+    """Return the teacher's belief at all roots.
+
+    Args:
+        y_MW: the teacher's logits, divided by the temperature.
+    """
+    q_NW = y_MW[roots.row_T].softmax(-1)
+    _mask_joined(q_NW, roots, tables)
+    # one cell more, for tokens that have none
+    mass_NC = q_NW.new_zeros(len(q_NW), tables.num_cells + 1).index_add_(1, tables.cell_W, q_NW)
+    total_N1 = _above_zero(mass_NC[:, :-1].sum(1, keepdim=True))
+    mass_NC /= total_N1
+    q_NW /= total_N1
+    goes = _before_goes_on(y_MW, roots, tables)
+    mass_NC *= (1 - goes.mass_K)[:, None]
+    place_E = goes.node_E * mass_NC.shape[1] + tables.cell_V[goes.next_E]
+    mass_NC.view(-1).index_add_(0, place_E, goes.mass_K[goes.node_E] * goes.mass_E)
+    return RootTarget(q_NW, goes, mass_NC[:, :-1])
+
+
+def _mask_joined(q_NW: Tensor, roots: Roots, tables: Tables) -> None:
+    """Set to 0, in place, what the student's tokenizer would have joined to the token before."""
+    row_N = torch.arange(len(q_NW), device=q_NW.device)
+    came_N = q_NW[row_N, roots.next_T]
+    known = roots.before_S >= 0
+    before = roots.before_S.clamp(min=0)
+    low = tables.join_start_V[before]
+    high = torch.where(known, tables.join_start_V[before + 1], low)
+    row_J, join_J = expand(low, high)
+    join_E, place_E = expand(tables.join_low_J[join_J], tables.join_high_J[join_J])
+    q_NW[row_J[join_E], tables.order_W[place_E]] = 0
+    q_NW[row_N, roots.next_T] = came_N  # it did come, whatever the tables say
+
+
+def _before_goes_on(y_MW: Tensor, roots: Roots, tables: Tables) -> GoingOn:
+    """Return how the token in front of each root would have gone on, as the row before says."""
+    num_pieces = tables.low_W.shape[1]
+    u = roots.ended_T.clamp(min=0)
+    level = (tables.pieces_W[u] >= 0).sum(1)
+    # of spellings as long as the tables nothing is known that goes on
+    known = (roots.ended_T >= 0) & (level < num_pieces)
+    column = level.clamp(max=num_pieces - 1)
+    low = tables.low_W[u, column]
+    high = torch.where(known, tables.high_W[u, column], low)
+    row_T = torch.where(known, roots.row_T - 1, 0)
+    return going_on(y_MW[row_T], low, high, level, tables)
+
+
+# --- small nodes ----------------------------------------------------------------------------------
+
+
+class Cells(NamedTuple):
+    """Number the cells of small nodes one after the other, and give each a slot in its node's row.
+
+    key_G: (G,) int64, sorted: node times a stride, plus what names the cell.
+    node_G, slot_G: (G,) int64.
+    num_nodes, width: shape of the rows.
+    """
+
+    key_G: Tensor
+    node_G: Tensor
+    slot_G: Tensor
+    num_nodes: int
+    width: int
+
+    @classmethod
+    def of(cls, key_G: Tensor, stride: int, num_nodes: int, first_slot: int = 0) -> "Cells":
+        """Make the slots of a row begin with `first_slot`."""
+        node_G = key_G // stride
+        first_K = torch.searchsorted(node_G, torch.arange(num_nodes, device=node_G.device))
+        number_G = torch.arange(len(node_G), device=node_G.device)
+        slot_G = number_G - first_K[node_G] + first_slot
+        width = int(slot_G.max()) + 1 if len(slot_G) else 1
+        return cls(key_G, node_G, slot_G, num_nodes, width)
+
+    def rows(self, value_G: Tensor, padding: float) -> Tensor:
+        """Return (K, width) values, a row for each node."""
+        out = value_G.new_full((self.num_nodes, self.width), padding)
+        return out.index_put((self.node_G, self.slot_G), value_G)
+
+    def sum_of(self, key_E: Tensor, mass_E: Tensor) -> Tensor:
+        """Return the (G,) sums of masses over the cells that their keys name."""
+        return _sum_by(torch.searchsorted(self.key_G, key_E), mass_E, len(self.key_G))
+
+    def total(self, mass_G: Tensor) -> Tensor:
+        """Return for each cell the sum over its node, above 0."""
+        return _above_zero(_sum_by(self.node_G, mass_G, self.num_nodes))[self.node_G]
+
+
+class Question(NamedTuple):
+    """Hold some nodes as both models answer them; rows are padded.
+
+    logits_KG: (K, G) logarithm of the student's mass in each cell, up to a constant of the row.
+    target_KG: (K, G) the teacher's mass, a sum of 1 in every row.
+    """
+
+    logits_KG: Tensor
+    target_KG: Tensor
+
+
+def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
+    """Return the root nodes; x_NV are the student's logits in these rows, over temperature."""
+    unlinked_V = tables.cell_V == tables.num_cells
+    top_N1 = x_NV.detach().masked_fill(unlinked_V, -torch.inf).amax(-1, keepdim=True)
+    # lifted: float32 then reaches log p = -157; tokens without a cell may be larger than the top
+    mass_NV = (x_NV - top_N1 + SHIFT).clamp(max=SHIFT).exp()
+    mass_NC = x_NV.new_zeros(len(x_NV), tables.num_cells + 1)
+    mass_NC = mass_NC.index_add(1, tables.cell_V, mass_NV)[:, :-1]
+    return Question(_above_zero(mass_NC).log(), target.cell_NC)
+
+
+def choice_question(
+    x_KV: Tensor, y_MW: Tensor, target: RootTarget, nodes: Nodes, tables: Tables
+) -> Question:
+    """Return the choice nodes; x_KV has the student's row of each."""
+    choices = nodes.choices
+    num = len(choices.root)
+    stride = len(tables.cell_W) + 1
+
+    def key(node_E: Tensor, token_E: Tensor) -> Tensor:
+        """Name the cell of a student token: by the teacher token that it goes on with, or stop."""
+        return node_E * stride + next_piece(tables.pieces_V, token_E, choices.level[node_E]) + 1
+
+    node_E, place_E = expand(choices.low, choices.high)
+    token_E = tables.order_V[place_E]
+    # the scope is sorted, so the tokens of a cell are neighbors
+    key_G, cell_E = torch.unique_consecutive(key(node_E, token_E), return_inverse=True)
+    cells = Cells.of(key_G, stride, num)
+    logits_G = _logsumexp(x_KV[node_E, token_E], cell_E, len(key_G))
+
+    # what the longer tokens of the scope begin with, and how the token before would have gone on
+    low = torch.searchsorted(tables.longer_rank_F, choices.low)
+    high = torch.searchsorted(tables.longer_rank_F, choices.high)
+    node_E, place_E = expand(low, high)
+    token_E = tables.longer_F[place_E]
+    mass_E = target.q_NW[choices.root[node_E], token_E]
+    longer_G = cells.sum_of(key(node_E, tables.pieces_W[token_E, 0]), mass_E)
+    longer_K = _sum_by(node_E, mass_E, num)
+    node_E, next_E, mass_E = _going_on_in_scope(target.goes, choices, tables)
+    other_G = cells.sum_of(key(node_E, next_E), mass_E)
+
+    log_total_M = y_MW.logsumexp(-1)
+    along_G = (choices.row_T >= 0)[cells.node_G]
+    said_G = _split_by_row(y_MW, log_total_M, choices, cells, stride)
+    split_G = torch.where(along_G, said_G, longer_G)
+    split_G = split_G / cells.total(split_G)
+    path_K = _mass_of_path(y_MW, log_total_M, target, nodes, tables)
+    ended_K = (1 - target.goes.mass_K[choices.root]) * (path_K + longer_K)
+    mass_G = ended_K[cells.node_G] * split_G + other_G
+    total_G = cells.total(mass_G)
+    # where neither has any mass that counts, the split alone
+    mass_G = torch.where(total_G > torch.finfo(mass_G.dtype).tiny, mass_G / total_G, split_G)
+    return Question(cells.rows(logits_G, FLOOR), cells.rows(mass_G, 0.0))
+
+
+def _logsumexp(x_E: Tensor, segment_E: Tensor, num: int) -> Tensor:
+    """Return the (num,) logsumexp of the entries of each segment, none of which is empty."""
+    top = x_E.new_full((num,), -torch.inf).scatter_reduce(0, segment_E, x_E.detach(), "amax")
+    return _sum_by(segment_E, (x_E - top[segment_E]).exp(), num).log() + top
+
+
+def _split_by_row(
+    y_MW: Tensor, log_total_M: Tensor, choices: Choices, cells: Cells, stride: int
+) -> Tensor:
+    """Return (G,) what q_k gives to the teacher token of each cell, and the rest to "stop"."""
+    row_G = choices.row_T.clamp(min=0)[cells.node_G]
+    token_G = cells.key_G % stride - 1
+    goes_on = token_G >= 0
+    q_G = (y_MW[row_G, token_G.clamp(min=0)] - log_total_M[row_G]).exp()
+    q_G = torch.where(goes_on, q_G, 0.0)
+    rest_K = (1 - _sum_by(cells.node_G, q_G, cells.num_nodes)).clamp(min=0)
+    return torch.where(goes_on, q_G, rest_K[cells.node_G])
+
+
+def _mass_of_path(
+    y_MW: Tensor, log_total_M: Tensor, target: RootTarget, nodes: Nodes, tables: Tables
+) -> Tensor:
+    """Return (K,) the teacher's mass on the path's first k tokens; 0 where rows do not tell."""
+    choices = nodes.choices
+    path_KP = tables.pieces_V[choices.token]
+    mass_K = target.q_NW[choices.root, path_KP[:, 0]]
+    along = choices.row_T >= 0
+    step = torch.arange(1, path_KP.shape[1], device=path_KP.device)
+    row_KP = (nodes.roots.row_T[choices.root][:, None] + step).clamp(max=len(y_MW) - 1)
+    logq_KP = y_MW[row_KP, path_KP[:, 1:].clamp(min=0)] - log_total_M[row_KP]
+    taken = (step < choices.level[:, None]) & along[:, None]
+    mass_K = mass_K * torch.where(taken, logq_KP, 0.0).sum(1).exp()
+    return torch.where(along | (choices.level == 1), mass_K, 0.0)
+
+
+def _going_on_in_scope(
+    goes: GoingOn, choices: Choices, tables: Tables
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (node, student token, mass) of how the token before goes on with a token in scope."""
+    number_N = torch.arange(len(goes.mass_K) + 1, device=goes.node_E.device)
+    begin_N = torch.searchsorted(goes.node_E, number_N)
+    node_E, place_E = expand(begin_N[choices.root], begin_N[choices.root + 1])
+    next_E = goes.next_E[place_E]
+    rank_E = tables.rank_V[next_E]
+    in_scope = (rank_E >= choices.low[node_E]) & (rank_E < choices.high[node_E])
+    node_E = node_E[in_scope]
+    mass_E = goes.mass_K[choices.root[node_E]] * goes.mass_E[place_E[in_scope]]
+    return node_E, next_E[in_scope], mass_E
+
+
+def inside_question(x_KV: Tensor, y_KW: Tensor, insides: Insides, tables: Tables) -> Question:
+    """Return the inside nodes, the rest in slot 0; both sides have a row for each."""
+    num = len(insides.row_S)
+    goes = going_on(y_KW, insides.low, insides.high, insides.level, tables)
+    stride = x_KV.shape[1]
+    key_E = goes.node_E * stride + goes.next_E
+    cells = Cells.of(torch.unique_consecutive(key_E.sort().values), stride, num, first_slot=1)
+    token_G = cells.key_G % stride
+    mass_G = cells.sum_of(key_E, goes.mass_E) * goes.mass_K[cells.node_G]
+    nothing = x_KV.new_full((len(token_G),), -torch.inf)
+    # from the other tokens: 1 - sum would lose a small rest, and its gradient
+    rest_K = x_KV.index_put((cells.node_G, token_G), nothing).logsumexp(-1).clamp(min=FLOOR)
+    logits_KG = cells.rows(x_KV[cells.node_G, token_G], FLOOR)
+    target_KG = cells.rows(mass_G, 0.0)
+    logits_KG = torch.cat([rest_K[:, None], logits_KG[:, 1:]], 1)
+    target_KG[:, 0] = 1 - goes.mass_K
+    return Question(logits_KG, target_KG)
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def translated(
+    student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
+    teacher_next_BT: Tensor, nodes: Nodes, tables: Tables,
+    divergence: Callable[..., SumAndCount] = forward_kl, temperature: float = 1.0,
+    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    **parameters: Any,
+) -> SumAndCount:
+    """Compare the teacher's belief, translated, with the student, node by node.
+
+    The sum, times tau^2, of D(teacher, student) over all nodes, with student logits / tau and
+    teacher logits / tau.  A choice weighs as its root does, and is not counted.  D = `forward_kl`
+    makes the sum, in expectation over the text, KL(belief || student).
+
+    Args:
+        student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient.
+        student_next_BS, teacher_next_BT: int64, the token that each position predicts.
+        nodes: from `list_nodes` of the same batch.
+        divergence: one of losses.py that compares two models with one vocabulary: `forward_kl`,
+            `reverse_kl`, `generalized_jsd`, `total_variation`, ...
+        parameters: of the divergence (beta, skew, alpha, top_k, ...).
+    Returns:
+        (sum, count): nats, and the student positions that the nodes cover.
+    Raises:
+        ValueError: logits of more or fewer tokens than the tables.
+    """
+    check_width("student", student_logits_BSV, len(tables.cell_V), "cell_V", group)
+    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W", group)
+    x_NV = whole_columns(student_logits_BSV.flatten(0, 1), group)
+    y_MW = at_least_float32(whole_columns(teacher_logits_BTW.detach().flatten(0, 1), group))
+    y_MW = y_MW / temperature
+
+    def compare(question: Question) -> Tensor:
+        logq_KG = _above_zero(question.target_KG).log()
+        value_K, _ = divergence(
+            question.logits_KG[None], logq_KG[None], None, reduction="none", **parameters
+        )
+        return value_K
+
+    roots, choices, insides = nodes.roots, nodes.choices, nodes.insides
+    # rows are selected once: each selection has a gradient as large as x
+    many_S = nodes.many_S[:, 0]
+    needed = roots.row_S, insides.row_S, many_S
+    x_needed = at_least_float32(x_NV.index_select(0, torch.cat(needed))) / temperature
+    x_root, x_inside, x_many = torch.split(x_needed, [len(row) for row in needed])
+    target = root_target(y_MW, roots, tables)
+    value_N = compare(root_question(x_root, target, tables))
+    if len(choices.root):
+        question = choice_question(x_root[choices.root], y_MW, target, nodes, tables)
+        value_N = value_N.index_add(0, choices.root, compare(question))
+    values = [value_N]
+    rows = [roots.row_S]
+    if len(insides.row_S):
+        values.append(compare(inside_question(x_inside, y_MW[insides.row_T], insides, tables)))
+        rows.append(insides.row_S)
+    if nodes.count_many:
+        values.append(_rests(x_many, y_MW, student_next_BS, teacher_next_BT, nodes))
+        rows.append(_second_rows(nodes))
+    row_N = torch.cat(rows)
+    order = row_N.argsort()  # reading order
+    value_N = temperature**2 * torch.cat(values)[order]
+    return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
+
+
+def _rests(
+    x_many: Tensor, y_MW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor, nodes: Nodes
+) -> Tensor:
+    """Return the KL between two Bernoulli variables, "the text goes on so", of each n:m chunk."""
+    row_S, chunk_S = nodes.many_S.unbind(1)
+    row_T, chunk_T = nodes.many_T.unbind(1)
+    every_row = torch.arange(len(row_S), device=row_S.device)
+    next_S = student_next_BS.reshape(-1)[row_S]
+    count = nodes.count_many
+    logp = chunk_logp(x_many, next_S, every_row, chunk_S, count, 1.0, None)
+    logq = chunk_logp(y_MW, teacher_next_BT, row_T, chunk_T, count, 1.0, None)
+    return bernoulli_kl(logq, logp)
+
+
+def _second_rows(nodes: Nodes) -> Tensor:
+    """Return the second student row of each n:m chunk; the first has the root."""
+    row_S, chunk_S = nodes.many_S.unbind(1)
+    first = row_S.new_full((nodes.count_many,), torch.iinfo(torch.int64).max)
+    return first.scatter_reduce(0, chunk_S, row_S, "amin") + 1
+
+
+def whole_columns(x_NX: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return all columns of rows that are sharded over `group`; memory grows by its size."""
+    if group is None:
+        return x_NX
+    import vocab_parallel
+
+    return vocab_parallel.whole_columns(x_NX, group)
