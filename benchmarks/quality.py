@@ -1,56 +1,61 @@
-"""Compare the losses by what a small student learns: held-out bits per byte, on real models.
+"""Compare losses by what a small student learns from a teacher with another tokenizer.
 
-    python benchmarks/quality.py ASSETS [--seeds 3] [--steps 300] [--only piece_kl,alm]
-                                 [--weights 2,0.5]
+    python benchmarks/quality.py ASSETS [--pairs finer,coarser,crossing] [--seeds 8]
+                                 [--losses piece_kl,event_kl,equal,exact] [--weights 2] [--alone]
 
-A fresh student of the shape of stories260K learns from 900 stories, 8 a step; the first 100 stories
-are held out.  The teacher of the losses for two tokenizers is tinytalk_neo_3M.  bitstories_1M has
-the student's tokenizer and is the teacher of forward_kl, the reference.  All runs have one learning
-rate.  The weight of each loss is the better one of 0.5 and 2 on seed 0, unless --weights gives the
-weights of --only.
+A fresh student learns from 900 stories, 8 a step; 100 stories are held out.  Some of them hold
+characters that were decoded wrongly ("odd" rows), which a table shows apart.  The pairs:
 
-The script prints a table after every seed.  It does not repeat runs that are complete.  Figures of
-record are in docs/LOG.md.
+finer      student tok512, teacher tinytalk_neo_3M (14,019 tokens)
+coarser    student tinytalk's tokenizer, teacher stories260K (tok512)
+crossing   student a Unigram tokenizer of 1,024 tokens, trained on the 900 stories; teacher tinytalk
+
+Beside the losses of `distill.py` there are two limits:
+
+equal      forward KL from a teacher with the student's tokenizer: bitstories_1M (finer), tinytalk
+           (coarser).  It is another teacher, and not as good a one everywhere.
+exact      forward KL from the pair's own teacher, exactly converted (exact_conversion.py), with
+           branches of less than --threshold by chance
+
+All runs of a pair have one learning rate, the same batches and, per seed, the same first student.
+They use the job's own alignment, tables and losses, in one process and without DeepSpeed.  Results
+are kept in runs/quality, complete runs are not repeated, and several processes may share them.
+Figures of record are in docs/LOG.md.
 """
 
 import json
+import math
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
 import demo
+from align import TokenTable
+from benchmarks.exact_conversion import ExactConverter
+from isogloss.batch import Collator, PairOptions, as_example
+from isogloss.config import Config
+from isogloss.loss_table import build_loss
+from isogloss.sample import TextEncoder
 from projection_tools.flags import tool
 
 RUNS = ROOT / "runs" / "quality"
-LOSSES = ["piece_kl", "projection_kl", "gold", "h_kl", "uld", "alm", "forward_kl"]
-CANDIDATE_WEIGHTS = (0.5, 2.0)  # one on either side of the default, 1
-
-# The usual values for small models; not tuned.
-DS_CONFIG = {
-    "train_batch_size": 8,  # stories a step
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 0},
-    "optimizer": {
-        "type": "AdamW",
-        # torch's AdamW: DeepSpeed's would compile a kernel on first use
-        "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
-    },
-    "scheduler": {
-        "type": "WarmupCosineLR",
-        "params": {
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-            "warmup_type": "linear",
-            "warmup_min_ratio": 0.01,  # with 0 the first two steps would learn nothing
-            "cos_min_ratio": 0.1,
-        },
-    },
-}
+BATCH = 8  # stories a step
+HELD_OUT = 100
+LEARNING_RATE = 3e-3  # without a teacher better than 1e-2 (finer: 2.49 instead of 2.90)
+MAX_LENGTH = 512
+SHAPE = "stories260K"  # of every student
+MOJIBAKE = "â"  # how a curly quotation mark begins that was decoded wrongly
+EMPTY = ""  # no loss: the text alone
+TEXT = "text"
 
 
 @dataclass(kw_only=True)
@@ -58,140 +63,335 @@ class Args:
     """Compare losses by the held-out bits per byte of their students.
 
     Args:
-        assets: folder with models/{stories260K, tinytalk_neo_3M, bitstories_1M} and
-            text/tinystories_1000.json.
+        assets: folder with models/ and text/tinystories_1000.json.
+        pairs: of the module's docstring, with commas.
         seeds: students per loss, with seeds 0, 1, ...
         steps: optimizer steps of each student.
-        only: losses to compare, with commas; empty: all.
-        weights: kd_weight of each loss of --only, with commas; empty: the better one on seed 0.
+        losses: losses and limits, with commas.
+        weights: kd_weight of the losses, with commas: one, or one for each.
+        alone: train without the text: ce_weight 0.
+        threshold: see exact_conversion.py.
     """
 
     assets: str
-    seeds: int = 3
-    steps: int = 300
-    only: str = ""
-    weights: str = ""
+    pairs: str = "finer,coarser,crossing"
+    seeds: int = 8
+    steps: int = 150
+    losses: str = "piece_kl,event_kl,equal,exact"
+    weights: str = "2"
+    alone: bool = False
+    threshold: float = 1e-2
 
 
-def split_list(text):
-    """Return the entries of a list with commas; an empty text has none."""
-    return text.split(",") if text else []
+# --- a pair of models -----------------------------------------------------------------------------
 
 
-def fresh_student(assets, seed):
-    """Return a folder with random weights in the shape of stories260K, and its tokenizer."""
-    folder = RUNS / f"student_{seed}"
-    if not (folder / "config.json").exists():
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+@dataclass
+class Teacher:
+    """Hold a teacher, its loss, and the hidden states of the stories that it has read."""
 
+    model: object
+    encoder: TextEncoder
+    loss: object
+    hidden: dict
+
+    def logits(self, batch, stories, collator):
+        """Return (B * T, W) logits of a batch; every story is read once."""
+        width = batch.ids.shape[1]
+        rows = []
+        for number, story in stories:
+            if number not in self.hidden:
+                ids = collator([story]).teachers[0].ids
+                self.hidden[number] = self.model.base_model(input_ids=ids)[0][0]
+            hidden = self.hidden[number]
+            rows.append(F.pad(hidden, (0, 0, 0, width - len(hidden))))
+        weight = self.model.get_output_embeddings().weight[: len(self.encoder.table)]
+        return torch.stack(rows).flatten(0, 1) @ weight.T
+
+
+class ModelPair:
+    """Hold what all runs of one pair share."""
+
+    def __init__(self, name, assets):
+        self.name = name
+        self.models = assets / "models"
+        stories = json.loads((assets / "text" / "tinystories_1000.json").read_text())
+        stories = [story if isinstance(story, str) else story["text"] for story in stories]
+        self.held_out = stories[:HELD_OUT]
+        self.train = stories[HELD_OUT:]
+        if name == "crossing":
+            folder = RUNS / "unigram"
+            if not (folder / "tokenizer.json").exists():
+                demo.unigram(self.train, 1024).save_pretrained(folder)
+        else:
+            folder = self.models / {"finer": "stories260K", "coarser": "tinytalk_neo_3M"}[name]
+        self.student_folder = folder
+        self.student = encoder_of(folder, MAX_LENGTH)
+        self.teacher_name = "stories260K" if name == "coarser" else "tinytalk_neo_3M"
+        # the only models with the students' tokenizers
+        self.equal_name = {"finer": "bitstories_1M", "coarser": "tinytalk_neo_3M"}.get(name)
+        self.loaded = {}
+        self.hidden = {}
+        self.exact_of_story = {}
+
+    def load(self, name):
+        """Return (model, TextEncoder) of a teacher."""
+        if name not in self.loaded:
+            model = AutoModelForCausalLM.from_pretrained(self.models / name).eval()
+            longest = model.config.max_position_embeddings
+            self.loaded[name] = model, encoder_of(self.models / name, longest)
+            self.hidden[name] = {}
+        return self.loaded[name]
+
+    def teacher(self, loss):
+        """Return the Teacher of a loss or a limit; None without one."""
+        if loss == EMPTY:
+            return None
+        name = self.equal_name if loss == "equal" else self.teacher_name
+        model, encoder = self.load(name)
+        # the limits compare by forward KL; exact uses its alignment only
+        kind = "forward_kl" if loss in ("equal", "exact") else loss
+        cfg = Config(student=str(self.student_folder), teacher=str(self.models / name), data="-",
+                     loss=kind)
+        return Teacher(model, encoder, build_loss(cfg, self.student, encoder, "cpu"),
+                       self.hidden[name])
+
+    def fresh_student(self, seed):
+        """Return a student with random weights."""
         torch.manual_seed(seed)
-        source = assets / "models" / "stories260K"
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
-    return folder
+        config = AutoConfig.from_pretrained(self.models / SHAPE)
+        config.vocab_size = len(self.student.table)
+        return AutoModelForCausalLM.from_config(config)
+
+    def exact_targets(self, numbers, threshold):
+        """Return [(positions, tokens, probabilities)] of stories, from disk where they are.
+
+        positions: student positions of the entries.
+        """
+        folder = RUNS / f"exact_{self.name}_{threshold:g}"
+        folder.mkdir(parents=True, exist_ok=True)
+        targets = []
+        for number in numbers:
+            if number not in self.exact_of_story:
+                path = folder / f"{number}.npz"
+                if not path.exists():
+                    self._convert(number, threshold, path)
+                with np.load(path) as file:
+                    self.exact_of_story[number] = [torch.from_numpy(file[key]) for key in
+                                                   ("position", "token", "probability")]
+            targets.append(self.exact_of_story[number])
+        return targets
+
+    def _convert(self, number, threshold, path):
+        teacher = self.teacher("exact")
+        if not hasattr(self, "converter"):
+            self.converter = ExactConverter(teacher.model, self.student, teacher.encoder, threshold)
+        story = self.train[number]
+        collator = Collator(self.student, [PairOptions(teacher.encoder, teacher.loss.spelling)])
+        sample, = collator.samples([as_example(story)])
+        pair = sample.pairs[0]
+        positions = np.flatnonzero(pair.student_chunk >= 0)
+        if len(positions):
+            belief = self.converter.convert(story, positions, len(pair.teacher.ids))
+        else:
+            belief = np.zeros((0, len(self.student.table)))
+        row, token = np.nonzero(belief > 1e-5)
+        part = path.with_suffix(".part.npz")
+        np.savez(part, position=positions[row].astype(np.int64), token=token.astype(np.int64),
+                 probability=belief[row, token].astype(np.float32))
+        part.rename(path)
 
 
-def final_bits(output, steps):
-    """Return the held-out bits per byte after the last step of a run; None if it is incomplete."""
-    metrics = output / "metrics.jsonl"
-    if not metrics.exists():
-        return None
-    for line in demo.read_metrics(metrics):
-        if line["step"] == steps and "eval/student_bits_per_byte" in line:
-            return line["eval/student_bits_per_byte"]
-    return None
+def encoder_of(folder, longest):
+    """Return the TextEncoder of a tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), longest)
 
 
-def train(assets, loss, weight, seed, steps):
-    """Train one student, unless that is done, and return its held-out bits per byte.
-
-    Args:
-        loss: one of LOSSES; empty: cross-entropy alone, without a teacher.
-        weight: kd_weight; 0 without a teacher.
-    Raises:
-        SystemExit: the job failed.
-    """
-    output = RUNS / f"{loss or 'no_teacher'}_{weight}_{seed}_{steps}"
-    if final_bits(output, steps) is None:
-        flags = {
-            "student": fresh_student(assets, seed),
-            "data": assets / "text" / "tinystories_1000.json",
-            "seed": seed,
-            "steps": steps,
-            "eval_rows": 100,  # the first stories of 1,000
-            "max_length": 512,
-            "output_dir": output,
-            "kd_weight": weight,
-            "save_every": 50,  # a run that was killed goes on from there
-            "keep_checkpoints": 1,  # the newest is all that a resumed run needs
-            "ds_config": RUNS / "ds.json",
-        }
-        if loss:
-            # forward_kl compares position by position, so it needs the student's tokenizer
-            teacher = "bitstories_1M" if loss == "forward_kl" else "tinytalk_neo_3M"
-            flags |= {"loss": loss, "teacher": assets / "models" / teacher}
-        # one rank: models of this size gain nothing from a second one
-        if demo.launch(1, demo.command_line(flags)):
-            raise SystemExit(f"quality.py: the run {output} failed; see the error above")
-    return final_bits(output, steps)
+# --- training -------------------------------------------------------------------------------------
 
 
-def better_weight(assets, loss, steps):
-    """Return the candidate weight with fewer held-out bits per byte on seed 0."""
+@dataclass(frozen=True)
+class Run:
+    """Name a run; what has the same name has the same result."""
+
+    pair: str
+    loss: str
+    weight: float
+    ce_weight: float
+    seed: int
+    steps: int
+
+    @property
+    def path(self):
+        """Return the file of its result."""
+        loss = self.loss or TEXT
+        return RUNS / f"{self.pair}_{loss}_{self.weight:g}_{self.ce_weight:g}_{self.seed}_" \
+                      f"{self.steps}.json"
+
+
+def result_of(run, pair, threshold):
+    """Return {"all", "clean", "odd": bits per byte, "seconds"}; train where that is not done."""
+    if not run.path.exists():
+        start = time.process_time()
+        student = train(run, pair, threshold)
+        seconds = time.process_time() - start
+        result = held_out_bits(student, pair) | {"seconds": seconds}
+        part = run.path.with_suffix(f".{time.time_ns()}.part")
+        part.write_text(json.dumps(result))
+        part.rename(run.path)
+        print(run, {key: round(value, 4) for key, value in result.items()}, file=sys.stderr)
+    return json.loads(run.path.read_text())
+
+
+def train(run, pair, threshold):
+    """Train a student and return it."""
+    student = pair.fresh_student(run.seed)
+    teacher = pair.teacher(run.loss)
+    options = [PairOptions(teacher.encoder, teacher.loss.spelling)] if teacher else []
+    collator = Collator(pair.student, options)
+    # the usual values for small models
+    optimizer = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    for step, numbers in enumerate(batches(len(pair.train), run)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, run.steps)
+        batch = collator([pair.train[number] for number in numbers])
+        ids = batch.student.ids
+        logits = student(input_ids=ids).logits.flatten(0, 1)
+        labels = batch.student.labels.flatten()
+        loss = run.ce_weight * F.cross_entropy(logits, labels, ignore_index=-100)
+        if run.loss == "exact":
+            targets = pair.exact_targets(numbers, threshold)
+            loss = loss + run.weight * exact_loss(logits, targets, ids.shape[1])
+        elif teacher:
+            loss = loss + run.weight * teacher_loss(logits, batch, numbers, pair, teacher, collator)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return student.eval()
+
+
+def batches(num_stories, run):
+    """Yield the numbers of the stories of every step."""
+    generator = torch.Generator().manual_seed(run.seed)
+    order = []
+    for _ in range(run.steps):
+        if len(order) < BATCH:
+            order += torch.randperm(num_stories, generator=generator).tolist()
+        yield order[:BATCH]
+        del order[:BATCH]
+
+
+def learning_rate(step, steps):
+    """Return a linear warm-up over a tenth of the steps, then a cosine down to a tenth."""
+    warm_up = steps // 10
+    if step < warm_up:
+        return LEARNING_RATE * (step + 1) / warm_up
+    progress = (step - warm_up) / (steps - warm_up)
+    return LEARNING_RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def teacher_loss(logits, batch, numbers, pair, teacher, collator):
+    """Return the mean distillation loss of a batch."""
+    stories = [(number, pair.train[number]) for number in numbers]
+    of_teacher = batch.teachers[0]
+    with torch.no_grad():
+        teacher_logits = teacher.logits(of_teacher, stories, collator)
+    total = logits.new_zeros(())
+    for tile in of_teacher.tiles:
+        block = logits[tile.student_positions]
+        for sub_tile in tile.sub_tiles:
+            if sub_tile.teacher_positions is not None:
+                answers = teacher_logits[sub_tile.teacher_positions]
+            total = total + teacher.loss.loss_fn(
+                block[sub_tile.student_slice], answers[sub_tile.teacher_slice], sub_tile)
+    return total / batch.counts.pairs[0].kd_terms
+
+
+def exact_loss(logits, targets, width):
+    """Return the mean cross-entropy with exact targets; its gradient is that of the forward KL."""
+    positions = []
+    for row, (position, _, _) in enumerate(targets):
+        positions.append(position + row * width)
+    position = torch.cat(positions)
+    token = torch.cat([token for _, token, _ in targets])
+    probability = torch.cat([probability for _, _, probability in targets])
+    used, row = position.unique(return_inverse=True)
+    logp = logits[used].log_softmax(-1)
+    return -(probability * logp[row, token]).sum() / len(used)
+
+
+@torch.no_grad()
+def held_out_bits(student, pair):
+    """Return the bits per byte of the held-out stories: all, clean ones, odd ones."""
+    collator = Collator(pair.student, [])
+    nats = []
+    num_bytes = []
+    for first in range(0, HELD_OUT, 10):
+        batch = collator(pair.held_out[first : first + 10]).student
+        logits = student(input_ids=batch.ids).logits
+        counts = (batch.num_bytes >= 0) & (batch.labels != -100)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100,
+                               reduction="none").view_as(batch.labels)
+        nats += (loss * counts).sum(1).tolist()
+        num_bytes += (batch.num_bytes * counts).sum(1).tolist()
+    is_odd = [MOJIBAKE in story for story in pair.held_out]
+    chosen = {"all": [True] * HELD_OUT, "clean": [not odd for odd in is_odd], "odd": is_odd}
     bits = {}
-    for weight in CANDIDATE_WEIGHTS:
-        bits[weight] = train(assets, loss, weight, 0, steps)
-    return min(bits, key=bits.get)
+    for name, rows in chosen.items():
+        total = sum(value for value, row in zip(nats, rows) if row)
+        bits[name] = total / sum(size for size, row in zip(num_bytes, rows) if row) / math.log(2)
+    return bits
 
 
-def table(baseline, results, weights):
-    """Return a Markdown table of all runs so far.
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def table(results):
+    """Return a Markdown table of one pair.
 
     Args:
-        baseline: bits per byte without a teacher, one per seed.
-        results: {loss: bits per byte, one per seed}.
-        weights: {loss: kd_weight}.
+        results: {(loss, weight): result of every seed}, that of the text alone first.
     """
-    seeds = [f"seed {seed}" for seed in range(len(baseline))]
-    rows = [
-        ["loss", "weight", *seeds, "mean", "better than no teacher"],
-        ["no teacher", "", *three_digits(baseline), f"{statistics.mean(baseline):.3f}", ""],
-    ]
-    for loss, bits in results.items():
-        num_better = 0
-        for student_bits, baseline_bits in zip(bits, baseline):
-            num_better += student_bits < baseline_bits  # fewer bits per byte are better
-        mean = f"{statistics.mean(bits):.3f}"
-        better = f"{num_better} of {len(baseline)}"
-        rows.append([loss, f"{weights[loss]}", *three_digits(bits), mean, better])
+    baseline = next(iter(results.values()))
+    rows = [["loss", "weight", "bits per byte", "clean", "odd", "gain", "better", "seconds"]]
+    for (loss, weight), of_seed in results.items():
+        means = [f"{statistics.mean(one[key] for one in of_seed):.3f}"
+                 for key in ("all", "clean", "odd")]
+        row = [loss or TEXT, f"{weight:g}" if loss else "", *means]
+        gains = [before["all"] - one["all"] for before, one in zip(baseline, of_seed)]
+        deviation = statistics.stdev(gains) if len(gains) > 1 else 0.0
+        better = sum(gain > 0 for gain in gains)
+        gain = f"{statistics.mean(gains):.3f} ± {deviation:.3f}" if loss else ""
+        seconds = statistics.median(one["seconds"] for one in of_seed)
+        rows.append([*row, gain, f"{better} of {len(gains)}" if loss else "", f"{seconds:.0f}"])
     return demo.markdown_table(rows)
 
 
-def three_digits(values):
-    """Return the values as texts with three digits after the point."""
-    return [f"{value:.3f}" for value in values]
-
-
 def main(args):
-    losses = split_list(args.only) or LOSSES
-    weights = dict(zip(losses, map(float, split_list(args.weights))))
-    assets = Path(args.assets).resolve()
+    torch.set_num_threads(1)  # models of this size gain nothing from a second thread
     RUNS.mkdir(parents=True, exist_ok=True)
-    (RUNS / "ds.json").write_text(json.dumps(DS_CONFIG))
-
-    baseline = []
-    results = {loss: [] for loss in losses}
-    # seeds outside, losses inside: after every seed the table compares all losses
-    for seed in range(args.seeds):
-        baseline.append(train(assets, "", 0, seed, args.steps))
-        for loss in losses:
-            if loss not in weights:
-                weights[loss] = better_weight(assets, loss, args.steps)
-            results[loss].append(train(assets, loss, weights[loss], seed, args.steps))
-        # a run takes minutes, so the reader of a log should not wait for the last one
-        print(table(baseline, results, weights), flush=True)
+    assets = Path(args.assets).resolve()
+    losses = args.losses.split(",") if args.losses else []
+    weights = [float(weight) for weight in args.weights.split(",")]
+    if len(weights) == 1:
+        weights *= len(losses)
+    for name in args.pairs.split(","):
+        pair = ModelPair(name, assets)
+        arms = [(EMPTY, 0.0)]
+        for loss, weight in zip(losses, weights, strict=True):
+            if loss != "equal" or pair.equal_name:
+                arms.append((loss, weight))
+        results = {arm: [] for arm in arms}
+        # seeds outside, losses inside: after every seed the table compares all losses
+        for seed in range(args.seeds):
+            for loss, weight in arms:
+                ce_weight = 0.0 if args.alone and loss else 1.0
+                run = Run(name, loss, weight, ce_weight, seed, args.steps)
+                results[loss, weight].append(result_of(run, pair, args.threshold))
+        print(f"{name}, {args.steps} steps, {args.seeds} seeds")
+        print(table(results), flush=True)
 
 
 if __name__ == "__main__":
