@@ -20,9 +20,11 @@ from tiles import StoredLogits, TeacherBlocks
 from toys import EOS, Tokenizer
 from translation import (
     Tables,
+    before_goes_on,
     choice_question,
-    inside_question,
+    inside_target,
     list_nodes,
+    list_scopes,
     root_question,
     root_target,
     translated,
@@ -152,13 +154,16 @@ def test_targets_are_distributions_and_divergences_are_not_negative(student, tea
     y = 3 * torch.randn(toy.y.shape, generator=generator).double()
     nodes = list_nodes(*toy.ids)
     rows = y.flatten(0, 1)
-    target = root_target(rows, nodes.roots, toy.tables)
+    goes = before_goes_on(rows, nodes.roots, toy.tables)
+    scopes = list_scopes(nodes.choices, toy.tables)
+    target = root_target(rows, nodes.roots, goes, scopes.asked, toy.tables)
     x_root = x.flatten(0, 1)[nodes.roots.row_S]
-    x_inside = x.flatten(0, 1)[nodes.insides.row_S]
+    x_scope = x_root[nodes.choices.root[scopes.node_E], scopes.token_E]
     questions = [
         root_question(x_root, target, toy.tables),
-        choice_question(x_root[nodes.choices.root], rows, target, nodes, toy.tables),
-        inside_question(x_inside, rows[nodes.insides.row_T], nodes.insides, toy.tables)]
+        choice_question(x_scope, rows, rows.logsumexp(-1), target.q_A, goes, scopes, nodes,
+                        toy.tables),
+        inside_target(rows, nodes.insides, toy.tables)]
     for question in questions:
         assert (question.target_KG >= 0).all()
         sums = question.target_KG.sum(1)
