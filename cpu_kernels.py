@@ -44,6 +44,7 @@ f32 = np.float32
 
 # The smallest normal float32, 1.2e-38.  It stands for probability 0, whose logarithm is infinite.
 TINY = f32(np.finfo(f32).tiny)
+LOG_TINY = f32(np.log(np.float64(TINY)))
 # 5e34, the largest ratio of two masses.  A ratio is multiplied by other factors afterwards, and
 # the exponent 0.9 leaves them a factor of 7e3 before float32 overflows.  As in losses.py, untuned.
 HUGE = f32(np.finfo(f32).max ** 0.9)
@@ -133,9 +134,10 @@ class Belief(NamedTuple):
     order: Any
     before: Any  # (N,), student token in front, -1 for none
     next: Any  # (N,), teacher token that comes, whatever cannot
-    # (N,) float32, (N + 1,), (E,) int, (E,) float32: with this probability the token before goes
-    # on, with tokens in these cells, by these shares
+    # (N,), (N,) float32, (N + 1,), (E,) int, (E,) float32: with this probability the token before
+    # goes on, and with that it does not; with tokens in these cells, by these shares
     going_mass: Any
+    going_ends: Any
     going_start: Any
     going_cell: Any
     going_share: Any
@@ -242,12 +244,13 @@ def cells_derivative(
 def going_on(
     y_MW: Tensor, row_K: Tensor, low_K: Tensor, high_K: Tensor, level_K: Tensor, order_W: Tensor,
     pieces_W: Tensor, temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Ask how the teacher tokens ``order_W[low:high]`` go on: translation.going_on.
 
     Returns:
-        ((K,) probability that they do; (E,) int64 node, (E,) int64 next student token and (E,)
-        share of it in that probability; no two entries of a node have the same token).
+        ((K,) probability that they do; (K,) that they do not; (E,) int64 node, (E,) int64 next
+        student token and (E,) share of it in that probability; no two entries of a node have the
+        same token).
     Raises:
         ValueError: a row or a range is outside the logits.
     """
@@ -261,19 +264,20 @@ def going_on(
     start_K1 = F.pad(size_K.cumsum(0), (1, 0))
     largest = int(size_K.max()) if num_nodes else 0
     going_K = y_MW.new_empty(num_nodes)
+    ends_K = torch.empty_like(going_K)
     count_K = torch.empty_like(row_K)
     next_E = torch.empty(int(start_K1[-1]), dtype=torch.int64)
     share_E = y_MW.new_empty(len(next_E))
     _over_rows(
         _going_on_nodes, lambda: (np.empty(largest, f32),), -(-num_nodes // NODES_AT_ONCE),
         y_MW, row_K, low_K, high_K, level_K, order_W, pieces_W, f32(1 / temperature),
-        start_K1, going_K, count_K, next_E, share_E,
+        start_K1, going_K, ends_K, count_K, next_E, share_E,
     )
     # every node has room for all of its tokens; keep what was filled
     node_G = torch.repeat_interleave(torch.arange(num_nodes), count_K)
     begin_K = count_K.cumsum(0) - count_K
     place_G = torch.arange(len(node_G)) + (start_K1[:-1] - begin_K)[node_G]
-    return going_K, node_G, next_E[place_G], share_E[place_G]
+    return going_K, ends_K, node_G, next_E[place_G], share_E[place_G]
 
 
 def logsumexp_without(
@@ -978,7 +982,7 @@ def _believe(n, belief, over_temperature, scratch, asked, log_total):
     if going == 0:
         return Z
     # NaN comes here too, and is reported
-    stays = f32(1) - going
+    stays = belief.going_ends[n]
     for e in range(len(q)):
         q[e] = q[e] * stays + TINY
     total_mass = Z * stays
@@ -1015,11 +1019,16 @@ def _translated_rows(
 
 
 @elementwise
-def _log_masses(mass, Z, out):
-    """Write log(mass / Z) into `out`."""
+def _log_masses(mass, Z, lowest, out):
+    """Write log(mass / Z) into `out`; `lowest` where it is less, or the mass is 0.
+
+    TINY once or twice stands for 0, see `_event_mass` and `_believe`.
+    """
     octaves, remainder = octaves_of(-np.log(Z))
     for c in range(len(out)):
-        out[c] = log(mass[c], octaves) + remainder
+        logarithm = log(mass[c], octaves) + remainder
+        is_nothing = (mass[c] < f32(3) * TINY) | (lowest > logarithm)
+        out[c] = lowest if is_nothing else logarithm
 
 
 @elementwise
@@ -1036,11 +1045,12 @@ def _cell_rows(
     mass = scratch.student_mass
     for n in range(b * size, min((b + 1) * size, len(row))):
         teacher_Z = _believe(n, belief, over_temperature, scratch, asked, log_total)
-        _log_masses(scratch.teacher_mass, teacher_Z, logq[n])
+        _log_masses(scratch.teacher_mass, teacher_Z, LOG_TINY, logq[n])
         x_n = x[row[n]]
         top_out[n], Z, _ = _event_mass(x_n, cell_V, over_temperature, shift, scratch.block, mass)
         mass_out[n] = mass[:-1]
-        _log_masses(mass, Z, logp[n])
+        lowest = f32(np.log(np.float64(TINY)) - np.log(Z))
+        _log_masses(mass, Z, lowest, logp[n])
 
 
 @elementwise
@@ -1078,7 +1088,7 @@ def _above_zero(x):
 def _going_on_nodes(
     b, scratch_fields,
     y, row, low, high, level, order, pieces, over_temperature,
-    start, going, count, next_token, share,
+    start, going, ends, count, next_token, share,
 ):
     """Compute the nodes of a block of `going_on`."""
     (mass,) = scratch_fields
@@ -1089,19 +1099,19 @@ def _going_on_nodes(
         for i in range(num):
             mass[i] = y_k[order[low[k] + i]] * over_temperature
             top = max(top, mass[i])
-        all_mass = 0.0
         for i in range(num):
             mass[i] = exp(mass[i] - top)
-            all_mass += mass[i]
         # tokens that go on with the same piece are neighbors
         begin = start[k]
         used = 0
         going_mass = 0.0
+        ended_mass = 0.0
         for i in range(num):
-            if level[k] >= pieces.shape[1]:
-                break
-            piece = pieces[order[low[k] + i], level[k]]
+            piece = -1
+            if level[k] < pieces.shape[1]:
+                piece = pieces[order[low[k] + i], level[k]]
             if piece < 0:
+                ended_mass += mass[i]
                 continue
             if used == 0 or next_token[begin + used - 1] != piece:
                 next_token[begin + used] = piece
@@ -1110,7 +1120,9 @@ def _going_on_nodes(
             share[begin + used - 1] += mass[i]
             going_mass += mass[i]
         count[k] = used
+        all_mass = going_mass + ended_mass
         going[k] = f32(going_mass / _above_zero(all_mass))
+        ends[k] = f32(1) if all_mass == 0 else f32(ended_mass / all_mass)
         for i in range(begin, begin + used):
             share[i] = f32(share[i] / _above_zero(going_mass))
 

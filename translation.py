@@ -361,12 +361,14 @@ class GoingOn(NamedTuple):
     """Hold the teacher's belief that its token, of which the student has read u, goes on.
 
     mass_K: (K,) lambda, the probability that it does.
+    ends_K: (K,) 1 - lambda, summed by itself, for where it is small.
     node_E: (E,) int64, sorted, node.
     next_E: (E,) int64, the student token that comes next.
     mass_E: (E,) the probability of that token if it goes on.
     """
 
     mass_K: Tensor
+    ends_K: Tensor
     node_E: Tensor
     next_E: Tensor
     mass_E: Tensor
@@ -392,8 +394,10 @@ def going_on(
     goes_E = next_E >= 0
     all_K = _sum_by(node_E, mass_E, len(low))
     going_K = _sum_by(node_E[goes_E], mass_E[goes_E], len(low))
+    ended_K = _sum_by(node_E[~goes_E], mass_E[~goes_E], len(low))
     return GoingOn(
         mass_K=going_K / _above_zero(all_K),
+        ends_K=torch.where(all_K == 0, 1.0, ended_K / _above_zero(all_K)),
         node_E=node_E[goes_E],
         next_E=next_E[goes_E],
         mass_E=(mass_E / _above_zero(going_K)[node_E])[goes_E],
@@ -438,7 +442,7 @@ def root_target(
     total_N1 = _above_zero(mass_NC[:, :-1].sum(1, keepdim=True))
     mass_NC /= total_N1
     q_A = q_NW[asked.root_A, asked.token_A] / total_N1[asked.root_A, 0]
-    mass_NC *= (1 - goes.mass_K)[:, None]
+    mass_NC *= goes.ends_K[:, None]
     place_E = goes.node_E * mass_NC.shape[1] + tables.cell_V[goes.next_E]
     mass_NC.view(-1).index_add_(0, place_E, goes.mass_K[goes.node_E] * goes.mass_E)
     return RootTarget(mass_NC[:, :-1], q_A)
@@ -619,7 +623,7 @@ def choice_question(
 
     # what the longer tokens of the scope begin with, and how the token before would have gone on
     asked_A = torch.empty_like(q_A).index_copy(0, scopes.place_A, q_A)
-    mass_E, first_K = asked_A.split([len(scopes.longer_node_E), num])
+    mass_E, first_K = torch.split(asked_A, [len(scopes.longer_node_E), num])
     longer_G = _sum_by(scopes.longer_cell_E, mass_E, len(cells.key_G))
     longer_K = _sum_by(scopes.longer_node_E, mass_E, num)
     node_E, next_E, mass_E = _going_on_in_scope(goes, choices, tables)
@@ -633,7 +637,7 @@ def choice_question(
     split_G = torch.where(along_G, said_G, longer_G)
     split_G = split_G / cells.total(split_G)
     path_K = _mass_of_path(logq, first_K, nodes, tables)
-    ended_K = (1 - goes.mass_K[choices.root]) * (path_K + longer_K)
+    ended_K = goes.ends_K[choices.root] * (path_K + longer_K)
     mass_G = ended_K[cells.node_G] * split_G + other_G
     total_G = cells.total(mass_G)
     # where neither has any mass that counts, the split alone
@@ -722,7 +726,7 @@ def inside_target(
     cells = Cells.of(key_G, stride, len(insides.row_S), first_slot=1)
     mass_G = _sum_by(cell_E, goes.mass_E, len(key_G)) * goes.mass_K[cells.node_G]
     target_KG = cells.rows(mass_G, 0.0)
-    target_KG[:, 0] = 1 - goes.mass_K
+    target_KG[:, 0] = goes.ends_K
     return Openings(cells, key_G % stride, target_KG)
 
 
@@ -798,7 +802,8 @@ def _compare_roots(
     """Return (the (N,) divergences of the roots, the answers to all else)."""
     # rows are selected once: each selection has a gradient as large as x
     x_RV = at_least_float32(x_NV.index_select(0, reads.row_R)) / temperature
-    x_root, x_LV = x_RV.split([len(roots.row_S), len(reads.row_R) - len(roots.row_S)])
+    num_roots = len(roots.row_S)
+    x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     target = root_target(y_MW, roots, goes, asked, tables, temperature)
     question = root_question(x_root, target, tables)
     nothing = x_LV.new_full((len(reads.token_X),), -torch.inf)
@@ -834,14 +839,14 @@ def _compare_roots_compiled(
         before=roots.before_S,
         next=roots.next_T,
         going_mass=goes.mass_K,
+        going_ends=goes.ends_K,
         going_start=torch.searchsorted(goes.node_E, numbers),
         going_cell=cell_V[goes.next_E],
         going_share=goes.mass_E,
         asked_start=torch.searchsorted(asked.root_A, numbers),
         asked_token=asked.token_A,
     )
-    shift = SHIFT / max(temperature, 1)
-    student = StudentRows(roots.row_S, reads, cell_V, tables.num_cells, temperature, shift)
+    student = StudentRows(roots.row_S, reads, cell_V, tables.num_cells, temperature)
     value, logq_NC, x_E, rest_L, q_A, log_total_N = _ReadStudent.apply(  # type: ignore[no-untyped-call]
         x_NV, kernels, student, belief, compare is None
     )
@@ -859,14 +864,13 @@ def _compare_roots_compiled(
 
 
 class StudentRows(NamedTuple):
-    """Say what the compiled kernels read of the student; shift: see `cpu_kernels.event_kl`."""
+    """Say what the compiled kernels read of the student."""
 
     row_N: Tensor
     reads: Reads
     cell_V: Tensor
     num_cells: int
     temperature: float
-    shift: float
 
     def of_roots(self) -> tuple[Tensor, Tensor]:
         return self.row_N, self.cell_V
@@ -891,8 +895,7 @@ class _ReadStudent(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         reads = student.reads
         roots = (
-            x_NV, *student.of_roots(), belief, student.num_cells, student.temperature,
-            student.shift,
+            x_NV, *student.of_roots(), belief, student.num_cells, student.temperature, SHIFT
         )
         ctx.kernels = kernels
         ctx.student = student
@@ -926,7 +929,7 @@ class _ReadStudent(torch.autograd.Function):
                 d_NV *= factor_N[:, None]
         else:
             d_NV = ctx.kernels.cells_derivative(
-                x_NV, *student.of_roots(), ctx.masses, grad, student.temperature, student.shift
+                x_NV, *student.of_roots(), ctx.masses, grad, student.temperature, SHIFT
             )
         place_E = reads.row_R[reads.number_E] * d_NV.shape[1] + reads.token_E
         d_NV.view(-1).index_add_(0, place_E, grad_E / student.temperature)
@@ -981,7 +984,8 @@ def translated(
     openings = inside_target(y_MW, insides, tables, temperature)
     reads = list_reads(nodes, scopes, openings, student_next_BS)
     if kernels := _compiled(x_NV, y_MW):
-        whole_kl = divergence is forward_kl and not any(parameters.values())
+        whole_kl = divergence is forward_kl and set(parameters) <= {"top_k"}
+        whole_kl = whole_kl and not parameters.get("top_k")
         value_N, answers = _compare_roots_compiled(
             kernels, x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, temperature,
             None if whole_kl else compare,
@@ -990,10 +994,10 @@ def translated(
         value_N, answers = _compare_roots(
             x_NV, y_MW, roots, goes, scopes.asked, reads, tables, temperature, compare
         )
-    x_scope, x_inside, x_many = answers.x_E.split(
-        [len(scopes.token_E), len(openings.token_G), len(nodes.many_S)]
-    )
-    rest_inside, rest_many = answers.rest_L.split([len(insides.row_S), len(nodes.many_S)])
+    num_many = len(nodes.many_S)
+    sizes = [len(scopes.token_E), len(openings.token_G), num_many]
+    x_scope, x_inside, x_many = torch.split(answers.x_E, sizes)
+    rest_inside, rest_many = torch.split(answers.rest_L, [len(insides.row_S), num_many])
     if len(choices.root):
         question = choice_question(
             x_scope, y_MW, answers.log_total_M, answers.q_A, goes, scopes, nodes, tables,
