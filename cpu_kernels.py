@@ -1013,9 +1013,31 @@ def _translated_rows(
         log_ratio = np.log(Z) - np.log(teacher_Z)
         over_z = f32(over_temperature / Z)
         over_teacher_z = f32(over_temperature / teacher_Z)
-        value[n] = _event_value(q, mass, log_ratio, over_z, over_teacher_z) / teacher_Z
+        cut = _cut_value(q, mass)
+        value[n] = (_event_value(q, mass, log_ratio, over_z, over_teacher_z) + cut) / teacher_Z
         for v in range(len(d_n)):
             d_n[v] *= mass[cell_V[v]]
+
+
+@summing
+def _cut_value(q, mass):
+    """Return sum q log(q / mass) less what `_event_value` makes of it, where it cuts the ratio.
+
+    That is where the student excludes a cell, or nearly so.
+    """
+    value = 0.0
+    for start in range(0, len(q), BLOCK):
+        block_q = q[start : start + BLOCK]
+        block_mass = mass[start : start + BLOCK]
+        num_cut = np.int32(0)
+        for e in range(len(block_q)):
+            num_cut += np.int32(block_q[e] > HUGE * block_mass[e])
+        if num_cut:
+            for e in range(len(block_q)):
+                if block_q[e] > HUGE * block_mass[e]:
+                    ratio = np.float64(block_q[e]) / np.float64(block_mass[e])
+                    value += block_q[e] * np.log(ratio / np.float64(HUGE))
+    return value
 
 
 @elementwise
@@ -1132,10 +1154,10 @@ def _logsumexp_rows(b, scratch_fields, size, x, row, start, token, over_temperat
     """Compute `size` rows of `logsumexp_without`."""
     (kept,) = scratch_fields
     for n in range(b * size, min((b + 1) * size, len(row))):
-        kept[:] = x[row[n]]
+        kept[:] = x[row[n]] * over_temperature
         for i in range(start[n], start[n + 1]):
             kept[token[i]] = -np.inf
-        top, Z = _exps(kept, over_temperature, f32(0), kept)
+        top, Z = _exps(kept, f32(1), f32(0), kept)
         out[n] = f32(top + np.log(Z))
 
 

@@ -659,7 +659,9 @@ def _split_by_row(
     token_G = cells.key_G % stride - 1
     goes_on = (token_G >= 0) & (choices.row_T >= 0)[cells.node_G]
     q_G = torch.where(goes_on, logq(row_G, token_G.clamp(min=0)).exp(), 0.0)
-    rest_K = (1 - _sum_by(cells.node_G, q_G, cells.num_nodes)).clamp(min=0)
+    # below this the sum's rounding would decide, and the reverse KL takes the rest's logarithm
+    least = 16 * torch.finfo(q_G.dtype).eps
+    rest_K = (1 - _sum_by(cells.node_G, q_G, cells.num_nodes)).clamp(min=least)
     return torch.where(token_G >= 0, q_G, rest_K[cells.node_G])
 
 
@@ -806,7 +808,9 @@ def _compare_roots(
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     target = root_target(y_MW, roots, goes, asked, tables, temperature)
     question = root_question(x_root, target, tables)
-    nothing = x_LV.new_full((len(reads.token_X),), -torch.inf)
+    # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
+    nothing = x_LV.new_full((len(reads.token_X),), 10 * FLOOR)
+    x_LV = x_LV.clamp(min=10 * FLOOR)
     answers = Answers(
         x_E=x_RV[reads.number_E, reads.token_E],
         # from the other tokens: 1 - sum would lose a small rest, and its gradient
