@@ -1,8 +1,8 @@
 """Compute losses on rows of logits on a CPU, in a few compiled passes over memory.
 
-torch makes ten to forty passes for the same results.  losses.py calls these functions wherever it
-finds this file and numba, for float32 rows that no process group shards.  The torch code of
-losses.py is the reference; it also serves all other cases, GPUs included.
+torch makes ten to forty passes for the same results.  losses.py and translation.py call these
+functions wherever they find this file and numba, for float32 rows that no process group shards.
+Their torch code is the reference; it also serves all other cases, GPUs included.
 
 Every kernel works on one row (or one chunk) and returns a value together with its derivative,
 because autograd cannot look inside compiled code.
@@ -259,6 +259,7 @@ def going_on(
     _check(low_K, 0, W + 1, "ranges")
     _check(high_K, 0, W + 1, "ranges")
     _check(order_W, 0, W, "tokens")
+    _check(level_K, 0, pieces_W.shape[1] + 1, "levels")
     num_nodes = len(row_K)
     size_K = high_K - low_K
     start_K1 = F.pad(size_K.cumsum(0), (1, 0))
@@ -337,8 +338,8 @@ def _check_belief(
     """
     V = x_NV.shape[1]
     W = belief.logits.shape[1]
-    _check_side(x_NV, row_N, cell_V, num_cells)
-    _check_side(belief.logits, belief.row, belief.cell, num_cells)
+    _check_side(x_NV, row_N, cell_V, num_cells, "cells")
+    _check_side(belief.logits, belief.row, belief.cell, num_cells, "cells")
     _check(belief.before, -1, V, "tokens")
     _check(belief.next, 0, W, "tokens")
     _check(belief.asked_token, 0, W, "tokens")
@@ -484,18 +485,20 @@ def divergence(
     return value_N, d_NV
 
 
-def _check_side(logits: Tensor, row_C: Tensor, event: Tensor, num_events: int) -> None:
-    """Check the rows and the events of one side of `event_kl`.
+def _check_side(
+    logits: Tensor, row_C: Tensor, event: Tensor, num_events: int, name: str = "events"
+) -> None:
+    """Check the rows and the events of one side of `event_kl`, or cells, which are like events.
 
     Raises:
         ValueError: they do not fit the logits.
     """
     _check(row_C, 0, len(logits), "rows")
-    _check(event, -1, num_events, "events")
+    _check(event, -1, num_events, name)
     if len(event) != logits.shape[1]:
         raise ValueError(
-            f"events of {len(event)} tokens, logits of {logits.shape[1]}; "
-            "expected one event per column of the logits, -1 for none"
+            f"{name} of {len(event)} tokens, logits of {logits.shape[1]}; "
+            "expected one per column of the logits, -1 for none"
         )
 
 

@@ -234,7 +234,8 @@ def test_compiled_rows_equal_the_plain_path(number):
                 results.append(value_and_gradient(toy, x, y, compiled, divergence,
                                                   temperature=temperature, weight_BS=weights))
             assert results[0][1].isfinite().all(), arguments
-            check_equal(*results, 3e-6, arguments)
+            # without the excluded tokens a small rest is left, of which rounding is a large part
+            check_equal(*results, 2e-5 if excluded else 3e-6, arguments)
             if divergence_name == "forward_kl" and not excluded:
                 exact = value_and_gradient(toy, x.double(), y.double(), False, divergence,
                                            temperature=temperature, weight_BS=weights)
