@@ -286,6 +286,19 @@ def test_rows_without_a_chunk_may_hold_anything():
     assert torch.equal(d, expected[1])
 
 
+@pytest.mark.parametrize("divergence", [losses.forward_kl, losses.reverse_kl])
+def test_without_a_chunk_there_is_nothing(divergence):
+    toy = Toy(CROSSING, COARSE, 1)
+    x, y = random_logits(toy, 0, 1)
+    x.requires_grad_()
+    none = [torch.full_like(chunk, -1) for chunk in toy.ids[3:5]]
+    nodes = list_nodes(*toy.ids[:3], *none, toy.tables)
+    value, count = translated(x, y, *toy.ids[1:3], nodes, toy.tables, divergence)
+    value.backward()
+    assert value == count == 0
+    assert (x.grad == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("divergence", [losses.forward_kl, losses.reverse_kl])
 def test_there_is_one_gradient_by_the_students_logits(dtype, divergence):
