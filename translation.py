@@ -39,7 +39,8 @@ such a node, or of all of them one after the other; E entries (tokens in cells);
 
 Needs torch and losses.py; `group` needs vocab_parallel.py too.  With cpu_kernels.py and numba
 beside it, float32 on a CPU takes a tenth to a third of the time (adaptive_kl: up to 0.6).  Copy
-these files into your own repository.  License: Apache-2.0 (see LICENSE).  Tests: tests/test_translation.py.
+these files into your own repository.  License: Apache-2.0 (see LICENSE).
+Tests: tests/test_translation.py.
 """
 
 from collections.abc import Callable
