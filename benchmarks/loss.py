@@ -595,7 +595,7 @@ def measure_against(name: str, other: str, sizes: Sizes, dtype: torch.dtype, tim
         "milliseconds": round(1000 * statistics.median(seconds[name]), 1),
         "other_milliseconds": round(1000 * statistics.median(seconds[other]), 1),
         "ratio_of_least": round(min(seconds[name]) / min(seconds[other]), 2),
-        "median_ratio": statistics.median(ratios),
+        "median_ratio": round(statistics.median(ratios), 2),
         "ratios": ratios,
     }
 

@@ -234,8 +234,8 @@ def test_compiled_rows_equal_the_plain_path(number):
                 results.append(value_and_gradient(toy, x, y, compiled, divergence,
                                                   temperature=temperature, weight_BS=weights))
             assert results[0][1].isfinite().all(), arguments
-            # where most tokens are excluded, the teacher's "stop" is 1 - sum = 0 up to rounding, and
-            # all but the forward KL take its logarithm
+            # where most tokens are excluded, the teacher's "stop" is 1 - sum = 0 up to rounding,
+            # and all but the forward KL take its logarithm
             cancels = excluded and divergence_name not in ("forward_kl", "top_k")
             check_equal(*results, 1e-4 if cancels else 3e-6, arguments)
             if divergence_name == "forward_kl" and not excluded:
