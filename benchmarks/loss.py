@@ -62,9 +62,9 @@ LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross
 # whose bytes are one token of the other vocabulary too.
 EVENTS_PER_TOKEN = 109_566 / 128_256
 COMMON_PER_TOKEN = 101_566 / 128_256
-# Teacher tokens that cannot come behind a student token: llama3 and qwen2, mean over 502 positions
-# of wikitext2, in about 1,000 ranges each (here in one).
-JOINED_PER_POSITION = 1_127_233 // 502
+# Share of the teacher's tokens that cannot come behind a student token: llama3 and qwen2, mean over
+# 502 positions of wikitext2, in about 1,000 ranges each (here in one).
+JOINED_FRACTION = 1_127_233 / 502 / 151_646
 # Chunks with two tokens on one side.  A guess, not measured on texts.
 LONG_CHUNK_FRACTION = 0.1
 # Weights of the four entries of a projection row: 0.9 * 0.1^i, as projection_tools builds them.
@@ -171,8 +171,9 @@ def random_tables(spelling: losses.Spelling) -> translation.Tables:
     tensors = {}
     for name, value in fields.items():
         tensors[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    low = torch.randint(max(1, W - JOINED_PER_POSITION), (V,))
-    high = (low + JOINED_PER_POSITION).clamp(max=W)
+    num_joined = int(JOINED_FRACTION * W)
+    low = torch.randint(W - num_joined, (V,))
+    high = low + num_joined
     joins = {"join_start_V": torch.arange(V + 1), "join_low_J": low, "join_high_J": high}
     return translation.Tables(**tensors | joins)
 
