@@ -1,8 +1,8 @@
 """Compute losses on rows of logits on a CPU, in a few compiled passes over memory.
 
-torch makes ten to forty passes for the same results.  losses.py calls these functions wherever it
-finds this file and numba, for float32 rows that no process group shards.  The torch code of
-losses.py is the reference; it also serves all other cases, GPUs included.
+torch makes ten to forty passes for the same results.  losses.py and translation.py call these
+functions wherever they find this file and numba, for float32 rows that no process group shards.
+Their torch code is the reference; it also serves all other cases, GPUs included.
 
 Every kernel works on one row (or one chunk) and returns a value together with its derivative,
 because autograd cannot look inside compiled code.
@@ -44,6 +44,7 @@ f32 = np.float32
 
 # The smallest normal float32, 1.2e-38.  It stands for probability 0, whose logarithm is infinite.
 TINY = f32(np.finfo(f32).tiny)
+LOG_TINY = f32(np.log(np.float64(TINY)))
 # 5e34, the largest ratio of two masses.  A ratio is multiplied by other factors afterwards, and
 # the exponent 0.9 leaves them a factor of 7e3 before float32 overflows.  As in losses.py, untuned.
 HUGE = f32(np.finfo(f32).max ** 0.9)
@@ -59,6 +60,10 @@ SMALL_SHARE = 1e-3
 # Independent maxima in `largest`: four vectors of AVX-512, eight of AVX2.  Not tuned: 50,000
 # entries take 15 us with 16 lanes, 8 us with 64 and 4 us with 256, where a whole row takes 150 us.
 LANES = 64
+# Logits of both sides in the rows that a thread takes at a time, where rows are short: a call costs
+# as much as 1,000 of them.  Not tuned.
+ENTRIES_AT_ONCE = 2**16
+NODES_AT_ONCE = 64  # of a translation, likewise
 # Leading bits, of the 31 below the sign of a float32, that choose a bin: all 8 of the exponent and
 # 8 of the mantissa, so a bin is at most 1/256 = 0.4 % wide.  A table of 2^16 takes 256 KiB; four
 # of them fit in an L2 cache of 1 MiB.  Not tuned.
@@ -111,6 +116,238 @@ def event_kl(
         f32(1 / temperature), f32(shift), value_C, d_NV,
     )
     return value_C, d_NV
+
+
+class Belief(NamedTuple):
+    """Tell what the teacher's belief at N roots of a translation is made of; see translation.py.
+
+    Tensors or arrays.  Entries of root n have the numbers start[n], ..., start[n + 1] - 1.
+    """
+
+    logits: Any  # (M, W), float32
+    row: Any  # (N,), of logits
+    cell: Any  # (W,) int32, cell of each teacher token, -1 for none
+    # What cannot come at a root: Tables.join_start_V, join_low_J, join_high_J, order_W.
+    join_start: Any
+    join_low: Any
+    join_high: Any
+    order: Any
+    before: Any  # (N,), student token in front, -1 for none
+    next: Any  # (N,), teacher token that comes, whatever cannot
+    # (N,), (N,) float32, (N + 1,), (E,) int, (E,) float32: with this probability the token before
+    # goes on, and with that it does not; with tokens in these cells, by these shares
+    going_mass: Any
+    going_ends: Any
+    going_start: Any
+    going_cell: Any
+    going_share: Any
+    # (N + 1,), (A,): teacher tokens whose probabilities are asked for
+    asked_start: Any
+    asked_token: Any
+
+
+class Answers(NamedTuple):
+    """Hold what the teacher's rows at the roots say beside the cells.
+
+    asked_A: probabilities of the tokens asked for, among those that can come.
+    log_total_N: logsumexp of logits / temperature over all tokens.
+    """
+
+    asked_A: Tensor
+    log_total_N: Tensor
+
+
+class CellMasses(NamedTuple):
+    """Hold the student's masses of cells, exp(logits / temperature - top_N) summed.
+
+    top_N is `shift` below the largest logit.
+    """
+
+    mass_NC: Tensor
+    top_N: Tensor
+
+
+def translated_kl(
+    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, belief: Belief, num_cells: int,
+    temperature: float, shift: float,
+) -> tuple[Tensor, Tensor, Answers]:
+    """Compute KL(q || p) over the cells of the roots of a translation.
+
+    Args:
+        x_NV: (N, V) float32 logits of the student.
+        row_N: (N,) int64, its row at each root.
+        cell_V: (V,) int32, cell of each student token, -1 for none.
+        num_cells: all cells are smaller.
+        temperature, shift: see `event_kl`.
+    Returns:
+        ((N,) values in nats, (N, V) derivative by x; 0 in rows without a root; the Answers).
+    Raises:
+        ValueError: a row, a token or a cell does not fit the logits.
+    """
+    _check_belief(x_NV, row_N, cell_V, belief, num_cells)
+    num_roots = len(row_N)
+    value_N = x_NV.new_empty(num_roots)
+    d_NV = _new_derivative(x_NV, row_N)
+    answers = _new_answers(belief)
+    W = belief.logits.shape[1]
+    size = _rows_at_once(x_NV.shape[1] + W)
+    _over_rows(
+        _translated_rows, lambda: _belief_scratch(belief.cell, num_cells), -(-num_roots // size),
+        size, x_NV, row_N, cell_V, belief,
+        f32(1 / temperature), f32(shift), value_N, d_NV, answers,
+    )
+    return value_N, d_NV, answers
+
+
+def translated_cells(
+    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, belief: Belief, num_cells: int,
+    temperature: float, shift: float,
+) -> tuple[Tensor, Tensor, CellMasses, Answers]:
+    """Compute what both models give to the cells of the roots of a translation.
+
+    Args, Raises: see `translated_kl`.
+    Returns:
+        ((N, C) logarithms of the student's masses, up to a constant of the row; (N, C) those of the
+        teacher's; what `cells_derivative` needs; the Answers).
+    """
+    _check_belief(x_NV, row_N, cell_V, belief, num_cells)
+    num_roots = len(row_N)
+    logp_NC = x_NV.new_empty(num_roots, num_cells)
+    logq_NC = torch.empty_like(logp_NC)
+    masses = CellMasses(torch.empty_like(logp_NC), x_NV.new_empty(num_roots))
+    answers = _new_answers(belief)
+    W = belief.logits.shape[1]
+    size = _rows_at_once(x_NV.shape[1] + W)
+    _over_rows(
+        _cell_rows, lambda: _belief_scratch(belief.cell, num_cells), -(-num_roots // size),
+        size, x_NV, row_N, cell_V, belief,
+        f32(1 / temperature), f32(shift), logp_NC, logq_NC, masses, answers,
+    )
+    return logp_NC, logq_NC, masses, answers
+
+
+def cells_derivative(
+    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, masses: CellMasses, grad_NC: Tensor,
+    temperature: float, shift: float,
+) -> Tensor:
+    """Return the (N, V) derivative by x of the sum of grad_NC times `translated_cells`."""
+    d_NV = _new_derivative(x_NV, row_N)
+    num_roots, num_cells = grad_NC.shape
+    size = _rows_at_once(2 * x_NV.shape[1])
+    _over_rows(
+        _cell_back_rows, lambda: (np.empty(num_cells + 1, f32),), -(-num_roots // size),
+        size, x_NV, row_N, cell_V, masses, grad_NC, f32(1 / temperature), f32(shift), d_NV,
+    )
+    return d_NV
+
+
+def going_on(
+    y_MW: Tensor, row_K: Tensor, low_K: Tensor, high_K: Tensor, level_K: Tensor, order_W: Tensor,
+    pieces_W: Tensor, temperature: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Ask how the teacher tokens ``order_W[low:high]`` go on: translation.going_on.
+
+    Returns:
+        ((K,) probability that they do; (K,) that they do not; (E,) int64 node, (E,) int64 next
+        student token and (E,) share of it in that probability; no two entries of a node have the
+        same token).
+    Raises:
+        ValueError: a row or a range is outside the logits.
+    """
+    _check(row_K, 0, len(y_MW), "rows")
+    W = y_MW.shape[1]
+    _check(low_K, 0, W + 1, "ranges")
+    _check(high_K, 0, W + 1, "ranges")
+    _check(order_W, 0, W, "tokens")
+    _check(level_K, 0, pieces_W.shape[1] + 1, "levels")
+    num_nodes = len(row_K)
+    size_K = high_K - low_K
+    start_K1 = F.pad(size_K.cumsum(0), (1, 0))
+    largest = int(size_K.max()) if num_nodes else 0
+    going_K = y_MW.new_empty(num_nodes)
+    ends_K = torch.empty_like(going_K)
+    count_K = torch.empty_like(row_K)
+    next_E = torch.empty(int(start_K1[-1]), dtype=torch.int64)
+    share_E = y_MW.new_empty(len(next_E))
+    _over_rows(
+        _going_on_nodes, lambda: (np.empty(largest, f32),), -(-num_nodes // NODES_AT_ONCE),
+        y_MW, row_K, low_K, high_K, level_K, order_W, pieces_W, f32(1 / temperature),
+        start_K1, going_K, ends_K, count_K, next_E, share_E,
+    )
+    # every node has room for all of its tokens; keep what was filled
+    node_G = torch.repeat_interleave(torch.arange(num_nodes), count_K)
+    begin_K = count_K.cumsum(0) - count_K
+    place_G = torch.arange(len(node_G)) + (start_K1[:-1] - begin_K)[node_G]
+    return going_K, ends_K, node_G, next_E[place_G], share_E[place_G]
+
+
+def logsumexp_without(
+    x_NV: Tensor, row_L: Tensor, start_L1: Tensor, token_X: Tensor, temperature: float
+) -> Tensor:
+    """Return the (L,) logsumexp of rows of x / temperature without some of their tokens.
+
+    Args:
+        row_L: (L,) int64, of x.
+        start_L1, token_X: row l leaves out token_X[start[l]:start[l + 1]].
+    Raises:
+        ValueError: a row or a token is outside the logits.
+    """
+    _check(row_L, 0, len(x_NV), "rows")
+    _check(token_X, 0, x_NV.shape[1], "tokens")
+    out_L = x_NV.new_empty(len(row_L))
+    V = x_NV.shape[1]
+    size = _rows_at_once(V)
+    _over_rows(
+        _logsumexp_rows, lambda: (np.empty(V, f32),), -(-len(row_L) // size),
+        size, x_NV, row_L, start_L1, token_X, f32(1 / temperature), out_L,
+    )
+    return out_L
+
+
+def add_softmax_without(
+    x_NV: Tensor, row_L: Tensor, start_L1: Tensor, token_X: Tensor, temperature: float,
+    logsumexp_L: Tensor, grad_L: Tensor, d_NV: Tensor,
+) -> None:
+    """Add grad_L times the derivative of `logsumexp_without` to d_NV; no row occurs twice."""
+    V = x_NV.shape[1]
+    size = _rows_at_once(V)
+    _over_rows(
+        _softmax_rows, lambda: (np.empty(V, f32),), -(-len(row_L) // size),
+        size, x_NV, row_L, start_L1, token_X, f32(1 / temperature), logsumexp_L, grad_L, d_NV,
+    )
+
+
+def _new_answers(belief: Belief) -> Answers:
+    return Answers(
+        belief.logits.new_empty(len(belief.asked_token)), belief.logits.new_empty(len(belief.row))
+    )
+
+
+def _rows_at_once(entries: int) -> int:
+    """Return how many rows of so many entries a thread takes at a time."""
+    return max(1, ENTRIES_AT_ONCE // max(1, entries))
+
+
+def _check_belief(
+    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, belief: Belief, num_cells: int
+) -> None:
+    """Check all numbers that compiled code reads memory by.
+
+    Raises:
+        ValueError: they do not fit the logits.
+    """
+    V = x_NV.shape[1]
+    W = belief.logits.shape[1]
+    _check_side(x_NV, row_N, cell_V, num_cells, "cells")
+    _check_side(belief.logits, belief.row, belief.cell, num_cells, "cells")
+    _check(belief.before, -1, V, "tokens")
+    _check(belief.next, 0, W, "tokens")
+    _check(belief.asked_token, 0, W, "tokens")
+    _check(belief.order, 0, W, "tokens")
+    _check(belief.join_low, 0, W + 1, "ranges")
+    _check(belief.join_high, 0, W + 1, "ranges")
+    _check(belief.join_start, 0, len(belief.join_low) + 1, "ranges")
+    _check(belief.going_cell, -1, num_cells, "cells")
 
 
 class ChunkRows(NamedTuple):
@@ -248,18 +485,20 @@ def divergence(
     return value_N, d_NV
 
 
-def _check_side(logits: Tensor, row_C: Tensor, event: Tensor, num_events: int) -> None:
-    """Check the rows and the events of one side of `event_kl`.
+def _check_side(
+    logits: Tensor, row_C: Tensor, event: Tensor, num_events: int, name: str = "events"
+) -> None:
+    """Check the rows and the events of one side of `event_kl`, or cells, which are like events.
 
     Raises:
         ValueError: they do not fit the logits.
     """
     _check(row_C, 0, len(logits), "rows")
-    _check(event, -1, num_events, "events")
+    _check(event, -1, num_events, name)
     if len(event) != logits.shape[1]:
         raise ValueError(
-            f"events of {len(event)} tokens, logits of {logits.shape[1]}; "
-            "expected one event per column of the logits, -1 for none"
+            f"{name} of {len(event)} tokens, logits of {logits.shape[1]}; "
+            "expected one per column of the logits, -1 for none"
         )
 
 
@@ -601,7 +840,8 @@ def _event_mass(x, event, over_temperature, shift, out, mass):
     """Write exp(x over_temperature - top) into `out`, its sums over events into `mass`.
 
     top is the largest - shift.  `out` has the length of x, or that of one block where the caller
-    needs only the sums.  Returns the sum of `mass`, TINY per event included.
+    needs only the sums.  Returns (top, the sum of `mass`, TINY per event included, and the
+    logsumexp of x over_temperature over all tokens).
     """
     top = largest(x) * over_temperature - shift
     mass[:] = TINY  # no event has mass 0, so all ratios of masses are finite
@@ -614,17 +854,20 @@ def _event_mass(x, event, over_temperature, shift, out, mass):
         # a loop by itself: additions to chosen places are not vectorized, but the exponentials are
         for i in range(len(block_x)):
             mass[block_event[i]] += block_out[i]  # event -1, none, is the last entry of mass
+    without_event = np.float64(mass[-1])
     mass[-1] = TINY  # tokens without an event are left out of the softmax
     Z = total(mass)
+    log_total = top + np.log(Z + without_event)
     if Z < SMALL_SHARE * np.exp(shift):
-        return _small_event_mass(x, event, over_temperature, shift, out, mass)
-    return Z
+        top, Z = _small_event_mass(x, event, over_temperature, shift, out, mass)
+    return top, Z, log_total
 
 
 @elementwise
 def _small_event_mass(x, event, over_temperature, shift, out, mass):
     """Do what `_event_mass` does, with the largest entry among the tokens that have an event.
 
+    Returns (top, the sum of `mass`).
     For rows with almost all of their mass on the other tokens: beside these, the masses of events
     would fall below float32's smallest number.  Such rows are rare, so this need not be fast.
     """
@@ -641,7 +884,7 @@ def _small_event_mass(x, event, over_temperature, shift, out, mass):
             mass[event[i]] += probability
         if len(out) == len(x):
             out[i] = probability
-    return total(mass)
+    return f32(top), total(mass)
 
 
 @summing
@@ -679,14 +922,264 @@ def _event_chunk(
     x_c = x[row[c]]
     y_c = y[teacher_row[c]]
     d_c = d[row[c]]  # holds exp(x) first, then the derivative
-    Z = _event_mass(x_c, event_V, over_temperature, shift, d_c, mass)
-    teacher_Z = _event_mass(y_c, event_W, over_temperature, f32(0), scratch.block, q)
+    _, Z, _ = _event_mass(x_c, event_V, over_temperature, shift, d_c, mass)
+    _, teacher_Z, _ = _event_mass(y_c, event_W, over_temperature, f32(0), scratch.block, q)
     log_ratio = np.log(Z) - np.log(teacher_Z)
     over_z = f32(over_temperature / Z)
     over_teacher_z = f32(over_temperature / teacher_Z)
     value[c] = _event_value(q, mass, log_ratio, over_z, over_teacher_z) / teacher_Z
     for v in range(len(d_c)):
         d_c[v] *= mass[event_V[v]]
+
+
+# --- cells of a translation ---------------------------------------------------------------------
+
+
+class BeliefScratch(NamedTuple):
+    """Hold the memory of one thread for the roots of a translation."""
+
+    # (C + 1,): the last entry collects the tokens without a cell
+    student_mass: np.ndarray
+    teacher_mass: np.ndarray
+    cell: np.ndarray  # (W,) int32, Belief.cell, where tokens that cannot come have no cell
+    block: np.ndarray  # (BLOCK,)
+
+
+def _belief_scratch(cell: Tensor, num_cells: int) -> BeliefScratch:
+    """Return a BeliefScratch."""
+    student_mass = np.empty(num_cells + 1, f32)
+    teacher_mass = np.empty(num_cells + 1, f32)
+    block = np.empty(BLOCK, f32)
+    return BeliefScratch(student_mass, teacher_mass, cell.numpy().copy(), block)
+
+
+@as_written
+def _set_joined(n, belief, to, cell):
+    """Write `to`, or the cell of the token where that is None, for the tokens that cannot come."""
+    before = belief.before[n]
+    if before < 0:
+        return
+    for j in range(belief.join_start[before], belief.join_start[before + 1]):
+        for place in range(belief.join_low[j], belief.join_high[j]):
+            w = belief.order[place]
+            cell[w] = belief.cell[w] if to is None else to
+
+
+@elementwise
+def _believe(n, belief, over_temperature, scratch, asked, log_total):
+    """Write the teacher's masses of the cells at root n into the scratch; return their sum."""
+    q = scratch.teacher_mass
+    cell = scratch.cell
+    y = belief.logits[belief.row[n]]
+    _set_joined(n, belief, np.int32(-1), cell)
+    # it did come, whatever the tables say
+    cell[belief.next[n]] = belief.cell[belief.next[n]]
+    top, Z, log_total[n] = _event_mass(y, cell, over_temperature, f32(0), scratch.block, q)
+    for a in range(belief.asked_start[n], belief.asked_start[n + 1]):
+        w = belief.asked_token[a]
+        can_come = cell[w] >= 0
+        asked[a] = exp(y[w] * over_temperature - top) / f32(Z) if can_come else f32(0)
+    _set_joined(n, belief, None, cell)
+
+    going = belief.going_mass[n]
+    if going == 0:
+        return Z
+    # NaN comes here too, and is reported
+    stays = belief.going_ends[n]
+    for e in range(len(q)):
+        q[e] = q[e] * stays + TINY
+    total_mass = Z * stays
+    for i in range(belief.going_start[n], belief.going_start[n + 1]):
+        if belief.going_cell[i] >= 0:
+            more = f32(going * belief.going_share[i] * Z)
+            q[belief.going_cell[i]] += more
+            total_mass += more
+    return total_mass + len(q) * np.float64(TINY)
+
+
+@elementwise
+def _translated_rows(
+    b, scratch_fields, size,
+    x, row, cell_V, belief_fields,
+    over_temperature, shift, value, d, answers,
+):
+    """Compute `size` rows of `translated_kl`."""
+    scratch = BeliefScratch(*scratch_fields)
+    belief = Belief(*belief_fields)
+    asked, log_total = answers
+    mass = scratch.student_mass
+    q = scratch.teacher_mass
+    for n in range(b * size, min((b + 1) * size, len(row))):
+        teacher_Z = _believe(n, belief, over_temperature, scratch, asked, log_total)
+        d_n = d[row[n]]  # holds exp(x) first, then the derivative
+        _, Z, _ = _event_mass(x[row[n]], cell_V, over_temperature, shift, d_n, mass)
+        log_ratio = np.log(Z) - np.log(teacher_Z)
+        over_z = f32(over_temperature / Z)
+        over_teacher_z = f32(over_temperature / teacher_Z)
+        cut = _cut_value(q, mass)
+        value[n] = (_event_value(q, mass, log_ratio, over_z, over_teacher_z) + cut) / teacher_Z
+        for v in range(len(d_n)):
+            d_n[v] *= mass[cell_V[v]]
+
+
+@summing
+def _cut_value(q, mass):
+    """Return sum q log(q / mass) less what `_event_value` makes of it, where it cuts the ratio.
+
+    That is where the student excludes a cell, or nearly so.
+    """
+    value = 0.0
+    for start in range(0, len(q), BLOCK):
+        block_q = q[start : start + BLOCK]
+        block_mass = mass[start : start + BLOCK]
+        num_cut = np.int32(0)
+        for e in range(len(block_q)):
+            num_cut += np.int32(block_q[e] > HUGE * block_mass[e])
+        if num_cut:
+            for e in range(len(block_q)):
+                if block_q[e] > HUGE * block_mass[e]:
+                    ratio = np.float64(block_q[e]) / np.float64(block_mass[e])
+                    value += block_q[e] * np.log(ratio / np.float64(HUGE))
+    return value
+
+
+@elementwise
+def _log_masses(mass, Z, lowest, out):
+    """Write log(mass / Z) into `out`; `lowest` where it is less, or the mass is 0.
+
+    TINY once or twice stands for 0, see `_event_mass` and `_believe`.
+    """
+    octaves, remainder = octaves_of(-np.log(Z))
+    for c in range(len(out)):
+        logarithm = log(mass[c], octaves) + remainder
+        is_nothing = (mass[c] < f32(3) * TINY) | (lowest > logarithm)
+        out[c] = lowest if is_nothing else logarithm
+
+
+@elementwise
+def _cell_rows(
+    b, scratch_fields, size,
+    x, row, cell_V, belief_fields,
+    over_temperature, shift, logp, logq, masses, answers,
+):
+    """Compute `size` rows of `translated_cells`."""
+    scratch = BeliefScratch(*scratch_fields)
+    belief = Belief(*belief_fields)
+    asked, log_total = answers
+    mass_out, top_out = masses
+    mass = scratch.student_mass
+    for n in range(b * size, min((b + 1) * size, len(row))):
+        teacher_Z = _believe(n, belief, over_temperature, scratch, asked, log_total)
+        _log_masses(scratch.teacher_mass, teacher_Z, LOG_TINY, logq[n])
+        x_n = x[row[n]]
+        top_out[n], Z, _ = _event_mass(x_n, cell_V, over_temperature, shift, scratch.block, mass)
+        mass_out[n] = mass[:-1]
+        lowest = f32(np.log(np.float64(TINY)) - np.log(Z))
+        _log_masses(mass, Z, lowest, logp[n])
+
+
+@elementwise
+def _cell_back_rows(
+    b, scratch_fields, size,
+    x, row, cell_V, masses, grad,
+    over_temperature, shift, d,
+):
+    """Compute `size` rows of `cells_derivative`."""
+    (factor,) = scratch_fields
+    mass, top = masses
+    for n in range(b * size, min((b + 1) * size, len(row))):
+        for c in range(len(factor) - 1):
+            slope = over_temperature * grad[n, c] / mass[n, c]
+            factor[c] = min(max(slope, -HUGE), HUGE)
+        factor[-1] = f32(0)  # no derivative for tokens without a cell
+        x_n = x[row[n]]
+        d_n = d[row[n]]
+        for v in range(len(d_n)):
+            z = x_n[v] * over_temperature - top[n]
+            # a token without a cell may lie above those that have one
+            d_n[v] = exp(shift + f32(1) if z > shift + f32(1) else z)
+        for v in range(len(d_n)):
+            d_n[v] *= factor[cell_V[v]]
+
+
+@as_written
+def _above_zero(x):
+    """Return x, at least TINY; NaN of NaN."""
+    tiny = np.float64(TINY)
+    return tiny if tiny > x else x
+
+
+@elementwise
+def _going_on_nodes(
+    b, scratch_fields,
+    y, row, low, high, level, order, pieces, over_temperature,
+    start, going, ends, count, next_token, share,
+):
+    """Compute the nodes of a block of `going_on`."""
+    (mass,) = scratch_fields
+    for k in range(b * NODES_AT_ONCE, min((b + 1) * NODES_AT_ONCE, len(row))):
+        y_k = y[row[k]]
+        num = high[k] - low[k]
+        top = -np.finfo(f32).max
+        for i in range(num):
+            mass[i] = y_k[order[low[k] + i]] * over_temperature
+            top = max(top, mass[i])
+        for i in range(num):
+            mass[i] = exp(mass[i] - top)
+        # tokens that go on with the same piece are neighbors
+        begin = start[k]
+        used = 0
+        going_mass = 0.0
+        ended_mass = 0.0
+        for i in range(num):
+            piece = -1
+            if level[k] < pieces.shape[1]:
+                piece = pieces[order[low[k] + i], level[k]]
+            if piece < 0:
+                ended_mass += mass[i]
+                continue
+            if used == 0 or next_token[begin + used - 1] != piece:
+                next_token[begin + used] = piece
+                share[begin + used] = f32(0)
+                used += 1
+            share[begin + used - 1] += mass[i]
+            going_mass += mass[i]
+        count[k] = used
+        all_mass = going_mass + ended_mass
+        going[k] = f32(going_mass / _above_zero(all_mass))
+        ends[k] = f32(1) if all_mass == 0 else f32(ended_mass / all_mass)
+        for i in range(begin, begin + used):
+            share[i] = f32(share[i] / _above_zero(going_mass))
+
+
+@elementwise
+def _logsumexp_rows(b, scratch_fields, size, x, row, start, token, over_temperature, out):
+    """Compute `size` rows of `logsumexp_without`."""
+    (kept,) = scratch_fields
+    for n in range(b * size, min((b + 1) * size, len(row))):
+        kept[:] = x[row[n]] * over_temperature
+        for i in range(start[n], start[n + 1]):
+            kept[token[i]] = -np.inf
+        top, Z = _exps(kept, f32(1), f32(0), kept)
+        out[n] = f32(top + np.log(Z))
+
+
+@elementwise
+def _softmax_rows(
+    b, scratch_fields, size, x, row, start, token, over_temperature, logsumexp, grad, d
+):
+    """Compute `size` rows of `add_softmax_without`."""
+    (kept,) = scratch_fields
+    for n in range(b * size, min((b + 1) * size, len(row))):
+        if grad[n] == 0:
+            continue
+        kept[:] = x[row[n]]
+        for i in range(start[n], start[n + 1]):
+            kept[token[i]] = -np.inf
+        d_n = d[row[n]]
+        factor = grad[n] * over_temperature
+        for v in range(len(d_n)):
+            d_n[v] += factor * exp(kept[v] * over_temperature - logsumexp[n])
 
 
 # --- sorted distance ------------------------------------------------------------------------------

@@ -37,8 +37,10 @@ the flattened batch); V, W vocabularies; C cells of the roots; K nodes of anothe
 such a node, or of all of them one after the other; E entries (tokens in cells); P pieces; F, J see
 `Tables`.
 
-Needs torch and losses.py; `group` needs vocab_parallel.py too.  Copy these files into your own
-repository.  License: Apache-2.0 (see LICENSE).  Tests: tests/test_translation.py.
+Needs torch and losses.py; `group` needs vocab_parallel.py too.  With cpu_kernels.py and numba
+beside it, float32 on a CPU takes a tenth to a third of the time (adaptive_kl: up to 0.6).  Copy
+these files into your own repository.  License: Apache-2.0 (see LICENSE).
+Tests: tests/test_translation.py.
 """
 
 from collections.abc import Callable
@@ -53,10 +55,10 @@ from losses import (
     SHIFT,
     Chunks,
     SumAndCount,
+    _compiled,
     at_least_float32,
     bernoulli_kl,
     check_width,
-    chunk_logp,
     find_chunks,
     forward_kl,
     reduce_terms,
@@ -361,33 +363,43 @@ class GoingOn(NamedTuple):
     """Hold the teacher's belief that its token, of which the student has read u, goes on.
 
     mass_K: (K,) lambda, the probability that it does.
+    ends_K: (K,) 1 - lambda, summed by itself, for where it is small.
     node_E: (E,) int64, sorted, node.
     next_E: (E,) int64, the student token that comes next.
     mass_E: (E,) the probability of that token if it goes on.
     """
 
     mass_K: Tensor
+    ends_K: Tensor
     node_E: Tensor
     next_E: Tensor
     mass_E: Tensor
 
 
 def going_on(
-    y_KW: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables
+    y_MW: Tensor, row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables,
+    temperature: float = 1.0,
 ) -> GoingOn:
     """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces."""
+    if kernels := _compiled(y_MW, y_MW):
+        return GoingOn(*kernels.going_on(
+            y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W, temperature
+        ))
     node_E, place_E = expand(low, high)
     token_E = tables.order_W[place_E]
     next_E = next_piece(tables.pieces_W, token_E, level[node_E])
-    logits_E = y_KW[node_E, token_E]
-    top_K = logits_E.new_full((len(low),), -torch.inf)
+    logits_E = y_MW[row_K[node_E], token_E] / temperature
+    # finite where all are excluded
+    top_K = logits_E.new_full((len(low),), torch.finfo(logits_E.dtype).min)
     top_K = top_K.scatter_reduce(0, node_E, logits_E, "amax")
     mass_E = (logits_E - top_K[node_E]).exp()
     goes_E = next_E >= 0
     all_K = _sum_by(node_E, mass_E, len(low))
     going_K = _sum_by(node_E[goes_E], mass_E[goes_E], len(low))
+    ended_K = _sum_by(node_E[~goes_E], mass_E[~goes_E], len(low))
     return GoingOn(
         mass_K=going_K / _above_zero(all_K),
+        ends_K=torch.where(all_K == 0, 1.0, ended_K / _above_zero(all_K)),
         node_E=node_E[goes_E],
         next_E=next_E[goes_E],
         mass_E=(mass_E / _above_zero(going_K)[node_E])[goes_E],
@@ -402,37 +414,40 @@ def _above_zero(mass: Tensor) -> Tensor:
     return mass.clamp(min=torch.finfo(mass.dtype).tiny)
 
 
+class Asked(NamedTuple):
+    """List teacher tokens whose probabilities at the roots the choices ask for, root by root."""
+
+    root_A: Tensor
+    token_A: Tensor
+
+
 class RootTarget(NamedTuple):
     """Hold the teacher's belief at the roots.
 
-    q_NW: (N, W) probability of each teacher token, what cannot come left out.
-    goes: GoingOn of the token before, lambda 0 where it is not known.
     cell_NC: (N, C) mass of each cell.
+    q_A: (A,) probabilities of the tokens asked for, what cannot come left out.
     """
 
-    q_NW: Tensor
-    goes: GoingOn
     cell_NC: Tensor
+    q_A: Tensor
 
 
-def root_target(y_MW: Tensor, roots: Roots, tables: Tables) -> RootTarget:
-    """Return the teacher's belief at all roots.
-
-    Args:
-        y_MW: the teacher's logits, divided by the temperature.
-    """
-    q_NW = y_MW[roots.row_T].softmax(-1)
+def root_target(
+    y_MW: Tensor, roots: Roots, goes: GoingOn, asked: Asked, tables: Tables,
+    temperature: float = 1.0,
+) -> RootTarget:
+    """Return the teacher's belief at all roots; goes is `before_goes_on` of these."""
+    q_NW = (y_MW[roots.row_T] / temperature).softmax(-1)
     _mask_joined(q_NW, roots, tables)
     # one cell more, for tokens that have none
     mass_NC = q_NW.new_zeros(len(q_NW), tables.num_cells + 1).index_add_(1, tables.cell_W, q_NW)
     total_N1 = _above_zero(mass_NC[:, :-1].sum(1, keepdim=True))
     mass_NC /= total_N1
-    q_NW /= total_N1
-    goes = _before_goes_on(y_MW, roots, tables)
-    mass_NC *= (1 - goes.mass_K)[:, None]
+    q_A = q_NW[asked.root_A, asked.token_A] / total_N1[asked.root_A, 0]
+    mass_NC *= goes.ends_K[:, None]
     place_E = goes.node_E * mass_NC.shape[1] + tables.cell_V[goes.next_E]
     mass_NC.view(-1).index_add_(0, place_E, goes.mass_K[goes.node_E] * goes.mass_E)
-    return RootTarget(q_NW, goes, mass_NC[:, :-1])
+    return RootTarget(mass_NC[:, :-1], q_A)
 
 
 def _mask_joined(q_NW: Tensor, roots: Roots, tables: Tables) -> None:
@@ -449,8 +464,13 @@ def _mask_joined(q_NW: Tensor, roots: Roots, tables: Tables) -> None:
     q_NW[row_N, roots.next_T] = came_N  # it did come, whatever the tables say
 
 
-def _before_goes_on(y_MW: Tensor, roots: Roots, tables: Tables) -> GoingOn:
-    """Return how the token in front of each root would have gone on, as the row before says."""
+def before_goes_on(
+    y_MW: Tensor, roots: Roots, tables: Tables, temperature: float = 1.0
+) -> GoingOn:
+    """Return how the token in front of each root would have gone on, as the row before says.
+
+    lambda is 0 where that token is not known.
+    """
     num_pieces = tables.low_W.shape[1]
     u = roots.ended_T.clamp(min=0)
     level = (tables.pieces_W[u] >= 0).sum(1)
@@ -460,7 +480,7 @@ def _before_goes_on(y_MW: Tensor, roots: Roots, tables: Tables) -> GoingOn:
     low = tables.low_W[u, column]
     high = torch.where(known, tables.high_W[u, column], low)
     row_T = torch.where(known, roots.row_T - 1, 0)
-    return going_on(y_MW[row_T], low, high, level, tables)
+    return going_on(y_MW, row_T, low, high, level, tables, temperature)
 
 
 # --- small nodes ----------------------------------------------------------------------------------
@@ -514,6 +534,9 @@ class Question(NamedTuple):
     logits_KG: Tensor
     target_KG: Tensor
 
+    def logq_KG(self) -> Tensor:
+        return _above_zero(self.target_KG).log()
+
 
 def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
     """Return the root nodes; x_NV are the student's logits in these rows, over temperature."""
@@ -526,43 +549,97 @@ def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
     return Question(_above_zero(mass_NC).log(), target.cell_NC)
 
 
-def choice_question(
-    x_KV: Tensor, y_MW: Tensor, target: RootTarget, nodes: Nodes, tables: Tables
-) -> Question:
-    """Return the choice nodes; x_KV has the student's row of each."""
-    choices = nodes.choices
-    num = len(choices.root)
-    stride = len(tables.cell_W) + 1
+class Scopes(NamedTuple):
+    """List what is in the scopes of the choice nodes, known from ids alone.
 
-    def key(node_E: Tensor, token_E: Tensor) -> Tensor:
-        """Name the cell of a student token: by the teacher token that it goes on with, or stop."""
-        return node_E * stride + next_piece(tables.pieces_V, token_E, choices.level[node_E]) + 1
+    node_E, token_E: student tokens in the scope of each node, node by node.
+    cell_E: (E,) number of the cell of each.
+    cells: Cells, their keys as `_choice_keys` makes them.
+    longer_node_E, longer_token_E: teacher tokens that say with which token of the scope they begin.
+    longer_cell_E: number of its cell.
+    asked: the longer tokens, and the first token of the path of each node, sorted by root.
+    place_A: where the sorted ones were.
+    """
 
+    node_E: Tensor
+    token_E: Tensor
+    cell_E: Tensor
+    cells: Cells
+    longer_node_E: Tensor
+    longer_token_E: Tensor
+    longer_cell_E: Tensor
+    asked: Asked
+    place_A: Tensor
+
+
+def list_scopes(choices: Choices, tables: Tables) -> Scopes:
+    """List the tokens and the cells of choice nodes."""
     node_E, place_E = expand(choices.low, choices.high)
     token_E = tables.order_V[place_E]
     # the scope is sorted, so the tokens of a cell are neighbors
-    key_G, cell_E = torch.unique_consecutive(key(node_E, token_E), return_inverse=True)
-    cells = Cells.of(key_G, stride, num)
-    logits_G = _logsumexp(x_KV[node_E, token_E], cell_E, len(key_G))
+    key_E = _choice_keys(node_E, token_E, choices, tables)
+    key_G, cell_E = torch.unique_consecutive(key_E, return_inverse=True)
+    cells = Cells.of(key_G, len(tables.cell_W) + 1, len(choices.root))
 
-    # what the longer tokens of the scope begin with, and how the token before would have gone on
     low = torch.searchsorted(tables.longer_rank_F, choices.low)
     high = torch.searchsorted(tables.longer_rank_F, choices.high)
-    node_E, place_E = expand(low, high)
-    token_E = tables.longer_F[place_E]
-    mass_E = target.q_NW[choices.root[node_E], token_E]
-    longer_G = cells.sum_of(key(node_E, tables.pieces_W[token_E, 0]), mass_E)
-    longer_K = _sum_by(node_E, mass_E, num)
-    node_E, next_E, mass_E = _going_on_in_scope(target.goes, choices, tables)
-    other_G = cells.sum_of(key(node_E, next_E), mass_E)
+    longer_node_E, place_E = expand(low, high)
+    longer_token_E = tables.longer_F[place_E]
+    rank_E = tables.longer_rank_F[place_E]
+    # the token that a longer one begins with is in the scope, whose tokens are listed by rank
+    begin_K = torch.searchsorted(node_E, torch.arange(len(choices.low), device=node_E.device))
+    longer_cell_E = cell_E[(begin_K - choices.low)[longer_node_E] + rank_E]
 
-    log_total_M = y_MW.logsumexp(-1)
+    root_A = torch.cat([choices.root[longer_node_E], choices.root])
+    token_A = torch.cat([longer_token_E, tables.pieces_V[choices.token, 0]])
+    root_A, place_A = root_A.sort(stable=True)
+    return Scopes(
+        node_E, token_E, cell_E, cells, longer_node_E, longer_token_E, longer_cell_E,
+        Asked(root_A, token_A[place_A]), place_A,
+    )
+
+
+def _choice_keys(node_E: Tensor, token_E: Tensor, choices: Choices, tables: Tables) -> Tensor:
+    """Name the cells of student tokens: by the teacher token that each goes on with, or stop."""
+    next_E = next_piece(tables.pieces_V, token_E, choices.level[node_E])
+    return node_E * (len(tables.cell_W) + 1) + next_E + 1
+
+
+def choice_question(
+    x_E: Tensor, y_MW: Tensor, log_total_M: Tensor, q_A: Tensor, goes: GoingOn, scopes: Scopes,
+    nodes: Nodes, tables: Tables, temperature: float = 1.0,
+) -> Question:
+    """Return the choice nodes.
+
+    Args:
+        x_E: the student's logits of the tokens in the scopes, over temperature.
+        log_total_M: logsumexp of the teacher's logits over temperature, in the rows that count.
+        q_A: what the teacher's rows at the roots say to `scopes.asked`.
+        goes: `before_goes_on` of the roots.
+    """
+    choices = nodes.choices
+    cells = scopes.cells
+    num = len(choices.root)
+    # below any that counts, and finite where a model excludes tokens
+    logits_G = _logsumexp(x_E.clamp(min=10 * FLOOR), scopes.cell_E, len(cells.key_G))
+
+    # what the longer tokens of the scope begin with, and how the token before would have gone on
+    asked_A = torch.empty_like(q_A).index_copy(0, scopes.place_A, q_A)
+    mass_E, first_K = torch.split(asked_A, [len(scopes.longer_node_E), num])
+    longer_G = _sum_by(scopes.longer_cell_E, mass_E, len(cells.key_G))
+    longer_K = _sum_by(scopes.longer_node_E, mass_E, num)
+    node_E, next_E, mass_E = _going_on_in_scope(goes, choices, tables)
+    other_G = cells.sum_of(_choice_keys(node_E, next_E, choices, tables), mass_E)
+
+    def logq(row: Tensor, token: Tensor) -> Tensor:
+        return y_MW[row, token] / temperature - log_total_M[row]
+
     along_G = (choices.row_T >= 0)[cells.node_G]
-    said_G = _split_by_row(y_MW, log_total_M, choices, cells, stride)
+    said_G = _split_by_row(logq, choices, cells, len(tables.cell_W) + 1)
     split_G = torch.where(along_G, said_G, longer_G)
     split_G = split_G / cells.total(split_G)
-    path_K = _mass_of_path(y_MW, log_total_M, target, nodes, tables)
-    ended_K = (1 - target.goes.mass_K[choices.root]) * (path_K + longer_K)
+    path_K = _mass_of_path(logq, first_K, nodes, tables)
+    ended_K = goes.ends_K[choices.root] * (path_K + longer_K)
     mass_G = ended_K[cells.node_G] * split_G + other_G
     total_G = cells.total(mass_G)
     # where neither has any mass that counts, the split alone
@@ -577,31 +654,36 @@ def _logsumexp(x_E: Tensor, segment_E: Tensor, num: int) -> Tensor:
 
 
 def _split_by_row(
-    y_MW: Tensor, log_total_M: Tensor, choices: Choices, cells: Cells, stride: int
+    logq: Callable[[Tensor, Tensor], Tensor], choices: Choices, cells: Cells, stride: int
 ) -> Tensor:
     """Return (G,) what q_k gives to the teacher token of each cell, and the rest to "stop"."""
     row_G = choices.row_T.clamp(min=0)[cells.node_G]
     token_G = cells.key_G % stride - 1
-    goes_on = token_G >= 0
-    q_G = (y_MW[row_G, token_G.clamp(min=0)] - log_total_M[row_G]).exp()
-    q_G = torch.where(goes_on, q_G, 0.0)
-    rest_K = (1 - _sum_by(cells.node_G, q_G, cells.num_nodes)).clamp(min=0)
-    return torch.where(goes_on, q_G, rest_K[cells.node_G])
+    goes_on = (token_G >= 0) & (choices.row_T >= 0)[cells.node_G]
+    q_G = torch.where(goes_on, logq(row_G, token_G.clamp(min=0)).exp(), 0.0)
+    # below this the sum's rounding would decide, and the reverse KL takes the rest's logarithm
+    least = 16 * torch.finfo(q_G.dtype).eps
+    rest_K = (1 - _sum_by(cells.node_G, q_G, cells.num_nodes)).clamp(min=least)
+    return torch.where(token_G >= 0, q_G, rest_K[cells.node_G])
 
 
 def _mass_of_path(
-    y_MW: Tensor, log_total_M: Tensor, target: RootTarget, nodes: Nodes, tables: Tables
+    logq: Callable[[Tensor, Tensor], Tensor], first_K: Tensor, nodes: Nodes, tables: Tables
 ) -> Tensor:
-    """Return (K,) the teacher's mass on the path's first k tokens; 0 where rows do not tell."""
+    """Return (K,) the teacher's mass on the path's first k tokens; 0 where rows do not tell.
+
+    Args:
+        logq: (rows, tokens) -> what the teacher's rows give to tokens.
+        first_K: the mass of the path's first token.
+    """
     choices = nodes.choices
-    path_KP = tables.pieces_V[choices.token]
-    mass_K = target.q_NW[choices.root, path_KP[:, 0]]
     along = choices.row_T >= 0
-    step = torch.arange(1, path_KP.shape[1], device=path_KP.device)
-    row_KP = (nodes.roots.row_T[choices.root][:, None] + step).clamp(max=len(y_MW) - 1)
-    logq_KP = y_MW[row_KP, path_KP[:, 1:].clamp(min=0)] - log_total_M[row_KP]
-    taken = (step < choices.level[:, None]) & along[:, None]
-    mass_K = mass_K * torch.where(taken, logq_KP, 0.0).sum(1).exp()
+    # the path's other tokens: few nodes have any
+    steps_end = torch.where(along, choices.level, 1)
+    node_E, step_E = expand(torch.ones_like(steps_end), steps_end)
+    row_E = nodes.roots.row_T[choices.root[node_E]] + step_E
+    logq_E = logq(row_E, tables.pieces_V[choices.token[node_E], step_E])
+    mass_K = first_K * _sum_by(node_E, logq_E, len(first_K)).exp()
     return torch.where(along | (choices.level == 1), mass_K, 0.0)
 
 
@@ -620,23 +702,245 @@ def _going_on_in_scope(
     return node_E, next_E[in_scope], mass_E
 
 
-def inside_question(x_KV: Tensor, y_KW: Tensor, insides: Insides, tables: Tables) -> Question:
-    """Return the inside nodes, the rest in slot 0; both sides have a row for each."""
-    num = len(insides.row_S)
-    goes = going_on(y_KW, insides.low, insides.high, insides.level, tables)
-    stride = x_KV.shape[1]
-    key_E = goes.node_E * stride + goes.next_E
-    cells = Cells.of(torch.unique_consecutive(key_E.sort().values), stride, num, first_slot=1)
-    token_G = cells.key_G % stride
-    mass_G = cells.sum_of(key_E, goes.mass_E) * goes.mass_K[cells.node_G]
-    nothing = x_KV.new_full((len(token_G),), -torch.inf)
-    # from the other tokens: 1 - sum would lose a small rest, and its gradient
-    rest_K = x_KV.index_put((cells.node_G, token_G), nothing).logsumexp(-1).clamp(min=FLOOR)
-    logits_KG = cells.rows(x_KV[cells.node_G, token_G], FLOOR)
+class Openings(NamedTuple):
+    """Hold the teacher's side of the inside nodes.
+
+    cells: Cells, one for each token that comes next, from slot 1 on.
+    token_G: (G,) that student token.
+    target_KG: (K, G) mass of each cell, the rest in slot 0.
+    """
+
+    cells: Cells
+    token_G: Tensor
+    target_KG: Tensor
+
+
+def inside_target(
+    y_MW: Tensor, insides: Insides, tables: Tables, temperature: float = 1.0
+) -> Openings:
+    """Return what the teacher says at the inside nodes."""
+    goes = going_on(
+        y_MW, insides.row_T, insides.low, insides.high, insides.level, tables, temperature
+    )
+    stride = len(tables.cell_V)
+    # tokens are sorted by their spelling, so these keys are sorted
+    key_G, cell_E = torch.unique_consecutive(
+        goes.node_E * stride + goes.next_E, return_inverse=True
+    )
+    cells = Cells.of(key_G, stride, len(insides.row_S), first_slot=1)
+    mass_G = _sum_by(cell_E, goes.mass_E, len(key_G)) * goes.mass_K[cells.node_G]
     target_KG = cells.rows(mass_G, 0.0)
-    logits_KG = torch.cat([rest_K[:, None], logits_KG[:, 1:]], 1)
-    target_KG[:, 0] = 1 - goes.mass_K
-    return Question(logits_KG, target_KG)
+    target_KG[:, 0] = goes.ends_K
+    return Openings(cells, key_G % stride, target_KG)
+
+
+def inside_question(x_G: Tensor, rest_K: Tensor, openings: Openings) -> Question:
+    """Return the inside nodes.
+
+    Args:
+        x_G: the student's logits of the cells' tokens, over temperature.
+        rest_K: logsumexp of all others in the row.
+    """
+    logits_KG = openings.cells.rows(x_G.clamp(min=10 * FLOOR), FLOOR)
+    rest_K = rest_K.clamp(min=FLOOR)
+    return Question(torch.cat([rest_K[:, None], logits_KG[:, 1:]], 1), openings.target_KG)
+
+
+# --- what the nodes read --------------------------------------------------------------------------
+
+
+class Reads(NamedTuple):
+    """List what the nodes read of the student's logits beside the cells of the roots.
+
+    row_R: (R,) int64 rows: those of the roots, of the insides, and of chunks of several tokens.
+    number_E, token_E: (E,) single logits, by the number of the row in row_R: of the scopes, of the
+        cells of the insides, and of the next tokens in chunks of several.
+    number_X, token_X: (X,) what a logsumexp leaves out, row by row.  All rows but those of the
+        roots have one; they are numbered from 0.
+    """
+
+    row_R: Tensor
+    number_E: Tensor
+    token_E: Tensor
+    number_X: Tensor
+    token_X: Tensor
+
+
+def list_reads(
+    nodes: Nodes, scopes: Scopes, openings: Openings, student_next_BS: Tensor
+) -> Reads:
+    """List what the nodes read."""
+    many_S = nodes.many_S[:, 0]
+    row_R = torch.cat([nodes.roots.row_S, nodes.insides.row_S, many_S])
+    of_roots = len(nodes.roots.row_S)
+    of_insides = len(nodes.insides.row_S)
+    number_many = torch.arange(of_roots + of_insides, len(row_R), device=row_R.device)
+    inside_G = openings.cells.node_G
+    numbers = nodes.choices.root[scopes.node_E], inside_G + of_roots, number_many
+    tokens = scopes.token_E, openings.token_G, student_next_BS.reshape(-1)[many_S]
+    return Reads(row_R, torch.cat(numbers), torch.cat(tokens), inside_G, openings.token_G)
+
+
+class Answers(NamedTuple):
+    """Hold what both models answer.
+
+    x_E, rest_L: the student's logits over temperature, and logsumexp, that `Reads` lists.
+    q_A: the teacher's answer to `Scopes.asked`.
+    log_total_M: logsumexp of the teacher's logits over temperature, in the rows that count.
+    """
+
+    x_E: Tensor
+    rest_L: Tensor
+    q_A: Tensor
+    log_total_M: Tensor
+
+
+# (log p_KG, log q_KG) -> (K,) divergences
+Compare = Callable[[Tensor, Tensor], Tensor]
+
+
+def _compare_roots(
+    x_NV: Tensor, y_MW: Tensor, roots: Roots, goes: GoingOn, asked: Asked, reads: Reads,
+    tables: Tables, temperature: float, compare: Compare,
+) -> tuple[Tensor, Answers]:
+    """Return (the (N,) divergences of the roots, the answers to all else)."""
+    # rows are selected once: each selection has a gradient as large as x
+    x_RV = at_least_float32(x_NV.index_select(0, reads.row_R)) / temperature
+    num_roots = len(roots.row_S)
+    x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
+    target = root_target(y_MW, roots, goes, asked, tables, temperature)
+    question = root_question(x_root, target, tables)
+    # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
+    nothing = x_LV.new_full((len(reads.token_X),), 10 * FLOOR)
+    x_LV = x_LV.clamp(min=10 * FLOOR)
+    answers = Answers(
+        x_E=x_RV[reads.number_E, reads.token_E],
+        # from the other tokens: 1 - sum would lose a small rest, and its gradient
+        rest_L=x_LV.index_put((reads.number_X, reads.token_X), nothing).logsumexp(-1),
+        q_A=target.q_A,
+        log_total_M=(y_MW / temperature).logsumexp(-1),
+    )
+    return compare(question.logits_KG, question.logq_KG()), answers
+
+
+def _compare_roots_compiled(
+    kernels: Any, x_NV: Tensor, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked,
+    reads: Reads, tables: Tables, temperature: float, compare: Compare | None,
+) -> tuple[Tensor, Answers]:
+    """Do what `_compare_roots` does by the kernels of cpu_kernels.py; compare None: forward KL."""
+    roots = nodes.roots
+    numbers = torch.arange(len(roots.row_S) + 1)
+    cell_V, cell_W = [
+        torch.where(cell == tables.num_cells, -1, cell).int()
+        for cell in (tables.cell_V, tables.cell_W)
+    ]
+    belief = kernels.Belief(
+        logits=y_MW,
+        row=roots.row_T,
+        cell=cell_W,
+        join_start=tables.join_start_V,
+        join_low=tables.join_low_J,
+        join_high=tables.join_high_J,
+        order=tables.order_W,
+        before=roots.before_S,
+        next=roots.next_T,
+        going_mass=goes.mass_K,
+        going_ends=goes.ends_K,
+        going_start=torch.searchsorted(goes.node_E, numbers),
+        going_cell=cell_V[goes.next_E],
+        going_share=goes.mass_E,
+        asked_start=torch.searchsorted(asked.root_A, numbers),
+        asked_token=asked.token_A,
+    )
+    student = StudentRows(roots.row_S, reads, cell_V, tables.num_cells, temperature)
+    value, logq_NC, x_E, rest_L, q_A, log_total_N = _ReadStudent.apply(  # type: ignore[no-untyped-call]
+        x_NV, kernels, student, belief, compare is None
+    )
+    value_N = compare(value, logq_NC) if compare else value
+    log_total_M = y_MW.new_full((len(y_MW),), torch.nan).index_copy(0, roots.row_T, log_total_N)
+    # rows inside of chunks are not those of a root
+    other_M = torch.zeros(len(y_MW), dtype=torch.bool)
+    other_M[nodes.choices.row_T.clamp(min=0)] = True
+    other_M[nodes.many_T[:, 0]] = True
+    other_M[roots.row_T] = False
+    row_L = other_M.nonzero().squeeze(1)
+    none = torch.zeros(len(row_L) + 1, dtype=torch.int64)
+    total_L = kernels.logsumexp_without(y_MW, row_L, none, none[:0], temperature)
+    return value_N, Answers(x_E, rest_L, q_A, log_total_M.index_copy(0, row_L, total_L))
+
+
+class StudentRows(NamedTuple):
+    """Say what the compiled kernels read of the student."""
+
+    row_N: Tensor
+    reads: Reads
+    cell_V: Tensor
+    num_cells: int
+    temperature: float
+
+    def of_roots(self) -> tuple[Tensor, Tensor]:
+        return self.row_N, self.cell_V
+
+    def left_out(self) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Return rows, starts, tokens and temperature, as `logsumexp_without` takes them."""
+        row_L = self.reads.row_R[len(self.row_N):]
+        start_L1 = torch.searchsorted(self.reads.number_X, torch.arange(len(row_L) + 1))
+        return row_L, start_L1, self.reads.token_X, self.temperature
+
+
+class _ReadStudent(torch.autograd.Function):
+    """Read all that the nodes need of the student, with one gradient (N, V) for all of it.
+
+    Returns the forward KL of the roots, or the logarithms of the student's masses of the cells and
+    those of the teacher; x_E, rest_L, q_A; the teacher's logsumexp at the roots.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NV: Tensor, kernels: Any, student: StudentRows, belief: Any, whole_kl: bool
+    ) -> tuple[Tensor, ...]:
+        reads = student.reads
+        roots = (
+            x_NV, *student.of_roots(), belief, student.num_cells, student.temperature, SHIFT
+        )
+        ctx.kernels = kernels
+        ctx.student = student
+        ctx.roots = roots[1:]
+        if whole_kl:
+            value, ctx.first_d_NV, answers = kernels.translated_kl(*roots)
+            ctx.masses = None
+            logq_NC = value[:0]
+        else:
+            value, logq_NC, ctx.masses, answers = kernels.translated_cells(*roots)
+        x_E = x_NV[reads.row_R[reads.number_E], reads.token_E] / student.temperature
+        rest_L = kernels.logsumexp_without(x_NV, *student.left_out())
+        ctx.save_for_backward(x_NV, rest_L)
+        ctx.mark_non_differentiable(logq_NC, answers.asked_A, answers.log_total_N)
+        return value, logq_NC, x_E, rest_L, answers.asked_A, answers.log_total_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, _, grad_E, grad_L, _, _ = grads
+        x_NV, rest_L = ctx.saved_tensors
+        student = ctx.student
+        reads = student.reads
+        if ctx.masses is None:
+            # it is handed over, not copied; a second backward computes it again
+            d_NV = ctx.first_d_NV
+            ctx.first_d_NV = None
+            if d_NV is None:
+                _, d_NV, _ = ctx.kernels.translated_kl(x_NV, *ctx.roots)
+            if not bool((grad == 1).all()):
+                factor_N = grad.new_zeros(len(d_NV)).index_copy_(0, student.row_N, grad)
+                d_NV *= factor_N[:, None]
+        else:
+            d_NV = ctx.kernels.cells_derivative(
+                x_NV, *student.of_roots(), ctx.masses, grad, student.temperature, SHIFT
+            )
+        place_E = reads.row_R[reads.number_E] * d_NV.shape[1] + reads.token_E
+        d_NV.view(-1).index_add_(0, place_E, grad_E / student.temperature)
+        ctx.kernels.add_softmax_without(x_NV, *student.left_out(), rest_L, grad_L, d_NV)
+        return d_NV, None, None, None, None
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -671,33 +975,54 @@ def translated(
     check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W", group)
     x_NV = whole_columns(student_logits_BSV.flatten(0, 1), group)
     y_MW = at_least_float32(whole_columns(teacher_logits_BTW.detach().flatten(0, 1), group))
-    y_MW = y_MW / temperature
+    if x_NV.device.type == "cpu":  # else the rows that are needed, later
+        x_NV = at_least_float32(x_NV)
 
-    def compare(question: Question) -> Tensor:
-        logq_KG = _above_zero(question.target_KG).log()
+    def compare(logp_KG: Tensor, logq_KG: Tensor) -> Tensor:
         value_K, _ = divergence(
-            question.logits_KG[None], logq_KG[None], None, reduction="none", **parameters
+            logp_KG[None], logq_KG[None], None, reduction="none", **parameters
         )
         return value_K
 
     roots, choices, insides = nodes.roots, nodes.choices, nodes.insides
-    # rows are selected once: each selection has a gradient as large as x
-    many_S = nodes.many_S[:, 0]
-    needed = roots.row_S, insides.row_S, many_S
-    x_needed = at_least_float32(x_NV.index_select(0, torch.cat(needed))) / temperature
-    x_root, x_inside, x_many = torch.split(x_needed, [len(row) for row in needed])
-    target = root_target(y_MW, roots, tables)
-    value_N = compare(root_question(x_root, target, tables))
+    goes = before_goes_on(y_MW, roots, tables, temperature)
+    scopes = list_scopes(choices, tables)
+    openings = inside_target(y_MW, insides, tables, temperature)
+    reads = list_reads(nodes, scopes, openings, student_next_BS)
+    if kernels := _compiled(x_NV, y_MW):
+        whole_kl = divergence is forward_kl and set(parameters) <= {"top_k"}
+        whole_kl = whole_kl and not parameters.get("top_k")
+        value_N, answers = _compare_roots_compiled(
+            kernels, x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, temperature,
+            None if whole_kl else compare,
+        )
+    else:
+        value_N, answers = _compare_roots(
+            x_NV, y_MW, roots, goes, scopes.asked, reads, tables, temperature, compare
+        )
+    num_many = len(nodes.many_S)
+    sizes = [len(scopes.token_E), len(openings.token_G), num_many]
+    x_scope, x_inside, x_many = torch.split(answers.x_E, sizes)
+    rest_inside, rest_many = torch.split(answers.rest_L, [len(insides.row_S), num_many])
     if len(choices.root):
-        question = choice_question(x_root[choices.root], y_MW, target, nodes, tables)
-        value_N = value_N.index_add(0, choices.root, compare(question))
+        question = choice_question(
+            x_scope, y_MW, answers.log_total_M, answers.q_A, goes, scopes, nodes, tables,
+            temperature,
+        )
+        choice_K = compare(question.logits_KG, question.logq_KG())
+        value_N = value_N.index_add(0, choices.root, choice_K)
     values = [value_N]
     rows = [roots.row_S]
     if len(insides.row_S):
-        values.append(compare(inside_question(x_inside, y_MW[insides.row_T], insides, tables)))
+        question = inside_question(x_inside, rest_inside, openings)
+        values.append(compare(question.logits_KG, question.logq_KG()))
         rows.append(insides.row_S)
     if nodes.count_many:
-        values.append(_rests(x_many, y_MW, student_next_BS, teacher_next_BT, nodes))
+        logp_M = x_many - rest_many
+        row_T = nodes.many_T[:, 0]
+        next_T = teacher_next_BT.reshape(-1)[row_T]
+        logq_M = y_MW[row_T, next_T] / temperature - answers.log_total_M[row_T]
+        values.append(_rests(logp_M, logq_M, nodes))
         rows.append(_second_rows(nodes))
     row_N = torch.cat(rows)
     order = row_N.argsort()  # reading order
@@ -705,17 +1030,14 @@ def translated(
     return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
 
 
-def _rests(
-    x_many: Tensor, y_MW: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor, nodes: Nodes
-) -> Tensor:
-    """Return the KL between two Bernoulli variables, "the text goes on so", of each n:m chunk."""
-    row_S, chunk_S = nodes.many_S.unbind(1)
-    row_T, chunk_T = nodes.many_T.unbind(1)
-    every_row = torch.arange(len(row_S), device=row_S.device)
-    next_S = student_next_BS.reshape(-1)[row_S]
-    count = nodes.count_many
-    logp = chunk_logp(x_many, next_S, every_row, chunk_S, count, 1.0, None)
-    logq = chunk_logp(y_MW, teacher_next_BT, row_T, chunk_T, count, 1.0, None)
+def _rests(logp_S: Tensor, logq_T: Tensor, nodes: Nodes) -> Tensor:
+    """Return the KL between two Bernoulli variables, "the text goes on so", of each n:m chunk.
+
+    Args:
+        logp_S, logq_T: log-probabilities of the next tokens in nodes.many_S and many_T.
+    """
+    logp = _sum_by(nodes.many_S[:, 1], logp_S.clamp(min=FLOOR), nodes.count_many)
+    logq = _sum_by(nodes.many_T[:, 1], logq_T.clamp(min=FLOOR), nodes.count_many)
     return bernoulli_kl(logq, logp)
 
 

@@ -3,6 +3,7 @@
     python benchmarks/loss.py                                # the record of docs/LOG.md
     python benchmarks/loss.py --losses piece_kl --tokens 1024 --path plain
     python benchmarks/loss.py --losses gold --beside plain,reference    # these in turn with tiles
+    python benchmarks/loss.py --losses translated_forward_kl --tokens 512 --against piece_kl
 
 The first command prints one line of JSON per loss, each from a process of its own.
 
@@ -15,6 +16,8 @@ tiled: `tiles.tiled_loss`.  plain: all logits at once.  reference: the plain pat
 kernels, by torch alone.
 matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's,
 over all tokens, in one piece, in the same process.
+against: another loss, whose logits, of the same sizes, exist already; so do those of the first
+loss.  Both run in turn, forward and backward, and their ratios are taken pair by pair.
 stolen: cores that other virtual machines took, on average over the runs.
 """
 
@@ -31,11 +34,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fire
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import losses
+import translation
+from projection_tools.cells import translation_tables
 from tiles import (
     CPU_SUB_TILES,
     GPU_SUB_TILES,
@@ -50,11 +56,15 @@ from tiles import (
 )
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
+TRANSLATED = "translated_"  # and the name of a divergence
 LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy"
 # Counts of llama3 (128,256 tokens) against qwen2, per student token: events of piece_kl, and tokens
 # whose bytes are one token of the other vocabulary too.
 EVENTS_PER_TOKEN = 109_566 / 128_256
 COMMON_PER_TOKEN = 101_566 / 128_256
+# Share of the teacher's tokens that cannot come behind a student token: llama3 and qwen2, mean over
+# 502 positions of wikitext2, in about 1,000 ranges each (here in one).
+JOINED_FRACTION = 1_127_233 / 502 / 151_646
 # Chunks with two tokens on one side.  A guess, not measured on texts.
 LONG_CHUNK_FRACTION = 0.1
 # Weights of the four entries of a projection row: 0.9 * 0.1^i, as projection_tools builds them.
@@ -150,6 +160,24 @@ def random_spelling(V: int, W: int) -> losses.Spelling:
     return losses.Spelling(event_V.int(), event_W.int(), events, *teacher, *student)
 
 
+def random_tables(spelling: losses.Spelling) -> translation.Tables:
+    """Return the tables of a translation between two vocabularies that spell each other so."""
+    V = len(spelling.pieces_V)
+    W = len(spelling.pieces_W)
+    pieces_W = spelling.pieces_W.numpy()
+    pieces_V = spelling.pieces_V.numpy()
+    # no token has bytes here, so that no join follows from these
+    fields = translation_tables(pieces_W, pieces_V, [b""] * V, np.zeros(V, bool), lambda texts: [])
+    tensors = {}
+    for name, value in fields.items():
+        tensors[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    num_joined = int(JOINED_FRACTION * W)
+    low = torch.randint(W - num_joined, (V,))
+    high = low + num_joined
+    joins = {"join_start_V": torch.arange(V + 1), "join_low_J": low, "join_high_J": high}
+    return translation.Tables(**tensors | joins)
+
+
 def spell_long_chunks(text: Text, V: int, spelling: losses.Spelling) -> None:
     """Let the tokens of a chunk spell each other where one side has a single one; in place."""
     chunks = losses.find_chunks(text.student_chunk, text.teacher_chunk)
@@ -197,10 +225,12 @@ def build_loss(
     V: int,
     W: int,
     kept_K: torch.Tensor,
-    spelling: losses.Spelling | None,
+    spelling: losses.Spelling | translation.Tables | None,
     device: str,
 ) -> Loss:
     """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
+    if name.startswith(TRANSLATED):
+        return build_translated(name.removeprefix(TRANSLATED), spelling, device)
     if name == "cross_entropy":
         return cross_entropy
     if name == "piece_kl":
@@ -240,6 +270,20 @@ def build_piece_kl(spelling: losses.Spelling, device: str) -> Loss:
         return losses.piece_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
 
     return piece_kl
+
+
+def build_translated(name: str, tables: translation.Tables, device: str) -> Loss:
+    on_device = to(tables, device)
+    divergence = getattr(losses, name)
+
+    def translated(x, y, sub_tile):
+        ids = SampleIds.of(sub_tile)
+        return translation.translated(
+            x[None], y[None], ids.student_next, ids.teacher_next, sub_tile.terms, on_device,
+            divergence,
+        )[0]
+
+    return translated
 
 
 def build_gold(V: int, W: int, device: str) -> Loss:
@@ -384,10 +428,13 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     W = V if name in DIVERGENCES else sizes.W
     text = random_text(sizes.tokens, V, W)
     kept_K = torch.randperm(W)[: sizes.K].sort().values.to(device)
-    spelling = random_spelling(V, W) if name == "piece_kl" else None
-    loss = build_loss(name, V, W, kept_K, spelling, device)
+    is_translated = name.startswith(TRANSLATED)
+    spelling = random_spelling(V, W) if name == "piece_kl" or is_translated else None
     if spelling:
         spell_long_chunks(text, V, spelling)
+    if is_translated:
+        spelling = random_tables(spelling)
+    loss = build_loss(name, V, W, kept_K, spelling, device)
 
     def tensor(*shape):
         # Variance 1 / H keeps the logits small, as if the models knew nothing yet.
@@ -420,12 +467,15 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     )
 
 
-def with_terms(tile: Tile, spelling: losses.Spelling | None) -> Tile:
-    """List the terms of every sub-tile: those of piece_kl with a spelling, else the chunks."""
+def with_terms(tile: Tile, spelling: losses.Spelling | translation.Tables | None) -> Tile:
+    """List the terms of every sub-tile: those of piece_kl or a translation, else the chunks."""
     sub_tiles = []
     for sub_tile in tile.sub_tiles:
         ids = SampleIds.of(sub_tile)
-        if spelling:
+        if isinstance(spelling, translation.Tables):
+            read = F.pad(ids.student_next[:, :-1], (1, 0), value=-1)
+            terms = translation.list_nodes(read, *ids, spelling)
+        elif spelling:
             terms = losses.piece_terms(*ids, spelling)
         else:
             terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
@@ -518,6 +568,39 @@ def measure(
     return record
 
 
+def measure_against(name: str, other: str, sizes: Sizes, dtype: torch.dtype, times: int) -> dict:
+    """Measure two losses on the same logits, in turn: seconds of forward and backward."""
+    runs = {}
+    for loss_name in (name, other):
+        run = prepare(loss_name, sizes, dtype, with_plain=True)
+        [tile] = run.whole
+        [sub_tile] = tile.sub_tiles
+        runs[loss_name] = (run.loss, sub_tile)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # far from uniform, as logits of models are
+    x = 2.5 * torch.randn(len(sub_tile.student_labels), sizes.V, device=device, dtype=dtype)
+    y = 2.5 * torch.randn(len(sub_tile.teacher_labels), sizes.W, device=device, dtype=dtype)
+    x.requires_grad_()
+    seconds = {loss_name: [] for loss_name in runs}
+    for round_number in range(times + 2):  # two warm up
+        for loss_name, (loss, sub_tile) in runs.items():
+            x.grad = None
+            taken = timed(lambda loss=loss, sub_tile=sub_tile: loss(x, y, sub_tile).backward())
+            if round_number > 1:
+                seconds[loss_name].append(taken)
+    ratios = ratios_of(seconds[name], seconds[other])
+    return {
+        "loss": name,
+        "against": other,
+        "tokens": sizes.tokens,
+        "milliseconds": round(1000 * statistics.median(seconds[name]), 1),
+        "other_milliseconds": round(1000 * statistics.median(seconds[other]), 1),
+        "ratio_of_least": round(min(seconds[name]) / min(seconds[other]), 2),
+        "median_ratio": round(statistics.median(ratios), 2),
+        "ratios": ratios,
+    }
+
+
 def ratios_of(seconds: list[float], other_seconds: list[float]) -> list[float]:
     """Return the ratio of every pair of runs."""
     return [round(one / other, 2) for one, other in zip(seconds, other_seconds)]
@@ -544,6 +627,7 @@ def main(
     beside="",
     times=2,
     here=False,
+    against="",
 ):
     """Print one line of JSON per loss.
 
@@ -559,10 +643,15 @@ def main(
         beside: some of these, separated by commas, to run in turn with it.
         times: number of rounds.
         here: measure in this process.
+        against: another loss, to compare with on the same logits.
     """
     sizes = Sizes(tokens, V, W, H, teacher_H, K, memory_mib)
     beside = as_list(beside)
     for name in as_list(losses):
+        if against:
+            record = measure_against(name, against, sizes, getattr(torch, dtype), times)
+            print(json.dumps(record), flush=True)
+            continue
         if here:
             record = measure(name, sizes, getattr(torch, dtype), path, beside, times)
             print(json.dumps(record), flush=True)

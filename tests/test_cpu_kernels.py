@@ -470,3 +470,55 @@ def test_what_would_read_beyond_memory_is_refused():
         common = (torch.tensor([token]), row)
         with pytest.raises(ValueError, match=r"tokens from .* expected 0 to 5"):
             cpu_kernels.mixture_distance(side, side, common, (row, row), 3, 1.0)
+
+
+def test_a_belief_that_would_read_beyond_memory_is_refused():
+    """Three roots of a translation, two cells; every number that a kernel reads memory by."""
+    logits = torch.randn(3, 4)
+    row = torch.arange(3)
+    none = torch.zeros(4, dtype=torch.long)
+    cell = torch.tensor([0, 1, -1, 1]).int()
+    belief = cpu_kernels.Belief(
+        logits=logits,
+        row=row,
+        cell=cell,
+        join_start=torch.tensor([0, 1, 1, 1, 1]),
+        join_low=torch.tensor([1]),
+        join_high=torch.tensor([3]),
+        order=torch.arange(4),
+        before=torch.tensor([-1, 0, 3]),
+        next=torch.tensor([0, 1, 2]),
+        going_mass=torch.zeros(3),
+        going_ends=torch.ones(3),
+        going_start=none,
+        going_cell=none[:0],
+        going_share=torch.zeros(0),
+        asked_start=none,
+        asked_token=none[:0],
+    )
+
+    def translated_kl(cell_V=cell, row_N=row, **fields):
+        arguments = row_N, cell_V, belief._replace(**fields), 2, 1.0, 0.0
+        return cpu_kernels.translated_kl(logits, *arguments)
+
+    value, _, _ = translated_kl()
+    assert value.isfinite().all()
+    wrong = {
+        "row": row + 1,
+        "cell": cell + 1,
+        "join_start": torch.tensor([0, 1, 2, 1, 1]),
+        "join_low": torch.tensor([-1]),
+        "join_high": torch.tensor([5]),
+        "order": torch.arange(4) + 1,
+        "before": torch.tensor([-1, 0, 4]),
+        "next": torch.tensor([0, 1, 4]),
+        "going_cell": torch.tensor([2]),
+        "asked_token": torch.tensor([-1]),
+    }
+    for name, tensor in wrong.items():
+        with pytest.raises(ValueError, match=r"from .* to .*, expected"):
+            translated_kl(**{name: tensor})
+    with pytest.raises(ValueError, match="cells of 3 tokens, logits of 4"):
+        translated_kl(cell_V=cell[:3])
+    with pytest.raises(ValueError, match="rows from -1"):
+        translated_kl(row_N=row - 1)

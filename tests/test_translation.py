@@ -20,9 +20,11 @@ from tiles import StoredLogits, TeacherBlocks
 from toys import EOS, Tokenizer
 from translation import (
     Tables,
+    before_goes_on,
     choice_question,
-    inside_question,
+    inside_target,
     list_nodes,
+    list_scopes,
     root_question,
     root_target,
     translated,
@@ -152,13 +154,16 @@ def test_targets_are_distributions_and_divergences_are_not_negative(student, tea
     y = 3 * torch.randn(toy.y.shape, generator=generator).double()
     nodes = list_nodes(*toy.ids)
     rows = y.flatten(0, 1)
-    target = root_target(rows, nodes.roots, toy.tables)
+    goes = before_goes_on(rows, nodes.roots, toy.tables)
+    scopes = list_scopes(nodes.choices, toy.tables)
+    target = root_target(rows, nodes.roots, goes, scopes.asked, toy.tables)
     x_root = x.flatten(0, 1)[nodes.roots.row_S]
-    x_inside = x.flatten(0, 1)[nodes.insides.row_S]
+    x_scope = x_root[nodes.choices.root[scopes.node_E], scopes.token_E]
     questions = [
         root_question(x_root, target, toy.tables),
-        choice_question(x_root[nodes.choices.root], rows, target, nodes, toy.tables),
-        inside_question(x_inside, rows[nodes.insides.row_T], nodes.insides, toy.tables)]
+        choice_question(x_scope, rows, rows.logsumexp(-1), target.q_A, goes, scopes, nodes,
+                        toy.tables),
+        inside_target(rows, nodes.insides, toy.tables)]
     for question in questions:
         assert (question.target_KG >= 0).all()
         sums = question.target_KG.sum(1)
@@ -179,6 +184,162 @@ def test_equal_tokenizers_give_the_plain_divergence(divergence):
     plain, positions = divergence(x, y, toy.ids[3] >= 0, temperature=2.0)
     torch.testing.assert_close(ours, plain)
     assert count == positions
+
+
+# --- compiled rows --------------------------------------------------------------------------------
+
+
+def value_and_gradient(toy, x, y, compiled, divergence, **options):
+    """Return the loss and its gradient on one of the two paths; float64 is never compiled."""
+    x = x.clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "HAS_KERNELS", compiled)
+        value, _ = toy.loss(x, y, divergence, **options)
+        value.backward()
+    return value.detach().double(), x.grad.double()
+
+
+def check_equal(ours, expected, precision, where):
+    """Compare values and gradients, relative to the largest there is."""
+    value, d = ours
+    expected_value, expected_d = expected
+    assert abs(value - expected_value) <= precision * max(1, abs(expected_value)), where
+    assert (d - expected_d).norm() <= 2 * precision * max(1, expected_d.norm()), where
+
+
+def random_logits(toy, seed, spread, excluded=0.0):
+    """Return float32 logits of both sides; this share is -inf, of tokens that do not come."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = []
+    for shape, predicted in ((toy.x.shape, toy.ids[1]), (toy.y.shape, toy.ids[2])):
+        logits = spread * torch.randn(shape, generator=generator)
+        out = torch.rand(shape, generator=generator) < excluded
+        out.scatter_(2, predicted[..., None], False)
+        sides.append(logits.masked_fill(out, -torch.inf))
+    return sides
+
+
+@pytest.mark.parametrize("number", range(len(ALL_PAIRS)))
+def test_compiled_rows_equal_the_plain_path(number):
+    """Every divergence, temperature, weight, and logits of -inf, on chunks of all shapes."""
+    toy = Toy(*ALL_PAIRS[number], number % 3)
+    weight = torch.rand(toy.ids[1].shape, generator=torch.Generator().manual_seed(1))
+    options = [(1.0, 0.0, None), (2.0, 0.0, weight), (0.7, 0.3, None)]
+    for divergence_name, divergence in DIVERGENCES.items():
+        for seed, (temperature, excluded, weights) in enumerate(options):
+            x, y = random_logits(toy, seed, 3, excluded)
+            arguments = divergence_name, temperature, excluded
+            results = []
+            for compiled in (True, False):
+                results.append(value_and_gradient(toy, x, y, compiled, divergence,
+                                                  temperature=temperature, weight_BS=weights))
+            assert results[0][1].isfinite().all(), arguments
+            # where most tokens are excluded, the teacher's "stop" is 1 - sum = 0 up to rounding,
+            # and all but the forward KL take its logarithm
+            cancels = excluded and divergence_name not in ("forward_kl", "top_k")
+            check_equal(*results, 1e-4 if cancels else 3e-6, arguments)
+            if divergence_name == "forward_kl" and not excluded:
+                exact = value_and_gradient(toy, x.double(), y.double(), False, divergence,
+                                           temperature=temperature, weight_BS=weights)
+                check_equal(results[0], exact, 1e-6, arguments)
+
+
+@pytest.mark.parametrize("divergence", [losses.forward_kl, losses.reverse_kl])
+def test_tokens_without_a_cell_are_left_out_of_compiled_rows(divergence):
+    """Also where they hold nearly all of the mass on one side; the oracle drops their columns."""
+    toy = Toy(CROSSING, COARSE, 1)
+    eos = len(CROSSING.vocab) - 1, len(COARSE.vocab) - 1
+    for table, token in zip((toy.tables.cell_V, toy.tables.cell_W), eos):
+        table[token] = toy.tables.num_cells
+    for lift in ((0, 0), (25, 0), (0, 25), (25, 25)):
+        x, y = random_logits(toy, 3, 2)
+        x[..., eos[0]] += lift[0]
+        y[..., eos[1]] += lift[1]
+        results = [value_and_gradient(toy, x, y, compiled, divergence)
+                   for compiled in (True, False)]
+        # of a mass of 1e-11 the plain path keeps few digits, in float32
+        check_equal(*results, 1e-5 if any(lift) else 3e-6, lift)
+        if divergence is losses.forward_kl:
+            exact = value_and_gradient(toy, x.double(), y.double(), False, divergence)
+            check_equal(results[0], exact, 3e-6, lift)
+
+
+def test_one_logit_that_is_no_number_is_reported_by_compiled_rows():
+    toy = Toy(COARSE, CROSSING, 1)
+    sample, position = (toy.ids[3] >= 0).nonzero()[0]
+    for divergence in (losses.forward_kl, losses.reverse_kl):
+        for side in (0, 1):
+            for wrong in (torch.nan, torch.inf):
+                logits = random_logits(toy, 0, 1)
+                logits[side][sample, position, 0] = wrong
+                value, d = value_and_gradient(toy, *logits, True, divergence)
+                assert value.isnan()
+                assert d.isnan().any()
+
+
+def test_rows_without_a_chunk_may_hold_anything():
+    toy = Toy(COARSE, CROSSING, 1)
+    x, y = random_logits(toy, 0, 1)
+    expected = value_and_gradient(toy, x, y, True, losses.forward_kl)
+    x[toy.ids[3] < 0] = torch.nan
+    y[toy.ids[4] < 0] = torch.nan
+    value, d = value_and_gradient(toy, x, y, True, losses.forward_kl)
+    assert value == expected[0]
+    assert torch.equal(d, expected[1])
+
+
+@pytest.mark.parametrize("divergence", [losses.forward_kl, losses.reverse_kl])
+def test_without_a_chunk_there_is_nothing(divergence):
+    toy = Toy(CROSSING, COARSE, 1)
+    x, y = random_logits(toy, 0, 1)
+    x.requires_grad_()
+    none = [torch.full_like(chunk, -1) for chunk in toy.ids[3:5]]
+    nodes = list_nodes(*toy.ids[:3], *none, toy.tables)
+    value, count = translated(x, y, *toy.ids[1:3], nodes, toy.tables, divergence)
+    value.backward()
+    assert value == count == 0
+    assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("divergence", [losses.forward_kl, losses.reverse_kl])
+def test_there_is_one_gradient_by_the_students_logits(dtype, divergence):
+    """Each one is as large as the logits; two backward passes over a graph give the same."""
+    toy = Toy(CROSSING, COARSE, 1)
+    x, y = [logits.to(dtype) for logits in random_logits(toy, 0, 1)]
+    x.requires_grad_()
+    value, _ = toy.loss(x, y, divergence)
+    edges = set()
+    todo = [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        for function, _ in node.next_functions:
+            if function is not None and (node, function) not in edges:
+                edges.add((node, function))
+                todo.append(function)
+    [flat] = [node for node, function in edges if getattr(function, "variable", None) is x]
+    [reader] = [node for node, function in edges if function is flat]
+    assert reader
+    first, = torch.autograd.grad(value, x, retain_graph=True)
+    kept = first.clone()
+    first.zero_()
+    second, = torch.autograd.grad(value, x)
+    assert torch.equal(second, kept)
+
+
+def test_the_number_of_threads_does_not_change_a_bit():
+    toy = Toy(CROSSING, COARSE, 1)
+    x, y = random_logits(toy, 0, 3)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(value_and_gradient(toy, x, y, True, losses.forward_kl))
+    finally:
+        torch.set_num_threads(threads)
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
 
 
 # --- in a job -------------------------------------------------------------------------------------
@@ -207,23 +368,34 @@ def test_tiles_and_packed_rows_ask_the_same_questions(tokenizers, tables, texts)
             if position is None:
                 position = torch.arange(rows.ids.shape[1]).expand_as(rows.ids)
             logits.append((embeddings[side][rows.ids] + places[side][position]).flatten(0, 1))
-        total = 0
-        sub_tiles = 0
-        blocks = TeacherBlocks(StoredLogits(logits[1].detach()), batch.teachers[0].tiles)
-        for tile in batch.teachers[0].tiles:
-            x = logits[0][tile.student_positions]
-            for sub_tile in tile.sub_tiles:
-                sub_tiles += 1
-                total = total + translated(
-                    x[sub_tile.student_slice][None], blocks(sub_tile)[None],
-                    sub_tile.student_labels[None], sub_tile.teacher_labels[None], sub_tile.terms,
-                    on_cpu, temperature=1.5)[0]
-        results.append((total, torch.autograd.grad(total, embeddings[0])[0]))
+        total, sub_tiles = sum_over_tiles(batch.teachers[0].tiles, logits, on_cpu)
+        results.append((total, torch.autograd.grad(total, embeddings[0], retain_graph=True)[0]))
         assert (sub_tiles > 1) == (tile_mib < math.inf)
         assert batch.counts.pairs[0].kd_terms > 100
+        # float32 takes the compiled rows
+        total, _ = sum_over_tiles(
+            batch.teachers[0].tiles, [side.float() for side in logits], on_cpu)
+        gradient, = torch.autograd.grad(total, embeddings[0])
+        check_equal((total, gradient), results[0], 2e-6, (pack, tile_mib))
     for value, gradient in results[1:]:
         torch.testing.assert_close(value, results[0][0])
         torch.testing.assert_close(gradient, results[0][1])
+
+
+def sum_over_tiles(tiles, logits, tables):
+    """Return (the translated forward KL of a batch, how many sub-tiles it has)."""
+    total = 0
+    sub_tiles = 0
+    blocks = TeacherBlocks(StoredLogits(logits[1].detach()), tiles)
+    for tile in tiles:
+        x = logits[0][tile.student_positions]
+        for sub_tile in tile.sub_tiles:
+            sub_tiles += 1
+            total = total + translated(
+                x[sub_tile.student_slice][None], blocks(sub_tile)[None],
+                sub_tile.student_labels[None], sub_tile.teacher_labels[None], sub_tile.terms,
+                tables, temperature=1.5)[0]
+    return total, sub_tiles
 
 
 NUMBER = "He has 15 apples."
@@ -266,3 +438,16 @@ def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
     value, _ = translated(student[None], teacher[None], sub_tile.student_labels[None],
                           sub_tile.teacher_labels[None], sub_tile.terms, on_cpu)
     assert value < 0.05
+
+    # compiled rows of this length equal the plain path
+    x, y = [2 * torch.randn(shape) for shape in (student.shape, teacher.shape)]
+    for divergence in (losses.forward_kl, losses.generalized_jsd):
+        results = []
+        for dtype in (torch.float32, torch.float64):
+            leaf = x.to(dtype, copy=True).requires_grad_()
+            value, _ = translated(leaf[None], y[None].to(dtype), sub_tile.student_labels[None],
+                                  sub_tile.teacher_labels[None], sub_tile.terms, on_cpu,
+                                  divergence, temperature=1.5)
+            value.backward()
+            results.append((value.detach().double(), leaf.grad.double()))
+        check_equal(*results, 2e-6, divergence)
