@@ -2,7 +2,7 @@
 
 With one vocabulary the two next-token distributions are compared at every position (`forward_kl`
 and its family).  With two, the models are compared chunk by chunk: a chunk is a span of text that
-starts and ends on a token boundary of both sides (align.py finds them).  `piece_kl` compares them
+starts and ends on a token boundary of both sides (align.py finds them).  `event_kl` compares them
 on events that both vocabularies can express; `projection_kl` maps the student's distribution into
 the teacher's vocabulary; `gold`, `h_kl` and `uld` compare common tokens and sorted probabilities;
 `alm` compares the probabilities of the chunks' own bytes.
@@ -42,7 +42,7 @@ from torch.distributed import ProcessGroup
 SumAndCount = tuple[Tensor, Tensor]
 ValueAndDerivative = tuple[Tensor, Tensor]
 
-SHIFT = 70.0  # nats; exp(SHIFT) lifts small masses above float32's smallest number, see _event_kl
+SHIFT = 70.0  # nats; exp(SHIFT) lifts small masses above float32's smallest number, see _kl_over_events
 EPSILON = 1e-10  # added to projected probability, so that no token costs more than about 23 nats
 FLOOR = -1e4  # nats; stands for log 0, so that what a model excludes costs a finite amount
 MARGIN = 1e-6  # nats that a log-probability stays below 0, so that log(1 - p) is finite
@@ -1025,8 +1025,8 @@ class Ranges(NamedTuple):
     entries: int
 
 
-class PieceTerms(NamedTuple):
-    """All terms of `piece_kl` in a batch, known from ids alone, before any forward.
+class EventTerms(NamedTuple):
+    """All terms of `event_kl` in a batch, known from ids alone, before any forward.
 
     start_S, start_T: (C,) rows that predict the first token of a chunk on either side.
     inside_teacher: chunks of one teacher token, positions after the first student token.
@@ -1048,11 +1048,11 @@ class PieceTerms(NamedTuple):
     count_all: Tensor
 
 
-def piece_terms(
+def event_terms(
     student_next_BS: Tensor, teacher_next_BT: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, spelling: Spelling,
-) -> PieceTerms:
-    """List the terms of `piece_kl`; meant for the CPU, where the ids come from.
+) -> EventTerms:
+    """List the terms of `event_kl`; meant for the CPU, where the ids come from.
 
     Args:
         student_next_BS, teacher_next_BT: int64, the token that each position predicts; anything
@@ -1088,7 +1088,7 @@ def piece_terms(
     count_many = int(is_many.sum())
     number = torch.where(is_many, is_many.cumsum(0) - 1, -1)
     count_all = len(chunks.first_S) + len(inside_teacher.low) + count_many
-    return PieceTerms(
+    return EventTerms(
         start_S=chunks.first_S,
         start_T=chunks.first_T,
         inside_teacher=inside_teacher,
@@ -1134,9 +1134,9 @@ def _inside_ranges(
     )
 
 
-def piece_kl(
+def event_kl(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
-    teacher_next_BT: Tensor, terms: PieceTerms, spelling: Spelling, temperature: float = 1.0,
+    teacher_next_BT: Tensor, terms: EventTerms, spelling: Spelling, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
 ) -> SumAndCount:
     """Compute KL(teacher || student) on events that both vocabularies can express.
@@ -1162,7 +1162,7 @@ def piece_kl(
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may
             hold NaN where there is no chunk.
         student_next_BS, teacher_next_BT: int64, the token that each position predicts.
-        terms: from `piece_terms` of the same batch.
+        terms: from `event_terms` of the same batch.
     Returns:
         (sum, count): nats, and the student positions covered.  The terms inside a student token
         weigh as the token does, and are not counted.
@@ -1210,7 +1210,7 @@ def piece_kl(
 
 
 def _start_kl(
-    x_NV: Tensor, y_MW: Tensor, terms: PieceTerms, spelling: Spelling, temperature: float,
+    x_NV: Tensor, y_MW: Tensor, terms: EventTerms, spelling: Spelling, temperature: float,
     group: ProcessGroup | None,
 ) -> Tensor:
     """Return the (C,) KL over events at the start of every chunk."""
@@ -1224,14 +1224,14 @@ def _start_kl(
         row_S = torch.arange(len(x_NV), device=x_NV.device)
         row_T = row_S
     value_C: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
-        at_least_float32(x_NV), row_S, _event_kl,
+        at_least_float32(x_NV), row_S, _kl_over_events,
         row_S, at_least_float32(y_MW), row_T, spelling, temperature,
     )
     return gather_row_values(value_C, local_chunks, num_chunks, group)
 
 
 def _many_kl(
-    x_MV: Tensor, y_NW: Tensor, student_next_M: Tensor, teacher_next_BT: Tensor, terms: PieceTerms,
+    x_MV: Tensor, y_NW: Tensor, student_next_M: Tensor, teacher_next_BT: Tensor, terms: EventTerms,
     temperature: float, group: ProcessGroup | None,
 ) -> Tensor:
     """Return the KL between two Bernoulli variables, "the text goes on so", of each n:m chunk.
@@ -1263,10 +1263,10 @@ def _second_rows(row_and_chunk_N2: Tensor, num_chunks: int) -> Tensor:
     return first_C.scatter_reduce(0, chunk_N, row_N, "amin") + 1
 
 
-def piece_coverage(
-    teacher_logits_BTW: Tensor, terms: PieceTerms, spelling: Spelling, temperature: float = 1.0
+def event_coverage(
+    teacher_logits_BTW: Tensor, terms: EventTerms, spelling: Spelling, temperature: float = 1.0
 ) -> dict[str, SumAndCount]:
-    """Measure what the terms of `piece_kl` cover, each as (sum, count).
+    """Measure what the terms of `event_kl` cover, each as (sum, count).
 
     event_coverage: teacher probability, at the starts of chunks, of tokens that belong to an event;
     prefix_coverage: teacher probability, inside teacher tokens, of the tokens that T_k is made of;
@@ -1304,7 +1304,7 @@ def piece_coverage(
         }
 
 
-def _event_kl(
+def _kl_over_events(
     x_NV: Tensor, row_C: Tensor, y_MW: Tensor, teacher_row_C: Tensor, spelling: Spelling,
     temperature: float,
 ) -> ValueAndDerivative:

@@ -3,7 +3,7 @@
     python benchmarks/loss.py                                # the record of docs/LOG.md
     python benchmarks/loss.py --losses piece_kl --tokens 1024 --path plain
     python benchmarks/loss.py --losses gold --beside plain,reference    # these in turn with tiles
-    python benchmarks/loss.py --losses translated_forward_kl --tokens 512 --against piece_kl
+    python benchmarks/loss.py --losses piece_kl --tokens 512 --against event_kl
 
 The first command prints one line of JSON per loss, each from a process of its own.
 
@@ -57,8 +57,8 @@ from tiles import (
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
 TRANSLATED = "translated_"  # and the name of a divergence
-LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy"
-# Counts of llama3 (128,256 tokens) against qwen2, per student token: events of piece_kl, and tokens
+LOSSES = "piece_kl", "event_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy"
+# Counts of llama3 (128,256 tokens) against qwen2, per student token: events of event_kl, and tokens
 # whose bytes are one token of the other vocabulary too.
 EVENTS_PER_TOKEN = 109_566 / 128_256
 COMMON_PER_TOKEN = 101_566 / 128_256
@@ -229,12 +229,12 @@ def build_loss(
     device: str,
 ) -> Loss:
     """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
-    if name.startswith(TRANSLATED):
-        return build_translated(name.removeprefix(TRANSLATED), spelling, device)
+    if divergence := translated_divergence(name):
+        return build_translated(divergence, spelling, device)
     if name == "cross_entropy":
         return cross_entropy
-    if name == "piece_kl":
-        return build_piece_kl(spelling, device)
+    if name == "event_kl":
+        return build_event_kl(spelling, device)
     if name == "projection_kl":
         return build_projection_kl(V, W, kept_K, device)
     if name == "gold":  # h_kl is the same with other common tokens
@@ -257,19 +257,26 @@ def build_loss(
     return chunk_loss
 
 
+def translated_divergence(name: str) -> str | None:
+    """Return the divergence of a translated loss, None for other losses."""
+    if name == "piece_kl":
+        return "forward_kl"
+    return name.removeprefix(TRANSLATED) if name.startswith(TRANSLATED) else None
+
+
 def cross_entropy(x, y, sub_tile):
     return F.cross_entropy(x.float(), sub_tile.student_labels, reduction="sum")
 
 
-def build_piece_kl(spelling: losses.Spelling, device: str) -> Loss:
+def build_event_kl(spelling: losses.Spelling, device: str) -> Loss:
     on_device = to(spelling, device)
 
-    def piece_kl(x, y, sub_tile):
+    def event_kl(x, y, sub_tile):
         ids = SampleIds.of(sub_tile)
         next_ids = ids.student_next, ids.teacher_next
-        return losses.piece_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
+        return losses.event_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
 
-    return piece_kl
+    return event_kl
 
 
 def build_translated(name: str, tables: translation.Tables, device: str) -> Loss:
@@ -428,8 +435,8 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     W = V if name in DIVERGENCES else sizes.W
     text = random_text(sizes.tokens, V, W)
     kept_K = torch.randperm(W)[: sizes.K].sort().values.to(device)
-    is_translated = name.startswith(TRANSLATED)
-    spelling = random_spelling(V, W) if name == "piece_kl" or is_translated else None
+    is_translated = translated_divergence(name) is not None
+    spelling = random_spelling(V, W) if name == "event_kl" or is_translated else None
     if spelling:
         spell_long_chunks(text, V, spelling)
     if is_translated:
@@ -468,7 +475,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
 
 
 def with_terms(tile: Tile, spelling: losses.Spelling | translation.Tables | None) -> Tile:
-    """List the terms of every sub-tile: those of piece_kl or a translation, else the chunks."""
+    """List the terms of every sub-tile: those of event_kl or a translation, else the chunks."""
     sub_tiles = []
     for sub_tile in tile.sub_tiles:
         ids = SampleIds.of(sub_tile)
@@ -476,7 +483,7 @@ def with_terms(tile: Tile, spelling: losses.Spelling | translation.Tables | None
             read = F.pad(ids.student_next[:, :-1], (1, 0), value=-1)
             terms = translation.list_nodes(read, *ids, spelling)
         elif spelling:
-            terms = losses.piece_terms(*ids, spelling)
+            terms = losses.event_terms(*ids, spelling)
         else:
             terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
         sub_tiles.append(sub_tile._replace(terms=terms))

@@ -28,7 +28,7 @@ from isogloss.sample import (
     pair_texts,
 )
 from isogloss.sequence import SequenceShard, sequence_shard
-from losses import Spelling, find_chunks, piece_terms
+from losses import Spelling, find_chunks, event_terms
 from tiles import CPU_SUB_TILES, Tile, plan_tiles
 from translation import Tables, nodes_of_chunks, tokens_that_ended
 
@@ -64,7 +64,7 @@ class TeacherBatch:
         sample: (B * T,) int64, sample of every teacher position.
         num_samples: samples in the micro-batch; packed, these are more than the rows.
         student_chunk, teacher_chunk: (B, S), (B, T) int64, chunk of each predicted token, -1: none.
-        tiles: list of `tiles.Tile`, their sub-tiles with `PieceTerms` for piece_kl, `Nodes` for
+        tiles: list of `tiles.Tile`, their sub-tiles with `EventTerms` for event_kl, `Nodes` for
             divergences between two tokenizers, else `Chunks`.
         sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
@@ -136,7 +136,7 @@ class PairOptions:
 
     Attributes:
         encoder: TextEncoder.
-        spelling: Spelling for piece_kl, `translation.Tables` for a divergence between two
+        spelling: Spelling for event_kl, `translation.Tables` for a divergence between two
             tokenizers, None for losses that work on whole chunks.
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
     """
@@ -548,7 +548,7 @@ def with_terms(sub_tile, spelling):
     # -100 is no index; a position without a label has no chunk either, so 0 is never looked up
     student_next = sub_tile.student_labels.clamp(min=0)[None]
     teacher_next = sub_tile.teacher_labels[None]
-    terms = piece_terms(student_next, teacher_next, student_chunk, teacher_chunk, spelling)
+    terms = event_terms(student_next, teacher_next, student_chunk, teacher_chunk, spelling)
     return sub_tile._replace(terms=terms)
 
 

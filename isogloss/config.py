@@ -61,9 +61,10 @@ class Config:
         aligner: how the tokens of student and teacher are matched. bytes: by byte positions in the
             same text. dp: by dynamic programming over token strings, for texts that student and
             teacher render differently.
-        loss: distillation loss, for any two tokenizers: piece_kl, projection_kl, gold, h_kl, uld,
-            alm; or a divergence, forward_kl, reverse_kl, generalized_jsd, skew_forward_kl,
-            skew_reverse_kl, adaptive_kl, total_variation. See docs/losses.md.
+        loss: distillation loss, for any two tokenizers. piece_kl is forward_kl; it and the other
+            divergences (reverse_kl, generalized_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl,
+            total_variation) compare what docs/piece_kl.md translates. Beside them: event_kl,
+            projection_kl, gold, h_kl, uld, alm. See docs/losses.md.
         kd_weight: weight of the distillation loss, >= 0. 0 loads no teacher.
         ce_weight: weight of the student's next-token cross-entropy, >= 0. 0 computes none in
             training.
@@ -90,7 +91,7 @@ class Config:
         jsd_beta: of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).
         skew_lambda: of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.
         akl_alpha: of adaptive_kl, 0 to 1.
-        loss_topk: tokens (or cells, see docs/translation.md) that divergences compare, the
+        loss_topk: tokens (or cells, see docs/piece_kl.md) that divergences compare, the
             teacher's most likely ones, with one bucket for the rest. 0 compares all.
         teacher_dtype: auto (as in the checkpoint), float32, bfloat16 or float16.
         teacher_tp: neighboring ranks of a node that share one teacher. It divides the ranks of a

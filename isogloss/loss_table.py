@@ -14,9 +14,9 @@ from losses import (
     Spelling,
     at_least_float32,
     common_tokens,
+    event_coverage,
+    event_kl,
     other_tokens,
-    piece_coverage,
-    piece_kl,
     projection_entries,
     projection_kl,
     reachable_tokens,
@@ -38,7 +38,8 @@ class DistillationLoss:
     Attributes:
         loss_fn: (student logits (n, V), teacher logits (m, W), `tiles.SubTile`) -> (), the sum
             over the terms of the sub-tile, in nats.
-        spelling: tables from which the data workers list the terms of piece_kl, else None.
+        spelling: tables from which the data workers list the nodes of a translation or the terms of
+            event_kl, else None.
         for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
             these alone; None: it needs all columns.
         comparable_W: bool, the teacher columns that it can compare; None: all.
@@ -98,7 +99,7 @@ class LearnedProjection:
 # --- build: (cfg, pair, device) -> DistillationLoss -----------------------------------------------
 
 
-def build_piece_kl(cfg, pair, device):
+def build_event_kl(cfg, pair, device):
     tables = cached_spelling(pair)
     fields = {}
     for name in Spelling._fields:
@@ -113,12 +114,12 @@ def build_piece_kl(cfg, pair, device):
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         ids = batch_of_one(sub_tile)
-        return piece_kl(
+        return event_kl(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
             sub_tile.terms, on_device, cfg.temperature, ids.weight)[0]
 
     def coverage(teacher_logits, sub_tile):
-        return piece_coverage(teacher_logits[None], sub_tile.terms, on_device, cfg.temperature)
+        return event_coverage(teacher_logits[None], sub_tile.terms, on_device, cfg.temperature)
 
     return DistillationLoss(loss_fn, spelling, coverage=coverage,
                             coverage_names=("event_coverage", "prefix_coverage"))
@@ -329,7 +330,8 @@ def divergence_loss(divergence, **flag_of):
 COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
-    "piece_kl": LossSpec(build_piece_kl, "spellings"),
+    "piece_kl": divergence_loss(losses.forward_kl),
+    "event_kl": LossSpec(build_event_kl, "spellings"),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),

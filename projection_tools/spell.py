@@ -2,7 +2,7 @@
 
     python -m projection_tools.spell --student A --teacher B [--output spelling.pt]
 
-`piece_kl` (losses.py) reads these.  A spelling is made from bytes, in mid-text context: no bos, no
+`event_kl` (losses.py) reads these.  A spelling is made from bytes, in mid-text context: no bos, no
 added prefix space.  A token and the first piece of its spelling are linked; connected components
 are the events.
 

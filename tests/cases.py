@@ -9,7 +9,7 @@ import random
 import torch
 
 import oracle
-from losses import Spelling, piece_kl, piece_terms, projection_kl
+from losses import Spelling, event_kl, event_terms, projection_kl
 from projection_tools.spell import events, prefix_ranges
 
 F64 = torch.float64
@@ -135,11 +135,11 @@ class Case:
         return padded(rows, fill, max(map(len, rows)) + 1)
 
     def piece(self, tau=1.0, x=None, y=None):
-        """Return piece_kl of this case, or of other logits."""
-        terms = piece_terms(*self.next, *self.chunk, self.spelling)
+        """Return event_kl of this case, or of other logits."""
+        terms = event_terms(*self.next, *self.chunk, self.spelling)
         x = self.x if x is None else x
         y = self.y if y is None else y
-        return piece_kl(x, y, *self.next, terms, self.spelling, tau)
+        return event_kl(x, y, *self.next, terms, self.spelling, tau)
 
     def projection(self, tau=1.0, x=None, y=None, kept=None):
         """Return projection_kl of this case, or of other logits."""

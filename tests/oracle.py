@@ -209,7 +209,7 @@ def inside_student_terms(p, q, teacher_ids, spelled, B):
     return terms
 
 
-def piece_kl(
+def event_kl(
     x, y, student_next, teacher_next, student_chunk, teacher_chunk, A, B, tau=1.0
 ):
     """Return (sum, count); A[w], B[v]: lists of ids, [] where a token has no spelling."""

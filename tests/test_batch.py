@@ -28,7 +28,7 @@ def encoders(tokenizers, tables):
 
 @pytest.fixture(scope="module")
 def spelling(tokenizers, tables):
-    """Return the tables of piece_kl for these tokenizers."""
+    """Return the tables of event_kl for these tokenizers."""
     built = build_spelling(Pair.of(*tokenizers, tables=tables))
     fields = {}
     for name in Spelling._fields:
@@ -391,10 +391,10 @@ def test_counts_of_one_tokenizer_say_that_all_is_aligned(encoders, texts):
     assert all(value == 0 for value in empty.values())
 
 
-@pytest.mark.parametrize("loss", ["chunks", "piece_kl"])
+@pytest.mark.parametrize("loss", ["chunks", "event_kl"])
 def test_tiles_hold_every_term_once_whatever_their_size(encoders, texts, spelling, loss):
     student, teacher = encoders
-    pair = PairOptions(teacher, spelling if loss == "piece_kl" else None)
+    pair = PairOptions(teacher, spelling if loss == "event_kl" else None)
     whole = Collator(student, [pair])(texts[:5])
     assert len(whole.teachers[0].tiles) == len(whole.teachers[0].tiles[0].sub_tiles) == 1
     for pack, tile_mib in ((False, 0.25), (True, math.inf), (True, 0.25)):

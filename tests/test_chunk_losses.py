@@ -25,9 +25,9 @@ def losses_of(case, tau=1.0):
     common = common_of(case)
     ids = (*case.next, *case.chunk)
 
-    def piece_kl(x, y, **options):
-        terms = losses.piece_terms(*ids, case.spelling)
-        return losses.piece_kl(x, y, *case.next, terms, case.spelling, tau, **options)
+    def event_kl(x, y, **options):
+        terms = losses.event_terms(*ids, case.spelling)
+        return losses.event_kl(x, y, *case.next, terms, case.spelling, tau, **options)
 
     def projection_kl(x, y, **options):
         projection = case.indices, case.likelihoods
@@ -39,7 +39,7 @@ def losses_of(case, tau=1.0):
     def uld(x, y, **options):
         return losses.uld(x, y, *ids, tau, **options)
 
-    by_name = {"gold": gold, "uld": uld, "piece_kl": piece_kl, "projection_kl": projection_kl}
+    by_name = {"gold": gold, "uld": uld, "event_kl": event_kl, "projection_kl": projection_kl}
     for mode in ALM_MODES:
         def alm(x, y, mode=mode, **options):
             return losses.alm(x, y, *ids, tau, mode, **options)
@@ -204,9 +204,9 @@ def test_an_excluded_event_of_several_tokens(gap):
     spelling = losses.Spelling(event, event, 3, *ranges, *ranges)
     x = torch.zeros(1, 1, 8)
     x[..., :6] = -gap
-    terms = losses.piece_terms(one, one, one, one, spelling)
+    terms = losses.event_terms(one, one, one, one, spelling)
     x.requires_grad_()
-    value = losses.piece_kl(x, torch.zeros(1, 1, 8), one, one, terms, spelling)[0]
+    value = losses.event_kl(x, torch.zeros(1, 1, 8), one, one, terms, spelling)[0]
     assert value > 70
     assert value.isfinite()
     assert gradient(value, x).isfinite().all()
@@ -222,12 +222,12 @@ def test_agreement_at_high_temperature(tau):
     ranges = ids[:, None], ids, zeros, zeros + 5000
     spelling = losses.Spelling(ids, ids, 5000, *ranges, *ranges)
     chunk = torch.arange(16)[None]
-    terms = losses.piece_terms(chunk, chunk, chunk, chunk, spelling)
-    piece_kl = losses.piece_kl(y, y, chunk, chunk, terms, spelling, tau)[0]
+    terms = losses.event_terms(chunk, chunk, chunk, chunk, spelling)
+    event_kl = losses.event_kl(y, y, chunk, chunk, terms, spelling, tau)[0]
     gold = losses.gold(y, y, chunk, chunk, ids[:4000], ids[:4000], tau)[0]
     # 16 positions; sums of probabilities are rounded, whatever the shift
     limit = 1e-4 + 16 * 1e-6 * tau**2
-    assert abs(piece_kl) < limit
+    assert abs(event_kl) < limit
     assert abs(gold) < limit
 
 
@@ -286,10 +286,10 @@ def test_low_precision_inputs_are_summed_in_float32():
         assert abs(value - exact) <= 1e-5 * abs(exact), name
 
 
-def test_coverage_of_the_terms_of_piece_kl():
+def test_coverage_of_the_terms_of_event_kl():
     case = Case(5, samples=4)
-    terms = losses.piece_terms(*case.next, *case.chunk, case.spelling)
-    coverage = losses.piece_coverage(case.y, terms, case.spelling)
+    terms = losses.event_terms(*case.next, *case.chunk, case.spelling)
+    coverage = losses.event_coverage(case.y, terms, case.spelling)
     one_to_one = 0
     many = 0
     chunks = oracle.chunks(*case.chunk)

@@ -14,7 +14,7 @@ import cpu_kernels
 import losses
 from cases import Case, close, common_of, gradient
 
-LOSSES = "piece_kl", "gold", "gold_reverse", "uld"
+LOSSES = "event_kl", "gold", "gold_reverse", "uld"
 # Largest logits by seed: from nearly uniform to probabilities that float32 cannot tell from 0.
 SPREADS = (1, 4, 30, 200)
 # From here on float64 sees probabilities that are 0 in float32, so the reference is float32 too.
@@ -32,9 +32,9 @@ def loss_of(name, case, tau):
     generator = torch.Generator().manual_seed(0)
     weight = torch.rand(case.next[0].shape, generator=generator)
 
-    def piece_kl(x, y):
-        terms = losses.piece_terms(*ids, case.spelling)
-        value, _ = losses.piece_kl(x, y, *case.next, terms, case.spelling, tau, weight)
+    def event_kl(x, y):
+        terms = losses.event_terms(*ids, case.spelling)
+        value, _ = losses.event_kl(x, y, *case.next, terms, case.spelling, tau, weight)
         return value
 
     def uld(x, y):
@@ -54,7 +54,7 @@ def loss_of(name, case, tau):
         )
         return value
 
-    return {"piece_kl": piece_kl, "uld": uld, "gold": gold, "gold_reverse": gold}[name]
+    return {"event_kl": event_kl, "uld": uld, "gold": gold, "gold_reverse": gold}[name]
 
 
 def value_and_gradient(loss, x, y):
@@ -247,7 +247,7 @@ def test_large_vocabularies_equal_the_plain_path():
         unused = [None] * 8
         spelling = losses.Spelling(event_V, event_W, num_events, *unused)
         value_C = losses._WithDerivative.apply(
-            x[0], row_C, losses._event_kl, row_C, y[0], teacher_row_C, spelling, 1.5
+            x[0], row_C, losses._kl_over_events, row_C, y[0], teacher_row_C, spelling, 1.5
         )
         return value_C.sum()
 
@@ -296,7 +296,7 @@ def test_events_beside_almost_all_of_the_mass(compiled, unlinked, monkeypatch):
     rows = torch.arange(5)
     x32 = x.clone().requires_grad_()
     value_C = losses._WithDerivative.apply(
-        x32, rows, losses._event_kl, rows, y, rows, spelling, 1.0)
+        x32, rows, losses._kl_over_events, rows, y, rows, spelling, 1.0)
     x64 = x.double().requires_grad_()
     log_event = []
     for logits, event in ((x64, event_V), (y.double(), event_W)):

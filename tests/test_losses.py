@@ -1,4 +1,4 @@
-"""losses.py (cross-entropy, piece_kl, projection_kl) and teacher_mixing.py: definitions."""
+"""losses.py (cross-entropy, event_kl, projection_kl) and teacher_mixing.py: definitions."""
 
 import random
 import shutil
@@ -16,8 +16,8 @@ from cases import Case, close, gradient, spelling_of
 from conftest import ROOT
 from losses import (
     next_token_cross_entropy,
-    piece_kl,
-    piece_terms,
+    event_kl,
+    event_terms,
     projection_kl,
     teacher_importance,
 )
@@ -26,13 +26,13 @@ F64 = torch.float64
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
-def test_piece_kl_equals_brute_force(tau):
+def test_event_kl_equals_brute_force(tau):
     kinds = set()
     for seed in range(40):
         sizes = random.Random(seed).choice([(9, 12), (12, 7), (5, 14), (14, 4)])
         case = Case(seed, sizes=sizes)
         case.x.requires_grad_(seed % 4 == 0)
-        terms = piece_terms(*case.next, *case.chunk, case.spelling)
+        terms = event_terms(*case.next, *case.chunk, case.spelling)
         if len(terms.inside_teacher.low):
             kinds.add("inside_teacher")
         if len(terms.inside_student.low):
@@ -40,7 +40,7 @@ def test_piece_kl_equals_brute_force(tau):
         if terms.count_many:
             kinds.add("many")
         value, count = case.piece(tau)
-        expected, expected_count = oracle.piece_kl(
+        expected, expected_count = oracle.event_kl(
             case.x, case.y, *case.next, *case.chunk, case.A, case.B, tau
         )
         assert count == expected_count
@@ -136,14 +136,14 @@ def test_equal_tokenizers_give_forward_kl_and_zero_at_agreement():
     chunk = torch.arange(6).expand(2, 6)
     same_spelling = [[i] for i in range(V)]
     spelling = spelling_of(same_spelling, same_spelling)
-    terms = piece_terms(next_ids, next_ids, chunk, chunk, spelling)
+    terms = event_terms(next_ids, next_ids, chunk, chunk, spelling)
     x = torch.randn(2, 6, V, dtype=F64)
     y = torch.randn(2, 6, V, dtype=F64)
-    value, count = piece_kl(x, y, next_ids, next_ids, terms, spelling)
+    value, count = event_kl(x, y, next_ids, next_ids, terms, spelling)
     forward = (y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum()
     assert count == 12
     assert abs(value - forward) < 1e-12 * forward
-    assert abs(piece_kl(y, y, next_ids, next_ids, terms, spelling)[0]) < 1e-12
+    assert abs(event_kl(y, y, next_ids, next_ids, terms, spelling)[0]) < 1e-12
     indices = torch.arange(V)[:, None]  # the identity as a projection
     ones = torch.ones(V, 1, dtype=F64)
     assert abs(projection_kl(y, y, chunk, chunk, indices, ones)[0]) < 1e-7
@@ -226,7 +226,7 @@ def test_a_peaky_student_keeps_its_gradient():
     x = (case.x.detach() / 10 + peak).requires_grad_()
     x64 = x.detach().double().requires_grad_()
     value = case.piece(1.0, x)[0]
-    expected = oracle.piece_kl(x64, case.y, *case.next, *case.chunk, case.A, case.B)[0]
+    expected = oracle.event_kl(x64, case.y, *case.next, *case.chunk, case.A, case.B)[0]
     assert abs(value - expected) < 1e-4 * expected
     assert close(gradient(value, x).double(), gradient(expected, x64), 1e-4)
 
@@ -374,11 +374,11 @@ def losses_with_tables(case):
     common = losses.common_tokens(case.indices, case.likelihoods, relaxed=True)
     rest = [losses.other_tokens(ids, size) for ids, size in zip(common, sizes)]
     entries = losses.projection_entries(case.indices, case.likelihoods, sizes[1])
-    terms = losses.piece_terms(*case.next, *case.chunk, case.spelling)
+    terms = losses.event_terms(*case.next, *case.chunk, case.spelling)
     tables = case.indices, case.likelihoods
     return {
-        "piece_kl": lambda x, y: losses.piece_kl(x, y, *case.next, terms, case.spelling),
-        "piece_coverage": lambda x, y: losses.piece_coverage(y, terms, case.spelling),
+        "event_kl": lambda x, y: losses.event_kl(x, y, *case.next, terms, case.spelling),
+        "event_coverage": lambda x, y: losses.event_coverage(y, terms, case.spelling),
         "projection_kl": lambda x, y: losses.projection_kl(x, y, *case.chunk, *tables),
         "with entries": lambda x, y: losses.projection_kl(
             x, y, *case.chunk, *tables, entries=entries),
@@ -388,7 +388,7 @@ def losses_with_tables(case):
 
 
 # the teacher's tokens are not known from (indices, likelihoods) alone
-KNOWN_SIDES = {"piece_kl": "both", "piece_coverage": "teacher", "projection_kl": "student",
+KNOWN_SIDES = {"event_kl": "both", "event_coverage": "teacher", "projection_kl": "student",
                "with entries": "both", "gold": "both", "h_kl": "student"}
 
 

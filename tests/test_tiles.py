@@ -30,7 +30,7 @@ from tiles import (
 H = 6
 STUDENT_PADDING = 2  # rows of the head that are no token
 TEACHER_PADDING = 3
-LOSSES = "ce", "piece_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
+LOSSES = "ce", "event_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
 
 
 class Models:
@@ -85,7 +85,7 @@ class Models:
         return self.case.x.shape[-1], self.case.y.shape[-1]
 
     def tiles(self, memory_mib):
-        """Plan tiles with the terms of piece_kl."""
+        """Plan tiles with the terms of event_kl."""
         tiles = plan_tiles(
             self.labels,
             self.chunk[0],
@@ -95,7 +95,7 @@ class Models:
             memory_mib,
             GPU_SUB_TILES,
         )
-        return with_terms(tiles, lambda *ids: losses.piece_terms(*ids, self.case.spelling))
+        return with_terms(tiles, lambda *ids: losses.event_terms(*ids, self.case.spelling))
 
 
 def with_terms(tiles, terms_of):
@@ -138,9 +138,9 @@ def loss_of(name, case):
         next_S, next_T, chunk_S, chunk_T = as_batch(sub_tile)
         if name == "ce":
             result = losses.next_token_cross_entropy(x_BSV, sub_tile.student_labels[None])
-        elif name == "piece_kl":
+        elif name == "event_kl":
             terms = sub_tile.terms
-            result = losses.piece_kl(x_BSV, y_BTW, next_S, next_T, terms, case.spelling, 2.0)
+            result = losses.event_kl(x_BSV, y_BTW, next_S, next_T, terms, case.spelling, 2.0)
         elif name in ("projection_kl", "kept"):
             result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept)
         elif name == "gold":
@@ -313,7 +313,7 @@ def on_meta(value):
 
 
 META_LOSSES = (
-    "piece_kl", "projection_kl", "kept", "gold", "uld", "hybrid", "alm", "jsd", "top_k"
+    "event_kl", "projection_kl", "kept", "gold", "uld", "hybrid", "alm", "jsd", "top_k"
 )
 
 
@@ -325,7 +325,7 @@ def test_nothing_waits_for_the_device(name, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     models = Models(3)
     tiles = models.tiles(0.01)
-    if name != "piece_kl":
+    if name != "event_kl":
         tiles = with_terms(tiles, lambda *ids: losses.find_chunks(ids[2], ids[3]))
     hidden = on_meta(models.hidden)
     head = on_meta(models.head)
@@ -353,8 +353,8 @@ def meta_loss(name, models):
         next_ids = sub_tile.student_labels[None], sub_tile.teacher_labels[None]
         chunk_ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
         terms = sub_tile.terms
-        if name == "piece_kl":
-            result = losses.piece_kl(x_BSV, y_BTW, *next_ids, terms, spelling, 2.0)
+        if name == "event_kl":
+            result = losses.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, 2.0)
         elif name in ("projection_kl", "kept"):
             result = losses.projection_kl(
                 x_BSV, y_BTW, *chunk_ids, *projection, kept_K=kept, entries=entries, chunks=terms
@@ -419,7 +419,7 @@ def test_sub_tiles_without_a_term_get_no_gradient():
 def test_float32_bfloat16_and_autocast(dtype, autocast, tolerance):
     models = Models(1, dtype)
     weights = [1.0, 1.0]
-    loss = loss_of("piece_kl", models.case)
+    loss = loss_of("event_kl", models.case)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         plain_value, _ = plain(models, loss, weights)
         value, _ = tiled(models, loss, models.tiles(0.002), weights)
@@ -511,7 +511,7 @@ def test_only_gradients_are_kept_for_backward():
             self.x = x
             saved_tensors.add(self)
 
-    loss = loss_of("piece_kl", models.case)
+    loss = loss_of("event_kl", models.case)
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
         value, _ = tiled(models, loss, models.tiles(0.002), [1.0, 1.0])
         assert not saved_tensors  # those of the tiles are gone
