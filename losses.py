@@ -42,7 +42,7 @@ from torch.distributed import ProcessGroup
 SumAndCount = tuple[Tensor, Tensor]
 ValueAndDerivative = tuple[Tensor, Tensor]
 
-SHIFT = 70.0  # nats; exp(SHIFT) lifts small masses above float32's smallest number, see _kl_over_events
+SHIFT = 70.0  # nats; exp(SHIFT) lifts small masses above float32's smallest, see _kl_over_events
 EPSILON = 1e-10  # added to projected probability, so that no token costs more than about 23 nats
 FLOOR = -1e4  # nats; stands for log 0, so that what a model excludes costs a finite amount
 MARGIN = 1e-6  # nats that a log-probability stays below 0, so that log(1 - p) is finite
@@ -406,7 +406,7 @@ def position_divergence(
     whole_vocabulary = not top_k and isinstance(support, str)
     kernels = None
     if whole_vocabulary and name != "adaptive_kl":
-        kernels = _compiled(student_NV, teacher_NV, group)
+        kernels = compiled_kernels(student_NV, teacher_NV, group)
     if kernels:
         value_N: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
             student_NV, None, kernels.divergence,
@@ -785,7 +785,7 @@ def _scale_rows(d_NV: Tensor, row_R: Tensor, factor_R: Tensor) -> Tensor:
     return d_NV * factor_N[:, None]
 
 
-def _compiled(
+def compiled_kernels(
     student_logits: Tensor, teacher_logits: Tensor, group: ProcessGroup | None = None
 ) -> Any:
     """Import the module of compiled kernels if it serves these tensors; else return None."""
@@ -1316,7 +1316,7 @@ def _kl_over_events(
     """
     shift = SHIFT / max(temperature, 1)  # float32 then reaches log p = -157 at temperature 1
     num_events = spelling.num_events
-    if kernels := _compiled(x_NV, y_MW):
+    if kernels := compiled_kernels(x_NV, y_MW):
         result: ValueAndDerivative = kernels.event_kl(
             x_NV, row_C, y_MW, teacher_row_C, spelling.event_V, spelling.event_W, num_events,
             temperature, shift,
@@ -1587,7 +1587,9 @@ def gold(
     num_compared = min(uncommon_topk, len(others.student), len(others.teacher))
     # KL(q || p) needs the tokens to which p gives almost nothing, so p is scaled up
     shift = 0.0 if reverse or average == "logp" else SHIFT / max(temperature, 1)
-    kernels = _compiled(student_logits_BSV, teacher_logits_BTW, group) if average == "p" else None
+    kernels = None
+    if average == "p":
+        kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
     if kernels:
         student, teacher = _mean_rows(student_logits_BSV, teacher_logits_BTW.detach(), chunks)
         value_C: Tensor = _MixtureDistance.apply(  # type: ignore[no-untyped-call]
@@ -1729,7 +1731,7 @@ def _sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> ValueAndDerivative:
 
     p, q >= 0.  Beyond the end of a row there are zeros.
     """
-    if kernels := _compiled(p_NV, q_NW):
+    if kernels := compiled_kernels(p_NV, q_NW):
         result: ValueAndDerivative = kernels.sorted_distance(p_NV, q_NW, k)
         return result
     p_NK, column_NK = _largest(p_NV, k)
@@ -1783,7 +1785,7 @@ def uld(
     q_before_C = _probability_before(
         y_MW, teacher_next_BT, last_T, chunks.row_T, chunks.of_T, temperature, group
     )
-    kernels = _compiled(x_NV, y_MW, group) if common is None else None
+    kernels = compiled_kernels(x_NV, y_MW, group) if common is None else None
     if kernels:
         number = torch.arange(num_chunks)
         student = WeightedRows(x_NV, _or_ones(p_before_C, x_NV, num_chunks), last_S, number)

@@ -55,10 +55,10 @@ from losses import (
     SHIFT,
     Chunks,
     SumAndCount,
-    _compiled,
     at_least_float32,
     bernoulli_kl,
     check_width,
+    compiled_kernels,
     find_chunks,
     forward_kl,
     reduce_terms,
@@ -381,7 +381,7 @@ def going_on(
     temperature: float = 1.0,
 ) -> GoingOn:
     """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces."""
-    if kernels := _compiled(y_MW, y_MW):
+    if kernels := compiled_kernels(y_MW, y_MW):
         return GoingOn(*kernels.going_on(
             y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W, temperature
         ))
@@ -989,7 +989,7 @@ def translated(
     scopes = list_scopes(choices, tables)
     openings = inside_target(y_MW, insides, tables, temperature)
     reads = list_reads(nodes, scopes, openings, student_next_BS)
-    if kernels := _compiled(x_NV, y_MW):
+    if kernels := compiled_kernels(x_NV, y_MW):
         whole_kl = divergence is forward_kl and set(parameters) <= {"top_k"}
         whole_kl = whole_kl and not parameters.get("top_k")
         value_N, answers = _compare_roots_compiled(
@@ -1028,6 +1028,30 @@ def translated(
     order = row_N.argsort()  # reading order
     value_N = temperature**2 * torch.cat(values)[order]
     return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
+
+
+def cell_coverage(
+    teacher_logits_BTW: Tensor, nodes: Nodes, tables: Tables, temperature: float = 1.0
+) -> dict[str, SumAndCount]:
+    """Measure the teacher's belief at the roots, each as (sum of probabilities, roots).
+
+    cell_coverage: of tokens that give their mass to a cell.
+    joined_mass: of those, what the student's tokenizer would have joined to the token before, so
+    that it is left out.
+    """
+    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W", None)
+    with torch.no_grad():
+        y_MW = teacher_logits_BTW.detach().flatten(0, 1)
+        roots = nodes.roots
+        q_NW = (at_least_float32(y_MW.index_select(0, roots.row_T)) / temperature).softmax(-1)
+        has_cell_W = tables.cell_W < tables.num_cells
+        covered = q_NW[:, has_cell_W].sum()
+        _mask_joined(q_NW, roots, tables)
+        num_roots = torch.tensor(len(roots.row_T), device=y_MW.device)
+        return {
+            "cell_coverage": (covered, num_roots),
+            "joined_mass": (covered - q_NW[:, has_cell_W].sum(), num_roots),
+        }
 
 
 def _rests(logp_S: Tensor, logq_T: Tensor, nodes: Nodes) -> Tensor:

@@ -57,7 +57,8 @@ from tiles import (
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
 TRANSLATED = "translated_"  # and the name of a divergence
-LOSSES = "piece_kl", "event_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy"
+LOSSES = (
+    "piece_kl", "event_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy")
 # Counts of llama3 (128,256 tokens) against qwen2, per student token: events of event_kl, and tokens
 # whose bytes are one token of the other vocabulary too.
 EVENTS_PER_TOKEN = 109_566 / 128_256

@@ -28,7 +28,7 @@ from isogloss.sample import (
     pair_texts,
 )
 from isogloss.sequence import SequenceShard, sequence_shard
-from losses import Spelling, find_chunks, event_terms
+from losses import Spelling, event_terms, find_chunks
 from tiles import CPU_SUB_TILES, Tile, plan_tiles
 from translation import Tables, nodes_of_chunks, tokens_that_ended
 

@@ -59,8 +59,8 @@ class PairSums:
         agree: chunk starts where the most likely tokens of both models spell the same bytes.
         projected: those where the projection maps the student's most likely token to the teacher's.
         starts: chunk starts.
-        event_coverage, prefix_coverage, unreachable_mass: what the loss covers, summed; see
-            docs/metrics.md.  Each has a count.
+        cell_coverage, joined_mass, event_coverage, prefix_coverage, unreachable_mass: what the loss
+            covers, summed; see docs/metrics.md.  Each has a count.
     """
 
     kd: float = 0.0
@@ -70,6 +70,10 @@ class PairSums:
     agree: float = 0
     projected: float = 0
     starts: float = 0
+    cell_coverage: float = 0.0
+    cell_coverage_count: float = 0.0
+    joined_mass: float = 0.0
+    joined_mass_count: float = 0.0
     event_coverage: float = 0.0
     event_coverage_count: float = 0.0
     prefix_coverage: float = 0.0

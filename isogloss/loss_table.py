@@ -25,7 +25,7 @@ from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.cells import cached_translation
 from projection_tools.spell import cached_spelling
-from translation import Tables, translated
+from translation import Tables, cell_coverage, translated
 
 ALM_MODES = (
     "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
@@ -255,7 +255,12 @@ def build_translated(pair, device, divergence, parameters):
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
             sub_tile.terms, on_device, divergence, weight_BS=ids.weight, **parameters)[0]
 
-    return DistillationLoss(loss_fn, tables)
+    def coverage(teacher_logits, sub_tile):
+        temperature = parameters["temperature"]
+        return cell_coverage(teacher_logits[None], sub_tile.terms, on_device, temperature)
+
+    return DistillationLoss(loss_fn, tables, coverage=coverage,
+                            coverage_names=("cell_coverage", "joined_mass"))
 
 
 def translation_fields(pair):

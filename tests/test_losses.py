@@ -15,9 +15,9 @@ import teacher_mixing
 from cases import Case, close, gradient, spelling_of
 from conftest import ROOT
 from losses import (
-    next_token_cross_entropy,
     event_kl,
     event_terms,
+    next_token_cross_entropy,
     projection_kl,
     teacher_importance,
 )
