@@ -45,7 +45,7 @@ WRONG = {
     "export over something else": Wrong("--export={folder}",
                                         "would replace --output_dir"),
     # losses
-    "no such loss": Wrong("--loss=kl", "--loss kl: expected one of piece_kl, projection_kl"),
+    "no such loss": Wrong("--loss=kl", "--loss kl: expected one of piece_kl, event_kl"),
     "a mixture beyond 1": Wrong("--jsd_beta=1.5", "--jsd_beta 1.5: expected 0 to 1"),
     "a skew of nothing": Wrong("--skew_lambda=1",
                                "--skew_lambda 1.0: compares the teacher with itself"),

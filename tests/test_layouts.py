@@ -343,7 +343,7 @@ def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
     flags = flags_for(models, texts, tmp_path, temperature=2.0, seed=1)
     samples = uneven_samples(texts)
     # of the divergences one: they differ in what they make of the same nodes
-    losses = ["cross_entropy", "forward_kl"]
+    losses = ["cross_entropy", "piece_kl"]
     losses += [name for name, spec in LOSSES.items() if "loss_topk" not in spec.flags]
     expected = references_of(flags, losses, samples)
     for num_ranks, layouts in LAYOUTS.items():
@@ -407,7 +407,7 @@ MIXED = {
         Layout(1, 1, 1, {"teacher_tp": 8}),
     ],
 }
-SHARDED_LOSSES = "cross_entropy", "piece_kl", "forward_kl", "projection_kl", "gold", "alm"
+SHARDED_LOSSES = "cross_entropy", "piece_kl", "event_kl", "projection_kl", "gold", "alm"
 
 
 def test_same_loss_and_gradient_with_sequences_in_shards(models, untied, texts, tmp_path):
@@ -542,7 +542,7 @@ def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
     flags = flags_for(models, texts, tmp_path, kd_weight=1.0, ce_weight=1.0,
                       ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
     samples = uneven_samples(texts)
-    changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")]
+    changes = [{"loss": loss} for loss in ("piece_kl", "event_kl", "projection_kl", "gold", "uld")]
     changes.append({"tiled": False})
     *tiled, untiled = ranks.run(1, step_sizes, flags, samples, changes)[0]
     shards = [{"loss": loss, "sequence_parallel": 2} for loss in ("piece_kl", "gold")]

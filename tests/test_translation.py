@@ -21,6 +21,7 @@ from toys import EOS, Tokenizer
 from translation import (
     Tables,
     before_goes_on,
+    cell_coverage,
     choice_question,
     inside_target,
     list_nodes,
@@ -343,6 +344,23 @@ def test_the_number_of_threads_does_not_change_a_bit():
 
 
 # --- in a job -------------------------------------------------------------------------------------
+
+
+def test_coverage_counts_what_has_a_cell_and_what_would_be_joined():
+    letters = Tokenizer()
+    toy = Toy(FINE, letters, order=1)  # the student writes "ab" as one token: no "b" behind "a"
+    nodes = list_nodes(*toy.ids)
+    covered, joined = cell_coverage(toy.y, nodes, toy.tables).values()
+    num_roots = len(nodes.roots.row_S)
+    assert covered == (pytest.approx(num_roots), num_roots)
+    read = toy.ids[0].flatten()
+    belief = toy.y.flatten(0, 1).softmax(-1)
+    expected = 0.0
+    for row_S, row_T in zip(nodes.roots.row_S.tolist(), nodes.roots.row_T.tolist()):
+        if read[row_S] == FINE.id["a"]:
+            expected += float(belief[row_T, letters.id["b"]])
+    assert expected > 1
+    assert joined == (pytest.approx(expected), num_roots)
 
 
 def test_tiles_and_packed_rows_ask_the_same_questions(tokenizers, tables, texts):
