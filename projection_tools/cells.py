@@ -1,14 +1,28 @@
 """Tables of a translation: cells, longer tokens, and the tokens that a tokenizer would join.
 
+    python -m projection_tools.cells --student A --teacher B [--output translation.pt]
+
+`translation.Tables` are the fields of the file that it names.  `--loss piece_kl` and the other
+divergences build them in flight.
+
 Shapes: V student vocabulary, W teacher vocabulary, P pieces, C cells, F longer tokens, J joins.
 """
 
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
 
-from projection_tools import all_bytes, cached, tokenizer_metadata
+from projection_tools import (
+    Pair,
+    all_bytes,
+    cached,
+    check_output,
+    save_atomically,
+    tokenizer_metadata,
+)
+from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.spell import (
     encode_bytes,
     mid_text_backend,
@@ -154,3 +168,63 @@ def cached_translation(pair, directory=None):
     """Return the tables of `build_translation`, kept on disk under the digest of the pair."""
     name = f"translation-{VERSION}-{pair.digest}.pt"
     return cached(name, lambda: build_translation(pair), directory)
+
+
+def statistics(tables):
+    """Return {what: number} of the tables of `build_translation`."""
+    num_cells = tables["num_cells"]
+    of_cell = torch.bincount(tables["cell_V"].long(), minlength=num_cells + 1)[:num_cells]
+    return {
+        "student tokens with a cell": int(of_cell.sum()),
+        "teacher tokens with a cell": int((tables["cell_W"] < num_cells).sum()),
+        "cells": num_cells,
+        "cells of one student token": int((of_cell == 1).sum()),
+        "teacher tokens longer than the student's": len(tables["longer_F"]),
+        "joins": len(tables["join_low_J"]),
+    }
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Build the tables by which a teacher's belief is translated into a student's vocabulary.
+
+    Args:
+        student: hub id or directory with the student's tokenizer.
+        teacher: hub id or directory with the teacher's tokenizer.
+        output: file to write, .pt or .safetensors; empty: none, only print statistics.
+        max_pieces: pieces kept of a spelling, 1 or more.
+        trust_remote_code: run the Python code that comes with a model, which can do anything.
+    """
+
+    student: str
+    teacher: str
+    output: str = ""
+    max_pieces: int = 16
+    trust_remote_code: bool = False
+
+    def __post_init__(self):
+        check_types(self)
+        if self.max_pieces < 1:
+            raise ValueError(f"--max_pieces {self.max_pieces}: expected 1 or more")
+
+
+def main(args):
+    check_output(args.output)
+    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
+    tables = build_translation(pair, args.max_pieces)
+    if args.output:
+        save_atomically(tables, args.output)
+        print(f"{args.output}:")
+    for name, value in statistics(tables).items():
+        print(f"  {name}: {value}")
+
+
+def cli(argv=None):
+    tool(Args, main, aliases=OLD_NAMES, argv=argv)
+
+
+if __name__ == "__main__":
+    cli()

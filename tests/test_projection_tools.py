@@ -17,6 +17,7 @@ from projection_tools import (
     as_tables,
     build,
     cached,
+    cells,
     compare,
     cut,
     exact,
@@ -32,6 +33,7 @@ from projection_tools import (
     spell,
 )
 from projection_tools.flags import parse_flags
+from translation import Tables
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +332,21 @@ def test_all_pairs_of_all_families():
             the = pair.tables[0].tokens.index("▁the")
             assert pair.tables[1].bytes_of(int(indices[the, 0])) == b" the"
             assert likelihoods[the, 0] == 1
+
+
+def test_the_tables_of_a_translation_are_written(tmp_path, capsys):
+    """As `translation.Tables` takes them, with the tokenizers that they are for."""
+    path = tmp_path / "translation.safetensors"
+    folders = [str(asset("models", name)) for name in ("stories260K", "tinytalk_neo_3M")]
+    cells.cli(["--student", folders[0], "--teacher", folders[1], "--output", str(path)])
+    assert "cells: 411" in capsys.readouterr().out
+    written = load_tables(path)
+    expected = cells.build_translation(Pair.load(*folders))
+    for name in Tables._fields:
+        if name == "num_cells":
+            assert int(written[name]) == expected[name]
+        else:
+            assert torch.equal(written[name], expected[name])
 
 
 MEMORY_OF_A_BUILD = """
