@@ -255,6 +255,7 @@ def end_if_stopped(stop, log):
     """End this rank, as all others, if one of them has received the signal `stop`; 0: none."""
     if stop:
         log.close()
+        current_watch().say_who_died()
         raise SystemExit(128 + stop)
 
 

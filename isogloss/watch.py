@@ -269,8 +269,9 @@ class Watch:
             dead = [peer for peer in self.peers if not is_running(peer.process)]
             if not dead:
                 return Ending("", speaks=False)
-        if not dead:
-            return None
+        return self._ending_by_death(dead) if dead else None
+
+    def _ending_by_death(self, dead):
         names = ", ".join(f"{peer.name} (process {peer.process})" for peer in dead)
         line = f"{names} ended before the first step, so the job ends"
         if self.training:
@@ -304,6 +305,18 @@ class Watch:
         return dead
 
     # what to say
+
+    def say_who_died(self):
+        """Print who died, if a rank has; for one that a launcher's signal ends because of it.
+
+        The signal may come before the thread has looked.
+        """
+        try:
+            dead = self._dead_peers()
+        except dist.DistError:  # a rank that ended in peace served the store
+            return
+        if dead:
+            self.say(self._ending_by_death(dead))
 
     def say(self, ending):
         """Print the line of an Ending, once, and tell the ranks of other nodes."""
