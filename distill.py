@@ -40,7 +40,13 @@ from isogloss.finite import (
     has_finite_state,
     spoil_gradient_unless_finite,
 )
-from isogloss.inputs import check_inputs, load_batches
+from isogloss.inputs import (
+    build_collator,
+    build_prompter,
+    build_reader,
+    check_inputs,
+    load_batches,
+)
 from isogloss.launch import (
     fail,
     fail_alone,
@@ -52,6 +58,7 @@ from isogloss.launch import (
 from isogloss.layout import split_ranks
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
 from isogloss.objective import LossTerms, TeacherTerm
+from isogloss.on_policy import Writer, check_writing, evaluate_rollouts, weigh_by_ratio
 from isogloss.pretrained import load_config
 from isogloss.remote_teachers import (
     TENSORS_PER_RESPONSE,
@@ -123,11 +130,16 @@ def train_student(cfg, roles, device):
                 check_sequence_shards(state)
             if cfg.pack:
                 check_packing(state)
+            if cfg.on_policy:
+                state.writer = build_writer(state, inputs)
+                check_writing(state.writer)
         start = 0  # steps taken so far
         if inputs.checkpoint:
             with fail_together(what="checkpoint"):
                 start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
+            if state.writer:
+                state.writer.load_state(extra.get("rollouts", []))
             state.last_checkpoint = inputs.checkpoint
             if cfg.extend_schedule:
                 follow_schedule(state.engine)
@@ -189,6 +201,7 @@ class TrainState:
         scales: {teacher: factor of its next step}, of --dynamic_scale.
         bad_steps: BadSteps, the latest ones that were not finite.
         last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
+        writer: Writer of what the student learns from itself, or None.
     """
 
     cfg: Config
@@ -201,6 +214,7 @@ class TrainState:
     scales: dict = field(default_factory=dict)
     bad_steps: BadSteps = field(default_factory=BadSteps)
     last_checkpoint: Path | None = None
+    writer: Writer | None = None
 
 
 def train(state, batches, held_out, start, ds_config, signals):
@@ -226,15 +240,18 @@ def train(state, batches, held_out, start, ds_config, signals):
         begin = time.perf_counter()
         periodic = cfg.eval_every and step % cfg.eval_every == 0
         evaluates = cfg.eval_rows and (periodic or step == cfg.steps)
-        micro_batches = upcoming or next_micro_batches(state, batches)
+        micro_batches = upcoming or next_micro_batches(state, batches, step)
         # Teachers on ranks of their own run on the next step meanwhile; not across an evaluation,
-        # because they respond in the order in which they are asked.
-        looks_ahead = state.client and step < cfg.steps and not evaluates
-        upcoming = next_micro_batches(state, batches) if looks_ahead else None
-        metrics = train_step(state, micro_batches)
+        # because they respond in the order in which they are asked, and not on what the student
+        # will write with the weights that this step makes.
+        is_known = not state.writer or state.writer.staleness(step + 1) > 0
+        looks_ahead = state.client and step < cfg.steps and not evaluates and is_known
+        upcoming = next_micro_batches(state, batches, step + 1) if looks_ahead else None
+        metrics, records = train_step(state, micro_batches)
         seconds = time.perf_counter() - begin
         metrics |= speed_metrics(state.engine, state.device, metrics["tokens"], seconds)
         log.write(step, metrics)
+        log.write_rollouts(step, records)
         log.advance(metrics)
         if state.bad_steps.count == cfg.max_bad_steps:
             give_up(state, step, log)
@@ -259,10 +276,12 @@ def end_if_stopped(stop, log):
         raise SystemExit(128 + stop)
 
 
-def next_micro_batches(state, batches):
+def next_micro_batches(state, batches, step):
     """Return the micro-batches of a step; teachers on ranks of their own start on them at once."""
     num = state.engine.gradient_accumulation_steps()
     micro_batches = [next(batches) for _ in range(num)]
+    if state.writer:  # drafts so far, for which the student writes now
+        micro_batches = state.writer.complete(micro_batches, step)
     if state.client:  # sources in this process compute when they are read
         for number, setup in enumerate(state.teachers):
             for batch in micro_batches:
@@ -276,7 +295,8 @@ def train_step(state, micro_batches):
     Args:
         micro_batches: this rank's Batches, one per accumulation step.
     Returns:
-        dict of global means, equal on every rank; see docs/metrics.md.
+        (dict of global means, equal on every rank, see docs/metrics.md; what the student wrote,
+        dicts for rollouts.jsonl).
     """
     engine = state.engine
     lr = engine.get_lr()[-1]  # of this step; engine.step() moves the schedule on
@@ -285,9 +305,12 @@ def train_step(state, micro_batches):
     weights = term_weights(state, counts, len(micro_batches))
     # 2. what the teachers say about all micro-batches
     micro_batches = [to_device(batch, state.device) for batch in micro_batches]
+    rollout_metrics = {}
+    if state.writer:
+        micro_batches, rollout_metrics = weigh_rollouts(state, micro_batches)
     targets = all_targets(state, micro_batches)
     # 3. per micro-batch: the student's forward pass with the losses of all teachers, backward
-    sums = torch.zeros(max(len(state.teachers), 1), 2, device=state.device)
+    sums = torch.zeros(max(len(state.teachers), 1), 3, device=state.device)
     for batch, batch_targets in zip(micro_batches, targets):
         loss, batch_sums = engine(batch.student, loss_terms(state, batch, batch_targets, weights))
         sums += batch_sums
@@ -297,11 +320,15 @@ def train_step(state, micro_batches):
         engine.step()
     release_teachers(state)
     # 4. global means
-    sums = global_sums(sums.flatten(), state.device).view(-1, 2).tolist()
+    sums = global_sums(sums.flatten(), state.device).view(-1, 3).tolist()
     state.bad_steps.note(engine, sums, [setup.name for setup in state.teachers])
     metrics = step_metrics(state, counts, sums, targets[0])
     norm = float(engine.get_global_grad_norm() or local_norm)
-    return metrics | {"lr": lr, "grad_norm": norm, "skipped_steps": engine.skipped_steps}
+    metrics |= {"lr": lr, "grad_norm": norm, "skipped_steps": engine.skipped_steps}
+    if not state.writer:
+        return metrics, []
+    of_rollouts, records = describe_rollouts(state, micro_batches, counts, targets)
+    return metrics | rollout_metrics | of_rollouts, records
 
 
 def sum_counts(micro_batches):
@@ -331,7 +358,7 @@ def term_weights(state, counts, num_micro_batches):
     micro-batches / count undoes both, so the mean is over all terms of the step, wherever they are.
     """
     scale = dist.get_world_size() * num_micro_batches
-    ce_weight = state.cfg.ce_weight * scale / max(counts.tokens, 1)
+    ce_weight = state.cfg.ce_weight * scale / max(counts.ce_tokens, 1)
     kd_weights = []
     for setup, pair in zip(state.teachers, counts.pairs):
         kd_weights.append(kd_weight(state, setup) * scale / max(pair.kd_terms, 1))
@@ -382,11 +409,11 @@ def step_metrics(state, counts, sums, targets):
 
     Args:
         counts: global Counts.
-        sums: global [cross-entropy, distillation loss] of every teacher, nats.
+        sums: global [cross-entropy, distillation loss, its part in rollouts] of every teacher.
         targets: TeacherTarget of every teacher about one micro-batch.
     """
     cfg = state.cfg
-    ce = sums[0][0] / max(counts.tokens, 1)
+    ce = sums[0][0] / max(counts.ce_tokens, 1)
     metrics = {"loss": cfg.ce_weight * ce}
     if cfg.ce_weight:
         metrics["ce"] = ce
@@ -399,6 +426,8 @@ def step_metrics(state, counts, sums, targets):
         of_teacher |= pair.metrics(counts.tokens, counts.text_bytes)
         if len(state.teachers) > 1 or cfg.dynamic_scale:
             of_teacher["kd_weight"] = weight
+        if state.writer:
+            of_teacher |= kd_by_origin(sums[number], pair)
         metrics |= named(state, setup, of_teacher)
         # a step without a term of this teacher has no ratio, nor has one that was skipped
         if cfg.dynamic_scale and kd > 0 and state.engine.was_step_applied():
@@ -408,11 +437,65 @@ def step_metrics(state, counts, sums, targets):
     return metrics
 
 
+def kd_by_origin(sums, pair):
+    """Return the mean distillation loss on what the student wrote, and on the data.
+
+    Args:
+        sums: global [cross-entropy, distillation loss, its part in rollouts], nats.
+        pair: global PairCounts.
+    """
+    metrics = {}
+    if pair.rollout_terms:
+        metrics["kd/on"] = sums[2] / pair.rollout_terms
+    if pair.kd_terms > pair.rollout_terms:
+        metrics["kd/off"] = (sums[1] - sums[2]) / (pair.kd_terms - pair.rollout_terms)
+    return metrics
+
+
 def named(state, setup, metrics):
     """Let metrics end in the name of their teacher where there are several."""
     if len(state.teachers) == 1:
         return metrics
     return {f"{key}/{setup.name}": value for key, value in metrics.items()}
+
+
+# --- on-policy: the student writes ----------------------------------------------------------------
+
+
+def build_writer(state, inputs):
+    """Return the Writer of a run."""
+    cfg = state.cfg
+    prompter = build_prompter(cfg, inputs.student, state.engine.train_batch_size())
+    return Writer(
+        cfg, state.engine, inputs.student, build_collator(cfg, inputs, state.device), prompter,
+        build_reader(cfg), inputs.held_out_data, state.device, state.sequence_group)
+
+
+def weigh_rollouts(state, micro_batches):
+    """Check rollouts that were just written, weigh older ones; return (micro-batches, metrics)."""
+    if micro_batches[0].rollout_age:
+        return weigh_by_ratio(state.cfg, state.engine, micro_batches, state.sequence_group)
+    metrics = {}
+    if state.writer.has_other_weights():
+        metrics = state.writer.gap(micro_batches)
+        gap = metrics["rollout/logp_gap"]
+        if gap > state.cfg.max_logp_gap:
+            fail(f"what writes has other weights than the student: the log-probabilities of its "
+                 f"tokens differ by {gap:.3g} nats on average (--max_logp_gap "
+                 f"{state.cfg.max_logp_gap}); {describe_last_checkpoint(state)}", code=1)
+    return micro_batches, metrics
+
+
+def describe_rollouts(state, micro_batches, counts, targets):
+    """Return (metrics of what the student wrote, its first texts); all ranks take part."""
+    names = [setup.name for setup in state.teachers]
+    nats = [0.0] * len(names)
+    for of_batch in targets:
+        for number, target in enumerate(of_batch):
+            if target.rollout_nats is not None:
+                nats[number] += float(target.rollout_nats.sum())
+    metrics = state.writer.metrics(micro_batches, counts, nats, names)
+    return metrics, state.writer.records(micro_batches, targets, names)
 
 
 # --- once in a while: evaluate, save, give up; all ranks take part --------------------------------
@@ -428,6 +511,8 @@ def run_evaluation(state, held_out):
     metrics = dict(student)
     for setup, of_teacher in zip(state.teachers, of_teachers):
         metrics |= named(state, setup, of_teacher)
+    if state.writer and state.cfg.rollout_eval:
+        metrics |= evaluate_rollouts(state.writer, state.teachers)
     return {f"eval/{key}": value for key, value in metrics.items()}
 
 
@@ -447,8 +532,11 @@ def save(state, step, log):
             return
         keep += 1  # weights can be finite and useless: the one before stays
     end_unless_finite(state, step, log)
+    extra = {"scales": state.scales}
+    if state.writer:
+        extra["rollouts"] = state.writer.state()
     save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
-                    {"scales": state.scales})
+                    extra)
     state.last_checkpoint = folder / checkpoint_name(good_step)
 
 

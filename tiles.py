@@ -348,6 +348,7 @@ class SubTile(NamedTuple):
     weight: (n,) float, weight of the terms that begin at each student position; None: 1.
     teacher_positions: int64 positions of the flattened (B * T); compute their teacher logits before
         this sub-tile, for it and those that follow.  None: the teacher logits that exist suffice.
+    on_policy: the student wrote its text, which is compared with the teacher, but not imitated.
     """
 
     student_slice: slice
@@ -359,6 +360,7 @@ class SubTile(NamedTuple):
     terms: Any = None
     weight: Tensor | None = None
     teacher_positions: Tensor | None = None
+    on_policy: bool = False
 
 
 class Tile(NamedTuple):

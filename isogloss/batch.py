@@ -10,7 +10,7 @@ Shapes: B rows (samples, or packed rows), S student positions, T teacher positio
 
 import math
 import warnings
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from isogloss.chat import SkippedChat, encode_chat, pair_chats, render
 from isogloss.counts import Counts, PairCounts
 from isogloss.long_texts import leave_out_tail
+from isogloss.rollouts import Rollout, pair_rollout, student_reading
 from isogloss.sample import (
     Pairing,
     PairSample,
@@ -45,6 +46,8 @@ class StudentBatch:
         num_bytes: (B, S) int64, bytes of the predicted token, -1 for eos and padding.
         positions: (B, S) int64 for packed rows and for shards; None: 0, 1, 2, ...
         tiles: list of `tiles.Tile` for the cross-entropy of a run without a teacher, else None.
+        logp: (B, S) float32, log-probability of the label when the student wrote it, NaN for what
+            it did not write; None: there is no rollout.
     """
 
     ids: torch.Tensor
@@ -52,6 +55,7 @@ class StudentBatch:
     num_bytes: torch.Tensor
     positions: torch.Tensor | None = None
     tiles: list | None = None
+    logp: torch.Tensor | None = None
 
 
 @dataclass
@@ -69,6 +73,7 @@ class TeacherBatch:
         sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
             `sequence.SequenceShard`; None without sequence parallelism.
+        is_rollout: (samples,) bool, which of them the student wrote; None: there is no rollout.
     """
 
     ids: torch.Tensor
@@ -82,6 +87,7 @@ class TeacherBatch:
     tiles: list
     sample_of_student: torch.Tensor
     halo_index: torch.Tensor | None = None
+    is_rollout: torch.Tensor | None = None
 
 
 @dataclass
@@ -93,12 +99,18 @@ class Batch:
         teachers: a TeacherBatch for each teacher.
         counts: Counts of this rank's samples.
         sample_ids: position of each sample in the data stream; -1: fills up the last batch.
+        rollouts: of each sample its `rollouts.Rollout`, or None; empty: there is none.
+        rollout_age: steps since the rollouts were written.
+        skipped_prompts: samples that are left out because they give no prompt.
     """
 
     student: StudentBatch
     teachers: list
     counts: Counts
     sample_ids: list
+    rollouts: list = field(default_factory=list)
+    rollout_age: int = 0
+    skipped_prompts: int = 0
 
 
 def to_device(value, device):
@@ -123,11 +135,15 @@ def to_device(value, device):
 class Example(NamedTuple):
     """Hold a row of the data: its text or chat, and the value that chooses its teachers.
 
+    content: text, chat, `rollouts.Rollout` or None (no sample); before rollouts are written also
+        `rollouts.RolloutPrompt` and `rollouts.OldRollout`.
     route: value of the column --route_key; an Ellipsis: every teacher takes part.
+    prompt: value of the column --prompt_key; None: there is none.
     """
 
     content: object
     route: object = ...  # not None, which is what an empty cell of the column holds
+    prompt: object = None
 
 
 @dataclass
@@ -188,21 +204,26 @@ class Collator:
         teachers = []
         for number, pair in enumerate(self.pairs):
             pair_samples = [sample.pairs[number] for sample in samples]
-            teacher, pair_counts, tokens = self._teacher_batch(
+            teacher, pair_counts, labels = self._teacher_batch(
                 pair, pair_samples, student, student_rows)
             teachers.append(teacher)
             counts.pairs.append(pair_counts)
             # Sequence shards of different pairs own different positions near a border, but over
             # all ranks each pair owns every position once: any of them counts the tokens.
-            counts.tokens = counts.tokens if number else tokens
+            if number == 0:
+                count_tokens(counts, labels, student.logp)
         if not self.pairs:
-            counts.tokens = self._plan_cross_entropy(student)
+            count_tokens(counts, self._plan_cross_entropy(student), student.logp)
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts
             counts.text_bytes = 0
         if self.sequence_size > 1:
             self._keep_shard(student)
         sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
-        return Batch(student, teachers, counts, sample_ids)
+        rollouts = []
+        if student.logp is not None:
+            contents = [as_example(example).content for example in examples]
+            rollouts = [content if isinstance(content, Rollout) else None for content in contents]
+        return Batch(student, teachers, counts, sample_ids, rollouts)
 
     # --- texts -> samples
 
@@ -244,6 +265,8 @@ class Collator:
             if example.content is None:
                 student = None
                 pairings = [Pairing()] * len(self.pairs)
+            elif isinstance(example.content, Rollout):
+                student, pairings = self._read_rollout(example.content, takes_part[number])
             elif isinstance(example.content, str):
                 ids = [of_teacher[number] for of_teacher in teacher_ids]
                 student, pairings = self._read_text(example.content, student_ids[number], ids)
@@ -320,6 +343,18 @@ class Collator:
             pairings.append(pair_chats(messages, (rendering, of_teacher), encoders, self.aligner))
         return student, pairings
 
+    def _read_rollout(self, rollout, takes_part):
+        """Return (EncodedText, [Pairing]) of what the student wrote."""
+        student = student_reading(rollout, self.student)
+        pairings = []
+        for pair, wanted in zip(self.pairs, takes_part):
+            pairing = Pairing()
+            if wanted:
+                encoders = self.student, pair.encoder
+                pairing = pair_rollout(rollout, student, encoders, self.aligner)
+            pairings.append(pairing)
+        return student, pairings
+
     @staticmethod
     def _render(messages, encoder):
         """Return the Rendering of a chat, or None, with a warning, where the template refuses."""
@@ -353,10 +388,11 @@ class Collator:
             num_bytes=rows.fill(sides, "num_bytes", -1),
             # rows of one sample count from 0, as models do without being told
             positions=rows.positions() if self.pack else None,
+            logp=rows.logp(sides),
         )
 
     def _teacher_batch(self, pair, samples, student, student_rows):
-        """Return (TeacherBatch, PairCounts, student tokens that this rank's loss predicts)."""
+        """Return (TeacherBatch, PairCounts, labels whose loss this rank computes)."""
         sides = [sample.teacher for sample in samples]
         # the student's rows, so that a chunk is in the same row on both sides
         rows = Rows(student_rows.rows, sides)
@@ -372,6 +408,7 @@ class Collator:
             teacher_chunk=rows.fill(samples, "teacher_chunk", -1),
             tiles=[],
             sample_of_student=student_rows.sample_of_position(),
+            is_rollout=student_rows.is_rollout,
         )
         labels = student.labels
         texts = None
@@ -385,14 +422,29 @@ class Collator:
             batch.student_chunk = torch.where(shard.owned_mask, batch.student_chunk, -1)
             batch.teacher_chunk = torch.where(shard.teacher_mask, batch.teacher_chunk, -1)
         batch.tiles = self._plan_tiles(pair, labels, batch, texts)
-        counts = self._count_pair(pair, samples, batch)
-        tokens = int((labels >= 0).sum())
+        counts = self._count_pair(pair, samples, batch, student.logp)
         if shard:  # last, as all of the above names positions of whole sequences
             self._localize(batch, shard)
-        return batch, counts, tokens
+        return batch, counts, labels
 
     def _plan_tiles(self, pair, labels, batch, texts):
-        """Return the tiles of a pair, with the terms of its loss."""
+        """Return the tiles of a pair, with the terms of its loss; rollouts have tiles of their own.
+        """
+        if batch.is_rollout is None:
+            return self._plan_part(pair, labels, batch, texts, False)
+        tiles = []
+        for on_policy in (False, True):
+            in_part = batch.is_rollout == on_policy
+            student_mask = in_part[batch.sample_of_student].view_as(labels)
+            teacher_mask = in_part[batch.sample].view_as(batch.teacher_chunk)
+            part = replace(
+                batch, student_chunk=torch.where(student_mask, batch.student_chunk, -1),
+                teacher_chunk=torch.where(teacher_mask, batch.teacher_chunk, -1))
+            labels_of_part = torch.where(student_mask, labels, -100)
+            tiles += self._plan_part(pair, labels_of_part, part, texts, on_policy)
+        return tiles
+
+    def _plan_part(self, pair, labels, batch, texts, on_policy):
         vocab_sizes = len(self.student.table), len(pair.encoder.table)
         tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
                            vocab_sizes, self.tile_mib, self.sub_tiles,
@@ -403,6 +455,7 @@ class Collator:
             # listed here, where data workers do it while the model trains
             sub_tiles = []
             for sub_tile in tile.sub_tiles:
+                sub_tile = sub_tile._replace(on_policy=on_policy)
                 if sub_tile.teacher_positions is not None:
                     teacher_positions = sub_tile.teacher_positions
                 if texts:
@@ -415,21 +468,24 @@ class Collator:
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
 
-    def _count_pair(self, pair, samples: list[PairSample], batch):
+    def _count_pair(self, pair, samples: list[PairSample], batch, logp):
         """Return the PairCounts of this rank."""
-        counts = PairCounts(aligned_tokens=int((batch.student_chunk >= 0).sum()))
-        if pair.spelling is None:
-            chunks = find_chunks(batch.student_chunk, batch.teacher_chunk)
-            counts.kd_terms = len(chunks.first_S)
-        else:
-            for tile in batch.tiles:
-                for sub_tile in tile.sub_tiles:
-                    counts.kd_terms += int(sub_tile.terms.count_all)
+        is_aligned = batch.student_chunk >= 0
+        counts = PairCounts(aligned_tokens=int(is_aligned.sum()))
+        for tile in batch.tiles:
+            for sub_tile in tile.sub_tiles:
+                num_terms = number_of_terms(sub_tile, pair.spelling)
+                counts.kd_terms += num_terms
+                counts.rollout_terms += num_terms * sub_tile.on_policy
+        if logp is not None:
+            counts.rollout_nats = -float(logp[is_aligned & ~logp.isnan()].double().sum())
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts
             return counts
         alignments = []
-        for sample in samples:
+        for number, sample in enumerate(samples):
             counts.aligned_bytes += sample.aligned_bytes
+            if batch.is_rollout is not None and batch.is_rollout[number]:
+                counts.rollout_bytes += sample.aligned_bytes
             counts.skipped_chats += sample.skipped
             if sample.alignment:
                 alignments.append(sample.alignment)
@@ -437,7 +493,7 @@ class Collator:
         return counts
 
     def _plan_cross_entropy(self, student):
-        """Plan the tiles of a run without a teacher; return the tokens that they predict."""
+        """Plan the tiles of a run without a teacher; return the labels that they predict."""
         # the tiles of a pair whose teacher side has no position
         no_chunk = torch.full_like(student.ids, -1)
         nothing = torch.zeros(len(student.ids), 0, dtype=torch.long)
@@ -449,7 +505,7 @@ class Collator:
                                    self.tile_mib, self.sub_tiles)
         if shard:
             student.tiles = localize_tiles(student.tiles, shard)
-        return int((labels >= 0).sum())
+        return labels
 
     # --- sequence parallelism
 
@@ -470,7 +526,10 @@ class Collator:
         if student.positions is None:  # a shard does not begin at position 0
             student.positions = torch.arange(width).expand(num_rows, width)
         columns = self._shard_columns(width)
-        for name in ("ids", "labels", "num_bytes", "positions"):
+        names = ["ids", "labels", "num_bytes", "positions"]
+        if student.logp is not None:
+            names.append("logp")
+        for name in names:
             # a view would send the rows' whole storage from the data worker
             setattr(student, name, getattr(student, name)[:, columns].contiguous())
 
@@ -492,6 +551,22 @@ class Collator:
 def as_example(value):
     """Return an Example of a bare text, chat or None."""
     return value if isinstance(value, Example) else Example(value)
+
+
+def count_tokens(counts, labels, logp):
+    """Count in Counts the labels that a rank's loss predicts."""
+    is_label = labels >= 0
+    counts.tokens = int(is_label.sum())
+    if logp is not None:
+        is_label = is_label & logp.isnan()
+    counts.ce_tokens = int(is_label.sum())
+
+
+def number_of_terms(sub_tile, spelling):
+    """Return how many terms the distillation loss of a sub-tile has."""
+    if spelling is None:
+        return len(sub_tile.terms.first_S)
+    return int(sub_tile.terms.count_all)
 
 
 def pad_id(table):
@@ -571,6 +646,7 @@ class Rows:
         rows: the samples of every row, one after the other.
         offsets: (samples,) column at which each sample begins.
         shape: of the tensors.
+        is_rollout: (samples,) bool, which of them the student wrote; None: there is no rollout.
     """
 
     def __init__(self, rows, sides, multiple=1):
@@ -589,6 +665,8 @@ class Rows:
             last = row[-1]
             longest = max(longest, self.offsets[last] + lengths[last])
         self.shape = len(rows), -(-longest // multiple) * multiple
+        of_sides = [side.logp is not None for side in sides]
+        self.is_rollout = torch.tensor(of_sides) if any(of_sides) else None
 
     def numbers_before(self, sizes):
         """Return for each sample the sum of the sizes of the samples before it in its row."""
@@ -608,6 +686,19 @@ class Rows:
                 values = getattr(samples[number], name)
                 start = self.offsets[number]
                 out[line, start : start + len(values)] = values
+        return torch.from_numpy(out)
+
+    def logp(self, samples):
+        """Return a (rows, width) float32 tensor of `TokenRow.logp`, NaN where there is none."""
+        if self.is_rollout is None:
+            return None
+        out = np.full(self.shape, np.nan, np.float32)
+        for line, row in enumerate(self.rows):
+            for number in row:
+                values = samples[number].logp
+                if values is not None:
+                    start = self.offsets[number]
+                    out[line, start : start + len(values)] = values
         return torch.from_numpy(out)
 
     def positions(self):

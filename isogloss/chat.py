@@ -66,11 +66,7 @@ def render(messages, encoder):
             raise SkippedChat(f"the chat template of {name} refuses a chat: {error}") from None
 
     text = template(messages)
-    # A rendering holds its own bos and eos, if the template writes them.
-    coded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
-                              verbose=False)
-    ids = np.array(coded["input_ids"], np.int64)
-    located = locate(ids, encoder.table, text, coded["offset_mapping"])
+    ids, located = read_rendering(text, encoder)
     # Parts are found as characters; tokens are located as bytes.
     byte_of_character = character_starts(text)
     spans = {}
@@ -78,6 +74,15 @@ def render(messages, encoder):
         begin = int(byte_of_character[kept.start])
         spans[key] = Span(begin, len(kept.before.encode()), len(kept.text.encode()))
     return Rendering(ids, located, spans, _turn_ends(ids, located, spans, encoder.table))
+
+
+def read_rendering(text, encoder):
+    """Return the tokens of what a chat template wrote, and where in it they stand, as a Located."""
+    # A rendering holds its own bos and eos, if the template writes them.
+    coded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                              verbose=False)
+    ids = np.array(coded["input_ids"], np.int64)
+    return ids, locate(ids, encoder.table, text, coded["offset_mapping"])
 
 
 def _turn_ends(ids, located, spans, table):

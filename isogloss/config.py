@@ -71,6 +71,30 @@ class Config:
         dynamic_scale: multiply each teacher's distillation loss by cross-entropy / distillation
             loss of the step before, so that kd_weight says how much it counts beside the text.
             Needs ce_weight.
+        on_policy: share of the samples that the student writes itself, 0 to 1, each in place of the
+            text or of the assistant's last message. The teachers correct what it wrote by the same
+            loss; there is no cross-entropy on it. See docs/on_policy.md.
+        prompt_key: column of the prompts of what the student writes, text or chats. Empty: the
+            first prompt_tokens of a text, or a chat before the assistant's last message.
+        prompt_tokens: student tokens of a text that are the prompt (of a short one its half).
+        rollout_tokens: tokens that the student writes at most, 1 or more.
+        rollouts_per_prompt: how often the student writes from the same prompt; so many neighboring
+            samples share one.
+        rollout_every: steps that use the same rollouts, 1 or more. After the first of them, each
+            term counts as much more as the student would come there more often by now.
+        ratio: of probabilities, by which such terms count. clamp: at most max_ratio. mask: 0
+            outside of 1 / max_ratio to max_ratio.
+        max_ratio: see ratio, 1 or more.
+        rollout_temperature: of what the student writes, 0.001 to 1000.
+        rollout_top_p: it writes the most likely tokens with this probability together, above 0 to
+            1.
+        rollout_batch: texts that a rank writes side by side.
+        rollout_replica: with ZeRO-3, write with a whole copy of the student on every rank. false
+            gathers layer by layer for every token, which is slow and takes no memory.
+        max_logp_gap: mean difference, in nats, between a token's log-probability when it is written
+            and when it is learned with the same weights; a larger one ends the job.
+        rollout_log: rollouts of a step that rollouts.jsonl keeps.
+        rollout_eval: held-out rows from which the student writes at every evaluation.
         tiled: compute logits and loss tile by tile from hidden states. false computes the logits of
             a whole micro-batch.
         loss_memory_mib: MiB for the logits of a tile and what the loss makes of them.
@@ -163,6 +187,21 @@ class Config:
     kd_weight: float = 1.0
     ce_weight: float = 1.0
     dynamic_scale: bool = False
+    on_policy: float = 0.0
+    prompt_key: str = ""
+    prompt_tokens: int = 32
+    rollout_tokens: int = 128
+    rollouts_per_prompt: int = 1
+    rollout_every: int = 1
+    ratio: str = "clamp"
+    max_ratio: float = 5.0
+    rollout_temperature: float = 1.0
+    rollout_top_p: float = 1.0
+    rollout_batch: int = 64
+    rollout_replica: bool = True
+    max_logp_gap: float = 0.1
+    rollout_log: int = 1
+    rollout_eval: int = 32
     tiled: bool = True
     loss_memory_mib: int = 512
     temperature: float = 1.0
@@ -250,9 +289,32 @@ class Config:
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
+        self._check_on_policy()
         if self.activation_offload and not self.activation_checkpointing:
             raise ValueError("--activation_offload: moves what --activation_checkpointing keeps; "
                              "add --activation_checkpointing")
+
+    def _check_on_policy(self):
+        if self.on_policy > 1:
+            raise ValueError(f"--on_policy {self.on_policy}: expected a share of the samples, 0 to "
+                             "1")
+        if not 0 < self.rollout_top_p <= 1:
+            raise ValueError(f"--rollout_top_p {self.rollout_top_p}: expected more than 0, at most "
+                             "1")
+        if not self.on_policy:
+            if self.prompt_key:
+                raise ValueError("--prompt_key: names prompts for what the student writes; add "
+                                 "--on_policy")
+            return
+        if not self.kd_weight:
+            raise ValueError(f"--on_policy {self.on_policy} with --kd_weight 0: what the student "
+                             "writes is learned from teachers alone; raise --kd_weight")
+        if self.on_policy == 1 and self.dynamic_scale:
+            raise ValueError("--dynamic_scale with --on_policy 1: there is no cross-entropy to "
+                             "scale by; leave it out")
+        if self.rollout_tokens >= self.max_length:
+            raise ValueError(f"--rollout_tokens {self.rollout_tokens}: leaves no room for a prompt "
+                             f"within --max_length {self.max_length}")
 
     def _check_teachers(self):
         if self.teachers:
@@ -278,16 +340,22 @@ LOWEST = dict(
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
     teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, teacher_output_topk=1,
-    teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE)
+    teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE, on_policy=0,
+    prompt_tokens=1, rollout_tokens=1, rollouts_per_prompt=1, rollout_every=1, max_ratio=1,
+    rollout_temperature=LOWEST_TEMPERATURE, rollout_batch=1, rollout_log=0, rollout_eval=0,
+    max_logp_gap=0)
 
 # The largest value of a flag: beyond it random generators or float32 fail, or no machine suffices.
 HIGHEST = dict(
     seed=2**32 - 2**16, steps=10**12, temperature=1e3, kd_weight=1e6, ce_weight=1e6,
     teacher_alpha=1e6, learning_rate=1e3, projection_learning_rate=1e3, num_workers=512,
-    max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20)
+    max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20, rollout_temperature=1e3,
+    rollout_every=2**20, rollouts_per_prompt=2**20, max_ratio=1e6)
 
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
+
+RATIOS = "clamp", "mask"
 
 # Flags that may change when a run resumes; all others decide what is learned.  Of `steps` this is
 # true where the schedule does not follow from it, see `run_identity.expected_identity`.
@@ -296,7 +364,8 @@ FREE_ON_RESUME = {
     "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
     "sequence_parallel", "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
     "activation_checkpointing", "activation_offload", "mlp_tiles", "pack", "tiled",
-    "loss_memory_mib", "extend_schedule"}
+    "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
+    "rollout_eval", "max_logp_gap"}
 
 # The order of --help.
 GROUPS = {
@@ -306,6 +375,10 @@ GROUPS = {
              "teacher_max_length", "pack", "aligner", "eval_rows", "num_workers"],
     "loss": ["loss", "kd_weight", "ce_weight", "dynamic_scale", *loss_flags(), "learn_projection",
              "projection_learning_rate", "tiled", "loss_memory_mib"],
+    "on-policy": ["on_policy", "prompt_key", "prompt_tokens", "rollout_tokens",
+                  "rollouts_per_prompt", "rollout_every", "ratio", "max_ratio",
+                  "rollout_temperature", "rollout_top_p", "rollout_batch", "rollout_replica",
+                  "max_logp_gap", "rollout_log", "rollout_eval"],
     "teachers": ["teacher", "teachers", "teacher_weights", "teacher_alpha", "route_key",
                  "normalize_by_vocab", "teacher_output", "teacher_output_topk"],
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",
@@ -324,6 +397,7 @@ def choices_of_flags():
         "projection_columns": ("all", "reachable"),
         "train_on": ("assistant", "all"),
         "alm_mode": ALM_MODES,
+        "ratio": RATIOS,
         "teacher_dtype": ("auto", "float32", "bfloat16", "float16"),
         "teacher_engine": tuple(engine_names()),
         "teacher_output": TEACHER_OUTPUTS,

@@ -24,6 +24,9 @@ class PairCounts:
         source_bytes: bytes of the whole texts, before any cut; the fields below speak of these.
         normalized_bytes, unencodable_bytes, unmatched_bytes: see `align.Alignment.dropped`.
         chunks: all chunks; chunks_1_n: of one student token and several teacher tokens, and so on.
+        rollout_terms: those of `kd_terms` in rollouts.
+        rollout_bytes: those of `aligned_bytes` in rollouts.
+        rollout_nats: -log p of the student when it wrote the tokens in these chunks.
     """
 
     # Floats, because sums over ranks come back as float64.
@@ -40,6 +43,9 @@ class PairCounts:
     chunks_1_n: float = 0
     chunks_n_1: float = 0
     chunks_n_m: float = 0
+    rollout_terms: float = 0
+    rollout_bytes: float = 0
+    rollout_nats: float = 0
 
     def add_alignments(self, alignments):
         """Count whole texts, before any cut."""
@@ -85,18 +91,20 @@ class Counts:
     """Count what a batch, a step or a whole job's step holds; counts add up.
 
     Attributes:
-        tokens: student tokens to predict, the terms of the cross-entropy.
-        text_bytes: UTF-8 bytes that these tokens spell.
+        tokens: student tokens to predict.
+        ce_tokens: those of the data, the terms of the cross-entropy; the others are in rollouts.
+        text_bytes: UTF-8 bytes that the tokens spell.
         pairs: PairCounts of every teacher.
     """
 
     tokens: float = 0
+    ce_tokens: float = 0
     text_bytes: float = 0
     pairs: list = field(default_factory=list)
 
     def vector(self):
         """Return all numbers as one list, in the order that `of_vector` reads."""
-        numbers = [self.tokens, self.text_bytes]
+        numbers = [self.tokens, self.ce_tokens, self.text_bytes]
         for pair in self.pairs:
             for name in PAIR_FIELDS:
                 numbers.append(getattr(pair, name))
@@ -105,8 +113,8 @@ class Counts:
     @classmethod
     def of_vector(cls, numbers):
         """Make Counts of what `vector` returned."""
-        counts = cls(numbers[0], numbers[1])
-        for first in range(2, len(numbers), len(PAIR_FIELDS)):
+        counts = cls(*numbers[:3])
+        for first in range(3, len(numbers), len(PAIR_FIELDS)):
             counts.pairs.append(PairCounts(*numbers[first : first + len(PAIR_FIELDS)]))
         return counts
 

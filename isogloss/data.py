@@ -10,6 +10,7 @@ import glob
 import itertools
 import os
 import time
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,6 +36,7 @@ from isogloss.data_checks import (
     problem_of,
     split_suffix,
 )
+from isogloss.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.workers import DataError, Loader, worker_of
 
 SHUFFLE_BUFFER = 10_000  # samples, of a stream only: some 50 MB of web text; not tuned
@@ -273,11 +275,13 @@ class ExampleReader:
 
     Attributes:
         source: what --data says.
+        prompt_key: column of prompts; empty: there is none.
     """
 
     text_key: str
     route_key: str = ""
     source: str = ""
+    prompt_key: str = ""
 
     def __call__(self, row, number=None):
         """Return the Example of a row, whose number is for messages alone."""
@@ -288,7 +292,8 @@ class ExampleReader:
                             "or remove it")
         # the Ellipsis stands for all teachers, None for an empty cell of the column
         route = row[self.route_key] if self.route_key else ...
-        return Example(row[self.text_key], route)
+        prompt = row[self.prompt_key] if self.prompt_key else None
+        return Example(row[self.text_key], route, prompt)
 
     def problem_of(self, row):
         """Return what is wrong with a row, to follow its name; None: nothing."""
@@ -296,6 +301,10 @@ class ExampleReader:
             route = row.get(self.route_key)
             if isinstance(route, (list, dict)):
                 return f": {self.route_key!r} holds {route!r:.40}, expected a text or a number"
+        if self.prompt_key:
+            problem = problem_of(row.get(self.prompt_key))
+            if problem:
+                return f": {self.prompt_key!r}{problem}"
         return problem_of(row.get(self.text_key))
 
 
@@ -371,8 +380,27 @@ class StreamedExamples:
 
 
 @dataclass
+class Draft:
+    """Hold a micro-batch whose rollouts are still to be written.
+
+    Attributes:
+        examples: Example each; of rollouts the content is a `rollouts.RolloutPrompt`, or an
+            `rollouts.OldRollout`.
+        sample_ids: see `batch.Batch`.
+        skipped_prompts: samples that are left out because they give no prompt.
+    """
+
+    examples: list
+    sample_ids: list
+    skipped_prompts: int = 0
+
+
+@dataclass
 class MicroBatches:
-    """This rank's micro-batches, from step `start` on, without an end."""
+    """This rank's micro-batches, from step `start` on, without an end.
+
+    With a Prompter they are Drafts, else Batches.
+    """
 
     stream: ShuffledExamples | StreamedExamples
     collator: Collator
@@ -381,6 +409,7 @@ class MicroBatches:
     rank: int
     num_ranks: int
     start: int = 0
+    prompter: Prompter | None = None
 
     def __iter__(self):
         worker, num_workers = worker_of()
@@ -391,8 +420,35 @@ class MicroBatches:
             # into ranks and micro-batches.
             begin = (number * self.num_ranks + self.rank) * self.micro_batch_size
             sample_ids = range(begin, begin + self.micro_batch_size)
+            if self.prompter:
+                yield self._draft(sample_ids)
+                continue
             examples = [self.stream.example(position) for position in sample_ids]
             yield self.collator(examples, sample_ids)
+
+    def _draft(self, sample_ids):
+        """Return the Draft of some positions of the stream."""
+        draft = Draft([], list(sample_ids))
+        rows = {}  # a stream gives each row once, and a prompt may have several rollouts
+        for position in sample_ids:
+            slot = self.prompter.slot(position)
+            if slot and not slot.is_new:
+                draft.examples.append(Example(OldRollout((slot.source, slot.copy))))
+                continue
+            source = slot.source if slot else position
+            if source not in rows:
+                rows[source] = self.stream.example(source)
+            example = rows[source]
+            if slot:
+                try:
+                    prompt = self.prompter.prompt(example, (slot.source, slot.copy))
+                    example = example._replace(content=prompt)
+                except SkippedPrompt as error:
+                    warnings.warn(f"{error}; such samples are left out", stacklevel=2)
+                    example = Example(None)
+                    draft.skipped_prompts += 1
+            draft.examples.append(example)
+        return draft
 
 
 @dataclass

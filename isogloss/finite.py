@@ -90,14 +90,14 @@ class BadSteps:
 
         Args:
             engine: DeepSpeed engine.
-            sums: global [cross-entropy, distillation loss] of every teacher, nats.
+            sums: global [cross-entropy, distillation loss, ...] of every teacher, nats.
             teachers: their names.
         """
         causes = []
         if not math.isfinite(sums[0][0]):
             causes.append("the cross-entropy")
-        for name, (_, kd) in zip(teachers, sums):
-            if not math.isfinite(kd):
+        for name, of_teacher in zip(teachers, sums):
+            if not math.isfinite(of_teacher[1]):
                 causes.append(f"the distillation loss of teacher {name}")
         is_routine = not causes and loss_scale_can_fall(engine)
         if engine.was_step_applied() or is_routine:

@@ -22,6 +22,8 @@ from isogloss.data import (
     StreamedExamples,
     check_routes,
     check_templates,
+    column_names,
+    first_rows,
     holds_chats,
     load_dataset,
     loader,
@@ -35,6 +37,7 @@ from isogloss.layout import node_size, teacher_groups
 from isogloss.loss_table import build_loss
 from isogloss.model_teachers import reads_more_than_text, resolve_engine
 from isogloss.pretrained import check_random, check_weights, load_config
+from isogloss.rollouts import Prompter, SkippedPrompt
 from isogloss.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
@@ -44,6 +47,8 @@ from isogloss.teachers import MODEL_ENGINES
 from projection_tools import fingerprint, load_tokenizer
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
+
+PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 
 
 @dataclass
@@ -212,7 +217,34 @@ def load_data(cfg, student, encoders):
                                  f"{cfg.text_key!r} holds chats; set chat_template in "
                                  "tokenizer_config.json")
         check_templates(dataset, cfg.text_key, [student, *encoders.values()], cfg.data)
+    if cfg.on_policy:
+        check_prompts(cfg, dataset, student)
     return split_dataset(dataset, cfg.eval_rows, cfg.text_key, cfg.data)
+
+
+def check_prompts(cfg, dataset, student):
+    """Raise a ValueError where the first rows give no prompts.
+
+    Args:
+        student: TextEncoder.
+    """
+    columns = column_names(dataset)
+    if cfg.prompt_key and cfg.prompt_key not in columns:
+        raise ValueError(f"--prompt_key {cfg.prompt_key}: no such column; it has "
+                         f"{', '.join(columns)}")
+    reader = build_reader(cfg)
+    prompter = build_prompter(cfg, student, 1)
+    errors = []
+    rows = first_rows(dataset, PROMPTS_TO_TRY, cfg.text_key, cfg.data)
+    for number, row in enumerate(rows):
+        try:
+            prompter.prompt(reader(row, number), (number, 0))
+            return  # prompts that are skipped later are counted
+        except SkippedPrompt as error:
+            errors.append(error)
+    if errors:
+        raise ValueError(f"--on_policy: {errors[0]}; so it is with the first {len(errors)} rows; "
+                         "repair them, or name other prompts with --prompt_key")
 
 
 def plan_teachers(cfg, student, encoders, device):
@@ -303,14 +335,33 @@ def load_batches(cfg, inputs, engine, device, start, asked_to_end=lambda: False)
     num_readers = dist.get_world_size() // cfg.sequence_parallel
     collator = build_collator(cfg, inputs, device)
     micro_batch_size = engine.train_micro_batch_size_per_gpu()
-    reader = ExampleReader(cfg.text_key, cfg.route_key, cfg.data)
+    reader = build_reader(cfg)
+    prompter = None
+    if cfg.on_policy:
+        prompter = build_prompter(cfg, inputs.student, engine.train_batch_size())
     stream = StreamedExamples if cfg.streaming else ShuffledExamples
     batches = MicroBatches(
         stream(inputs.train_data, reader, cfg.seed, cfg.eval_rows), collator, micro_batch_size,
-        engine.gradient_accumulation_steps(), reader_rank, num_readers, start)
+        engine.gradient_accumulation_steps(), reader_rank, num_readers, start, prompter)
     held_out = HeldOutBatches(inputs.held_out_data, reader, collator, micro_batch_size,
                               reader_rank, num_readers)
     return iter(loader(batches, cfg.num_workers, asked_to_end)), loader(held_out, 0)
+
+
+def build_reader(cfg):
+    """Return the ExampleReader of a run."""
+    return ExampleReader(cfg.text_key, cfg.route_key, cfg.data, cfg.prompt_key)
+
+
+def build_prompter(cfg, student, samples_per_step):
+    """Return the Prompter of a run.
+
+    Args:
+        student: TextEncoder.
+        samples_per_step: over all ranks.
+    """
+    return Prompter(student, cfg.seed, cfg.on_policy, samples_per_step, cfg.prompt_tokens,
+                    cfg.rollout_tokens, cfg.rollouts_per_prompt, cfg.rollout_every)
 
 
 def build_collator(cfg, inputs, device, tile_mib=None):

@@ -104,7 +104,10 @@ class Log:
         folder = Path(cfg.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
+        self.rollout_path = folder / "rollouts.jsonl"
         _drop_lines_after(self.path, start_step)
+        if self.rollout_path.exists():
+            _drop_lines_after(self.rollout_path, start_step)
         # Every resume adds a record of its own, under its step.
         record_name = f"run_{start_step:07d}.json" if start_step else "run.json"
         write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
@@ -128,6 +131,24 @@ class Log:
             file.write(json.dumps({"step": step} | metrics, allow_nan=False) + "\n")
         if self.wandb:
             self.wandb.log(metrics, step=step)
+
+    def write_rollouts(self, step, records):
+        """Append to rollouts.jsonl what the student wrote; wandb shows it as a table.
+
+        Args:
+            records: dicts of `on_policy.record_of`.
+        """
+        if not self.is_active or not records:
+            return
+        with open(self.rollout_path, "a") as file:
+            for record in records:
+                file.write(json.dumps({"step": step} | record) + "\n")
+        if self.wandb:
+            import wandb
+
+            columns = ["prompt", "text", "student_nats_per_byte"]
+            rows = [[record[column] for column in columns] for record in records]
+            self.wandb.log({"rollouts": wandb.Table(columns=columns, data=rows)}, step=step)
 
     def advance(self, metrics):
         """Move the progress bar by one step."""

@@ -25,12 +25,15 @@ class TeacherTarget:
         loss_fn: see `loss_table.DistillationLoss`, for these columns.
         confidence: (B,) float, how sure it is of each sample; None where nothing asks for it.
         bytes_per_token: memory that its logits occupy until the loss reads them.
+        rollout_nats: (samples,) -log q of its tokens in the chunks of rollouts; None: there is no
+            rollout.
     """
 
     logits: LogitsSource
     loss_fn: Callable
     confidence: torch.Tensor | None
     bytes_per_token: float
+    rollout_nats: torch.Tensor | None = None
 
 
 @dataclass
@@ -79,9 +82,9 @@ def micro_batch_loss(student_logits, terms):
             StoredLogits, of the flattened (B * S) positions of this rank.
         terms: LossTerms.
     Returns:
-        (loss, sums): () with its gradient; (M, 2) sums of cross-entropy and distillation loss for
-        each teacher, in nats.  The first teacher's tiles carry the cross-entropy: the text is
-        learned once.
+        (loss, sums): () with its gradient; (M, 3) sums of cross-entropy, distillation loss and its
+        part in rollouts for each teacher, in nats.  The first teacher's tiles carry the
+        cross-entropy: the text is learned once.
     """
     if not terms.teachers:  # the text alone
         weights = [terms.ce_weight, 0.0]
@@ -109,20 +112,21 @@ def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameter
         weights: of the two; what has weight 0 is not computed.
         parameters: what the loss trains beside the student's model.
     Returns:
-        (loss, sums): (), the weighted sum with its gradient, and (2,) both sums, in nats.
+        (loss, sums): (), the weighted sum with its gradient, and (3,) sums, see `micro_batch_loss`.
     """
+    weights = [*weights, 0.0]  # the part in rollouts is counted already
     def tile_loss(student, teacher, sub_tile):
         # half precision would round sums of thousands of terms
         zero = student.new_zeros((), dtype=torch.float32)
         ce = zero
         kd = zero
-        if weights[0]:
+        if weights[0] and not sub_tile.on_policy:
             # Tiles hold labeled positions only, so no row has to be selected.
             ce, _ = next_token_cross_entropy(
                 student[None], sub_tile.student_labels[None], select=False)
         if kd_loss and weights[1]:
             kd = kd_loss(student, teacher, sub_tile)
-        return torch.stack([ce, kd])
+        return torch.stack([ce, kd, kd.detach() if sub_tile.on_policy else zero])
 
     if isinstance(student_logits, HiddenLogits):
         return tiled_loss(student_logits.hidden_TH, student_logits.head, teacher_logits, tile_loss,
@@ -133,7 +137,7 @@ def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameter
 def untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights):
     """Do what `tiled_loss` does with StoredLogits: autograd keeps whatever a loss makes of them."""
     # one term of the graph, also for a rank without a tile
-    sums = [student_logits.logits_TW[:0].float().sum().expand(2)]
+    sums = [student_logits.logits_TW[:0].float().sum().expand(3)]
     for tile in tiles:
         student = student_logits(tile.student_positions)
         for sub_tile in tile.sub_tiles:
@@ -155,11 +159,25 @@ def weigh_samples(batch, weight_B):
         batch: TeacherBatch.
         weight_B: (B,) float, a weight for each sample.
     """
+    return weigh_positions(batch, weight_B[batch.sample_of_student])
+
+
+def weigh_positions(batch, weight_N):
+    """Return a TeacherBatch whose terms weigh as much as the position where they begin.
+
+    Args:
+        batch: TeacherBatch; weights that it has are multiplied.
+        weight_N: (B * S + M,) float, of every student position that its tiles name.
+    """
     tiles = []
     for tile in batch.tiles:
         # one weight for every position, though a loss reads only those where its terms begin
-        weight_n = weight_B[batch.sample_of_student[tile.student_positions]]
-        sub_tiles = [sub_tile._replace(weight=weight_n[sub_tile.student_slice])
-                     for sub_tile in tile.sub_tiles]
+        weight_n = weight_N[tile.student_positions]
+        sub_tiles = []
+        for sub_tile in tile.sub_tiles:
+            weight = weight_n[sub_tile.student_slice]
+            if sub_tile.weight is not None:
+                weight = weight * sub_tile.weight
+            sub_tiles.append(sub_tile._replace(weight=weight))
         tiles.append(tile._replace(sub_tiles=tuple(sub_tiles)))
     return replace(batch, tiles=tiles)

@@ -90,12 +90,20 @@ class EncodedText:
         located: where in the text (of a chat: in its rendering) the tokens stand.
         num_bytes: (S,) int64, bytes that each token stands for; -1 for those that do not count.
         learned: (S,) bool, tokens to learn from; None: all of them.
+        logp: (S,) float32, of a rollout, log-probability of each token when the student wrote it,
+            NaN for those of its prompt; None: no rollout.
     """
 
     ids: np.ndarray
     located: Located
     num_bytes: np.ndarray
     learned: np.ndarray | None = None
+    logp: np.ndarray | None = None
+
+    def without_last(self):
+        """Return the text without its last token; not for what is learned."""
+        located = Located(*[field[:-1] for field in self.located])
+        return EncodedText(self.ids[:-1], located, self.num_bytes[:-1])
 
 
 @dataclass
@@ -117,11 +125,14 @@ class TokenRow(NamedTuple):
     """One model's side of a sample; entry t of labels and num_bytes speaks of the token after t.
 
     ids, labels, num_bytes: (S,) int64; labels are -100 and bytes -1 where nothing is learned.
+    logp: (S,) float32 of a rollout, log-probability of the label when the student wrote it, NaN
+        where it did not; None: no rollout.
     """
 
     ids: np.ndarray
     labels: np.ndarray
     num_bytes: np.ndarray
+    logp: np.ndarray | None = None
 
 
 NO_TOKENS = TokenRow(*[np.zeros(0, np.int64)] * 3)
@@ -231,8 +242,9 @@ def _student_row(student, cut):
     labels = student.ids
     if student.learned is not None:
         labels = np.where(student.learned, student.ids, -100)
+    logp = None if student.logp is None else student.logp[1:cut]
     # A text below the limit keeps its last token as a position that predicts nothing.
-    return TokenRow(student.ids[: cut - 1], labels[1:cut], student.num_bytes[1:cut])
+    return TokenRow(student.ids[: cut - 1], labels[1:cut], student.num_bytes[1:cut], logp)
 
 
 def cut_pair(student, pairing, student_limit, teacher_limit):

@@ -384,8 +384,15 @@ def gather_halo(logits, halo_index_M, sequence_group):
     """
     if halo_index_M is None or not len(halo_index_M):
         return logits
-    halo_MX = _HaloExchange.apply(logits.values, halo_index_M, sequence_group.group)
-    return logits.with_values(torch.cat([logits.values, halo_MX]))
+    return logits.with_values(halo_values(logits.values, halo_index_M, sequence_group))
+
+
+def halo_values(values_NX, halo_index_M, sequence_group):
+    """Return (N + M, X) values of positions, as `gather_halo` does for logits."""
+    if halo_index_M is None or not len(halo_index_M):
+        return values_NX
+    halo_MX = _HaloExchange.apply(values_NX, halo_index_M, sequence_group.group)
+    return torch.cat([values_NX, halo_MX])
 
 
 class _HaloExchange(torch.autograd.Function):

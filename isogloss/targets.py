@@ -13,7 +13,7 @@ from isogloss.sample import TextEncoder
 from isogloss.specs import BLOCK, TeacherSpec
 from isogloss.teachers import TeacherSource
 from isogloss.text_scores import ScoredLogits
-from losses import teacher_importance
+from losses import at_least_float32, teacher_importance
 from teacher_mixing import teacher_scores, teacher_weights
 from tiles import TeacherBlocks
 
@@ -71,6 +71,9 @@ def teacher_targets(setup, batches):
     if kind:
         for target, batch in zip(targets, batches):
             target.confidence = sample_scores(target.logits, batch, kind)
+    for target, batch in zip(targets, batches):
+        if batch.is_rollout is not None:
+            target.rollout_nats = rollout_nats(target.logits, batch)
     if setup.keeps_columns:
         # The columns depend on all micro-batches and ranks, so that the loss does not depend on
         # how the step is cut.
@@ -146,6 +149,28 @@ def total_score(logits, labels, positions, kind):
         mean = teacher_scores(logits(block)[None], labels[block][None], every, kind)[0]
         total = total + len(block) * mean
     return total
+
+
+@torch.no_grad()
+def rollout_nats(logits, batch):
+    """Return (samples,) -log q of the tokens of each rollout that are in chunks, else 0.
+
+    Args:
+        logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
+        batch: its TeacherBatch.
+    """
+    labels = batch.labels.flatten()
+    in_chunk = (batch.teacher_chunk.flatten() >= 0) & batch.is_rollout[batch.sample]
+    positions = in_chunk.nonzero().squeeze(1)
+    nats = torch.zeros(batch.num_samples, dtype=torch.float64, device=labels.device)
+    for block in positions.split(BLOCK):
+        if isinstance(logits, ScoredLogits):
+            logp = logits.scores.at(block).logp_T
+        else:
+            logp_NW = at_least_float32(logits(block)).log_softmax(-1)
+            logp = logp_NW.gather(1, labels[block][:, None]).squeeze(1)
+        nats.index_add_(0, batch.sample[block], -logp.double())
+    return nats
 
 
 def weigh_by_confidence(cfg, batches, targets):

@@ -349,7 +349,7 @@ def test_counts_survive_their_vector_and_add_up(encoders, texts):
         first, second = collate(texts[:3]).counts, collate(texts[3:5]).counts
         assert Counts.of_vector(first.vector()) == first
         assert first + second == collate(texts[:5]).counts
-        numbers = list(range(2 + len(pairs) * len(PAIR_FIELDS)))  # no two fields are the same
+        numbers = list(range(3 + len(pairs) * len(PAIR_FIELDS)))  # no two fields are the same
         counts = Counts.of_vector(numbers)
         assert counts.vector() == numbers
         assert (counts + counts).vector() == [2 * number for number in numbers]

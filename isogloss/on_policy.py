@@ -1,0 +1,632 @@
+"""Let the student write: the rollouts of a step, of a few steps, and of an evaluation.
+
+The prompts come from the data workers (rollouts.py), the loop over tokens is rollout.py.  Here is
+what lies between: with which weights it runs, when rollouts are used again, what they weigh then,
+and what is logged of them.
+
+Tests: tests/test_on_policy.py.
+"""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from align import Located
+from isogloss.batch import Collator, Example, to_device
+from isogloss.config import Config
+from isogloss.counts import Counts, PairCounts, global_sums
+from isogloss.data import ExampleReader
+from isogloss.objective import weigh_positions
+from isogloss.rollouts import (
+    HELD_OUT,
+    TRAINING,
+    OldRollout,
+    Prompter,
+    Rollout,
+    RolloutPrompt,
+    SkippedPrompt,
+    completed,
+)
+from isogloss.sample import TextEncoder
+from isogloss.sequence import SequenceGroup, halo_values
+from isogloss.specs import BLOCK
+from isogloss.targets import rollout_nats
+from losses import at_least_float32, limited_ratio
+from rollout import Prompt, write
+
+GATHERED_NUMEL = 1 << 26  # parameters that ZeRO-3 gathers at a time for the replica
+
+
+@dataclass
+class WrittenExample:
+    """Keep a Rollout with the value that chooses its teachers."""
+
+    rollout: Rollout
+    route: object
+
+
+@dataclass
+class Writer:
+    """Write rollouts with the student's current weights.
+
+    Attributes:
+        cfg: Config.
+        engine: DeepSpeed engine around a StudentWithLoss.
+        encoder: TextEncoder of the student.
+        collator: makes Batches of Drafts.
+        prompter: Prompter, for held-out rows.
+        reader: ExampleReader.
+        held_out_data: rows of an evaluation.
+        device: of this rank.
+        sequence_group: ranks that read the same samples, or None.
+        replica: whole copy of a student that ZeRO-3 has partitioned, or None.
+        written: {(source, copy): WrittenExample} of the current batch of rollouts.
+        seconds: that this rank has spent on the rollouts of the current step.
+    """
+
+    cfg: Config
+    engine: deepspeed.DeepSpeedEngine
+    encoder: TextEncoder
+    collator: Collator
+    prompter: Prompter
+    reader: ExampleReader
+    held_out_data: object
+    device: torch.device
+    sequence_group: SequenceGroup | None = None
+    replica: torch.nn.Module | None = None
+    written: dict = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __post_init__(self):
+        if self.engine.zero_optimization_stage() == 3 and self.cfg.rollout_replica:
+            self.replica = new_replica(self.engine, self.device)
+
+    # the rollouts of a step
+
+    def complete(self, drafts, step):
+        """Return the Batches of the Drafts of a step; all ranks take part.
+
+        Args:
+            step: number of the step, from 1 on.
+        """
+        begin = time.perf_counter()
+        if self.staleness(step) == 0:
+            self._write_batch(drafts)
+        batches = []
+        for draft in drafts:
+            examples = [self._finished(example) for example in draft.examples]
+            batch = self.collator(examples, draft.sample_ids)
+            batch.rollout_age = self.staleness(step)
+            batch.skipped_prompts = draft.skipped_prompts
+            batches.append(batch)
+        self.seconds = time.perf_counter() - begin
+        return batches
+
+    def staleness(self, step):
+        """Return how many steps ago the rollouts of a step were written."""
+        return (step - 1) % self.cfg.rollout_every
+
+    def _write_batch(self, drafts):
+        """Write all rollouts that the Drafts ask for, and forget those before."""
+        examples = []
+        for draft in drafts:
+            for example in draft.examples:
+                if isinstance(example.content, RolloutPrompt):
+                    examples.append(example)
+        prompts = [example.content for example in examples]
+        self.written = {}
+        for example, rollout in zip(examples, self.rollouts(prompts, TRAINING)):
+            self.written[rollout.prompt.key] = WrittenExample(rollout, example.route)
+
+    def _finished(self, example):
+        """Return an Example with its Rollout in place of its prompt."""
+        content = example.content
+        if not isinstance(content, (RolloutPrompt, OldRollout)):
+            return example
+        # None: its prompt was skipped when the others were written
+        written = self.written.get(content.key)
+        return Example(written.rollout, written.route) if written else Example(None)
+
+    def rollouts(self, prompts, purpose):
+        """Return the Rollout of each RolloutPrompt; all ranks take part.
+
+        Args:
+            purpose: first counter of the noise, TRAINING or HELD_OUT.
+        """
+        group = self.sequence_group
+        # ranks of a sequence group have the same prompts and share the work
+        part = prompts[group.rank :: group.size] if group else prompts
+        starts = []
+        for prompt in part:
+            key = self.cfg.seed, purpose, *prompt.key
+            starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
+        with self.writing_model() as (model, agree):
+            completions = write(
+                model, starts, self.stop_ids(), len(self.encoder.table),
+                self.cfg.rollout_temperature, self.cfg.rollout_top_p, self.cfg.rollout_batch,
+                max(self.encoder.table.pad, 0), agree)
+        written = []
+        for prompt, completion in zip(part, completions):
+            written.append(completed(prompt, completion, self.encoder))
+        if not group:
+            return written
+        parts = [None] * group.size
+        dist.all_gather_object(parts, written, group=group.group)
+        rollouts = [None] * len(prompts)
+        for rank, of_rank in enumerate(parts):
+            rollouts[rank :: group.size] = of_rank
+        return rollouts
+
+    def stop_ids(self):
+        """List the tokens that end a rollout."""
+        return sorted({self.encoder.table.eos, self.encoder.table.end_of_turn} - {-1})
+
+    @contextmanager
+    def writing_model(self):
+        """Yield the model that writes, with the current weights, and `agree` of `rollout.write`."""
+        model = self.engine.module.model
+        if self.replica is not None:
+            refresh(self.replica, model)
+            yield self.replica, bool
+            return
+        partitioned = self.engine.zero_optimization_stage() == 3
+        with plain_attention(model, self.sequence_group):
+            yield model, self._any_rank if partitioned else bool
+
+    def has_other_weights(self):
+        """Tell whether what writes is not the student itself."""
+        return self.replica is not None
+
+    def _any_rank(self, has_work):
+        """Tell whether any rank has work: each pass of a partitioned model needs all of them."""
+        return bool(global_sums([has_work], self.device)[0])
+
+    # the state of a run
+
+    def state(self):
+        """Return what a checkpoint keeps, the same on every rank; all ranks take part."""
+        if self.cfg.rollout_every == 1:
+            return []
+        plain = []
+        for example in self.written.values():
+            route = None if example.route is ... else [example.route]
+            plain.append({"route": route, "rollout": example.rollout.to_plain()})
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, plain)
+        by_key = {}
+        for of_rank in parts:
+            for entry in of_rank:
+                by_key[tuple(entry["rollout"]["key"])] = entry
+        return [by_key[key] for key in sorted(by_key)]
+
+    def load_state(self, plain):
+        """Restore what `state` returned."""
+        for entry in plain:
+            rollout = Rollout.from_plain(entry["rollout"])
+            route = ... if entry["route"] is None else entry["route"][0]
+            self.written[rollout.prompt.key] = WrittenExample(rollout, route)
+
+    # what is logged
+
+    def metrics(self, batches, counts, teacher_nats, names):
+        """Return the metrics of the rollouts of a step, equal on every rank; all ranks take part.
+
+        Args:
+            batches: Batches of the step on this rank.
+            counts: global Counts.
+            teacher_nats: -log q of the aligned tokens of each teacher on this rank.
+            names: of the teachers.
+        """
+        sums = RolloutSums()
+        for batch in batches if self._counts_samples() else []:
+            sums.samples += len(batch.sample_ids)
+            sums.skipped_prompts += batch.skipped_prompts
+            for rollout in batch.rollouts:
+                if rollout is not None:
+                    sums.add(rollout)
+        numbers = [*sums.numbers(), self.seconds, *teacher_nats]
+        totals = global_sums(numbers, self.device).tolist()
+        num_sums = len(sums.numbers())
+        sums = RolloutSums(*totals[:num_sums])
+        metrics = sums.metrics()
+        metrics["seconds"] = totals[num_sums] / dist.get_world_size()
+        metrics["staleness"] = batches[0].rollout_age
+        if sums.rollouts:
+            metrics["tokens_per_second"] = sums.tokens / max(metrics["seconds"], 1e-9)
+        metrics |= compared(sums, counts.pairs, totals[num_sums + 1 :], names)
+        return {f"rollout/{name}": value for name, value in metrics.items()}
+
+    def _counts_samples(self):
+        """Tell whether this rank counts its samples: of a sequence group the first one does."""
+        return self.sequence_group is None or self.sequence_group.rank == 0
+
+    def records(self, batches, targets, names):
+        """Return the first rollouts of this rank as JSON-able dicts, at most --rollout_log.
+
+        All ranks take part.
+
+        Args:
+            batches: Batches of a step; targets: of each, the TeacherTarget of every teacher.
+            names: of the teachers.
+        """
+        records = []
+        for batch, of_batch in zip(batches, targets):
+            nats = [self._whole_nats(target.rollout_nats) for target in of_batch]
+            for number, rollout in enumerate(batch.rollouts):
+                if rollout is not None and len(records) < self.cfg.rollout_log:
+                    of_teachers = {}
+                    for name, nats_B in zip(names, nats):
+                        of_teachers[name] = float(nats_B[number])
+                    records.append(record_of(rollout, batch.sample_ids[number], of_teachers))
+        return records
+
+    def _whole_nats(self, nats_B):
+        """Return (samples,) nats over the whole sequences, of which this rank has its shards'."""
+        if nats_B is None or self.sequence_group is None:
+            return nats_B
+        nats_B = nats_B.clone()
+        dist.all_reduce(nats_B, group=self.sequence_group.group)
+        return nats_B
+
+    def gap(self, batches):
+        """Return how far the student's log-probabilities are from those when it wrote.
+
+        All ranks take part.
+
+        Args:
+            batches: Batches of a step on the device; the first one is asked.
+        Returns:
+            metrics, equal on every rank.
+        """
+        student = batches[0].student
+        logp_BS = current_logp(self.engine, student)
+        difference = torch.zeros(1, device=self.device)
+        if student.logp is not None:
+            is_written = ~student.logp.isnan()
+            difference = (logp_BS - student.logp)[is_written].abs()
+        totals = global_sums([float(difference.sum()), difference.numel()], self.device).tolist()
+        largest = difference.max() if difference.numel() else torch.zeros((), device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return {"rollout/logp_gap": totals[0] / max(totals[1], 1),
+                "rollout/logp_gap_max": float(largest)}
+
+    # evaluations
+
+    def held_out_batches(self, micro_batch_size):
+        """Write the rollouts of the first held-out rows; return (Batches, RolloutSums of them).
+
+        All ranks take part, with equally many batches.
+        """
+        group_size = self.sequence_group.size if self.sequence_group else 1
+        reader_rank = dist.get_rank() // group_size
+        num_readers = dist.get_world_size() // group_size
+        num_rows = min(self.cfg.rollout_eval, len(self.held_out_data))
+        examples = []
+        for row in range(reader_rank, num_rows, num_readers):
+            example = self.reader(self.held_out_data[row], row)
+            try:
+                prompt = self.prompter.prompt(example, (row, 0))
+            except SkippedPrompt:
+                continue
+            examples.append(example._replace(content=prompt))
+        sums = RolloutSums()
+        finished = []
+        prompts = [example.content for example in examples]
+        for example, rollout in zip(examples, self.rollouts(prompts, HELD_OUT)):
+            finished.append(Example(rollout, example.route))
+            if self._counts_samples():
+                sums.samples += 1
+                sums.add(rollout)
+        # rounded up: every rank takes part in what its teachers compute
+        per_rank = -(-num_rows // num_readers)
+        finished += [Example(None)] * (-(-per_rank // micro_batch_size) * micro_batch_size
+                                       - len(finished))
+        batches = []
+        for first in range(0, len(finished), micro_batch_size):
+            batches.append(self.collator(finished[first : first + micro_batch_size]))
+        return batches, sums
+
+
+@torch.no_grad()
+def evaluate_rollouts(writer, setups):
+    """Let the student write from held-out rows; return the metrics, equal on every rank.
+
+    All ranks take part.  The noise is the same at every evaluation.
+
+    Args:
+        setups: `targets.TeacherSetup` of every teacher.
+    """
+    begin = time.perf_counter()
+    batches, sums = writer.held_out_batches(writer.engine.train_micro_batch_size_per_gpu())
+    seconds = time.perf_counter() - begin
+    counts = [PairCounts() for _ in setups]
+    teacher_nats = [0.0] * len(setups)
+    for batch in batches:
+        batch = to_device(batch, writer.device)
+        for number, setup in enumerate(setups):
+            teacher_batch = batch.teachers[number]
+            logits = setup.source.targets(teacher_batch)
+            if teacher_batch.is_rollout is not None:
+                teacher_nats[number] += float(rollout_nats(logits, teacher_batch).sum())
+            counts[number].rollout_nats += batch.counts.pairs[number].rollout_nats
+            counts[number].rollout_bytes += batch.counts.pairs[number].rollout_bytes
+            setup.source.release()
+    whole = Counts(pairs=counts).all_reduce(writer.device)
+    numbers = [*sums.numbers(), *teacher_nats]
+    totals = global_sums(numbers, writer.device).tolist()
+    num_sums = len(sums.numbers())
+    sums = RolloutSums(*totals[:num_sums])
+    metrics = sums.metrics() | {"seconds": seconds}
+    names = [setup.name for setup in setups]
+    metrics |= compared(sums, whole.pairs, totals[num_sums:], names)
+    return {f"rollout/{name}": value for name, value in metrics.items()}
+
+
+def compared(sums, pairs, teacher_nats, names):
+    """Return how far the student is from each teacher on what it wrote.
+
+    Args:
+        sums: global RolloutSums.
+        pairs: global PairCounts of every teacher.
+        teacher_nats: global -log q of the aligned tokens of each teacher.
+    """
+    metrics = {}
+    for name, pair, nats in zip(names, pairs, teacher_nats):
+        if pair.rollout_bytes:
+            suffix = f"/{name}" if len(names) > 1 else ""
+            difference = nats - pair.rollout_nats
+            metrics[f"reverse_kl_per_byte{suffix}"] = difference / pair.rollout_bytes
+            metrics[f"aligned_bytes{suffix}"] = pair.rollout_bytes / max(sums.num_bytes, 1)
+    return metrics
+
+
+@dataclass
+class RolloutSums:
+    """Sum up what rollouts are like; all fields add up."""
+
+    samples: float = 0
+    skipped_prompts: float = 0
+    rollouts: float = 0
+    tokens: float = 0
+    num_bytes: float = 0
+    truncated: float = 0
+    entropy: float = 0.0
+    repeated: float = 0.0
+    noncanonical: float = 0
+
+    def add(self, rollout):
+        """Count a Rollout."""
+        self.rollouts += 1
+        self.tokens += len(rollout.ids)
+        self.num_bytes += len(rollout.text.encode())
+        self.truncated += not rollout.ended
+        self.entropy += rollout.entropy * len(rollout.ids)
+        self.repeated += rollout.repeated
+        self.noncanonical += not rollout.is_canonical
+
+    def numbers(self):
+        """List the fields."""
+        return list(vars(self).values())
+
+    def metrics(self):
+        """Return the metrics, see docs/metrics.md."""
+        metrics = {"share": self.rollouts / max(self.samples, 1),
+                   "skipped_prompts": int(self.skipped_prompts)}
+        if self.rollouts:
+            metrics |= {
+                "tokens": int(self.tokens),
+                "length": self.tokens / self.rollouts,
+                "truncated": self.truncated / self.rollouts,
+                "entropy": self.entropy / max(self.tokens, 1),
+                "repeated_4grams": self.repeated / self.rollouts,
+                "noncanonical": self.noncanonical / self.rollouts,
+            }
+        return metrics
+
+
+def record_of(rollout, sample, teacher_nats):
+    """Return what rollouts.jsonl says of a Rollout.
+
+    Args:
+        sample: position in the data stream.
+        teacher_nats: {name: -log q of the aligned tokens}.
+    """
+    num_bytes = max(len(rollout.text.encode()), 1)
+    per_byte = {name: nats / num_bytes for name, nats in teacher_nats.items()}
+    return {
+        "sample": sample, "copy": rollout.prompt.key[1], "prompt": rollout.prompt.text,
+        "text": rollout.text, "ids": rollout.ids.tolist(), "ended": rollout.ended,
+        "student_nats_per_byte": -float(rollout.logp.sum()) / num_bytes,
+        "teacher_nats_per_byte": per_byte,
+    }
+
+
+def check_writing(writer):
+    """Raise a ValueError for a student that cannot write; all ranks take part."""
+    table = writer.encoder.table
+    ids = np.array([table.bos if table.bos >= 0 else max(table.eos, 0)])
+    nowhere = np.full(1, -1)
+    located = Located(nowhere, nowhere, np.zeros(1, np.int8))
+    prompt = RolloutPrompt((0, 0), ids, "", located, None, 2)
+    writer.rollouts([prompt], HELD_OUT)
+
+
+# --- the model that writes ------------------------------------------------------------------------
+
+
+@contextmanager
+def plain_attention(model, sequence_group):
+    """Let the student attend without its sequence group: each rank writes whole texts."""
+    if sequence_group is None:
+        yield
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def new_replica(engine, device):
+    """Return a model of the student's shape in the compute dtype, with arbitrary weights."""
+    model = engine.module.model
+    dtype = next(model.parameters()).dtype
+    options = {"attn_implementation": "sdpa" if model._supports_sdpa else "eager"}
+    with torch.random.fork_rng():
+        replica = AutoModelForCausalLM.from_config(model.config, dtype=dtype, **options)
+    replica.requires_grad_(False)
+    return replica.to(device).eval()
+
+
+def refresh(replica, model):
+    """Copy the weights of a partitioned model into its replica; all ranks take part."""
+    copies = dict(replica.named_parameters())
+    group = []
+    numel = 0
+    for name, parameter in model.named_parameters():
+        group.append((copies[name], parameter))
+        numel += parameter.ds_numel
+        if numel >= GATHERED_NUMEL:
+            _copy_gathered(group)
+            group = []
+            numel = 0
+    _copy_gathered(group)
+
+
+def _copy_gathered(group):
+    parameters = [parameter for _, parameter in group]
+    with deepspeed.zero.GatheredParameters(parameters), torch.no_grad():
+        for copy, parameter in group:
+            copy.copy_(parameter)
+
+
+# --- rollouts that are used again -----------------------------------------------------------------
+
+
+class LabelLogp:
+    """Tell `StudentWithLoss` to return the log-probability of each label, 0 where there is none."""
+
+    def __init__(self, labels_BS):
+        self.labels_BS = labels_BS
+
+    def reduce(self, student_logits):
+        """Return (B, S) float32."""
+        labels = self.labels_BS.flatten()
+        logp = torch.zeros(len(labels), device=labels.device)
+        positions = (labels >= 0).nonzero().squeeze(1)
+        for block in positions.split(BLOCK):
+            logp_NV = at_least_float32(student_logits(block)).log_softmax(-1)
+            logp[block] = logp_NV.gather(1, labels[block][:, None]).squeeze(1).float()
+        return logp.view_as(self.labels_BS)
+
+
+def current_logp(engine, batch):
+    """Return (B, S) log-probabilities of a StudentBatch's labels; all ranks take part."""
+    engine.eval()
+    with torch.no_grad():
+        logp_BS = engine(batch, LabelLogp(batch.labels))
+    engine.train()
+    return logp_BS
+
+
+@dataclass
+class RatioSums:
+    """Sum up the ratios of positions in rollouts.
+
+    Attributes:
+        total: sum of the ratios as they are used; count: of positions.
+        limited: positions whose ratio was clamped or masked.
+        largest: ratio before that.
+    """
+
+    total: float = 0.0
+    count: float = 0
+    limited: float = 0
+    largest: float = 0.0
+
+
+def weigh_by_ratio(cfg, engine, batches, sequence_group):
+    """Weigh the terms of rollouts that older weights wrote; all ranks take part.
+
+    A term at a place of a rollout weighs p / p_old of the tokens before it, because so much more
+    often the student would be there today.
+
+    Args:
+        batches: Batches on the device.
+    Returns:
+        (the batches, metrics).
+    """
+    sums = RatioSums()
+    for batch in batches:
+        logp_BS = current_logp(engine, batch.student)
+        if batch.student.logp is None:
+            continue
+        ratio_BS = _ratio(cfg, batch, logp_BS, sequence_group, sums)
+        teachers = []
+        for teacher in batch.teachers:
+            ratio_N1 = ratio_BS.reshape(-1, 1)
+            ratio_N1 = halo_values(ratio_N1, teacher.halo_index, sequence_group)
+            teachers.append(weigh_positions(teacher, ratio_N1.squeeze(1)))
+        batch.teachers = teachers
+    device = logp_BS.device
+    totals = global_sums([sums.total, sums.count, sums.limited], device).tolist()
+    largest = torch.tensor(sums.largest, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    count = max(totals[1], 1)
+    return {"rollout/ratio": totals[0] / count, "rollout/ratio_limited": totals[2] / count,
+            "rollout/ratio_max": float(largest)}
+
+
+def _ratio(cfg, batch, logp_BS, sequence_group, sums):
+    """Return (B, S) weights of this rank's positions, 1 outside of rollouts; add to RatioSums."""
+    student = batch.student
+    is_written_BS = ~student.logp.isnan()
+    log_ratio_BS = torch.where(is_written_BS, logp_BS - student.logp.nan_to_num(), 0.0)
+    positions_BS = student.positions
+    if positions_BS is None:
+        positions_BS = torch.arange(log_ratio_BS.shape[1], device=logp_BS.device)
+        positions_BS = positions_BS.expand_as(log_ratio_BS)
+    whole = [whole_rows(x_BS, sequence_group) for x_BS in (log_ratio_BS, positions_BS)]
+    prefix_BS = own_columns(sums_before(*whole), sequence_group)
+    ratio_BS, is_limited_BS = limited_ratio(prefix_BS, cfg.max_ratio, cfg.ratio)
+    sums.total += float(ratio_BS[is_written_BS].sum())
+    sums.count += int(is_written_BS.sum())
+    sums.limited += int(is_limited_BS[is_written_BS].sum())
+    sums.largest = max(sums.largest, float(prefix_BS.exp().max()))
+    return torch.where(is_written_BS, ratio_BS, 1.0)
+
+
+def sums_before(values_BS, positions_BS):
+    """Return for each position the sum of the values before it in its sample.
+
+    Args:
+        values_BS: (B, S) float.
+        positions_BS: (B, S) int64, 0 where a sample of the row begins.
+    """
+    before_BS = values_BS.cumsum(1) - values_BS
+    column_S = torch.arange(values_BS.shape[1], device=values_BS.device)
+    start_BS = torch.where(positions_BS == 0, column_S, 0).cummax(1).values
+    return before_BS - before_BS.gather(1, start_BS)
+
+
+def whole_rows(values_BS, sequence_group):
+    """Return the rows of which the ranks of a sequence group hold a shard each."""
+    if sequence_group is None:
+        return values_BS
+    parts = [torch.empty_like(values_BS) for _ in range(sequence_group.size)]
+    dist.all_gather(parts, values_BS.contiguous(), group=sequence_group.group)
+    return torch.cat(parts, 1)
+
+
+def own_columns(values_BS, sequence_group):
+    """Return this rank's shard of whole rows."""
+    if sequence_group is None:
+        return values_BS
+    return values_BS.chunk(sequence_group.size, 1)[sequence_group.rank]
