@@ -247,11 +247,12 @@ def train(state, batches, held_out, start, ds_config, signals):
         is_known = not state.writer or state.writer.staleness(step + 1) > 0
         looks_ahead = state.client and step < cfg.steps and not evaluates and is_known
         upcoming = next_micro_batches(state, batches, step + 1) if looks_ahead else None
-        metrics, records = train_step(state, micro_batches)
+        metrics = train_step(state, micro_batches)
         seconds = time.perf_counter() - begin
         metrics |= speed_metrics(state.engine, state.device, metrics["tokens"], seconds)
         log.write(step, metrics)
-        log.write_rollouts(step, records)
+        if state.writer:
+            log.write_rollouts(step, state.writer.records)
         log.advance(metrics)
         if state.bad_steps.count == cfg.max_bad_steps:
             give_up(state, step, log)
@@ -295,8 +296,7 @@ def train_step(state, micro_batches):
     Args:
         micro_batches: this rank's Batches, one per accumulation step.
     Returns:
-        (dict of global means, equal on every rank, see docs/metrics.md; what the student wrote,
-        dicts for rollouts.jsonl).
+        dict of global means, equal on every rank; see docs/metrics.md.
     """
     engine = state.engine
     lr = engine.get_lr()[-1]  # of this step; engine.step() moves the schedule on
@@ -321,14 +321,14 @@ def train_step(state, micro_batches):
     release_teachers(state)
     # 4. global means
     sums = global_sums(sums.flatten(), state.device).view(-1, 3).tolist()
-    state.bad_steps.note(engine, sums, [setup.name for setup in state.teachers])
+    state.bad_steps.note(engine, sums, teacher_names(state))
     metrics = step_metrics(state, counts, sums, targets[0])
     norm = float(engine.get_global_grad_norm() or local_norm)
     metrics |= {"lr": lr, "grad_norm": norm, "skipped_steps": engine.skipped_steps}
-    if not state.writer:
-        return metrics, []
-    of_rollouts, records = describe_rollouts(state, micro_batches, counts, targets)
-    return metrics | rollout_metrics | of_rollouts, records
+    if state.writer:
+        metrics |= rollout_metrics
+        metrics |= state.writer.describe(micro_batches, counts, targets, teacher_names(state))
+    return metrics
 
 
 def sum_counts(micro_batches):
@@ -452,6 +452,10 @@ def kd_by_origin(sums, pair):
     return metrics
 
 
+def teacher_names(state):
+    return [setup.name for setup in state.teachers]
+
+
 def named(state, setup, metrics):
     """Let metrics end in the name of their teacher where there are several."""
     if len(state.teachers) == 1:
@@ -484,18 +488,6 @@ def weigh_rollouts(state, micro_batches):
                  f"tokens differ by {gap:.3g} nats on average (--max_logp_gap "
                  f"{state.cfg.max_logp_gap}); {describe_last_checkpoint(state)}", code=1)
     return micro_batches, metrics
-
-
-def describe_rollouts(state, micro_batches, counts, targets):
-    """Return (metrics of what the student wrote, its first texts); all ranks take part."""
-    names = [setup.name for setup in state.teachers]
-    nats = [0.0] * len(names)
-    for of_batch in targets:
-        for number, target in enumerate(of_batch):
-            if target.rollout_nats is not None:
-                nats[number] += float(target.rollout_nats.sum())
-    metrics = state.writer.metrics(micro_batches, counts, nats, names)
-    return metrics, state.writer.records(micro_batches, targets, names)
 
 
 # --- once in a while: evaluate, save, give up; all ranks take part --------------------------------

@@ -68,6 +68,7 @@ class Writer:
         replica: whole copy of a student that ZeRO-3 has partitioned, or None.
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
         seconds: that this rank has spent on the rollouts of the current step.
+        records: the first rollouts of the latest step, dicts of `record_of`.
     """
 
     cfg: Config
@@ -82,6 +83,7 @@ class Writer:
     replica: torch.nn.Module | None = None
     written: dict = field(default_factory=dict)
     seconds: float = 0.0
+    records: list = field(default_factory=list)
 
     def __post_init__(self):
         if self.engine.zero_optimization_stage() == 3 and self.cfg.rollout_replica:
@@ -214,15 +216,23 @@ class Writer:
 
     # what is logged
 
-    def metrics(self, batches, counts, teacher_nats, names):
-        """Return the metrics of the rollouts of a step, equal on every rank; all ranks take part.
+    def describe(self, batches, counts, targets, names):
+        """Keep the records of a step; return its metrics, equal on every rank.
+
+        All ranks take part.
 
         Args:
             batches: Batches of the step on this rank.
             counts: global Counts.
-            teacher_nats: -log q of the aligned tokens of each teacher on this rank.
+            targets: of each batch, the TeacherTarget of every teacher.
             names: of the teachers.
         """
+        self.records = self._records(batches, targets, names)
+        teacher_nats = [0.0] * len(names)
+        for of_batch in targets:
+            for number, target in enumerate(of_batch):
+                if target.rollout_nats is not None:
+                    teacher_nats[number] += float(target.rollout_nats.sum())
         sums = RolloutSums()
         for batch in batches if self._counts_samples() else []:
             sums.samples += len(batch.sample_ids)
@@ -246,15 +256,8 @@ class Writer:
         """Tell whether this rank counts its samples: of a sequence group the first one does."""
         return self.sequence_group is None or self.sequence_group.rank == 0
 
-    def records(self, batches, targets, names):
-        """Return the first rollouts of this rank as JSON-able dicts, at most --rollout_log.
-
-        All ranks take part.
-
-        Args:
-            batches: Batches of a step; targets: of each, the TeacherTarget of every teacher.
-            names: of the teachers.
-        """
+    def _records(self, batches, targets, names):
+        """Return the first rollouts of this rank as dicts, at most --rollout_log."""
         records = []
         for batch, of_batch in zip(batches, targets):
             nats = [self._whole_nats(target.rollout_nats) for target in of_batch]

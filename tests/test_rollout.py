@@ -1,0 +1,201 @@
+"""rollout.py: draws by counters, whatever the batch, and the probabilities of what was drawn."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import rollout
+from rollout import Prompt, gumbel_noise, hash_counters, uniform, write
+
+VOCAB = 11
+STOP = 3
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny Llama; its rotary embeddings notice wrong positions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB + 2, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, initializer_range=0.5)
+    return LlamaForCausalLM(config)
+
+
+def prompts(count, longest=9, limit=20):
+    """Prompts of 1 to `longest` tokens."""
+    found = []
+    for number in range(count):
+        ids = [(7 * number + place) % VOCAB for place in range(1 + number % longest)]
+        found.append(Prompt(ids, (5, number, 0), limit - number % 4))
+    return found
+
+
+def test_the_hash_is_splitmix64():
+    """Its first outputs for seed 1234567, from the reference implementation's documentation."""
+    state = 1234567
+    found = []
+    for _ in range(3):
+        state += rollout.GOLDEN
+        found.append(rollout._mixed(state))
+    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_tensors_mix_as_integers_do():
+    numbers = [0, 1, -1, 2**63 - 1, -(2**63), 123456789]
+    mixed = rollout._mix_in_place(torch.tensor(numbers))
+    assert mixed.tolist() == [rollout._signed(rollout._mixed(number)) for number in numbers]
+
+
+def test_counters_are_told_apart():
+    found = {hash_counters(a, b) for a in range(40) for b in range(40)}
+    assert len(found) == 1600
+    assert hash_counters(1, 2) != hash_counters(2, 1)
+    values = [uniform(0, number) for number in range(4000)]
+    assert 0 <= min(values) and max(values) < 1
+    assert abs(sum(values) / 4000 - 0.5) < 4 * math.sqrt(1 / 12 / 4000)
+
+
+def test_the_noise_is_gumbel():
+    """Mean, variance, and the exact probability of large values, which choose rare tokens."""
+    noise = gumbel_noise(torch.arange(400) * 7919, 5000).double()
+    n = noise.numel()
+    assert abs(noise.mean() - 0.5772156649) < 5 * math.sqrt(math.pi**2 / 6 / n)
+    assert abs(noise.var() - math.pi**2 / 6) < 0.02
+    for limit in (3.0, 8.0, 11.0):
+        expected = -math.expm1(-math.exp(-limit)) * n
+        assert abs(int((noise > limit).sum()) - expected) < 5 * math.sqrt(expected)
+
+
+def test_noise_depends_on_key_and_column_alone():
+    keys = torch.tensor([3, 99, -7])
+    noise = gumbel_noise(keys, 50)
+    assert torch.equal(gumbel_noise(keys[1:2], 50)[0], noise[1])
+    assert torch.equal(gumbel_noise(keys, 20), noise[:, :20])
+
+
+class Fixed(torch.nn.Module):
+    """A model that says the same of every place."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, input_ids, past_key_values=None, use_cache=True, **_):
+        rows, width = input_ids.shape
+        return SimpleNamespace(logits=self.logits.expand(rows, width, -1), past_key_values=True)
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.6, 1.0), (1.5, 0.8)])
+def test_tokens_are_drawn_by_their_probability(temperature, top_p):
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+    starts = [Prompt([0], (1, number), 50) for number in range(200)]
+    found = write(Fixed(logits), starts, [], temperature=temperature, top_p=top_p)
+    counts = torch.bincount(torch.cat([completion.ids for completion in found]), minlength=6)
+    p = (logits / temperature).softmax(0)
+    # sorted already: keep what begins below top_p
+    p = torch.where(p.cumsum(0) - p < top_p, p, 0.0)
+    p = p / p.sum()
+    n = 200 * 50
+    assert (counts[p == 0] == 0).all()
+    deviation = (counts - n * p).abs()
+    assert (deviation <= 4.5 * (n * p * (1 - p)).sqrt()).all(), counts
+    # the log-probability is the model's own, without temperature and top_p
+    logp = logits.log_softmax(0)
+    for completion in found[:3]:
+        torch.testing.assert_close(completion.logp, logp[completion.ids])
+        entropy = -(logp.exp() * logp).sum()
+        torch.testing.assert_close(completion.entropy, entropy.expand(50))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+def test_a_completion_does_not_depend_on_its_batch(model, batch_size):
+    starts = prompts(13)
+    alone = [write(model, [start], [STOP], VOCAB)[0] for start in starts]
+    together = write(model, list(reversed(starts)), [STOP], VOCAB, batch_size=batch_size)
+    for first, second in zip(alone, reversed(together), strict=True):
+        assert torch.equal(first.ids, second.ids)
+        assert first.ended == second.ended
+        torch.testing.assert_close(first.logp, second.logp, rtol=0, atol=5e-5)
+
+
+def test_the_probabilities_are_those_of_a_forward_pass(model):
+    starts = prompts(9)
+    for start, completion in zip(starts, write(model, starts, [STOP], VOCAB), strict=True):
+        ids = torch.cat([torch.tensor(start.ids), completion.ids])
+        with torch.no_grad():
+            logp = model(input_ids=ids[None]).logits[0, :, :VOCAB].log_softmax(-1)
+        first = len(start.ids)
+        expected = logp[first - 1 : -1].gather(1, completion.ids[:, None]).squeeze(1)
+        torch.testing.assert_close(completion.logp, expected, rtol=0, atol=5e-5)
+
+
+def test_a_completion_ends_at_a_stop_token_or_at_its_limit(model):
+    found = write(model, prompts(40), [STOP], VOCAB, batch_size=16)
+    assert {completion.ended for completion in found} == {True, False}
+    for start, completion in zip(prompts(40), found, strict=True):
+        stops = (completion.ids == STOP).nonzero().flatten().tolist()
+        assert stops == ([len(completion.ids) - 1] if completion.ended else [])
+        if not completion.ended:
+            assert len(completion.ids) == start.max_new_tokens
+        assert completion.ids.max() < VOCAB  # rows of the head beyond the tokenizer are no tokens
+
+
+def test_copies_and_seeds_differ():
+    model = Fixed(torch.zeros(500))
+    keys = [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]
+    found = write(model, [Prompt([0], key, 30) for key in keys], [])
+    for number, completion in enumerate(found):
+        for other in found[:number]:
+            assert not torch.equal(completion.ids, other.ids)
+
+
+def test_mode_and_random_state_stay(model):
+    model.train()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    write(model, prompts(3), [STOP], VOCAB)
+    assert model.training and torch.equal(torch.get_rng_state(), before)
+    model.eval()
+    write(model, prompts(3), [STOP], VOCAB)
+    assert not model.training
+
+
+def test_processes_take_as_many_passes(model):
+    """Two processes in turn, with unequal work: each has a pass for each of the other's."""
+    passes = []
+    for own, other in ((prompts(9), 40), ([], 40)):
+        count = 0
+
+        def agree(has_work, other=other):
+            nonlocal count
+            count += 1
+            return has_work or count <= other
+
+        calls = []
+        handle = model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        completions = write(model, own, [STOP], VOCAB, batch_size=4, agree=agree)
+        handle.remove()
+        passes.append(len(calls))
+        assert len(completions) == len(own)
+    assert passes[1] == 40 and passes[0] >= 40
+
+
+def test_nothing_to_write(model):
+    assert write(model, [], [STOP]) == []
+    completion, = write(model, [Prompt([1], (0,), 0)], [STOP], VOCAB)
+    assert len(completion.ids) == 0 and not completion.ended
+
+
+def test_wrong_prompts_and_models():
+    with pytest.raises(ValueError, match="no token"):
+        write(Fixed(torch.zeros(4)), [Prompt([], (0,), 5)], [])
+    forgetful = Fixed(torch.zeros(4))
+    forgetful.forward = lambda input_ids, **_: SimpleNamespace(logits=torch.zeros(1, 1, 4))
+    with pytest.raises(ValueError, match="no key/value cache"):
+        write(forgetful, [Prompt([0], (0,), 5)], [])

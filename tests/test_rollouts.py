@@ -1,0 +1,305 @@
+"""What the student writes, read back: prompts, sampled ids, and what the teachers see of them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from align import TokenTable
+from isogloss.batch import Collator, Example, PairOptions
+from isogloss.rollouts import (
+    Prompter,
+    Rollout,
+    SkippedPrompt,
+    completed,
+)
+from isogloss.sample import TextEncoder
+from rollout import Completion
+
+TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
+
+
+@pytest.fixture(scope="module")
+def encoders(tokenizers, tables):
+    return [TextEncoder(*pair, 250) for pair in zip(tokenizers, tables, strict=True)]
+
+
+def prompter(encoder, **changes):
+    options = dict(seed=0, share=0.5, samples_per_step=8, prompt_tokens=6, rollout_tokens=40)
+    return Prompter(encoder, **options | changes)
+
+
+def sampled(encoder, prompt, ids, ended=False):
+    """Return the Rollout of a prompt that goes on with some ids."""
+    ids = torch.tensor(ids, dtype=torch.long)
+    logp = -torch.arange(1.0, len(ids) + 1)
+    return completed(prompt, Completion(ids, logp, torch.ones(len(ids)), ended), encoder)
+
+
+def rollout_of(encoder, text, size, ended=True):
+    """Return a text as if the student had written all but its first `size` tokens."""
+    prompt = prompter(encoder, prompt_tokens=size).prompt(Example(text), (0, 0))
+    ids, = encoder.encode([text])
+    ids = ids[len(prompt.ids) :]
+    return sampled(encoder, prompt, ids if ended else ids[:-1], ended)
+
+
+# --- which samples --------------------------------------------------------------------------------
+
+
+def test_the_share_of_rollouts_depends_on_the_position_alone(encoders):
+    chosen = []
+    for samples_per_step in (8, 16):
+        of = prompter(encoders[0], share=0.3, samples_per_step=samples_per_step)
+        chosen.append([of.slot(position) is not None for position in range(4000)])
+    assert chosen[0] == chosen[1]
+    assert abs(sum(chosen[0]) / 4000 - 0.3) < 4 * (0.21 / 4000) ** 0.5
+    assert all(prompter(encoders[0], share=1.0).slot(position) for position in range(50))
+    other_seed = prompter(encoders[0], share=0.3, seed=1)
+    assert chosen[0] != [other_seed.slot(position) is not None for position in range(4000)]
+
+
+def test_steps_and_neighbors_share_prompts(encoders):
+    of = prompter(encoders[0], share=1.0, per_prompt=4, every=3)
+    for step in range(7):
+        for place in range(8):
+            slot = of.slot(step * 8 + place)
+            first = step - step % 3
+            assert slot == (first * 8 + place - place % 4, place % 4, step == first)
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_the_beginning_of_a_text(encoders):
+    for encoder in encoders:
+        prompt = prompter(encoder).prompt(Example(TEXT), (3, 1))
+        ids, = encoder.encode([TEXT])
+        assert np.array_equal(prompt.ids, ids[: len(prompt.ids)])
+        assert TEXT.startswith(prompt.text)
+        assert encoder.table.decode(prompt.ids).decode().strip() == prompt.text.strip()
+        assert prompt.max_new_tokens == 40
+
+
+def test_a_prompt_does_not_end_inside_a_character(encoders):
+    for encoder in encoders:
+        for size in range(1, 30):
+            prompt = prompter(encoder, prompt_tokens=size).prompt(Example(TEXT), (0, 0))
+            assert "\ufffd" not in prompt.text and TEXT.startswith(prompt.text)
+
+
+def test_of_a_short_text_half_is_the_prompt(encoders):
+    ids, = encoders[0].encode([TEXT[:20]])
+    prompt = prompter(encoders[0], prompt_tokens=30).prompt(Example(TEXT[:20]), (0, 0))
+    assert 0 < len(prompt.ids) < len(ids) - 2
+
+
+def test_a_column_of_prompts_is_taken_whole(encoders):
+    prompt = prompter(encoders[0]).prompt(Example("not this", prompt=TEXT), (0, 0))
+    assert prompt.text == TEXT
+
+
+def test_rollouts_stay_within_max_length(encoders):
+    encoder = TextEncoder(encoders[0].tokenizer, encoders[0].table, 30)
+    of = prompter(encoder, rollout_tokens=40)
+    prompt = of.prompt(Example(TEXT), (0, 0))
+    assert len(prompt.ids) + prompt.max_new_tokens == 31  # n positions predict n tokens
+    with pytest.raises(SkippedPrompt, match="leaves no room"):
+        of.prompt(Example("", prompt=TEXT * 5), (0, 0))
+
+
+# --- what the teachers see ------------------------------------------------------------------------
+
+
+def chunks_of(batch):
+    """Return {(last bytes)}: student and teacher labels of every chunk of a batch of one."""
+    teacher = batch.teachers[0]
+    found = []
+    for chunk in sorted(set(teacher.student_chunk[teacher.student_chunk >= 0].tolist())):
+        student = batch.student.labels[teacher.student_chunk == chunk].tolist()
+        found.append((student, teacher.labels[teacher.teacher_chunk == chunk].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_rollout_of_the_tokenizers_ids_is_the_end_of_the_text(encoders, swap):
+    """Its chunks are those of the text that lie wholly behind the prompt, its end included."""
+    student, teacher = reversed(encoders) if swap else encoders
+    collator = Collator(student, [PairOptions(teacher)])
+    of_text = chunks_of(collator([TEXT]))
+    for size in (3, 8, 15):
+        rollout = rollout_of(student, TEXT, size)
+        batch = collator([rollout])
+        found = chunks_of(batch)
+        num_tokens = sum(len(chunk[0]) for chunk in found)
+        assert num_tokens <= len(rollout.ids)
+        assert found == of_text[len(of_text) - len(found) :]
+        # the chunk before them holds a byte of the prompt
+        before = of_text[len(of_text) - len(found) - 1]
+        assert num_tokens + len(before[0]) > len(rollout.ids)
+        assert found[-1][0] == [student.table.eos]
+        assert batch.counts.ce_tokens == 0
+        assert batch.counts.tokens == len(rollout.ids)
+
+
+def test_dynamic_programming_aligns_rollouts_too(encoders):
+    collator = Collator(encoders[0], [PairOptions(encoders[1])], aligner="dp")
+    found = chunks_of(collator([rollout_of(encoders[0], TEXT, 8)]))
+    assert found and set(map(str, found)) <= set(map(str, chunks_of(collator([TEXT]))))
+
+
+def test_a_rollout_that_was_cut_has_no_end(encoders):
+    collator = Collator(encoders[0], [PairOptions(encoders[1])])
+    whole = chunks_of(collator([rollout_of(encoders[0], TEXT, 4)]))
+    cut = chunks_of(collator([rollout_of(encoders[0], TEXT, 4, ended=False)]))
+    assert cut == whole[:-1]
+    teacher = collator([rollout_of(encoders[0], TEXT, 4, ended=False)]).teachers[0]
+    assert encoders[1].table.eos not in teacher.ids[0, 1:].tolist()
+
+
+def test_sampled_ids_are_learned_not_those_of_the_text(encoders):
+    """Letter by letter where the tokenizer would have one token; some end inside a character."""
+    encoder = encoders[1]  # byte level, so that any bytes are tokens
+    prompt = prompter(encoder).prompt(Example(TEXT), (0, 0))
+    byte_ids = {encoder.table.bytes_of(token): token for token in range(len(encoder.table))}
+    ids = [byte_ids[bytes([byte])] for byte in " table€".encode()[:-1]]
+    rollout = sampled(encoder, prompt, ids)
+    assert rollout.text == " table\ufffd" and not rollout.is_canonical
+    batch = Collator(encoder, [PairOptions(encoders[0])])([rollout])
+    first = len(prompt.ids) - 1
+    labels = batch.student.labels[0]
+    assert labels[first : first + len(ids)].tolist() == ids
+    assert (labels[:first] == -100).all()
+    chunk = batch.teachers[0].student_chunk[0]
+    assert (chunk[first : first + 6] >= 0).all()  # " table" is compared
+    assert (chunk[first + 6 : first + 8] == -1).all()  # half of a character is not
+
+
+def test_no_control_token_reaches_a_teacher(encoders):
+    student = encoders[0]
+    prompt = prompter(student).prompt(Example(TEXT), (0, 0))
+    ids, = student.encode(["the end"])
+    special = np.flatnonzero(student.table.special)[0]
+    rollout = sampled(student, prompt, [*ids[1:-1], special, *ids[1:-1]])
+    assert rollout.text.count("the end") == 2
+    assert student.table.tokens[special] not in rollout.text
+    batch = Collator(student, [PairOptions(encoders[1])])([rollout])
+    is_control = encoders[1].table.special[batch.teachers[0].ids[0].numpy()]
+    assert is_control.sum() <= 1  # its own bos
+
+
+def test_log_probabilities_stand_at_the_positions_that_predict(encoders):
+    rollout = rollout_of(encoders[0], TEXT, 5)
+    for pack in (False, True):
+        batch = Collator(encoders[0], [PairOptions(encoders[1])], pack=pack)([TEXT, rollout])
+        logp = batch.student.logp
+        written = ~logp.isnan()
+        assert int(written.sum()) == len(rollout.ids)
+        assert torch.equal(batch.student.labels[written], torch.from_numpy(rollout.ids))
+        assert torch.equal(logp[written], torch.from_numpy(rollout.logp))
+
+
+def test_tiles_hold_rollouts_or_data(encoders):
+    rollout = rollout_of(encoders[0], TEXT, 5)
+    for pack in (False, True):
+        collator = Collator(encoders[0], [PairOptions(encoders[1])], pack=pack, tile_mib=0.05)
+        batch = collator([TEXT, rollout, TEXT[:30]])
+        is_written = ~batch.student.logp.flatten().isnan()
+        positions = {False: 0, True: 0}
+        for tile in batch.teachers[0].tiles:
+            for sub_tile in tile.sub_tiles:
+                here = tile.student_positions[sub_tile.student_slice]
+                has_label = sub_tile.student_labels >= 0
+                assert (is_written[here][has_label] == sub_tile.on_policy).all()
+                positions[sub_tile.on_policy] += int(has_label.sum())
+        assert positions[True] == len(rollout.ids)
+        assert positions[False] == batch.counts.ce_tokens
+        assert batch.counts.tokens == sum(positions.values())
+
+
+def test_counts_of_rollouts(encoders):
+    rollout = rollout_of(encoders[0], TEXT, 5)
+    collator = Collator(encoders[0], [PairOptions(encoders[1])])
+    alone = collator([rollout]).counts.pairs[0]
+    both = collator([TEXT, rollout]).counts.pairs[0]
+    data = collator([TEXT]).counts.pairs[0]
+    assert data.rollout_terms == data.rollout_bytes == data.rollout_nats == 0
+    assert alone.rollout_terms == alone.kd_terms == both.rollout_terms
+    assert alone.rollout_bytes == alone.aligned_bytes == both.rollout_bytes
+    aligned = collator([rollout]).teachers[0].student_chunk >= 0
+    logp = collator([rollout]).student.logp
+    assert alone.rollout_nats == pytest.approx(-float(logp[aligned].sum()))
+    assert both.rollout_nats == pytest.approx(alone.rollout_nats)
+
+
+def test_routes_choose_the_teachers_of_rollouts(encoders):
+    pairs = [PairOptions(encoders[1], routes=["math"]), PairOptions(encoders[1])]
+    collator = Collator(encoders[0], pairs)
+    rollout = rollout_of(encoders[0], TEXT, 5)
+    math_batch = collator([Example(rollout, "math")])
+    other_batch = collator([Example(rollout, "story")])
+    for batch, takes_part in ((math_batch, 0), (other_batch, 1)):
+        assert batch.counts.pairs[takes_part].kd_terms > 0
+        assert batch.counts.pairs[1 - takes_part].kd_terms == 0
+        assert batch.counts.pairs[1 - takes_part].rollout_nats == 0
+
+
+def test_a_rollout_survives_json(encoders):
+    rollout = rollout_of(encoders[0], TEXT, 5)
+    copy = Rollout.from_plain(json.loads(json.dumps(rollout.to_plain())))
+    collator = Collator(encoders[0], [PairOptions(encoders[1])])
+    first, second = collator([rollout]), collator([copy])
+    assert torch.equal(first.student.ids, second.student.ids)
+    assert first.student.logp.nan_to_num().equal(second.student.logp.nan_to_num())
+    assert first.counts == second.counts
+
+
+# --- chats ----------------------------------------------------------------------------------------
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+LLAMA = ("{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}<|eot_id|>{% endfor %}"
+         "{% if add_generation_prompt %}[assistant] {% endif %}")
+CHAT = [{"role": "user", "content": "How much is it?"},
+        {"role": "assistant", "content": "It is 12.50."}]
+
+
+@pytest.fixture(scope="module")
+def chat_encoders(texts):
+    """Two encoders with chat templates and ends of turns of their own."""
+    import demo
+
+    found = []
+    for tokenizer, template, markers in (
+            (demo.unigram(texts, 350), CHATML, ["<|im_start|>", "<|im_end|>"]),
+            (demo.byte_level_bpe(texts, 500), LLAMA, ["<|eot_id|>"])):
+        tokenizer.add_special_tokens({"additional_special_tokens": markers})
+        tokenizer.chat_template = template
+        found.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 250))
+    return found
+
+
+def test_a_chat_goes_on_where_the_assistant_speaks(chat_encoders):
+    student, teacher = chat_encoders
+    prompt = prompter(student).prompt(Example(CHAT), (0, 0))
+    assert prompt.text.endswith("<|im_start|>assistant\n") and "12.50" not in prompt.text
+    answer = student.tokenizer("It is 12.50.", add_special_tokens=False)["input_ids"]
+    rollout = sampled(student, prompt, [*answer, student.table.end_of_turn], ended=True)
+    batch = Collator(student, [PairOptions(teacher)])([rollout])
+    of_data = Collator(student, [PairOptions(teacher)])([CHAT])
+    # the same chunks as if the data had said so, the end of the turn included
+    assert chunks_of(batch) == chunks_of(of_data)
+    assert chunks_of(batch)[-1] == ([student.table.end_of_turn], [teacher.table.end_of_turn])
+    cut = sampled(student, prompt, answer)
+    assert chunks_of(Collator(student, [PairOptions(teacher)])([cut])) == chunks_of(batch)[:-1]
+
+
+def test_chats_without_an_answer_or_a_question_give_no_prompt(chat_encoders):
+    of = prompter(chat_encoders[0])
+    with pytest.raises(SkippedPrompt, match="no message of the assistant"):
+        of.prompt(Example(CHAT[:1]), (0, 0))
+    with pytest.raises(SkippedPrompt, match="begins with the assistant"):
+        of.prompt(Example(CHAT[1:]), (0, 0))
+    whole = of.prompt(Example("", prompt=CHAT[:1]), (0, 0))  # a column of prompts has no answer
+    assert whole.text == of.prompt(Example(CHAT), (0, 0)).text
