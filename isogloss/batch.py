@@ -155,11 +155,13 @@ class PairOptions:
         spelling: Spelling for event_kl, `translation.Tables` for a divergence between two
             tokenizers, None for losses that work on whole chunks.
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
+        same_tokenizer: its tokenizer is the student's.
     """
 
     encoder: TextEncoder
     spelling: Spelling | None = None
     routes: list | None = None
+    same_tokenizer: bool = False
 
 
 @dataclass
@@ -351,7 +353,8 @@ class Collator:
             pairing = Pairing()
             if wanted:
                 encoders = self.student, pair.encoder
-                pairing = pair_rollout(rollout, student, encoders, self.aligner)
+                pairing = pair_rollout(rollout, student, encoders, self.aligner,
+                                       pair.same_tokenizer)
             pairings.append(pairing)
         return student, pairings
 

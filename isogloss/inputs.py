@@ -374,8 +374,11 @@ def build_collator(cfg, inputs, device, tile_mib=None):
         tile_mib = cfg.loss_memory_mib if cfg.tiled else math.inf
     routes = routes_by_teacher(cfg)
     pairs = []
+    print_of_student = fingerprint(inputs.student.tokenizer)
     for setup in inputs.teachers:
-        pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name)))
+        same_tokenizer = fingerprint(setup.encoder.tokenizer) == print_of_student
+        pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name),
+                                 same_tokenizer))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
         sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,

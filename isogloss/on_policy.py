@@ -583,8 +583,10 @@ def weigh_by_ratio(cfg, engine, batches, sequence_group):
     largest = torch.tensor(sums.largest, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     count = max(totals[1], 1)
-    return {"rollout/ratio": totals[0] / count, "rollout/ratio_limited": totals[2] / count,
-            "rollout/ratio_max": float(largest)}
+    metrics = {"rollout/ratio": totals[0] / count,
+               "rollout/ratio_limited": totals[2] / count,
+               "rollout/ratio_max": float(largest)}
+    return batches, metrics
 
 
 def _ratio(cfg, batch, logp_BS, sequence_group, sums):

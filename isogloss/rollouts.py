@@ -7,12 +7,12 @@ This runs in data workers and in the training process; isogloss/on_policy.py let
 Tests: tests/test_rollouts.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from align import Located, align_located, align_regions, locate
+from align import Alignment, Located, align_located, align_regions, locate
 from align_dp import align_dp
 from isogloss.chat import (
     Rendering,
@@ -297,18 +297,52 @@ def student_reading(rollout, encoder):
     return EncodedText(ids, located, num_bytes, learned, np.concatenate([unknown, rollout.logp]))
 
 
-def pair_rollout(rollout, student, encoders, aligner="bytes"):
-    """Align a rollout as the student wrote it with a teacher's reading of its text.
+def pair_rollout(rollout, student, encoders, aligner="bytes", same_tokenizer=False):
+    """Align a rollout as the student wrote it with a teacher's reading of it.
 
     Args:
         student: EncodedText of `student_reading`.
         encoders: (student's, teacher's).
+        same_tokenizer: both have one tokenizer, so the teacher reads the sampled tokens themselves;
+            else it reads what its tokenizer makes of their text.
     Returns:
         Pairing.
     """
+    if same_tokenizer:
+        return _pair_ids(rollout, student, encoders[1])
     if rollout.prompt.messages is None:
         return _pair_text(rollout, student, encoders, aligner)
     return _pair_chat(rollout, student, encoders, aligner)
+
+
+def _pair_ids(rollout, student, encoder):
+    """Pair each sampled token with itself, behind the teacher's own form of the prompt."""
+    prompt = rollout.prompt
+    if prompt.messages is not None:
+        try:
+            ids, text, located = chat_prompt(prompt.messages, encoder)
+        except SkippedPrompt:
+            return Pairing(skipped=True)
+        prompt = replace(prompt, ids=ids, text=text, located=located)
+    read = student_reading(replace(rollout, prompt=prompt), encoder)
+    teacher = EncodedText(read.ids, read.located, bytes_of_tokens(read.located))
+    size = len(rollout.ids)
+    every = np.ones(size, bool)
+    ones = np.ones(size, np.int64)
+    num_bytes = np.maximum(student.num_bytes[len(student.ids) - size :], 0)
+    text_bytes = int(num_bytes.sum())
+    dropped = {"normalized": 0, "unencodable": 0, "unmatched": 0}
+    return Pairing(teacher, Alignment(
+        _chunk_of_last(len(student.ids), size), _chunk_of_last(len(teacher.ids), size),
+        chunk_start=num_bytes.cumsum() - num_bytes, chunk_bytes=num_bytes, student_tokens=ones,
+        teacher_tokens=ones, exact=every, same_bytes=every, text_bytes=text_bytes,
+        dropped=dropped))
+
+
+def _chunk_of_last(num_tokens, size):
+    """Return (num_tokens,) chunks: one for each of the last `size` tokens, none for the others."""
+    number = np.arange(num_tokens) - (num_tokens - size)
+    return np.where(number >= 0, number, -1)
 
 
 def _pair_text(rollout, student, encoders, aligner):

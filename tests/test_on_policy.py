@@ -1,6 +1,5 @@
 """Jobs whose student writes: the gradient of what was written, the same in every layout."""
 
-import dataclasses
 import json
 import math
 import os
@@ -25,8 +24,15 @@ from isogloss.rollouts import Prompter, completed
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from losses import next_token_cross_entropy
 from rollout import Completion
-from test_layouts import Layout, check_gradients, collator_of, keep_gradients, texts_of_rank
-from test_layouts import AS_FLAGS_SAY, SMALL_TILE_MIB
+from test_layouts import (
+    AS_FLAGS_SAY,
+    SMALL_TILE_MIB,
+    Layout,
+    check_gradients,
+    collator_of,
+    keep_gradients,
+    texts_of_rank,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -175,3 +181,216 @@ def test_what_was_written_teaches_like_the_same_text(models, texts, tmp_path, lo
             name = f"{loss}, {num_ranks} ranks, {layout}"
             assert abs(metrics["loss"] - expected.loss) <= 1e-5 * abs(expected.loss), name
             check_gradients(name, found, expected)
+
+
+# --- whole jobs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(models, texts, tmp_path_factory):
+    """A folder with ds_configs, and flags of jobs of 8 samples a step, half of them rollouts."""
+    folder = tmp_path_factory.mktemp("on_policy")
+    for stage in (0, 2, 3):
+        for micro_batch_size, num_ranks in ((8, 1), (2, 1), (2, 2), (4, 2), (2, 4)):
+            name = f"zero{stage}-{micro_batch_size}-{num_ranks}.json"
+            ds_config(folder / name, stage, micro_batch_size, 8 // micro_batch_size // num_ranks)
+    return folder, [
+        f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=120",
+        f"--data={write_corpus(folder, texts, 30)}", "--eval_rows=6", "--on_policy=0.5",
+        "--rollout_tokens=24", "--prompt_tokens=8", "--rollout_log=8", "--rollout_eval=4",
+        "--num_workers=1", "--loss=reverse_kl"]
+
+
+def config_of(base, stage, micro_batch_size, num_ranks):
+    return f"--ds_config={base[0] / f'zero{stage}-{micro_batch_size}-{num_ranks}.json'}"
+
+
+def run_jobs(num_ranks, *argv_list):
+    codes = ranks.run(num_ranks, run_distill, list(argv_list))
+    assert codes == [[0] * len(argv_list)] * num_ranks, argv_list
+
+
+def written_by(output):
+    """Return {(step, sample, copy): (ids, ended)} of rollouts.jsonl."""
+    found = {}
+    for line in (Path(output) / "rollouts.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        key = record["step"], record["sample"], record["copy"]
+        assert key not in found
+        found[key] = record["ids"], record["ended"]
+    return found
+
+
+def without_times(lines):
+    """Return metrics lines without those of time, and of what only some layouts have."""
+    kept = []
+    for line in lines:
+        kept.append({key: value for key, value in line.items()
+                     if not key.endswith(("seconds", "tokens_per_second"))
+                     and "logp_gap" not in key})
+    return kept
+
+
+def check_same_curve(expected, lines, rel_tol=1e-4, abs_tol=1e-5, name=""):
+    for one, other in zip(without_times(expected), without_times(lines), strict=True):
+        assert one.keys() == other.keys(), name
+        for key, value in one.items():
+            close = math.isclose(value, other[key], rel_tol=rel_tol, abs_tol=abs_tol)
+            assert close, (name, key, one, other)
+
+
+def test_the_same_rollouts_and_curve_in_every_layout(base):
+    """Also where ranks end at different tokens of a partitioned student, and serve teachers."""
+    folder, argv = base
+    runs = {
+        "one": (1, config_of(base, 2, 8, 1)),
+        "cut": (1, config_of(base, 0, 2, 1)),
+        "two": (2, config_of(base, 3, 2, 2)),
+        "hooks": (2, config_of(base, 3, 4, 2), "--rollout_replica=false", "--rollout_batch=1"),
+        "shards": (2, config_of(base, 2, 8, 1), "--sequence_parallel=2"),
+        "packed": (2, config_of(base, 2, 4, 2), "--pack", "--num_workers=0"),
+        "four": (4, config_of(base, 2, 2, 4)),
+    }
+    by_ranks = {}
+    for name, (num_ranks, *flags) in runs.items():
+        command = [*argv, *flags, "--steps=3", f"--output_dir={folder / name}"]
+        by_ranks.setdefault(num_ranks, []).append(command)
+    for num_ranks, commands in by_ranks.items():
+        run_jobs(num_ranks, *commands)
+    expected = losses_of(folder / "one", -1)
+    rollouts = written_by(folder / "one")
+    for name in runs:
+        check_same_curve(expected, losses_of(folder / name, -1), name=name)
+        for key, value in written_by(folder / name).items():  # rank 0 logs its own
+            assert rollouts[key] == value, (name, key)
+    last = expected[-2]
+    assert 0 < last["rollout/share"] < 1
+    assert last["rollout/staleness"] == 0
+    assert last["kd/on"] > 0 and last["kd/off"] > 0
+    assert expected[-1]["eval/rollout/share"] == 1
+
+
+def test_teachers_on_ranks_of_their_own_correct_rollouts(base):
+    """Also with rollouts that several steps share, of which they know the next ones ahead."""
+    folder, argv = base
+    for every in (1, 3):
+        flags = [*argv, f"--rollout_every={every}", "--steps=5"]
+        run_jobs(1, [*flags, config_of(base, 2, 8, 1), f"--output_dir={folder / f'own{every}'}"])
+        run_jobs(2, [*flags, config_of(base, 2, 8, 1), "--teacher_ranks=1",
+                     f"--output_dir={folder / f'served{every}'}"])
+        check_same_curve(losses_of(folder / f"own{every}", -1),
+                         losses_of(folder / f"served{every}", -1))
+
+
+def test_resume_goes_on_with_the_rollouts_of_its_batch(base):
+    """A run that ends between two steps of a batch; on other ranks, and with copies."""
+    folder, argv = base
+    argv = [*argv, "--rollout_every=3", "--rollouts_per_prompt=2", "--save_every=1"]
+    one = [*argv, config_of(base, 2, 8, 1)]
+    run_jobs(1, [*one, "--steps=7", f"--output_dir={folder / 'through'}"])
+    expected = losses_of(folder / "through", -1)
+    stopped = f"--output_dir={folder / 'stopped'}"
+    run_jobs(1, [*one, "--steps=2", stopped], [*one, "--steps=5", stopped])
+    run_jobs(1, [*one, "--steps=7", stopped])
+    own = [line for line in expected if line["step"] in (3, 4, 5, 6, 7)]
+    again = [line for line in losses_of(folder / "stopped", 2) if line["step"] > 2]
+    # an evaluation comes at the end of each command
+    training = [line for line in again if "loss" in line]
+    assert without_times(training) == without_times([line for line in own if "loss" in line])
+    assert training[0]["rollout/staleness"] == 2 and training[1]["rollout/staleness"] == 0
+    assert training[0]["rollout/ratio"] != 1.0
+    moved = folder / "moved"
+    shutil.copytree(folder / "through", moved)
+    for step in (4, 5, 6, 7):
+        shutil.rmtree(moved / "checkpoints" / f"step_{step:07d}", ignore_errors=True)
+    run_jobs(1, [*one, "--steps=2", f"--output_dir={folder / 'two'}"])
+    run_jobs(2, [*argv, config_of(base, 3, 2, 2), "--steps=4", f"--output_dir={folder / 'two'}"])
+    lines = [line for line in losses_of(folder / "two", 2) if "loss" in line]
+    check_same_curve([line for line in own if "loss" in line][:2], lines)
+
+
+def test_rollouts_do_not_disturb_training(base):
+    """Evaluations write from held-out prompts, and the losses are the same bit for bit."""
+    folder, argv = base
+    argv = [*argv, config_of(base, 2, 8, 1), "--steps=4", "--eval_every=1"]
+    for name, count in (("some", 6), ("none", 0)):
+        run_jobs(1, [*argv, f"--rollout_eval={count}", f"--output_dir={folder / name}"])
+    curves = []
+    for name in ("some", "none"):
+        lines = without_times(losses_of(folder / name, -1))
+        curves.append([line for line in lines if "loss" in line])
+    assert curves[0] == curves[1]
+    evaluations = [line for line in losses_of(folder / "some", -1) if "eval/kd" in line]
+    assert len(evaluations) == 5
+    assert all("eval/rollout/reverse_kl_per_byte" in line for line in evaluations)
+
+
+def test_a_student_that_is_its_teacher_learns_nothing(base, models):
+    """Of what it wrote: every divergence and its gradient are 0, whatever is kept of the tokens."""
+    folder, argv = base
+    argv = [flag for flag in argv if not flag.startswith(("--teacher", "--loss", "--on_policy"))]
+    commands = []
+    for loss in ("forward_kl", "reverse_kl", "generalized_jsd", "piece_kl", "alm"):
+        for top_k in (0, 1, 16):
+            if top_k and loss in ("alm", "piece_kl"):
+                continue
+            commands.append([
+                *argv, f"--teacher={models[0]}", f"--loss={loss}", f"--loss_topk={top_k}",
+                "--on_policy=1", "--steps=1", config_of(base, 0, 8, 1),
+                f"--output_dir={folder / f'equal-{loss}-{top_k}'}"])
+    run_jobs(1, *commands)
+    for command in commands:
+        line, = [line for line in losses_of(command[-1].split("=")[1], 0) if "loss" in line]
+        assert abs(line["kd/on"]) < 1e-6 and line["grad_norm"] < 1e-4, command
+        assert abs(line["rollout/reverse_kl_per_byte"]) < 1e-5
+        assert line["ce"] == 0 and line["rollout/share"] == 1
+
+
+def test_stale_weights_of_the_writer_end_the_job(base, monkeypatch, capfd):
+    folder, argv = base
+    output = folder / "stale"
+    assert ranks.run(2, run_with_stale_replica, [
+        *argv, config_of(base, 3, 2, 2), "--steps=4", f"--output_dir={output}",
+        "--max_logp_gap=0.001"]) == [[1]] * 2
+    assert len([line for line in losses_of(output, -1) if "loss" in line]) == 1
+
+
+def run_with_stale_replica(argv):
+    """Run a job whose replica keeps the weights of the first refresh after the start."""
+    from isogloss import on_policy
+
+    refresh = on_policy.refresh
+    times = []
+
+    def refresh_once(replica, model):
+        times.append(1)
+        if len(times) < 4:  # the check before the first step, the first evaluation, the first step
+            refresh(replica, model)
+
+    on_policy.refresh = refresh_once
+    return run_distill([argv])
+
+
+def test_a_job_killed_while_the_student_writes_goes_on(base):
+    """SIGKILL as soon as there are rollouts; the same command has the curve of a run in peace."""
+    folder, argv = base
+    flags = [*argv, config_of(base, 2, 8, 1), "--save_every=1", "--rollout_every=2",
+             "--rollout_eval=0"]
+    output = folder / "killed"
+    environment = dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ranks.free_port()))
+    command = [sys.executable, "distill.py", *flags, "--steps=1000", f"--output_dir={output}"]
+    job = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (output / "checkpoints" / "step_0000003").exists():
+        assert job.poll() is None, job.stderr.read()
+    os.kill(job.pid, signal.SIGKILL)
+    job.communicate()
+    saved = max(int(path.name[5:]) for path in (output / "checkpoints").glob("step_*[0-9]"))
+    run_jobs(1, [*flags, f"--steps={saved + 3}", f"--output_dir={output}"],
+             [*flags, f"--steps={saved + 3}", f"--output_dir={folder / 'peace'}"])
+    curves = []
+    for name in ("killed", "peace"):
+        lines = without_times(losses_of(folder / name, -1))
+        curves.append([line for line in lines if "loss" in line])
+    assert curves[0] == curves[1]
+    assert written_by(output) == written_by(folder / "peace")

@@ -176,6 +176,18 @@ def test_sampled_ids_are_learned_not_those_of_the_text(encoders):
     assert (chunk[first + 6 : first + 8] == -1).all()  # half of a character is not
 
 
+def test_a_teacher_with_the_same_tokenizer_reads_the_sampled_ids(encoders):
+    """Whatever the tokenizer would make of their text, control tokens included."""
+    encoder = encoders[1]
+    prompt = prompter(encoder).prompt(Example(TEXT), (0, 0))
+    ids = [17, 300, 300, encoder.table.eos, 5, 128, encoder.table.eos]
+    collator = Collator(encoder, [PairOptions(encoder, same_tokenizer=True)])
+    batch = collator([sampled(encoder, prompt, ids, ended=True)])
+    assert torch.equal(batch.teachers[0].ids, batch.student.ids)
+    assert chunks_of(batch) == [([token], [token]) for token in ids]
+    assert batch.counts.pairs[0].kd_terms == len(ids)
+
+
 def test_no_control_token_reaches_a_teacher(encoders):
     student = encoders[0]
     prompt = prompter(student).prompt(Example(TEXT), (0, 0))
