@@ -29,7 +29,7 @@ from isogloss.data import (
     loader,
     split_dataset,
 )
-from isogloss.ds_config import read_ds_config, resolve_ds_config
+from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
 from isogloss.export import check_results
@@ -228,6 +228,12 @@ def check_prompts(cfg, dataset, student):
     Args:
         student: TextEncoder.
     """
+    micro_batch_size = batch_sizes(read_ds_config(cfg.ds_config), num_readers(cfg),
+                                   cfg.ds_config).micro_batch_size
+    if cfg.streaming and micro_batch_size % cfg.rollouts_per_prompt:
+        raise ValueError(f"--rollouts_per_prompt {cfg.rollouts_per_prompt}: a stream gives each "
+                         "prompt once, so it has to divide the micro-batch of "
+                         f"{micro_batch_size}; choose another number, or leave out --streaming")
     columns = column_names(dataset)
     if cfg.prompt_key and cfg.prompt_key not in columns:
         raise ValueError(f"--prompt_key {cfg.prompt_key}: no such column; it has "
@@ -332,7 +338,6 @@ def load_batches(cfg, inputs, engine, device, start, asked_to_end=lambda: False)
     """
     # ranks of a sequence group read the same samples
     reader_rank = dist.get_rank() // cfg.sequence_parallel
-    num_readers = dist.get_world_size() // cfg.sequence_parallel
     collator = build_collator(cfg, inputs, device)
     micro_batch_size = engine.train_micro_batch_size_per_gpu()
     reader = build_reader(cfg)
@@ -342,10 +347,16 @@ def load_batches(cfg, inputs, engine, device, start, asked_to_end=lambda: False)
     stream = StreamedExamples if cfg.streaming else ShuffledExamples
     batches = MicroBatches(
         stream(inputs.train_data, reader, cfg.seed, cfg.eval_rows), collator, micro_batch_size,
-        engine.gradient_accumulation_steps(), reader_rank, num_readers, start, prompter)
+        engine.gradient_accumulation_steps(), reader_rank, num_readers(cfg), start,
+        prompter)
     held_out = HeldOutBatches(inputs.held_out_data, reader, collator, micro_batch_size,
-                              reader_rank, num_readers)
+                              reader_rank, num_readers(cfg))
     return iter(loader(batches, cfg.num_workers, asked_to_end)), loader(held_out, 0)
+
+
+def num_readers(cfg):
+    """Return how many ranks, or sequence groups, read samples of their own."""
+    return dist.get_world_size() // cfg.sequence_parallel
 
 
 def build_reader(cfg):

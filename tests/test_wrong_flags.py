@@ -1,5 +1,7 @@
 """Wrong ds_configs and numbers: each ends with one line before the first step, on every rank."""
 
+import json
+
 import pytest
 
 from jobs import ds_config, write_corpus
@@ -143,6 +145,29 @@ FLAGS = {
                            "--temperature 1e+300: expected"),
     "a heavy teacher": Wrong('--teacher= --teachers=[{"model":"a","weight":1e300}]',
                              "--kd_weight 1e+300: expected"),
+    # what the student writes
+    "more than all": Wrong("--on_policy=2", "--on_policy 2.0: expected a share of the samples"),
+    "less than nothing": Wrong("--on_policy=-0.5", "--on_policy -0.5: expected 0 or more"),
+    "never fresh": Wrong("--on_policy=1 --rollout_every=0", "--rollout_every 0: expected 1"),
+    "no copies": Wrong("--on_policy=1 --rollouts_per_prompt=0", "--rollouts_per_prompt 0"),
+    "no teacher": Wrong("--on_policy=1 --kd_weight=0", "--on_policy 1.0 with --kd_weight 0"),
+    "no nucleus": Wrong("--on_policy=1 --rollout_top_p=0", "--rollout_top_p 0.0: expected more"),
+    "cold": Wrong("--on_policy=1 --rollout_temperature=0", "--rollout_temperature 0.0: expected"),
+    "ratio": Wrong("--on_policy=1 --ratio=cut", "--ratio cut: expected one of clamp, mask"),
+    "small ratio": Wrong("--on_policy=1 --max_ratio=0.5", "--max_ratio 0.5: expected 1 or more"),
+    "no room": Wrong("--on_policy=1 --rollout_tokens=120", "leaves no room for a prompt"),
+    "no prompt column": Wrong("--on_policy=1 --rollout_tokens=20 --prompt_key=question",
+                              "--prompt_key question: no such column; it has text"),
+    "prompts for nobody": Wrong("--prompt_key=text", "--prompt_key: names prompts"),
+    "long prompts": Wrong("--on_policy=1 --rollout_tokens=20 --data={folder}/long.jsonl "
+                          "--prompt_key=prompt", "leaves no room behind it; so it is with"),
+    "prompts of numbers": Wrong("--on_policy=1 --rollout_tokens=20 --data={folder}/numbers.jsonl "
+                                "--prompt_key=prompt", "'prompt' holds 3, expected text"),
+    "empty chats": Wrong("--on_policy=1 --rollout_tokens=20 --data={folder}/chats.jsonl",
+                         "its tokenizer has no chat template"),
+    "a copy of a stream": Wrong("--on_policy=1 --rollout_tokens=20 --streaming "
+                                "--rollouts_per_prompt=3", "--rollouts_per_prompt 3"),
+    "scaled by nothing": Wrong("--on_policy=1 --dynamic_scale", "there is no cross-entropy"),
     "a ds_config that is a folder": Wrong("--ds_config={folder}", "no such file; ready-made"),
     "a ds_config of bytes": Wrong("--ds_config={folder}/bytes.json", "not JSON"),
 }
@@ -162,6 +187,10 @@ def outcomes(models, texts, tmp_path_factory):
     for name, (text, _) in TEXTS.items():
         (folder / f"{name}.json").write_text(text)
     (folder / "bytes.json").write_bytes(b"\xff\xfe{\x00}\x00")
+    rows = {"long": {"text": "a", "prompt": texts[0] * 20}, "numbers": {"text": "a", "prompt": 3},
+            "chats": {"text": [{"role": "user", "content": "a"}]}}
+    for name, row in rows.items():
+        (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 20)
     base = [f"--student={models[0]}", f"--teacher={models[1]}",
             f"--data={write_corpus(folder, texts, 20)}",
             f"--ds_config={ds_config(folder / 'good.json', 2, 4, 1)}", "--steps=1",
