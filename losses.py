@@ -341,23 +341,6 @@ def total_variation(
     )
 
 
-def limited_ratio(
-    log_ratio: Tensor, max_ratio: float, kind: str = "clamp"
-) -> tuple[Tensor, Tensor]:
-    """Return (exp of a log-ratio within limits, bool: where it was beyond them).
-
-    Args:
-        log_ratio: log p - log p_old, any shape.
-        max_ratio: 1 or more.
-        kind: "clamp": at most `max_ratio`.  "mask": 0 outside of 1 / max_ratio to max_ratio.
-    """
-    limit = math.log(max_ratio)
-    if kind == "clamp":
-        return log_ratio.clamp(max=limit).exp(), log_ratio > limit
-    is_outside = log_ratio.abs() > limit
-    return log_ratio.clamp(-limit, limit).exp().masked_fill(is_outside, 0.0), is_outside
-
-
 def topk_tail_policy_loss(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, next_BS: Tensor, mask_BS: Tensor,
     top_k: int = 16, old_logp_BS: Tensor | None = None, max_ratio: float = 10.0, *,

@@ -7,6 +7,7 @@ and what is logged of them.
 Tests: tests/test_on_policy.py.
 """
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from isogloss.sample import TextEncoder
 from isogloss.sequence import SequenceGroup, halo_values
 from isogloss.specs import BLOCK
 from isogloss.targets import rollout_nats
-from losses import at_least_float32, limited_ratio
+from losses import at_least_float32, prefix_ratio
 from rollout import Prompt, write
 
 GATHERED_NUMEL = 1 << 26  # parameters that ZeRO-3 gathers at a time for the replica
@@ -593,32 +594,22 @@ def _ratio(cfg, batch, logp_BS, sequence_group, sums):
     """Return (B, S) weights of this rank's positions, 1 outside of rollouts; add to RatioSums."""
     student = batch.student
     is_written_BS = ~student.logp.isnan()
-    log_ratio_BS = torch.where(is_written_BS, logp_BS - student.logp.nan_to_num(), 0.0)
     positions_BS = student.positions
     if positions_BS is None:
-        positions_BS = torch.arange(log_ratio_BS.shape[1], device=logp_BS.device)
-        positions_BS = positions_BS.expand_as(log_ratio_BS)
-    whole = [whole_rows(x_BS, sequence_group) for x_BS in (log_ratio_BS, positions_BS)]
-    prefix_BS = own_columns(sums_before(*whole), sequence_group)
-    ratio_BS, is_limited_BS = limited_ratio(prefix_BS, cfg.max_ratio, cfg.ratio)
+        positions_BS = torch.arange(logp_BS.shape[1], device=logp_BS.device).expand_as(logp_BS)
+    rows = [whole_rows(x_BS, sequence_group)
+            for x_BS in (logp_BS, student.logp.nan_to_num(), is_written_BS, positions_BS)]
+    logp, old_logp, mask, positions = rows
+    sample = (positions == 0).cumsum(1)  # a packed row holds several
+    ratio = prefix_ratio(logp, old_logp, mask, cfg.max_ratio, cfg.ratio, sample)
+    unlimited = prefix_ratio(logp, old_logp, mask, math.inf, "clamp", sample)
+    sums.largest = max(sums.largest, float(unlimited.max()))
+    is_limited_BS = own_columns(ratio != unlimited, sequence_group)
+    ratio_BS = own_columns(ratio, sequence_group)
     sums.total += float(ratio_BS[is_written_BS].sum())
     sums.count += int(is_written_BS.sum())
     sums.limited += int(is_limited_BS[is_written_BS].sum())
-    sums.largest = max(sums.largest, float(prefix_BS.exp().max()))
     return torch.where(is_written_BS, ratio_BS, 1.0)
-
-
-def sums_before(values_BS, positions_BS):
-    """Return for each position the sum of the values before it in its sample.
-
-    Args:
-        values_BS: (B, S) float.
-        positions_BS: (B, S) int64, 0 where a sample of the row begins.
-    """
-    before_BS = values_BS.cumsum(1) - values_BS
-    column_S = torch.arange(values_BS.shape[1], device=values_BS.device)
-    start_BS = torch.where(positions_BS == 0, column_S, 0).cummax(1).values
-    return before_BS - before_BS.gather(1, start_BS)
 
 
 def whole_rows(values_BS, sequence_group):
