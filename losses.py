@@ -416,7 +416,9 @@ def prefix_ratio(
     ratio of the token at t has expectation 1 whatever precedes it, and would only add noise.  Use
     it as `weight_BS` of any loss here (times other weights): it has no gradient.
 
-    It is exact with max_ratio = inf.  Its variance grows with the length, so it is limited.
+    It is exact with max_ratio = inf.  Its variance grows with the length, so it is limited.  A term
+    that reads sampled tokens from t on too (`alm` of a chunk) would need their ratios as well, so
+    it keeps a bias.
 
     Args:
         logp_BS: (B, S) float, log-probability in nats of the token that position t predicts, under
