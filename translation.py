@@ -965,7 +965,8 @@ def translated(
         nodes: from `list_nodes` of the same batch.
         divergence: one of losses.py that compares two models with one vocabulary: `forward_kl`,
             `reverse_kl`, `generalized_jsd`, `total_variation`, ...
-        parameters: of the divergence (beta, skew, alpha, top_k, ...).
+        parameters: of the divergence (beta, skew, alpha, ...); top_k and support choose among the
+            cells of a node by their masses.
     Returns:
         (sum, count): nats, and the student positions that the nodes cover.
     Raises:
@@ -990,7 +991,7 @@ def translated(
     openings = inside_target(y_MW, insides, tables, temperature)
     reads = list_reads(nodes, scopes, openings, student_next_BS)
     if kernels := compiled_kernels(x_NV, y_MW):
-        whole_kl = divergence is forward_kl and set(parameters) <= {"top_k"}
+        whole_kl = divergence is forward_kl and set(parameters) <= {"top_k", "support"}
         whole_kl = whole_kl and not parameters.get("top_k")
         value_N, answers = _compare_roots_compiled(
             kernels, x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, temperature,

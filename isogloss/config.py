@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isogloss.loss_table import ALM_MODES, LOSSES, loss_flags
+from isogloss.loss_table import ALM_MODES, LOSS_TOPK_OF, LOSSES, loss_flags
 from isogloss.sample import ALIGNERS
 from isogloss.specs import TEACHER_OUTPUTS
 from isogloss.teachers import engine_names
@@ -115,8 +115,10 @@ class Config:
         jsd_beta: of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).
         skew_lambda: of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.
         akl_alpha: of adaptive_kl, 0 to 1.
-        loss_topk: tokens (or cells, see docs/piece_kl.md) that divergences compare, the
-            teacher's most likely ones, with one bucket for the rest. 0 compares all.
+        loss_topk: tokens (or cells, see docs/piece_kl.md) that divergences compare, the most likely
+            ones of loss_topk_of, with one bucket for the rest. 0 compares all.
+        loss_topk_of: whose most likely tokens (or cells) loss_topk keeps: teacher or student.
+            student is usual for reverse_kl on texts that the student wrote.
         teacher_dtype: auto (as in the checkpoint), float32, bfloat16 or float16.
         teacher_tp: neighboring ranks of a node that share one teacher. It divides the ranks of a
             node.
@@ -217,6 +219,7 @@ class Config:
     skew_lambda: float = 0.1
     akl_alpha: float = 0.5
     loss_topk: int = 0
+    loss_topk_of: str = "teacher"
     teacher_dtype: str = "auto"
     teacher_tp: int = 1
     teacher_ranks: int = 0
@@ -398,6 +401,7 @@ def choices_of_flags():
         "train_on": ("assistant", "all"),
         "alm_mode": ALM_MODES,
         "ratio": RATIOS,
+        "loss_topk_of": LOSS_TOPK_OF,
         "teacher_dtype": ("auto", "float32", "bfloat16", "float16"),
         "teacher_engine": tuple(engine_names()),
         "teacher_output": TEACHER_OUTPUTS,

@@ -27,6 +27,7 @@ from projection_tools.cells import cached_translation
 from projection_tools.spell import cached_spelling
 from translation import Tables, cell_coverage, translated
 
+LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
 ALM_MODES = (
     "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
 
@@ -326,7 +327,8 @@ def per_chunk(loss, **flag_of):
 
 def divergence_loss(divergence, **flag_of):
     """Return the entry of a divergence between two models, likewise."""
-    flag_of = {"temperature": "temperature", "top_k": "loss_topk"} | flag_of
+    shared = {"temperature": "temperature", "top_k": "loss_topk", "support": "loss_topk_of"}
+    flag_of = shared | flag_of
     build = partial(build_divergence, divergence=divergence, flag_of=flag_of)
     return LossSpec(build, "spellings", tuple(flag_of.values()))
 

@@ -1,5 +1,7 @@
 """Jobs under DeepSpeed's real launcher, each in a session of its own, and what is left of them."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +29,8 @@ def wait_until(condition, what=lambda: ""):
     """Wait for a condition, not for a time; fail, and say what there is, when it never comes."""
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < PATIENCE, f"waited in vain {what()}"
+        if time.monotonic() - begin > PATIENCE:
+            raise AssertionError(f"waited in vain {what()}")
         time.sleep(0.05)
 
 
@@ -52,21 +55,21 @@ class Job:
                 if "--local_rank=" in words and "deepspeed.launcher" not in words]
 
     def what_waits(self):
-        """Return {process id: (command line, where it sleeps)}, to find out why a job hangs."""
-        found = {}
-        for process, words in processes_of(self.runner.pid).items():
-            channels = {}
-            for task in Path(f"/proc/{process}/task").glob("*"):
-                try:
-                    channels[task.name] = (task / "wchan").read_text()
-                except OSError:
-                    continue
-            found[process] = words[-60:], channels
-        return found
+        """Return the processes that are left and the stacks of the ranks, to see why a job hangs.
+
+        The ranks print their stacks, see sitecustomize.py.
+        """
+        left = processes_of(self.runner.pid)
+        for process in self.ranks():
+            os.kill(process, signal.SIGUSR1)
+            time.sleep(1)  # one after the other, as they share a pipe
+        os.killpg(self.runner.pid, signal.SIGKILL)
+        stacks = self.runner.stderr.read() if self.runner.stderr else ""
+        return left, stacks
 
     def wait(self):
         """Wait until all processes are gone; return the runner's exit code and stderr."""
         wait_until(lambda: not processes_of(self.runner.pid).keys() - {self.runner.pid},
-                   lambda: f"for the end of {self.what_waits()}")
+                   lambda: "for the end of {}\n{}".format(*self.what_waits()))
         message = self.runner.communicate(timeout=PATIENCE)[1]
         return self.runner.returncode, message

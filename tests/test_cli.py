@@ -357,7 +357,8 @@ def test_two_nodes(models, texts, tmp_path, flag, num_ranks):
     for two, one in zip(*curves, strict=True):
         assert two.keys() == one.keys()
         for key, value in one.items():
-            assert abs(two[key] - value) <= 1e-5 * abs(value), (key, two, one)
+            # fractions such as eval/joined_mass are sums of probabilities, near 0 with their error
+            assert abs(two[key] - value) <= 1e-5 * max(abs(value), 0.1), (key, two, one)
 
 
 def test_utilization_where_the_peak_is_known():

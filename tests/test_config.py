@@ -2,9 +2,12 @@
 
 import json
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import losses
 from isogloss.config import (
     GROUPS,
     LOWEST,
@@ -70,6 +73,36 @@ def test_the_table_of_losses_decides(monkeypatch):
 def test_flags_of_losses_are_flags():
     for name, spec in LOSSES.items():
         assert set(spec.flags) <= set(NAMES), name
+
+
+def test_loss_topk_of_is_a_choice_that_may_differ_for_each_teacher():
+    assert Config(**GOOD).loss_topk_of == "teacher"
+    with pytest.raises(ValueError,
+                       match="--loss_topk_of both: expected one of teacher, student"):
+        Config(**GOOD, loss_topk_of="both")
+    cfg = several({"model": "A", "loss_topk_of": "student"}, {"model": "B"}, loss="reverse_kl",
+                  loss_topk=16)
+    configs = configs_by_teacher(cfg)
+    assert [configs[name].loss_topk_of for name in ("A", "B")] == ["student", "teacher"]
+
+
+@pytest.mark.parametrize("name", [name for name, spec in LOSSES.items()
+                                  if "loss_topk" in spec.flags])
+def test_loss_topk_of_decides_whose_tokens_a_divergence_keeps(name):
+    torch.manual_seed(0)
+    x, y = 2 * torch.randn(2, 6, 12, dtype=torch.float64)
+    chunk = torch.arange(6)[None]
+    sub_tile = SimpleNamespace(terms=losses.find_chunks(chunk, chunk), weight=None)
+    pair = SimpleNamespace(fingerprints=("one tokenizer", "one tokenizer"))
+    divergence = getattr(losses, "forward_kl" if name == "piece_kl" else name)
+    values = []
+    for side in ("teacher", "student"):
+        cfg = Config(**GOOD, loss=name, loss_topk=2, loss_topk_of=side)
+        loss = LOSSES[name].build(cfg, pair, "cpu")
+        values.append(loss.loss_fn(x, y, sub_tile))
+        expected, _ = divergence(x[None], y[None], None, top_k=2, support=side)
+        assert abs(values[-1] - expected) < 1e-12
+    assert abs(values[0] - values[1]) > 1e-3
 
 
 def test_each_teacher_has_flags_of_its_own():

@@ -348,17 +348,17 @@ def test_teachers_on_ranks_of_their_own(base_run, models, untied):
         check_same_curve(expected, remote, 1e-5, 1e-7, REMOTE[number])
 
 
-def one_tokenizer_steps(flags, texts, names):
-    """Return {loss: metrics of two steps}; at first the student is as good as its teacher."""
+def one_tokenizer_steps(flags, texts, changes):
+    """Return [metrics of two steps] for each change of the flags; at first the models are equal."""
     state, inputs = job_for(flags)
     collator = build_collator(state.cfg, inputs, state.device, math.inf)
     batch = collator(texts[dist.get_rank() :: 2])
     [setup] = state.teachers
-    steps = {}
-    for name in names:
-        cfg = distill.Config(**flags | {"loss": name})
+    steps = []
+    for change in changes:
+        cfg = distill.Config(**flags | change)
         setup.loss = build_loss(cfg, inputs.student, setup.encoder, state.device)
-        steps[name] = [distill.train_step(state, [batch]) for _ in range(2)]
+        steps.append([distill.train_step(state, [batch]) for _ in range(2)])
     return steps
 
 
@@ -367,15 +367,15 @@ def test_every_loss_for_one_tokenizer_trains(models, texts, tmp_path):
         student=str(models[0]), teacher=str(models[0]), data=write_corpus(tmp_path, texts, 20),
         max_length=120, output_dir=str(tmp_path), loss="forward_kl", loss_topk=20,
         ds_config=ds_config(tmp_path / "ds.json", 2, 4, 1))
-    names = [name for name, spec in LOSSES.items() if "loss_topk" in spec.flags]
-    for steps in ranks.run(2, one_tokenizer_steps, flags, texts[:8], names):
-        first = steps[names[0]][0]
+    changes = [{"loss": name} for name, spec in LOSSES.items() if "loss_topk" in spec.flags]
+    changes.append({"loss": "reverse_kl", "loss_topk": 1, "loss_topk_of": "student"})
+    for steps in ranks.run(2, one_tokenizer_steps, flags, texts[:8], changes):
+        first = steps[0][0]
         assert abs(first["kd"]) < 1e-6  # it agrees with itself
         assert first["aligned_tokens"] > 0.95
-        for name in names:
-            second = steps[name][1]
-            assert 0 < second["kd"] < 1, name
-            assert second["ce"] < first["ce"], name
+        for change, (_, second) in zip(changes, steps):
+            assert 0 < second["kd"] < 1, change
+            assert second["ce"] < first["ce"], change
 
 
 # --- runs that stop and resume --------------------------------------------------------------------

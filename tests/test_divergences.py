@@ -1,6 +1,9 @@
 """losses.py with one vocabulary: against the definitions, at extremes, on sharded columns."""
 
+import math
 import random
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -190,7 +193,10 @@ def test_every_row_is_read_by_the_right_position():
             assert abs(moved - expected) > 1e-3, name
 
 
-def test_policy_loss_weighs_positions_by_their_importance():
+# --- samples of an older student ------------------------------------------------------------------
+
+
+def test_policy_loss_weighs_positions_by_what_precedes_them():
     case = LogitsCase(6)
     logp = case.x.detach().log_softmax(-1).gather(-1, case.next[..., None]).squeeze(-1)
     generator = torch.Generator().manual_seed(1)
@@ -198,16 +204,245 @@ def test_policy_loss_weighs_positions_by_their_importance():
     terms = oracle.positions(
         "reverse_kl", case.x, case.y, case.mask, top_k=3, support="student"
     )
-    importance = (logp - old_logp).exp().clamp(max=2.0)
-    for old, ratio in ((None, torch.ones_like(logp)), (old_logp, importance)):
+    for old, kind in ((None, "clamp"), (old_logp, "clamp"), (old_logp, "mask")):
         value, count = losses.topk_tail_policy_loss(
-            case.x, case.y, case.next, case.mask, 3, old, 2.0
+            case.x, case.y, case.next, case.mask, 3, old, 2.0, ratio=kind
         )
-        expected = sum(ratio[b, t] * term for b, t, term in terms)
+        expected = 0.0
+        for b, t, term in terms:
+            importance = 1.0
+            for s in range(t):
+                if case.mask[b, s] and old is not None:
+                    importance *= math.exp(logp[b, s] - old[b, s])
+            if kind == "mask" and not 0.5 <= importance <= 2:
+                importance = 0.0
+            expected = expected + min(importance, 2.0) * term
         assert count == len(terms)
         assert abs(value - expected) < 1e-12 * expected
         d = gradient(value, case.x)
         assert close(d, torch.autograd.grad(expected, case.x, retain_graph=True)[0], 1e-11)
+
+
+class StaleToy:
+    """All texts of T tokens, which an older student wrote, and what the student now makes of them.
+
+    Attributes:
+        table_HV: (H, V) the student's logits after every history, shared by the texts.
+        history_BS: (B, S) row of the table at each position of each text.
+        next_BS: the texts' tokens.
+        y: the teacher's logits.
+        now_B, old_B: probability of each text under the student and the older one.
+        logp_BS, old_logp_BS: log-probabilities of their tokens.
+    """
+
+    def __init__(self, seed=0, V=4, T=3):
+        texts = list(product(range(V), repeat=T))
+        row_of = {}
+        for text in texts:
+            for t in range(T):
+                row_of.setdefault(text[:t], len(row_of))
+        torch.manual_seed(seed)
+        self.table_HV, self.old_HV, teacher_HV = torch.randn(3, len(row_of), V, dtype=F64)
+        rows = [[row_of[text[:t]] for t in range(T)] for text in texts]
+        self.history_BS = torch.tensor(rows)
+        self.next_BS = torch.tensor(texts)
+        self.mask_BS = torch.ones_like(self.next_BS, dtype=torch.bool)
+        self.y = teacher_HV[self.history_BS]
+        self.old_x = self.old_HV[self.history_BS]
+        self.logp_BS = self.logp_of(self.table_HV)
+        self.old_logp_BS = self.logp_of(self.old_HV)
+        self.now_B = self.logp_BS.sum(1).exp()
+        self.old_B = self.old_logp_BS.sum(1).exp()
+
+    def logp_of(self, table_HV):
+        logp = table_HV[self.history_BS].log_softmax(-1)
+        return logp.gather(-1, self.next_BS[..., None]).squeeze(-1)
+
+    def expectation(self, loss, weight_B):
+        """Return (sum over texts of weight times loss, its gradient with respect to the table)."""
+        table = self.table_HV.clone().requires_grad_()
+        weight_BS = weight_B[:, None].expand(self.next_BS.shape)
+        value, _ = loss(table[self.history_BS], weight_BS)
+        return value.detach(), gradient(value, table)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_stale_samples_have_the_expectation_of_fresh_ones(top_k):
+    """Exact, by summing over all texts: value and gradient of the divergence at every history."""
+    toy = StaleToy()
+    assert abs(toy.old_B.sum() - 1) < 1e-12 and abs(toy.now_B.sum() - 1) < 1e-12
+
+    def policy_loss(**options):
+        def loss(x, weight_BS):
+            return losses.topk_tail_policy_loss(
+                x, toy.y, toy.next_BS, toy.mask_BS, top_k, max_ratio=math.inf,
+                weight_BS=weight_BS, **options)
+        return loss
+
+    def ratio_of_the_token_at_hand(x, weight_BS):
+        ratio_BS = (toy.logp_BS - toy.old_logp_BS).exp()
+        return losses.reverse_kl(x, toy.y, toy.mask_BS, top_k=top_k, support="student",
+                                 weight_BS=weight_BS * ratio_BS)
+
+    fresh, fresh_d = toy.expectation(policy_loss(), toy.now_B)
+    corrected = policy_loss(old_logp_BS=toy.old_logp_BS)
+    for kind in ("clamp", "mask"):
+        value, d = toy.expectation(
+            policy_loss(old_logp_BS=toy.old_logp_BS, ratio=kind), toy.old_B)
+        assert abs(value - fresh) < 1e-9
+        assert (d - fresh_d).abs().max() < 1e-9
+    uncorrected, _ = toy.expectation(policy_loss(), toy.old_B)
+    at_hand, _ = toy.expectation(ratio_of_the_token_at_hand, toy.old_B)
+    bucket, _ = toy.expectation(
+        policy_loss(ratio="bucket", old_logits_BSV=toy.old_x), toy.old_B)
+    assert abs(at_hand - uncorrected) < 1e-9  # its expectation is 1: it corrects nothing
+    assert abs(uncorrected - fresh) > 0.01
+    assert abs(bucket - fresh) > 0.01
+    # fresh samples need no correction, and get none
+    toy.old_logp_BS.copy_(toy.logp_BS)
+    assert toy.expectation(corrected, toy.now_B)[0] == fresh
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "generalized_jsd", "total_variation"])
+def test_the_prefix_ratio_corrects_any_divergence(name):
+    toy = StaleToy(1)
+    ratio_BS = losses.prefix_ratio(toy.logp_BS, toy.old_logp_BS, toy.mask_BS, math.inf)
+
+    def loss(x, weight_BS):
+        return getattr(losses, name)(x, toy.y, toy.mask_BS, weight_BS=weight_BS)
+
+    def corrected(x, weight_BS):
+        return loss(x, weight_BS * ratio_BS)
+
+    fresh, fresh_d = toy.expectation(loss, toy.now_B)
+    value, d = toy.expectation(corrected, toy.old_B)
+    assert abs(value - fresh) < 1e-9
+    assert (d - fresh_d).abs().max() < 1e-9
+    assert abs(toy.expectation(loss, toy.old_B)[0] - fresh) > 1e-3
+
+
+def test_the_prefix_ratio_leaves_out_prompt_padding_and_other_samples():
+    torch.manual_seed(2)
+    logp = -3 * torch.rand(2, 5)
+    old_logp = -3 * torch.rand(2, 5)
+    prompts = 2, 1
+    alone = []
+    for b, prompt in enumerate(prompts):  # a sample by itself, without prompt
+        of_sample = logp[b : b + 1, prompt:], old_logp[b : b + 1, prompt:]
+        ones = torch.ones_like(of_sample[0], dtype=torch.bool)
+        alone.append(losses.prefix_ratio(*of_sample, ones, 3.0)[0])
+        expected = (of_sample[0] - of_sample[1]).double()[0].cumsum(0)[:-1].exp().clamp(max=3)
+        assert torch.allclose(alone[b], torch.cat([torch.ones(1), expected.float()]))
+
+    def with_nan(x, b):  # prompt, sample, two positions of padding
+        return torch.cat([torch.full((prompts[b],), torch.nan), x[b, prompts[b] :],
+                          torch.full((2,), torch.nan)])
+
+    packed = [torch.cat([with_nan(x, 0), with_nan(x, 1)])[None] for x in (logp, old_logp)]
+    mask = ~packed[0].isnan()
+    sample = torch.tensor([[0] * 7 + [1] * 7])
+    ratio = losses.prefix_ratio(*packed, mask, 3.0, sample_BS=sample)
+    assert ratio.dtype == torch.float32 and ratio.isfinite().all()
+    assert torch.equal(ratio[mask], torch.cat(alone))
+    assert (ratio[0, :3] == 1).all() and (ratio[0, 7:9] == 1).all()
+    # another sample's tokens, excluded by a model altogether, change nothing either
+    for x, excluded in ((packed[0], -torch.inf), (packed[1], -50.0)):
+        x[0, 3] = excluded
+    again = losses.prefix_ratio(*packed, mask, 3.0, sample_BS=sample)
+    assert torch.equal(again[0, 7:], ratio[0, 7:]) and again[0, 4] == 0
+
+
+def test_the_prefix_ratio_is_limited_and_has_no_gradient():
+    step = math.log(1.5)
+    logp = torch.tensor([[step] * 4, [-step] * 4], dtype=F64, requires_grad=True)
+    old_logp = torch.zeros(2, 4, dtype=F64)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    clamped = losses.prefix_ratio(logp, old_logp, mask, 2.0)
+    up = [1, 1.5, 2, 2]
+    down = [1, 1 / 1.5, 1 / 1.5**2, 1 / 1.5**3]
+    assert not clamped.requires_grad
+    assert torch.allclose(clamped, torch.tensor([up, down], dtype=F64))
+    masked = losses.prefix_ratio(logp, old_logp, mask, 2.0, "mask")
+    assert torch.allclose(masked, torch.tensor([[1, 1.5, 0, 0], [1, 1 / 1.5, 0, 0]], dtype=F64))
+    # a product of e^5000 is clamped, not inf; NaN stays to be seen
+    assert losses.prefix_ratio(logp + 5000, old_logp, mask, 2.0).max() == 2
+    logp = logp.detach().clone()
+    logp[0, 1] = torch.nan
+    for kind in ("clamp", "mask"):
+        assert losses.prefix_ratio(logp, old_logp, mask, 2.0, kind)[0, 2:].isnan().all()
+    for options, message in (({"kind": "bucket"}, "'bucket': expected one of clamp, mask"),
+                             ({"max_ratio": 0.5}, "max_ratio=0.5: expected 1 or more"),
+                             ({"max_ratio": math.nan}, "max_ratio=nan: expected 1 or more")):
+        with pytest.raises(ValueError, match=message):
+            losses.prefix_ratio(logp, old_logp, mask, **options)
+
+
+def test_the_ratio_of_buckets_is_inside_of_the_sum():
+    """The sum over buckets of p_old min(p / p_old, limit) (log p_old - log q), from the definition.
+
+    The buckets are the most likely tokens of the student that sampled.
+    """
+    case = LogitsCase(7)
+    torch.manual_seed(8)
+    old_x = case.x.detach() + torch.randn(case.x.shape, dtype=F64)
+    value, count = losses.topk_tail_policy_loss(
+        case.x, case.y, case.next, case.mask, 3, max_ratio=1.5, ratio="bucket",
+        old_logits_BSV=old_x)
+    expected = 0.0
+    for b, t in case.mask.nonzero().tolist():
+        rows = [logits[b, t].softmax(-1) for logits in (case.x, old_x, case.y)]
+        kept = rows[1].argsort(descending=True)[:3]
+        p, p_old, q = [torch.cat([row[kept], (1 - row[kept].sum())[None]]) for row in rows]
+        ratio = (p / p_old).clamp(max=1.5)
+        expected = expected + (p_old * ratio * (p_old / q).log()).sum()
+    assert count == case.mask.sum()
+    assert abs(value - expected) < 1e-12
+    assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
+    old_logp = torch.zeros(case.mask.shape)
+    for options, message in (
+        ({"ratio": "bucket", "old_logp_BS": old_logp}, "expected old_logits_BSV"),
+        ({"old_logits_BSV": old_x}, "only 'bucket' reads old_logits_BSV"),
+        ({"ratio": "token"}, "'token': expected one of clamp, mask, bucket"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            losses.topk_tail_policy_loss(case.x, case.y, case.next, case.mask, **options)
+
+
+# --- the student's most likely tokens -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("top_k", [1, 2, 5, 9])
+def test_the_students_top_k_and_one_bucket(name, top_k):
+    """Equal models have nothing to learn; others have, also with one token beside the rest."""
+    loss = partial(getattr(losses, name), support="student", top_k=top_k, **PARAMETERS[name])
+    case = LogitsCase(11, V=9)
+    x = case.y.clone().requires_grad_()
+    value, _ = loss(x, case.y, case.mask)
+    assert abs(value) < 1e-12
+    if name != "total_variation":  # whose gradient jumps there
+        assert gradient(value, x).abs().max() < 1e-12
+    value, _ = loss(case.x, case.y, case.mask)
+    d = gradient(value, case.x)
+    assert value > 0
+    assert (d[case.mask].abs().amax(-1) > 1e-6).all()
+    # the teacher's mass outside is not lost: a teacher that moves all of it there costs more
+    far = case.y.clone()
+    far.scatter_add_(-1, case.x.detach().topk(top_k, -1).indices,
+                     torch.full_like(far, -8.0)[..., :top_k])
+    if top_k < 9:
+        assert loss(case.x, far, case.mask)[0] > value
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 20])
+def test_the_buckets_hold_all_mass_of_both_models(top_k):
+    case = LogitsCase(12, V=40)
+    sides = [x.detach()[case.mask].log_softmax(-1) for x in (case.x, case.y)]
+    ids_NK = sides[0].topk(top_k, -1).indices
+    for logp_NV in sides:
+        buckets = losses._top_k_buckets(logp_NV, ids_NK, tail=True, group=None)
+        assert buckets.shape == (len(logp_NV), top_k + 1)
+        assert (buckets.exp().sum(-1) - 1).abs().max() < 1e-12
 
 
 # --- sharded columns ------------------------------------------------------------------------------
@@ -232,6 +467,16 @@ def sharded(world):
                 return getattr(losses, name)(x, y, case.mask, group=group, **options)[0]
 
             errors[name, *more] = shard_error(loss, sides, bounds, dist.group.WORLD)
+    old_logp = -3 * torch.rand(case.mask.shape)
+    for ratio in ("clamp", "bucket"):
+        def policy_loss(x, y, group, ratio=ratio):
+            older = {"old_logp_BS": old_logp}
+            if ratio == "bucket":  # logits of another model, sharded as they are
+                older = {"old_logits_BSV": 0.5 * y}
+            return losses.topk_tail_policy_loss(
+                x, y, case.next, case.mask, 4, ratio=ratio, group=group, **older)[0]
+
+        errors["policy", ratio] = shard_error(policy_loss, sides, bounds, dist.group.WORLD)
     labels = torch.where(case.mask, case.next, -100)
 
     def cross_entropy(x, y, group):
@@ -246,5 +491,5 @@ def sharded(world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_sharded_columns_give_the_same_value_and_gradient(world):
     for errors in ranks.run(world, sharded, world):
-        assert len(errors) == 36
+        assert len(errors) == 38
         assert max(errors.values()) < 1e-10, errors

@@ -170,7 +170,9 @@ def test_topk_tail_of_slime():
         assert close(gradient(value.sum(), x), case["grad"], 1e-5), (k, tail)
 
 
-def test_on_policy_topk_tail_of_slime():
+@pytest.mark.parametrize("ratio", ["clamp", "mask", "bucket"])
+def test_on_policy_topk_tail_of_slime(ratio):
+    """Its samples are fresh, so every ratio is 1: its own, inside of the sum, and ours."""
     data = golden("peers.pt")["opd_topk_tail"]
     teacher = teacher_mixing.average_teachers(data["teacher_logits"])
     tokens = torch.cat(data["tokens"])[None]
@@ -184,7 +186,7 @@ def test_on_policy_topk_tail_of_slime():
     for k, case in data["cases"].items():
         x = data["student_logits"].clone().requires_grad_()
         value = losses.topk_tail_policy_loss(
-            x, teacher, shift(tokens), weight > 0, k, weight_BS=weight
+            x, teacher, shift(tokens), weight > 0, k, weight_BS=weight, ratio=ratio
         )[0]
         assert near(value.detach(), case["loss"]), k
         assert close(gradient(value, x), case["grad"], 1e-5), k

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ import losses
 import toys
 from align import TokenTable
 from conftest import asset
+from isogloss import loss_table
 from isogloss.batch import Collator, PairOptions
+from isogloss.config import Config
 from isogloss.sample import TextEncoder
 from projection_tools import Pair
 from projection_tools.cells import build_translation
-from tiles import StoredLogits, TeacherBlocks
+from tiles import StoredLogits, SubTile, TeacherBlocks
 from toys import EOS, Tokenizer
 from translation import (
     Tables,
@@ -47,6 +50,7 @@ DIVERGENCES = {
     "adaptive_kl": losses.adaptive_kl,
     "total_variation": losses.total_variation,
     "top_k": partial(losses.forward_kl, top_k=2),
+    "top_k of the student": partial(losses.reverse_kl, top_k=2, support="student"),
 }
 
 
@@ -121,6 +125,34 @@ def test_an_exact_student_has_nothing_to_learn(name, order):
         assert abs(value) < 1e-9
         if divergence_name != "total_variation":  # whose gradient jumps there
             assert gradient < 1e-9
+
+
+@pytest.mark.parametrize("side", ["teacher", "student"])
+def test_a_run_keeps_the_likely_cells_of_either_side(side, monkeypatch):
+    """--loss_topk and --loss_topk_of with two tokenizers; one cell and the rest still teach."""
+    toy = Toy(CROSSING, COARSE, 1)
+    _, next_S, next_T, chunk_S, chunk_T, tables = toy.ids
+    b = int(((chunk_S >= 0).sum(1)).argmax())  # a long text
+    sub_tile = SubTile(*[None] * len(SubTile._fields))._replace(
+        student_labels=next_S[b], teacher_labels=next_T[b], student_chunk=chunk_S[b],
+        teacher_chunk=chunk_T[b],
+        terms=list_nodes(*[ids[b : b + 1] for ids in toy.ids[:-1]], tables))
+    monkeypatch.setattr(loss_table, "translation_fields", lambda pair: tables._asdict())
+    pair = SimpleNamespace(fingerprints=("one tokenizer", "another"))
+    x, y = random_logits(toy, 0, 2)
+    x = x[b].double().requires_grad_()
+    y = y[b].double()
+    for top_k in (1, 2):
+        cfg = Config(student="s", teacher="t", data="d", loss="reverse_kl", loss_topk=top_k,
+                     loss_topk_of=side)
+        value = loss_table.LOSSES["reverse_kl"].build(cfg, pair, "cpu").loss_fn(x, y, sub_tile)
+        expected, _ = translated(
+            x[None], y[None], next_S[b], next_T[b], sub_tile.terms, tables,
+            partial(losses.reverse_kl, top_k=top_k, support=side))
+        other, _ = translated(
+            x[None], y[None], next_S[b], next_T[b], sub_tile.terms, tables, losses.reverse_kl)
+        assert abs(value - expected) < 1e-12 and 0 < value < other - 1e-3
+        assert torch.autograd.grad(value, x)[0].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("student", "teacher", "bias"), [
