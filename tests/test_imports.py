@@ -17,6 +17,7 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
     "teacher_mixing.py": set(),
     "translation.py": {"losses", "vocab_parallel"},
     "tiles.py": set(),
+    "rollout.py": set(),
     "ipc.py": set(),
 }
 
