@@ -233,7 +233,7 @@ def train(state, batches, held_out, start, ds_config, signals):
     if times_collectives:
         time_collectives()
     if cfg.eval_rows and start == 0:
-        log.write(0, run_evaluation(state, held_out))
+        log_evaluation(state, held_out, 0, log)
         end_if_stopped(signals.agree(state.device), log)  # there is nothing to save yet
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
@@ -260,7 +260,7 @@ def train(state, batches, held_out, start, ds_config, signals):
             deepspeed.comm.log_summary()
             deepspeed.comm.comm.comms_logger.enabled = False
         if evaluates:
-            log.write(step, run_evaluation(state, held_out))
+            log_evaluation(state, held_out, step, log)
         stop = signals.agree(state.device)
         saves = cfg.save_every and step % cfg.save_every == 0
         if stop or saves or step == cfg.steps:
@@ -491,6 +491,13 @@ def weigh_rollouts(state, micro_batches):
 
 
 # --- once in a while: evaluate, save, give up; all ranks take part --------------------------------
+
+
+def log_evaluation(state, held_out, step, log):
+    """Evaluate and log what comes out."""
+    log.write(step, run_evaluation(state, held_out))
+    if state.writer and state.cfg.rollout_eval:
+        log.write_rollouts(step, state.writer.records)
 
 
 def run_evaluation(state, held_out):

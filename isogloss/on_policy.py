@@ -69,7 +69,7 @@ class Writer:
         replica: whole copy of a student that ZeRO-3 has partitioned, or None.
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
         seconds: that this rank has spent on the rollouts of the current step.
-        records: the first rollouts of the latest step, dicts of `record_of`.
+        records: the first rollouts of the latest step or evaluation, dicts of `record_of`.
     """
 
     cfg: Config
@@ -228,7 +228,10 @@ class Writer:
             targets: of each batch, the TeacherTarget of every teacher.
             names: of the teachers.
         """
-        self.records = self._records(batches, targets, names)
+        nats_of_batches = []
+        for of_batch in targets:
+            nats_of_batches.append([target.rollout_nats for target in of_batch])
+        self.records = self.first_records(batches, nats_of_batches, names)
         teacher_nats = [0.0] * len(names)
         for of_batch in targets:
             for number, target in enumerate(of_batch):
@@ -257,17 +260,24 @@ class Writer:
         """Tell whether this rank counts its samples: of a sequence group the first one does."""
         return self.sequence_group is None or self.sequence_group.rank == 0
 
-    def _records(self, batches, targets, names):
-        """Return the first rollouts of this rank as dicts, at most --rollout_log."""
+    def first_records(self, batches, nats_of_batches, names, held_out=False):
+        """Return the first rollouts of this rank as dicts, at most --rollout_log.
+
+        Args:
+            nats_of_batches: of each batch, (samples,) -log q of every teacher, or None.
+            held_out: the rollouts are those of an evaluation.
+        """
         records = []
-        for batch, of_batch in zip(batches, targets):
-            nats = [self._whole_nats(target.rollout_nats) for target in of_batch]
+        for batch, of_batch in zip(batches, nats_of_batches):
+            nats = [self._whole_nats(nats_B) for nats_B in of_batch]
             for number, rollout in enumerate(batch.rollouts):
                 if rollout is not None and len(records) < self.cfg.rollout_log:
                     of_teachers = {}
                     for name, nats_B in zip(names, nats):
                         of_teachers[name] = float(nats_B[number])
-                    records.append(record_of(rollout, batch.sample_ids[number], of_teachers))
+                    sample = rollout.prompt.key[0] if held_out else batch.sample_ids[number]
+                    record = {"sample": sample, "held_out": held_out}
+                    records.append(record | record_of(rollout, of_teachers))
         return records
 
     def _whole_nats(self, nats_B):
@@ -351,13 +361,18 @@ def evaluate_rollouts(writer, setups):
     seconds = time.perf_counter() - begin
     counts = [PairCounts() for _ in setups]
     teacher_nats = [0.0] * len(setups)
+    nats_of_batches = []
     for batch in batches:
         batch = to_device(batch, writer.device)
+        nats_of_batches.append([])
         for number, setup in enumerate(setups):
             teacher_batch = batch.teachers[number]
             logits = setup.source.targets(teacher_batch)
+            nats_B = None
             if teacher_batch.is_rollout is not None:
-                teacher_nats[number] += float(rollout_nats(logits, teacher_batch).sum())
+                nats_B = rollout_nats(logits, teacher_batch)
+                teacher_nats[number] += float(nats_B.sum())
+            nats_of_batches[-1].append(nats_B)
             counts[number].rollout_nats += batch.counts.pairs[number].rollout_nats
             counts[number].rollout_bytes += batch.counts.pairs[number].rollout_bytes
             setup.source.release()
@@ -368,6 +383,7 @@ def evaluate_rollouts(writer, setups):
     sums = RolloutSums(*totals[:num_sums])
     metrics = sums.metrics() | {"seconds": seconds}
     names = [setup.name for setup in setups]
+    writer.records = writer.first_records(batches, nats_of_batches, names, held_out=True)
     metrics |= compared(sums, whole.pairs, totals[num_sums:], names)
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
@@ -434,17 +450,16 @@ class RolloutSums:
         return metrics
 
 
-def record_of(rollout, sample, teacher_nats):
+def record_of(rollout, teacher_nats):
     """Return what rollouts.jsonl says of a Rollout.
 
     Args:
-        sample: position in the data stream.
         teacher_nats: {name: -log q of the aligned tokens}.
     """
     num_bytes = max(len(rollout.text.encode()), 1)
     per_byte = {name: nats / num_bytes for name, nats in teacher_nats.items()}
     return {
-        "sample": sample, "copy": rollout.prompt.key[1], "prompt": rollout.prompt.text,
+        "copy": rollout.prompt.key[1], "prompt": rollout.prompt.text,
         "text": rollout.text, "ids": rollout.ids.tolist(), "ended": rollout.ended,
         "student_nats_per_byte": -float(rollout.logp.sum()) / num_bytes,
         "teacher_nats_per_byte": per_byte,

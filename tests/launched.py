@@ -34,14 +34,21 @@ def wait_until(condition, what=lambda: ""):
         time.sleep(0.05)
 
 
+def as_in_a_terminal():
+    """Let signals end a process: tests that run under nohup have SIGHUP ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Job:
     """A job of two ranks under DeepSpeed's launcher, in a session of its own."""
 
     def __init__(self, flags, port, stderr=subprocess.PIPE):
         program = Path(sys.executable).with_name("deepspeed")
         command = [program, "--num_gpus=2", f"--master_port={port}", "distill.py", *flags]
-        self.runner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
-                                       stderr=stderr, text=True, start_new_session=True)
+        self.runner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
+                                       stderr=stderr, start_new_session=True,
+                                       preexec_fn=as_in_a_terminal)
 
     def launcher(self):
         """Return the process id of the launcher on the node."""

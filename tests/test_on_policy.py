@@ -215,7 +215,7 @@ def written_by(output):
     found = {}
     for line in (Path(output) / "rollouts.jsonl").read_text().splitlines():
         record = json.loads(line)
-        key = record["step"], record["sample"], record["copy"]
+        key = record["step"], record["held_out"], record["sample"], record["copy"]
         assert key not in found
         found[key] = record["ids"], record["ended"]
     return found
