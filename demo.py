@@ -5,7 +5,8 @@
 The demo makes everything here and downloads nothing.  The corpus is the documentation inside the
 running Python.  Two tokenizers of different kinds are trained on it, then a small teacher.  The
 ordinary `deepspeed distill.py` trains each student: once without a teacher and once per
-distillation loss, from the same weights on the same data.
+distillation loss, from the same weights on the same data.  At last one of them goes on, writes by
+itself, and learns from what the teacher thinks of that.
 """
 
 import ast
@@ -61,6 +62,19 @@ ARMS = {
     "projection_kl": {"loss": "projection_kl"},
 }
 
+WRITER = "piece_kl"  # the arm whose student goes on
+# What changes for it; the other flags of DISTILL stay.
+ON_POLICY = {
+    "on_policy": 1,
+    "loss": "reverse_kl",
+    "learning_rate": 1e-3,
+    "steps": 30,
+    "eval_every": 0,
+    "rollout_tokens": 96,
+    "prompt_tokens": 24,
+    "rollout_eval": 64,
+    "rollout_log": 2,
+}
 
 # --- corpus ---------------------------------------------------------------------------------------
 
@@ -433,18 +447,52 @@ def distill(folder, arm, seed, ranks):
     Raises:
         SystemExit: the job failed.
     """
-    output = RUNS / folder.name / f"{arm.replace(' ', '_')}_{seed}"
+    output = output_of(folder, arm, seed)
+    values = DISTILL | ARMS[arm]
+    if arm == WRITER:
+        values = values | {"export": exported(folder, seed)}
+    return train(folder, arm, seed, ranks, output, folder / f"student_{seed}", values)
+
+
+def write_on(folder, seed, ranks):
+    """Let a trained student learn from what it writes itself; return its Run."""
+    output = output_of(folder, "on_policy", seed)
+    return train(folder, "on policy", seed, ranks, output, exported(folder, seed),
+                 DISTILL | ON_POLICY)
+
+
+def output_of(folder, arm, seed):
+    """Return the directory of a run."""
+    return RUNS / folder.name / f"{arm.replace(' ', '_')}_{seed}"
+
+
+def exported(folder, seed):
+    """Return the directory of the trained student that goes on."""
+    return RUNS / folder.name / f"trained_student_{seed}"
+
+
+def train(folder, arm, seed, ranks, output, student, values):
+    """Run distill.py.
+
+    Args:
+        folder: of the cache.
+        output: directory of the run, which is made anew.
+        student: directory of a model.
+        values: of further flags.
+    Raises:
+        SystemExit: the job failed.
+    """
     shutil.rmtree(output, ignore_errors=True)
-    values = {
+    common = {
         "ds_config": "ds_configs/zero2.json",
-        "student": folder / f"student_{seed}",
+        "student": student,
         "seed": seed,
         "teacher": folder / "teacher",
         "data": folder / "corpus.jsonl",
         "output_dir": output,
         "teacher_dtype": teacher_dtype(),
     }
-    flags = command_line(values | DISTILL | ARMS[arm])
+    flags = command_line(common | values)
     begin = time.perf_counter()
     if launch(ranks, flags):
         raise SystemExit(f"demo.py: the run {output} failed; see the error above. "
@@ -514,6 +562,33 @@ def verdicts(runs):
                f"by {mean_gain:+.3f} bits per byte on average")
 
 
+def writing_table(run):
+    """Return what a student learned from its own writing as a Markdown table."""
+    rows = [["on policy", "reverse KL per byte", "bits per byte", "repeated", "seconds"]]
+    for name, line in (("before", run.evaluations[0]), ("after", run.evaluations[-1])):
+        seconds = f"{run.seconds:.0f}" if name == "after" else ""
+        rows.append([name, f"{line['eval/rollout/reverse_kl_per_byte']:.3f}",
+                     f"{line['eval/student_bits_per_byte']:.3f}",
+                     f"{line['eval/rollout/repeated_4grams']:.1%}", seconds])
+    return markdown_table(rows)
+
+
+def completions(path, last_step):
+    """Yield lines that show what a student wrote from held-out prompts, before and after.
+
+    Args:
+        path: of a rollouts.jsonl.
+    """
+    texts = {}
+    for line in read_json_lines(path):
+        if line["held_out"] and line["step"] in (0, last_step):
+            texts.setdefault((line["sample"], line["prompt"]), []).append(line["text"])
+    for (_, prompt), (before, after) in sorted(texts.items()):
+        yield f"prompt  {' '.join(prompt.split())}"
+        yield f"before  {' '.join(before.split())}"
+        yield f"after   {' '.join(after.split())}"
+
+
 def plot(runs, path):
     """Draw held-out curves, a line per run: bits per byte on the left, divergence on the right."""
     import matplotlib
@@ -566,10 +641,15 @@ def main():
         for arm in ARMS:
             runs.append(distill(folder, arm, seed, ranks))
 
+    written = write_on(folder, seeds[0], ranks)
+
     picture = RUNS / folder.name / "curves.png"
     plot(runs, picture)
     print(f"\n{table(runs)}\n")
     print(*verdicts(runs), sep="\n")
+    print(f"\n{writing_table(written)}\n")
+    path = output_of(folder, "on_policy", seeds[0]) / "rollouts.jsonl"
+    print(*completions(path, ON_POLICY["steps"]), sep="\n")
     total_seconds = time.perf_counter() - begin
     print(f"{picture}; {preparation_seconds:.0f} s to make corpus, tokenizers and teacher, "
           f"{total_seconds:.0f} s in all, {ranks} ranks")

@@ -44,7 +44,7 @@ class Args:
         seeds: of each, 0, 1, ...
         steps: optimizer steps.
         ce_weight: of the cross-entropy on the data.
-        learning_rate: of AdamW, without a schedule.
+        learning_rate: of AdamW, falling to 0.
         more: further flags of distill.py, with spaces.
     """
 
@@ -55,7 +55,7 @@ class Args:
     seeds: int = 3
     steps: int = 300
     ce_weight: float = 0.0
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     more: str = ""
 
 
@@ -81,6 +81,8 @@ def execute(args, teacher, loss, share, seed, output):
     config.write_text(json.dumps({
         "train_batch_size": 16, "train_micro_batch_size_per_gpu": 16, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+        "scheduler": {"type": "WarmupCosineLR",
+                      "params": {"total_num_steps": "auto", "warmup_num_steps": 10}},
         "zero_optimization": {"stage": 0}}))
     models = Path(args.assets) / "models"
     # without rollouts the held-out ones are still wanted: a share that no sample is below
