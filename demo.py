@@ -66,8 +66,8 @@ WRITER = "piece_kl"  # the arm whose student goes on
 # What changes for it; the other flags of DISTILL stay.
 ON_POLICY = {
     "on_policy": 1,
-    "loss": "reverse_kl",
-    "learning_rate": 1e-3,
+    "loss": "generalized_jsd",
+    "learning_rate": 5e-4,
     "steps": 30,
     "eval_every": 0,
     "rollout_tokens": 96,
