@@ -132,6 +132,7 @@ def train_student(cfg, roles, device):
                 check_packing(state)
             if cfg.on_policy:
                 state.writer = build_writer(state, inputs)
+                stack.callback(state.writer.close)
                 check_writing(state.writer)
         start = 0  # steps taken so far
         if inputs.checkpoint:

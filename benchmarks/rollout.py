@@ -152,10 +152,10 @@ def measure_refresh(args, folder):
     tokenizer.save_pretrained(student)
     state, _ = state_of(args, folder, student, 3)
     starts = prompts_of(tokenizer)
-    replica = state.writer.replica
+    copies = dict(state.writer.replica.named_parameters())
     both, alone = least_seconds(
         [lambda: write_with(state, starts),
-         lambda: refresh(replica, state.engine.module.model)], args.repeats)
+         lambda: refresh(copies, state.engine.module.model)], args.repeats)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     print(f"refresh, {size:.1f} million weights: {alone:.3f} s of {both:.3f} s, "
           f"{alone / both:.1%}", flush=True)

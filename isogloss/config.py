@@ -91,6 +91,8 @@ class Config:
         rollout_batch: texts that a rank writes side by side.
         rollout_replica: with ZeRO-3, write with a whole copy of the student on every rank. false
             gathers layer by layer for every token, which is slow and takes no memory.
+        rollout_command: command of a process that writes instead of the job itself, one on every
+            node, as "/env/bin/python -m isogloss.vllm_writer". Empty: the student writes in this job.
         max_logp_gap: mean difference, in nats, between a token's log-probability when it is written
             and when it is learned with the same weights; a larger one ends the job.
         rollout_log: rollouts of a step that rollouts.jsonl keeps.
@@ -201,6 +203,7 @@ class Config:
     rollout_top_p: float = 1.0
     rollout_batch: int = 64
     rollout_replica: bool = True
+    rollout_command: str = ""
     max_logp_gap: float = 0.1
     rollout_log: int = 1
     rollout_eval: int = 32
@@ -368,7 +371,7 @@ FREE_ON_RESUME = {
     "sequence_parallel", "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
     "activation_checkpointing", "activation_offload", "mlp_tiles", "pack", "tiled",
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
-    "rollout_eval", "max_logp_gap"}
+    "rollout_eval", "max_logp_gap", "rollout_command"}
 
 # The order of --help.
 GROUPS = {
@@ -381,7 +384,7 @@ GROUPS = {
     "on-policy": ["on_policy", "prompt_key", "prompt_tokens", "rollout_tokens",
                   "rollouts_per_prompt", "rollout_every", "ratio", "max_ratio",
                   "rollout_temperature", "rollout_top_p", "rollout_batch", "rollout_replica",
-                  "max_logp_gap", "rollout_log", "rollout_eval"],
+                  "rollout_command", "max_logp_gap", "rollout_log", "rollout_eval"],
     "teachers": ["teacher", "teachers", "teacher_weights", "teacher_alpha", "route_key",
                  "normalize_by_vocab", "teacher_output", "teacher_output_topk"],
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",

@@ -8,6 +8,7 @@ Tests: tests/test_on_policy.py.
 """
 
 import math
+import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from isogloss.sample import TextEncoder
 from isogloss.sequence import SequenceGroup, halo_values
 from isogloss.specs import BLOCK
 from isogloss.targets import rollout_nats
+from isogloss.watch import node_name
+from isogloss.writer_process import WriterProcess
 from losses import at_least_float32, prefix_ratio
 from rollout import Prompt, write
 
@@ -67,6 +70,7 @@ class Writer:
         device: of this rank.
         sequence_group: ranks that read the same samples, or None.
         replica: whole copy of a student that ZeRO-3 has partitioned, or None.
+        process: WriterProcess of this node, on its first rank, or None.
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
         seconds: that this rank has spent on the rollouts of the current step.
         records: the first rollouts of the latest step or evaluation, dicts of `record_of`.
@@ -82,12 +86,17 @@ class Writer:
     device: torch.device
     sequence_group: SequenceGroup | None = None
     replica: torch.nn.Module | None = None
+    process: WriterProcess | None = None
     written: dict = field(default_factory=dict)
     seconds: float = 0.0
     records: list = field(default_factory=list)
+    shared: dict = field(default_factory=dict)  # {name: weight} in the memory of the process
 
     def __post_init__(self):
-        if self.engine.zero_optimization_stage() == 3 and self.cfg.rollout_replica:
+        if self.cfg.rollout_command:
+            if os.environ["LOCAL_RANK"] == "0":
+                self.process = WriterProcess(self.cfg.rollout_command)
+        elif self.engine.zero_optimization_stage() == 3 and self.cfg.rollout_replica:
             self.replica = new_replica(self.engine, self.device)
 
     # the rollouts of a step
@@ -149,11 +158,14 @@ class Writer:
         for prompt in part:
             key = self.cfg.seed, purpose, *prompt.key
             starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
-        with self.writing_model() as (model, agree):
-            completions = write(
-                model, starts, self.stop_ids(), len(self.encoder.table),
-                self.cfg.rollout_temperature, self.cfg.rollout_top_p, self.cfg.rollout_batch,
-                max(self.encoder.table.pad, 0), agree)
+        if self.cfg.rollout_command:
+            completions = self._written_by_process(starts)
+        else:
+            with self.writing_model() as (model, agree):
+                completions = write(
+                    model, starts, self.stop_ids(), len(self.encoder.table),
+                    self.cfg.rollout_temperature, self.cfg.rollout_top_p, self.cfg.rollout_batch,
+                    max(self.encoder.table.pad, 0), agree)
         written = []
         for prompt, completion in zip(part, completions):
             written.append(completed(prompt, completion, self.encoder))
@@ -175,16 +187,70 @@ class Writer:
         """Yield the model that writes, with the current weights, and `agree` of `rollout.write`."""
         model = self.engine.module.model
         if self.replica is not None:
-            refresh(self.replica, model)
+            refresh(dict(self.replica.named_parameters()), model)
             yield self.replica, bool
             return
         partitioned = self.engine.zero_optimization_stage() == 3
         with plain_attention(model, self.sequence_group):
             yield model, self._any_rank if partitioned else bool
 
+    def close(self):
+        """End the process that writes, if there is one."""
+        if self.process:
+            self.process.close()
+
     def has_other_weights(self):
         """Tell whether what writes is not the student itself."""
-        return self.replica is not None
+        return self.replica is not None or bool(self.cfg.rollout_command)
+
+    def _written_by_process(self, starts):
+        """Return the Completions of this rank's prompts, by the process of its node.
+
+        All ranks take part: the first one of a node asks for all of them.
+        """
+        self._refresh_process()
+        asked = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, (node_name(), starts))
+        completions = {}
+        if self.process:
+            of_node = []
+            for rank, (node, prompts) in enumerate(asked):
+                if node == node_name():
+                    of_node += [(rank, prompt) for prompt in prompts]
+            found = self.process.write(
+                [prompt for _, prompt in of_node], self.stop_ids(), len(self.encoder.table),
+                self.cfg.rollout_temperature, self.cfg.rollout_top_p)
+            for (rank, _), completion in zip(of_node, found):
+                completions.setdefault(rank, []).append(completion)
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, completions)
+        own = []
+        for of_leader in parts:
+            own += of_leader.get(dist.get_rank(), [])
+        return own
+
+    def _refresh_process(self):
+        """Give the process the current weights; all ranks take part."""
+        model = self.engine.module.model
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        if self.process and not self.process.handles:
+            # partitioned parameters have their shape only while they are gathered
+            empty = {}
+            of_parameter = {}
+            for name, parameter in weights.items():
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                if id(parameter) not in of_parameter:
+                    of_parameter[id(parameter)] = torch.empty(
+                        shape, dtype=parameter.dtype, device=self.device)
+                empty[name] = of_parameter[id(parameter)]
+            self.shared = self.process.share(empty)
+            refresh(self.shared, model)
+            dtype = next(model.parameters()).dtype
+            self.process.load(self.cfg.student, dtype, self.encoder.max_length)
+            return
+        refresh(self.shared, model)
+        if self.process:
+            self.process.refresh()
 
     def _any_rank(self, has_work):
         """Tell whether any rank has work: each pass of a partitioned model needs all of them."""
@@ -473,7 +539,12 @@ def check_writing(writer):
     nowhere = np.full(1, -1)
     located = Located(nowhere, nowhere, np.zeros(1, np.int8))
     prompt = RolloutPrompt((0, 0), ids, "", located, None, 2)
-    writer.rollouts([prompt], HELD_OUT)
+    try:
+        writer.rollouts([prompt], HELD_OUT)
+    except RuntimeError as error:
+        if not writer.cfg.rollout_command:
+            raise
+        raise ValueError(str(error)) from None
 
 
 # --- the model that writes ------------------------------------------------------------------------
@@ -504,14 +575,17 @@ def new_replica(engine, device):
     return replica.to(device).eval()
 
 
-def refresh(replica, model):
-    """Copy the weights of a partitioned model into its replica; all ranks take part."""
-    copies = dict(replica.named_parameters())
+def refresh(copies, model):
+    """Copy the weights of a model, which may be partitioned; all ranks take part.
+
+    Args:
+        copies: {name: tensor}; a rank without copies helps the others.
+    """
     group = []
     numel = 0
     for name, parameter in model.named_parameters():
-        group.append((copies[name], parameter))
-        numel += parameter.ds_numel
+        group.append((copies.get(name), parameter))
+        numel += getattr(parameter, "ds_numel", parameter.numel())
         if numel >= GATHERED_NUMEL:
             _copy_gathered(group)
             group = []
@@ -520,10 +594,11 @@ def refresh(replica, model):
 
 
 def _copy_gathered(group):
-    parameters = [parameter for _, parameter in group]
-    with deepspeed.zero.GatheredParameters(parameters), torch.no_grad():
+    partitioned = [parameter for _, parameter in group if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(partitioned), torch.no_grad():
         for copy, parameter in group:
-            copy.copy_(parameter)
+            if copy is not None:
+                copy.copy_(parameter)
 
 
 # --- rollouts that are used again -----------------------------------------------------------------

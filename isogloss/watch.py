@@ -202,7 +202,7 @@ class Ending(NamedTuple):
     grace: float = GRACE
 
 
-def _node():
+def node_name():
     """Identify what process ids refer to: the running machine and the container on it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -220,7 +220,7 @@ class Watch:
         self.number, self.count = place_in_job(roles)
         prefix = "teacher " if roles and roles.role == "teacher" else ""
         name = f"{prefix}rank {os.environ['RANK']}"
-        self.this = Peer(self.number, name, _node(), os.getpid())
+        self.this = Peer(self.number, name, node_name(), os.getpid())
         self.training = False
         self.store = run_store(job_store())
         peers = gather_values(self.store, "processes", self.this, self.number, self.count)

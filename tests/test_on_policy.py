@@ -362,10 +362,10 @@ def run_with_stale_replica(argv):
     refresh = on_policy.refresh
     times = []
 
-    def refresh_once(replica, model):
+    def refresh_once(copies, model):
         times.append(1)
         if len(times) < 4:  # the check before the first step, the first evaluation, the first step
-            refresh(replica, model)
+            refresh(copies, model)
 
     on_policy.refresh = refresh_once
     return run_distill([argv])

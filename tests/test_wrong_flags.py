@@ -167,6 +167,10 @@ FLAGS = {
                          "its tokenizer has no chat template"),
     "a copy of a stream": Wrong("--on_policy=1 --rollout_tokens=20 --streaming "
                                 "--rollouts_per_prompt=3", "--rollouts_per_prompt 3"),
+    "no such engine": Wrong("--on_policy=1 --rollout_tokens=20 --rollout_command=/no/such",
+                            "--rollout_command /no/such: no such program"),
+    "an engine that ends": Wrong("--on_policy=1 --rollout_tokens=20 --rollout_command=false",
+                                 "--rollout_command false: ended with exit code 1"),
     "scaled by nothing": Wrong("--on_policy=1 --dynamic_scale", "there is no cross-entropy"),
     "a ds_config that is a folder": Wrong("--ds_config={folder}", "no such file; ready-made"),
     "a ds_config of bytes": Wrong("--ds_config={folder}/bytes.json", "not JSON"),

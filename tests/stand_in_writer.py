@@ -1,0 +1,62 @@
+"""Write with transformers in vLLM's place: a process that speaks the protocol of isogloss/vllm_writer.py.
+
+    python tests/stand_in_writer.py [stale | dies | talks]
+
+stale: it says that it took over the weights, and does not.  dies: at the second request to write.
+talks: it prints to where responses belong.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ipc
+import rollout
+from isogloss.writer_process import serve
+
+FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+class Engine:
+    requests = 0
+
+    def load(self, model, dtype, max_length, weights, tied):
+        self.shared = {}
+        for name, plain in weights.items():
+            self.shared[name] = ipc.attach(ipc.Handle.from_plain(plain))
+        config = AutoConfig.from_pretrained(model)
+        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        self.fault = ""
+        done = self.refresh()
+        self.fault = FAULT
+        return done
+
+    def refresh(self):
+        if self.fault == "talks":
+            print("loading", flush=True)
+        if self.fault != "stale":
+            own = dict(self.model.named_parameters())
+            with torch.no_grad():
+                for name, tensor in self.shared.items():
+                    own[name].copy_(tensor)
+        return len(self.shared)
+
+    def write(self, prompts, stop_ids, vocab, temperature, top_p):
+        self.requests += 1
+        if self.fault == "dies" and self.requests == 2:
+            os._exit(7)
+        starts = [rollout.Prompt(prompt["ids"], tuple(prompt["key"]), prompt["max_new_tokens"])
+                  for prompt in prompts]
+        found = rollout.write(self.model, starts, stop_ids, vocab, temperature, top_p)
+        return [{"ids": one.ids.tolist(), "logp": one.logp.tolist(), "ended": one.ended}
+                for one in found]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    engine = Engine()
+    serve(engine.load, engine.refresh, engine.write)
