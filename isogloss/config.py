@@ -91,8 +91,8 @@ class Config:
         rollout_batch: texts that a rank writes side by side.
         rollout_replica: with ZeRO-3, write with a whole copy of the student on every rank. false
             gathers layer by layer for every token, which is slow and takes no memory.
-        rollout_command: command of a process that writes instead of the job itself, one on every
-            node, as "/env/bin/python -m isogloss.vllm_writer". Empty: the student writes in this job.
+        rollout_command: command of a process that writes instead of this job, one on every node, as
+            "/env/bin/python -m isogloss.vllm_writer". Empty: the student itself writes.
         max_logp_gap: mean difference, in nats, between a token's log-probability when it is written
             and when it is learned with the same weights; a larger one ends the job.
         rollout_log: rollouts of a step that rollouts.jsonl keeps.

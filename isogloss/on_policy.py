@@ -40,7 +40,7 @@ from isogloss.sequence import SequenceGroup, halo_values
 from isogloss.specs import BLOCK
 from isogloss.targets import rollout_nats
 from isogloss.watch import node_name
-from isogloss.writer_process import WriterProcess
+from isogloss.writer_process import WriterProcess, check_command
 from losses import at_least_float32, prefix_ratio
 from rollout import Prompt, write
 
@@ -94,6 +94,7 @@ class Writer:
 
     def __post_init__(self):
         if self.cfg.rollout_command:
+            check_command(self.cfg.rollout_command)
             if os.environ["LOCAL_RANK"] == "0":
                 self.process = WriterProcess(self.cfg.rollout_command)
         elif self.engine.zero_optimization_stage() == 3 and self.cfg.rollout_replica:
@@ -208,49 +209,63 @@ class Writer:
 
         All ranks take part: the first one of a node asks for all of them.
         """
-        self._refresh_process()
+        self._share_weights()
         asked = [None] * dist.get_world_size()
         dist.all_gather_object(asked, (node_name(), starts))
         completions = {}
+        problem = ""
         if self.process:
-            of_node = []
-            for rank, (node, prompts) in enumerate(asked):
-                if node == node_name():
-                    of_node += [(rank, prompt) for prompt in prompts]
-            found = self.process.write(
-                [prompt for _, prompt in of_node], self.stop_ids(), len(self.encoder.table),
-                self.cfg.rollout_temperature, self.cfg.rollout_top_p)
-            for (rank, _), completion in zip(of_node, found):
-                completions.setdefault(rank, []).append(completion)
+            try:
+                completions = self._ask_process(asked)
+            except RuntimeError as error:
+                problem = str(error)
         parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, completions)
+        dist.all_gather_object(parts, (completions, problem))
         own = []
-        for of_leader in parts:
+        for of_leader, problem in parts:
+            if problem:  # on every rank
+                raise RuntimeError(problem)
             own += of_leader.get(dist.get_rank(), [])
         return own
 
-    def _refresh_process(self):
-        """Give the process the current weights; all ranks take part."""
+    def _ask_process(self, asked):
+        """Return {rank: Completions} of the ranks of this node.
+
+        Args:
+            asked: (node, prompts) of every rank.
+        """
+        if self.process.is_loaded:
+            self.process.refresh()
+        else:
+            dtype = next(self.engine.module.model.parameters()).dtype
+            self.process.load(self.cfg.student, dtype, self.encoder.max_length)
+        of_node = []
+        for rank, (node, prompts) in enumerate(asked):
+            if node == node_name():
+                of_node += [(rank, prompt) for prompt in prompts]
+        found = self.process.write(
+            [prompt for _, prompt in of_node], self.stop_ids(), len(self.encoder.table),
+            self.cfg.rollout_temperature, self.cfg.rollout_top_p)
+        completions = {}
+        for (rank, _), completion in zip(of_node, found):
+            completions.setdefault(rank, []).append(completion)
+        return completions
+
+    def _share_weights(self):
+        """Write the current weights to the memory of the process; all ranks take part."""
         model = self.engine.module.model
-        weights = dict(model.named_parameters(remove_duplicate=False))
-        if self.process and not self.process.handles:
-            # partitioned parameters have their shape only while they are gathered
-            empty = {}
+        if self.process and not self.shared:
             of_parameter = {}
-            for name, parameter in weights.items():
-                shape = getattr(parameter, "ds_shape", parameter.shape)
+            weights = {}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
                 if id(parameter) not in of_parameter:
+                    # partitioned parameters have their own shape only while they are gathered
+                    shape = getattr(parameter, "ds_shape", parameter.shape)
                     of_parameter[id(parameter)] = torch.empty(
                         shape, dtype=parameter.dtype, device=self.device)
-                empty[name] = of_parameter[id(parameter)]
-            self.shared = self.process.share(empty)
-            refresh(self.shared, model)
-            dtype = next(model.parameters()).dtype
-            self.process.load(self.cfg.student, dtype, self.encoder.max_length)
-            return
+                weights[name] = of_parameter[id(parameter)]
+            self.shared = self.process.share(weights)
         refresh(self.shared, model)
-        if self.process:
-            self.process.refresh()
 
     def _any_rank(self, has_work):
         """Tell whether any rank has work: each pass of a partitioned model needs all of them."""

@@ -1,6 +1,6 @@
 """Write with vLLM for distill.py: a process with an interpreter and packages of its own.
 
-    deepspeed distill.py ... --on_policy 0.5 --rollout_command "/env/bin/python -m isogloss.vllm_writer"
+    deepspeed distill.py ... --rollout_command "/env/bin/python -m isogloss.vllm_writer"
 
 /env holds vLLM and none of this project's requirements; what this file imports beside it needs
 torch alone.  One such process runs on every node, on the GPU of its first

@@ -30,6 +30,14 @@ import ipc
 from rollout import Completion
 
 
+def check_command(command):
+    """Raise a ValueError where a command names no program."""
+    words = shlex.split(command)
+    if not words or shutil.which(words[0]) is None:
+        raise ValueError(f"--rollout_command {command}: no such program; give an interpreter and "
+                         "what it runs, as \"/env/bin/python -m isogloss.vllm_writer\"")
+
+
 class WriterProcess:
     """Start a command and talk to it; used by the first rank of a node."""
 
@@ -41,12 +49,10 @@ class WriterProcess:
         Raises:
             ValueError: there is no such program.
         """
-        words = shlex.split(command)
-        if not words or shutil.which(words[0]) is None:
-            raise ValueError(f"--rollout_command {command}: no such program; give an interpreter "
-                             "and what it runs, as \"/env/bin/python -m isogloss.vllm_writer\"")
+        check_command(command)
         self.command = command
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        self.is_loaded = False
+        self.process = subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         text=True, start_new_session=True)
         self.handles = {}
         self.tied = []  # names of the same weight
@@ -105,6 +111,7 @@ class WriterProcess:
         done = self.ask(do="load", model=str(model), dtype=str(dtype).removeprefix("torch."),
                         max_length=max_length, weights=plain, tied=self.tied)["done"]
         self._check_number(done)
+        self.is_loaded = True
 
     def refresh(self):
         """Let the engine take over the shared weights.

@@ -1,4 +1,4 @@
-"""Write with transformers in vLLM's place: a process that speaks the protocol of isogloss/vllm_writer.py.
+"""Write with transformers in vLLM's place: a process with the protocol of isogloss/vllm_writer.py.
 
     python tests/stand_in_writer.py [stale | dies | talks]
 
