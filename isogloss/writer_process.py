@@ -18,6 +18,7 @@ ones there; the engine copies them into its model and forgets cached prefixes.
 Tests: tests/test_writer_process.py.
 """
 
+import contextlib
 import json
 import shlex
 import shutil
@@ -52,8 +53,9 @@ class WriterProcess:
         check_command(command)
         self.command = command
         self.is_loaded = False
-        self.process = subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True)
         self.handles = {}
         self.tied = []  # names of the same weight
 
@@ -148,7 +150,8 @@ class WriterProcess:
 
     def close(self):
         """End the process."""
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and a message was not read
+            self.process.stdin.close()
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
