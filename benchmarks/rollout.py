@@ -1,6 +1,6 @@
 """Measure what it costs to let the student write, in CPU seconds of one process.
 
-    python benchmarks/rollout.py ASSETS [--repeats 5]
+    python benchmarks/rollout.py ASSETS [--repeats 5] [--writing=false]
 
 write           rollout.py against `generate` of transformers, 32 prompts, 100 tokens each
 zero3           the same student partitioned by ZeRO-3: a whole copy that is refreshed, against its
@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -46,10 +46,12 @@ class Args:
     Args:
         assets: folder with models/ and text/tinystories_1000.json.
         repeats: of every measurement.
+        writing: false leaves out the first table.
     """
 
     assets: str
     repeats: int = 5
+    writing: bool = True
 
 
 def least_seconds(functions, repeats):
@@ -170,8 +172,9 @@ def measure_step(args, folder):
     prompts = [state.writer.prompter.prompt(row, (number, 0)) for number, row in enumerate(rows)]
     drafts = [Draft([row._replace(content=prompt) for row, prompt in zip(rows, prompts)],
                     list(range(32)))]
-    # as many tokens behind the prompts, of data; its prompts are not learned either
-    texts = [row.content[:380] for row in rows]
+    # of data as many tokens as prompts and rollouts have
+    longer = replace(state.writer.prompter, prompt_tokens=NEW_TOKENS + state.cfg.prompt_tokens)
+    texts = [longer.prompt(row, (0, 0)).text for row in rows]
     writer = state.writer
 
     def on_policy():
@@ -196,7 +199,8 @@ def main(args):
     torch.set_num_threads(1)
     silence_libraries()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    measure_writing(args)
+    if args.writing:
+        measure_writing(args)
     distill.join_store()
     with tempfile.TemporaryDirectory() as folder:
         start_distributed()

@@ -25,6 +25,7 @@ from isogloss.config import Config
 from isogloss.counts import Counts, PairCounts, global_sums
 from isogloss.data import ExampleReader
 from isogloss.objective import weigh_positions
+from isogloss.rendezvous import values_of_ranks
 from isogloss.rollouts import (
     HELD_OUT,
     TRAINING,
@@ -40,7 +41,12 @@ from isogloss.sequence import SequenceGroup, halo_values
 from isogloss.specs import BLOCK
 from isogloss.targets import rollout_nats
 from isogloss.watch import node_name
-from isogloss.writer_process import WriterProcess, check_command
+from isogloss.writer_process import (
+    WriterProcess,
+    check_command,
+    completion_of_plain,
+    prompt_as_plain,
+)
 from losses import at_least_float32, prefix_ratio
 from rollout import Prompt, write
 
@@ -172,11 +178,10 @@ class Writer:
             written.append(completed(prompt, completion, self.encoder))
         if not group:
             return written
-        parts = [None] * group.size
-        dist.all_gather_object(parts, written, group=group.group)
+        plain = [rollout.to_plain() for rollout in written]
         rollouts = [None] * len(prompts)
-        for rank, of_rank in enumerate(parts):
-            rollouts[rank :: group.size] = of_rank
+        for rank, of_rank in enumerate(values_of_ranks(plain, group.group)):
+            rollouts[rank :: group.size] = [Rollout.from_plain(entry) for entry in of_rank]
         return rollouts
 
     def stop_ids(self):
@@ -210,8 +215,8 @@ class Writer:
         All ranks take part: the first one of a node asks for all of them.
         """
         self._share_weights()
-        asked = [None] * dist.get_world_size()
-        dist.all_gather_object(asked, (node_name(), starts))
+        plain = [prompt_as_plain(prompt) for prompt in starts]
+        asked = values_of_ranks([node_name(), plain])
         completions = {}
         problem = ""
         if self.process:
@@ -219,20 +224,18 @@ class Writer:
                 completions = self._ask_process(asked)
             except RuntimeError as error:
                 problem = str(error)
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (completions, problem))
         own = []
-        for of_leader, problem in parts:
-            if problem:  # on every rank
-                raise RuntimeError(problem)
-            own += of_leader.get(dist.get_rank(), [])
-        return own
+        for of_leader, problem_of_leader in values_of_ranks([completions, problem]):
+            if problem_of_leader:  # on every rank
+                raise RuntimeError(problem_of_leader)
+            own += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
+        return [completion_of_plain(plain) for plain in own]
 
     def _ask_process(self, asked):
-        """Return {rank: Completions} of the ranks of this node.
+        """Return {rank: completions} of the ranks of this node, as they are sent.
 
         Args:
-            asked: (node, prompts) of every rank.
+            asked: [node, prompts] of every rank, likewise.
         """
         if self.process.is_loaded:
             self.process.refresh()
@@ -281,10 +284,8 @@ class Writer:
         for example in self.written.values():
             route = None if example.route is ... else [example.route]
             plain.append({"route": route, "rollout": example.rollout.to_plain()})
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, plain)
         by_key = {}
-        for of_rank in parts:
+        for of_rank in values_of_ranks(plain):
             for entry in of_rank:
                 by_key[tuple(entry["rollout"]["key"])] = entry
         return [by_key[key] for key in sorted(by_key)]

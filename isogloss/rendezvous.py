@@ -155,21 +155,23 @@ def broadcast_value(value, source, group):
     return json.loads(bytes(raw.tolist()))
 
 
-def values_of_ranks(value):
+def values_of_ranks(value, group=None):
     """Return the values of all ranks, in order, the same list on each; all of them take part.
 
     Args:
         value: what JSON can express.
+        group: process group; None: all ranks.
     """
     if not dist.is_initialized():
         return [value]
-    device = "cpu" if "gloo" in dist.get_backend() else get_accelerator().current_device_name()
+    device = "cpu" if "gloo" in dist.get_backend(group) else get_accelerator().current_device_name()
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
+    num_ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(num_ranks)]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group)
     longest = int(max(sizes))
     texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group)
     return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes)]
 
 

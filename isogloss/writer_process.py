@@ -129,23 +129,17 @@ class WriterProcess:
                                f"{len(self.handles)} weights")
 
     def write(self, prompts, stop_ids, vocab, temperature, top_p):
-        """Return the Completion of every `rollout.Prompt`; their entropy is not known (NaN)."""
-        plain = []
-        for prompt in prompts:
-            plain.append({"ids": list(map(int, prompt.ids)), "key": list(prompt.key),
-                          "max_new_tokens": prompt.max_new_tokens})
-        response = self.ask(do="write", prompts=plain, stop_ids=stop_ids, vocab=vocab,
+        """Return a completion for every prompt, see `prompt_as_plain`, `completion_of_plain`."""
+        response = self.ask(do="write", prompts=prompts, stop_ids=stop_ids, vocab=vocab,
                             temperature=temperature, top_p=top_p)
-        completions = []
-        for prompt, found in zip(prompts, response["completions"], strict=True):
-            ids = torch.tensor(found["ids"], dtype=torch.long)
-            if len(ids) > prompt.max_new_tokens or not len(ids) == len(found["logp"]):
-                raise RuntimeError(f"--rollout_command {self.command}: {len(ids)} tokens with "
-                                   f"{len(found['logp'])} log-probabilities, expected at most "
-                                   f"{prompt.max_new_tokens} of both")
-            logp = torch.tensor(found["logp"], dtype=torch.float32)
-            completions.append(Completion(ids, logp, torch.full_like(logp, torch.nan),
-                                          bool(found["ended"])))
+        completions = response["completions"]
+        for prompt, completion in zip(prompts, completions, strict=True):
+            size = len(completion["ids"])
+            limit = prompt["max_new_tokens"]
+            if size > limit or size != len(completion["logp"]):
+                raise RuntimeError(f"--rollout_command {self.command}: {size} tokens with "
+                                   f"{len(completion['logp'])} log-probabilities, expected at most "
+                                   f"{limit} of both")
         return completions
 
     def close(self):
@@ -159,6 +153,19 @@ class WriterProcess:
         for handle in self.handles.values():
             ipc.release(handle)
         self.handles = {}
+
+
+def prompt_as_plain(prompt):
+    """Return a `rollout.Prompt` as it is sent."""
+    return {"ids": list(map(int, prompt.ids)), "key": list(prompt.key),
+            "max_new_tokens": prompt.max_new_tokens}
+
+
+def completion_of_plain(plain):
+    """Return the `rollout.Completion` that was sent; its entropy is not known (NaN)."""
+    logp = torch.tensor(plain["logp"], dtype=torch.float32)
+    return Completion(torch.tensor(plain["ids"], dtype=torch.long), logp,
+                      torch.full_like(logp, torch.nan), bool(plain["ended"]))
 
 
 # --- the other side -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ranks
-from isogloss.writer_process import WriterProcess
+from isogloss.writer_process import WriterProcess, prompt_as_plain
 from jobs import losses_of, run_distill
 from rollout import Prompt
 from test_on_policy import (
@@ -96,6 +96,6 @@ def test_too_many_tokens_are_refused(tmp_path):
                       "flush=True)\n")
     process = WriterProcess(f"{sys.executable} {script}")
     with pytest.raises(RuntimeError, match="3 tokens with 3 log-probabilities, expected at most 2"):
-        process.write([Prompt([1], (0,), 2)], [], 5, 1.0, 1.0)
+        process.write([prompt_as_plain(Prompt([1], (0,), 2))], [], 5, 1.0, 1.0)
     process.close()
     assert process.process.poll() is not None
