@@ -101,6 +101,7 @@ class Batch:
         sample_ids: position of each sample in the data stream; -1: fills up the last batch.
         rollouts: of each sample its `rollouts.Rollout`, or None; empty: there is none.
         rollout_age: steps since the rollouts were written.
+        is_measured: teachers are asked what they say of the rollouts beside the loss.
         skipped_prompts: samples that are left out because they give no prompt.
     """
 
@@ -110,6 +111,7 @@ class Batch:
     sample_ids: list
     rollouts: list = field(default_factory=list)
     rollout_age: int = 0
+    is_measured: bool = False
     skipped_prompts: int = 0
 
 

@@ -50,6 +50,9 @@ from isogloss.writer_process import (
 from losses import at_least_float32, prefix_ratio
 from rollout import Prompt, write
 
+# Steps of which the first is asked how far the student is from its teachers, which takes the
+# teachers' logits once more: a tenth of a step of small models.
+MEASURED_STEP = 5
 GATHERED_NUMEL = 1 << 26  # parameters that ZeRO-3 gathers at a time for the replica
 
 
@@ -123,6 +126,10 @@ class Writer:
             batch = self.collator(examples, draft.sample_ids)
             batch.rollout_age = self.staleness(step)
             batch.skipped_prompts = draft.skipped_prompts
+            batch.is_measured = (step - 1) % MEASURED_STEP == 0
+            if not batch.is_measured:
+                for teacher in batch.teachers:
+                    teacher.is_rollout = None  # its tiles know it already
             batches.append(batch)
         self.seconds = time.perf_counter() - begin
         return batches
@@ -335,7 +342,8 @@ class Writer:
         metrics["staleness"] = batches[0].rollout_age
         if sums.rollouts:
             metrics["tokens_per_second"] = sums.tokens / max(metrics["seconds"], 1e-9)
-        metrics |= compared(sums, counts.pairs, totals[num_sums + 1 :], names)
+        if batches[0].is_measured:
+            metrics |= compared(sums, counts.pairs, totals[num_sums + 1 :], names)
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def _counts_samples(self):
@@ -356,7 +364,8 @@ class Writer:
                 if rollout is not None and len(records) < self.cfg.rollout_log:
                     of_teachers = {}
                     for name, nats_B in zip(names, nats):
-                        of_teachers[name] = float(nats_B[number])
+                        if nats_B is not None:
+                            of_teachers[name] = float(nats_B[number])
                     sample = rollout.prompt.key[0] if held_out else batch.sample_ids[number]
                     record = {"sample": sample, "held_out": held_out}
                     records.append(record | record_of(rollout, of_teachers))
