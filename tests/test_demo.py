@@ -96,6 +96,8 @@ def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(demo, "ARMS", arms)
     monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 2, "eval_rows": 8})
     monkeypatch.setattr(demo, "RECIPE", demo.RECIPE | recipe)
+    short = {"steps": 2, "rollout_tokens": 8, "rollout_eval": 8}
+    monkeypatch.setattr(demo, "ON_POLICY", demo.ON_POLICY | short)
     demo.main()
 
     printed = capsys.readouterr().out
@@ -106,4 +108,6 @@ def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys)
     assert re.search(rf"\| 0 +\| piece_kl +\| {number * 3}9\d\.\d% +\| \d+ +\|", printed)
     verdict = r"piece_kl: better than no teacher for [01] of 1 seeds, by [+-]\d\.\d{3} bits"
     assert re.search(verdict, printed)
+    assert re.search(rf"\| after +\| {number * 2}", printed)
+    assert printed.count("\nprompt  ") == demo.ON_POLICY["rollout_log"]
     assert (demo.RUNS / demo.recipe_folder().name / "curves.png").stat().st_size > 10_000

@@ -146,6 +146,18 @@ def test_the_output_of_the_demo_has_its_form():
     assert printed == shown.strip()
 
 
+def test_the_last_act_of_the_demo_has_its_form():
+    shown = code_blocks("text")[2]
+    rows = [cells_of(line) for line in shown.splitlines() if line.startswith("|")][2:]
+    evaluations = []
+    for _, reverse_kl, bits, repeated, _ in rows:
+        evaluations.append({"eval/rollout/reverse_kl_per_byte": float(reverse_kl),
+                            "eval/student_bits_per_byte": float(bits),
+                            "eval/rollout/repeated_4grams": float(repeated.strip("%")) / 100})
+    run = demo.Run("on policy", 0, float(rows[-1][-1]), evaluations)
+    assert demo.writing_table(run) == shown.strip()
+
+
 def test_tables_agree_with_the_log():
     """Every line of numbers in the tables of results stands in docs/LOG.md, with the same mean."""
     log = (ROOT / "docs" / "LOG.md").read_text()
