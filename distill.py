@@ -58,7 +58,7 @@ from isogloss.launch import (
 from isogloss.layout import split_ranks
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
 from isogloss.objective import LossTerms, TeacherTerm
-from isogloss.on_policy import Writer, check_writing, evaluate_rollouts, weigh_by_ratio
+from isogloss.on_policy import Writer, check_writing, evaluate_rollouts
 from isogloss.pretrained import load_config
 from isogloss.remote_teachers import (
     TENSORS_PER_RESPONSE,
@@ -67,6 +67,7 @@ from isogloss.remote_teachers import (
     serve_requests,
 )
 from isogloss.rendezvous import LOADING_TIMEOUT, TRAINING_TIMEOUT, set_timeout
+from isogloss.rollout_ratio import weigh_by_ratio
 from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
 from isogloss.sequence import (
     ATTENTION,

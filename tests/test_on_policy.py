@@ -22,7 +22,7 @@ from isogloss.batch import Batch, Collator, Example, PairOptions, StudentBatch
 from isogloss.counts import Counts
 from isogloss.inputs import load_text_encoder, plan_teachers
 from isogloss.launch import start_distributed
-from isogloss.on_policy import RatioSums
+from isogloss.rollout_ratio import RatioSums, rollout_ratio
 from isogloss.rollouts import Prompter, completed
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from losses import next_token_cross_entropy
@@ -409,7 +409,7 @@ def test_a_term_weighs_what_was_written_before_it(kind):
     batch = Batch(student, [], Counts(), [])
     cfg = types.SimpleNamespace(max_ratio=2.0, ratio=kind)
     sums = RatioSums()
-    found = on_policy._ratio(cfg, batch, now, None, sums)
+    found = rollout_ratio(cfg, batch, now, None, sums)
     expected = []
     products = []
     for place in range(old.shape[1]):
