@@ -431,8 +431,8 @@ def step_metrics(state, counts, sums, targets):
         if state.writer:
             of_teacher |= kd_by_origin(sums[number], pair)
         metrics |= named(state, setup, of_teacher)
-        # a step without a term of this teacher has no ratio, nor has one that was skipped
-        if cfg.dynamic_scale and kd > 0 and state.engine.was_step_applied():
+        # a step without a term of one of the two has no ratio, nor has one that was skipped
+        if cfg.dynamic_scale and kd > 0 and ce > 0 and state.engine.was_step_applied():
             scale = dynamic_scale(torch.tensor(ce), torch.tensor(kd))
             state.scales[setup.name] = float(scale)
     metrics["tokens"] = int(counts.tokens)
