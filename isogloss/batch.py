@@ -436,20 +436,20 @@ class Collator:
         """Return the tiles of a pair, with the terms of its loss; rollouts have tiles of their own.
         """
         if batch.is_rollout is None:
-            return self._plan_part(pair, labels, batch, texts, False)
+            return self._plan_tiles_of(pair, labels, batch, texts, False)
         tiles = []
         for on_policy in (False, True):
-            in_part = batch.is_rollout == on_policy
-            student_mask = in_part[batch.sample_of_student].view_as(labels)
-            teacher_mask = in_part[batch.sample].view_as(batch.teacher_chunk)
-            part = replace(
+            is_wanted = batch.is_rollout == on_policy
+            student_mask = is_wanted[batch.sample_of_student].view_as(labels)
+            teacher_mask = is_wanted[batch.sample].view_as(batch.teacher_chunk)
+            masked = replace(
                 batch, student_chunk=torch.where(student_mask, batch.student_chunk, -1),
                 teacher_chunk=torch.where(teacher_mask, batch.teacher_chunk, -1))
-            labels_of_part = torch.where(student_mask, labels, -100)
-            tiles += self._plan_part(pair, labels_of_part, part, texts, on_policy)
+            masked_labels = torch.where(student_mask, labels, -100)
+            tiles += self._plan_tiles_of(pair, masked_labels, masked, texts, on_policy)
         return tiles
 
-    def _plan_part(self, pair, labels, batch, texts, on_policy):
+    def _plan_tiles_of(self, pair, labels, batch, texts, on_policy):
         vocab_sizes = len(self.student.table), len(pair.encoder.table)
         tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
                            vocab_sizes, self.tile_mib, self.sub_tiles,

@@ -164,9 +164,9 @@ class Writer:
         """
         group = self.sequence_group
         # ranks of a sequence group have the same prompts and share the work
-        part = prompts[group.rank :: group.size] if group else prompts
+        shard = prompts[group.rank :: group.size] if group else prompts
         starts = []
-        for prompt in part:
+        for prompt in shard:
             key = self.cfg.seed, purpose, *prompt.key
             starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
         if self.cfg.rollout_command:
@@ -178,7 +178,7 @@ class Writer:
                     self.cfg.rollout_temperature, self.cfg.rollout_top_p, self.cfg.rollout_batch,
                     max(self.encoder.table.pad, 0), agree)
         written = []
-        for prompt, completion in zip(part, completions):
+        for prompt, completion in zip(shard, completions):
             written.append(completed(prompt, completion, self.encoder))
         if not group:
             return written
@@ -221,19 +221,19 @@ class Writer:
         self._share_weights()
         plain = [prompt_as_plain(prompt) for prompt in starts]
         asked = values_of_ranks([node_name(), plain])
-        completions = {}
+        by_rank = {}
         problem = ""
         if self.process:
             try:
-                completions = self._ask_process(asked)
+                by_rank = self._ask_process(asked)
             except RuntimeError as error:
                 problem = str(error)
-        own = []
-        for of_leader, problem_of_leader in values_of_ranks([completions, problem]):
+        completions = []
+        for of_leader, problem_of_leader in values_of_ranks([by_rank, problem]):
             if problem_of_leader:  # on every rank
                 raise RuntimeError(problem_of_leader)
-            own += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
-        return [completion_of_plain(plain) for plain in own]
+            completions += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
+        return [completion_of_plain(plain) for plain in completions]
 
     def _ask_process(self, asked):
         """Return {rank: completions} of the ranks of this node, as they are sent.
@@ -250,13 +250,13 @@ class Writer:
         for rank, (node, prompts) in enumerate(asked):
             if node == node_name():
                 of_node += [(rank, prompt) for prompt in prompts]
-        found = self.process.write(
+        completions = self.process.write(
             [prompt for _, prompt in of_node], self.stop_ids(), len(self.encoder.table),
             self.cfg.rollout_temperature, self.cfg.rollout_top_p)
-        completions = {}
-        for (rank, _), completion in zip(of_node, found):
-            completions.setdefault(rank, []).append(completion)
-        return completions
+        by_rank = {}
+        for (rank, _), completion in zip(of_node, completions):
+            by_rank.setdefault(rank, []).append(completion)
+        return by_rank
 
     def _share_weights(self):
         """Write the current weights to the memory of the process; all ranks take part."""
