@@ -46,6 +46,7 @@ from isogloss.inputs import (
     build_reader,
     check_inputs,
     load_batches,
+    samples_per_step,
 )
 from isogloss.launch import (
     fail,
@@ -471,7 +472,7 @@ def named(state, setup, metrics):
 def build_writer(state, inputs):
     """Return the Writer of a run."""
     cfg = state.cfg
-    prompter = build_prompter(cfg, inputs.student, state.engine.train_batch_size())
+    prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, state.engine))
     return Writer(
         cfg, state.engine, inputs.student, build_collator(cfg, inputs, state.device), prompter,
         build_reader(cfg), inputs.held_out_data, state.device, state.sequence_group)

@@ -343,7 +343,7 @@ def load_batches(cfg, inputs, engine, device, start, asked_to_end=lambda: False)
     reader = build_reader(cfg)
     prompter = None
     if cfg.on_policy:
-        prompter = build_prompter(cfg, inputs.student, engine.train_batch_size())
+        prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, engine))
     stream = StreamedExamples if cfg.streaming else ShuffledExamples
     batches = MicroBatches(
         stream(inputs.train_data, reader, cfg.seed, cfg.eval_rows), collator, micro_batch_size,
@@ -357,6 +357,12 @@ def load_batches(cfg, inputs, engine, device, start, asked_to_end=lambda: False)
 def num_readers(cfg):
     """Return how many ranks, or sequence groups, read samples of their own."""
     return dist.get_world_size() // cfg.sequence_parallel
+
+
+def samples_per_step(cfg, engine):
+    """Return how many samples a step has over all ranks; those of a sequence group share theirs."""
+    size = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    return size * num_readers(cfg)
 
 
 def build_reader(cfg):

@@ -122,7 +122,9 @@ class Writer:
             examples = [self._finished(example) for example in draft.examples]
             batch = self.collator(examples, draft.sample_ids)
             batch.rollout_age = self.staleness(step)
-            batch.skipped_prompts = draft.skipped_prompts
+            num_old = sum(isinstance(example.content, OldRollout) for example in draft.examples)
+            num_missing = num_old and sum(example.content is None for example in examples)
+            batch.skipped_prompts = draft.skipped_prompts + num_missing
             batch.is_measured = (step - 1) % MEASURED_STEP == 0
             if not batch.is_measured:
                 for teacher in batch.teachers:

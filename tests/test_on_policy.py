@@ -283,6 +283,10 @@ def test_teachers_on_ranks_of_their_own_correct_rollouts(base):
                      f"--output_dir={folder / f'served{every}'}"])
         check_same_curve(losses_of(folder / f"own{every}", -1),
                          losses_of(folder / f"served{every}", -1))
+    # shards of sequences: the two ranks have the samples of one
+    run_jobs(2, [*argv, "--rollout_every=3", "--steps=5", config_of(base, 2, 8, 1),
+                 "--sequence_parallel=2", f"--output_dir={folder / 'shards3'}"])
+    check_same_curve(losses_of(folder / "own3", -1), losses_of(folder / "shards3", -1))
 
 
 def test_resume_goes_on_with_the_rollouts_of_its_batch(base):
