@@ -172,9 +172,11 @@ def measure_step(args, folder):
     prompts = [state.writer.prompter.prompt(row, (number, 0)) for number, row in enumerate(rows)]
     drafts = [Draft([row._replace(content=prompt) for row, prompt in zip(rows, prompts)],
                     list(range(32)))]
-    # of data as many tokens as prompts and rollouts have
-    longer = replace(state.writer.prompter, prompt_tokens=NEW_TOKENS + state.cfg.prompt_tokens)
-    texts = [longer.prompt(row, (0, 0)).text for row in rows]
+    # data of as many tokens as were written, and as many as prompts and rollouts have together
+    batches_of_texts = []
+    for size in (NEW_TOKENS, NEW_TOKENS + state.cfg.prompt_tokens):
+        longer = replace(state.writer.prompter, prompt_tokens=size)
+        batches_of_texts.append([longer.prompt(row, (0, 0)).text for row in rows])
     writer = state.writer
 
     def on_policy():
@@ -186,17 +188,22 @@ def measure_step(args, folder):
     def writing():
         writer.rollouts(prompts, 2)
 
-    def off_policy():
+    def off_policy(texts):
         state.writer = None
         distill.train_step(state, [collator([Example(text) for text in texts])])
         state.writer = writer
 
-    seconds = least_seconds([on_policy, measured, writing, off_policy], args.repeats)
-    of_four, of_fifth, written, trained = seconds
-    whole = (4 * of_four + of_fifth) / 5  # one step in five also asks for the reverse KL
-    tokens = [int(collator(texts).counts.tokens), 32 * NEW_TOKENS]
-    print(f"step: rollouts {whole:.3f} s ({tokens[1]} tokens), writing {written:.3f} s + data "
-          f"{trained:.3f} s ({tokens[0]} tokens), ratio {whole / (written + trained):.3f}")
+    trainings = [partial(off_policy, texts) for texts in batches_of_texts]
+    seconds = least_seconds([on_policy, measured, writing, *trainings], args.repeats)
+    of_four, of_fifth, written, *trained = seconds
+    mean = (4 * of_four + of_fifth) / 5  # one step in five also asks for the reverse KL
+    print(f"step: rollouts {of_four:.3f} s, with the reverse KL {of_fifth:.3f} s, mean {mean:.3f} "
+          f"s; writing {written:.3f} s")
+    for texts, seconds_of_data in zip(batches_of_texts, trained):
+        parts = written + seconds_of_data
+        tokens = int(collator(texts).counts.tokens)
+        print(f"step: data of {tokens} tokens {seconds_of_data:.3f} s, ratio {mean / parts:.3f}, "
+              f"with the reverse KL in every step {of_fifth / parts:.3f}")
     state.engine.destroy()
 
 
