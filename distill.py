@@ -88,6 +88,7 @@ from isogloss.watch import (
     ignore_stop_signals,
     signal_handlers_restored,
 )
+from isogloss.whole_student import WholeStudent
 from isogloss.workers import DataError, end_workers
 from projection_tools.flags import parse_flags
 from teacher_mixing import dynamic_scale
@@ -132,6 +133,9 @@ def train_student(cfg, roles, device):
                 check_sequence_shards(state)
             if cfg.pack:
                 check_packing(state)
+            if cfg.on_policy and not cfg.rollout_command:
+                state.whole_student = WholeStudent(
+                    state.engine, state.sequence_group, device, cfg.rollout_replica)
             if cfg.on_policy:
                 state.writer = build_writer(state, inputs)
                 stack.callback(state.writer.close)
@@ -204,6 +208,7 @@ class TrainState:
         scales: {teacher: factor of its next step}, of --dynamic_scale.
         bad_steps: BadSteps, the latest ones that were not finite.
         last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
+        whole_student: WholeStudent, for texts that each rank writes or reads alone, or None.
         writer: Writer of what the student learns from itself, or None.
     """
 
@@ -217,6 +222,7 @@ class TrainState:
     scales: dict = field(default_factory=dict)
     bad_steps: BadSteps = field(default_factory=BadSteps)
     last_checkpoint: Path | None = None
+    whole_student: WholeStudent | None = None
     writer: Writer | None = None
 
 
@@ -475,7 +481,8 @@ def build_writer(state, inputs):
     prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, state.engine))
     return Writer(
         cfg, state.engine, inputs.student, build_collator(cfg, inputs, state.device), prompter,
-        build_reader(cfg), inputs.held_out_data, state.device, state.sequence_group)
+        build_reader(cfg), inputs.held_out_data, state.device, state.sequence_group,
+        None if cfg.rollout_command else state.whole_student)
 
 
 def weigh_rollouts(state, micro_batches):

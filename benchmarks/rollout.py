@@ -30,8 +30,8 @@ from isogloss.batch import Example
 from isogloss.data import Draft
 from isogloss.inputs import build_collator, check_inputs
 from isogloss.launch import silence_libraries, start_distributed
-from isogloss.on_policy import refresh
 from isogloss.watch import end_together
+from isogloss.whole_student import refresh
 from projection_tools.flags import tool
 from rollout import Prompt, write
 
@@ -117,7 +117,7 @@ def state_of(args, folder, student, stage, **flags):
 
 
 def write_with(state, starts):
-    with state.writer.writing_model() as (model, agree):
+    with state.whole_student.model() as (model, agree):
         write(model, starts, [], state.vocab, agree=agree)
 
 

@@ -9,14 +9,12 @@ Tests: tests/test_on_policy.py.
 
 import os
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from align import Located
 from isogloss.batch import Collator, Example, to_device
@@ -39,6 +37,7 @@ from isogloss.sample import TextEncoder
 from isogloss.sequence import SequenceGroup
 from isogloss.targets import rollout_nats
 from isogloss.watch import node_name
+from isogloss.whole_student import WholeStudent, refresh
 from isogloss.writer_process import (
     WriterProcess,
     check_command,
@@ -50,7 +49,6 @@ from rollout import Prompt, write
 # Steps of which the first is asked how far the student is from its teachers, which takes the
 # teachers' logits once more: 6 % of a step of small models.
 MEASURED_STEP = 5
-GATHERED_NUMEL = 1 << 26  # parameters that ZeRO-3 gathers at a time for the replica
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Writer:
         held_out_data: rows of an evaluation.
         device: of this rank.
         sequence_group: ranks that read the same samples, or None.
-        replica: whole copy of a student that ZeRO-3 has partitioned, or None.
+        student: WholeStudent that writes, unless a process of its own does.
         process: WriterProcess of this node, on its first rank, or None.
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
         seconds: that this rank has spent on the rollouts of the current step.
@@ -91,7 +89,7 @@ class Writer:
     held_out_data: object
     device: torch.device
     sequence_group: SequenceGroup | None = None
-    replica: torch.nn.Module | None = None
+    student: WholeStudent | None = None
     process: WriterProcess | None = None
     written: dict = field(default_factory=dict)
     seconds: float = 0.0
@@ -103,8 +101,6 @@ class Writer:
             check_command(self.cfg.rollout_command)
             if os.environ["LOCAL_RANK"] == "0":
                 self.process = WriterProcess(self.cfg.rollout_command)
-        elif self.engine.zero_optimization_stage() == 3 and self.cfg.rollout_replica:
-            self.replica = new_replica(self.engine, self.device)
 
     # the rollouts of a step
 
@@ -174,7 +170,7 @@ class Writer:
         if self.cfg.rollout_command:
             completions = self._written_by_process(starts)
         else:
-            with self.writing_model() as (model, agree):
+            with self.student.model() as (model, agree):
                 completions = write(
                     model, starts, self.stop_ids(), len(self.encoder.table),
                     self.cfg.rollout_temperature, self.cfg.rollout_top_p, self.cfg.rollout_batch,
@@ -194,18 +190,6 @@ class Writer:
         """List the tokens that end a rollout."""
         return sorted({self.encoder.table.eos, self.encoder.table.end_of_turn} - {-1})
 
-    @contextmanager
-    def writing_model(self):
-        """Yield the model that writes, with the current weights, and `agree` of `rollout.write`."""
-        model = self.engine.module.model
-        if self.replica is not None:
-            refresh(dict(self.replica.named_parameters()), model)
-            yield self.replica, bool
-            return
-        partitioned = self.engine.zero_optimization_stage() == 3
-        with plain_attention(model, self.sequence_group):
-            yield model, self._any_rank if partitioned else bool
-
     def close(self):
         """End the process that writes, if there is one."""
         if self.process:
@@ -213,7 +197,8 @@ class Writer:
 
     def has_other_weights(self):
         """Tell whether what writes is not the student itself."""
-        return self.replica is not None or bool(self.cfg.rollout_command)
+        has_replica = self.student is not None and self.student.replica is not None
+        return has_replica or bool(self.cfg.rollout_command)
 
     def _written_by_process(self, starts):
         """Return the Completions of this rank's prompts, by the process of its node.
@@ -275,10 +260,6 @@ class Writer:
                 weights[name] = of_parameter[id(parameter)]
             self.shared = self.process.share(weights)
         refresh(self.shared, model)
-
-    def _any_rank(self, has_work):
-        """Tell whether any rank has work: each pass of a partitioned model needs all of them."""
-        return bool(global_sums([has_work], self.device)[0])
 
     # the state of a run
 
@@ -569,57 +550,3 @@ def check_writing(writer):
         if not writer.cfg.rollout_command:
             raise
         raise ValueError(str(error)) from None
-
-
-# --- the model that writes ------------------------------------------------------------------------
-
-
-@contextmanager
-def plain_attention(model, sequence_group):
-    """Let the student attend without its sequence group: each rank writes whole texts."""
-    if sequence_group is None:
-        yield
-        return
-    before = model.config._attn_implementation
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def new_replica(engine, device):
-    """Return a model of the student's shape in the compute dtype, with arbitrary weights."""
-    model = engine.module.model
-    dtype = next(model.parameters()).dtype
-    options = {"attn_implementation": "sdpa" if model._supports_sdpa else "eager"}
-    with torch.random.fork_rng():
-        replica = AutoModelForCausalLM.from_config(model.config, dtype=dtype, **options)
-    replica.requires_grad_(False)
-    return replica.to(device).eval()
-
-
-def refresh(copies, model):
-    """Copy the weights of a model, which may be partitioned; all ranks take part.
-
-    Args:
-        copies: {name: tensor}; a rank without copies helps the others.
-    """
-    group = []
-    numel = 0
-    for name, parameter in model.named_parameters():
-        group.append((copies.get(name), parameter))
-        numel += getattr(parameter, "ds_numel", parameter.numel())
-        if numel >= GATHERED_NUMEL:
-            _copy_gathered(group)
-            group = []
-            numel = 0
-    _copy_gathered(group)
-
-
-def _copy_gathered(group):
-    partitioned = [parameter for _, parameter in group if hasattr(parameter, "ds_id")]
-    with deepspeed.zero.GatheredParameters(partitioned), torch.no_grad():
-        for copy, parameter in group:
-            if copy is not None:
-                copy.copy_(parameter)

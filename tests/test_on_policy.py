@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import distill
 import ranks
 from conftest import ROOT
-from isogloss import on_policy
+from isogloss import whole_student
 from isogloss.batch import Batch, Collator, Example, PairOptions, StudentBatch
 from isogloss.counts import Counts
 from isogloss.inputs import load_text_encoder, plan_teachers
@@ -361,7 +361,7 @@ def test_stale_weights_of_the_writer_end_the_job(base, monkeypatch, capfd):
 
 def run_with_stale_replica(argv):
     """Run a job whose replica keeps the weights of the first refresh after the start."""
-    refresh = on_policy.refresh
+    refresh = whole_student.refresh
     times = []
 
     def refresh_once(copies, model):
@@ -369,7 +369,7 @@ def run_with_stale_replica(argv):
         if len(times) < 4:  # the check before the first step, the first evaluation, the first step
             refresh(copies, model)
 
-    on_policy.refresh = refresh_once
+    whole_student.refresh = refresh_once
     return run_distill([argv])
 
 
