@@ -149,6 +149,19 @@ class Config:
         output_dir: directory for metrics.jsonl, run.json and checkpoints; all nodes share it.
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
+        eval_tasks: tasks that the student is judged by, with commas: mmlu, mmlu_continuation,
+            lambada, gsm8k, humaneval_plus, mbpp_plus, or lm_eval:NAME for one of
+            lm-evaluation-harness. See docs/tasks.md.
+        eval_task_every: steps between two of these evaluations. 0 evaluates before the first and
+            after the last step only.
+        eval_task_data: directory of the tasks' files. Empty: they come from the hub.
+        eval_task_shots: worked examples in front of each question of mmlu and gsm8k.
+        eval_task_limit: items of each task (of mmlu: of each subject), the first ones. 0: all.
+        eval_task_batch: items that a rank reads or writes side by side.
+        eval_task_samples: programs that the student writes for an item of humaneval_plus and
+            mbpp_plus.
+        eval_task_temperature: of these programs, 0 (the most likely token) to 1000.
+        allow_unsafe_code: run these programs without a sandbox, where they can do anything.
         save_every: steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT
             and SIGHUP only.
         keep_checkpoints: how many of them to keep, 1 or more.
@@ -239,6 +252,15 @@ class Config:
     seed: int = 0
     output_dir: str = "runs/default"
     eval_every: int = 0
+    eval_tasks: str = ""
+    eval_task_every: int = 0
+    eval_task_data: str = ""
+    eval_task_shots: int = 0
+    eval_task_limit: int = 0
+    eval_task_batch: int = 16
+    eval_task_samples: int = 1
+    eval_task_temperature: float = 0.0
+    allow_unsafe_code: bool = False
     save_every: int = 0
     keep_checkpoints: int = 2
     max_bad_steps: int = 3
@@ -296,6 +318,7 @@ class Config:
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
         self._check_on_policy()
+        self._check_tasks()
         if self.activation_offload and not self.activation_checkpointing:
             raise ValueError("--activation_offload: moves what --activation_checkpointing keeps; "
                              "add --activation_checkpointing")
@@ -321,6 +344,17 @@ class Config:
         if self.rollout_tokens >= self.max_length:
             raise ValueError(f"--rollout_tokens {self.rollout_tokens}: leaves no room for a prompt "
                              f"within --max_length {self.max_length}")
+
+    def _check_tasks(self):
+        """Check what needs no file; `tasks.load_tasks` checks the rest."""
+        if not self.eval_tasks:
+            for name in ("eval_task_every", "eval_task_data"):
+                if getattr(self, name):
+                    raise ValueError(f"--{name} {getattr(self, name)}: is for --eval_tasks, which "
+                                     "names none; add it")
+        if self.eval_task_samples > 1 and not self.eval_task_temperature:
+            raise ValueError(f"--eval_task_samples {self.eval_task_samples}: all samples would be "
+                             "the same program; raise --eval_task_temperature above 0, as to 0.8")
 
     def _check_teachers(self):
         if self.teachers:
@@ -349,14 +383,15 @@ LOWEST = dict(
     teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE, on_policy=0,
     prompt_tokens=1, rollout_tokens=1, rollouts_per_prompt=1, rollout_every=1, max_ratio=1,
     rollout_temperature=LOWEST_TEMPERATURE, rollout_batch=1, rollout_log=0, rollout_eval=0,
-    max_logp_gap=0)
+    max_logp_gap=0, eval_task_every=0, eval_task_shots=0, eval_task_limit=0, eval_task_batch=1,
+    eval_task_samples=1, eval_task_temperature=0)
 
 # The largest value of a flag: beyond it random generators or float32 fail, or no machine suffices.
 HIGHEST = dict(
     seed=2**32 - 2**16, steps=10**12, temperature=1e3, kd_weight=1e6, ce_weight=1e6,
     teacher_alpha=1e6, learning_rate=1e3, projection_learning_rate=1e3, num_workers=512,
     max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20, rollout_temperature=1e3,
-    rollout_every=2**20, rollouts_per_prompt=2**20, max_ratio=1e6)
+    rollout_every=2**20, rollouts_per_prompt=2**20, max_ratio=1e6, eval_task_temperature=1e3)
 
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
@@ -371,7 +406,9 @@ FREE_ON_RESUME = {
     "sequence_parallel", "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
     "activation_checkpointing", "activation_offload", "mlp_tiles", "pack", "tiled",
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
-    "rollout_eval", "max_logp_gap", "rollout_command"}
+    "rollout_eval", "max_logp_gap", "rollout_command", "eval_tasks", "eval_task_every",
+    "eval_task_data", "eval_task_shots", "eval_task_limit", "eval_task_batch", "eval_task_samples",
+    "eval_task_temperature", "allow_unsafe_code"}
 
 # The order of --help.
 GROUPS = {
@@ -389,6 +426,9 @@ GROUPS = {
                  "normalize_by_vocab", "teacher_output", "teacher_output_topk"],
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",
                             "teacher_offload"],
+    "evaluation tasks": ["eval_tasks", "eval_task_every", "eval_task_data", "eval_task_shots",
+                         "eval_task_limit", "eval_task_batch", "eval_task_samples",
+                         "eval_task_temperature", "allow_unsafe_code"],
     "run": ["ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
             "save_every", "keep_checkpoints", "max_bad_steps", "resume", "extend_schedule",
             "export", "log_comms", "wandb_project", "local_rank"],
