@@ -133,7 +133,7 @@ def train_student(cfg, roles, device):
                 check_sequence_shards(state)
             if cfg.pack:
                 check_packing(state)
-            if cfg.on_policy and not cfg.rollout_command:
+            if inputs.tasks or (cfg.on_policy and not cfg.rollout_command):
                 state.whole_student = WholeStudent(
                     state.engine, state.sequence_group, device, cfg.rollout_replica)
             if cfg.on_policy:
@@ -208,6 +208,7 @@ class TrainState:
         scales: {teacher: factor of its next step}, of --dynamic_scale.
         bad_steps: BadSteps, the latest ones that were not finite.
         last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
+        tasks: of `tasks.load_tasks`, by which the student is judged.
         whole_student: WholeStudent, for texts that each rank writes or reads alone, or None.
         writer: Writer of what the student learns from itself, or None.
     """
@@ -222,6 +223,7 @@ class TrainState:
     scales: dict = field(default_factory=dict)
     bad_steps: BadSteps = field(default_factory=BadSteps)
     last_checkpoint: Path | None = None
+    tasks: list = field(default_factory=list)
     whole_student: WholeStudent | None = None
     writer: Writer | None = None
 
@@ -241,14 +243,16 @@ def train(state, batches, held_out, start, ds_config, signals):
     times_collectives = ds_config.get("comms_logger", {}).get("enabled")
     if times_collectives:
         time_collectives()
-    if cfg.eval_rows and start == 0:
-        log_evaluation(state, held_out, 0, log)
+    if start == 0:
+        if cfg.eval_rows:
+            log_evaluation(state, held_out, 0, log)
+        if state.tasks:
+            log_tasks(state, 0, log, signals)
         end_if_stopped(signals.agree(state.device), log)  # there is nothing to save yet
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
         begin = time.perf_counter()
-        periodic = cfg.eval_every and step % cfg.eval_every == 0
-        evaluates = cfg.eval_rows and (periodic or step == cfg.steps)
+        evaluates = cfg.eval_rows and (is_every(cfg.eval_every, step) or step == cfg.steps)
         micro_batches = upcoming or next_micro_batches(state, batches, step)
         # Teachers on ranks of their own run on the next step meanwhile; not across an evaluation,
         # because they respond in the order in which they are asked, and not on what the student
@@ -270,12 +274,18 @@ def train(state, batches, held_out, start, ds_config, signals):
             deepspeed.comm.comm.comms_logger.enabled = False
         if evaluates:
             log_evaluation(state, held_out, step, log)
+        if state.tasks and (is_every(cfg.eval_task_every, step) or step == cfg.steps):
+            log_tasks(state, step, log, signals)
         stop = signals.agree(state.device)
-        saves = cfg.save_every and step % cfg.save_every == 0
-        if stop or saves or step == cfg.steps:
+        if stop or is_every(cfg.save_every, step) or step == cfg.steps:
             save(state, step, log)
         end_if_stopped(stop, log)
     log.close()
+
+
+def is_every(num_steps, step):
+    """Tell whether a step is one of every so many; 0: of none."""
+    return num_steps > 0 and step % num_steps == 0
 
 
 def end_if_stopped(stop, log):
