@@ -67,7 +67,12 @@ from isogloss.remote_teachers import (
     client_size,
     serve_requests,
 )
-from isogloss.rendezvous import LOADING_TIMEOUT, TRAINING_TIMEOUT, set_timeout
+from isogloss.rendezvous import (
+    LOADING_TIMEOUT,
+    TRAINING_TIMEOUT,
+    set_timeout,
+    values_of_ranks,
+)
 from isogloss.rollout_ratio import weigh_by_ratio
 from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
 from isogloss.sequence import (
@@ -79,6 +84,7 @@ from isogloss.sequence import (
 from isogloss.specs import TeacherSpec
 from isogloss.student import StudentWithLoss, follow_schedule, load_student, start_engine
 from isogloss.targets import teacher_targets, weigh_by_confidence
+from isogloss.task_suite import TaskSuite
 from isogloss.teachers import load_teacher
 from isogloss.watch import (
     StopSignals,
@@ -208,7 +214,7 @@ class TrainState:
         scales: {teacher: factor of its next step}, of --dynamic_scale.
         bad_steps: BadSteps, the latest ones that were not finite.
         last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
-        tasks: of `tasks.load_tasks`, by which the student is judged.
+        tasks: TaskSuite by which the student is judged, or None.
         whole_student: WholeStudent, for texts that each rank writes or reads alone, or None.
         writer: Writer of what the student learns from itself, or None.
     """
@@ -223,7 +229,7 @@ class TrainState:
     scales: dict = field(default_factory=dict)
     bad_steps: BadSteps = field(default_factory=BadSteps)
     last_checkpoint: Path | None = None
-    tasks: list = field(default_factory=list)
+    tasks: TaskSuite | None = None
     whole_student: WholeStudent | None = None
     writer: Writer | None = None
 
@@ -247,7 +253,7 @@ def train(state, batches, held_out, start, ds_config, signals):
         if cfg.eval_rows:
             log_evaluation(state, held_out, 0, log)
         if state.tasks:
-            log_tasks(state, 0, log, signals)
+            log_tasks(state, 0, log, lambda: bool(signals.received))
         end_if_stopped(signals.agree(state.device), log)  # there is nothing to save yet
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
@@ -275,7 +281,7 @@ def train(state, batches, held_out, start, ds_config, signals):
         if evaluates:
             log_evaluation(state, held_out, step, log)
         if state.tasks and (is_every(cfg.eval_task_every, step) or step == cfg.steps):
-            log_tasks(state, step, log, signals)
+            log_tasks(state, step, log, lambda: bool(signals.received))
         stop = signals.agree(state.device)
         if stop or is_every(cfg.save_every, step) or step == cfg.steps:
             save(state, step, log)
@@ -535,6 +541,21 @@ def run_evaluation(state, held_out):
     return {f"eval/{key}": value for key, value in metrics.items()}
 
 
+def log_tasks(state, step, log, stop):
+    """Judge the student by --eval_tasks, and log what comes out.
+
+    Args:
+        stop: () -> this rank has been asked to end; then nothing is logged.
+    """
+    with state.whole_student.model() as (model, agree):
+        metrics, records = state.tasks.run(
+            model, partial(global_sums, device=state.device), agree, stop)
+    if metrics:
+        log.write(step, metrics)
+        for of_rank in values_of_ranks(records):
+            log.write_task_items(step, of_rank)
+
+
 def save(state, step, log):
     """Write a checkpoint of the last good step, which `step` is or bad steps lie in between.
 
@@ -614,7 +635,8 @@ def build_state(cfg, inputs, device, roles=None):
     if not roles:
         for setup in inputs.teachers:
             setup.source = load_teacher(setup.spec)
-    return TrainState(cfg, engine, inputs.teachers, vocab, device, sequence_group=sequence_group)
+    return TrainState(cfg, engine, inputs.teachers, vocab, device, sequence_group=sequence_group,
+                      tasks=inputs.tasks)
 
 
 def single_specs(setups):

@@ -7,10 +7,17 @@ lm_eval is optional and imported when it is asked for.  Tests: tests/test_harnes
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from isogloss.rendezvous import values_of_ranks
+from isogloss.task_model import Request, TaskEncoder, score, write_answers
 
 PREFIX = "lm_eval:"
 INSTALL = "pip install lm_eval==0.4.13"
+NUM_RESAMPLED = 100  # for standard errors of what is no mean
+MAX_NEW_TOKENS = 256  # of the harness, where a task says nothing
 
 
 @dataclass
@@ -65,18 +72,101 @@ def load_harness_task(name, folder="", shots=None, limit=0):
     return HarnessTask(name, loaded, limit)
 
 
-def run_harness_task(task, answer):
-    """Return (metrics, records) of a HarnessTask, equal on every rank.
+@dataclass
+class Answers:
+    """Answer the requests of the harness, each rank its share; all ranks take part in every method.
+
+    Attributes:
+        model: causal language model of transformers, in evaluation mode.
+        encoder: TaskEncoder.
+        options: object with `batch_size`, `temperature` and `seed`.
+        rank, size: this rank and how many there are.
+        agree: as of `task_model.score`.
+    """
+
+    model: object
+    encoder: TaskEncoder
+    options: object
+    rank: int = 0
+    size: int = 1
+    agree: object = bool
+
+    def loglikelihoods(self, pairs):
+        """Return (log p, is greedy) of each (context, continuation)."""
+        requests = []
+        for context, continuation in pairs[self.rank :: self.size]:
+            requests += self.encoder.requests(context, [continuation])
+        scores = self._scores(requests)
+        return self._of_all_ranks([[score.logp, score.is_greedy] for score in scores], len(pairs))
+
+    def rolling(self, texts):
+        """Return log p of each whole text, in windows that the model reads at once."""
+        from lm_eval.utils import get_rolling_token_windows
+
+        requests = []
+        owners = []
+        shard = texts[self.rank :: self.size]
+        for number, text in enumerate(shard):
+            ids = self.encoder.tokenizer.encode(text, add_special_tokens=False)
+            for read, scored in get_rolling_token_windows(
+                    ids, self.encoder.first_token, self.encoder.window, context_len=1):
+                requests.append(Request(np.array([*read, scored[-1]], np.int32), len(scored)))
+                owners.append(number)
+        nats = [0.0] * len(shard)
+        for owner, of_window in zip(owners, self._scores(requests)):
+            nats[owner] += of_window.logp
+        return self._of_all_ranks(nats, len(texts))
+
+    def texts(self, prompts):
+        """Return what the model writes behind each `Written`."""
+        shard = prompts[self.rank :: self.size]
+        answers = [""] * len(shard)
+        # each loop is for one temperature, on every rank for the same ones
+        for temperature in sorted({prompt.temperature for prompt in prompts}):
+            numbers = [number for number, prompt in enumerate(shard)
+                       if prompt.temperature == temperature]
+            keys = [(self.options.seed, self.rank + number * self.size) for number in numbers]
+            written = write_answers(
+                self.model, self.encoder, [shard[number] for number in numbers], keys,
+                replace(self.options, temperature=temperature), self.agree)
+            for number, answer in zip(numbers, written):
+                answers[number] = answer
+        return self._of_all_ranks(answers, len(prompts))
+
+    def _scores(self, requests):
+        return score(self.model, requests, self.options.batch_size, self.agree)
+
+    def _of_all_ranks(self, values, total):
+        """Return the values of all ranks in the order of the requests."""
+        if self.size == 1:
+            return values
+        merged = [None] * total
+        for rank, of_rank in enumerate(values_of_ranks(values)):
+            merged[rank :: self.size] = of_rank
+        return merged
+
+
+@dataclass
+class Written:
+    """Ask for a text: `prompt`, `stops`, `max_new_tokens` as of WrittenItem."""
+
+    prompt: str
+    stops: list
+    max_new_tokens: int
+    temperature: float
+
+
+def run_harness_task(task, answers):
+    """Return (metrics, records) of a HarnessTask, equal on every rank; all of them take part.
 
     Args:
         task: HarnessTask.
-        answer: object with the methods `loglikelihoods`, `rolling` and `texts` of
-            `task_model.Answers`.
+        answers: Answers.
     """
     from lm_eval.evaluator import evaluate
 
-    results = evaluate(_language_model(answer), task.loaded, limit=task.limit or None,
-                       bootstrap_iters=0)
+    results = evaluate(_language_model(answers), task.loaded, limit=task.limit or None,
+                       bootstrap_iters=NUM_RESAMPLED)
     metrics = {}
     for name, of_task in results["results"].items():
         for key, value in of_task.items():
@@ -100,7 +190,7 @@ def _records(samples):
     return records
 
 
-def _language_model(answer):
+def _language_model(answers):
     """Return what the harness takes for a model."""
     from lm_eval.api.model import LM
 
@@ -108,18 +198,22 @@ def _language_model(answer):
         """Pass the harness' requests on."""
 
         def loglikelihood(self, requests):
-            return answer.loglikelihoods([request.args for request in requests])
+            pairs = [request.args for request in requests]
+            return [tuple(pair) for pair in answers.loglikelihoods(pairs)]
 
         def loglikelihood_rolling(self, requests):
-            return answer.rolling([request.args[0] for request in requests])
+            return answers.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests):
-            prompts = []
-            for request in requests:
-                prompt, options = request.args
-                stops = options.get("until", [])
-                stops = [stops] if isinstance(stops, str) else list(stops)
-                prompts.append((prompt, stops, options.get("max_gen_toks", 256)))
-            return answer.texts(prompts)
+            return answers.texts([_written(*request.args) for request in requests])
 
     return Model()
+
+
+def _written(prompt, options):
+    """Return the Written of a prompt and the options that a task has for it."""
+    stops = options.get("until") or []
+    stops = [stops] if isinstance(stops, str) else list(stops)
+    draws = options.get("do_sample", True)  # without a temperature it is greedy all the same
+    temperature = options.get("temperature", 0.0) if draws else 0.0
+    return Written(prompt, stops, options.get("max_gen_toks", MAX_NEW_TOKENS), float(temperature))

@@ -43,6 +43,8 @@ from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
 from isogloss.specs import TeacherSpec
 from isogloss.targets import TeacherSetup
+from isogloss.task_suite import TaskSuite, load_suite
+from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
 from projection_tools import fingerprint, load_tokenizer
 from teacher_mixing import vocabulary_factors
@@ -62,6 +64,7 @@ class RunInputs:
         train_data, held_out_data: data sets.
         checkpoint: Path to resume from, or None.
         convert: the checkpoint was written in another layout.
+        tasks: TaskSuite, or None.
     """
 
     student: TextEncoder
@@ -71,6 +74,7 @@ class RunInputs:
     held_out_data: datasets.Dataset | list
     checkpoint: Path | None
     convert: bool = False
+    tasks: TaskSuite | None = None
 
 
 def check_inputs(cfg, device, roles=None):
@@ -90,6 +94,7 @@ def check_inputs(cfg, device, roles=None):
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code)
     check_student_class(cfg.student, cfg.trust_remote_code)
     encoders = load_teacher_encoders(cfg, roles)
+    tasks = load_student_tasks(cfg, student, student_config)
     check_models(cfg)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
@@ -105,7 +110,8 @@ def check_inputs(cfg, device, roles=None):
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-    return RunInputs(student, teachers, ds_config, train_data, held_out_data, checkpoint, convert)
+    return RunInputs(student, teachers, ds_config, train_data, held_out_data, checkpoint, convert,
+                     tasks)
 
 
 def load_text_encoder(role, path, max_length, trust_remote_code=False):
@@ -158,6 +164,28 @@ def check_student_class(path, trust_remote_code=False):
         raise ValueError(
             f"--student {path}: {config.model_type} models read more than text, and what reads the "
             "rest could not be trained; use a model of text alone (as a --teacher it would do)")
+
+
+def load_student_tasks(cfg, student, config):
+    """Return the TaskSuite of --eval_tasks, or None.
+
+    Args:
+        student: TextEncoder; config: AutoConfig of the student.
+    Raises:
+        ValueError: see `task_suite.load_suite`.
+    """
+    if not cfg.eval_tasks:
+        return None
+    try:
+        options = TaskOptions(
+            data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
+            batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
+            temperature=cfg.eval_task_temperature, allow_unsafe_code=cfg.allow_unsafe_code,
+            seed=cfg.seed)
+        return load_suite(cfg.eval_tasks.split(","), options, student.tokenizer, config,
+                          dist.get_rank(), dist.get_world_size())
+    except ValueError as error:
+        raise ValueError(f"--eval_tasks {cfg.eval_tasks}: {error}") from None
 
 
 def load_teacher_encoders(cfg, roles=None):

@@ -105,9 +105,11 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         self.rollout_path = folder / "rollouts.jsonl"
+        self.task_path = folder / "eval_tasks.jsonl"
         _drop_lines_after(self.path, start_step)
-        if self.rollout_path.exists():
-            _drop_lines_after(self.rollout_path, start_step)
+        for path in (self.rollout_path, self.task_path):
+            if path.exists():
+                _drop_lines_after(path, start_step)
         # Every resume adds a record of its own, under its step.
         record_name = f"run_{start_step:07d}.json" if start_step else "run.json"
         write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
@@ -140,15 +142,22 @@ class Log:
         """
         if not self.is_active or not records:
             return
-        with open(self.rollout_path, "a") as file:
-            for record in records:
-                file.write(json.dumps({"step": step} | record) + "\n")
+        _append(self.rollout_path, step, records)
         if self.wandb:
             import wandb
 
             columns = ["prompt", "text", "student_nats_per_byte"]
             rows = [[record[column] for column in columns] for record in records]
             self.wandb.log({"rollouts": wandb.Table(columns=columns, data=rows)}, step=step)
+
+    def write_task_items(self, step, records):
+        """Append to eval_tasks.jsonl what became of each item of an evaluation by tasks.
+
+        Args:
+            records: dicts of `TaskSuite.run`.
+        """
+        if self.is_active:
+            _append(self.task_path, step, records)
 
     def advance(self, metrics):
         """Move the progress bar by one step."""
@@ -178,6 +187,13 @@ class Log:
 def finite_or_none(value):
     """Return a number, or None in place of NaN and infinities."""
     return value if math.isfinite(value) else None
+
+
+def _append(path, step, records):
+    """Append dicts to a file of JSON lines."""
+    with open(path, "a") as file:
+        for record in records:
+            file.write(json.dumps({"step": step} | record) + "\n")
 
 
 def _drop_lines_after(path, start_step):

@@ -1,0 +1,97 @@
+"""Judge a model by tasks of our own and of lm-evaluation-harness: what --eval_tasks names.
+
+Tests: tests/test_task_suite.py.
+"""
+
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from isogloss.harness import PREFIX, Answers, load_harness_task, run_harness_task
+from isogloss.task_model import TaskEncoder, evaluation_mode
+from isogloss.tasks import TaskOptions, load_tasks, run_tasks
+
+
+@dataclass
+class TaskSuite:
+    """Hold tasks that are ready to run.
+
+    Attributes:
+        tasks: of `tasks.load_tasks`, with this rank's items.
+        harness_tasks: HarnessTasks.
+        encoder: TaskEncoder of the model.
+        options: TaskOptions.
+        rank, size: this rank and how many there are.
+    """
+
+    tasks: list
+    harness_tasks: list
+    encoder: TaskEncoder
+    options: TaskOptions
+    rank: int = 0
+    size: int = 1
+
+    def run(self, model, sums, agree=bool, stop=lambda: False):
+        """Return (metrics, records of this rank's items); all ranks take part.
+
+        The model's mode, its gradients and all random states stay as they are.
+
+        Args:
+            model: causal language model of transformers.
+            sums: (n,) numbers -> their sums over all ranks.
+            agree: (this rank has work) -> it has to run the model; see `rollout.write`.
+            stop: () -> this rank is to give up.  If any rank does, metrics and records are empty.
+        """
+
+        def goes_on(has_work):
+            return agree(has_work and not stop())
+
+        metrics, records = run_tasks(self.tasks, model, self.encoder, self.options, goes_on, sums,
+                                     bar=self.rank == 0)
+        answers = Answers(model, self.encoder, self.options, self.rank, self.size, goes_on)
+        for task in self.harness_tasks:
+            if sums([stop()])[0]:
+                return {}, []
+            with evaluation_mode(model), random_states_restored():
+                of_task, of_items = run_harness_task(task, answers)
+            metrics |= {f"eval/{name}": value for name, value in of_task.items()}
+            records += of_items if self.rank == 0 else []  # every rank has the same ones
+        return ({}, []) if sums([stop()])[0] else (metrics, records)
+
+
+@contextmanager
+def random_states_restored():
+    """Give torch, numpy and Python their random states back in the end."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def load_suite(names, options, tokenizer, config, rank=0, size=1):
+    """Return the TaskSuite of some names.
+
+    Args:
+        names: of tasks; those of lm-evaluation-harness begin with "lm_eval:".
+        options: TaskOptions.
+        tokenizer, config: of the model.
+        rank, size: item i belongs to rank i mod size.
+    Raises:
+        ValueError: see `tasks.load_tasks` and `harness.load_harness_task`.
+    """
+    of_harness = [name for name in names if name.startswith(PREFIX)]
+    own = [name for name in names if not name.startswith(PREFIX)]
+    encoder = TaskEncoder(tokenizer, config)
+    tasks = load_tasks(own, options, encoder, rank, size) if own else []
+    harness_tasks = []
+    for name in of_harness:
+        harness_tasks.append(load_harness_task(
+            name.removeprefix(PREFIX), options.data, options.shots or None, options.limit))
+    return TaskSuite(tasks, harness_tasks, encoder, options, rank, size)
