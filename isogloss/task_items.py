@@ -155,8 +155,8 @@ def _without_choices(question):
 
 def _mmlu_subjects(task, data, shots, limit):
     """Return [(questions, examples)] of every subject."""
-    test = _mmlu_split(task, data, "test")
-    dev = _mmlu_split(task, data, "dev") if shots else {}
+    test = mmlu_split(task, data, "test")
+    dev = mmlu_split(task, data, "dev") if shots else {}
     subjects = []
     for subject in sorted(test):
         examples = dev.get(subject, [])
@@ -168,7 +168,7 @@ def _mmlu_subjects(task, data, shots, limit):
     return subjects
 
 
-def _mmlu_split(task, data, split):
+def mmlu_split(task, data, split):
     """Return {subject: Questions} of a split."""
     if not data:
         return _mmlu_from_hub(task, split)
@@ -271,14 +271,14 @@ def read_gsm8k(data, shots=0, limit=0, max_new_tokens=256):
     Raises:
         ValueError: files are missing or damaged, or hold too few examples.
     """
-    examples = _gsm8k_rows(data, "train") if shots else []
+    examples = gsm8k_rows(data, "train") if shots else []
     if len(examples) < shots:
         raise ValueError(f"gsm8k: {shots} shots were asked for; the training split holds "
                          f"{len(examples)}")
     # an item has the harness's own examples, which depend on how many items came before it
     draws = random.Random(SHOT_SEED)
     items = []
-    for number, row in enumerate(_gsm8k_rows(data, "test", limit)):
+    for number, row in enumerate(gsm8k_rows(data, "test", limit)):
         prompt = ""
         for example in draws.sample(examples, shots):
             prompt += f"{_gsm8k_question(example)} {example['answer']}\n\n"
@@ -292,7 +292,7 @@ def _gsm8k_question(row):
     return f"Question: {row['question']}\nAnswer:"
 
 
-def _gsm8k_rows(data, split, limit=0):
+def gsm8k_rows(data, split, limit=0):
     if not data:
         return _hub_rows("gsm8k", "gsm8k", split, limit)
     path = _first_file("gsm8k", data, GSM8K_FILES[split])

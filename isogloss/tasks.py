@@ -203,12 +203,12 @@ class Task:
 
 def judge_choices(item, scores):
     """Judge a question with choices: the most likely one, as it is and per byte."""
-    logp = [score.logp for score in scores]
+    logp = [of_choice.logp for of_choice in scores]
     per_byte = []
-    for score, continuation in zip(scores, item.continuations):
+    for logp_of_choice, continuation in zip(logp, item.continuations):
         # the leading space is no part of the choice
         num_bytes = len(continuation.removeprefix(" ").encode())
-        per_byte.append(score.logp / max(num_bytes, 1))
+        per_byte.append(logp_of_choice / max(num_bytes, 1))
     chosen = logp.index(max(logp))
     is_right = chosen == item.answer
     numbers = {
