@@ -9,6 +9,8 @@ place and the token, not the state of a random generator.  So a completion does 
 else is in its batch, on the order of the prompts, on the number of processes, or on an earlier
 draw, and writing leaves the random state of training untouched (up to rounding of the logits).
 
+At temperature 0 it is the most likely token, without noise.
+
     prompts = [Prompt(ids, key=(seed, number, 0), max_new_tokens=128), ...]
     completions = write(model, prompts, stop_ids=[tokenizer.eos_token_id])
 
@@ -106,11 +108,14 @@ class Prompt:
         ids: tokens, one or more.
         key: integers that the noise depends on, such as (seed, number of the prompt, copy).
         max_new_tokens: after so many tokens the completion is cut.
+        is_complete: (tokens of the completion so far) -> it ends here, for a stop that is no token
+            but a text, say; asked after every token.  None: stop tokens alone end it.
     """
 
     ids: Sequence[int]
     key: tuple[int, ...]
     max_new_tokens: int
+    is_complete: Callable[[list[int]], bool] | None = None
 
 
 @dataclass
@@ -118,11 +123,11 @@ class Completion:
     """Hold what a model wrote.
 
     Attributes:
-        ids: (N,) int64 on the CPU; the last one is the stop token if the completion ended.
+        ids: (N,) int64 on the CPU; the last one is the stop token if one ended the completion.
         logp: (N,) float32, log-probability of each token under the model itself (temperature 1, no
             top_p), nats.
         entropy: (N,) float32, of the model's distribution at each place, nats.
-        ended: the model wrote a stop token; else it was cut.
+        ended: the model wrote a stop token, or `is_complete` said so; else it was cut.
     """
 
     ids: Tensor
@@ -141,6 +146,7 @@ def write(
     batch_size: int = 64,
     pad_id: int = 0,
     agree: Callable[[bool], bool] = bool,
+    on_written: Callable[[int], Any] = int,
 ) -> list[Completion]:
     """Let a model complete prompts.
 
@@ -153,11 +159,12 @@ def write(
         prompts: Prompts of any lengths; neighbors in length share a batch.
         stop_ids: tokens that end a completion.
         vocab: tokens of the tokenizer, where the model's head has more rows; None: all rows.
-        temperature: of the draws, above 0.
+        temperature: of the draws; 0: no draws, but the most likely token (greedy decoding).
         top_p: above 0 to 1; draw from the most likely tokens that have this much mass together.
         batch_size: rows of a forward pass.
         pad_id: any token.
         agree: (this process has work) -> some process has work.
+        on_written: called with the number of completions of each batch when it is written.
     Returns:
         a Completion for each prompt, in their order.
     Raises:
@@ -185,6 +192,7 @@ def write(
             batch.advance()
             if batch.is_done:
                 completions.update(zip(numbers, batch.completions()))
+                on_written(len(numbers))
                 batch = None
     model.train(was_training)
     return [completions[number] for number in range(len(prompts))]
@@ -219,10 +227,14 @@ class _Sampler:
     def draw(self, logits_BV: Tensor, keys_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens (B,) of one place, their log-probability and the entropy there."""
         logp_BV = logits_BV[:, : self.vocab].float().log_softmax(-1)
-        scores_BV = logp_BV / self.temperature
-        if self.top_p < 1:
-            scores_BV = _nucleus(scores_BV, self.top_p)
-        ids_B = (scores_BV + gumbel_noise(keys_B, logp_BV.shape[1])).argmax(-1)
+        if self.temperature == 0:
+            # of the logits: log_softmax may round two of them to one number
+            ids_B = logits_BV[:, : self.vocab].argmax(-1)
+        else:
+            scores_BV = logp_BV / self.temperature
+            if self.top_p < 1:
+                scores_BV = _nucleus(scores_BV, self.top_p)
+            ids_B = (scores_BV + gumbel_noise(keys_B, logp_BV.shape[1])).argmax(-1)
         logp_B = logp_BV.gather(1, ids_B[:, None]).squeeze(1)
         # a model may say -inf of a token, which adds nothing
         entropy_B = -(logp_BV.exp() * logp_BV.clamp(min=-1e4)).sum(-1)
@@ -266,6 +278,7 @@ class _Batch:
         self.rows = torch.arange(len(prompts), device=device)
         self.cache: Any = None
         self.place = 0
+        self.is_complete = [prompt.is_complete for prompt in prompts]
         self.is_done = max(limits) == 0
         # of every row: how many tokens are its own, and whether the last one stopped it
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=device)
@@ -295,6 +308,8 @@ class _Batch:
         self.entropy[self.rows, self.place] = entropy_R
         self.place += 1
         stopped_R = torch.isin(ids_R, self.sampler.stop_ids) & self.active
+        if any(self.is_complete):
+            stopped_R |= self._completed_by_text()
         self.ended[self.rows] |= stopped_R
         finished_R = (stopped_R | (self.place >= self.limits[self.rows])) & self.active
         self.lengths[self.rows[finished_R]] = self.place
@@ -304,6 +319,15 @@ class _Batch:
     def _keys_of_place(self) -> Tensor:
         """Return (R,) keys of the noise at this place."""
         return _mix_in_place(self.keys[self.rows] + _signed((self.place + 1) * GOLDEN & BITS_64))
+
+    def _completed_by_text(self) -> Tensor:
+        """Return (R,) bool: active rows whose prompt's `is_complete` ends them at this place."""
+        written_RN = self.ids[self.rows, : self.place].tolist()
+        completed = []
+        for row, active, ids in zip(self.rows.tolist(), self.active.tolist(), written_RN):
+            ask = self.is_complete[row]
+            completed.append(active and ask is not None and ask(ids))
+        return torch.tensor(completed, device=self.ids.device)
 
     def _prepare_next(self, ids_R: Tensor) -> None:
         num_active = int(self.active.sum())

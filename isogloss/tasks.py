@@ -1,0 +1,547 @@
+"""Evaluate a language model on tasks: MMLU, LAMBADA, GSM8K.
+
+    python -m isogloss.tasks --model DIR --tasks mmlu,lambada [--data DIR] [--shots 5]
+    torchrun --nproc_per_node 4 -m isogloss.tasks --model DIR --tasks gsm8k
+
+A task is a list of items, a function that judges what the model says of one item, and a function
+that makes metrics of the sums over all items.  Item i belongs to rank i mod R, and what ranks
+exchange is sums, so metrics do not depend on ranks or batches.  They are those of
+lm-evaluation-harness; docs/tasks.md says which.
+
+Tests: tests/test_tasks.py.
+"""
+
+import difflib
+import json
+import math
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from isogloss.counts import global_sums
+from isogloss.pretrained import load_config, load_model
+from isogloss.task_items import (
+    ScoredItem,
+    WrittenItem,
+    read_gsm8k,
+    read_lambada,
+    read_mmlu,
+    read_mmlu_continuation,
+)
+from isogloss.task_model import Request, TaskEncoder, evaluation_mode, score, write_answers
+from projection_tools import load_tokenizer
+from projection_tools.flags import check_types, tool
+
+DTYPES = "auto", "float32", "bfloat16", "float16"
+
+
+@dataclass(kw_only=True)
+class TaskOptions:
+    """State how tasks are run.
+
+    Attributes:
+        data: folder of files as `task_items` describes them; "": the hub.
+        shots: solved examples in the prompt.
+        limit: items of each task, of MMLU of each subject, the first ones; 0: all.
+        batch_size: rows of a forward pass.
+        max_new_tokens: of a written answer.
+        samples: answers to each item that is written; their mean counts.
+        temperature: of written answers; 0: the most likely tokens.
+        allow_unsafe_code: run the code that a model writes without a sandbox.
+        seed: of the draws at a temperature above 0.
+    """
+
+    data: str = ""
+    shots: int = 0
+    limit: int = 0
+    batch_size: int = 16
+    max_new_tokens: int = 256
+    samples: int = 1
+    temperature: float = 0.0
+    allow_unsafe_code: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        check_types(self)
+        for name, least in (("shots", 0), ("limit", 0), ("batch_size", 1), ("max_new_tokens", 1),
+                            ("samples", 1), ("temperature", 0)):
+            value = getattr(self, name)
+            if not value >= least:
+                raise ValueError(f"{name} is {value}; expected {least} or more")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples is {self.samples} at temperature 0, where all samples are "
+                             "equal; expected a temperature above 0")
+        if self.data and not Path(self.data).is_dir():
+            raise ValueError(f"the data folder {self.data} does not exist; expected a folder with "
+                             "files of the tasks, or none for the hub")
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Judgment:
+    """Hold what an item adds to the metrics of its task.
+
+    Attributes:
+        numbers: {name: value}, of the names that the task sums up.
+        records: dicts for the file of records, one for each answer.
+    """
+
+    numbers: dict[str, float]
+    records: list[dict]
+
+
+class Sums:
+    """Sum up judgments of a task, by group: counts, values and their squares."""
+
+    def __init__(self, groups, names):
+        self.groups = sorted(groups)
+        self.names = list(names)
+        size = len(self.groups), 1 + 2 * len(self.names)
+        self.table = torch.zeros(size, dtype=torch.float64)
+
+    def add(self, group, numbers):
+        """Add the numbers of an item of a group."""
+        row = self.table[self.groups.index(group)]
+        row[0] += 1
+        for column, name in enumerate(self.names):
+            row[1 + 2 * column] += numbers[name]
+            row[2 + 2 * column] += numbers[name] ** 2
+
+    @property
+    def num_items(self):
+        return int(self.table[:, 0].sum())
+
+    def total(self, name):
+        """Return the sum of a number over all items."""
+        return float(self.table[:, 1 + 2 * self.names.index(name)].sum())
+
+    def mean(self, name):
+        """Return the mean of a number over all items, each with the same weight."""
+        return self.total(name) / max(self.num_items, 1)
+
+    def stderr(self, name):
+        """Return the standard error of a mean, from the variance within groups; None of one item.
+
+        With one group it is the sample's standard deviation / sqrt(items).  Groups are pooled as
+        the harness pools the subjects of MMLU.
+        """
+        column = 1 + 2 * self.names.index(name)
+        counts = self.table[:, 0]
+        is_there = counts > 0
+        degrees = float((counts - 1)[is_there].sum())
+        if degrees <= 0:
+            return None
+        around_mean = self.table[:, column + 1] - self.table[:, column] ** 2 / counts.clamp(min=1)
+        variance = max(float(around_mean[is_there].sum()), 0.0) / degrees
+        return math.sqrt(variance / self.num_items)
+
+    def with_stderr(self, metric, name):
+        """Return {metric: mean, metric_stderr: its standard error}."""
+        metrics = {metric: self.mean(name)}
+        stderr = self.stderr(name)
+        if stderr is not None:
+            metrics[f"{metric}_stderr"] = stderr
+        return metrics
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Task:
+    """Hold the items of a task, and what is made of the model's answers.
+
+    Attributes:
+        name: as in the metrics' names.
+        items: all ScoredItems or WrittenItems, of all ranks.
+        judge: (item, answers) -> Judgment.  The answers are a Score for each continuation, or the
+            text of each sample.
+        numbers: names of what judgments hold.
+        summarize: Sums over all items -> {metric without the task's name: value}.
+        shard: this rank's items, as (number, item); see `load_tasks`.
+        requests: of each of them, where items are scored.
+    """
+
+    name: str
+    items: list
+    judge: Callable
+    numbers: tuple[str, ...]
+    summarize: Callable
+    shard: list[tuple[int, ScoredItem | WrittenItem]] = field(default_factory=list)
+    requests: list[list[Request]] = field(default_factory=list)
+
+    @property
+    def is_scored(self):
+        return isinstance(self.items[0], ScoredItem)
+
+    def take_shard(self, encoder, rank, size):
+        """Keep every `size`-th item for this rank, and encode what is scored.
+
+        Raises:
+            ValueError: a continuation does not fit into the model's window.
+        """
+        self.shard = list(enumerate(self.items))[rank::size]
+        if not self.is_scored:
+            return
+        for _, item in self.shard:
+            try:
+                self.requests.append(encoder.requests(item.context, item.continuations))
+            except ValueError as error:
+                raise ValueError(f"{self.name}, item {item.id}: {error}") from None
+
+
+def judge_choices(item, scores):
+    """Judge a question with choices: the most likely one, as it is and per byte."""
+    logp = [of_choice.logp for of_choice in scores]
+    per_byte = []
+    for logp_of_choice, continuation in zip(logp, item.continuations):
+        # the leading space is no part of the choice
+        num_bytes = len(continuation.removeprefix(" ").encode())
+        per_byte.append(logp_of_choice / max(num_bytes, 1))
+    chosen = logp.index(max(logp))
+    is_right = chosen == item.answer
+    numbers = {
+        "acc": float(is_right),
+        "acc_norm": float(per_byte.index(max(per_byte)) == item.answer),
+    }
+    prediction = item.continuations[chosen].strip()
+    return Judgment(numbers, [_record(item, prediction, is_right, nats=[-x for x in logp])])
+
+
+def judge_last_word(item, scores):
+    """Judge a passage without its last word: whether greedy decoding would write it."""
+    [score] = scores
+    numbers = {
+        "acc": float(score.is_greedy),
+        "nats": -score.logp,
+        "num_bytes": len(item.continuations[0].encode()),
+    }
+    prediction = item.continuations[0].strip() if score.is_greedy else None
+    return Judgment(numbers, [_record(item, prediction, score.is_greedy, nats=[-score.logp])])
+
+
+def judge_number(item, answers):
+    """Judge solutions of GSM8K by their last number, and strictly by the one behind "####"."""
+    right = 0
+    strictly_right = 0
+    records = []
+    reference = comparable_number(item.reference)
+    for sample, answer in enumerate(answers):
+        prediction = last_number(answer)
+        is_right = comparable_number(prediction) == reference
+        is_strictly_right = comparable_number(marked_number(answer)) == reference
+        right += is_right
+        strictly_right += is_strictly_right
+        records.append(_record(item, prediction, is_right, sample=sample,
+                               is_strictly_right=is_strictly_right, answer=answer))
+    numbers = {"acc": right / len(answers), "acc_strict": strictly_right / len(answers)}
+    return Judgment(numbers, records)
+
+
+def _record(item, prediction, is_right, **more):
+    verdict = "right" if is_right else "wrong"
+    return {"task": item.task, "id": item.id, "prediction": prediction, "verdict": verdict, **more}
+
+
+# The harness's own expressions, so that both find the same number in the same text.
+LAST_NUMBER = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+MARKED_NUMBER = re.compile(r"#### (\-?[0-9\.\,]+)")
+NO_NUMBER = "[invalid]"
+NOT_COMPARED = ",", r"\$", r"(?s).*#### ", r"\.$"
+
+
+def last_number(text):
+    """Return the last number in a text, as it is written there, or "[invalid]"."""
+    found = LAST_NUMBER.findall(text)
+    if not found:
+        return NO_NUMBER
+    with_marks, plain = found[-1]
+    return (with_marks or plain).strip()
+
+
+def marked_number(text):
+    """Return the first number behind "####" in a text, or "[invalid]"."""
+    found = MARKED_NUMBER.findall(text)
+    return found[0].strip() if found else NO_NUMBER
+
+
+def comparable_number(text):
+    """Return a number without commas, dollar signs, a final period and what precedes "####"."""
+    for expression in NOT_COMPARED:
+        text = re.sub(expression, "", text)
+    return text.lower()
+
+
+def summarize_choices(sums):
+    """Return the metrics of a task with choices."""
+    return sums.with_stderr("acc", "acc") | sums.with_stderr("acc_norm", "acc_norm")
+
+
+def summarize_last_word(sums):
+    """Return the metrics of LAMBADA."""
+    bits_per_byte = sums.total("nats") / max(sums.total("num_bytes"), 1) / math.log(2)
+    return sums.with_stderr("acc", "acc") | {"bits_per_byte": bits_per_byte}
+
+
+def summarize_number(sums):
+    """Return the metrics of GSM8K."""
+    return sums.with_stderr("acc", "acc") | sums.with_stderr("acc_strict", "acc_strict")
+
+
+def _load_mmlu(options):
+    items = read_mmlu(options.data, options.shots, options.limit)
+    return Task("mmlu", items, judge_choices, ("acc", "acc_norm"), summarize_choices)
+
+
+def _load_mmlu_continuation(options):
+    items = read_mmlu_continuation(options.data, options.shots, options.limit)
+    return Task("mmlu_continuation", items, judge_choices, ("acc", "acc_norm"), summarize_choices)
+
+
+def _load_lambada(options):
+    items = read_lambada(options.data, options.shots, options.limit)
+    return Task("lambada", items, judge_last_word, ("acc", "nats", "num_bytes"),
+                summarize_last_word)
+
+
+def _load_gsm8k(options):
+    items = read_gsm8k(options.data, options.shots, options.limit, options.max_new_tokens)
+    return Task("gsm8k", items, judge_number, ("acc", "acc_strict"), summarize_number)
+
+
+TASKS = {
+    "mmlu": _load_mmlu,
+    "mmlu_continuation": _load_mmlu_continuation,
+    "lambada": _load_lambada,
+    "gsm8k": _load_gsm8k,
+}
+
+
+def load_tasks(names, options, encoder, rank=0, size=1):
+    """Read tasks, and encode this rank's items.
+
+    Args:
+        names: of tasks, in the order in which they run.
+        options: TaskOptions.
+        encoder: TaskEncoder of the model.
+        rank, size: item i belongs to rank i mod size.
+    Returns:
+        list of Task.
+    Raises:
+        ValueError: an unknown task, missing or damaged data, too few examples for the shots.
+    """
+    if not names:
+        raise ValueError(f"no task is named; expected some of {', '.join(TASKS)}")
+    for number, name in enumerate(names):
+        if name not in TASKS:
+            near = difflib.get_close_matches(name, TASKS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(TASKS)}"
+            raise ValueError(f"unknown task {name!r}; {hint}")
+        if name in names[:number]:
+            raise ValueError(f"task {name} is named twice; name it once")
+    tasks = []
+    for name in names:
+        task = TASKS[name](options)
+        task.take_shard(encoder, rank, size)
+        tasks.append(task)
+    return tasks
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, bar=False):
+    """Run tasks on a model.  All ranks call it.
+
+    The model's mode, its gradients and all random states stay as they are.
+
+    Args:
+        tasks: of `load_tasks`.
+        model: causal language model of transformers, plain or partitioned by ZeRO-3.
+        encoder: its TaskEncoder.
+        options: TaskOptions.
+        agree: see `rollout.write`; needed where each forward pass needs all ranks.
+        sums: (n,) float64 -> sums over all ranks, as `counts.global_sums` gives them.
+        bar: show progress on stderr, if that is a terminal.
+    Returns:
+        (metrics, records): {"eval/TASK_...": value}, equal on every rank; dicts of this rank's
+        items, one for each answer.
+    """
+    metrics = {}
+    records = []
+    with evaluation_mode(model):
+        for task in tasks:
+            begin = time.perf_counter()
+            judged = _judge_shard(task, model, encoder, options, agree, bar)
+            totals = Sums({_group_of(item) for item in task.items}, task.numbers)
+            for (_, item), judgment in zip(task.shard, judged, strict=True):
+                totals.add(_group_of(item), judgment.numbers)
+                records += judgment.records
+            seconds = time.perf_counter() - begin
+            own = torch.cat([totals.table.flatten(), torch.tensor([seconds, 1.0]).double()])
+            *of_items, seconds_of_ranks, num_ranks = sums(own).tolist()
+            totals.table = torch.tensor(of_items, dtype=torch.float64).view_as(totals.table)
+            for name, value in task.summarize(totals).items():
+                metrics[f"eval/{task.name}_{name}"] = value
+            metrics[f"eval/{task.name}_seconds"] = seconds_of_ranks / num_ranks
+    return metrics, records
+
+
+def _group_of(item):
+    return getattr(item, "group", "")
+
+
+def _judge_shard(task, model, encoder, options, agree, bar):
+    """Return the Judgment of each item of this rank."""
+    if task.is_scored:
+        answers = _scores(task, model, options, agree, bar)
+    else:
+        answers = _written(task, model, encoder, options, agree, bar)
+    judged = []
+    for (_, item), of_item in zip(task.shard, answers, strict=True):
+        judged.append(task.judge(item, of_item))
+    return judged
+
+
+def _progress(task, total, bar):
+    # None: only on a terminal
+    return tqdm(total=total, desc=task.name, disable=None if bar else True, leave=False)
+
+
+def _scores(task, model, options, agree, bar):
+    """Return [Score of each continuation] for each item of this rank."""
+    requests = [request for of_item in task.requests for request in of_item]
+    with _progress(task, len(requests), bar) as progress:
+        scores = iter(score(model, requests, options.batch_size, agree, progress.update))
+    return [[next(scores) for _ in of_item] for of_item in task.requests]
+
+
+def _written(task, model, encoder, options, agree, bar):
+    """Return [text of each sample] for each item of this rank."""
+    items = []
+    keys = []
+    name = zlib.crc32(task.name.encode())
+    for number, item in task.shard:
+        for sample in range(options.samples):
+            items.append(item)
+            keys.append((options.seed, name, number, sample))
+    with _progress(task, len(items), bar) as progress:
+        texts = write_answers(model, encoder, items, keys, options, agree, progress.update)
+    firsts = range(0, len(texts), options.samples)
+    return [texts[first : first + options.samples] for first in firsts]
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Evaluate a model on tasks, and print a table.
+
+    Args:
+        model: hub id or directory of a causal language model.
+        tasks: some of mmlu, mmlu_continuation, lambada and gsm8k, with commas.
+        data: folder of the tasks' files; without it they come from the hub.
+        shots: solved examples in the prompt; LAMBADA has none.
+        limit: items of each task, of MMLU of each subject, the first ones; 0: all.
+        batch_size: rows of a forward pass.
+        max_new_tokens: of a written answer.
+        output: file for one JSON line per item: task, id, prediction, verdict, nats.
+        dtype: auto (that of the files), float32, bfloat16 or float16.
+        trust_remote_code: run Python code that comes with the model.
+    """
+
+    model: str
+    tasks: str
+    data: str = ""
+    shots: int = 0
+    limit: int = 0
+    batch_size: int = 16
+    max_new_tokens: int = 256
+    output: str = ""
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self):
+        check_types(self)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
+        folder = Path(self.output).parent
+        if self.output and not folder.is_dir():
+            raise ValueError(f"--output {self.output}: the folder {folder} does not exist")
+
+
+def as_markdown(tasks, metrics):
+    """Return a table of metrics: task, metric, value, standard error, items, seconds."""
+    lines = ["| task | metric | value | stderr | items | seconds |", "|---|---|---|---|---|---|"]
+    for task in tasks:
+        prefix = f"eval/{task.name}_"
+        seconds = metrics[f"{prefix}seconds"]
+        for name in task.summarize(Sums([""], task.numbers)):
+            value = metrics[prefix + name]
+            stderr = metrics.get(f"{prefix}{name}_stderr")
+            error = "" if stderr is None else f"{stderr:.4f}"
+            lines.append(f"| {task.name} | {name} | {value:.4f} | {error} | {len(task.items)} | "
+                         f"{seconds:.1f} |")
+    return "\n".join(lines)
+
+
+def _start_ranks():
+    """Join the ranks that torchrun has started; returns (rank, ranks, device)."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0)) if size > 1 else 0
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, size, device
+
+
+def _gathered(records, size):
+    """Return the records of all ranks."""
+    if size == 1:
+        return records
+    of_ranks = [None] * size
+    dist.all_gather_object(of_ranks, records)
+    return [record for of_rank in of_ranks for record in of_rank]
+
+
+def main(args):
+    """Evaluate a model on tasks, print a table and write the records."""
+    rank, size, device = _start_ranks()
+    options = TaskOptions(
+        data=args.data, shots=args.shots, limit=args.limit, batch_size=args.batch_size,
+        max_new_tokens=args.max_new_tokens)
+    tokenizer, _ = load_tokenizer("model", args.model, args.trust_remote_code)
+    config = load_config("model", args.model, args.trust_remote_code)
+    encoder = TaskEncoder(tokenizer, config)
+    tasks = load_tasks(args.tasks.split(","), options, encoder, rank, size)
+    model = load_model("model", args.model, args.trust_remote_code, dtype=args.dtype).to(device)
+    sums = partial(global_sums, device=device) if size > 1 else torch.as_tensor
+    metrics, records = run_tasks(
+        tasks, model, encoder, options, sums=sums, bar=rank == 0)
+    records = _gathered(records, size)
+    if rank == 0:
+        print(as_markdown(tasks, metrics))
+        if args.output:
+            lines = [json.dumps(record, ensure_ascii=False) for record in records]
+            Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    tool(Args, main)
