@@ -7,12 +7,14 @@ lm_eval is optional and imported when it is asked for.  Tests: tests/test_harnes
 """
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from isogloss.rendezvous import values_of_ranks
-from isogloss.task_model import Request, TaskEncoder, score, write_answers
+from isogloss.task_model import GaveUp, Request, TaskEncoder, score, write_answers
 
 PREFIX = "lm_eval:"
 INSTALL = "pip install lm_eval==0.4.13"
@@ -93,57 +95,72 @@ class Answers:
 
     def loglikelihoods(self, pairs):
         """Return (log p, is greedy) of each (context, continuation)."""
-        requests = []
-        for context, continuation in pairs[self.rank :: self.size]:
-            requests += self.encoder.requests(context, [continuation])
-        scores = self._scores(requests)
-        return self._of_all_ranks([[score.logp, score.is_greedy] for score in scores], len(pairs))
+        return self._answered(self._loglikelihoods, pairs)
 
     def rolling(self, texts):
         """Return log p of each whole text, in windows that the model reads at once."""
+        return self._answered(self._rolling, texts)
+
+    def texts(self, prompts):
+        """Return what the model writes behind each `Written`."""
+        # each loop is for one temperature, on every rank for the same ones
+        answers = [""] * len(prompts)
+        for temperature in sorted({prompt.temperature for prompt in prompts}):
+            numbers = [number for number, prompt in enumerate(prompts)
+                       if prompt.temperature == temperature]
+            of_temperature = [(number, prompts[number]) for number in numbers]
+            write = partial(self._written, temperature)
+            for number, text in zip(numbers, self._answered(write, of_temperature)):
+                answers[number] = text
+        return answers
+
+    def _answered(self, answer, requests):
+        """Return the answers of all ranks in the order of the requests.
+
+        Raises:
+            GaveUp: on all ranks, if one of them gives up.
+        """
+        own = None
+        with suppress(GaveUp):
+            own = answer(requests[self.rank :: self.size])
+        of_ranks = [own] if self.size == 1 else values_of_ranks(own)
+        if None in of_ranks:
+            raise GaveUp
+        merged = [None] * len(requests)
+        for rank, of_rank in enumerate(of_ranks):
+            merged[rank :: self.size] = of_rank
+        return merged
+
+    def _loglikelihoods(self, pairs):
+        requests = []
+        for context, continuation in pairs:
+            requests += self.encoder.requests(context, [continuation])
+        return [[score.logp, score.is_greedy] for score in self._scores(requests)]
+
+    def _rolling(self, texts):
         from lm_eval.utils import get_rolling_token_windows
 
         requests = []
         owners = []
-        shard = texts[self.rank :: self.size]
-        for number, text in enumerate(shard):
+        for number, text in enumerate(texts):
             ids = self.encoder.tokenizer.encode(text, add_special_tokens=False)
             for read, scored in get_rolling_token_windows(
                     ids, self.encoder.first_token, self.encoder.window, context_len=1):
                 requests.append(Request(np.array([*read, scored[-1]], np.int32), len(scored)))
                 owners.append(number)
-        nats = [0.0] * len(shard)
+        logp = [0.0] * len(texts)
         for owner, of_window in zip(owners, self._scores(requests)):
-            nats[owner] += of_window.logp
-        return self._of_all_ranks(nats, len(texts))
+            logp[owner] += of_window.logp
+        return logp
 
-    def texts(self, prompts):
-        """Return what the model writes behind each `Written`."""
-        shard = prompts[self.rank :: self.size]
-        answers = [""] * len(shard)
-        # each loop is for one temperature, on every rank for the same ones
-        for temperature in sorted({prompt.temperature for prompt in prompts}):
-            numbers = [number for number, prompt in enumerate(shard)
-                       if prompt.temperature == temperature]
-            keys = [(self.options.seed, self.rank + number * self.size) for number in numbers]
-            written = write_answers(
-                self.model, self.encoder, [shard[number] for number in numbers], keys,
-                replace(self.options, temperature=temperature), self.agree)
-            for number, answer in zip(numbers, written):
-                answers[number] = answer
-        return self._of_all_ranks(answers, len(prompts))
+    def _written(self, temperature, numbered):
+        keys = [(self.options.seed, number) for number, _ in numbered]
+        prompts = [prompt for _, prompt in numbered]
+        options = replace(self.options, temperature=temperature)
+        return write_answers(self.model, self.encoder, prompts, keys, options, self.agree)
 
     def _scores(self, requests):
         return score(self.model, requests, self.options.batch_size, self.agree)
-
-    def _of_all_ranks(self, values, total):
-        """Return the values of all ranks in the order of the requests."""
-        if self.size == 1:
-            return values
-        merged = [None] * total
-        for rank, of_rank in enumerate(values_of_ranks(values)):
-            merged[rank :: self.size] = of_rank
-        return merged
 
 
 @dataclass

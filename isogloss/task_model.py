@@ -33,6 +33,10 @@ STOP_MARGIN = 4
 # --- tokens ---------------------------------------------------------------------------------------
 
 
+class GaveUp(Exception):
+    """End an evaluation before its end, raised by an `agree` that asks whether the job does."""
+
+
 @dataclass(frozen=True)
 class Request:
     """Ask for the log-likelihood of a continuation.

@@ -4,14 +4,21 @@ Tests: tests/test_task_suite.py.
 """
 
 import random
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from isogloss.harness import PREFIX, Answers, load_harness_task, run_harness_task
-from isogloss.task_model import TaskEncoder, evaluation_mode
+from isogloss.harness import (
+    PREFIX,
+    Answers,
+    HarnessTask,
+    load_harness_task,
+    run_harness_task,
+)
+from isogloss.task_model import GaveUp, TaskEncoder, evaluation_mode
 from isogloss.tasks import TaskOptions, load_tasks, run_tasks
 
 
@@ -47,19 +54,33 @@ class TaskSuite:
         """
 
         def goes_on(has_work):
-            return agree(has_work and not stop())
+            if agree(stop()):  # where passes need all ranks, all of them leave at the same one
+                raise GaveUp
+            return agree(has_work)
 
-        metrics, records = run_tasks(self.tasks, model, self.encoder, self.options, goes_on, sums,
-                                     bar=self.rank == 0)
+        metrics = {}
+        records = []
         answers = Answers(model, self.encoder, self.options, self.rank, self.size, goes_on)
-        for task in self.harness_tasks:
-            if sums([stop()])[0]:
+        for task in [*self.tasks, *self.harness_tasks]:
+            if isinstance(task, HarnessTask):
+                of_task, of_items = self._run_harness_task(task, answers)
+            else:
+                of_task, of_items = run_tasks([task], model, self.encoder, self.options, goes_on,
+                                              sums, bar=self.rank == 0)
+            if not of_task:
                 return {}, []
-            with evaluation_mode(model), random_states_restored():
-                of_task, of_items = run_harness_task(task, answers)
-            metrics |= {f"eval/{name}": value for name, value in of_task.items()}
-            records += of_items if self.rank == 0 else []  # every rank has the same ones
-        return ({}, []) if sums([stop()])[0] else (metrics, records)
+            metrics |= of_task
+            records += of_items
+        return metrics, records
+
+    def _run_harness_task(self, task, answers):
+        with suppress(GaveUp), evaluation_mode(answers.model), random_states_restored():
+            begin = time.perf_counter()
+            of_task, records = run_harness_task(task, answers)
+            metrics = {f"eval/{name}": value for name, value in of_task.items()}
+            metrics[f"eval/{PREFIX}{task.name}_seconds"] = time.perf_counter() - begin
+            return metrics, records if self.rank == 0 else []  # every rank has the same ones
+        return {}, []
 
 
 @contextmanager
@@ -92,6 +113,7 @@ def load_suite(names, options, tokenizer, config, rank=0, size=1):
     tasks = load_tasks(own, options, encoder, rank, size) if own else []
     harness_tasks = []
     for name in of_harness:
-        harness_tasks.append(load_harness_task(
-            name.removeprefix(PREFIX), options.data, options.shots or None, options.limit))
+        with random_states_restored():
+            harness_tasks.append(load_harness_task(
+                name.removeprefix(PREFIX), options.data, options.shots or None, options.limit))
     return TaskSuite(tasks, harness_tasks, encoder, options, rank, size)

@@ -19,6 +19,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from isogloss.task_items import (
     read_mmlu,
     read_mmlu_continuation,
 )
-from isogloss.task_model import Request, TaskEncoder, evaluation_mode, score, write_answers
+from isogloss.task_model import GaveUp, Request, TaskEncoder, evaluation_mode, score, write_answers
 from projection_tools import load_tokenizer
 from projection_tools.flags import check_types, tool
 
@@ -371,7 +372,8 @@ def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, 
         model: causal language model of transformers, plain or partitioned by ZeRO-3.
         encoder: its TaskEncoder.
         options: TaskOptions.
-        agree: see `rollout.write`; needed where each forward pass needs all ranks.
+        agree: see `rollout.write`; needed where each forward pass needs all ranks.  Where it raises
+            GaveUp on any rank, metrics and records are empty on all.
         sums: (n,) float64 -> sums over all ranks, as `counts.global_sums` gives them.
         bar: show progress on stderr, if that is a terminal.
     Returns:
@@ -383,7 +385,11 @@ def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, 
     with evaluation_mode(model):
         for task in tasks:
             begin = time.perf_counter()
-            judged = _judge_shard(task, model, encoder, options, agree, bar)
+            judged = None
+            with suppress(GaveUp):
+                judged = _judge_shard(task, model, encoder, options, agree, bar)
+            if sums(torch.tensor([judged is None], dtype=torch.float64))[0]:
+                return {}, []  # on all ranks
             totals = Sums({_group_of(item) for item in task.items}, task.numbers)
             for (_, item), judgment in zip(task.shard, judged, strict=True):
                 totals.add(_group_of(item), judgment.numbers)

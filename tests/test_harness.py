@@ -1,0 +1,127 @@
+"""Tasks of lm-evaluation-harness have the values that its own model class gives them.
+
+lm_eval is not installed with the tests' requirements, so most of this skips without it; what it
+says where it is absent is tested in any case.
+"""
+
+import importlib.util
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import asset
+from isogloss.harness import load_harness_task
+from isogloss.task_suite import load_suite
+from isogloss.tasks import TaskOptions
+
+HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
+needs_lm_eval = pytest.mark.skipif(not HAS_LM_EVAL, reason="lm_eval is not installed")
+
+QUESTIONS = [
+    {"question": "Who had a red ball?", "choices": ["Lily", "The big dog", "a cat", "no one"],
+     "answer": 0, "text": "Once upon a time there was a little girl called Lily. " * 9},
+    {"question": "Where did they go?", "choices": ["to the park", "home", "up", "to bed, all"],
+     "answer": 1, "text": "Tom liked to play. One day he went to the park with his mom."},
+    {"question": "What is blue?", "choices": ["the sky", "grass", "it", "a sun"], "answer": 2,
+     "text": "The sky was blue."},
+]
+TASKS = {
+    "own_choice": """
+        output_type: multiple_choice
+        doc_to_text: "{{question}}\\nAnswer:"
+        doc_to_choice: "{{choices}}"
+        doc_to_target: answer
+        metric_list: [{metric: acc}, {metric: acc_norm}]""",
+    "own_rolling": """
+        output_type: loglikelihood_rolling
+        doc_to_text: ""
+        doc_to_target: "{{text}}"
+        metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]""",
+    "own_writing": """
+        output_type: generate_until
+        doc_to_text: "{{text[:60]}}"
+        doc_to_target: "{{question}}"
+        generation_kwargs: {until: ["."], max_gen_toks: 24}
+        metric_list: [{metric: exact_match}]""",
+    "own_code": """
+        output_type: generate_until
+        unsafe_code: true
+        doc_to_text: "{{text}}"
+        doc_to_target: "{{question}}"
+        metric_list: [{metric: exact_match}]""",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = [json.dumps(question) for question in QUESTIONS]
+    (folder / "questions.jsonl").write_text("\n".join(lines))
+    for name, text in TASKS.items():
+        lines = [line.strip() for line in text.strip().split("\n")]
+        head = [f"task: {name}", "dataset_path: json", "test_split: test", "dataset_kwargs:",
+                f"  data_files: {{test: {folder / 'questions.jsonl'}}}"]
+        (folder / f"{name}.yaml").write_text("\n".join(head + lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    path = asset("models/stories260K")
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+@needs_lm_eval
+def test_values_are_those_of_the_harness_own_model_class(folder, model):
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    names = ["own_choice", "own_rolling", "own_writing"]
+    student, tokenizer = model
+    student.train()
+    before = torch.random.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    suite = load_suite([f"lm_eval:{name}" for name in names], TaskOptions(data=str(folder)),
+                       tokenizer, student.config)
+    metrics, records = suite.run(student, torch.as_tensor)
+    assert student.training
+    assert torch.equal(before[0], torch.random.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])
+    assert before[2] == random.getstate()
+
+    loaded = TaskManager(include_path=str(folder), include_defaults=False).load(names)
+    expected = evaluate(HFLM(pretrained=student.eval(), tokenizer=tokenizer, batch_size=2), loaded,
+                        bootstrap_iters=0)
+    compared = 0
+    for name in names:
+        for key, value in expected["results"][name].items():
+            metric, _, rule = key.partition(",")
+            if isinstance(value, float) and rule:
+                assert metrics[f"eval/lm_eval:{name}_{metric}"] == pytest.approx(value, rel=1e-5)
+                compared += 1
+    assert compared >= 5
+    written = [record["prediction"] for record in records if "writing" in record["task"]]
+    theirs = [sample["filtered_resps"][0] for sample in expected["samples"]["own_writing"]]
+    assert written == theirs
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("name, message", [
+    ("own_code", "runs what the student writes inside of this job; expected humaneval_plus"),
+    ("no_such_task", "lm_eval has no such task"),
+])
+def test_what_does_not_fit_is_refused(folder, name, message):
+    with pytest.raises(ValueError, match=message):
+        load_harness_task(name, str(folder))
+
+
+@pytest.mark.skipif(HAS_LM_EVAL, reason="lm_eval is installed")
+def test_without_lm_eval_a_line_says_how_to_install_it():
+    with pytest.raises(ValueError, match="pip install lm_eval=="):
+        load_harness_task("hellaswag")
