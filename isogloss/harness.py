@@ -142,8 +142,7 @@ class Answers:
 
         requests = []
         owners = []
-        for number, text in enumerate(texts):
-            ids = self.encoder.tokenizer.encode(text, add_special_tokens=False)
+        for number, ids in enumerate(self.encoder.encode(texts)):
             for read, scored in get_rolling_token_windows(
                     ids, self.encoder.first_token, self.encoder.window, context_len=1):
                 requests.append(Request(np.array([*read, scored[-1]], np.int32), len(scored)))

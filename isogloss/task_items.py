@@ -178,7 +178,7 @@ def mmlu_split(task, data, split):
     paths = sorted(folder.glob(f"*{suffix}")) if folder else []
     if not paths:
         raise ValueError(f"{task}: {folder or folders[0]} holds no files SUBJECT{suffix}; expected "
-                         "those of MMLU in --data, or no --data for the hub")
+                         "those of MMLU, or no data folder for the hub")
     questions = {}
     for path in paths:
         subject = path.name.removesuffix(suffix)
@@ -314,8 +314,8 @@ def _first_file(task, data, names):
         path = Path(data) / name
         if path.is_file():
             return path
-    raise ValueError(f"{task}: {Path(data) / names[0]} does not exist; expected it in --data "
-                     f"(or {', or '.join(names[1:])} there), or no --data for the hub")
+    raise ValueError(f"{task}: {Path(data) / names[0]} does not exist; expected it "
+                     f"(or {', or '.join(names[1:])} there), or no data folder for the hub")
 
 
 def _json_lines(task, path, limit=0):
@@ -347,6 +347,6 @@ def _hub_rows(task, key, split, limit=0):
         dataset = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the library raises errors of any type
         raise ValueError(f"{task}: {name} cannot be loaded from the hub ({reason_of(error)}); "
-                         "name a folder with its files by --data") from None
+                         "name a data folder with its files") from None
     count = min(limit, len(dataset)) if limit else len(dataset)
     return list(dataset.select(range(count)))

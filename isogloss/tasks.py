@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from isogloss.counts import global_sums
 from isogloss.pretrained import load_config, load_model
+from isogloss.rendezvous import values_of_ranks
 from isogloss.task_items import (
     ScoredItem,
     WrittenItem,
@@ -516,15 +517,6 @@ def _start_ranks():
     return rank, size, device
 
 
-def _gathered(records, size):
-    """Return the records of all ranks."""
-    if size == 1:
-        return records
-    of_ranks = [None] * size
-    dist.all_gather_object(of_ranks, records)
-    return [record for of_rank in of_ranks for record in of_rank]
-
-
 def main(args):
     """Evaluate a model on tasks, print a table and write the records."""
     rank, size, device = _start_ranks()
@@ -539,7 +531,7 @@ def main(args):
     sums = partial(global_sums, device=device) if size > 1 else torch.as_tensor
     metrics, records = run_tasks(
         tasks, model, encoder, options, sums=sums, bar=rank == 0)
-    records = _gathered(records, size)
+    records = [record for of_rank in values_of_ranks(records) for record in of_rank]
     if rank == 0:
         print(as_markdown(tasks, metrics))
         if args.output:

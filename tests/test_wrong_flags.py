@@ -172,6 +172,18 @@ FLAGS = {
     "an engine that ends": Wrong("--on_policy=1 --rollout_tokens=20 --rollout_command=false",
                                  "--rollout_command false: ended with exit code 1"),
     "scaled by nothing": Wrong("--on_policy=1 --dynamic_scale", "there is no cross-entropy"),
+    # evaluation tasks
+    "an unknown task": Wrong("--eval_tasks=mmul --eval_task_data={folder}",
+                             "--eval_tasks mmul: unknown task 'mmul'; did you mean mmlu?"),
+    "no task": Wrong("--eval_task_every=5", "--eval_task_every 5: is for --eval_tasks, which"),
+    "a task twice": Wrong("--eval_tasks=mmlu,mmlu --eval_task_data={folder}", "mmlu is named"),
+    "a task without data": Wrong("--eval_tasks=lambada --eval_task_data={folder}",
+                                 "lambada_openai.jsonl does not exist"),
+    "no folder of tasks": Wrong("--eval_tasks=gsm8k --eval_task_data=/no/such", "/no/such"),
+    "equal samples": Wrong("--eval_tasks=gsm8k --eval_task_samples=4",
+                           "--eval_task_samples 4: all samples would be the same program"),
+    "no batch of a task": Wrong("--eval_tasks=gsm8k --eval_task_batch=0", "--eval_task_batch 0"),
+    "no harness": Wrong("--eval_tasks=lm_eval:no_such", "--eval_tasks lm_eval:no_such: "),
     "a ds_config that is a folder": Wrong("--ds_config={folder}", "no such file; ready-made"),
     "a ds_config of bytes": Wrong("--ds_config={folder}/bytes.json", "not JSON"),
 }

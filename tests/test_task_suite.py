@@ -1,0 +1,137 @@
+"""A job of distill.py judges its student by tasks, in every layout, and learns the same with it."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ranks
+from conftest import asset
+from isogloss.task_suite import load_suite
+from isogloss.tasks import TaskOptions
+from jobs import ds_config, losses_of, run_distill, write_corpus
+
+# 13 items that are written, so that ranks have unequal numbers of them, of unequal lengths
+FLAGS = ["--eval_tasks=lambada,gsm8k,mmlu_continuation", "--eval_task_limit=13",
+         "--eval_task_every=1"]
+NAMES = ("lambada_acc", "lambada_bits_per_byte", "gsm8k_acc", "mmlu_continuation_acc",
+         "mmlu_continuation_acc_norm", "mmlu_continuation_acc_stderr")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with few items of each task."""
+    source = asset("eval")
+    folder = tmp_path_factory.mktemp("eval")
+    for name in ("lambada_openai.jsonl", "gsm8k_test.jsonl"):
+        (folder / name).write_text("".join(open(source / name).readlines()[:13]))
+    test = folder / "mmlu" / "test"
+    test.mkdir(parents=True)
+    for subject in ("astronomy", "abstract_algebra"):
+        rows = (source / "mmlu" / "test" / f"{subject}_test.csv").read_text()
+        (test / f"{subject}_test.csv").write_text(rows)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def job(models, texts, data, tmp_path_factory):
+    """A folder, and flags of jobs of 8 samples a step that evaluate by tasks."""
+    folder = tmp_path_factory.mktemp("task_jobs")
+    return folder, [
+        f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=96", "--steps=2",
+        f"--data={write_corpus(folder, texts, 30)}", "--num_workers=0",
+        "--eval_task_data=" + str(data)]
+
+
+def config_of(job, stage, micro_batch_size, steps):
+    path = job[0] / f"zero{stage}-{micro_batch_size}-{steps}.json"
+    ds_config(path, stage, micro_batch_size, steps)
+    return f"--ds_config={path}"
+
+
+def items_of(output):
+    """Return {(step, task, id): (prediction, verdict, nats)} of eval_tasks.jsonl."""
+    items = {}
+    for line in (output / "eval_tasks.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        key = record["step"], record["task"], record["id"]
+        assert key not in items
+        items[key] = record["prediction"], record["verdict"], record.get("nats", [])
+    return items
+
+
+@pytest.mark.slow
+def test_values_and_items_are_the_same_in_every_layout(job):
+    folder, argv = job
+    runs = {
+        "one": (1, config_of(job, 2, 8, 1)),
+        "batches": (1, config_of(job, 2, 8, 1), "--eval_task_batch=3"),
+        "copies": (2, config_of(job, 3, 4, 1)),
+        "hooks": (2, config_of(job, 3, 4, 1), "--rollout_replica=false"),
+        "shards": (2, config_of(job, 1, 8, 1), "--sequence_parallel=2"),
+        "four": (4, config_of(job, 0, 2, 1)),
+    }
+    by_ranks = {}
+    for name, (num_ranks, *flags) in runs.items():
+        command = [*argv, *FLAGS, *flags, f"--output_dir={folder / name}"]
+        by_ranks.setdefault(num_ranks, []).append(command)
+    for num_ranks, commands in by_ranks.items():
+        codes = ranks.run(num_ranks, run_distill, commands)
+        assert codes == [[0] * len(commands)] * num_ranks
+    expected = [line for line in losses_of(folder / "one", -1) if "eval/gsm8k_acc" in line]
+    assert [line["step"] for line in expected] == [0, 1, 2]
+    items = items_of(folder / "one")
+    assert len(items) == 3 * (13 + 13 + 2 * 13)
+    for name in runs:
+        lines = [line for line in losses_of(folder / name, -1) if "eval/gsm8k_acc" in line]
+        for one, other in zip(expected, lines, strict=True):
+            for key in NAMES:
+                assert math.isclose(one[f"eval/{key}"], other[f"eval/{key}"], rel_tol=1e-5), name
+        others = items_of(folder / name)
+        assert others.keys() == items.keys(), name
+        for key, (prediction, verdict, nats) in items.items():
+            # training in another layout rounds otherwise, so written texts are compared at step 0
+            if key[0] == 0:
+                assert others[key][:2] == (prediction, verdict), (name, key)
+            assert others[key][2] == pytest.approx(nats, rel=1e-4, abs=1e-4), (name, key)
+
+
+@pytest.mark.slow
+def test_what_is_learned_is_bit_identical_without_the_tasks(job):
+    """From scratch, with draws of programs and rollouts: all random states are as without."""
+    folder, argv = job
+    argv = [*argv, "--on_policy=0.5", "--rollout_tokens=16", config_of(job, 2, 4, 2)]
+    with_tasks = [*argv, *FLAGS, f"--output_dir={folder / 'with'}"]
+    without = [*argv[:-2], argv[-2], argv[-1], f"--output_dir={folder / 'without'}"]
+    without = [flag for flag in without if "eval_task" not in flag]
+    assert ranks.run(1, run_distill, [with_tasks, without]) == [[0, 0]]
+    curves = []
+    for name in ("with", "without"):
+        lines = [line for line in losses_of(folder / name, -1) if "loss" in line]
+        curves.append([(line["loss"], line["kd"], line["grad_norm"]) for line in lines])
+    assert len(curves[0]) == 2
+    assert curves[0] == curves[1]
+
+
+def test_an_evaluation_gives_up_where_the_job_ends(data):
+    path = asset("models/stories260K")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.train()
+    suite = load_suite(["lambada", "gsm8k"], TaskOptions(data=str(data), limit=4),
+                       AutoTokenizer.from_pretrained(path), model.config)
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) > 3
+
+    assert suite.run(model, torch.as_tensor, stop=stop) == ({}, [])
+    assert len(asked) == 4
+    assert model.training
+    metrics, records = suite.run(model, torch.as_tensor)
+    assert metrics["eval/gsm8k_seconds"] > 0
+    assert len(records) == 8
+
+
