@@ -418,7 +418,9 @@ class Collator:
         labels = student.labels
         texts = None
         if isinstance(pair.spelling, Tables):
-            texts = TextsOf(student, batch, pair.spelling)
+            read_chunks = (student_rows.fill(samples, "read_student_chunk", -1),
+                           rows.fill(samples, "read_teacher_chunk", -1))
+            texts = TextsOf(student, batch, read_chunks, pair.spelling)
         shard = self._shard(batch.student_chunk, batch.teacher_chunk)
         if shard:
             # Each rank computes the chunks and labels that it owns, so that over the group every
@@ -584,7 +586,7 @@ def renumber_chunks(samples: list[PairSample], rows):
     # Two samples of a packed row would else have chunks of the same number, which are one chunk.
     numbers = [sample.num_chunk_ids for sample in samples]
     for sample, first in zip(samples, rows.numbers_before(numbers)):
-        for name in ("student_chunk", "teacher_chunk"):
+        for name in ("student_chunk", "teacher_chunk", "read_student_chunk", "read_teacher_chunk"):
             chunk = getattr(sample, name)
             setattr(sample, name, np.where(chunk >= 0, chunk + first, -1))
 
@@ -598,13 +600,20 @@ class TextsOf:
         ended: (B * T,) see `translation.tokens_that_ended`.
     """
 
-    def __init__(self, student, batch, tables):
-        """Look at whole texts, before sequence shards part their chunks."""
+    def __init__(self, student, batch, read_chunks, tables):
+        """Look at whole texts, before sequence shards part their chunks.
+
+        Args:
+            read_chunks: (B, S) and (B, T) int64, chunks also where nothing is learned.
+        """
         self.student_ids = student.ids.flatten()
         self.teacher_text = batch.sample
+        # Not the labels, which a prompt does not have.  In front of another chunk every token is
+        # read; what the last column names is not asked for.
+        next_ids = student.ids.roll(-1, 1)
         self.ended = tokens_that_ended(
-            student.labels, batch.labels, batch.student_chunk, batch.teacher_chunk, tables,
-            batch.sample_of_student, batch.sample).flatten()
+            next_ids, batch.labels, *read_chunks, tables, batch.sample_of_student,
+            batch.sample).flatten()
 
     def nodes(self, sub_tile, student_positions, teacher_positions, tables):
         """Return the Nodes of a sub-tile, of which the positions of both sides are given."""

@@ -146,6 +146,8 @@ class PairSample:
     Attributes:
         teacher: its tokens; none if it takes no part.
         student_chunk, teacher_chunk: (S,), (T,) int64, chunk of each predicted token, -1 for none.
+        read_student_chunk, read_teacher_chunk: likewise, also of chunks that are read and not
+            learned: what a term knows of the chunk before it does not depend on who wrote that.
         alignment: of the whole text, before the cut; None without a teacher.
         aligned_bytes: bytes in the chunks that are left after the cut.
         skipped: see `Pairing`.
@@ -154,6 +156,8 @@ class PairSample:
     teacher: TokenRow = NO_TOKENS
     student_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
     teacher_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
+    read_student_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
+    read_teacher_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
     alignment: Alignment | None = None
     aligned_bytes: int = 0
     skipped: bool = False
@@ -162,7 +166,8 @@ class PairSample:
     def num_chunk_ids(self):
         """Return one more than the highest chunk id on either side."""
         highest = -1
-        for chunk in (self.student_chunk, self.teacher_chunk):
+        # these hold the chunks that are learned too
+        for chunk in (self.read_student_chunk, self.read_teacher_chunk):
             if len(chunk):
                 highest = max(highest, int(chunk.max()))
         return highest + 1
@@ -260,7 +265,8 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     alignment = pairing.alignment
     if alignment is None:
         no_chunk = np.full(len(student.ids), -1)[1:student_limit]
-        return student_limit, PairSample(student_chunk=no_chunk, skipped=pairing.skipped)
+        return student_limit, PairSample(student_chunk=no_chunk, read_student_chunk=no_chunk,
+                                         skipped=pairing.skipped)
     # Where one side alone spells a space that the text does not have, the models speak of other
     # words: such chunks are not compared.
     numbers = np.arange(len(alignment.same_bytes))
@@ -272,21 +278,28 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     lost = [chunk[:1] for chunk in chunks]
     # One that does not fit has no part either.
     lost += [chunks[0][student_cut : student_cut + 1], chunks[1][teacher_cut : teacher_cut + 1]]
+    read_chunks = without_chunks(chunks, np.concatenate(lost))
+    chunks = read_chunks
     if student.learned is not None:  # a chunk is learned as a whole or not at all
-        lost.append(chunks[0][~student.learned])
-    lost = np.concatenate(lost)
-    chunks = [np.where(np.isin(chunk, lost), -1, chunk) for chunk in chunks]
+        chunks = without_chunks(read_chunks, read_chunks[0][~student.learned])
     teacher = pairing.teacher
     pair = PairSample(
         teacher=shift(teacher.ids, teacher.ids, teacher.num_bytes, teacher_cut),
         student_chunk=chunks[0][1:student_cut],
         teacher_chunk=chunks[1][1:teacher_cut],
+        read_student_chunk=read_chunks[0][1:student_cut],
+        read_teacher_chunk=read_chunks[1][1:teacher_cut],
         alignment=alignment,
         skipped=pairing.skipped,
     )
     kept = np.unique(pair.student_chunk[pair.student_chunk >= 0])
     pair.aligned_bytes = int(alignment.chunk_bytes[kept].sum())
     return student_cut, pair
+
+
+def without_chunks(chunks, lost):
+    """Return the chunk ids of both sides with -1 in the place of the lost chunks."""
+    return [np.where(np.isin(chunk, lost), -1, chunk) for chunk in chunks]
 
 
 def shift(ids, labels, num_bytes, cut):
