@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from align import TokenTable
+from isogloss import loss_table
 from isogloss.batch import Collator, Example, PairOptions
 from isogloss.rollouts import (
     Prompter,
@@ -15,7 +16,10 @@ from isogloss.rollouts import (
     completed,
 )
 from isogloss.sample import TextEncoder
+from projection_tools import Pair
+from projection_tools.cells import build_translation
 from rollout import Completion
+from translation import Asked, Tables, before_goes_on, root_target
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
 
@@ -141,6 +145,85 @@ def test_a_rollout_of_the_tokenizers_ids_is_the_end_of_the_text(encoders, swap):
         assert found[-1][0] == [student.table.eos]
         assert batch.counts.ce_tokens == 0
         assert batch.counts.tokens == len(rollout.ids)
+
+
+# --- the translated belief at what was written first ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pairs(encoders, models):
+    """{swap: (student's encoder, PairOptions with the translation)}."""
+    found = {}
+    for swap, step in ((False, 1), (True, -1)):
+        student, teacher = encoders[::step]
+        pair = Pair.load(*map(str, models[::step]))
+        found[swap] = student, PairOptions(teacher, translation_of(pair))
+    return found
+
+
+def translation_of(pair):
+    fields = build_translation(pair)
+    return Tables(*[loss_table.as_index(fields[name]) for name in Tables._fields])
+
+
+def root_targets(batch, tables):
+    """Return {(sample, its position): what the teacher's belief is there}, and every lambda.
+
+    The teacher's row is random, a function of the position in its text.
+    """
+    teacher = batch.teachers[0]
+    positions = teacher.positions
+    if positions is None:
+        positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
+    generator = torch.Generator().manual_seed(0)
+    logits_PW = 3 * torch.randn(300, len(tables.cell_W), generator=generator)
+    logits_TW = logits_PW[positions.flatten()]
+    targets, going = {}, {}
+    for tile in teacher.tiles:
+        for sub_tile in tile.sub_tiles:
+            if sub_tile.teacher_positions is not None:
+                block = logits_TW[sub_tile.teacher_positions]
+            y_MW = block[sub_tile.teacher_slice]
+            roots = sub_tile.terms.roots
+            goes = before_goes_on(y_MW, roots, tables)
+            none = torch.zeros(0, dtype=torch.long)
+            cell_NC = root_target(y_MW, roots, goes, Asked(none, none), tables).cell_NC
+            row_S = tile.student_positions[sub_tile.student_slice][roots.row_S]
+            sample = teacher.sample_of_student[row_S]
+            first = torch.searchsorted(teacher.sample_of_student, sample)
+            for number, key in enumerate(zip(sample.tolist(), (row_S - first).tolist())):
+                targets[key] = cell_NC[number]
+                going[key] = float(goes.mass_K[number])
+    return targets, going
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_the_first_written_token_has_the_target_that_data_gives_it(pairs, texts, swap):
+    """Also how the teacher's token in front of it would have gone on, which the prompt tells.
+
+    However the batch is packed and cut into tiles; and nothing is asked about the prompt.
+    """
+    student, pair = pairs[swap]
+    text = texts[0][:300]
+    expected, _ = root_targets(Collator(student, [pair])([text]), pair.spelling)
+    num_going = 0
+    for size in range(1, 40, 3):
+        rollout = rollout_of(student, text, size)
+        for options in ({}, {"pack": True}, {"pack": True, "tile_mib": 0.02}):
+            collator = Collator(student, [pair], **options)
+            # packed between others: what stands in front of a text is not part of it
+            samples = ["another", rollout, "third"] if options else [rollout]
+            number = samples.index(rollout)
+            targets, going = root_targets(collator(samples), pair.spelling)
+            written = {key[1]: value for key, value in targets.items() if key[0] == number}
+            first = min(written)
+            assert first >= len(rollout.prompt.ids) - 1
+            assert set(written) == {place for _, place in expected if place >= first}
+            for place, target in written.items():
+                assert torch.equal(target, expected[0, place]), (size, options, place)
+        num_going += going[number, first] > 0
+    # for the byte-level student no teacher token begins another one: nothing to go on with
+    assert num_going > 2 or swap
 
 
 def test_dynamic_programming_aligns_rollouts_too(encoders):
@@ -273,6 +356,7 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
           "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 LLAMA = ("{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}<|eot_id|>{% endfor %}"
          "{% if add_generation_prompt %}[assistant] {% endif %}")
+HEADER = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 CHAT = [{"role": "user", "content": "How much is it?"},
         {"role": "assistant", "content": "It is 12.50."}]
 
@@ -305,6 +389,25 @@ def test_a_chat_goes_on_where_the_assistant_speaks(chat_encoders):
     assert chunks_of(batch)[-1] == ([student.table.end_of_turn], [teacher.table.end_of_turn])
     cut = sampled(student, prompt, answer)
     assert chunks_of(Collator(student, [PairOptions(teacher)])([cut])) == chunks_of(batch)[:-1]
+
+
+def test_the_first_token_of_an_answer_has_one_target_whatever_is_learned_of_the_chat(
+        chat_encoders, monkeypatch):
+    """Dynamic programming aligns the headers too, so that there is a chunk in front of it."""
+    student, teacher = chat_encoders
+    for encoder in chat_encoders:
+        monkeypatch.setattr(encoder.tokenizer, "chat_template", HEADER)
+    tokenizers = [encoder.tokenizer for encoder in chat_encoders]
+    tables = [encoder.table for encoder in chat_encoders]
+    spelling = translation_of(Pair(("student", "teacher"), tokenizers, tables, ("0", "1")))
+    targets = {}
+    for train_on in ("all", "assistant"):
+        collator = Collator(student, [PairOptions(teacher, spelling)], train_on, "dp")
+        targets[train_on], going = root_targets(collator([CHAT]), spelling)
+    assert 0 < len(targets["assistant"]) < len(targets["all"])
+    assert going[min(going)] > 0
+    for place, target in targets["assistant"].items():
+        assert torch.equal(target, targets["all"][place]), place
 
 
 def test_chats_without_an_answer_or_a_question_give_no_prompt(chat_encoders):
