@@ -150,18 +150,15 @@ class Config:
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
         eval_tasks: tasks that the student is judged by, with commas: mmlu, mmlu_continuation,
-            lambada, gsm8k, humaneval_plus, mbpp_plus, or lm_eval:NAME for one of
-            lm-evaluation-harness. See docs/tasks.md.
+            lambada, gsm8k, or lm_eval:NAME for one of lm-evaluation-harness. See docs/tasks.md.
         eval_task_every: steps between two of these evaluations. 0 evaluates before the first and
             after the last step only.
         eval_task_data: directory of the tasks' files. Empty: they come from the hub.
         eval_task_shots: worked examples in front of each question of mmlu and gsm8k.
         eval_task_limit: items of each task (of mmlu: of each subject), the first ones. 0: all.
         eval_task_batch: items that a rank reads or writes side by side.
-        eval_task_samples: programs that the student writes for an item of humaneval_plus and
-            mbpp_plus.
-        eval_task_temperature: of these programs, 0 (the most likely token) to 1000.
-        allow_unsafe_code: run these programs without a sandbox, where they can do anything.
+        eval_task_samples: answers to each item of gsm8k, whose mean counts.
+        eval_task_temperature: of these answers, 0 (the most likely token) to 1000.
         save_every: steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT
             and SIGHUP only.
         keep_checkpoints: how many of them to keep, 1 or more.
@@ -260,7 +257,6 @@ class Config:
     eval_task_batch: int = 16
     eval_task_samples: int = 1
     eval_task_temperature: float = 0.0
-    allow_unsafe_code: bool = False
     save_every: int = 0
     keep_checkpoints: int = 2
     max_bad_steps: int = 3
@@ -354,7 +350,7 @@ class Config:
                                      "names none; add it")
         if self.eval_task_samples > 1 and not self.eval_task_temperature:
             raise ValueError(f"--eval_task_samples {self.eval_task_samples}: all samples would be "
-                             "the same program; raise --eval_task_temperature above 0, as to 0.8")
+                             "the same answer; raise --eval_task_temperature above 0, as to 0.8")
 
     def _check_teachers(self):
         if self.teachers:
@@ -408,7 +404,7 @@ FREE_ON_RESUME = {
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
     "rollout_eval", "max_logp_gap", "rollout_command", "eval_tasks", "eval_task_every",
     "eval_task_data", "eval_task_shots", "eval_task_limit", "eval_task_batch", "eval_task_samples",
-    "eval_task_temperature", "allow_unsafe_code"}
+    "eval_task_temperature"}
 
 # The order of --help.
 GROUPS = {
@@ -428,7 +424,7 @@ GROUPS = {
                             "teacher_offload"],
     "evaluation tasks": ["eval_tasks", "eval_task_every", "eval_task_data", "eval_task_shots",
                          "eval_task_limit", "eval_task_batch", "eval_task_samples",
-                         "eval_task_temperature", "allow_unsafe_code"],
+                         "eval_task_temperature"],
     "run": ["ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
             "save_every", "keep_checkpoints", "max_bad_steps", "resume", "extend_schedule",
             "export", "log_comms", "wandb_project", "local_rank"],

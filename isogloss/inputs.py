@@ -180,8 +180,7 @@ def load_student_tasks(cfg, student, config):
         options = TaskOptions(
             data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
             batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
-            temperature=cfg.eval_task_temperature, allow_unsafe_code=cfg.allow_unsafe_code,
-            seed=cfg.seed)
+            temperature=cfg.eval_task_temperature, seed=cfg.seed)
         return load_suite(cfg.eval_tasks.split(","), options, student.tokenizer, config,
                           dist.get_rank(), dist.get_world_size())
     except ValueError as error:

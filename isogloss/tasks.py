@@ -58,7 +58,6 @@ class TaskOptions:
         max_new_tokens: of a written answer.
         samples: answers to each item that is written; their mean counts.
         temperature: of written answers; 0: the most likely tokens.
-        allow_unsafe_code: run the code that a model writes without a sandbox.
         seed: of the draws at a temperature above 0.
     """
 
@@ -69,7 +68,6 @@ class TaskOptions:
     max_new_tokens: int = 256
     samples: int = 1
     temperature: float = 0.0
-    allow_unsafe_code: bool = False
     seed: int = 0
 
     def __post_init__(self):

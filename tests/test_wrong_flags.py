@@ -181,7 +181,7 @@ FLAGS = {
                                  "lambada_openai.jsonl does not exist"),
     "no folder of tasks": Wrong("--eval_tasks=gsm8k --eval_task_data=/no/such", "/no/such"),
     "equal samples": Wrong("--eval_tasks=gsm8k --eval_task_samples=4",
-                           "--eval_task_samples 4: all samples would be the same program"),
+                           "--eval_task_samples 4: all samples would be the same answer"),
     "no batch of a task": Wrong("--eval_tasks=gsm8k --eval_task_batch=0", "--eval_task_batch 0"),
     "no harness": Wrong("--eval_tasks=lm_eval:no_such", "--eval_tasks lm_eval:no_such: "),
     "a ds_config that is a folder": Wrong("--ds_config={folder}", "no such file; ready-made"),
