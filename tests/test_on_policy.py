@@ -31,6 +31,7 @@ from test_layouts import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
     Layout,
+    Reference,
     check_gradients,
     collator_of,
     keep_gradients,
@@ -78,7 +79,7 @@ def as_example(sample, encoder):
 
 
 def reference(flags, samples):
-    """Return (loss, gradients) by torch alone, of whole texts whose terms weigh 0 or 1.
+    """Return the Reference by torch alone, of whole texts fed as data whose terms weigh 0 or 1.
 
     A term counts if it begins behind the prompt, and not at the end of a text that was cut.
     """
@@ -126,7 +127,8 @@ def reference(flags, samples):
     loss = cfg.ce_weight * ce / ce_count + cfg.kd_weight * kd / count.pairs[0].kd_terms
     assert count.ce_tokens == ce_count
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in models[0].named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in models[0].named_parameters()}
+    return Reference(loss.item(), gradients)
 
 
 def one_step(flags, samples, layouts):
@@ -157,24 +159,21 @@ LAYOUTS = {
 }
 
 
-class Reference(NamedTuple):
-    """What a step should give."""
-
-    loss: float
-    gradients: dict
-
-
 @pytest.mark.parametrize("loss", ["event_kl", "alm", "piece_kl", "reverse_kl"])
 def test_what_was_written_teaches_like_the_same_text(models, texts, tmp_path, loss):
-    """Wherever its samples are: no cross-entropy, no term that touches the prompt."""
+    """Wherever its samples are: no cross-entropy, no term that touches the prompt.
+
+    To 1e-6: in float32 the norm of the difference is 2e-7 to 4e-7 of that of the gradient, for
+    plain data too.
+    """
     flags = flags_for(models, texts, tmp_path, loss=loss)
     samples = mixed_samples(texts)
-    expected = Reference(*ranks.run(1, reference, flags, samples)[0])
+    [expected] = ranks.run(1, reference, flags, samples)
     for num_ranks, layouts in LAYOUTS.items():
         for layout, metrics, found in ranks.run(num_ranks, one_step, flags, samples, layouts)[0]:
             name = f"{loss}, {num_ranks} ranks, {layout}"
-            assert abs(metrics["loss"] - expected.loss) <= 1e-5 * abs(expected.loss), name
-            check_gradients(name, found, expected)
+            assert abs(metrics["loss"] - expected.loss) <= 1e-6 * abs(expected.loss), name
+            check_gradients(name, found, expected, 1e-6)
 
 
 # --- whole jobs -----------------------------------------------------------------------------------
