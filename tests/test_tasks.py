@@ -387,9 +387,9 @@ WRONG = {
     "twice": ("--tasks=mmlu,mmlu", "task mmlu is named twice"),
     "no folder": ("--tasks=mmlu --data={files}/none", "none does not exist; expected a folder"),
     "no files": ("--tasks=lambada --data={files}/mmlu", "mmlu/lambada_openai.jsonl does not exist; "
-                 "expected it in --data (or lambada_test.jsonl, or lambada.jsonl there)"),
+                 "expected it (or lambada_test.jsonl, or lambada.jsonl there)"),
     "no csv": ("--tasks=mmlu --data={files}/mmlu/test",
-               "holds no files SUBJECT_test.csv; expected those of MMLU in --data"),
+               "holds no files SUBJECT_test.csv; expected those of MMLU"),
     "no hub": ("--tasks=gsm8k", "openai/gsm8k cannot be loaded from the hub ("),
     "negative shots": ("--tasks=mmlu --data={files} --shots=-1", "shots is -1; expected 0 or more"),
     "many shots": ("--tasks=mmlu --data={files} --shots=6",
