@@ -68,7 +68,8 @@ def load_harness_task(name, folder="", shots=None, limit=0):
         if getattr(task, "UNSAFE_CODE", False):
             raise ValueError(f"--eval_tasks {PREFIX}{name}: {task_name} runs what the student "
                              "writes inside of this job, where it could do anything; expected a "
-                             "task without code")
+                             "task without code, or humaneval_plus or mbpp_plus, which have a "
+                             "sandbox")
         if shots is not None:
             task.set_config(key="num_fewshot", value=shots)
     return HarnessTask(name, loaded, limit)

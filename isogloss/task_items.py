@@ -36,6 +36,7 @@ GSM8K_FILES = {
     "test": ("gsm8k_test.jsonl", "gsm8k/test.jsonl"),
     "train": ("gsm8k_train.jsonl", "gsm8k/train.jsonl"),
 }
+GSM8K_NEW_TOKENS = 256  # the harness's
 GSM8K_STOPS = "Question:", "</s>", "<|im_end|>"
 SHOT_SEED = 1234  # of the harness, which draws the examples of GSM8K by chance
 # The examples of MMLU are the first of its dev split, which has five for a subject.
@@ -259,7 +260,7 @@ def read_lambada(data, shots=0, limit=0):
 # --- GSM8K ----------------------------------------------------------------------------------------
 
 
-def read_gsm8k(data, shots=0, limit=0, max_new_tokens=256):
+def read_gsm8k(data, shots=0, limit=0, max_new_tokens=GSM8K_NEW_TOKENS):
     """Read GSM8K, of which a model writes the solution.
 
     Args:

@@ -5,12 +5,9 @@ text and split behind the tokens of the context alone; white space at the end of
 to the continuation; the tokenizer adds bos as it does by itself; what exceeds the model's window is
 cut from the left.
 
-What makes it cheaper than one forward pass for each continuation: continuations that differ in
-their last token alone share one, texts of like lengths share a batch, and the head sees no
-positions but those of the continuations.
+What makes it cheaper than one forward pass for each continuation is in task_passes.py.
 
-Shapes: B rows of a batch, L tokens of the longest, N positions in all rows that are judged, V
-entries of the head.
+Shapes: N positions that are judged, n tokens that they predict, V entries of the head.
 
 Tests: tests/test_task_model.py.
 """
@@ -21,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from isogloss.cpu_attention import causal_blocks
+from isogloss.task_passes import plan_passes, plan_rows, shares_contexts
 from rollout import Prompt, write
 
 DEFAULT_WINDOW = 2048  # the harness's, for models that name none
@@ -29,6 +28,8 @@ WINDOW_NAMES = "n_positions", "max_position_embeddings", "n_ctx"
 UNLIMITED = 10**9
 # Tokens beside those of a stop that its search looks at: a character may begin in an earlier one.
 STOP_MARGIN = 4
+BYTES_OF_CHARACTER = 4  # of UTF-8, at most
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for bytes that are no character
 
 # --- tokens ---------------------------------------------------------------------------------------
 
@@ -188,8 +189,15 @@ class TextStop:
         self.num_tokens = longest + STOP_MARGIN
 
     def __call__(self, ids):
-        tail = self.encoder.decode(ids[-self.num_tokens :])
-        return any(stop in tail for stop in self.stops)
+        for more in range(BYTES_OF_CHARACTER):
+            tail = self.encoder.decode(ids[-self.num_tokens - more :])
+            if any(stop in tail for stop in self.stops):
+                return True
+            if REPLACEMENT not in tail:
+                return False
+            # A tail that begins inside a character may spoil all bytes that follow, if tokens are
+            # bytes there; one of its neighbors begins with the character.
+        return False
 
     def cut(self, text):
         """Return a text up to the first stop."""
@@ -229,118 +237,70 @@ class Score:
     is_greedy: bool
 
 
-@dataclass
-class Row:
-    """Hold one text that the model reads, and the requests that it serves.
-
-    Attributes:
-        ids: (tokens,) int32.
-        numbers: of the requests.
-        num_kept: positions at the end whose logits are needed.
-    """
-
-    ids: np.ndarray
-    numbers: list[int]
-    num_kept: int
-
-
 def score(model, requests, batch_size=16, agree=bool, on_scored=int):
     """Compute the log-likelihoods of continuations.
 
     Args:
         model: causal language model of transformers, in evaluation mode.
         requests: list of Request.
-        batch_size: rows of a forward pass.
+        batch_size: rows of a forward pass, at most.
         agree: (this process has work) -> some process has work; one that has none runs an idle
             pass.  For models whose every pass needs all ranks, as under ZeRO-3.
-        on_scored: called with the number of requests of each batch when it is scored.
+        on_scored: called with the number of requests that each pass has finished.
     Returns:
         a Score for each request, in their order.
     """
-    rows = _shared_rows(requests)
-    rows.sort(key=lambda row: len(row.ids))  # and so the longest, which come first, are popped
-    scores = [None] * len(requests)
-    with torch.no_grad():
-        while agree(bool(rows)):
-            if not rows:
+    scores = Scores(requests, on_scored)
+    waiting = plan_passes(plan_rows(requests, shares_contexts(model)), model, batch_size)
+    with torch.no_grad(), causal_blocks():
+        while agree(bool(waiting)):
+            if not waiting:
                 idle_ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-                _logits_at(model, idle_ids, torch.zeros(1, dtype=torch.long, device=model.device))
+                model(input_ids=idle_ids, use_cache=False)
                 continue
-            batch = rows[-batch_size:]
-            del rows[-batch_size:]
-            _score_batch(model, batch, requests, scores)
-            on_scored(sum(len(row.numbers) for row in batch))
-    return scores
+            batch = waiting.pop()
+            past = batch.run(model, scores)
+            waiting += batch.next_passes(past, model, batch_size)
+    return scores.scores()
 
 
-def _shared_rows(requests):
-    """Return the Rows of requests; those that differ in their last token share one."""
-    rows = {}
-    for number, request in enumerate(requests):
-        ids = request.ids[:-1]
-        row = rows.setdefault(ids.tobytes(), Row(ids, [], 0))
-        row.numbers.append(number)
-        row.num_kept = max(row.num_kept, request.num_scored)
-    return list(rows.values())
+class Scores:
+    """Add up what passes say of the tokens of continuations."""
 
+    def __init__(self, requests, on_scored):
+        self.on_scored = on_scored
+        self.missing = [request.num_scored for request in requests]  # tokens
+        self.logp = [0.0] * len(requests)
+        self.is_greedy = [True] * len(requests)
 
-def _score_batch(model, batch, requests, scores):
-    """Fill in the scores of the requests of a batch of Rows."""
-    length = max(len(row.ids) for row in batch)
-    # padded behind the text, where nothing looks at it
-    ids_BL = np.zeros((len(batch), length), np.int64)
-    kept_N = []  # positions of the flattened batch
-    judged = []  # of every token of every continuation: which of the N positions predicts it
-    tokens = []
-    owners = []
-    for number, row in enumerate(batch):
-        end = number * length + len(row.ids)
-        ids_BL[number, : len(row.ids)] = row.ids
-        kept_N.append(np.arange(end - row.num_kept, end))
-        num_kept = sum(map(len, kept_N))
-        for request_number in row.numbers:
-            num_scored = requests[request_number].num_scored
-            judged.append(np.arange(num_kept - num_scored, num_kept))
-            tokens.append(requests[request_number].ids[-num_scored:])
-            owners.append(num_scored)
-    device = model.device
-    kept = torch.from_numpy(np.concatenate(kept_N)).to(device)
-    judged = torch.from_numpy(np.concatenate(judged)).to(device)
-    tokens = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device)
-    logits_NV = _logits_at(model, torch.from_numpy(ids_BL).to(device), kept)
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    best = logits_NV.argmax(-1)[judged] == tokens
-    logp = logits_NV[judged, tokens] - logits_NV.logsumexp(-1)[judged]
-    numbers = [number for row in batch for number in row.numbers]
-    parts = zip(numbers, logp.double().cpu().split(owners), best.cpu().split(owners))
-    for number, logp_of_request, best_of_request in parts:
-        scores[number] = Score(float(logp_of_request.sum()), bool(best_of_request.all()))
+    def add(self, judged, logits_NV, places):
+        """Add the tokens of one pass.
 
+        Args:
+            judged: list of Judged.
+            logits_NV: (N, V).
+            places: for each of `judged`, (n,) which of the N rows predict its tokens.
+        """
+        device = logits_NV.device
+        sizes = [len(entry.tokens) for entry in judged]
+        place_n = torch.from_numpy(np.concatenate(places)).to(device)
+        tokens = np.concatenate([entry.tokens for entry in judged]).astype(np.int64)
+        token_n = torch.from_numpy(tokens).to(device)
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        best_n = logits_NV.argmax(-1)[place_n] == token_n
+        logp_n = logits_NV[place_n, token_n] - logits_NV.logsumexp(-1)[place_n]
+        parts = zip(judged, logp_n.double().cpu().split(sizes), best_n.cpu().split(sizes))
+        num_finished = 0
+        for entry, logp, best in parts:
+            self.logp[entry.number] += float(logp.sum())
+            self.is_greedy[entry.number] &= bool(best.all())
+            self.missing[entry.number] -= len(logp)
+            num_finished += self.missing[entry.number] == 0
+        self.on_scored(num_finished)
 
-def _logits_at(model, ids_BL, kept_N):
-    """Return (N, V) logits of some positions of the flattened (B * L).
-
-    Only these pass through the head.  Its input is cut rather than the model's output, because
-    models scale and cap their logits behind the head in ways of their own.
-    """
-    was_cut = False
-
-    def cut(_, arguments):
-        nonlocal was_cut
-        was_cut = True
-        hidden = arguments[0]
-        return (hidden.flatten(0, -2)[kept_N][None], *arguments[1:])
-
-    head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(cut) if head is not None else None
-    try:
-        # Without a mask attention is faster.  It is causal, so padding behind changes nothing.
-        logits = model(input_ids=ids_BL, use_cache=False).logits
-    finally:
-        if hook:
-            hook.remove()
-    logits = logits.flatten(0, 1)
-    return logits if was_cut else logits[kept_N]
+    def scores(self):
+        """Return the Score of each request."""
+        return [Score(logp, is_greedy) for logp, is_greedy in zip(self.logp, self.is_greedy)]
 
 
 # --- written answers ------------------------------------------------------------------------------

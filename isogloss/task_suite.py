@@ -66,7 +66,7 @@ class TaskSuite:
                 of_task, of_items = self._run_harness_task(task, answers)
             else:
                 of_task, of_items = run_tasks([task], model, self.encoder, self.options, goes_on,
-                                              sums, bar=self.rank == 0)
+                                              sums, self.rank == 0, stop)
             if not of_task:
                 return {}, []
             metrics |= of_task

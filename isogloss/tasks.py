@@ -1,4 +1,4 @@
-"""Evaluate a language model on tasks: MMLU, LAMBADA, GSM8K.
+"""Evaluate a language model on tasks: MMLU, LAMBADA, GSM8K, HumanEval+, MBPP+.
 
     python -m isogloss.tasks --model DIR --tasks mmlu,lambada [--data DIR] [--shots 5]
     torchrun --nproc_per_node 4 -m isogloss.tasks --model DIR --tasks gsm8k
@@ -6,7 +6,7 @@
 A task is a list of items, a function that judges what the model says of one item, and a function
 that makes metrics of the sums over all items.  Item i belongs to rank i mod R, and what ranks
 exchange is sums, so metrics do not depend on ranks or batches.  They are those of
-lm-evaluation-harness; docs/tasks.md says which.
+lm-evaluation-harness, of code those of EvalPlus; docs/tasks.md says which.
 
 Tests: tests/test_tasks.py.
 """
@@ -19,6 +19,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,10 +29,19 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from isogloss.code_tasks import (
+    CODE_NEW_TOKENS,
+    CodeJudge,
+    ks_of,
+    pass_at,
+    read_humaneval_plus,
+    read_mbpp_plus,
+)
 from isogloss.counts import global_sums
 from isogloss.pretrained import load_config, load_model
 from isogloss.rendezvous import values_of_ranks
 from isogloss.task_items import (
+    GSM8K_NEW_TOKENS,
     ScoredItem,
     WrittenItem,
     read_gsm8k,
@@ -55,24 +65,26 @@ class TaskOptions:
         shots: solved examples in the prompt.
         limit: items of each task, of MMLU of each subject, the first ones; 0: all.
         batch_size: rows of a forward pass.
-        max_new_tokens: of a written answer.
+        max_new_tokens: of a written answer; 0: as many as its task is made for.
         samples: answers to each item that is written; their mean counts.
         temperature: of written answers; 0: the most likely tokens.
         seed: of the draws at a temperature above 0.
+        allow_unsafe_code: run what the model writes without a sandbox.
     """
 
     data: str = ""
     shots: int = 0
     limit: int = 0
     batch_size: int = 16
-    max_new_tokens: int = 256
+    max_new_tokens: int = 0
     samples: int = 1
     temperature: float = 0.0
     seed: int = 0
+    allow_unsafe_code: bool = False
 
     def __post_init__(self):
         check_types(self)
-        for name, least in (("shots", 0), ("limit", 0), ("batch_size", 1), ("max_new_tokens", 1),
+        for name, least in (("shots", 0), ("limit", 0), ("batch_size", 1), ("max_new_tokens", 0),
                             ("samples", 1), ("temperature", 0)):
             value = getattr(self, name)
             if not value >= least:
@@ -169,6 +181,8 @@ class Task:
             text of each sample.
         numbers: names of what judgments hold.
         summarize: Sums over all items -> {metric without the task's name: value}.
+        prepare: (this rank's items) -> None, before the first evaluation.
+        workers: threads that judge side by side.
         shard: this rank's items, as (number, item); see `load_tasks`.
         requests: of each of them, where items are scored.
     """
@@ -178,6 +192,8 @@ class Task:
     judge: Callable
     numbers: tuple[str, ...]
     summarize: Callable
+    prepare: Callable | None = None
+    workers: int = 1
     shard: list[tuple[int, ScoredItem | WrittenItem]] = field(default_factory=list)
     requests: list[list[Request]] = field(default_factory=list)
 
@@ -186,12 +202,15 @@ class Task:
         return isinstance(self.items[0], ScoredItem)
 
     def take_shard(self, encoder, rank, size):
-        """Keep every `size`-th item for this rank, and encode what is scored.
+        """Keep every `size`-th item for this rank, prepare it, and encode what is scored.
 
         Raises:
-            ValueError: a continuation does not fit into the model's window.
+            ValueError: a continuation does not fit into the model's window, or a reference
+                solution fails.
         """
         self.shard = list(enumerate(self.items))[rank::size]
+        if self.prepare:
+            self.prepare([item for _, item in self.shard])
         if not self.is_scored:
             return
         for _, item in self.shard:
@@ -249,6 +268,29 @@ def judge_number(item, answers):
     return Judgment(numbers, records)
 
 
+def judge_code(judge, ks, item, answers):
+    """Judge programs by the tests of their item.
+
+    Args:
+        judge: CodeJudge.
+        ks: of pass@k.
+        item: CodeItem.
+        answers: texts behind its prompt.
+    """
+    verdicts = [judge.verdict(item, answer) for answer in answers]
+    right = sum(verdict.passes for verdict in verdicts)
+    right_base = sum(verdict.passes_base for verdict in verdicts)
+    numbers = {"timeouts": sum(verdict.reason == "timeout" for verdict in verdicts)}
+    for k in ks:
+        numbers[f"pass@{k}"] = pass_at(k, len(answers), right)
+        numbers[f"base_pass@{k}"] = pass_at(k, len(answers), right_base)
+    records = []
+    for sample, (answer, verdict) in enumerate(zip(answers, verdicts)):
+        records.append(_record(item, None, verdict.passes, sample=sample, reason=verdict.reason,
+                               is_right_base=verdict.passes_base, answer=answer))
+    return Judgment(numbers, records)
+
+
 def _record(item, prediction, is_right, **more):
     verdict = "right" if is_right else "wrong"
     return {"task": item.task, "id": item.id, "prediction": prediction, "verdict": verdict, **more}
@@ -299,6 +341,15 @@ def summarize_number(sums):
     return sums.with_stderr("acc", "acc") | sums.with_stderr("acc_strict", "acc_strict")
 
 
+def summarize_code(ks, sums):
+    """Return the metrics of a task whose answers are programs."""
+    metrics = {}
+    for k in ks:
+        metrics |= sums.with_stderr(f"pass@{k}", f"pass@{k}")
+        metrics |= sums.with_stderr(f"base_pass@{k}", f"base_pass@{k}")
+    return metrics | {"timeouts": sums.total("timeouts")}
+
+
 def _load_mmlu(options):
     items = read_mmlu(options.data, options.shots, options.limit)
     return Task("mmlu", items, judge_choices, ("acc", "acc_norm"), summarize_choices)
@@ -316,8 +367,25 @@ def _load_lambada(options):
 
 
 def _load_gsm8k(options):
-    items = read_gsm8k(options.data, options.shots, options.limit, options.max_new_tokens)
+    max_new_tokens = options.max_new_tokens or GSM8K_NEW_TOKENS
+    items = read_gsm8k(options.data, options.shots, options.limit, max_new_tokens)
     return Task("gsm8k", items, judge_number, ("acc", "acc_strict"), summarize_number)
+
+
+def _load_code(name, read, options):
+    judge = CodeJudge(options.allow_unsafe_code)
+    try:
+        judge.check_sandbox()
+    except ValueError as error:
+        raise ValueError(f"{name} runs what the model writes: {error}; or allow it to do all that "
+                         "you can, with --allow_unsafe_code") from None
+    items = read(options.data, options.limit, options.max_new_tokens or CODE_NEW_TOKENS)
+    ks = ks_of(options.samples)
+    numbers = ["timeouts"]
+    for k in ks:
+        numbers += [f"pass@{k}", f"base_pass@{k}"]
+    return Task(name, items, partial(judge_code, judge, ks), tuple(numbers),
+                partial(summarize_code, ks), judge.prepare, judge.workers)
 
 
 TASKS = {
@@ -325,6 +393,8 @@ TASKS = {
     "mmlu_continuation": _load_mmlu_continuation,
     "lambada": _load_lambada,
     "gsm8k": _load_gsm8k,
+    "humaneval_plus": partial(_load_code, "humaneval_plus", read_humaneval_plus),
+    "mbpp_plus": partial(_load_code, "mbpp_plus", read_mbpp_plus),
 }
 
 
@@ -361,7 +431,8 @@ def load_tasks(names, options, encoder, rank=0, size=1):
 # --- run ------------------------------------------------------------------------------------------
 
 
-def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, bar=False):
+def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, bar=False,
+              stop=lambda: False):
     """Run tasks on a model.  All ranks call it.
 
     The model's mode, its gradients and all random states stay as they are.
@@ -375,6 +446,7 @@ def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, 
             GaveUp on any rank, metrics and records are empty on all.
         sums: (n,) float64 -> sums over all ranks, as `counts.global_sums` gives them.
         bar: show progress on stderr, if that is a terminal.
+        stop: () -> this rank is to give up; asked while answers are judged.
     Returns:
         (metrics, records): {"eval/TASK_...": value}, equal on every rank; dicts of this rank's
         items, one for each answer.
@@ -386,7 +458,7 @@ def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, 
             begin = time.perf_counter()
             judged = None
             with suppress(GaveUp):
-                judged = _judge_shard(task, model, encoder, options, agree, bar)
+                judged = _judge_shard(task, model, encoder, options, agree, bar, stop)
             if sums(torch.tensor([judged is None], dtype=torch.float64))[0]:
                 return {}, []  # on all ranks
             totals = Sums({_group_of(item) for item in task.items}, task.numbers)
@@ -407,16 +479,23 @@ def _group_of(item):
     return getattr(item, "group", "")
 
 
-def _judge_shard(task, model, encoder, options, agree, bar):
+def _judge_shard(task, model, encoder, options, agree, bar, stop):
     """Return the Judgment of each item of this rank."""
     if task.is_scored:
         answers = _scores(task, model, options, agree, bar)
     else:
         answers = _written(task, model, encoder, options, agree, bar)
-    judged = []
-    for (_, item), of_item in zip(task.shard, answers, strict=True):
-        judged.append(task.judge(item, of_item))
-    return judged
+
+    def judge(item, of_item):
+        if stop():
+            raise GaveUp
+        return task.judge(item, of_item)
+
+    items = [item for _, item in task.shard]
+    if task.workers == 1:
+        return list(map(judge, items, answers))
+    with ThreadPoolExecutor(task.workers) as pool:
+        return list(pool.map(judge, items, answers))
 
 
 def _progress(task, total, bar):
@@ -456,12 +535,19 @@ class Args:
 
     Args:
         model: hub id or directory of a causal language model.
-        tasks: some of mmlu, mmlu_continuation, lambada and gsm8k, with commas.
+        tasks: some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus and mbpp_plus, with
+            commas.
         data: folder of the tasks' files; without it they come from the hub.
         shots: solved examples in the prompt; LAMBADA has none.
         limit: items of each task, of MMLU of each subject, the first ones; 0: all.
         batch_size: rows of a forward pass.
-        max_new_tokens: of a written answer.
+        max_new_tokens: of a written answer; 0: as many as its task is made for, of GSM8K 256, of
+            code 768.
+        samples: answers to each item that is written; their mean counts, of code pass@k.
+        temperature: of written answers, 0 (the most likely tokens) or more.
+        seed: of the draws at a temperature above 0.
+        allow_unsafe_code: run what the model writes without a sandbox; it can then do all that you
+            can.
         output: file for one JSON line per item: task, id, prediction, verdict, nats.
         dtype: auto (that of the files), float32, bfloat16 or float16.
         trust_remote_code: run Python code that comes with the model.
@@ -473,7 +559,11 @@ class Args:
     shots: int = 0
     limit: int = 0
     batch_size: int = 16
-    max_new_tokens: int = 256
+    max_new_tokens: int = 0
+    samples: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    allow_unsafe_code: bool = False
     output: str = ""
     dtype: str = "auto"
     trust_remote_code: bool = False
@@ -520,7 +610,8 @@ def main(args):
     rank, size, device = _start_ranks()
     options = TaskOptions(
         data=args.data, shots=args.shots, limit=args.limit, batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens)
+        max_new_tokens=args.max_new_tokens, samples=args.samples, temperature=args.temperature,
+        seed=args.seed, allow_unsafe_code=args.allow_unsafe_code)
     tokenizer, _ = load_tokenizer("model", args.model, args.trust_remote_code)
     config = load_config("model", args.model, args.trust_remote_code)
     encoder = TaskEncoder(tokenizer, config)

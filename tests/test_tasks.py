@@ -9,6 +9,8 @@ import json
 import math
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 import ranks
-from conftest import GOLDEN, asset
+from conftest import GOLDEN, ROOT, asset
 from isogloss.task_items import WrittenItem, read_gsm8k, read_lambada, read_mmlu
 from isogloss.task_model import TaskEncoder
 from isogloss.tasks import (
@@ -365,6 +367,36 @@ def test_the_command_prints_a_table_and_writes_records(models, files, tmp_path, 
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["id"] for record in records[:4]] == ["0", "1", "2", "botany/0"]
     assert set(records[3]) == {"task", "id", "prediction", "verdict", "nats"}
+
+
+@pytest.mark.slow
+def test_the_command_of_two_ranks_prints_the_same_table(models, files, tmp_path, capsys):
+    """As torchrun starts it; 13 items, so that the ranks have unequal numbers of them."""
+    words = [f"--model={models[0]}", "--tasks=lambada,mmlu_continuation,gsm8k", f"--data={files}",
+             "--max_new_tokens=20"]
+    assert run_command(*words, f"--output={tmp_path / 'one.jsonl'}") == 0
+    expected = capsys.readouterr().out
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc_per_node", "2", "-m", "isogloss.tasks"]
+    done = subprocess.run([*launcher, *words, f"--output={tmp_path / 'two.jsonl'}"], cwd=ROOT,
+                          capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert without_seconds(done.stdout) == without_seconds(expected)
+    records = []
+    for name in ("one", "two"):
+        by_item = {}
+        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            by_item[record["task"], record["id"]] = record
+        records.append(by_item)
+    assert records[0].keys() == records[1].keys()
+    for key, record in records[0].items():
+        assert record["prediction"] == records[1][key]["prediction"], key
+        assert record["verdict"] == records[1][key]["verdict"], key
+
+
+def without_seconds(table):
+    return [line.rsplit("|", 2)[0] for line in table.splitlines()]
 
 
 def damage(folder):

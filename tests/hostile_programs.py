@@ -1,0 +1,190 @@
+"""Programs that try to leave the sandbox; each prints "escaped" where it gets through.
+
+As a script it runs all of them and prints {name: status}:
+
+    python hostile_programs.py SECRET PORT PID
+"""
+
+import json
+import sys
+
+# {secret}: a file of the host; {port}: where the host listens; {pid}: of a process of the host
+PROGRAMS = {
+    "reads a file of the host": """
+print("escaped", open({secret!r}).read())
+""",
+    "writes a file of the host": """
+import os
+for path in ({secret!r}, {secret!r} + ".new", "/program.py", "/new", os.__file__):
+    try:
+        open(path, "w").write("taken")
+        print("escaped", path)
+    except OSError:
+        pass
+""",
+    "lists the host": """
+import os
+for folder in ("/home", "/etc", "/usr/bin", "/var", "/sys", "/proc", "/mnt", "/run"):
+    names = os.listdir(folder) if os.path.exists(folder) else []
+    if [name for name in names if not name.startswith("python")]:
+        print("escaped", folder)
+if os.listdir("/tmp"):
+    print("escaped /tmp")
+""",
+    "opens a socket": """
+import socket
+for family, address in (
+    (socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_INET6, ("::1", {port}, 0, 0)),
+    (socket.AF_UNIX, "/run/docker.sock"),
+):
+    try:
+        one = socket.socket(family)
+        one.connect(address)
+        print("escaped", family)
+    except OSError:
+        pass
+""",
+    "reads the environment": """
+import os
+if "SECRET" in os.environ or os.path.exists("/proc/self/environ"):
+    print("escaped", os.environ)
+import ctypes
+get = ctypes.CDLL(None).getenv
+get.restype = ctypes.c_char_p
+if get(b"SECRET") or get(b"PATH") or get(b"HOME"):
+    print("escaped")
+""",
+    "is a fork bomb": """
+import os
+while True:
+    os.fork()
+    print("escaped", flush=True)
+""",
+    "is a bomb of threads": """
+import threading, time
+while True:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    print("escaped", flush=True)
+""",
+    "takes all memory": """
+blocks = []
+while True:
+    blocks.append(bytearray(1 << 26))
+    if len(blocks) > 32:
+        print("escaped")
+        break
+""",
+    "takes memory beside its limit": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+if libc.memfd_create(b"x", 0) >= 0 or libc.shmget(0, 1 << 30, 0o1600) >= 0:
+    print("escaped")
+written = 0
+for folder in ("/tmp", "/dev", "/dev/shm", "/"):
+    try:
+        with open(folder + "/x", "wb", buffering=0) as file:
+            while written < 1 << 28:
+                written += file.write(bytes(1 << 20))
+    except OSError:
+        pass
+if written > 1 << 25:
+    print("escaped", written)
+""",
+    "never ends": """
+import signal
+signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+while True:
+    pass
+""",
+    "raises its limits": """
+import resource
+for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE):
+    try:
+        resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print("escaped", limit)
+    except (OSError, ValueError):
+        pass
+""",
+    "kills what started it": """
+import os
+for pid in (os.getppid(), {pid}, -1, 1):
+    try:
+        os.kill(pid, 9)
+    except OSError:
+        pass
+while os.getppid() > 1:
+    pass
+""",
+    "leaves a grandchild": """
+import os, subprocess
+try:
+    subprocess.Popen(["/bin/sh", "-c", "sleep 600"], start_new_session=True)
+    print("escaped")
+except OSError:
+    pass
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while True:
+            pass
+print("escaped")
+""",
+    "traces a process": """
+import ctypes
+libc = ctypes.CDLL(None)
+local = (ctypes.c_long * 2)()
+for pid in ({pid}, 1):
+    if libc.ptrace(16, pid, 0, 0) == 0:
+        print("escaped")
+    if libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(local), 1, 0) >= 0:
+        print("escaped")
+""",
+    "reads /proc of others": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+os.mkdir("/tmp/proc")
+libc.mount(b"proc", b"/tmp/proc", b"proc", 0, None)
+for path in ("/proc/1/environ", "/proc/{pid}/cmdline", "/tmp/proc/1/environ"):
+    if os.path.exists(path):
+        print("escaped", path)
+""",
+    "links out of its folder": """
+import os
+os.symlink({secret!r}, "/tmp/link")
+os.symlink("/", "/tmp/root")
+for path in ("/tmp/link", "/tmp/root" + {secret!r}, "../../../.." + {secret!r}):
+    try:
+        print("escaped", open(path).read())
+    except OSError:
+        pass
+""",
+    "opens a box of its own": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+if libc.unshare(0x10000000) == 0 or libc.chroot(b"/tmp") == 0 or os.getuid() == 0:
+    print("escaped")
+""",
+    "prints without an end": """
+while True:
+    print("x" * 100000)
+""",
+}
+# What becomes of those that do not simply fail.
+STATUS = {"never ends": "timeout", "prints without an end": "output"}
+MIB = 331  # no other test uses as much; the processes' command lines hold it in bytes
+
+
+def run_all(secret, port, pid):
+    """Return {name: sandbox.Result} of all programs."""
+    import sandbox
+
+    results = {}
+    for name, program in PROGRAMS.items():
+        text = program.replace("{secret!r}", repr(secret)).replace("{port}", str(port))
+        results[name] = sandbox.run(text.replace("{pid}", str(pid)), seconds=1, mib=MIB)
+    return results
+
+
+if __name__ == "__main__":
+    secret, port, pid = sys.argv[1:]
+    print(json.dumps(run_all(secret, int(port), int(pid))))
