@@ -52,15 +52,18 @@ class Span:
     size: int
 
 
-def render(messages, encoder):
+def render(messages, encoder, tools=None):
     """Write a chat by a model's template and find its messages again.
 
+    Args:
+        tools: list of objects that describe what the assistant may call; None: there are none.
     Raises:
         SkippedChat: the template does not render it.
     """
     def template(chat):
         try:
-            return encoder.tokenizer.apply_chat_template(chat, tokenize=False)
+            return encoder.tokenizer.apply_chat_template(
+                chat, tools=tools, tokenize=False, **encoder.template_kwargs)
         except Exception as error:  # templates raise whatever they like
             name = encoder.tokenizer.name_or_path
             raise SkippedChat(f"the chat template of {name} refuses a chat: {error}") from None
@@ -208,53 +211,68 @@ def bytes_of_messages(messages):
     return total
 
 
-def encode_chat(messages, rendering, encoder, train_on=None):
+def encode_chat(messages, rendering, encoder, train_on=None, context=0):
     """Return the EncodedText of a rendered chat.
 
     Args:
         rendering: Rendering.
         train_on: of the student: "assistant": learn what the assistant says, and to end its turn;
             "all": the whole rendering.  None: the reading of a teacher.
+        context: messages at the beginning from which nothing is learned, and of which no byte
+            counts.
     """
     num_bytes = bytes_of_tokens(rendering.located)
     # Control tokens stand for their names in a rendering, which are no bytes of the chat.
     num_bytes[encoder.table.special[rendering.ids]] = -1
     if train_on is None:
+        num_bytes = np.where(_tokens_behind(context, rendering), num_bytes, -1)
         return EncodedText(rendering.ids, rendering.located, num_bytes)
-    learned = np.ones(len(rendering.ids), bool)
     if train_on == "assistant":
-        learned = _assistant_tokens(messages, rendering)
+        learned = _assistant_tokens(messages, rendering, context)
+    else:
+        learned = _tokens_behind(context, rendering)
     num_bytes = np.where(learned, num_bytes, -1)
     return EncodedText(rendering.ids, rendering.located, num_bytes, learned)
 
 
-def _assistant_tokens(messages, rendering):
+def _assistant_tokens(messages, rendering, context):
     """Return (S,) bool: tokens of the assistant's messages and of the ends of its turns."""
     learned = np.zeros(len(rendering.ids), bool)
     located = rendering.located
-    # Ends of turns are learned, else the student would never stop.
+    is_learned = []
     for number, message in enumerate(messages):
-        if message["role"] == "assistant" and number in rendering.ends:
-            learned[rendering.ends[number]] = True
+        is_learned.append(message["role"] == "assistant" and number >= context)
+    # Ends of turns are learned, else the student would never stop.
+    for number, end in rendering.ends.items():
+        learned[end] = is_learned[number]
     for (number, _), span in rendering.spans.items():
-        if messages[number]["role"] == "assistant":
+        if is_learned[number]:
             # every token that touches the part, so that none of its bytes is left out
             learned |= (located.begin < span.begin + span.size) & (located.end > span.begin)
     return learned
 
 
-def pair_chats(messages, renderings, encoders, aligner="bytes"):
+def _tokens_behind(context, rendering):
+    """Return (S,) bool: tokens from the first message on that is no context."""
+    if not context:
+        return np.ones(len(rendering.ids), bool)
+    begins = [span.begin for (number, _), span in rendering.spans.items() if number >= context]
+    return np.cumsum(rendering.located.end > min(begins, default=np.inf)) > 0
+
+
+def pair_chats(messages, renderings, encoders, aligner="bytes", context=0):
     """Align a chat as the student and as a teacher render it.
 
     Args:
         renderings, encoders: (student's, teacher's).
         aligner: "bytes": part by part of every message; "dp": the whole renderings.
+        context: see `encode_chat`.
     Returns:
         Pairing.
     """
     student, teacher = renderings
     tables = encoders[0].table, encoders[1].table
-    encoded = encode_chat(messages, teacher, encoders[1])
+    encoded = encode_chat(messages, teacher, encoders[1], context=context)
     if aligner == "dp":  # finds by itself what the renderings have in common
         return Pairing(encoded, align_dp(student.ids, teacher.ids, *tables))
     regions = common_regions(student, teacher)

@@ -12,6 +12,7 @@ import codecs
 import csv
 import glob
 import gzip
+import io
 import json
 import lzma
 import os
@@ -25,18 +26,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet
+import zstandard
 
-from isogloss.chat import other_parts
+from isogloss.chat_rows import is_text, problem_of
 from isogloss.workers import DataError
 
 EMPTY_DATA = "the data set is empty; at least one row of text is needed"
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet",
            ".arrow": "arrow", ".csv": "csv"}
+
+
+def _open_zstd(file, mode):
+    return io.BufferedReader(zstandard.open(file, mode))  # which knows lines
+
+
 # Suffix behind that of the kind -> how such files are opened.
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what they raise
 KINDS = f"{', '.join(READERS)}, the texts also with {', '.join(OPENERS)}"
 SEARCH_SECONDS = 60  # for which the reason of a failure is searched; not tuned
-ROWS_TO_CHECK = 1000  # rows of JSON values, of which Arrow knows nothing, before the first step
+CHECK_SECONDS = 10  # for which JSON values, of which Arrow knows nothing, are checked at first
+ROWS_TO_CHECK = 1000  # of them at a time; at least so many are
 
 UTF16 = "is UTF-16, expected UTF-8; convert it, as iconv -f UTF-16 -t UTF-8 does"
 UTF32 = "is UTF-32, expected UTF-8; convert it, as iconv -f UTF-32 -t UTF-8 does"
@@ -56,7 +66,8 @@ SIGNATURES = {
     b"\x1f\x8b": "is compressed by gzip; rename it to end in .gz, behind the suffix of its kind",
     b"BZh": "is compressed by bzip2; rename it to end in .bz2, behind the suffix of its kind",
     b"\xfd7zXZ": "is compressed by xz; rename it to end in .xz, behind the suffix of its kind",
-    b"\x28\xb5\x2f\xfd": "is compressed by zstd; decompress it",
+    b"\x28\xb5\x2f\xfd":
+        "is compressed by zstd; rename it to end in .zst, behind the suffix of its kind",
     b"PK\3\4": f"is a zip archive; {UNPACK}",
     b"%PDF-": "is a PDF file; extract its text",
     b"SQLite format 3": "is a SQLite database; export the table of texts",
@@ -101,9 +112,8 @@ def local_files(source):
     if os.path.isdir(path):
         named = [str(file) for file in Path(path).rglob("*") if kind_of(str(file))]
         files = [file for file in named if not os.path.isdir(file)]
-        # Compressed files may be copies of the others.
-        plain = [file for file in files if Path(file).suffix in READERS]
-        return sorted(plain or files)
+        # a compressed file beside what it was made from is a copy
+        return sorted(file for file in files if os.path.splitext(file)[0] not in files)
     if os.path.lexists(path):
         return [path]
     return sorted(glob.glob(path, recursive=True))
@@ -151,8 +161,10 @@ def _problem_of_file(file, text_key):
     try:
         with open_bytes(file) as stream:
             first = stream.read(4096)
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except DAMAGE as error:
         return f"is no {split_suffix(file)[1]} file, or damaged ({error}); write it again"
+    if not first:
+        return "is compressed and holds nothing, or is cut off; write it again, or remove it"
     if kind == "arrow":
         is_arrow = first.startswith((b"ARROW1", b"\xff\xff\xff\xff"))
         return None if is_arrow else _signature(first) or (
@@ -255,7 +267,7 @@ def find_problem(source):
     for file in local_files(source):
         try:
             problem = _problem_inside(file, deadline)
-        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as damage:
+        except (*DAMAGE, ValueError) as damage:
             problem = f"is cut off or damaged ({_first_line(damage)}); write it again"
         if problem:
             return f"{_place(source, file)}: {problem}"
@@ -397,7 +409,7 @@ def _problem_of_json_line(line):
         return str(error)
     if type(value) is not dict:
         return f'holds {NAMES_OF_JSON[type(value)]}, expected an object like {{"text": "..."}}'
-    if not _is_text(json.dumps(value, ensure_ascii=False)):
+    if not is_text(json.dumps(value, ensure_ascii=False)):
         return "holds half of a surrogate pair, which is no text; repair or remove it"
     return None
 
@@ -409,15 +421,6 @@ def _without_twins(pairs):
             raise ValueError(f"has the key {name!r} twice; remove one")
         names.add(name)
     return dict(pairs)
-
-
-def _is_text(value):
-    """Tell whether a string can be written as UTF-8, which lone surrogates cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # --- columns, by Arrow ----------------------------------------------------------------------------
@@ -447,8 +450,19 @@ def check_column(source, dataset, text_key):
     if pa.types.is_list(column.type) and pa.types.is_struct(column.type.value_type):
         _check_messages(source, column, text_key)
     elif not _is_string(column.type):  # JSON values
-        for number, content in enumerate(dataset.take(ROWS_TO_CHECK)[text_key]):
+        _check_values(source, dataset, text_key)
+
+
+def _check_values(source, dataset, text_key):
+    """Raise a DataError for the first bad row of JSON values, as far as there is time."""
+    deadline = time.monotonic() + CHECK_SECONDS
+    number = 0
+    for batch in dataset.select_columns([text_key]).iter(ROWS_TO_CHECK):
+        for content in batch[text_key]:
             check_content(source, number, text_key, content)
+            number += 1
+        if time.monotonic() > deadline:  # the others are looked at when their turn comes
+            return
 
 
 def has_text(dataset, begin, end, text_key):
@@ -519,8 +533,9 @@ def _bad_messages(messages):
     """Yield (problem, mask of the messages that have it)."""
     yield "is null, expected role and content", messages.is_null()
     fields = [field.name for field in messages.type]
-    yield "has no role", pc.struct_field(messages, "role").is_null()
-    missing = pc.struct_field(messages, "content").is_null()
+    role, content = ("role", "content") if "role" in fields else ("from", "value")
+    yield "has no role", pc.struct_field(messages, role).is_null()
+    missing = pc.struct_field(messages, content).is_null()
     # A message may be a tool call or a thought alone; that those are not empty is seen later.
     for name in ("tool_calls", "reasoning_content"):
         if name in fields:
@@ -541,47 +556,3 @@ def check_content(source, number, text_key, content):
     if problem:
         raise DataError(f"--data {source}: row {number} of {text_key!r}{problem}; repair or "
                         f"remove it{_csv_note(source) if content is None else ''}")
-
-
-def problem_of(content):
-    """Return what is wrong with the text or chat of a row, to follow its name; None: nothing."""
-    if isinstance(content, str):
-        return None if _is_text(content) else " holds half of a surrogate pair, which is no text"
-    if content is None:
-        return " is null, expected text"
-    if not isinstance(content, list):
-        return f" holds {content!r:.40}, expected text"
-    for number, message in enumerate(content):
-        problem = _problem_of_message(message)
-        if problem:
-            return f": message {number} {problem}"
-    return None
-
-
-def _problem_of_message(message):
-    if not isinstance(message, dict):
-        value = "null" if message is None else f"{message!r:.40}"
-        return f"is {value}, expected role and content"
-    for part in ("role", "content"):
-        value = message.get(part)
-        if value is not None and not isinstance(value, str):
-            return f"has a {part} that is {value!r:.40}, expected text"
-    if message.get("role") is None:
-        return "has no role"
-    return _problem_of_other_parts(message)
-
-
-def _problem_of_other_parts(message):
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        return f"has tool_calls that are {calls!r:.40}, expected a list of objects"
-    for call in calls:
-        function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name", ""), str):
-            return f"has a tool call that is {call!r:.40}, expected a function with a name"
-    thought = message.get("reasoning_content") or ""
-    if not isinstance(thought, str):
-        return f"has a reasoning_content that is {thought!r:.40}, expected text"
-    if message.get("content") is None and not any(text for _, text in other_parts(message)):
-        return "has no content"
-    return None

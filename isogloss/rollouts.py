@@ -62,6 +62,7 @@ class RolloutPrompt:
         located: where in this text the tokens stand.
         messages: of a chat, those before the rollout; None: a text.
         max_new_tokens: for which there is room.
+        tools: of a chat, what the assistant may call; None: nothing.
     """
 
     key: tuple
@@ -70,6 +71,7 @@ class RolloutPrompt:
     located: Located
     messages: list | None
     max_new_tokens: int
+    tools: list | None = None
 
 
 @dataclass
@@ -110,6 +112,7 @@ class Rollout:
             "key": list(prompt.key), "prompt_ids": prompt.ids.tolist(), "prompt": prompt.text,
             "located": [field.tolist() for field in prompt.located],
             "messages": prompt.messages, "max_new_tokens": prompt.max_new_tokens,
+            "tools": prompt.tools,
             "ids": self.ids.tolist(), "logp": self.logp.tolist(), "entropy": self.entropy,
             "ended": self.ended, "text": self.text, "repeated": self.repeated,
             "is_canonical": self.is_canonical,
@@ -123,7 +126,7 @@ class Rollout:
                           np.array(kind, np.int8))
         prompt = RolloutPrompt(
             tuple(plain["key"]), np.array(plain["prompt_ids"], np.int64), plain["prompt"], located,
-            plain["messages"], plain["max_new_tokens"])
+            plain["messages"], plain["max_new_tokens"], plain.get("tools"))
         return cls(prompt, np.array(plain["ids"], np.int64), np.array(plain["logp"], np.float32),
                    plain["entropy"], plain["ended"], plain["text"], plain["repeated"],
                    plain["is_canonical"])
@@ -179,13 +182,14 @@ class Prompter:
             messages = None
         else:
             messages = messages_before_rollout(content, whole)
-            ids, text, located = chat_prompt(messages, self.encoder)
+            ids, text, located = chat_prompt(messages, self.encoder, example.tools)
         # n positions predict n tokens, of which the first is not predicted
         room = self.encoder.max_length + 1 - len(ids)
         if room < 1:
             raise SkippedPrompt(f"a prompt has {len(ids)} tokens, and --max_length "
                                 f"{self.encoder.max_length} leaves no room behind it")
-        return RolloutPrompt(key, ids, text, located, messages, min(self.rollout_tokens, room))
+        return RolloutPrompt(key, ids, text, located, messages, min(self.rollout_tokens, room),
+                             example.tools)
 
     def _text_prompt(self, text, whole):
         """Return (ids, text, Located) of a text, or of its beginning."""
@@ -238,13 +242,14 @@ def messages_before_rollout(messages, whole):
     raise SkippedPrompt("a chat has no message of the assistant, which a rollout would replace")
 
 
-def chat_prompt(messages, encoder):
+def chat_prompt(messages, encoder, tools=None):
     """Return (ids, text, Located) of a chat up to where the assistant speaks."""
     if not messages:
         raise SkippedPrompt("a chat begins with the assistant, so there is no prompt")
     try:
         text = encoder.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True)
+            messages, tools=tools, tokenize=False, add_generation_prompt=True,
+            **encoder.template_kwargs)
     except Exception as error:  # templates raise whatever they like
         name = encoder.tokenizer.name_or_path
         raise SkippedPrompt(f"the chat template of {name} refuses a prompt: {error}") from None
@@ -320,7 +325,7 @@ def _pair_ids(rollout, student, encoder):
     prompt = rollout.prompt
     if prompt.messages is not None:
         try:
-            ids, text, located = chat_prompt(prompt.messages, encoder)
+            ids, text, located = chat_prompt(prompt.messages, encoder, prompt.tools)
         except SkippedPrompt:
             return Pairing(skipped=True)
         prompt = replace(prompt, ids=ids, text=text, located=located)
@@ -365,7 +370,7 @@ def _pair_chat(rollout, student, encoders, aligner):
     written = len(rollout.prompt.messages)  # number of the message
     messages = [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}]
     try:
-        of_teacher = render(messages, encoders[1])
+        of_teacher = render(messages, encoders[1], rollout.prompt.tools)
     except SkippedChat:
         return Pairing(skipped=True)
     encoded = encode_chat(messages, of_teacher, encoders[1])

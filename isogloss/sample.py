@@ -30,11 +30,13 @@ class TextEncoder:
         tokenizer: a fast Hugging Face tokenizer.
         table: its TokenTable.
         max_length: positions per sample, at most.
+        template_kwargs: what its chat template is told beside a chat.
     """
 
     tokenizer: object
     table: TokenTable
     max_length: int
+    template_kwargs: dict = field(default_factory=dict)
 
     @cached_property
     def splits_at_spaces(self):
@@ -181,10 +183,22 @@ class Sample:
     pairs: list
 
 
-def encode_text(text, ids, encoder):
-    """Return the EncodedText of a plain text whose ids are known."""
+def encode_text(text, ids, encoder, context=0):
+    """Return the EncodedText of a plain text whose ids are known.
+
+    Args:
+        context: characters at the beginning of the text from which nothing is learned, and of which
+            no byte counts.
+    """
     located = encoder.locate(ids, text)
-    return EncodedText(ids, located, bytes_of_tokens(located))
+    num_bytes = bytes_of_tokens(located)
+    if not context:
+        return EncodedText(ids, located, num_bytes)
+    # from the first token that reaches behind the context, so that no byte behind it is left out
+    learned = np.cumsum(located.end > len(text[:context].encode(errors="replace"))) > 0
+    if len(ids) and ids[-1] == encoder.table.eos:
+        learned[-1] = True
+    return EncodedText(ids, located, np.where(learned, num_bytes, -1), learned)
 
 
 def bytes_of_tokens(located):

@@ -17,15 +17,18 @@ from isogloss.data import (
     ShuffledExamples,
     StreamedExamples,
     check_templates,
-    holds_chats,
-    load_dataset,
     loader,
     split_dataset,
 )
+from isogloss.open_data import holds_chats, load_dataset
 from isogloss.sample import TextEncoder
 from test_chat import CHAT, refuse_chats_of, with_templates
 
 READER = ExampleReader("text")
+
+
+class Samples(list):
+    """Stands for a Batch."""
 
 
 class Texts:
@@ -33,7 +36,7 @@ class Texts:
 
     def __call__(self, examples, sample_ids):
         texts = [example.content if example else None for example in examples]
-        return [list(sample) for sample in zip(texts, sample_ids)]
+        return Samples([list(sample) for sample in zip(texts, sample_ids)])
 
 
 @pytest.fixture
@@ -143,14 +146,14 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
     encoders = with_templates(tokenizers)
     refuse_chats_of(encoders[side], len(CHAT[1:]))
     dataset = datasets.Dataset.from_dict({"text": [CHAT[1:], CHAT]})
-    check_templates(dataset, "text", encoders)
+    check_templates(dataset, READER, encoders)
     message = "refuses a chat: no; it refuses the other 0 of the first chats too"
     with pytest.raises(ValueError, match=message):
-        check_templates(dataset.select([0]), "text", encoders)
+        check_templates(dataset.select([0]), READER, encoders)
     # one good chat further on does not help: the first ones are tried
     late = datasets.Dataset.from_dict({"text": [CHAT[1:]] * CHATS_TO_TRY + [CHAT]})
     with pytest.raises(ValueError, match=f"the other {CHATS_TO_TRY - 1} of the first chats too"):
-        check_templates(late, "text", encoders)
+        check_templates(late, READER, encoders)
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -246,7 +249,7 @@ def test_routes_are_read_beside_the_text():
     row = {"text": "a", "teacher": None, "other": "b"}
     assert ExampleReader("text")(row).route is ...  # every teacher
     assert ExampleReader("text", "teacher")(row).route is None
-    assert ExampleReader("text", "other")(row) == ("a", "b", None)
+    assert ExampleReader("text", "other")(row) == ("a", "b", None, None, 0)
 
 
 def test_held_out_rows_are_read_once_by_equally_many_batches(dataset):

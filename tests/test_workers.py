@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -154,7 +155,8 @@ def test_a_stream_has_one_order(num_workers):
 
     def read(num_workers):
         stream = StreamedExamples(rows.to_iterable_dataset(), ExampleReader("text"), 3)
-        batches = MicroBatches(stream, lambda examples, _: examples, 2, 1, 0, 1)
+        batches = MicroBatches(
+            stream, lambda examples, _: SimpleNamespace(examples=examples), 2, 1, 0, 1)
         return list(itertools.islice(iter(loader(batches, num_workers)), 40))
 
     assert read(num_workers) == read(0)

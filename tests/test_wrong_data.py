@@ -17,14 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from isogloss.batch import Collator
-from isogloss.data import (
-    ExampleReader,
-    check_templates,
-    holds_chats,
-    load_dataset,
-    split_dataset,
-)
+from isogloss.data import ExampleReader, check_templates, split_dataset
 from isogloss.data_checks import check_column
+from isogloss.open_data import holds_chats, load_dataset
 from isogloss.sample import TextEncoder
 from isogloss.workers import DataError
 from jobs import ds_config
@@ -176,8 +171,9 @@ FILES = {
     "header.csv": ("text\n", "the data set is empty"),
     "numbers.csv": ("text\n1\n2\n", "holds int64, expected text"),
     # chats
-    "sharegpt.jsonl": (rows([{"from": "human", "value": "a"}]),
-                       "holds lists of objects of from, value, expected text"),
+    "sharegpt.jsonl": (rows([{"from": "robot", "value": "a"}]),
+                       "row 0 of 'text': message 0 is from 'robot', expected one of human"),
+    "no_chats.jsonl": (rows([{"speaker": "a", "says": "b"}]), "holds mixed types, expected text"),
     "bare_message.jsonl": (rows(USER, USER), "holds objects of "),
     "empty_chats.jsonl": (rows([], []), "expected text"),
     "all_chats_empty.parquet": (parquet(pa.table({"text": pa.array(
@@ -191,7 +187,8 @@ FILES = {
                            "row 1 of 'text': message 0 has no content"),
     "null_message.jsonl": (rows(CHAT, [USER, None]), "row 1 of 'text': message 1 is null"),
     "null_chat.jsonl": (rows(CHAT, None), "row 1 of 'text' is null"),
-    "parts.jsonl": (rows([dict(USER, content=[{"type": "text", "text": "a"}])]), "content"),
+    "parts.jsonl": (rows([dict(USER, content=[{"type": "image_url", "image_url": "a"}])]),
+                    "row 0 of 'text': message 0 has a part of type 'image_url', expected parts"),
     "number_content.jsonl": (rows([dict(USER, content=1)]), "content"),
     "number_role.jsonl": (rows([dict(USER, role=1)]), "role"),
     "strings_for_messages.jsonl": (rows(["user: a", "assistant: b"]), "holds lists of string"),
@@ -262,12 +259,15 @@ PLACES = {
     "an empty table among good ones": Wrong("--data={folder}/one_empty", "b.parquet: is empty"),
     "files of other columns": Wrong("--data={folder}/columns", "do not have the same columns"),
     "files of other types": Wrong("--data={folder}/types", "do not have the same columns"),
-    "compressed by zstd": Wrong("--data={folder}/a.jsonl.zst", "files of kind .zst; expected"),
+    "not compressed by zstd": Wrong("--data={folder}/a.jsonl.zst", "is no .zst file, or damaged"),
+    "cut off by zstd": Wrong("--data={folder}/b.jsonl.zst", "is compressed and holds nothing"),
     # hub
     "a hub id that is not there": Wrong("--data=org/no_such_data", "org/no_such_data: cannot be"),
     "a hub id with a config": Wrong("--data=org/no_such_data:b", "data:b: cannot be read"),
     "a name without a slash": Wrong("--data=wikipedia", "or a hub id like org/name"),
-    "an address": Wrong("--data=https://example.org/a.jsonl", "no such file, directory or glob"),
+    "an address of nobody": Wrong("--data=http://127.0.0.1:9/a.jsonl", "a.jsonl: cannot be read"),
+    "an address of another kind": Wrong("--data=http://127.0.0.1:9/a.zip", "files of kind .zip;"),
+    "a scheme that is not known": Wrong("--data=gopher://a/a.txt", "a.txt: cannot be read"),
     # splits
     "a split of a file": Wrong("--data={folder}/good.jsonl --split=test",
                                "--split test: files have no splits"),
@@ -277,6 +277,32 @@ PLACES = {
     "a split that is not there": Wrong("--data={folder}/splits --split=train",
                                        "splits has no such split; it has dev, test"),
     "a split of saved data": Wrong("--data={folder}/saved --split=test", "without splits"),
+    "a split of a folder that is not there": Wrong(
+        "--data={folder}/by_split --split=dev", "by_split has no files of 'dev'; it has train, te"),
+    "a part of a streamed folder": Wrong("--data={folder}/by_split --streaming --split=test[:1]",
+                                         "a stream has no parts; name whole splits"),
+    "held-out rows of a split that is not there": Wrong(
+        "--data={folder}/by_split --eval_split=dev", "--eval_split dev: "),
+    "held-out rows that are not there": Wrong(
+        "--data={folder}/good.jsonl --eval_data={folder}/none.jsonl", "none.jsonl: no such file"),
+    "held-out rows that are empty": Wrong(
+        "--data={folder}/good.jsonl --eval_data={folder}/rest_is_empty.jsonl "
+        "--eval_split=train[2:]",
+        "all 2 rows of 'text' are empty"),
+    "samples of a file that is no text": Wrong(
+        "--data={folder}/good.jsonl --txt_samples=file", "--txt_samples file: is for .txt files"),
+    # prompts and completions
+    "no such prompts": Wrong("--data={folder}/pairs.jsonl --prompt_key=p --completion_key=chat",
+                             "--prompt_key p: no such column; it has "),
+    "no such completions": Wrong("--data={folder}/pairs.jsonl --prompt_key=q --completion_key=b",
+                                 "no column 'b'"),
+    "a text before a chat": Wrong(
+        "--data={folder}/pairs.jsonl --prompt_key=q --completion_key=chat",
+        "row 0 of 'chat': 'q' and it are not both texts, or both chats"),
+    "a prompt that is null": Wrong("--data={folder}/pairs.jsonl --prompt_key=n --completion_key=a",
+                                   "row 0 of 'n' is null"),
+    "tools that are none": Wrong("--data={folder}/pairs.jsonl --text_key=chat --tools_key=q",
+                                 "row 0 of 'chat': 'q' holds 'why', expected a list of tools"),
     # save_to_disk
     "a broken state": Wrong("--data={folder}/broken_state", "state.json: is not JSON"),
     "a state that is a list": Wrong("--data={folder}/list_state", "cannot be read"),
@@ -334,10 +360,13 @@ def write_places(folder):
     (folder / "links" / "b.jsonl").symlink_to("nowhere")
     files = {
         "good.jsonl": ROWS, "pipes/a.jsonl": ROWS, "links/a.jsonl": ROWS, "other/a.pdf": "%PDF",
-        "kinds/a.txt": LINES, "kinds/b.jsonl": ROWS, "a.jsonl.zst": b"\x28\xb5\x2f\xfd",
+        "kinds/a.txt": LINES, "kinds/b.jsonl": ROWS, "a.jsonl.zst": ROWS,
+        "b.jsonl.zst": b"\x28\xb5\x2f\xfd",
         "one_broken/a.jsonl": ROWS, "one_broken/b.jsonl": rows("a") + "{\n",
         "one_latin/a.jsonl": ROWS, "one_latin/b.jsonl": rows("é").encode("latin-1"),
         "one_empty/a.parquet": GOOD_PARQUET, "one_empty/b.parquet": "",
+        "by_split/train-0.jsonl": ROWS, "by_split/test-0.jsonl": ROWS,
+        "pairs.jsonl": json.dumps({"q": "why", "a": "so", "n": None, "chat": CHAT}) + "\n",
         "columns/a.jsonl": rows("a"), "columns/b.jsonl": rows("b", key="content"),
         "late_chat.jsonl": rows(*[CHAT] * 9, [USER, {"role": "assistant"}]),
         "types/a.parquet": GOOD_PARQUET, "types/b.parquet": parquet(pa.table({"x": [1]})),
@@ -501,8 +530,8 @@ def test_messages_may_differ_in_their_keys(tmp_path, tokenizers, tables, streami
     tokenizer = copy.deepcopy(tokenizers[0])
     tokenizer.chat_template = TEMPLATE
     encoder = TextEncoder(tokenizer, tables[0], 400)
-    check_templates(dataset, "text", [encoder], str(path))
     reader = ExampleReader("text", "", str(path))
+    check_templates(dataset, reader, [encoder])
     batch = Collator(encoder, [])([reader(row) for row in dataset])
     assert batch.counts.tokens > 0
 

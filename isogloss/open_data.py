@@ -1,0 +1,354 @@
+"""Open a data set, wherever it is: files, folders, addresses, directories of save_to_disk, the hub.
+
+`datasets` reads it, but for chats in JSON files, of which json_rows.py keeps every message's keys.
+
+Tests: tests/test_open_data.py, tests/test_wrong_data.py.
+"""
+
+import codecs
+import glob
+import itertools
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import datasets
+import fsspec
+
+from isogloss.chat_rows import is_message
+from isogloss.data_checks import (
+    EMPTY_DATA,
+    KINDS,
+    check_column,
+    check_content,
+    check_first_bytes,
+    check_is_file,
+    explained,
+    is_saved,
+    kind_of,
+    local_files,
+    name_of_type,
+    split_suffix,
+)
+from isogloss.json_rows import features_of, file_keys, holds_nested, open_chats
+from isogloss.workers import DataError
+
+STRINGS = ("string", "large_string")
+ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
+# What --txt_samples says -> what `datasets` calls it.
+TXT_SAMPLES = {"line": "line", "paragraph": "paragraph", "file": "document"}
+
+
+@dataclass
+class Request:
+    """Say what of a data set is wanted; see `load_dataset`."""
+
+    source: str
+    text_key: str
+    split: str
+    streaming: bool
+    plain_keys: tuple
+    json_keys: tuple
+    optional_keys: tuple
+    txt_samples: str
+
+
+def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys=(),
+                 json_keys=(), optional_keys=(), txt_samples="line"):
+    """Open a data set and check that it holds text.
+
+    Args:
+        source: hub id ("org/name" or "org/name:config"); a local file, directory or glob of files
+            ending in .txt, .jsonl, .json, .parquet, .arrow or .csv, the texts also compressed
+            (.jsonl.gz); the address of such a file (https://, hf://); or a directory of
+            save_to_disk.
+        text_key: column of texts or chats.
+        split: of a hub data set, of a directory whose files belong to several, or of a directory
+            of save_to_disk that holds several.
+        streaming: open a stream.
+        plain_keys: other columns that are read, of texts or numbers.
+        json_keys: other columns that are read, of whatever JSON can say.
+        optional_keys: those that may be missing, likewise.
+        txt_samples: what a sample of a .txt file is: "line", "paragraph" or "file".
+    Returns:
+        datasets.Dataset or IterableDataset.
+    Raises:
+        DataError: with what arrived, what was expected and what to do.
+    """
+    request = Request(source, text_key, split, streaming, plain_keys, json_keys, optional_keys,
+                      txt_samples)
+    with explained(source):
+        dataset = _open(request)
+        columns = column_names(dataset)
+    if not columns or (not streaming and len(dataset) == 0):
+        raise DataError(f"--data {source}: {EMPTY_DATA}")
+    if text_key not in columns:
+        raise DataError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; "
+                        "name one of them with --text_key")
+    _check_type(source, dataset, text_key)
+    if not streaming:
+        with explained(source):
+            check_column(source, dataset, text_key)
+    return dataset
+
+
+def column_names(dataset):
+    """List the columns; of a stream whose columns are not declared, those of its first row."""
+    return dataset.column_names or list(next(iter(dataset.take(1)), {}))
+
+
+def _open(request):
+    source = request.source
+    path = os.path.expanduser(source)
+    if "://" in source:
+        return _open_files(request, {"train": _files_at(source)})
+    if is_saved(path):
+        return _open_saved(request, path)
+    files = local_files(source)
+    if files:  # local files come first: a folder may have the name of a hub id
+        return _open_files(request, _splits_of(path, files))
+    if os.path.isdir(path):
+        raise DataError(f"--data {source}: holds no file that can be read; expected files of kind "
+                        f"{KINDS}")
+    is_path = kind_of(source) or source.startswith((".", "/", "~"))
+    if is_path or source.count("/") != 1 or glob.has_magic(source):
+        raise DataError(f"--data {source}: no such file, directory or glob match; expected files "
+                        f"of kind {KINDS} or a hub id like org/name")
+    return _open_hub(request)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _files_at(address):
+    """List the files at an address; those of the hub may be named by a glob."""
+    if address.startswith(("http://", "https://")) or not glob.has_magic(address):
+        return [address]
+    filesystem, path = fsspec.core.url_to_fs(address)
+    files = [filesystem.unstrip_protocol(file) for file in filesystem.glob(path)]
+    if not files:
+        raise DataError(f"--data {address}: no file matches")
+    return sorted(files)
+
+
+def _splits_of(path, files):
+    """Return {split: files}; all belong to "train" unless a folder's names tell otherwise."""
+    if not os.path.isdir(path):
+        return {"train": files}
+    try:
+        named = datasets.load_dataset_builder(path).config.data_files
+    except FileNotFoundError:  # files that we read and `datasets` does not look for
+        named = {}
+    if set(named) <= {"train"}:
+        return {"train": files}
+    splits = {}
+    for split, of_split in named.items():
+        members = set(map(os.path.realpath, of_split))
+        splits[str(split)] = [file for file in files if os.path.realpath(file) in members]
+    return splits
+
+
+def _open_files(request, splits):
+    source = request.source
+    names = _names_of_splits(request, splits)
+    wanted = {name: splits[name] for name in names}
+    files = list(itertools.chain.from_iterable(wanted.values()))
+    is_local = "://" not in source
+    if is_local:
+        for file in files:
+            check_is_file(source, file)
+    kind = _kind_of(source, files)
+    if is_local:
+        for file in files:
+            check_first_bytes(source, file, request.text_key)
+        if not any(os.path.getsize(file) for file in files):
+            raise DataError(f"--data {source}: {EMPTY_DATA}")
+    if request.txt_samples != "line" and kind != "text":
+        raise DataError(f"--txt_samples {request.txt_samples}: is for .txt files, and {source} "
+                        "holds none; leave it out")
+    if kind == "json":
+        keys = file_keys(files)
+        if holds_nested(keys, request.text_key):
+            return _open_chats(request, {name: file_keys(wanted[name]) for name in wanted})
+    options = _options_of(kind, files, request.txt_samples) if is_local else {}
+    if is_local:  # brackets and stars in the names of files that are there are meant as such
+        wanted = {name: list(map(glob.escape, wanted[name])) for name in wanted}
+    return datasets.load_dataset(kind, data_files=wanted, split=request.split,
+                                 streaming=request.streaming, **options)
+
+
+def _names_of_splits(request, splits):
+    """Return the splits that --split names, as in train, train+test or train[:10%]."""
+    source = request.source
+    names = re.sub(r"\[[^\]]*\]", "", request.split).split("+")
+    is_part = "[" in request.split
+    if set(splits) == {"train"}:
+        if set(names) != {"train"} or (is_part and request.streaming):
+            raise DataError(f"--split {request.split}: files have no splits; leave it out, and "
+                            "name the files of one split by --data")
+        return ["train"]
+    for name in names:
+        if not splits.get(name):
+            raise DataError(f"--split {request.split}: {source} has no files of {name!r}; it has "
+                            f"{', '.join(splits)}")
+    if is_part and request.streaming:
+        raise DataError(f"--split {request.split}: a stream has no parts; name whole splits, or "
+                        "leave out --streaming")
+    return list(dict.fromkeys(names))
+
+
+def _kind_of(source, files):
+    """Return the one reader of all files; a DataError where there are several or none."""
+    kinds = set()
+    suffixes = set()
+    for file in files:
+        name = urlsplit(file).path if "://" in file else file
+        kinds.add(kind_of(name))
+        suffixes.add("".join(split_suffix(name)) or os.path.basename(name))
+    if len(kinds) > 1 or None in kinds:
+        raise DataError(f"--data {source}: files of kind {', '.join(sorted(suffixes))}; expected "
+                        f"one of {KINDS}")
+    return kinds.pop()
+
+
+def _options_of(kind, files, txt_samples):
+    """Return what the reader of a kind is told."""
+    if kind == "text":
+        encoding = "utf-8-sig" if _mark_is_text(files) else "utf-8"
+        return {"encoding": encoding, "sample_by": TXT_SAMPLES[txt_samples]}
+    if kind == "json":  # rows may have the columns of an agent's log without being one
+        return {"parse_agent_traces": False}
+    return {}
+
+
+def _mark_is_text(files):
+    """Tell whether the reader of lines would take a byte order mark for text."""
+    for file in files:
+        if file.lower().endswith(".txt"):
+            with open(file, "rb") as stream:
+                if stream.read(3) == codecs.BOM_UTF8:
+                    return True
+    return False
+
+
+def _open_chats(request, splits):
+    """Open JSON files of chats.
+
+    Args:
+        splits: {name: files}, see `json_rows.file_keys`.
+    """
+    files = list(itertools.chain.from_iterable(splits.values()))
+    features = features_of(files, (request.text_key, *request.json_keys), request.plain_keys,
+                           request.optional_keys)
+    if request.streaming:
+        return open_chats(files, features, streaming=True)
+    by_split = {}
+    for name, of_split in splits.items():
+        by_split[name] = open_chats(of_split, features, streaming=False)
+    sizes = {name: len(dataset) for name, dataset in by_split.items()}
+    parts = []
+    for part in datasets.ReadInstruction.from_spec(request.split).to_absolute(sizes):
+        dataset = by_split[part.splitname]
+        parts.append(dataset.select(range(part.from_ or 0, part.to or len(dataset))))
+    return datasets.concatenate_datasets(parts)
+
+
+# --- other places ---------------------------------------------------------------------------------
+
+
+def _open_saved(request, path):
+    """Open a directory of save_to_disk, of one data set or of several splits."""
+    source = request.source
+    split = request.split
+    dataset = datasets.load_from_disk(path)
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise DataError(f"--split {split}: {source} has no such split; it has "
+                            f"{', '.join(dataset)}")
+        dataset = dataset[split]
+    elif split not in ("train", str(dataset.split)):
+        raise DataError(f"--split {split}: {source} is one data set without splits; leave it out")
+    return dataset.to_iterable_dataset() if request.streaming else dataset
+
+
+def _open_hub(request):
+    """Open a data set of the hub; chats in its JSON files as those of local ones."""
+    name, _, config = request.source.partition(":")
+    builder = datasets.load_dataset_builder(name, config or None)
+    files = getattr(builder.config, "data_files", None)
+    is_json = type(builder).__name__.startswith("Json") and builder.info.features is None
+    if files and is_json:
+        splits = {str(split): list(files[split]) for split in files}
+        names = _names_of_splits(request, splits)
+        wanted = {split: file_keys(splits[split]) for split in names}
+        if holds_nested(list(itertools.chain.from_iterable(wanted.values())), request.text_key):
+            return _open_chats(request, wanted)
+    return datasets.load_dataset(name, config or None, split=request.split,
+                                 streaming=request.streaming)
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def is_json_type(feature):
+    """Tell whether values of a column are JSON, each with keys of its own."""
+    return isinstance(getattr(feature, "feature", feature), datasets.Json)
+
+
+def filled_columns(dataset):
+    """Return the columns whose type fills up with null what a value lacks."""
+    names = set()
+    for name, feature in (dataset.features or {}).items():
+        if "struct" in str(getattr(feature, "pa_type", "")) or _holds_objects(feature):
+            names.add(name)
+    return frozenset(names)
+
+
+def _holds_objects(feature):
+    if isinstance(feature, dict):
+        return True
+    items = getattr(feature, "feature", None)
+    return items is not None and _holds_objects(items)
+
+
+def holds_chats(dataset, text_key):
+    """Tell whether the column holds lists of messages."""
+    feature = (dataset.features or {}).get(text_key)
+    # of a list, the type of its items; of text there is none
+    message = getattr(feature, "feature", None)
+    if isinstance(message, dict):
+        return {"role", "content"} <= set(message) or {"from", "value"} <= set(message)
+    if feature is None or is_json_type(feature):
+        # The first rows have to tell: of a stream without declared columns, or where messages
+        # differ in their keys or types.
+        for row in dataset.take(ROWS_TO_TRY):
+            chat = row.get(text_key)
+            if isinstance(chat, list) and any(map(is_message, chat)):
+                return True
+    return False
+
+
+def first_rows(dataset, count, text_key, source=""):
+    """Return the first rows, at most `count`, each of which has been checked."""
+    with explained(source):
+        rows = list(dataset.take(count))
+    for number, row in enumerate(rows):
+        check_content(source, number, text_key, row.get(text_key))
+    return rows
+
+
+def _check_type(source, dataset, text_key):
+    """Raise a DataError where a column, or the first row of a stream, is no text and no chat."""
+    feature = (dataset.features or {}).get(text_key)
+    if feature is None:
+        first_rows(dataset, 1, text_key, source)
+    elif not holds_chats(dataset, text_key):
+        dtype = getattr(feature, "dtype", None)
+        if dtype not in STRINGS:
+            if dtype == "null" and not list(dataset.take(1)):  # a .csv of a header alone
+                raise DataError(f"--data {source}: {EMPTY_DATA}")
+            raise DataError(
+                f"--data {source}: column {text_key!r} holds {name_of_type(feature)}, expected "
+                "text or chats as lists of role and content; repair it or name another column "
+                "with --text_key")

@@ -1,0 +1,269 @@
+"""chat_rows.py: chats as people write them, read by real templates."""
+
+import copy
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from align import TokenTable
+from conftest import asset
+from isogloss.batch import Collator, Example, PairOptions
+from isogloss.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
+from isogloss.data import ExampleReader
+from isogloss.rollouts import Prompter
+from isogloss.sample import TextEncoder
+from isogloss.workers import DataError
+from test_chat import CHATML, with_templates
+
+USER = {"role": "user", "content": "What is the index of the value?"}
+ANSWER = {"role": "assistant", "content": "It is the first of the list."}
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"at": "the index"}}}
+TOOL = {"type": "function", "function": {
+    "name": "look_up", "description": "Find a value.",
+    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+# {what is odd about it: (a message as it is written, as templates read it)}
+MESSAGES = {
+    "a part": (dict(USER, content=[text_part("a b")]), dict(USER, content="a b")),
+    "parts": (dict(USER, content=[text_part("a "), "b", {"text": " c"}]),
+              dict(USER, content="a b c")),
+    "no parts": (dict(ANSWER, content=[], tool_calls=[CALL]),
+                 dict(ANSWER, content="", tool_calls=[CALL])),
+    "parts of an API": (dict(ANSWER, content=[{"type": "output_text", "text": "a"}]),
+                        dict(ANSWER, content="a")),
+    "a null content": (dict(ANSWER, content=None, tool_calls=[CALL]),
+                       dict(ANSWER, content="", tool_calls=[CALL])),
+    "no content": ({"role": "assistant", "tool_calls": [CALL]},
+                   dict(ANSWER, content="", tool_calls=[CALL])),
+    "keys that are null": (dict(USER, tool_calls=None, name=None), USER),
+    "a key of its own": (dict(USER, name="Ann"), dict(USER, name="Ann")),
+    "arguments as text": (
+        dict(ANSWER, tool_calls=[
+            {"function": {"name": "look_up", "arguments": '{"at": "the index"}'}}]),
+        dict(ANSWER, tool_calls=[
+            {"function": {"name": "look_up", "arguments": {"at": "the index"}}}])),
+    "a bare call": (dict(ANSWER, tool_calls=[{"name": "look_up", "arguments": '{"at": 1}'}]),
+                    dict(ANSWER, tool_calls=[
+                        {"type": "function",
+                         "function": {"name": "look_up", "arguments": {"at": 1}}}])),
+    "arguments that are no JSON": (
+        dict(ANSWER, tool_calls=[{"function": {"name": "look_up", "arguments": "x"}}]),
+        dict(ANSWER, tool_calls=[{"function": {"name": "look_up", "arguments": "x"}}])),
+    "from a human": ({"from": "human", "value": "a"}, {"role": "user", "content": "a"}),
+    "from gpt": ({"from": "gpt", "value": "a", "weight": 1},
+                 {"role": "assistant", "content": "a", "weight": 1}),
+    "from a tool": ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}),
+    "a call by ShareGPT": (
+        {"from": "function_call", "value": '{"name": "look_up", "arguments": {"at": "x"}}'},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "look_up", "arguments": {"at": "x"}}}]}),
+    "both names": ({"role": "user", "content": "a", "from": None, "value": None},
+                   {"role": "user", "content": "a"}),
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_messages_are_read_as_templates_expect_them(case):
+    written, expected = MESSAGES[case]
+    before = copy.deepcopy(written)
+    assert problem_of([written]) is None
+    assert as_messages([written]) == [expected]
+    assert written == before  # rows stay as they are
+    assert as_messages([expected]) == [expected]
+
+
+def test_nulls_inside_count_unless_a_type_has_filled_them_in():
+    call = {"function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+    [kept] = as_messages([dict(ANSWER, tool_calls=[call])])
+    assert kept["tool_calls"] == [call]
+    [filled] = as_messages([dict(ANSWER, tool_calls=[call])], is_filled=True)
+    assert filled["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    tools = [{"name": "f", "parameters": {"a": None, "b": [{"c": None, "d": 1}]}}]
+    assert as_tools(tools) == tools
+    assert as_tools(tools, is_filled=True) == [{"name": "f", "parameters": {"b": [{"d": 1}]}}]
+
+
+def test_tools_may_be_a_list_or_json_of_one():
+    for nothing in (None, [], "", " ", "null", "[]"):
+        assert problem_of_tools(nothing) is None and not as_tools(nothing)
+    assert as_tools([TOOL]) == as_tools(json.dumps([TOOL])) == [TOOL]
+    for wrong in ("look", [1], {"a": 1}, "[1]", 3):
+        assert "expected a list of tools" in problem_of_tools(wrong)
+
+
+WRONG = {
+    "is 'a', expected role and content": "a",
+    "has a part of type 'image_url', expected parts of text alone": dict(
+        USER, content=[text_part("a"), {"type": "image_url", "image_url": {"url": "b"}}]),
+    "has a part without text": dict(USER, content=[{"type": "text", "text": None}]),
+    "has a content that is 3": dict(USER, content=3),
+    "is from 'robot', expected one of human": {"from": "robot", "value": "a"},
+    "has a role that is 1, expected text": {"from": 1, "value": "a"},
+    "has no role": {"value": "a"},
+    "has no content": {"from": "human", "value": None},
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_what_cannot_be_read_is_said_in_a_line(problem):
+    assert problem_of([USER, WRONG[problem]]).startswith(f": message 1 {problem}")
+    with pytest.raises(DataError, match="--data d: row 3 of 'chat': message 0 "):
+        ExampleReader("chat", source="d")({"chat": [WRONG[problem]]}, 3)
+
+
+# --- real templates -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[("qwen2", "llama3"), ("llama3", "qwen2")], ids="-".join)
+def pair(request):
+    """(student's, teacher's) TextEncoder of real tokenizers, with their chat templates."""
+    encoders = []
+    for name in request.param:
+        tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
+        encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 4000))
+    return encoders
+
+
+def collate(pair, rows, **keys):
+    """Return the Batch of rows as a run reads them."""
+    reader = ExampleReader("chat", **keys)
+    student, teacher = pair
+    return Collator(student, [PairOptions(teacher)])([reader(row) for row in rows])
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_real_templates_render_them(pair, case):
+    written, _ = MESSAGES[case]
+    counts = collate(pair, [{"chat": [USER, written, USER, ANSWER]}]).counts
+    assert counts.pairs[0].skipped_chats == 0
+    assert counts.pairs[0].kd_terms > 0 and counts.tokens > 5
+
+
+def test_parts_and_sharegpt_give_the_batch_of_plain_messages(pair):
+    plain = [USER, ANSWER]
+    question = USER["content"]
+    as_parts = [dict(USER, content=[text_part(question[:5]), text_part(question[5:])]),
+                dict(ANSWER, content=[text_part(ANSWER["content"])])]
+    sharegpt = [{"from": "human", "value": USER["content"]},
+                {"from": "gpt", "value": ANSWER["content"]}]
+    expected = collate(pair, [{"chat": plain}])
+    for written in (as_parts, sharegpt):
+        batch = collate(pair, [{"chat": written}])
+        assert batch.student.ids.tolist() == expected.student.ids.tolist()
+        assert batch.student.labels.tolist() == expected.student.labels.tolist()
+        assert batch.counts == expected.counts
+
+
+# lists the tools, if any, as templates of models do that can call them
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{{ eos_token }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{% if thinks is defined and not thinks %}(at once)"
+    "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}")
+
+
+def decoded(encoder, ids):
+    return encoder.table.decode(ids[ids >= 0].tolist()).decode(errors="replace")
+
+
+def test_tools_are_shown_to_both_models(tokenizers):
+    encoders = with_templates(tokenizers, WITH_TOOLS, WITH_TOOLS)
+    chat = [USER, ANSWER]
+    for tools in ([TOOL], json.dumps([TOOL])):
+        batch = collate(encoders, [{"chat": chat, "tools": tools}], tools_key="tools")
+        for encoder, side in zip(encoders, (batch.student, batch.teachers[0])):
+            assert "Find a value." in decoded(encoder, side.ids[0])
+        learned = decoded(encoders[0], batch.student.labels[0])
+        assert "Find" not in learned and ANSWER["content"] in learned
+    without = collate(encoders, [{"chat": chat, "tools": None}], tools_key="tools")
+    assert without.student.ids.tolist() == collate(encoders, [{"chat": chat}]).student.ids.tolist()
+
+
+def test_templates_are_told_what_the_flag_says(tokenizers):
+    encoders = with_templates(tokenizers, WITH_TOOLS, WITH_TOOLS)
+    for encoder in encoders:
+        encoder.template_kwargs = {"thinks": False}
+    batch = collate(encoders, [{"chat": [USER, ANSWER]}])
+    for encoder, side in zip(encoders, (batch.student, batch.teachers[0])):
+        assert decoded(encoder, side.ids[0]).count("(at once)") == 2
+
+
+def test_prompts_of_rollouts_hold_tools_and_what_templates_are_told(tokenizers):
+    encoder, _ = with_templates(tokenizers, WITH_TOOLS)
+    encoder.template_kwargs = {"thinks": False}
+    prompter = Prompter(encoder, 0, 1.0, 1, 10, 10)
+    prompt = prompter.prompt(Example([USER, ANSWER], tools=[TOOL]), (0, 0))
+    assert "look_up" in prompt.text and "(at once)" in prompt.text
+    assert ANSWER["content"] not in prompt.text and prompt.tools == [TOOL]
+
+
+# --- prompt and completion ------------------------------------------------------------------------
+
+PROMPTS = ["What is it? ", "é 日本:", "a", ""]
+COMPLETIONS = ["The index of the list.", "the value", "", "first"]
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_of_prompt_and_completion_the_second_is_learned(tokenizers, tables, number):
+    encoders = [TextEncoder(*both, 400) for both in zip(tokenizers, tables)]
+    prompt = PROMPTS[number]
+    completion = COMPLETIONS[number]
+    reader = ExampleReader("answer", prompt_key="question", is_completion=True)
+    example = reader({"question": prompt, "answer": completion})
+    assert (example.content, example.context) == (prompt + completion, len(prompt))
+    student, teacher = encoders
+    batch = Collator(student, [PairOptions(teacher)])([example])
+    plain = Collator(student, [PairOptions(teacher)])([prompt + completion])
+    assert batch.student.ids.tolist() == plain.student.ids.tolist()
+    labels = batch.student.labels[0]
+    table = student.table
+    learned = table.decode([i for i in labels[labels >= 0].tolist() if not table.special[i]])
+    # a token may reach from the prompt into the completion, and is learned then
+    text = (prompt + completion).encode()
+    size = len(completion.encode())
+    assert text.endswith(learned.removeprefix(b" ")) and len(learned) >= size
+    assert len(learned) < size + 8
+    assert labels[-1] == table.eos  # where to end is learned too
+    assert batch.counts.text_bytes <= len(learned)
+    chunks = batch.teachers[0].student_chunk[0]
+    assert (chunks[labels < 0] == -1).all()
+    # neither model is judged by the prompt
+    for side in (batch.student, batch.teachers[0]):
+        num_bytes = int(side.num_bytes.clamp(min=0).sum())
+        assert num_bytes == 0 if not completion else size - 8 < num_bytes < size + 8
+    is_same = batch.student.labels == plain.student.labels
+    assert bool((is_same | (batch.student.labels == -100)).all())
+
+
+def test_of_chats_the_completions_messages_are_learned(tokenizers):
+    encoders = with_templates(tokenizers, CHATML)
+    first = [USER, ANSWER, USER]
+    second = [dict(ANSWER, content="the value")]
+    reader = ExampleReader("then", prompt_key="chat", is_completion=True)
+    example = reader({"chat": first, "then": second})
+    assert example.content == first + second and example.context == 3
+    student, teacher = encoders
+    for train_on in ("assistant", "all"):
+        collator = Collator(student, [PairOptions(teacher)], train_on=train_on)
+        batch = collator([example])
+        labels = batch.student.labels[0]
+        learned = student.table.decode([i for i in labels[labels >= 0].tolist()
+                                        if not student.table.special[i]])
+        # "all" learns what the template writes behind the message too
+        assert learned.strip() == b"the value"
+        assert batch.counts.pairs[0].kd_terms > 0
+
+
+def test_a_prompt_and_a_completion_are_of_one_kind():
+    reader = ExampleReader("then", source="d", prompt_key="chat", is_completion=True)
+    for prompt, completion in (("a", [ANSWER]), ([USER], "a")):
+        with pytest.raises(DataError, match="row 0 of 'then': 'chat' and it are not both texts"):
+            reader({"chat": prompt, "then": completion}, 0)

@@ -1,0 +1,193 @@
+"""stream.py: an order by the seed alone, and a run that goes on without what it has read."""
+
+import gzip
+import json
+
+import datasets
+import pytest
+
+import ranks
+from isogloss import stream as stream_module
+from isogloss.data import ExampleReader
+from isogloss.open_data import load_dataset
+from isogloss.stream import Places, StreamedExamples
+from isogloss.workers import DataError
+from jobs import ds_config, losses_of, run_distill
+
+READER = ExampleReader("text")
+NUM_FILES = 3
+ROWS_OF_FILE = 40
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(stream_module, "BLOCK_ROWS", 16)
+
+
+def text_of(file, row):
+    return f"file {file} row {row}"
+
+
+def write_files(folder, ending):
+    """Write the same rows in files of a kind; return what --data says of them."""
+    for file in range(NUM_FILES):
+        texts = [text_of(file, row) for row in range(ROWS_OF_FILE)]
+        path = folder / f"{file}{ending}"
+        lines = "\n".join(json.dumps({"text": text}) for text in texts)
+        if ending == ".parquet":
+            datasets.Dataset.from_dict({"text": texts}).to_parquet(path)
+        elif ending == ".txt":
+            path.write_text("\n".join(texts))
+        elif ending == ".chats.jsonl":
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            path.write_text("\n".join(json.dumps({"text": chat}) for chat in chats))
+        elif ending.endswith(".gz"):
+            path.write_bytes(gzip.compress(lines.encode()))
+        else:
+            path.write_text(lines)
+    return str(folder)
+
+
+ENDINGS = [".jsonl", ".jsonl.gz", ".parquet", ".txt", ".chats.jsonl"]
+ALL = {text_of(file, row) for file in range(NUM_FILES) for row in range(ROWS_OF_FILE)}
+
+
+def text_in(example):
+    content = example.content
+    return content if isinstance(content, str) else content[0]["content"]
+
+
+@pytest.fixture(scope="module", params=ENDINGS)
+def dataset(request, tmp_path_factory):
+    """A stream of files of every kind."""
+    folder = tmp_path_factory.mktemp("files")
+    return load_dataset(write_files(folder, request.param), "text", streaming=True)
+
+
+def read(dataset, begin, end, place=None, skipped=0, seed=3):
+    """Return ([text], StreamedExamples) of some positions."""
+    # skip and select make a data set with a state of its own
+    fresh = dataset.skip(skipped) if skipped else dataset.select_columns(["text"])
+    examples = StreamedExamples(fresh, READER, seed, skipped, place)
+    return [text_in(examples.example(position)) for position in range(begin, end)], examples
+
+
+def test_every_epoch_gives_every_row_once_in_an_order_of_its_own(dataset):
+    size = len(ALL)
+    texts, _ = read(dataset, 0, 2 * size)
+    first, second = texts[:size], texts[size:]
+    assert set(first) == set(second) == ALL and first != second
+    assert first != sorted(first)
+    assert texts == read(dataset, 0, 2 * size)[0] != read(dataset, 0, 2 * size, seed=4)[0]
+
+
+def files_of(texts):
+    """List the numbers of the files in the order in which they begin."""
+    return list(dict.fromkeys(text.split()[1] for text in texts))
+
+
+def test_files_come_in_another_order_in_another_epoch(dataset):
+    orders = set()
+    for seed in range(4):
+        texts, _ = read(dataset, 0, 2 * len(ALL), seed=seed)
+        orders.add(tuple(files_of(texts[: len(ALL)])))
+        orders.add(tuple(files_of(texts[len(ALL) :])))
+    assert len(orders) > 2
+
+
+@pytest.mark.parametrize("skipped", [0, 7])
+def test_a_stream_goes_on_from_the_place_of_any_position(dataset, skipped):
+    """Also from the second epoch, and across its beginning; the place survives JSON."""
+    end = 2 * len(ALL) + 30
+    whole, _ = read(dataset, 0, end, skipped=skipped)
+    for position in (0, 5, 16, 47, len(ALL) - skipped - 1, len(ALL) + 3, end - 1):
+        _, examples = read(dataset, 0, position + 1, skipped=skipped)
+        place = json.loads(json.dumps(examples.place))
+        assert position - stream_module.BLOCK_ROWS < place["position"] <= position
+        texts, _ = read(dataset, position, end, place, skipped)
+        assert texts == whole[position:], position
+
+
+def test_rows_before_a_place_are_not_read_again():
+    reads = []
+
+    def rows(files):
+        for file in files:
+            for row in range(ROWS_OF_FILE):
+                reads.append(text_of(file, row))
+                yield {"text": reads[-1]}
+
+    def stream(place=None):
+        dataset = datasets.IterableDataset.from_generator(
+            rows, gen_kwargs={"files": list(range(NUM_FILES))})
+        return StreamedExamples(dataset, READER, 3, place=place)
+
+    first = stream()
+    position = 2 * ROWS_OF_FILE + 20
+    for number in range(position):
+        first.example(number)
+    read_first = [text.split()[1] for text in reads]
+    last_file = read_first[-1]
+    reads.clear()
+    stream(first.place).example(position)
+    # the rows of the same file that stand before the place, and no other file's
+    assert {text.split()[1] for text in reads} == {last_file}
+    assert len(reads) <= ROWS_OF_FILE
+
+
+def test_an_epoch_without_text_ends_the_job_but_not_the_rest_of_one(tmp_path):
+    lines = [json.dumps({"text": text}) for text in ["a"] * 20 + [""] * 20]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    lines_of_text = load_dataset(str(tmp_path), "text", streaming=True)
+    _, examples = read(lines_of_text, 0, 33)
+    assert read(lines_of_text, 34, 50, examples.place)[0]
+    empty = datasets.Dataset.from_dict({"text": [""] * 20}).to_iterable_dataset()
+    with pytest.raises(DataError, match="all rows of 'text' are empty"):
+        StreamedExamples(empty, READER, 3).example(30)
+
+
+def test_places_are_found_by_position():
+    places = Places()
+    assert places.before(9) is None
+    for position in (0, 0, 16, 32, 48):
+        places.note({"position": position})
+        places.note(None)
+    assert places.before(15)["position"] == 0
+    assert places.before(40)["position"] == 32
+    assert places.before(32)["position"] == 32
+    assert places.before(31) is None  # forgotten
+    later = Places()
+    later.note({"position": 16})
+    assert later.before(3) is None
+
+
+@pytest.mark.slow
+def test_a_streamed_run_resumes_bit_by_bit(models, texts, tmp_path):
+    """For any number of workers and ranks; the checkpoint knows the place of its next sample."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for file in range(2):
+        rows = [json.dumps({"text": text}) for text in texts[20 * file : 20 * file + 20]]
+        (folder / f"{file}.jsonl").write_text("\n".join(rows))
+    argv = [f"--student={models[0]}", "--kd_weight=0", "--max_length=40", f"--data={folder}",
+            "--streaming", "--save_every=3"]
+
+    def line(num_ranks, output, steps, num_workers):
+        config = ds_config(tmp_path / f"ds{num_ranks}.json", 1, 8 // num_ranks, 1)
+        return [*argv, f"--ds_config={config}", f"--output_dir={tmp_path / output}",
+                f"--steps={steps}", f"--num_workers={num_workers}"]
+
+    codes = ranks.run(1, run_distill, [
+        line(1, "whole", 12, 1), line(1, "parts", 6, 0), line(1, "parts", 9, 2),
+        line(1, "parts", 12, 1), line(1, "moved", 6, 1)])
+    assert codes == [[0] * 5]
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "parts")
+    position = json.loads(
+        (tmp_path / "parts" / "checkpoints" / "step_0000012" / "position.json").read_text())
+    place = position["state"]["place"]
+    assert 0 < place["position"] <= 12 * 8
+    assert place["epoch"] > 0
+    assert ranks.run(2, run_distill, [line(2, "moved", 12, 1)]) == [[0], [0]]
+    for one, other in zip(losses_of(tmp_path / "whole"), losses_of(tmp_path / "moved"),
+                          strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
