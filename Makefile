@@ -19,7 +19,7 @@ test-fast: .venv/installed-dev
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
-	.venv/bin/mypy losses.py translation.py tiles.py rollout.py ipc.py teacher_mixing.py
+	.venv/bin/mypy losses.py translation.py tiles.py rollout.py sandbox.py ipc.py teacher_mixing.py
 
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

@@ -34,16 +34,10 @@ from isogloss.config import GROUPS, Config
 from isogloss.counts import global_sums
 from isogloss.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
-from isogloss.finite import (
-    BadSteps,
-    gradient_norm,
-    has_finite_state,
-    spoil_gradient_unless_finite,
-)
+from isogloss.finite import BadSteps, has_finite_state
 from isogloss.inputs import (
     build_collator,
     build_prompter,
-    build_reader,
     check_inputs,
     load_batches,
     samples_per_step,
@@ -60,10 +54,12 @@ from isogloss.layout import split_ranks
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
 from isogloss.objective import LossTerms, TeacherTerm
 from isogloss.on_policy import Writer, check_writing, evaluate_rollouts
+from isogloss.pipeline import start_pipeline
 from isogloss.pretrained import load_config
 from isogloss.remote_teachers import (
     TENSORS_PER_RESPONSE,
     TeacherClient,
+    client_roles,
     client_size,
     serve_requests,
 )
@@ -82,10 +78,19 @@ from isogloss.sequence import (
     register_attention,
 )
 from isogloss.specs import TeacherSpec
-from isogloss.student import StudentWithLoss, follow_schedule, load_student, start_engine
-from isogloss.targets import teacher_targets, weigh_by_confidence
+from isogloss.stages import probe_ids
+from isogloss.stream import Places
+from isogloss.student import (
+    EngineRunner,
+    StudentRunner,
+    StudentWithLoss,
+    follow_schedule,
+    load_student,
+    start_engine,
+)
+from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 from isogloss.task_suite import TaskSuite
-from isogloss.teachers import load_teacher
+from isogloss.teachers import SilentTeacher, load_silent, load_teacher
 from isogloss.watch import (
     StopSignals,
     current_watch,
@@ -134,7 +139,7 @@ def train_student(cfg, roles, device):
             stack.push(partial(shut_down, state.client))
         stack.callback(close_teachers, state)
         with fail_together():
-            check_logits(state, list(range(min(8, state.vocab))))
+            check_logits(state, probe_ids(state.vocab).tolist())
             if cfg.sequence_parallel > 1:
                 check_sequence_shards(state)
             if cfg.pack:
@@ -151,6 +156,7 @@ def train_student(cfg, roles, device):
             with fail_together(what="checkpoint"):
                 start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
             state.scales = extra.get("scales", {})
+            state.places.note(extra.get("place"))
             if state.writer:
                 state.writer.load_state(extra.get("rollouts", []))
             state.last_checkpoint = inputs.checkpoint
@@ -158,7 +164,9 @@ def train_student(cfg, roles, device):
                 follow_schedule(state.engine)
         signals = StopSignals()  # before data workers start, which inherit its handlers
         batches, held_out = load_batches(
-            cfg, inputs, state.engine, device, start, lambda: bool(signals.received))
+            cfg, inputs, state.engine, device, start,
+            state.places.before(start * samples_per_step(cfg, state.engine)),
+            lambda: bool(signals.received))
         with fail_alone(DataError):
             train(state, batches, held_out, start, inputs.ds_config, signals)
     if cfg.learn_projection or cfg.export:
@@ -205,7 +213,7 @@ class TrainState:
 
     Attributes:
         cfg: Config.
-        engine: DeepSpeed engine around a StudentWithLoss.
+        student: StudentRunner, which runs the student on micro-batches.
         teachers: TeacherSetup of every teacher; empty: cross-entropy alone.
         vocab: tokens of the student.
         device: of this rank.
@@ -217,10 +225,11 @@ class TrainState:
         tasks: TaskSuite by which the student is judged, or None.
         whole_student: WholeStudent, for texts that each rank writes or reads alone, or None.
         writer: Writer of what the student learns from itself, or None.
+        places: Places from which a stream of data can go on.
     """
 
     cfg: Config
-    engine: deepspeed.DeepSpeedEngine
+    student: StudentRunner
     teachers: list
     vocab: int
     device: torch.device
@@ -232,6 +241,12 @@ class TrainState:
     tasks: TaskSuite | None = None
     whole_student: WholeStudent | None = None
     writer: Writer | None = None
+    places: Places = field(default_factory=Places)
+
+    @property
+    def engine(self):
+        """DeepSpeed's engine around the student, or around this rank's stage of it."""
+        return self.student.engine
 
 
 def train(state, batches, held_out, start, ds_config, signals):
@@ -245,12 +260,12 @@ def train(state, batches, held_out, start, ds_config, signals):
     cfg = state.cfg
     current_watch().training = True
     set_timeout(TRAINING_TIMEOUT)
-    log = Log(cfg, start, ds_config)
+    log = Log(cfg, start, ds_config, state.student.description)
     times_collectives = ds_config.get("comms_logger", {}).get("enabled")
     if times_collectives:
         time_collectives()
     if start == 0:
-        if cfg.eval_rows:
+        if cfg.holds_out:
             log_evaluation(state, held_out, 0, log)
         if state.tasks:
             log_tasks(state, 0, log, lambda: bool(signals.received))
@@ -258,7 +273,7 @@ def train(state, batches, held_out, start, ds_config, signals):
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
         begin = time.perf_counter()
-        evaluates = cfg.eval_rows and (is_every(cfg.eval_every, step) or step == cfg.steps)
+        evaluates = cfg.holds_out and (is_every(cfg.eval_every, step) or step == cfg.steps)
         micro_batches = upcoming or next_micro_batches(state, batches, step)
         # Teachers on ranks of their own run on the next step meanwhile; not across an evaluation,
         # because they respond in the order in which they are asked, and not on what the student
@@ -268,7 +283,8 @@ def train(state, batches, held_out, start, ds_config, signals):
         upcoming = next_micro_batches(state, batches, step + 1) if looks_ahead else None
         metrics = train_step(state, micro_batches)
         seconds = time.perf_counter() - begin
-        metrics |= speed_metrics(state.engine, state.device, metrics["tokens"], seconds)
+        metrics |= speed_metrics(
+            state.student.num_parameters, state.device, metrics["tokens"], seconds)
         log.write(step, metrics)
         if state.writer:
             log.write_rollouts(step, state.writer.records)
@@ -306,6 +322,8 @@ def next_micro_batches(state, batches, step):
     """Return the micro-batches of a step; teachers on ranks of their own start on them at once."""
     num = state.engine.gradient_accumulation_steps()
     micro_batches = [next(batches) for _ in range(num)]
+    for batch in micro_batches:
+        state.places.note(batch.place)
     if state.writer:  # drafts so far, for which the student writes now
         micro_batches = state.writer.complete(micro_batches, step)
     if state.client:  # sources in this process compute when they are read
@@ -334,20 +352,17 @@ def train_step(state, micro_batches):
     if state.writer:
         micro_batches, rollout_metrics = weigh_rollouts(state, micro_batches)
     targets = all_targets(state, micro_batches)
-    # 3. per micro-batch: the student's forward pass with the losses of all teachers, backward
-    sums = torch.zeros(max(len(state.teachers), 1), 3, device=state.device)
-    for batch, batch_targets in zip(micro_batches, targets):
-        loss, batch_sums = engine(batch.student, loss_terms(state, batch, batch_targets, weights))
-        sums += batch_sums
-        engine.backward(spoil_gradient_unless_finite(loss))
-        local_norm = gradient_norm(engine)
-        # changes weights after the last micro-batch only, and none if the gradient is not finite
-        engine.step()
+    # 3. per micro-batch: the student's forward pass with the losses of all teachers, backward;
+    # then the optimizer
+    terms = (loss_terms(state, batch, batch_targets, weights)
+             for batch, batch_targets in zip(micro_batches, targets))
+    sums, local_norm = state.student.train(micro_batches, terms)
     release_teachers(state)
     # 4. global means
     sums = global_sums(sums.flatten(), state.device).view(-1, 3).tolist()
     state.bad_steps.note(engine, sums, teacher_names(state))
-    metrics = step_metrics(state, counts, sums, targets[0])
+    metrics = step_metrics(state, counts, sums)
+    metrics |= state.student.metrics()
     norm = float(engine.get_global_grad_norm() or local_norm)
     metrics |= {"lr": lr, "grad_norm": norm, "skipped_steps": engine.skipped_steps}
     if state.writer:
@@ -379,10 +394,11 @@ class TermWeights(NamedTuple):
 def term_weights(state, counts, num_micro_batches):
     """Return the TermWeights of a step.
 
-    The engine divides gradients by the micro-batches and averages them over the ranks; ranks *
-    micro-batches / count undoes both, so the mean is over all terms of the step, wherever they are.
+    The engine divides gradients by the micro-batches and averages them over ranks (in a pipeline
+    over those of a stage); ranks * micro-batches / count undoes both, so the mean is over all terms
+    of the step, wherever they are.
     """
-    scale = dist.get_world_size() * num_micro_batches
+    scale = state.student.averaged_ranks * num_micro_batches
     ce_weight = state.cfg.ce_weight * scale / max(counts.ce_tokens, 1)
     kd_weights = []
     for setup, pair in zip(state.teachers, counts.pairs):
@@ -396,13 +412,15 @@ def kd_weight(state, setup):
 
 
 def all_targets(state, micro_batches):
-    """Return for each micro-batch the TeacherTarget of every teacher."""
-    targets = [[] for _ in micro_batches]
+    """Return an iterable: for each micro-batch the TeacherTarget of every teacher.
+
+    On a rank that computes no loss there are none; it helps to run the teachers that it shares.
+    """
+    if state.student.computes_loss:
+        return step_targets(state.teachers, micro_batches, state.student.loss_group)
     for number, setup in enumerate(state.teachers):
-        teacher_batches = [batch.teachers[number] for batch in micro_batches]
-        for of_batch, target in zip(targets, teacher_targets(setup, teacher_batches)):
-            of_batch.append(target)
-    return targets
+        teacher_targets(setup, [batch.teachers[number] for batch in micro_batches])
+    return []
 
 
 def loss_terms(state, batch, targets, weights):
@@ -429,15 +447,15 @@ def close_teachers(state):
         setup.source.close()
 
 
-def step_metrics(state, counts, sums, targets):
+def step_metrics(state, counts, sums):
     """Return the metrics of a step.
 
     Args:
         counts: global Counts.
         sums: global [cross-entropy, distillation loss, its part in rollouts] of every teacher.
-        targets: TeacherTarget of every teacher about one micro-batch.
     """
     cfg = state.cfg
+    teacher_bytes = state.student.share([setup.bytes_per_token for setup in state.teachers])
     ce = sums[0][0] / max(counts.ce_tokens, 1)
     metrics = {"loss": cfg.ce_weight * ce}
     if cfg.ce_weight:
@@ -447,7 +465,7 @@ def step_metrics(state, counts, sums, targets):
         weight = kd_weight(state, setup)
         kd = sums[number][1] / max(pair.kd_terms, 1)
         metrics["loss"] += weight * kd
-        of_teacher = {"kd": kd, "teacher_bytes_per_token": targets[number].bytes_per_token}
+        of_teacher = {"kd": kd, "teacher_bytes_per_token": teacher_bytes[number]}
         of_teacher |= pair.metrics(counts.tokens, counts.text_bytes)
         if len(state.teachers) > 1 or cfg.dynamic_scale:
             of_teacher["kd_weight"] = weight
@@ -497,7 +515,7 @@ def build_writer(state, inputs):
     prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, state.engine))
     return Writer(
         cfg, state.engine, inputs.student, build_collator(cfg, inputs, state.device), prompter,
-        build_reader(cfg), inputs.held_out_data, state.device, state.sequence_group,
+        inputs.data.held_out_reader, inputs.data.held_out_data, state.device, state.sequence_group,
         None if cfg.rollout_command else state.whole_student)
 
 
@@ -531,7 +549,7 @@ def run_evaluation(state, held_out):
     state.engine.eval()
     # one batch at a time is on the device
     batches = (to_device(batch, state.device) for batch in held_out)
-    student, of_teachers = evaluate(batches, state.engine, state.teachers, state.sequence_group)
+    student, of_teachers = evaluate(batches, state.student, state.teachers, state.sequence_group)
     state.engine.train()
     metrics = dict(student)
     for setup, of_teacher in zip(state.teachers, of_teachers):
@@ -552,8 +570,8 @@ def log_tasks(state, step, log, stop):
             model, partial(global_sums, device=state.device), agree, stop)
     if metrics:
         log.write(step, metrics)
-        for of_rank in values_of_ranks(records):
-            log.write_task_items(step, of_rank)
+        of_ranks = values_of_ranks(records)
+        log.write_task_items(step, [record for of_rank in of_ranks for record in of_rank])
 
 
 def save(state, step, log):
@@ -573,6 +591,7 @@ def save(state, step, log):
         keep += 1  # weights can be finite and useless: the one before stays
     end_unless_finite(state, step, log)
     extra = {"scales": state.scales}
+    extra["place"] = state.places.before(good_step * samples_per_step(cfg, state.engine))
     if state.writer:
         extra["rollouts"] = state.writer.state()
     save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
@@ -624,6 +643,26 @@ def build_state(cfg, inputs, device, roles=None):
         register_attention(config.get_text_config(), sequence_group)
     model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else None)
     vocab = len(inputs.student.table)
+    if cfg.pipeline_parallel > 1:
+        teachers = [] if roles else inputs.teachers
+        student = start_pipeline(cfg, model, vocab, inputs.ds_config, teachers)
+    else:
+        student = start_whole(cfg, model, vocab, inputs)
+    set_timeout(LOADING_TIMEOUT)  # of DeepSpeed's own groups too
+    if not roles:
+        load = load_teacher if student.computes_loss else load_silent
+        for setup in inputs.teachers:
+            setup.source = load(setup.spec)
+    return TrainState(cfg, student, inputs.teachers, vocab, device, sequence_group=sequence_group,
+                      tasks=inputs.tasks)
+
+
+def start_whole(cfg, model, vocab, inputs):
+    """Start the engine of a student that is whole on each rank or sharded by ZeRO-3.
+
+    Returns:
+        EngineRunner.
+    """
     module = StudentWithLoss(model, vocab, cfg.tiled, cfg.activation_offload)
     # before the engine starts, which has to know all parameters
     for setup in inputs.teachers:
@@ -631,12 +670,7 @@ def build_state(cfg, inputs, device, roles=None):
             setup.loss.learned_projection.attach(module, model.device)
     dist.barrier()  # waits for slow loads: DeepSpeed's own groups do not wait for long
     engine = start_engine(module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate)
-    set_timeout(LOADING_TIMEOUT)  # of these groups too
-    if not roles:
-        for setup in inputs.teachers:
-            setup.source = load_teacher(setup.spec)
-    return TrainState(cfg, engine, inputs.teachers, vocab, device, sequence_group=sequence_group,
-                      tasks=inputs.tasks)
+    return EngineRunner(engine, vocab)
 
 
 def single_specs(setups):
@@ -651,7 +685,12 @@ def single_specs(setups):
 
 
 def connect(state, roles):
-    """Reach the teachers of this node."""
+    """Reach the teachers of this node, where this rank computes a loss."""
+    if not state.student.computes_loss:
+        for setup in state.teachers:
+            setup.source = SilentTeacher([])
+        return
+    roles = client_roles(roles, state.cfg.pipeline_parallel)
     specs = single_specs(state.teachers)
     # this step and the next one
     num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
@@ -669,7 +708,7 @@ def connect(state, roles):
 
 def shut_down(client, error_type, *_):
     """Tell the teachers at a clean end; after an error no one waits for them to listen."""
-    if error_type is None or issubclass(error_type, SystemExit):
+    if client and (error_type is None or issubclass(error_type, SystemExit)):
         client.shut_down()
 
 
@@ -687,6 +726,7 @@ def serve_teachers(cfg, roles, device):
             teachers.append(load_teacher(spec))
     current_watch().training = True
     ignore_stop_signals()  # the student takes a checkpoint first
+    roles = client_roles(roles, cfg.pipeline_parallel)
     size = client_size(roles, cfg.sequence_parallel)
     serve_requests(roles, teachers, size, from_hidden=cfg.tiled)
 

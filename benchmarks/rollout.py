@@ -168,7 +168,7 @@ def measure_step(args, folder):
     """Compare a step of rollouts with its parts; the tokens of both steps are as many."""
     state, inputs = state_of(args, folder, Path(args.assets) / "models" / "stories260K", 0)
     collator = build_collator(state.cfg, inputs, state.device)
-    rows = [state.writer.reader(row) for row in inputs.train_data.select(range(32))]
+    rows = [state.writer.reader(row) for row in inputs.data.train_data.select(range(32))]
     prompts = [state.writer.prompter.prompt(row, (number, 0)) for number, row in enumerate(rows)]
     drafts = [Draft([row._replace(content=prompt) for row, prompt in zip(rows, prompts)],
                     list(range(32)))]

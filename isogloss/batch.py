@@ -103,6 +103,8 @@ class Batch:
         rollout_age: steps since the rollouts were written.
         is_measured: teachers are asked what they say of the rollouts beside the loss.
         skipped_prompts: samples that are left out because they give no prompt.
+        place: of a stream, from which it goes on with what this batch read last, see
+            `stream.Block`.
     """
 
     student: StudentBatch
@@ -113,6 +115,7 @@ class Batch:
     rollout_age: int = 0
     is_measured: bool = False
     skipped_prompts: int = 0
+    place: dict | None = None
 
 
 def to_device(value, device):
@@ -141,11 +144,16 @@ class Example(NamedTuple):
         `rollouts.RolloutPrompt` and `rollouts.OldRollout`.
     route: value of the column --route_key; an Ellipsis: every teacher takes part.
     prompt: value of the column --prompt_key; None: there is none.
+    tools: of a chat, what the assistant may call, as a list of objects; None: there are none.
+    context: characters of a text, or messages of a chat, at its beginning that are read and from
+        which nothing is learned.
     """
 
     content: object
     route: object = ...  # not None, which is what an empty cell of the column holds
     prompt: object = None
+    tools: list | None = None
+    context: int = 0
 
 
 @dataclass
@@ -178,6 +186,7 @@ class Collator:
         pack: put several texts into a row where they fit, see `pack_rows`.
         tile_mib, sub_tiles: see `tiles.plan_tiles`; inf: one tile of one sub-tile holds all.
         sequence_rank, sequence_size: which shard of every sequence this rank holds.
+        computes_loss: this rank does; another one of its pipeline needs no tiles and no counts.
     """
 
     student: TextEncoder
@@ -189,6 +198,7 @@ class Collator:
     sub_tiles: tuple = CPU_SUB_TILES
     sequence_rank: int = 0
     sequence_size: int = 1
+    computes_loss: bool = True
 
     def __call__(self, examples, sample_ids=None):
         """Return the Batch of some examples.
@@ -216,7 +226,9 @@ class Collator:
             # all ranks each pair owns every position once: any of them counts the tokens.
             if number == 0:
                 count_tokens(counts, labels, student.logp)
-        if not self.pairs:
+        if not self.computes_loss:
+            counts = Counts(pairs=[PairCounts() for _ in self.pairs])
+        elif not self.pairs:
             count_tokens(counts, self._plan_cross_entropy(student), student.logp)
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts
             counts.text_bytes = 0
@@ -273,9 +285,9 @@ class Collator:
                 student, pairings = self._read_rollout(example.content, takes_part[number])
             elif isinstance(example.content, str):
                 ids = [of_teacher[number] for of_teacher in teacher_ids]
-                student, pairings = self._read_text(example.content, student_ids[number], ids)
+                student, pairings = self._read_text(example, student_ids[number], ids)
             else:
-                student, pairings = self._read_chat(example.content, takes_part[number])
+                student, pairings = self._read_chat(example, takes_part[number])
             samples.append(cut_sample(student, pairings, self.student.max_length, max_lengths))
         return samples
 
@@ -309,42 +321,45 @@ class Collator:
                 encoded[number] = ids
         return encoded
 
-    def _read_text(self, text, student_ids, teacher_ids):
+    def _read_text(self, example, student_ids, teacher_ids):
         """Return (EncodedText, [Pairing]) of a plain text.
 
         Args:
             teacher_ids: of every teacher; None: it takes no part.
         """
-        student = encode_text(text, student_ids, self.student)
+        text = example.content
+        student = encode_text(text, student_ids, self.student, example.context)
         pairings = []
         for pair, ids in zip(self.pairs, teacher_ids):
             if ids is None:
                 pairings.append(Pairing())
                 continue
-            teacher = encode_text(text, ids, pair.encoder)
+            teacher = encode_text(text, ids, pair.encoder, example.context)
             tables = self.student.table, pair.encoder.table
             pairings.append(pair_texts(text, student, teacher, *tables, self.aligner))
         return student, pairings
 
-    def _read_chat(self, messages, takes_part):
+    def _read_chat(self, example, takes_part):
         """Return (EncodedText, [Pairing]) of a chat.
 
         The student learns alone what a teacher's template does not render; what its own template
         does not render it does not learn at all.
         """
-        rendering = self._render(messages, self.student)
+        messages = example.content
+        rendering = self._render(example, self.student)
         if rendering is None:
             return None, [Pairing(skipped=True)] * len(self.pairs)
-        student = encode_chat(messages, rendering, self.student, self.train_on)
+        student = encode_chat(messages, rendering, self.student, self.train_on, example.context)
         pairings = []
         for pair, wanted in zip(self.pairs, takes_part):
-            of_teacher = self._render(messages, pair.encoder) if wanted else None
+            of_teacher = self._render(example, pair.encoder) if wanted else None
             if of_teacher is None:
                 # a chat that was not meant for this teacher does not count as skipped
                 pairings.append(Pairing(skipped=wanted))
                 continue
             encoders = self.student, pair.encoder
-            pairings.append(pair_chats(messages, (rendering, of_teacher), encoders, self.aligner))
+            pairings.append(pair_chats(messages, (rendering, of_teacher), encoders, self.aligner,
+                                       example.context))
         return student, pairings
 
     def _read_rollout(self, rollout, takes_part):
@@ -361,10 +376,10 @@ class Collator:
         return student, pairings
 
     @staticmethod
-    def _render(messages, encoder):
+    def _render(example, encoder):
         """Return the Rendering of a chat, or None, with a warning, where the template refuses."""
         try:
-            return render(messages, encoder)
+            return render(example.content, encoder, example.tools)
         except SkippedChat as error:
             # The log counts every such chat; a warning of the same text is shown once.
             warnings.warn(f"{error}; such chats are left out", stacklevel=2)
@@ -417,6 +432,8 @@ class Collator:
         )
         labels = student.labels
         texts = None
+        if not self.computes_loss:
+            return batch, PairCounts(), labels
         if isinstance(pair.spelling, Tables):
             read_chunks = (student_rows.fill(samples, "read_student_chunk", -1),
                            rows.fill(samples, "read_teacher_chunk", -1))

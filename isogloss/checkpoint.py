@@ -7,7 +7,8 @@ checkpoint with a final name is complete.  Its position.json lists size and chec
 so what is damaged later is seen, and the checkpoint before it taken.
 
 In the layout that wrote it, a run resumes bit by bit.  In another layout (number of ranks, ZeRO
-stage, sequence parallelism) convert.py carries it over, and only what dropout draws differs.
+stage, sequence or pipeline parallelism) convert.py carries it over, and only what dropout draws
+differs.
 
 Tests: tests/test_checkpoint.py, tests/test_distributed.py.
 """

@@ -84,15 +84,19 @@ def check_logits(state, student_ids):
         first = state.sequence_group.rank * ids.shape[1]
         positions = torch.arange(first, first + ids.shape[1], device=state.device)[None]
     batch = student_batch(ids, positions)
+    staged = {}
     tiled = {}
     truncated = {}
     not_finite = []
     with evaluation_mode(state):
         role = f"--student {state.cfg.student}"
-        logits = state.engine(batch)[..., : state.vocab]
-        not_finite += _not_finite(role, logits, "use bf16 or float32 in --ds_config")
-        if state.cfg.tiled:
-            tiled[role] = state.engine(batch, HeadTest(logits))
+        logits = state.student.own_logits(batch)
+        if logits is not None:
+            not_finite += _not_finite(role, logits, "use bf16 or float32 in --ds_config")
+        if state.cfg.tiled or state.cfg.pipeline_parallel > 1:
+            [verdict] = state.student.reduce([batch], [HeadTest(logits)])
+            if verdict is not None:  # another rank of the pipeline has it
+                (staged if state.cfg.pipeline_parallel > 1 else tiled)[role] = verdict
         for role, source, vocab in _all_models(state):
             known = ids.clamp(max=vocab - 1)  # its vocabulary may be smaller
             model_logits = source.logits(known)[..., :vocab]
@@ -104,6 +108,8 @@ def check_logits(state, student_ids):
     # only now, because all ranks have to ask all models
     if not_finite:
         raise ValueError(not_finite[0])
+    _refuse(staged, "its stages give other logits than the whole model; try --tiled=false, or use "
+                    "ZeRO-3 in place of --pipeline_parallel")
     _refuse(tiled, "its logits are not those of its output embeddings, so its loss cannot be "
                    "tiled; use --tiled=false")
     _refuse(truncated, "its logits are not those of its output embeddings, of which "
@@ -133,8 +139,11 @@ def check_packing(state):
         for ids in rows:
             batch = student_batch(ids[:, columns], positions[:, columns])
             # of the second sample, as far as it is on this rank
-            logits.append(state.engine(batch)[:, max(0, half - columns.start) :])
-        independent[f"--student {state.cfg.student}"] = _same(*logits)
+            logits.append(state.student.logits(batch))
+        if logits[0] is not None:
+            first = max(0, half - columns.start)
+            same = _same(logits[0][:, first:], logits[1][:, first:])
+            independent[f"--student {state.cfg.student}"] = same
         for role, source, _ in _all_models(state):
             logits = []
             for ids in rows:

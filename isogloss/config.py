@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isogloss.loss_table import ALM_MODES, LOSS_TOPK_OF, LOSSES, loss_flags
+from isogloss.open_data import TXT_SAMPLES
 from isogloss.sample import ALIGNERS
 from isogloss.specs import TEACHER_OUTPUTS
 from isogloss.teachers import engine_names
@@ -42,16 +43,29 @@ class Config:
             other rows.
         normalize_by_vocab: divide the weight of each of several teachers by log W / log of the
             smallest W, W being its vocabulary.
-        data: hub id (org/name or org/name:config), file, directory (of files, or of save_to_disk)
-            or glob. Files end in .txt, .jsonl, .json, .parquet, .arrow or .csv. All but .parquet
-            and .arrow may be compressed, as in .jsonl.gz (.gz, .bz2, .xz).
-        text_key: column that holds the text, or chats, which are lists of {"role", "content"}.
+        data: hub id (org/name or org/name:config), file, directory (of files, or of save_to_disk),
+            glob, or the address of a file (https://, hf://). Files end in .txt, .jsonl, .json,
+            .parquet, .arrow or .csv. All but .parquet and .arrow may be compressed, as in .jsonl.gz
+            (.gz, .bz2, .xz, .zst).
+        text_key: column that holds the text, or chats, which are lists of {"role", "content"} (or
+            of ShareGPT's {"from", "value"}).
+        completion_key: column of what follows the prompts of prompt_key, in place of text_key; both
+            hold texts, or both chats. The prompt is read, only the completion is learned.
+        tools_key: column of the tools that the assistant of a chat may call, if there is one, which
+            every chat template is shown.
+        template_kwargs: what every chat template is told besides, as a JSON object:
+            {"enable_thinking": false}.
+        txt_samples: what a sample of a .txt file is: line, paragraph (between empty lines) or file.
         train_on: what to learn of a chat. assistant: what the assistant says, and to end its turn.
             all: the whole rendering.
-        split: split of a hub data set, or of a save_to_disk of several; of files, a part of them,
-            as in train[:10%] (not of a stream).
+        split: split of a hub data set, of a directory whose files or folders are named train, test
+            and so on, or of a save_to_disk of several; or a part of it, as in train[:10%] (not of a
+            stream).
         streaming: read the data as a stream instead of preparing it on disk first.
-        eval_rows: rows held out of training, the first ones of the data. 0 holds out none.
+        eval_rows: rows held out of training, the first ones of the data. 0 holds out none. With
+            eval_data or eval_split, how many of those rows are used, 0 being all.
+        eval_data: held-out rows of their own, named as data is. Empty: those of data.
+        eval_split: split of eval_data, or of data where that is empty. Empty: train, of eval_data.
         steps: optimizer steps in all, 1 or more.
         pack: put several texts of a micro-batch into one row where they fit into max_length and
             teacher_max_length. Attention stays inside each text, and the loss is the same.
@@ -74,8 +88,9 @@ class Config:
         on_policy: share of the samples that the student writes itself, 0 to 1, each in place of the
             text or of the assistant's last message. The teachers correct what it wrote by the same
             loss; there is no cross-entropy on it. See docs/on_policy.md.
-        prompt_key: column of the prompts of what the student writes, text or chats. Empty: the
-            first prompt_tokens of a text, or a chat before the assistant's last message.
+        prompt_key: column of the prompts of what the student writes, text or chats, and of those of
+            completion_key. Empty: the first prompt_tokens of a text, or a chat before the
+            assistant's last message.
         prompt_tokens: student tokens of a text that are the prompt (of a short one its half).
         rollout_tokens: tokens that the student writes at most, 1 or more.
         rollouts_per_prompt: how often the student writes from the same prompt; so many neighboring
@@ -137,6 +152,9 @@ class Config:
         teacher_output_topk: tokens of teacher_output topk.
         sequence_parallel: neighboring ranks that hold one shard of every sequence each (Ulysses).
             It divides the student's attention heads.
+        pipeline_parallel: neighboring ranks that hold some of the student's layers each, as stages
+            of a pipeline. Needs ZeRO stage 1 and as many gradient_accumulation_steps. See
+            docs/parallelism.md.
         activation_checkpointing: recompute the student's activations in backward instead of
             keeping them.
         activation_offload: keep what activation_checkpointing stores in the host's memory until
@@ -150,15 +168,18 @@ class Config:
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
         eval_tasks: tasks that the student is judged by, with commas: mmlu, mmlu_continuation,
-            lambada, gsm8k, or lm_eval:NAME for one of lm-evaluation-harness. See docs/tasks.md.
+            lambada, gsm8k, humaneval_plus, mbpp_plus, or lm_eval:NAME for one of
+            lm-evaluation-harness. See docs/tasks.md.
         eval_task_every: steps between two of these evaluations. 0 evaluates before the first and
             after the last step only.
         eval_task_data: directory of the tasks' files. Empty: they come from the hub.
         eval_task_shots: worked examples in front of each question of mmlu and gsm8k.
         eval_task_limit: items of each task (of mmlu: of each subject), the first ones. 0: all.
         eval_task_batch: items that a rank reads or writes side by side.
-        eval_task_samples: answers to each item of gsm8k, whose mean counts.
+        eval_task_samples: answers to each item that is written, whose mean counts, of code pass@k.
         eval_task_temperature: of these answers, 0 (the most likely token) to 1000.
+        allow_unsafe_code: run the programs that the student writes for humaneval_plus and mbpp_plus
+            without a sandbox, where there is none; they can do all that you can.
         save_every: steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT
             and SIGHUP only.
         keep_checkpoints: how many of them to keep, 1 or more.
@@ -188,10 +209,16 @@ class Config:
     normalize_by_vocab: bool = False
     data: str = ""
     text_key: str = "text"
+    completion_key: str = ""
+    tools_key: str = "tools"
+    template_kwargs: str = ""
+    txt_samples: str = "line"
     train_on: str = "assistant"
     split: str = "train"
     streaming: bool = False
     eval_rows: int = 0
+    eval_data: str = ""
+    eval_split: str = ""
     steps: int = 1000
     pack: bool = False
     max_length: int = 512
@@ -241,6 +268,7 @@ class Config:
     teacher_output: str = "hidden"
     teacher_output_topk: int = 256
     sequence_parallel: int = 1
+    pipeline_parallel: int = 1
     activation_checkpointing: bool = False
     activation_offload: bool = False
     mlp_tiles: int = 1
@@ -257,6 +285,7 @@ class Config:
     eval_task_batch: int = 16
     eval_task_samples: int = 1
     eval_task_temperature: float = 0.0
+    allow_unsafe_code: bool = False
     save_every: int = 0
     keep_checkpoints: int = 2
     max_bad_steps: int = 3
@@ -271,9 +300,16 @@ class Config:
     def __post_init__(self):
         check_types(self)
         self._check_values()
+        self._check_data()
         self._check_loss()
+        self._check_pipeline()
         self._check_teachers()
         self._check_presence()
+
+    @property
+    def ranks_per_reader(self):
+        """Number of neighboring ranks that read the same samples."""
+        return self.sequence_parallel * self.pipeline_parallel
 
     def _check_values(self):
         """Check each flag by itself."""
@@ -299,6 +335,23 @@ class Config:
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a "
                              "checkpoint")
+
+    @property
+    def holds_out(self):
+        """Whether rows are held out for evaluations."""
+        return bool(self.eval_rows or self.eval_data or self.eval_split)
+
+    def _check_data(self):
+        template_kwargs(self)
+        if self.completion_key and not self.prompt_key:
+            raise ValueError(f"--completion_key {self.completion_key}: what follows a prompt; name "
+                             "the column of prompts with --prompt_key")
+        if self.completion_key and self.text_key != "text":
+            raise ValueError(f"--completion_key {self.completion_key} with --text_key "
+                             f"{self.text_key}: both name what is learned; drop one")
+        if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
+            raise ValueError("--eval_data or --eval_split with --streaming: a stream may have no "
+                             "end; say by --eval_rows how many rows of it are used")
 
     def _check_loss(self):
         """Check flags of the loss that contradict one another."""
@@ -327,9 +380,9 @@ class Config:
             raise ValueError(f"--rollout_top_p {self.rollout_top_p}: expected more than 0, at most "
                              "1")
         if not self.on_policy:
-            if self.prompt_key:
-                raise ValueError("--prompt_key: names prompts for what the student writes; add "
-                                 "--on_policy")
+            if self.prompt_key and not self.completion_key:
+                raise ValueError("--prompt_key: names prompts of what the student writes, or of "
+                                 "completions; add --on_policy or --completion_key")
             return
         if not self.kd_weight:
             raise ValueError(f"--on_policy {self.on_policy} with --kd_weight 0: what the student "
@@ -351,6 +404,21 @@ class Config:
         if self.eval_task_samples > 1 and not self.eval_task_temperature:
             raise ValueError(f"--eval_task_samples {self.eval_task_samples}: all samples would be "
                              "the same answer; raise --eval_task_temperature above 0, as to 0.8")
+
+    def _check_pipeline(self):
+        """Check what does not go together with a pipeline."""
+        if self.pipeline_parallel == 1:
+            return
+        others = {
+            "sequence_parallel": self.sequence_parallel > 1,
+            "on_policy": self.on_policy,
+            "learn_projection": self.learn_projection,
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise ValueError(f"--pipeline_parallel {self.pipeline_parallel} with --{name} "
+                                 f"{getattr(self, name)}: these do not go together; leave out "
+                                 "one of them")
 
     def _check_teachers(self):
         if self.teachers:
@@ -375,8 +443,9 @@ LOWEST = dict(
     eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
-    teacher_tp=1, teacher_ranks=0, sequence_parallel=1, mlp_tiles=1, teacher_output_topk=1,
-    teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE, on_policy=0,
+    teacher_tp=1, teacher_ranks=0, sequence_parallel=1, pipeline_parallel=1, mlp_tiles=1,
+    teacher_output_topk=1, teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE,
+    on_policy=0,
     prompt_tokens=1, rollout_tokens=1, rollouts_per_prompt=1, rollout_every=1, max_ratio=1,
     rollout_temperature=LOWEST_TEMPERATURE, rollout_batch=1, rollout_log=0, rollout_eval=0,
     max_logp_gap=0, eval_task_every=0, eval_task_shots=0, eval_task_limit=0, eval_task_batch=1,
@@ -399,19 +468,21 @@ RATIOS = "clamp", "mask"
 FREE_ON_RESUME = {
     "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps",
     "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
-    "sequence_parallel", "teacher_tp", "teacher_ranks", "teacher_engine", "teacher_offload",
-    "activation_checkpointing", "activation_offload", "mlp_tiles", "pack", "tiled",
+    "sequence_parallel", "pipeline_parallel", "teacher_tp", "teacher_ranks", "teacher_engine",
+    "teacher_offload", "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
+    "tiled",
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
     "rollout_eval", "max_logp_gap", "rollout_command", "eval_tasks", "eval_task_every",
     "eval_task_data", "eval_task_shots", "eval_task_limit", "eval_task_batch", "eval_task_samples",
-    "eval_task_temperature"}
+    "eval_task_temperature", "allow_unsafe_code"}
 
 # The order of --help.
 GROUPS = {
     "model": ["student", "from_scratch", "trust_remote_code", "sequence_parallel",
-              "activation_checkpointing", "activation_offload", "mlp_tiles"],
-    "data": ["data", "text_key", "split", "streaming", "train_on", "max_length",
-             "teacher_max_length", "pack", "aligner", "eval_rows", "num_workers"],
+              "pipeline_parallel", "activation_checkpointing", "activation_offload", "mlp_tiles"],
+    "data": ["data", "text_key", "completion_key", "tools_key", "template_kwargs", "txt_samples",
+             "split", "streaming", "train_on", "max_length", "teacher_max_length", "pack",
+             "aligner", "eval_rows", "eval_data", "eval_split", "num_workers"],
     "loss": ["loss", "kd_weight", "ce_weight", "dynamic_scale", *loss_flags(), "learn_projection",
              "projection_learning_rate", "tiled", "loss_memory_mib"],
     "on-policy": ["on_policy", "prompt_key", "prompt_tokens", "rollout_tokens",
@@ -424,7 +495,7 @@ GROUPS = {
                             "teacher_offload"],
     "evaluation tasks": ["eval_tasks", "eval_task_every", "eval_task_data", "eval_task_shots",
                          "eval_task_limit", "eval_task_batch", "eval_task_samples",
-                         "eval_task_temperature"],
+                         "eval_task_temperature", "allow_unsafe_code"],
     "run": ["ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
             "save_every", "keep_checkpoints", "max_bad_steps", "resume", "extend_schedule",
             "export", "log_comms", "wandb_project", "local_rank"],
@@ -438,6 +509,7 @@ def choices_of_flags():
         "aligner": ALIGNERS,
         "projection_columns": ("all", "reachable"),
         "train_on": ("assistant", "all"),
+        "txt_samples": tuple(TXT_SAMPLES),
         "alm_mode": ALM_MODES,
         "ratio": RATIOS,
         "loss_topk_of": LOSS_TOPK_OF,
@@ -446,6 +518,31 @@ def choices_of_flags():
         "teacher_output": TEACHER_OUTPUTS,
         "teacher_weights": TEACHER_WEIGHTS,
     }
+
+
+# What `apply_chat_template` is told by the code itself.
+TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "add_generation_prompt",
+                      "continue_final_message", "return_dict", "return_tensors"}
+
+
+def template_kwargs(cfg):
+    """Return --template_kwargs as a dict.
+
+    Raises:
+        ValueError: it is no JSON object, or names what is not the user's to say.
+    """
+    if not cfg.template_kwargs:
+        return {}
+    example = 'expected a JSON object like {"enable_thinking": false}'
+    try:
+        told = json.loads(cfg.template_kwargs)
+    except json.JSONDecodeError:
+        told = None
+    if not isinstance(told, dict):
+        raise ValueError(f"--template_kwargs {cfg.template_kwargs}: {example}")
+    for name in sorted(TEMPLATE_ARGUMENTS & set(told)):
+        raise ValueError(f"--template_kwargs: {name} is not for templates to be told; leave it out")
+    return told
 
 
 # --- several teachers -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Carry a checkpoint to another layout: number of ranks, ZeRO stage, sequence shards.
+"""Carry a checkpoint to another layout: number of ranks, ZeRO stage, sequence shards, pipeline.
 
 Every conversion goes by way of one folder, the universal checkpoint of DeepSpeed: weights and
 optimizer state of each parameter, whole and under its name.  DeepSpeed writes it from a checkpoint
@@ -124,6 +124,7 @@ def normalize_universal_checkpoint(universal):
     Stages 1 and 2 look for other files and keys than stage 3, and for tensors in their shapes;
     DeepSpeed writes only those of the stage that saved, and flat tensors from stage 3.
     """
+    _count_as_one(universal)
     if not (universal / MODEL_STATES).exists():
         shutil.copy(universal / MODEL_STATES_3, universal / MODEL_STATES)
     if not (universal / MODEL_STATES_3).exists():
@@ -144,6 +145,18 @@ def normalize_universal_checkpoint(universal):
             "param_groups": saved["param_groups"],
         }
     torch.save(saved, path)
+
+
+def _count_as_one(universal):
+    """Keep one file of model states where each stage of a pipeline has written one.
+
+    They differ in nothing that is read: the weights are elsewhere.
+    """
+    first, *others = sorted(universal.glob("*mp_rank_*_model_states.pt"))
+    if others:
+        for path in others:
+            path.unlink()
+        torch.save(_load(first) | {"mp_world_size": 1}, first)
 
 
 def _restore_shapes(universal):

@@ -98,7 +98,8 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
 
     Args:
         config: dict of `read_ds_config`, left as it is.
-        cfg: the flags ds_config, sequence_parallel, log_comms, learning_rate and steps.
+        cfg: the flags ds_config, sequence_parallel, pipeline_parallel, log_comms, learning_rate
+            and steps.
         num_ranks: ranks of the student.
         hidden_size: of the student.
         bf16: whether the device computes in bfloat16.
@@ -107,7 +108,7 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
             nothing fills.
     """
     config = copy.deepcopy(config)
-    num_data_parallel = num_ranks // cfg.sequence_parallel
+    num_data_parallel = num_ranks // cfg.ranks_per_reader
     sizes = batch_sizes(config, num_data_parallel, cfg.ds_config)
     # The engine does not know of sequence parallelism.  It counts each rank of a sequence group as
     # a data-parallel one, so its batch is larger by that factor.

@@ -8,6 +8,7 @@ import copy
 import inspect
 import math
 import warnings
+from typing import NamedTuple
 
 import deepspeed
 import pydantic
@@ -22,17 +23,28 @@ UNUSABLE_OPTIMIZERS = {"Optimizer", "LBFGS", "SparseAdam"}
 OWN_ADAM_PARAMS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"}
 
 
-def check_with_deepspeed(config, path):
+class DataParallelRanks(NamedTuple):
+    """State how many ranks read samples of their own, as DeepSpeed asks for it."""
+
+    count: int
+
+    def get_data_parallel_world_size(self):
+        return self.count
+
+
+def check_with_deepspeed(config, path, num_data_parallel=None):
     """Ask DeepSpeed's own model of its configuration; try the optimizer and the schedule.
 
     Args:
         config: dict that the engine will get, every "auto" filled.
         path: of the file, for errors.
+        num_data_parallel: ranks over which the engine averages gradients; None: all.
     Raises:
         ValueError: what DeepSpeed, the optimizer or the schedule refuses.
     """
     try:
-        parsed = DeepSpeedConfig(copy.deepcopy(config))
+        mpu = num_data_parallel and DataParallelRanks(num_data_parallel)
+        parsed = DeepSpeedConfig(copy.deepcopy(config), mpu=mpu)
     except Exception as error:  # pydantic's, DeepSpeed's own, assertions
         raise ValueError(f"--ds_config {path}: {_reason(error)}") from None
     if parsed.float16_config.enabled and not get_accelerator().is_fp16_supported():

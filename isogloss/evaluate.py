@@ -5,6 +5,7 @@ tokens, divided by the UTF-8 bytes that they spell.  End-of-text tokens count on
 fraction.  Accuracy and entropy are per token, so those of different tokenizers compare roughly.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field, fields
 
@@ -253,13 +254,27 @@ def add_agreement(sums, student, teacher, sub_tile, pair):
         sums.projected += int((pair.loss.indices_VK[v, 0] == w).sum())
 
 
+def evaluation_terms(batch, setups, sequence_group):
+    """Return the EvaluationTerms of a Batch, for which all teachers are asked."""
+    terms = EvaluationTerms(batch.student, batch.counts, sequence_group=sequence_group)
+    for setup, teacher_batch in zip(setups, batch.teachers):
+        logits = setup.source.targets(teacher_batch)
+        text_logits = logits
+        if setup.spec.averages_top_k:
+            # what the members say of the text does not tell what their mean says of it
+            text_logits = setup.source.whole_targets(teacher_batch)
+        terms.pairs.append(EvaluationPair(
+            teacher_batch, logits, text_logits, setup.loss, setup.spelling_ids))
+    return terms
+
+
 @torch.no_grad()
 def evaluate(batches, student, setups, sequence_group=None):
     """Compute global means over held-out batches.  All ranks call it, with equally many batches.
 
     Args:
         batches: Batches on the device.
-        student: the engine, or a StudentWithLoss: (StudentBatch, terms) -> terms.reduce(logits).
+        student: `student.StudentRunner`.
         setups: `targets.TeacherSetup` of every teacher, with its source.
         sequence_group: SequenceGroup where ranks hold shards of sequences.
     Returns:
@@ -269,19 +284,14 @@ def evaluate(batches, student, setups, sequence_group=None):
     model_size = len(fields(ModelSums))
     pair_size = len(fields(PairSums))
     totals = torch.zeros(model_size + len(setups) * (model_size + pair_size), dtype=torch.float64)
-    for batch in batches:
-        device = batch.student.ids.device
-        terms = EvaluationTerms(batch.student, batch.counts, sequence_group=sequence_group)
-        for setup, teacher_batch in zip(setups, batch.teachers):
-            logits = setup.source.targets(teacher_batch)
-            text_logits = logits
-            if setup.spec.averages_top_k:
-                # what the members say of the text does not tell what their mean says of it
-                text_logits = setup.source.whole_targets(teacher_batch)
-            terms.pairs.append(EvaluationPair(
-                teacher_batch, logits, text_logits, setup.loss, setup.spelling_ids))
+    batches = iter(batches)
+    while group := list(itertools.islice(batches, student.batches_at_once)):
+        device = group[0].student.ids.device
+        terms = [evaluation_terms(batch, setups, sequence_group) for batch in group]
         # inside the model's forward pass, because that is where ZeRO-3 gathers the head
-        totals += student(batch.student, terms)
+        for sums in student.reduce([batch.student for batch in group], terms):
+            if sums is not None:  # another rank of the pipeline has them
+                totals += sums
         for setup in setups:
             setup.source.release()
     # one collective for everything, in the order that `EvaluationTerms.reduce` writes

@@ -6,13 +6,11 @@ Tests: tests/test_export.py, tests/test_distributed.py.
 """
 
 import glob
-import itertools
 import json
 import os
 import shutil
 from pathlib import Path
 
-import deepspeed
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +26,7 @@ from isogloss.files import (
 )
 from isogloss.rendezvous import values_of_ranks
 from isogloss.run_identity import checkpoint_folder
+from isogloss.student import gathered
 from projection_tools import save_atomically
 
 MANIFEST = "isogloss_export.json"
@@ -136,14 +135,8 @@ def _check_replaceable(export):
 # --- write ----------------------------------------------------------------------------------------
 
 
-def gathered(parameter):
-    """Return a context in which a parameter is whole; under ZeRO-3 all ranks take part."""
-    is_partitioned = hasattr(parameter, "ds_id")
-    return deepspeed.zero.GatheredParameters([parameter] if is_partitioned else [])
-
-
 def export_model(engine, tokenizer, target, trust_remote_code=False):
-    """Write the student as a Hugging Face directory, from any ZeRO stage; all ranks take part.
+    """Write the student as a Hugging Face directory, from any layout; all ranks take part.
 
     Args:
         engine: whose module holds the Hugging Face model as `.model`.
@@ -154,11 +147,7 @@ def export_model(engine, tokenizer, target, trust_remote_code=False):
     """
     error = None
     student = engine.module.model
-    weights = {}
-    for name, tensor in itertools.chain(student.named_parameters(), student.named_buffers()):
-        with gathered(tensor):
-            if dist.get_rank() == 0:
-                weights[name] = tensor.detach().cpu().clone()
+    weights = engine.module.collect_weights()
     if dist.get_rank() == 0:
         config = student.config
         config.use_cache = True  # training switched it off

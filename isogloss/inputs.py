@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
-from isogloss.config import configs_by_teacher, routes_by_teacher
+from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
 from isogloss.data import (
     ExampleReader,
     HeldOutBatches,
@@ -22,35 +22,59 @@ from isogloss.data import (
     StreamedExamples,
     check_routes,
     check_templates,
-    column_names,
-    first_rows,
-    holds_chats,
-    load_dataset,
     loader,
     split_dataset,
 )
+from isogloss.data_checks import check_column, has_text
 from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
 from isogloss.export import check_results
-from isogloss.layout import node_size, teacher_groups
+from isogloss.layout import is_last_stage, node_size, teacher_groups
 from isogloss.loss_table import build_loss
 from isogloss.model_teachers import reads_more_than_text, resolve_engine
+from isogloss.open_data import (
+    ROWS_TO_TRY,
+    column_names,
+    filled_columns,
+    first_rows,
+    holds_chats,
+    load_dataset,
+)
 from isogloss.pretrained import check_random, check_weights, load_config
 from isogloss.rollouts import Prompter, SkippedPrompt
 from isogloss.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
 from isogloss.specs import TeacherSpec
+from isogloss.stages import check_pipeline_layout
 from isogloss.targets import TeacherSetup
 from isogloss.task_suite import TaskSuite, load_suite
 from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
+from isogloss.workers import DataError
 from projection_tools import fingerprint, load_tokenizer
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
+
+
+@dataclass
+class RunData:
+    """Hold the data of a run.
+
+    Attributes:
+        train_data, held_out_data: data sets.
+        reader, held_out_reader: ExampleReader of each.
+        first_row: number of the first row of the training data in the whole data.
+    """
+
+    train_data: datasets.Dataset
+    held_out_data: datasets.Dataset | list
+    reader: ExampleReader
+    held_out_reader: ExampleReader
+    first_row: int = 0
 
 
 @dataclass
@@ -61,7 +85,7 @@ class RunInputs:
         student: TextEncoder.
         teachers: TeacherSetup of every teacher, without a source; empty: cross-entropy alone.
         ds_config: what DeepSpeed will see.
-        train_data, held_out_data: data sets.
+        data: RunData.
         checkpoint: Path to resume from, or None.
         convert: the checkpoint was written in another layout.
         tasks: TaskSuite, or None.
@@ -70,8 +94,7 @@ class RunInputs:
     student: TextEncoder
     teachers: list
     ds_config: dict
-    train_data: datasets.Dataset
-    held_out_data: datasets.Dataset | list
+    data: RunData
     checkpoint: Path | None
     convert: bool = False
     tasks: TaskSuite | None = None
@@ -91,7 +114,7 @@ def check_inputs(cfg, device, roles=None):
     raw_ds_config = read_ds_config(cfg.ds_config)
     check_results(cfg)
     student, student_config = load_text_encoder(
-        "student", cfg.student, cfg.max_length, cfg.trust_remote_code)
+        "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
     encoders = load_teacher_encoders(cfg, roles)
     tasks = load_student_tasks(cfg, student, student_config)
@@ -100,9 +123,11 @@ def check_inputs(cfg, device, roles=None):
     num_ranks = dist.get_world_size()
     if cfg.sequence_parallel > 1:
         check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
+    if cfg.pipeline_parallel > 1:
+        check_pipeline_layout(cfg, student_config, raw_ds_config, num_ranks, roles)
     ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
-    check_with_deepspeed(ds_config, cfg.ds_config)
-    train_data, held_out_data = load_data(cfg, student, encoders)
+    check_with_deepspeed(ds_config, cfg.ds_config, num_ranks // cfg.pipeline_parallel)
+    data = load_data(cfg, student, encoders)
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
@@ -110,16 +135,16 @@ def check_inputs(cfg, device, roles=None):
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-    return RunInputs(student, teachers, ds_config, train_data, held_out_data, checkpoint, convert,
-                     tasks)
+    return RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks)
 
 
-def load_text_encoder(role, path, max_length, trust_remote_code=False):
+def load_text_encoder(role, path, max_length, trust_remote_code=False, template_kwargs=None):
     """Return (TextEncoder, AutoConfig) of the student or a teacher, checked against each other.
 
     Args:
         max_length: positions per sample; 0: the model's context.
         trust_remote_code: run the Python code that comes with the model.
+        template_kwargs: what its chat template is told beside a chat.
     Raises:
         ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
     """
@@ -144,7 +169,7 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False):
         raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, but its "
                          f"tokenizer {len(table)} ids; use the tokenizer that the model was "
                          "trained with")
-    return TextEncoder(tokenizer, table, max_length or context), config
+    return TextEncoder(tokenizer, table, max_length or context, template_kwargs or {}), config
 
 
 def check_language_model(role, path, config):
@@ -180,7 +205,8 @@ def load_student_tasks(cfg, student, config):
         options = TaskOptions(
             data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
             batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
-            temperature=cfg.eval_task_temperature, seed=cfg.seed)
+            temperature=cfg.eval_task_temperature, seed=cfg.seed,
+            allow_unsafe_code=cfg.allow_unsafe_code)
         return load_suite(cfg.eval_tasks.split(","), options, student.tokenizer, config,
                           dist.get_rank(), dist.get_world_size())
     except ValueError as error:
@@ -200,7 +226,7 @@ def load_teacher_encoders(cfg, roles=None):
     for name, teacher_cfg in configs_by_teacher(cfg).items():
         encoders[name], _ = load_text_encoder(
             "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length,
-            teacher_cfg.trust_remote_code)
+            teacher_cfg.trust_remote_code, template_kwargs(cfg))
         teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
         engine = teacher_cfg.teacher_engine
         if engine in MODEL_ENGINES:
@@ -230,26 +256,83 @@ def check_models(cfg):
 
 
 def load_data(cfg, student, encoders):
-    """Return (train, held out) data sets, checked against flags and chat templates."""
-    dataset = load_dataset(cfg.data, cfg.text_key, cfg.split, cfg.streaming)
+    """Return the RunData of a run, checked against flags and chat templates."""
+    train, reader = open_rows(cfg, cfg.data, cfg.split, {cfg.student: student, **encoders})
+    if cfg.on_policy:
+        check_prompts(cfg, train, reader, student)
+    if not (cfg.eval_data or cfg.eval_split):
+        train, held_out = split_dataset(train, cfg.eval_rows, reader.text_key, cfg.data)
+        return RunData(train, held_out, reader, reader, cfg.eval_rows)
+    try:
+        rows, held_out_reader = open_rows(
+            cfg, cfg.eval_data or cfg.data, cfg.eval_split or "train",
+            {cfg.student: student, **encoders})
+    except DataError as error:
+        raise DataError(_of_held_out_rows(str(error))) from None
+    held_out = first_of_eval_data(cfg, rows, held_out_reader)
+    train, _ = split_dataset(train, 0, reader.text_key, cfg.data)
+    return RunData(train, held_out, reader, held_out_reader)
+
+
+def _of_held_out_rows(line):
+    """Return a line that names --data as one that names the flags of held-out rows."""
+    return line.replace("--data ", "--eval_data ").replace("--split ", "--eval_split ")
+
+
+def open_rows(cfg, source, split, encoders):
+    """Return (data set, ExampleReader); chats have to be what every model's template renders.
+
+    Args:
+        encoders: {name: TextEncoder} of the student and the teachers.
+    """
+    text_key = cfg.completion_key or cfg.text_key
+    plain_keys = (cfg.route_key,) if cfg.route_key else ()
+    dataset = load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
+                           json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
+                           optional_keys=(cfg.tools_key,) if cfg.tools_key else (),
+                           txt_samples=cfg.txt_samples)
+    columns = column_names(dataset)
     if cfg.route_key:
         routes = []
         for of_teacher in routes_by_teacher(cfg).values():
             routes += of_teacher or []
         check_routes(dataset, cfg.route_key, routes)
-    if holds_chats(dataset, cfg.text_key):  # every model renders them by its own template
-        for name, encoder in {cfg.student: student, **encoders}.items():
+    if cfg.prompt_key and cfg.prompt_key not in columns:
+        raise DataError(f"--prompt_key {cfg.prompt_key}: no such column; it has "
+                        f"{', '.join(columns)}")
+    tools_key = cfg.tools_key if cfg.tools_key in columns else ""
+    reader = ExampleReader(text_key, cfg.route_key, source, cfg.prompt_key,
+                           bool(cfg.completion_key), tools_key, filled_columns(dataset))
+    if cfg.prompt_key and not cfg.streaming:  # as `load_dataset` has checked the other column
+        check_column(source, dataset, cfg.prompt_key)
+    for number, row in enumerate(first_rows(dataset, ROWS_TO_TRY, text_key, source)):
+        reader(row, number)
+    if holds_chats(dataset, text_key):
+        for name, encoder in encoders.items():
             if not encoder.tokenizer.chat_template:
                 raise ValueError(f"{name}: its tokenizer has no chat template, and "
-                                 f"{cfg.text_key!r} holds chats; set chat_template in "
+                                 f"{text_key!r} holds chats; set chat_template in "
                                  "tokenizer_config.json")
-        check_templates(dataset, cfg.text_key, [student, *encoders.values()], cfg.data)
-    if cfg.on_policy:
-        check_prompts(cfg, dataset, student)
-    return split_dataset(dataset, cfg.eval_rows, cfg.text_key, cfg.data)
+        check_templates(dataset, reader, encoders.values())
+    return dataset, reader
 
 
-def check_prompts(cfg, dataset, student):
+def first_of_eval_data(cfg, rows, reader):
+    """Return the held-out rows of a data set of their own: the first --eval_rows, or all."""
+    if cfg.streaming:
+        held_out = first_rows(rows, cfg.eval_rows, reader.text_key, reader.source)
+        has_any = any(row[reader.text_key] for row in held_out)
+    else:
+        size = min(cfg.eval_rows or len(rows), len(rows))
+        held_out = rows.select(range(size))
+        has_any = has_text(rows, 0, size, reader.text_key)
+    if not has_any:
+        raise ValueError(f"--eval_data {reader.source}: all rows that would be held out are empty; "
+                         "hold out more, or name other data")
+    return held_out
+
+
+def check_prompts(cfg, dataset, reader, student):
     """Raise a ValueError where the first rows give no prompts.
 
     Args:
@@ -261,14 +344,9 @@ def check_prompts(cfg, dataset, student):
         raise ValueError(f"--rollouts_per_prompt {cfg.rollouts_per_prompt}: a stream gives each "
                          "prompt once, so it has to divide the micro-batch of "
                          f"{micro_batch_size}; choose another number, or leave out --streaming")
-    columns = column_names(dataset)
-    if cfg.prompt_key and cfg.prompt_key not in columns:
-        raise ValueError(f"--prompt_key {cfg.prompt_key}: no such column; it has "
-                         f"{', '.join(columns)}")
-    reader = build_reader(cfg)
     prompter = build_prompter(cfg, student, 1)
     errors = []
-    rows = first_rows(dataset, PROMPTS_TO_TRY, cfg.text_key, cfg.data)
+    rows = first_rows(dataset, PROMPTS_TO_TRY, reader.text_key, cfg.data)
     for number, row in enumerate(rows):
         try:
             prompter.prompt(reader(row, number), (number, 0))
@@ -342,12 +420,12 @@ def teacher_spec(cfg, encoder, device):
         path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
         dtype=cfg.teacher_dtype, device=device, degree=cfg.teacher_tp,
         offload=cfg.teacher_offload, output=output, output_topk=cfg.teacher_output_topk,
-        sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
+        sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
 
 
 def spelling_ids(cfg, student, encoder, device):
     """Return what evaluations compare tokens by; None without held-out rows."""
-    if not cfg.eval_rows:
+    if not cfg.holds_out:
         return None
     return SpellingIds.of(student.table, encoder.table, device)
 
@@ -355,46 +433,44 @@ def spelling_ids(cfg, student, encoder, device):
 # --- batches --------------------------------------------------------------------------------------
 
 
-def load_batches(cfg, inputs, engine, device, start, asked_to_end=lambda: False):
+def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=lambda: False):
     """Return (iterator over micro-batches from step `start` on, iterable over held-out ones).
 
     Args:
         inputs: RunInputs.
         engine: the DeepSpeed engine, which knows the batch sizes.
+        place: of a stream, from which it goes on, see `stream.Block`; None: from its first row on.
         asked_to_end: see `workers.Loader`.
     """
-    # ranks of a sequence group read the same samples
-    reader_rank = dist.get_rank() // cfg.sequence_parallel
+    # ranks of a sequence group or of a pipeline read the same samples
+    reader_rank = dist.get_rank() // cfg.ranks_per_reader
     collator = build_collator(cfg, inputs, device)
     micro_batch_size = engine.train_micro_batch_size_per_gpu()
-    reader = build_reader(cfg)
     prompter = None
     if cfg.on_policy:
         prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, engine))
-    stream = StreamedExamples if cfg.streaming else ShuffledExamples
+    data = inputs.data
+    if cfg.streaming:
+        stream = StreamedExamples(data.train_data, data.reader, cfg.seed, data.first_row, place)
+    else:
+        stream = ShuffledExamples(data.train_data, data.reader, cfg.seed, data.first_row)
     batches = MicroBatches(
-        stream(inputs.train_data, reader, cfg.seed, cfg.eval_rows), collator, micro_batch_size,
-        engine.gradient_accumulation_steps(), reader_rank, num_readers(cfg), start,
-        prompter)
-    held_out = HeldOutBatches(inputs.held_out_data, reader, collator, micro_batch_size,
-                              reader_rank, num_readers(cfg))
+        stream, collator, micro_batch_size, engine.gradient_accumulation_steps(), reader_rank,
+        num_readers(cfg), start, prompter)
+    held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
+                              micro_batch_size, reader_rank, num_readers(cfg))
     return iter(loader(batches, cfg.num_workers, asked_to_end)), loader(held_out, 0)
 
 
 def num_readers(cfg):
-    """Return how many ranks, or sequence groups, read samples of their own."""
-    return dist.get_world_size() // cfg.sequence_parallel
+    """Return how many ranks, sequence groups or pipelines read samples of their own."""
+    return dist.get_world_size() // cfg.ranks_per_reader
 
 
 def samples_per_step(cfg, engine):
-    """Return how many samples a step has over all ranks; those of a sequence group share theirs."""
+    """Return how many samples a step has over all ranks; some share theirs, see `num_readers`."""
     size = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     return size * num_readers(cfg)
-
-
-def build_reader(cfg):
-    """Return the ExampleReader of a run."""
-    return ExampleReader(cfg.text_key, cfg.route_key, cfg.data, cfg.prompt_key)
 
 
 def build_prompter(cfg, student, samples_per_step):
@@ -428,4 +504,5 @@ def build_collator(cfg, inputs, device, tile_mib=None):
         sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
         # neighboring ranks hold the shards of one sequence
         sequence_rank=dist.get_rank() % cfg.sequence_parallel,
-        sequence_size=cfg.sequence_parallel)
+        sequence_size=cfg.sequence_parallel,
+        computes_loss=is_last_stage(cfg.pipeline_parallel))

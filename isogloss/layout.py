@@ -28,6 +28,11 @@ def node_size():
     return int(stated or dist.get_world_size())
 
 
+def is_last_stage(pipeline_parallel):
+    """Tell whether this rank is the last one of its pipeline, which computes the loss."""
+    return dist.get_rank() % pipeline_parallel == pipeline_parallel - 1
+
+
 # --- ranks for teachers alone ---------------------------------------------------------------------
 
 

@@ -21,15 +21,13 @@ from tqdm import tqdm
 from isogloss.files import write_atomically
 
 
-def speed_metrics(engine, device, tokens, seconds):
+def speed_metrics(num_parameters, device, tokens, seconds):
     """Return seconds, tokens per second and, where the device's peak is known, its utilization.
 
     Args:
-        tokens: student tokens of the step on all ranks.
+        num_parameters: of the student.
+        tokens: of the student, in the step on all ranks.
     """
-    num_parameters = 0
-    for parameter in engine.module.parameters():
-        num_parameters += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 shards
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     metrics = {"seconds": seconds, "tokens_per_second": tokens / seconds}
     num_ranks = dist.get_world_size()
@@ -46,6 +44,7 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
+TABLE_ROWS = 200  # of evaluation tasks, in wandb
 TIMED_STEPS = 100  # DeepSpeed keeps the times of every call in memory, so not for ever
 
 
@@ -95,12 +94,15 @@ class Log:
             seed; all of them are recorded.
         start_step: step from which the run starts, 0 or that of the checkpoint.
         ds_config: dict that DeepSpeed sees, recorded too.
+        description: of what else a user may want to know; printed once.
     """
 
-    def __init__(self, cfg, start_step, ds_config):
+    def __init__(self, cfg, start_step, ds_config, description=""):
         self.is_active = dist.get_rank() == 0
         if not self.is_active:
             return
+        if description:
+            print(f"distill.py: {description}", file=sys.stderr, flush=True)
         folder = Path(cfg.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
@@ -143,21 +145,28 @@ class Log:
         if not self.is_active or not records:
             return
         _append(self.rollout_path, step, records)
-        if self.wandb:
-            import wandb
-
-            columns = ["prompt", "text", "student_nats_per_byte"]
-            rows = [[record[column] for column in columns] for record in records]
-            self.wandb.log({"rollouts": wandb.Table(columns=columns, data=rows)}, step=step)
+        self._show_table("rollouts", ["prompt", "text", "student_nats_per_byte"], records, step)
 
     def write_task_items(self, step, records):
-        """Append to eval_tasks.jsonl what became of each item of an evaluation by tasks.
+        """Append to eval_tasks.jsonl what became of each item; wandb shows the first as a table.
 
         Args:
-            records: dicts of `TaskSuite.run`.
+            records: dicts of `TaskSuite.run`, of all ranks.
         """
-        if self.is_active:
-            _append(self.task_path, step, records)
+        if not self.is_active or not records:
+            return
+        _append(self.task_path, step, records)
+        columns = ["task", "id", "prediction", "verdict", "answer"]
+        self._show_table("eval_tasks", columns, records[:TABLE_ROWS], step)
+
+    def _show_table(self, name, columns, records, step):
+        """Show some columns of records in wandb, if it is on."""
+        if not self.wandb:
+            return
+        import wandb
+
+        rows = [[record.get(column) for column in columns] for record in records]
+        self.wandb.log({name: wandb.Table(columns=columns, data=rows)}, step=step)
 
     def advance(self, metrics):
         """Move the progress bar by one step."""

@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject import auto_tp
+from deepspeed.utils import groups
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
@@ -440,6 +441,20 @@ def load_transformers(spec):
         num_parameters, len(replica.ranks))
 
 
+@contextlib.contextmanager
+def _without_pipeline():
+    """Let DeepSpeed take all ranks for data-parallel ones, though the student is a pipeline.
+
+    It keeps the layout of an engine for all later ones, in a variable of a module.
+    """
+    layout = groups.mpu
+    groups.mpu = None
+    try:
+        yield
+    finally:
+        groups.mpu = layout
+
+
 def load_zero3(spec):
     """Partition a model of any architecture over all ranks, whatever the degree."""
     dtype = _dtype(spec)
@@ -449,16 +464,17 @@ def load_zero3(spec):
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if dtype != torch.float32:
         ds_config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
-    keep_alive = HfDeepSpeedConfig(ds_config)  # from_pretrained partitions while this exists
-    try:
-        model = _frozen(_load(spec))
-    finally:
-        del keep_alive
-        unset_hf_deepspeed_config()
-    head = model.get_output_embeddings()
-    with deepspeed.zero.GatheredParameters(list(head.parameters())):
-        weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
-    engine = deepspeed.initialize(model=HiddenOrLogits(model), config=ds_config)[0]
+    with _without_pipeline():
+        keep_alive = HfDeepSpeedConfig(ds_config)  # from_pretrained partitions while this exists
+        try:
+            model = _frozen(_load(spec))
+        finally:
+            del keep_alive
+            unset_hf_deepspeed_config()
+        head = model.get_output_embeddings()
+        with deepspeed.zero.GatheredParameters(list(head.parameters())):
+            weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
+        engine = deepspeed.initialize(model=HiddenOrLogits(model), config=ds_config)[0]
     engine.eval()
     num_parameters = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
     config = _config(spec)

@@ -101,6 +101,17 @@ class SharedTeacher(NamedTuple):
 # --- the teachers' side ---------------------------------------------------------------------------
 
 
+def client_roles(roles, pipeline_parallel):
+    """Return Roles as if the last stages of the pipelines were all ranks of the student.
+
+    The others ask no teacher.
+    """
+    return roles._replace(
+        student_ranks=roles.student_ranks // pipeline_parallel,
+        local_rank=roles.local_rank // pipeline_parallel if roles.role == "student"
+        else roles.local_rank)
+
+
 def client_size(roles, sequence_parallel_size):
     """Return the student's ranks that are one client: a sequence group, if it is on one node."""
     return 1 if roles.student_ranks % sequence_parallel_size else sequence_parallel_size

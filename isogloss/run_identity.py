@@ -20,8 +20,8 @@ def checkpoint_folder(cfg):
 
 
 def _batch_sizes(cfg, ds_config):
-    # ranks of a sequence group read the same samples
-    num_readers = dist.get_world_size() // cfg.sequence_parallel
+    # ranks of a sequence group or of a pipeline read the same samples
+    num_readers = dist.get_world_size() // cfg.ranks_per_reader
     return batch_sizes(ds_config, num_readers, cfg.ds_config)
 
 
@@ -77,9 +77,12 @@ def expected_identity(cfg):
 def run_layout(cfg):
     """Return what a checkpoint depends on beside the run's identity."""
     ds_config = read_ds_config(cfg.ds_config)
-    return {
+    layout = {
         "ranks": dist.get_world_size(),
         "sequence_parallel": cfg.sequence_parallel,
         "zero_stage": ds_config.get("zero_optimization", {}).get("stage", 0),
         "micro_batch": _batch_sizes(cfg, ds_config).micro_batch_size,
     }
+    if cfg.pipeline_parallel > 1:  # checkpoints of earlier versions lack the key
+        layout["pipeline_parallel"] = cfg.pipeline_parallel
+    return layout

@@ -1,6 +1,8 @@
-"""Load the student, put the loss inside its forward pass, start the DeepSpeed engine."""
+"""Load the student, put the loss inside its forward pass, start the DeepSpeed engine, run both."""
 
+import itertools
 from functools import partial
+from typing import Protocol
 
 import deepspeed
 import torch
@@ -14,7 +16,11 @@ from transformers.integrations.deepspeed import (
 
 from isogloss.activations import offload_activations, tile_mlps
 from isogloss.ds_engine import start_deepspeed
-from isogloss.finite import let_overflow_skip_steps
+from isogloss.finite import (
+    gradient_norm,
+    let_overflow_skip_steps,
+    spoil_gradient_unless_finite,
+)
 from isogloss.pretrained import load_model, random_model
 from tiles import HiddenLogits, StoredLogits, head_of
 
@@ -60,20 +66,147 @@ class StudentWithLoss(nn.Module):
             arguments["position_ids"] = batch.positions
         if terms is None:
             return self.model(**arguments).logits
-        # of checkpointed layers only their inputs are kept, which have this shape
-        hidden_size = self.model.config.get_text_config().hidden_size
-        with offload_activations((*batch.ids.shape, hidden_size), self.activation_offload):
-            if self.tiled:
-                hidden = self.model.base_model(**arguments)[0]
-                logits = HiddenLogits(hidden.flatten(0, 1), head_of(self.model, self.vocab))
-            else:
-                all_logits = self.model(**arguments).logits[..., : self.vocab]
-                logits = StoredLogits(all_logits.flatten(0, 1))
+        with kept_activations(self.model, batch.ids.shape, self.activation_offload):
+            logits = logits_source(self.model, arguments, self.vocab, self.tiled)
         return terms.reduce(logits)
+
+    def collect_weights(self):
+        """Return {name: whole tensor} of weights and buffers on rank 0, {} elsewhere; collective.
+        """
+        weights = {}
+        model = self.model
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            with gathered(tensor):
+                if dist.get_rank() == 0:
+                    weights[name] = tensor.detach().cpu().clone()
+        return weights
 
     def loss_parameters(self):
         """List the parameters that the loss itself trains beside the model's."""
         return [] if self.projection_scores is None else [self.projection_scores]
+
+
+def gathered(parameter):
+    """Return a context in which a parameter is whole; under ZeRO-3 all ranks take part."""
+    is_partitioned = hasattr(parameter, "ds_id")
+    return deepspeed.zero.GatheredParameters([parameter] if is_partitioned else [])
+
+
+def kept_activations(model, shape, offload):
+    """Return the context in which checkpointed activations of a (B, S) batch may be offloaded."""
+    # of checkpointed layers only their inputs are kept, which have this shape
+    hidden_size = model.config.get_text_config().hidden_size
+    return offload_activations((*shape, hidden_size), offload)
+
+
+def logits_source(model, arguments, vocab, tiled):
+    """Run a model, and return a LogitsSource of any positions of the flattened (B * S).
+
+    Args:
+        arguments: of its forward pass, by name.
+        vocab, tiled: see StudentWithLoss.
+    """
+    if tiled:
+        hidden = model.base_model(**arguments)[0]
+        return HiddenLogits(hidden.flatten(0, 1), head_of(model, vocab))
+    return StoredLogits(model(**arguments).logits[..., :vocab].flatten(0, 1))
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+class StudentRunner(Protocol):
+    """Run the student on the micro-batches of a step or an evaluation; all ranks take part.
+
+    Attributes:
+        engine: DeepSpeed engine.
+        computes_loss: this rank does; only such ranks ask teachers and count terms.
+        averaged_ranks: ranks over which the engine averages gradients.
+        num_parameters: of the whole student.
+        batches_at_once: that `reduce` takes best.
+        loss_group: process group of the ranks that compute losses; None: all ranks.
+        description: of what a user may want to know before the first step.
+    """
+
+    engine: deepspeed.DeepSpeedEngine
+    computes_loss: bool
+    averaged_ranks: int
+    num_parameters: int
+    batches_at_once: int
+    loss_group: object
+    description: str
+
+    def train(self, micro_batches, terms):
+        """Take an optimizer step.
+
+        Args:
+            micro_batches: Batches on the device.
+            terms: LossTerms of each, where this rank computes the loss.
+        Returns:
+            (sums, norm): (M, 3) over this rank's micro-batches, see `objective.micro_batch_loss`;
+            the gradient's norm where the engine reports none.
+        """
+
+    def reduce(self, batches, terms):
+        """Return `terms.reduce(logits)` of each StudentBatch, None where others compute it."""
+
+    def logits(self, batch):
+        """Return (B, S, V) logits of a StudentBatch; None: as above."""
+
+    def own_logits(self, batch):
+        """Return those of `stages.PROBE` by the whole model's own forward pass; None: as above."""
+
+    def share(self, numbers):
+        """Return the numbers of a rank that computes the loss, as many as here, on every rank."""
+
+    def metrics(self):
+        """Return what is to be logged of how the last step ran."""
+
+
+class EngineRunner:
+    """Run a student that an engine holds whole, or in shards of every tensor; a StudentRunner."""
+
+    computes_loss = True
+    batches_at_once = 1
+    loss_group = None
+    description = ""
+
+    def __init__(self, engine, vocab):
+        self.engine = engine
+        self.vocab = vocab
+        self.averaged_ranks = dist.get_world_size()
+        self.num_parameters = 0
+        for parameter in engine.module.parameters():
+            self.num_parameters += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3
+
+    def train(self, micro_batches, terms):
+        engine = self.engine
+        total = 0
+        for batch, batch_terms in zip(micro_batches, terms, strict=True):
+            loss, sums = engine(batch.student, batch_terms)
+            total = total + sums
+            engine.backward(spoil_gradient_unless_finite(loss))
+            norm = gradient_norm(engine)
+            # changes weights after the last micro-batch, and none if the gradient is not finite
+            engine.step()
+        return total, norm
+
+    def reduce(self, batches, terms):
+        return [self.engine(batch, of_batch) for batch, of_batch in zip(batches, terms)]
+
+    def logits(self, batch):
+        return self.engine(batch)[..., : self.vocab]
+
+    own_logits = logits
+
+    def share(self, numbers):
+        return numbers
+
+    def metrics(self):
+        return {}
+
+
+# --- load and start -------------------------------------------------------------------------------
 
 
 def load_student(cfg, ds_config, attention=None):

@@ -11,7 +11,7 @@ from isogloss.loss_table import LOSSES, DistillationLoss
 from isogloss.objective import TeacherTarget, weigh_samples
 from isogloss.sample import TextEncoder
 from isogloss.specs import BLOCK, TeacherSpec
-from isogloss.teachers import TeacherSource
+from isogloss.teachers import TeacherSource, engine_of
 from isogloss.text_scores import ScoredLogits
 from losses import at_least_float32, teacher_importance
 from teacher_mixing import teacher_scores, teacher_weights
@@ -33,6 +33,8 @@ class TeacherSetup:
         spec: TeacherSpec.
         spelling_ids: SpellingIds of the student's and this tokenizer, for evaluations.
         source: TeacherSource; None: not loaded yet.
+        asked_late: it is asked about a micro-batch when the loss comes to it, not before a step.
+        bytes_per_token: memory that its logits of a position occupied last.
     """
 
     name: str
@@ -42,6 +44,8 @@ class TeacherSetup:
     spec: TeacherSpec
     spelling_ids: SpellingIds | None = None
     source: TeacherSource | None = None
+    asked_late: bool = False
+    bytes_per_token: float = 0.0
 
     @property
     def keeps_columns(self):
@@ -51,14 +55,53 @@ class TeacherSetup:
         return LOSSES[self.cfg.loss].columns and num > self.cfg.projection_topk
 
 
-def teacher_targets(setup, batches):
+    def can_be_asked_late(self):
+        """Tell whether a rank can ask it by itself, without waiting for weights or for others.
+
+        Columns are kept by what a teacher says of a whole step.
+        """
+        return not self.keeps_columns and all(
+            engine_of(member) == "replicated" and not member.offload
+            for member in self.spec.single())
+
+
+def step_targets(setups, micro_batches, group=None):
+    """Return an iterable over micro-batches: the TeacherTarget of every teacher.
+
+    Those that are `asked_late` answer while it is walked over, so that what they said of the
+    micro-batch before can be freed; without any it is a list.
+
+    Args:
+        setups: TeacherSetup of every teacher; micro_batches: Batches; group: see `teacher_targets`.
+    """
+    at_once = {}
+    for number, setup in enumerate(setups):
+        if not setup.asked_late:
+            batches = [batch.teachers[number] for batch in micro_batches]
+            at_once[number] = teacher_targets(setup, batches, group)
+
+    def of_batch(index):
+        targets = []
+        for number, setup in enumerate(setups):
+            if number in at_once:
+                targets.append(at_once[number][index])
+            else:
+                targets += teacher_targets(setup, [micro_batches[index].teachers[number]], group)
+        return targets
+
+    targets = map(of_batch, range(len(micro_batches)))
+    return targets if len(at_once) < len(setups) else list(targets)
+
+
+def teacher_targets(setup, batches, group=None):
     """Run a teacher on the micro-batches of a step; its replica's ranks take part together.
 
     Args:
         setup: TeacherSetup.
         batches: its TeacherBatch of every micro-batch.
+        group: ranks that compute losses; None: all.
     Returns:
-        a TeacherTarget for each micro-batch.
+        a TeacherTarget for each micro-batch; none where another rank computes the loss.
     """
     targets = []
     kind = SCORE_KINDS.get(setup.cfg.teacher_weights)
@@ -66,7 +109,10 @@ def teacher_targets(setup, batches):
     with setup.source.on_device():
         for batch in batches:
             logits = setup.source.targets(batch)
+            if logits is None:
+                continue
             bytes_per_token = logits.nbytes / batch.ids.numel()
+            setup.bytes_per_token = bytes_per_token
             targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, bytes_per_token))
     if kind:
         for target, batch in zip(targets, batches):
@@ -74,10 +120,10 @@ def teacher_targets(setup, batches):
     for target, batch in zip(targets, batches):
         if batch.is_rollout is not None:
             target.rollout_nats = rollout_nats(target.logits, batch)
-    if setup.keeps_columns:
+    if targets and setup.keeps_columns:
         # The columns depend on all micro-batches and ranks, so that the loss does not depend on
         # how the step is cut.
-        kept_K = kept_columns(setup, batches, targets)
+        kept_K = kept_columns(setup, batches, targets, group)
         loss_fn = setup.loss.for_columns(kept_K)
         for target in targets:
             target.logits = target.logits.columns(kept_K)
@@ -85,8 +131,11 @@ def teacher_targets(setup, batches):
     return targets
 
 
-def kept_columns(setup, batches, targets):
+def kept_columns(setup, batches, targets, group=None):
     """Return the sorted teacher columns (K,) that a loss compares in this step, on every rank.
+
+    Args:
+        group: see `teacher_targets`.
 
     They are those with the largest logit at any position in a chunk (`teacher_importance`).
     """
@@ -98,7 +147,7 @@ def kept_columns(setup, batches, targets):
         for positions in blocks.fetches:
             block = teacher_importance(blocks.fetch(positions)[None])
             importance = torch.maximum(importance, block)
-    dist.all_reduce(importance, op=dist.ReduceOp.MAX)
+    dist.all_reduce(importance, op=dist.ReduceOp.MAX, group=group)
     if setup.loss.comparable_W is not None:  # the others take up no place
         importance = importance.masked_fill(~setup.loss.comparable_W, -torch.inf)
     return importance.topk(setup.cfg.projection_topk).indices.sort().values

@@ -129,6 +129,52 @@ class EnsembleTeacher:
             member.close()
 
 
+@dataclass
+class SilentTeacher:
+    """Take part in a teacher's forward passes on a rank that computes no loss, and keep nothing.
+
+    Attributes:
+        members: TeacherSource of each model that this rank shares with others; often none.
+    """
+
+    members: list
+
+    def request(self, batch):
+        """Do nothing: a rank that computes the loss asks."""
+
+    def targets(self, batch):
+        for member in self.members:
+            member.targets(batch)
+
+    def whole_targets(self, batch):
+        for member in self.members:
+            member.whole_targets(batch)
+
+    @contextlib.contextmanager
+    def on_device(self):
+        with contextlib.ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.on_device())
+            yield
+
+    def release(self):
+        for member in self.members:
+            member.release()
+
+    def close(self):
+        for member in self.members:
+            member.close()
+
+
+def load_silent(spec: TeacherSpec):
+    """Load what other ranks need of a teacher on this one, which computes no loss."""
+    members = []
+    for member in spec.single():
+        if member.engine in MODEL_ENGINES and engine_of(member) != "replicated":
+            members.append(load_teacher(member))
+    return SilentTeacher(members)
+
+
 def load_ensemble(spec: TeacherSpec):
     """Load every member; they may be of different kinds."""
     members = [load_teacher(member) for member in spec.members]
@@ -155,16 +201,25 @@ def engine_names():
     return ["auto", *(name for name in TEACHER_SOURCES if name not in DERIVED_SOURCES)]
 
 
+def engine_of(spec: TeacherSpec):
+    """Return the key of TEACHER_SOURCES that a spec's engine means.
+
+    Raises:
+        ValueError: see `resolve_engine`.
+    """
+    if spec.engine not in MODEL_ENGINES:
+        return spec.engine
+    config = load_config("teacher", spec.path, spec.trust_remote_code)
+    return resolve_engine(spec.engine, spec.degree, config, dist.get_world_size())
+
+
 def load_teacher(spec: TeacherSpec) -> TeacherSource:
     """Make a teacher; all ranks take part unless it is "replicated".
 
     Raises:
         ValueError: see `resolve_engine`; or its weights cannot be loaded.
     """
-    engine = spec.engine
-    if engine in MODEL_ENGINES:
-        config = load_config("teacher", spec.path, spec.trust_remote_code)
-        engine = resolve_engine(engine, spec.degree, config, dist.get_world_size())
+    engine = engine_of(spec)
     # the inference engine makes all ranks' random numbers equal
     with weights_of("teacher", spec.path), torch.random.fork_rng():
         return TEACHER_SOURCES[engine](spec)
@@ -172,7 +227,7 @@ def load_teacher(spec: TeacherSpec) -> TeacherSource:
 
 def model_teachers(source) -> list:
     """List the sources behind this one whose own logits can be asked for, to check them."""
-    if isinstance(source, EnsembleTeacher):
+    if isinstance(source, (EnsembleTeacher, SilentTeacher)):
         models = []
         for member in source.members:
             models += model_teachers(member)

@@ -1,10 +1,10 @@
 """Give every rank the whole student, for texts of its own: rollouts, evaluation tasks.
 
 Under ZeRO 0-2 that is the student itself.  One that ZeRO-3 has partitioned is copied, or its layers
-are gathered in every forward pass, in which all ranks then take part.  Ranks that share sequences
-in training attend alone here.
+are gathered in every forward pass, in which all ranks then take part.  One whose layers are the
+stages of a pipeline is copied.  Ranks that share sequences in training attend alone here.
 
-Tests: tests/test_on_policy.py.
+Tests: tests/test_on_policy.py, tests/test_pipeline.py.
 """
 
 from contextlib import contextmanager
@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from transformers import AutoModelForCausalLM
 
 from isogloss.counts import global_sums
+from isogloss.rendezvous import values_of_ranks
 from isogloss.sequence import SequenceGroup
 
 GATHERED_NUMEL = 1 << 26  # parameters that ZeRO-3 gathers at a time for the replica
@@ -25,10 +28,10 @@ class WholeStudent:
     """Lend the student to one rank at a time of a job, with its current weights.
 
     Attributes:
-        engine: DeepSpeed engine around a StudentWithLoss.
+        engine: DeepSpeed engine around a StudentWithLoss or a PipelinedStudent.
         sequence_group: SequenceGroup that shares this rank's sequences in training, or None.
         device: of this rank.
-        copies: of a partitioned student, make a copy.
+        copies: of a student that ZeRO-3 has partitioned, make a copy.
         replica: that copy, or None.
     """
 
@@ -39,12 +42,16 @@ class WholeStudent:
     replica: torch.nn.Module | None = None
 
     def __post_init__(self):
-        if self.is_partitioned() and self.copies:
+        if self.is_staged() or (self.is_partitioned() and self.copies):
             self.replica = new_replica(self.engine, self.device)
 
     def is_partitioned(self):
-        """Tell whether a rank holds parts of the weights only."""
+        """Tell whether ZeRO-3 has left parts of the weights only on a rank."""
         return self.engine.zero_optimization_stage() == 3
+
+    def is_staged(self):
+        """Tell whether a rank holds one stage of a pipeline."""
+        return isinstance(self.engine, PipelineEngine)
 
     @contextmanager
     def model(self):
@@ -54,7 +61,11 @@ class WholeStudent:
         """
         model = self.engine.module.model
         if self.replica is not None:
-            refresh(dict(self.replica.named_parameters()), model)
+            copies = dict(self.replica.named_parameters())
+            if self.is_staged():
+                refresh_from_stages(copies, self.engine)
+            else:
+                refresh(copies, model)
             yield self.replica, bool
             return
         with plain_attention(model, self.sequence_group):
@@ -114,3 +125,23 @@ def _copy_gathered(group):
         for copy, parameter in group:
             if copy is not None:
                 copy.copy_(parameter)
+
+
+def refresh_from_stages(copies, engine):
+    """Copy the weights of all stages of a pipeline; all ranks take part.
+
+    Args:
+        copies: {name: tensor} of the whole model, on every rank.
+        engine: PipelineEngine.
+    """
+    grid = engine.grid
+    own = dict(engine.module.model.named_parameters())
+    names_of_ranks = values_of_ranks(list(own))
+    for stage in range(engine.num_stages):
+        source = grid.stage_to_global(stage)  # in this rank's own pipeline
+        for name in names_of_ranks[source]:
+            if name not in copies:  # a tied head, which the first stage has as its embedding
+                continue
+            if source == dist.get_rank():
+                copies[name].data.copy_(own[name].data)
+            dist.broadcast(copies[name].data, source, group=grid.get_pipe_parallel_group())

@@ -57,5 +57,6 @@ def losses_of(output, start=0):
     for text in (Path(output) / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
         if line["step"] > start:
-            lines.append({key: value for key, value in line.items() if key not in times})
+            lines.append({key: value for key, value in line.items()
+                          if key not in times and not key.endswith("_seconds")})
     return lines

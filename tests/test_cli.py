@@ -12,6 +12,7 @@ import pytest
 
 import ranks
 from conftest import ROOT, asset
+from ipc import is_running
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from projection_tools import Pair, as_tables, save_atomically
 from projection_tools.build import build_projection
@@ -301,6 +302,8 @@ def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
         victim, other = process_of_rank(job.pid, 1), process_of_rank(job.pid, 0)
         os.kill(victim, signal.SIGKILL)
         if at_once:
+            while is_running(victim):  # the launcher has seen it end
+                pass
             os.kill(other, signal.SIGTERM)
         message = job.communicate(timeout=60)[1]
     assert job.returncode != 0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import distill
 import ranks
 from conftest import ROOT
-from isogloss import checkpoint
+from isogloss import checkpoint, student
 from isogloss.counts import global_sums
 from isogloss.inputs import build_collator
 from isogloss.launch import start_distributed
@@ -437,7 +437,7 @@ def run_until(argv, moment):
     if os.environ["RANK"] == "0":
         calls = itertools.count(1)
         if moment == "mid-step":  # after the first of two micro-batches
-            die_after(distill, "gradient_norm", lambda engine: next(calls) == 7)
+            die_after(student, "gradient_norm", lambda engine: next(calls) == 7)
         else:
             die_after(torch, "save", lambda content, path, **_: moment in str(path))
     run_distill([argv])

@@ -18,6 +18,7 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
     "translation.py": {"losses", "vocab_parallel"},
     "tiles.py": set(),
     "rollout.py": set(),
+    "sandbox.py": set(),
     "ipc.py": set(),
 }
 

@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs/README.md"]
 COPIED = ("align", "losses", "tiles", "teacher_mixing", "ipc", "cpu_kernels", "vocab_parallel",
-          "align_dp", "translation", "rollout")
+          "align_dp", "translation", "rollout", "sandbox")
 # What stands beside a copied module and may be imported by it.
 HELPERS = {"align_dp": {"align"}, "losses": {"cpu_kernels", "vocab_parallel"},
            "translation": {"losses", "vocab_parallel"}}
@@ -258,7 +258,7 @@ def test_every_stop_can_be_found():
     for name in way:
         last = ARCHITECTURE.index(f"`{name}`", last)
     for call in ("engine.backward(", "engine.step("):
-        assert call in (ROOT / "distill.py").read_text()
+        assert call in (ROOT / "isogloss" / "student.py").read_text()
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", ARCHITECTURE, re.M)]
     first_path = numbers.index(1, 1)
     assert numbers[first_path:] == list(range(1, len(numbers) - first_path + 1))

@@ -199,3 +199,61 @@ def test_wrong_prompts_and_models():
     forgetful.forward = lambda input_ids, **_: SimpleNamespace(logits=torch.zeros(1, 1, 4))
     with pytest.raises(ValueError, match="no key/value cache"):
         write(forgetful, [Prompt([0], (0,), 5)], [])
+
+
+def test_at_temperature_0_every_token_is_the_most_likely_one(model):
+    """Step by step, by a forward pass over the whole text, without a cache."""
+    starts = prompts(11)
+    stops = {STOP, 0, 7}
+    found = write(model, starts, list(stops), VOCAB, temperature=0, batch_size=4)
+    assert {completion.ended for completion in found} == {True, False}
+    for start, completion in zip(starts, found, strict=True):
+        ids = list(start.ids)
+        expected = []
+        while len(expected) < start.max_new_tokens and stops.isdisjoint(expected):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids + expected])).logits[0, -1, :VOCAB]
+            expected.append(int(logits.argmax()))
+        assert completion.ids.tolist() == expected
+        assert completion.ended == (expected[-1] in stops)
+
+
+def test_a_completion_ends_where_its_prompt_says_so(model):
+    """It is asked after every token, up to the first yes; others go on as if nothing was asked."""
+    starts = prompts(12)
+    whole = write(model, starts, [STOP], VOCAB)
+    asked = {}
+
+    def is_complete_of(number):
+        def is_complete(ids):
+            asked.setdefault(number, []).append(list(ids))
+            return len(ids) > 1 and sum(ids) % 4 == number % 4
+
+        return is_complete
+
+    for number in range(0, 12, 2):
+        starts[number].is_complete = is_complete_of(number)
+    num_early = 0
+    found = write(model, starts, [STOP], VOCAB, batch_size=5)
+    for number, (completion, of_whole) in enumerate(zip(found, whole, strict=True)):
+        ids = of_whole.ids.tolist()
+        ended = of_whole.ended
+        if number % 2 == 0:
+            prefixes = [ids[:length] for length in range(1, len(ids) + 1)]
+            fits = [len(prefix) > 1 and sum(prefix) % 4 == number % 4 for prefix in prefixes]
+            if True in fits:
+                prefixes = prefixes[: fits.index(True) + 1]
+                num_early += len(prefixes) < len(ids)
+                ended = True
+            ids = prefixes[-1]
+            assert asked[number] == prefixes
+        assert completion.ids.tolist() == ids
+        assert completion.ended == ended
+        torch.testing.assert_close(completion.logp, of_whole.logp[: len(ids)], rtol=0, atol=5e-5)
+    assert num_early >= 3
+
+
+def test_written_batches_are_reported(model):
+    reported = []
+    write(model, prompts(13), [STOP], VOCAB, batch_size=5, on_written=reported.append)
+    assert sorted(reported) == [3, 5, 5]

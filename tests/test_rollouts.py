@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import losses
 from align import TokenTable
 from isogloss import loss_table
 from isogloss.batch import Collator, Example, PairOptions
@@ -418,3 +419,56 @@ def test_chats_without_an_answer_or_a_question_give_no_prompt(chat_encoders):
         of.prompt(Example(CHAT[1:]), (0, 0))
     whole = of.prompt(Example("", prompt=CHAT[:1]), (0, 0))  # a column of prompts has no answer
     assert whole.text == of.prompt(Example(CHAT), (0, 0)).text
+
+
+# --- ends of turns --------------------------------------------------------------------------------
+
+
+def end_gradients(chat_encoders, loss, rollout, surprise):
+    """Return (L,) d loss / d logit of the student's end of turn, at every position of a rollout.
+
+    Args:
+        surprise: added to the teacher's logit of its own end of turn where it has to predict that.
+    """
+    student, teacher = chat_encoders
+    pair = Pair(("student", "teacher"), [encoder.tokenizer for encoder in chat_encoders],
+                [encoder.table for encoder in chat_encoders], ("ends_0", "ends_1"))
+    built = loss_table.build_translated(pair, torch.device("cpu"), loss, {"temperature": 1.0})
+    batch = Collator(student, [PairOptions(teacher, built.spelling)])([rollout])
+    of_teacher = batch.teachers[0]
+    generator = torch.Generator().manual_seed(0)
+    logits_LV = torch.randn(batch.student.ids.numel(), len(student.table), generator=generator)
+    logits_TW = torch.randn(of_teacher.ids.numel(), len(teacher.table), generator=generator)
+    is_end = of_teacher.labels.flatten() == teacher.table.end_of_turn
+    logits_TW[is_end, teacher.table.end_of_turn] += surprise
+    logits_LV.requires_grad_(True)
+    total = 0.0
+    for tile in of_teacher.tiles:
+        for sub_tile in tile.sub_tiles:
+            positions = tile.student_positions[sub_tile.student_slice]
+            block_TW = logits_TW[sub_tile.teacher_positions][sub_tile.teacher_slice]
+            total = total + built.loss_fn(logits_LV[positions], block_TW, sub_tile)
+    total.backward()
+    return logits_LV.grad[:, student.table.end_of_turn]
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "generalized_jsd"])
+def test_ends_are_learned_from_a_teacher_with_another_end(chat_encoders, name):
+    """A sampled end is raised where the teacher ends too, lowered where it would go on.
+
+    Were it paired with nothing, or with another token, answers would grow to the length limit.
+    """
+    student = chat_encoders[0]
+    loss = getattr(losses, name)
+    prompt = prompter(student).prompt(Example(CHAT), (0, 0))
+    answer = student.tokenizer("It is 12.50.", add_special_tokens=False)["input_ids"]
+    rollout = sampled(student, prompt, [*answer, student.table.end_of_turn], ended=True)
+    last = len(prompt.ids) + len(answer) - 1  # predicts the end
+    agrees = end_gradients(chat_encoders, loss, rollout, 12.0)
+    goes_on = end_gradients(chat_encoders, loss, rollout, -12.0)
+    assert agrees[last] < 0 < goes_on[last]
+    # a rollout that was cut has no end, whatever the teacher says of its own
+    cut = sampled(student, prompt, answer)
+    agrees = end_gradients(chat_encoders, loss, cut, 12.0)
+    assert torch.equal(agrees, end_gradients(chat_encoders, loss, cut, -12.0))
+    assert (agrees[last:] == 0).all()

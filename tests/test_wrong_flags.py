@@ -172,6 +172,12 @@ FLAGS = {
     "an engine that ends": Wrong("--on_policy=1 --rollout_tokens=20 --rollout_command=false",
                                  "--rollout_command false: ended with exit code 1"),
     "scaled by nothing": Wrong("--on_policy=1 --dynamic_scale", "there is no cross-entropy"),
+    # pipelines
+    "a pipeline of three": Wrong("--pipeline_parallel=3", "--pipeline_parallel 3: does not divide"),
+    "a pipeline of none": Wrong("--pipeline_parallel=0", "--pipeline_parallel 0: expected 1 or"),
+    "stages in shards": Wrong("--pipeline_parallel=2", "has ZeRO stage 2, and a pipeline needs"),
+    "stages that wait": Wrong("--pipeline_parallel=2 --ds_config={folder}/hasty.json",
+                              "1 gradient_accumulation_steps leave 50% of the stages' time idle"),
     # evaluation tasks
     "an unknown task": Wrong("--eval_tasks=mmul --eval_task_data={folder}",
                              "--eval_tasks mmul: unknown task 'mmul'; did you mean mmlu?"),
@@ -183,6 +189,9 @@ FLAGS = {
     "equal samples": Wrong("--eval_tasks=gsm8k --eval_task_samples=4",
                            "--eval_task_samples 4: all samples would be the same answer"),
     "no batch of a task": Wrong("--eval_tasks=gsm8k --eval_task_batch=0", "--eval_task_batch 0"),
+    "a code task without data": Wrong(
+        "--eval_tasks=humaneval_plus --allow_unsafe_code --eval_task_data={folder}",
+        "HumanEvalPlus.jsonl.gz does not exist; expected it"),
     "no harness": Wrong("--eval_tasks=lm_eval:no_such", "--eval_tasks lm_eval:no_such: "),
     "a ds_config that is a folder": Wrong("--ds_config={folder}", "no such file; ready-made"),
     "a ds_config of bytes": Wrong("--ds_config={folder}/bytes.json", "not JSON"),
@@ -202,6 +211,7 @@ def outcomes(models, texts, tmp_path_factory):
         ds_config(folder / f"{name}.json", 2, 4, 1, **changes)
     for name, (text, _) in TEXTS.items():
         (folder / f"{name}.json").write_text(text)
+    ds_config(folder / "hasty.json", 1, 4, 1)
     (folder / "bytes.json").write_bytes(b"\xff\xfe{\x00}\x00")
     rows = {"long": {"text": "a", "prompt": texts[0] * 20}, "numbers": {"text": "a", "prompt": 3},
             "chats": {"text": [{"role": "user", "content": "a"}]}}

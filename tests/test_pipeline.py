@@ -1,0 +1,522 @@
+"""A pipeline gives the loss, the gradient, the evaluation and the export of one process.
+
+One group of four ranks takes all single steps, two more all whole jobs.
+"""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import demo
+import distill
+import ranks
+from conftest import ASSETS
+from isogloss.checks import check_logits, check_packing
+from isogloss.inputs import build_collator
+from isogloss.stages import num_weights, probe_ids
+from isogloss.teachers import SilentTeacher
+from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from test_layouts import (
+    SMALL_TILE_MIB,
+    check_gradients,
+    references,
+    several_teachers,
+    uneven_samples,
+)
+
+pytestmark = pytest.mark.slow
+
+# the gradient of one process in plain PyTorch, relative, in float32
+TOLERANCE = 1e-6
+SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
+STAGE_METRICS = {"bubble", "slowest_stage", "fastest_stage"}
+
+
+@pytest.fixture(scope="module")
+def students(tokenizers, tmp_path_factory):
+    """{name: directory} of students with four layers and random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("students")
+    tied = demo.llama(tokenizers[0], SHAPE, 5)
+    tied.resize_token_embeddings(len(tokenizers[0]) + 10)
+    kinds = {
+        "tied": tied.config,
+        "qwen2": AutoConfig.for_model("qwen2", **SHAPE, tie_word_embeddings=False),
+        "gpt_neox": AutoConfig.for_model("gpt_neox", **SHAPE),
+    }
+    for name, config in kinds.items():
+        config.vocab_size = len(tokenizers[0]) + 10
+        torch.manual_seed(6)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        tokenizers[0].save_pretrained(folder / name)
+    shutil.copytree(folder / "tied", folder / "dropout")
+    path = folder / "dropout" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.1}))
+    return {path.name: str(path) for path in folder.iterdir()}
+
+
+class Step(NamedTuple):
+    """A step of a pipeline: stages, sizes, and the flags that differ from the others'.
+
+    The four ranks are 4 / num_stages pipelines.
+    """
+
+    num_stages: int
+    micro_batch_size: int
+    grad_accum_steps: int
+    flags: dict
+
+
+class StepResult(NamedTuple):
+    """What a step gave on one rank.
+
+    gradients: of the weights here, averaged, before they are clipped.
+    permuted: the same with the micro-batches in another order.
+    asked: how often the teachers were asked in a step.
+    teacher_weights: on this rank.
+    evaluation: metrics of held-out texts.
+    bad_steps: how many steps in a row were skipped, after one whose loss is NaN.
+    moved: whether a weight changed in it.
+    """
+
+    metrics: dict
+    gradients: dict
+    permuted: dict
+    asked: int
+    teacher_weights: int
+    evaluation: dict
+    bad_steps: int
+    moved: bool
+
+
+def steps_of(students, models, untied):
+    """Return {name: Step}: every P and number of pipelines, teachers everywhere, kinds of batches.
+    """
+    two = json.dumps(several_teachers(models, untied, sharded=False)[:2])
+    several = {"teacher": "", "teachers": two, "teacher_weights": "ce", "teacher_alpha": 0.7}
+    return {
+        "four stages": Step(4, 1, 8, {}),
+        "two pipelines": Step(2, 1, 4, {}),
+        "untiled": Step(2, 2, 2, {"tiled": False, "loss": "gold"}),
+        "packed": Step(2, 2, 2, {"pack": True, "activation_checkpointing": True,
+                                 "student": students["gpt_neox"]}),
+        "sharded teacher": Step(2, 1, 4, {"teacher_tp": 4}),
+        "partitioned teacher, kept columns": Step(2, 1, 4, {"teacher_engine": "zero3",
+                                                            "loss": "projection_kl"}),
+        "several teachers": Step(4, 2, 4, several | {"student": students["qwen2"]}),
+        # one that cuts texts as the student alone does
+        "no teacher": Step(4, 1, 8, {"kd_weight": 0.0, "teacher": students["tied"]}),
+    }
+
+
+def take_steps(flags, steps, samples):
+    """Return {name: StepResult}; runs on every rank."""
+    return {name: take_step(flags, step, samples) for name, step in steps.items()}
+
+
+def take_step(flags, step, samples):
+    """Return the StepResult of a step whose learning rate is 0."""
+    optimizer = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
+    path = Path(flags["output_dir"]) / f"ds-{os.environ['RANK']}.json"
+    config = ds_config(path, 1, step.micro_batch_size, step.grad_accum_steps, optimizer=optimizer)
+    state, inputs = job_for(flags | step.flags | {
+        "ds_config": config, "pipeline_parallel": step.num_stages})
+    check_logits(state, probe_ids(state.vocab).tolist())
+    if state.cfg.pack:
+        check_packing(state)
+    collator = build_collator(state.cfg, inputs, state.device, SMALL_TILE_MIB)
+    micro_batches = [collator(texts) for texts in texts_of_rank(samples, step)]
+    check_stage(state, micro_batches)
+    gradients = keep_gradients(state)
+    asked = count_requests(state)
+    evaluation = distill.run_evaluation(state, micro_batches)
+    asked.clear()
+    metrics = distill.train_step(state, micro_batches)
+    kept = dict(gradients)
+    num_asked = len(asked)
+    distill.train_step(state, micro_batches[::-1])
+    teacher_weights = sum(num_weights(model) for model in teacher_models(state))
+    permuted = dict(gradients)
+    moved = take_bad_step(state, micro_batches)
+    state.engine.destroy()
+    return StepResult(metrics, kept, permuted, num_asked, teacher_weights, evaluation,
+                      state.bad_steps.count, moved)
+
+
+def take_bad_step(state, micro_batches):
+    """Take a step whose loss is NaN; return whether it changed a weight."""
+    for group in state.engine.optimizer.param_groups:
+        group["lr"] = 1.0
+    weights = [parameter.detach().clone() for parameter in state.engine.module.parameters()]
+    term_weights = distill.term_weights
+    distill.term_weights = lambda *_: distill.TermWeights(float("nan"), [0.0] * 2)
+    distill.train_step(state, micro_batches)
+    distill.term_weights = term_weights
+    after = list(state.engine.module.parameters())
+    return not all(torch.equal(*both) for both in zip(weights, after, strict=True))
+
+
+def texts_of_rank(samples, step):
+    """Return the samples of this rank's micro-batches; those of a pipeline have the same."""
+    reader = int(os.environ["RANK"]) // step.num_stages
+    num_readers = int(os.environ["WORLD_SIZE"]) // step.num_stages
+    size = step.micro_batch_size
+    texts = []
+    for number in range(step.grad_accum_steps):
+        first = (number * num_readers + reader) * size
+        texts.append(samples[first : first + size])
+    return texts
+
+
+def check_stage(state, micro_batches):
+    """See that nothing but the last stage knows a loss."""
+    is_last = int(os.environ["RANK"]) % state.cfg.pipeline_parallel == (
+        state.cfg.pipeline_parallel - 1)
+    assert state.student.computes_loss == is_last
+    for setup in state.teachers:
+        assert isinstance(setup.source, SilentTeacher) != is_last
+    for batch in micro_batches:
+        tiles = [teacher.tiles for teacher in batch.teachers]
+        assert is_last or not (any(tiles) or batch.student.tiles)
+
+
+def keep_gradients(state):
+    """Return a dict that every optimizer step fills with this stage's averaged gradients."""
+    from deepspeed.utils import safe_get_full_grad
+
+    gradients = {}
+    optimizer = state.engine.optimizer
+    take = optimizer.step
+
+    def step(*args, **options):
+        for name, parameter in state.engine.module.model.named_parameters():
+            gradients[name] = safe_get_full_grad(parameter).clone()
+        return take(*args, **options)
+
+    optimizer.step = step
+    return gradients
+
+
+def count_requests(state):
+    """Return a list that grows whenever a teacher on this rank gives an answer that is kept."""
+    asked = []
+
+    def counting(targets):
+        def count(batch):
+            result = targets(batch)
+            if result is not None:
+                asked.append(batch)
+            return result
+
+        return count
+
+    for setup in state.teachers:
+        setup.source.targets = counting(setup.source.targets)
+    return asked
+
+
+def teacher_models(state):
+    models = []
+    for setup in state.teachers:
+        members = getattr(setup.source, "members", [setup.source])
+        for member in members:
+            whole = getattr(member.runner, "whole", member.runner)
+            if hasattr(whole, "model"):
+                models.append(whole.model)
+    return models
+
+
+def gradients_of(of_ranks, step, attribute="gradients"):
+    """Return the gradients of all stages by name; those of a tied head are equal at both ends."""
+    gradients = {}
+    for result in of_ranks[: step.num_stages]:
+        for name, gradient in getattr(result, attribute).items():
+            if name in gradients:
+                assert torch.equal(gradients[name], gradient), name
+            gradients[name] = gradient
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def flags(models, students, texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps")
+    return dict(
+        student=students["tied"], teacher=str(models[1]), data=write_corpus(folder, texts, 20),
+        max_length=250, kd_weight=0.7, ce_weight=0.3, projection_topk=100, eval_rows=2,
+        output_dir=str(folder))
+
+
+@pytest.fixture(scope="module")
+def steps(students, models, untied):
+    return steps_of(students, models, untied)
+
+
+@pytest.fixture(scope="module")
+def results(flags, steps, texts):
+    """{name of a Step: StepResult of every rank}."""
+    of_ranks = ranks.run(4, take_steps, flags, steps, uneven_samples(texts))
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in steps}
+
+
+@pytest.fixture(scope="module")
+def expected(flags, steps, texts):
+    """{name: Reference} of the same steps in one process, by torch alone."""
+    runs = []
+    for step in steps.values():
+        changes = {key: value for key, value in step.flags.items() if key != "pack"}
+        for key in ("teacher_tp", "teacher_engine"):
+            changes.pop(key, None)
+        runs.append(flags | changes)
+    return dict(zip(steps, references(runs, uneven_samples(texts)), strict=True))
+
+
+# --- single steps ---------------------------------------------------------------------------------
+
+
+def test_same_loss_and_gradient_as_one_process(steps, results, expected):
+    """Also of texts without a token, of widths that grow and shrink, whatever the order."""
+    for name, step in steps.items():
+        of_ranks = results[name]
+        reference = expected[name]
+        gradients = gradients_of(of_ranks, step)
+        assert gradients.keys() == reference.gradients.keys()
+        square = check_gradients(name, gradients, reference, TOLERANCE)
+        for result in of_ranks:  # every rank logs the same
+            metrics = result.metrics
+            assert abs(metrics["loss"] - reference.loss) <= TOLERANCE * reference.loss, name
+            assert abs(metrics["grad_norm"] - square**0.5) <= TOLERANCE * square**0.5, name
+        permuted = gradients_of(of_ranks, step, "permuted")
+        check_gradients(f"{name}, permuted", permuted, reference, TOLERANCE)
+
+
+def test_each_teacher_is_asked_once_by_the_last_stage_alone(steps, results):
+    for name, step in steps.items():
+        num_teachers = len(json.loads(step.flags.get("teachers", "[1]")))
+        if name == "no teacher":
+            num_teachers = 0
+        for rank, result in enumerate(results[name]):
+            is_last = rank % step.num_stages == step.num_stages - 1
+            assert result.asked == is_last * num_teachers * step.grad_accum_steps, name
+            is_shared = "teacher_tp" in step.flags or "teacher_engine" in step.flags
+            if not is_last and not is_shared:
+                assert result.teacher_weights == 0, name
+
+
+def test_a_step_that_is_not_finite_changes_no_stage(results):
+    """The loss is known to the last stage alone; all of them skip the step, and count it."""
+    for name, of_ranks in results.items():
+        for result in of_ranks:
+            assert result.bad_steps == 1, name
+            assert not result.moved, name
+
+
+def test_metrics_have_the_names_of_a_plain_run(results):
+    for name, of_ranks in results.items():
+        for result in of_ranks:
+            assert result.metrics.keys() >= STAGE_METRICS
+            assert 0 <= result.metrics["bubble"] < 1, name
+            assert result.metrics["slowest_stage"] >= result.metrics["fastest_stage"] > 0
+            assert "eval/student_bits_per_byte" in result.evaluation
+
+
+# --- whole jobs -----------------------------------------------------------------------------------
+
+
+class Jobs(NamedTuple):
+    """Command lines and where they write."""
+
+    folder: Path
+    flags: list
+
+    def line(self, name, num_stages, grad_accum_steps, *more, num_readers=1, steps=6):
+        """Return the command line of a run; all of them have eight samples a step.
+
+        Args:
+            num_readers: pipelines.
+        """
+        config = ds_config(self.folder / f"{name}.json", 1,
+                           8 // grad_accum_steps // num_readers, grad_accum_steps)
+        output = self.folder / name
+        return [*self.flags, f"--ds_config={config}", f"--output_dir={output}",
+                f"--pipeline_parallel={num_stages}", f"--steps={steps}",
+                f"--export={output / 'student'}", *more]
+
+    def copy(self, source, name, step):
+        """Copy a run, as it was when it had just written the checkpoint of a step."""
+        shutil.copytree(self.folder / source, self.folder / name,
+                        ignore=shutil.ignore_patterns("student"))
+        for path in (self.folder / name / "checkpoints").glob("step_*"):
+            if path.name != f"step_{step:07d}":
+                shutil.rmtree(path)
+
+    def checkpoint(self, name, step):
+        return self.folder / name / "checkpoints" / f"step_{step:07d}"
+
+
+def run_until_killed(argv, rank, step):
+    """Run a job of which one rank gets SIGKILL in mid-step."""
+    if int(os.environ["RANK"]) == rank:
+        taken = []
+        original = distill.train_step
+
+        def train_step(*args):
+            taken.append(1)
+            if len(taken) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args)
+
+        distill.train_step = train_step
+    return run_distill([argv])
+
+
+@pytest.fixture(scope="module")
+def jobs(models, students, texts, tmp_path_factory):
+    """Whole jobs: one process, four stages, two pipelines; one killed; others that resume them."""
+    folder = tmp_path_factory.mktemp("jobs")
+    argv = [f"--teacher={models[1]}", f"--data={write_corpus(folder, texts, 60)}",
+            "--max_length=80", "--eval_rows=6", "--save_every=2", "--keep_checkpoints=9",
+            "--num_workers=0"]
+    rows = [json.dumps({"text": text[:60]}) for text in texts[:7]]
+    (folder / "lambada_openai.jsonl").write_text("\n".join(rows) + "\n")
+    tasks = ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=4"]
+    jobs = Jobs(folder, [*argv, f"--student={students['tied']}"])
+    random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
+    run_all(1, [jobs.line("one", 1, 4), jobs.line("one judged", 1, 4, *tasks)])
+    killed = random.line("killed", 2, 2, num_readers=2)
+    run_all(4, [jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
+                jobs.line("two judged", 2, 2, *tasks, num_readers=2),
+                random.line("unkilled", 2, 2, num_readers=2)])
+    group = ranks.start(4, run_until_killed, killed, 1, 4)
+    for process, _ in group:  # the others end by themselves
+        process.join(120)
+        assert process.exitcode is not None
+    assert group[1][0].exitcode == -signal.SIGKILL
+    jobs.copy("two", "two to four", 4)
+    jobs.copy("one", "one to four", 4)
+    run_all(4, [killed, jobs.line("two to four", 4, 4), jobs.line("one to four", 4, 4)])
+    # processes join one world, so two worlds take new ones
+    run_all(4, [jobs.line("remote", 2, 4, "--teacher_ranks=2")])
+    jobs.copy("four", "four to one", 4)
+    jobs.copy("two", "two exported", 6)
+    run_all(1, [jobs.line("four to one", 1, 2), jobs.line("two exported", 1, 4)])
+    return jobs
+
+
+def run_all(num_ranks, lines):
+    codes = ranks.run(num_ranks, run_distill, lines)
+    assert codes == [[0] * len(lines)] * num_ranks
+
+
+def check_curve(jobs, name, expected, tolerance):
+    """Compare all that was logged, held-out metrics included, but what a pipeline alone has."""
+    for line, reference in zip(losses_of(jobs.folder / name), losses_of(jobs.folder / expected),
+                               strict=True):
+        assert line.keys() - STAGE_METRICS == reference.keys() - STAGE_METRICS
+        for key in reference.keys() - STAGE_METRICS:
+            # of a tail of the vocabulary, 1e-3 in all
+            allowed = 1e-3 if key == "eval/joined_mass" else tolerance
+            assert abs(line[key] - reference[key]) <= allowed * abs(reference[key]), (name, key)
+
+
+def test_a_pipeline_logs_what_one_process_logs(jobs):
+    check_curve(jobs, "four", "one", 1e-5)
+    check_curve(jobs, "two", "one", 1e-5)
+    check_curve(jobs, "remote", "one", 1e-5)  # teachers on ranks of their own
+    metrics = losses_of(jobs.folder / "four")
+    assert STAGE_METRICS <= metrics[1].keys()
+    assert not STAGE_METRICS & losses_of(jobs.folder / "one")[1].keys()
+
+
+def test_tasks_judge_what_all_stages_are_together(jobs):
+    check_curve(jobs, "two judged", "one judged", 1e-5)
+    judged = [line for line in losses_of(jobs.folder / "one judged") if "eval/lambada_acc" in line]
+    assert [line["step"] for line in judged] == [4, 6]  # and 0, which `losses_of` leaves out
+    others = [line for line in losses_of(jobs.folder / "two judged")
+              if "eval/lambada_acc" not in line]
+    assert without_times(others) == without_times(losses_of(jobs.folder / "two"))
+
+
+def test_a_run_goes_on_with_another_number_of_stages(jobs):
+    for name in ("two to four", "one to four", "four to one"):
+        check_curve(jobs, name, "one", 1e-5)
+
+
+def without_times(lines):
+    return [{key: value for key, value in line.items() if key not in STAGE_METRICS}
+            for line in lines]
+
+
+def test_a_run_of_which_a_stage_was_killed_resumes_bit_by_bit(jobs):
+    """With dropout, whose random numbers every rank has of its own."""
+    killed = without_times(losses_of(jobs.folder / "killed"))
+    assert killed == without_times(losses_of(jobs.folder / "unkilled"))
+    for path in jobs.checkpoint("unkilled", 6).glob("stage_*"):
+        weights = torch.load(path, weights_only=True)
+        resumed = torch.load(jobs.checkpoint("killed", 6) / path.name, weights_only=True)
+        assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+def test_a_tied_head_stays_the_embedding(jobs):
+    for name, last in (("four", 3), ("two", 1), ("killed", 1), ("two to four", 3)):
+        folder = jobs.checkpoint(name, 6)
+        first = torch.load(folder / "stage_00_model_states.pt", weights_only=True)
+        other = torch.load(folder / f"stage_{last:02d}_model_states.pt", weights_only=True)
+        assert torch.equal(first["model.embed_tokens.weight"], other["lm_head.weight"])
+
+
+def test_the_export_is_that_of_a_job_without_a_pipeline(jobs):
+    """Byte for byte, from the same checkpoint."""
+    staged = jobs.folder / "two" / "student"
+    whole = jobs.folder / "two exported" / "student"
+    names = {path.name for path in staged.iterdir()}
+    assert names == {path.name for path in whole.iterdir()}
+    assert "model.safetensors" in names
+    for name in names:
+        assert (staged / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+# --- real models ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", [("stories260K", "tinytalk_neo_3M"),
+                                  ("tinytalk_neo_3M", "stories260K")])
+def test_real_models(pair, texts, tmp_path):
+    """A Llama and a GPT-Neo, each other's teachers; twenty steps, clipped, by SGD."""
+    student, teacher = [ASSETS / "models" / name for name in pair]
+    if not student.exists():
+        pytest.skip("the shared assets are absent")
+    flags = dict(student=str(student), teacher=str(teacher), data=write_corpus(tmp_path, texts, 20),
+                 max_length=100, output_dir=str(tmp_path))
+    [whole] = ranks.run(1, clipped_steps, flags, 1, texts)
+    stages = ranks.run(2, clipped_steps, flags, 2, texts)
+    moved = {}
+    for of_stage in stages:
+        for name, weight in of_stage.items():
+            assert torch.equal(moved.setdefault(name, weight), weight), name
+    assert moved.keys() == whole.keys()
+    norm = torch.stack([weight.norm() for weight in whole.values()]).norm()
+    error = torch.stack([(moved[name] - whole[name]).norm() for name in whole]).norm()
+    assert error <= 1e-5 * norm
+
+
+def clipped_steps(flags, num_stages, texts):
+    """Return how far twenty clipped steps move the weights of this stage, in float32."""
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 0.01,
+           "zero_allow_untested_optimizer": True}
+    config = ds_config(Path(flags["output_dir"]) / f"ds{os.environ['RANK']}.json", 1, 1, 2, **sgd)
+    state, inputs = job_for(flags | {"ds_config": config, "pipeline_parallel": num_stages})
+    collator = build_collator(state.cfg, inputs, state.device)
+    model = state.engine.module.model
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for number in range(20):
+        metrics = distill.train_step(state, [collator([texts[2 * number + i]]) for i in (0, 1)])
+        assert metrics["grad_norm"] > 0.01
+    return {name: weight.detach() - before[name] for name, weight in model.named_parameters()}
