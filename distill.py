@@ -84,6 +84,7 @@ from isogloss.student import (
     EngineRunner,
     StudentRunner,
     StudentWithLoss,
+    attach_projection,
     follow_schedule,
     load_student,
     start_engine,
@@ -644,8 +645,8 @@ def build_state(cfg, inputs, device, roles=None):
     model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else None)
     vocab = len(inputs.student.table)
     if cfg.pipeline_parallel > 1:
-        teachers = [] if roles else inputs.teachers
-        student = start_pipeline(cfg, model, vocab, inputs.ds_config, teachers)
+        student = start_pipeline(
+            cfg, model, vocab, inputs.ds_config, inputs.teachers, are_local=not roles)
     else:
         student = start_whole(cfg, model, vocab, inputs)
     set_timeout(LOADING_TIMEOUT)  # of DeepSpeed's own groups too
@@ -664,10 +665,7 @@ def start_whole(cfg, model, vocab, inputs):
         EngineRunner.
     """
     module = StudentWithLoss(model, vocab, cfg.tiled, cfg.activation_offload)
-    # before the engine starts, which has to know all parameters
-    for setup in inputs.teachers:
-        if setup.loss.learned_projection:
-            setup.loss.learned_projection.attach(module, model.device)
+    attach_projection(module, inputs.teachers, model.device)
     dist.barrier()  # waits for slow loads: DeepSpeed's own groups do not wait for long
     engine = start_engine(module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate)
     return EngineRunner(engine, vocab)

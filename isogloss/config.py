@@ -412,7 +412,6 @@ class Config:
         others = {
             "sequence_parallel": self.sequence_parallel > 1,
             "on_policy": self.on_policy,
-            "learn_projection": self.learn_projection,
         }
         for name, is_set in others.items():
             if is_set:

@@ -33,7 +33,13 @@ from isogloss.stages import (
     probe,
     stage_arguments,
 )
-from isogloss.student import kept_activations, logits_source, start_engine
+from isogloss.student import (
+    StudentWithLoss,
+    attach_projection,
+    kept_activations,
+    logits_source,
+    start_engine,
+)
 
 
 class PipelinedStudent(PipelineModule):
@@ -46,6 +52,8 @@ class PipelinedStudent(PipelineModule):
         is_last: this is the last stage.
         pending: terms of the micro-batches that are under way, in their order; last stage.
         results: what became of them.
+        projection_scores: see `loss_table.LearnedProjection`; every stage has them, so that all
+            optimizers have the same groups, and the last one's gradient moves them.
     """
 
     def __init__(self, stage, vocab, tiled=True, activation_offload=False):
@@ -64,6 +72,7 @@ class PipelinedStudent(PipelineModule):
         self.is_last = self.stage_id == num_stages - 1
         self.pending = iter(())
         self.results = []
+        self.register_parameter("projection_scores", None)
         if stage.tied:
             self._tie_head()
 
@@ -82,8 +91,15 @@ class PipelinedStudent(PipelineModule):
             embedding.weight.ds_pipe_replicated = self.is_last
 
     def get_tied_weights_and_groups(self):
-        """List (weight, group of ranks that have it), as the engine asks."""
-        return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
+        """List (weight, group of ranks that have it), as the engine asks before it adds them up."""
+        tied = [(ends["module"].weight, ends["group"]) for ends in self.tied_comms.values()]
+        for scores in self.loss_parameters():
+            # the norm of the gradient counts them once
+            scores.ds_pipe_replicated = not self.is_last
+            if scores.grad is None:
+                scores.grad = torch.zeros_like(scores)
+            tied.append((scores, self._grid.get_pipe_parallel_group()))
+        return tied
 
     def forward(self, inputs):
         """Run this stage on what the engine passes on.
@@ -112,9 +128,7 @@ class PipelinedStudent(PipelineModule):
         self.results.append(sums)
         return spoil_gradient_unless_finite(loss)
 
-    def loss_parameters(self):
-        """List the parameters that the loss itself trains beside the model's: none."""
-        return []
+    loss_parameters = StudentWithLoss.loss_parameters
 
     def collect_weights(self):
         """Return {name: tensor} of all stages' weights and buffers on rank 0, {} elsewhere.
@@ -139,7 +153,7 @@ class PipelinedStudent(PipelineModule):
                     weights.setdefault(name, tensor.cpu())
         return weights
 
-    # --- checkpoints: a file for each stage, with the model's own names
+    # --- checkpoints: a file for each stage, with the names of StudentWithLoss
 
     def _weights_file(self, folder):
         return Path(folder) / f"stage_{self.stage_id:02d}_model_states.pt"
@@ -147,12 +161,12 @@ class PipelinedStudent(PipelineModule):
     def save_state_dict(self, save_dir, checkpoint_engine, exclude_frozen_params=False):
         """Write this stage's weights; one of the ranks that have them does."""
         if self._grid.data_parallel_id == 0:
-            checkpoint_engine.save(self.model.state_dict(), str(self._weights_file(save_dir)))
+            checkpoint_engine.save(self.state_dict(), str(self._weights_file(save_dir)))
 
     def load_state_dir(self, load_dir, checkpoint_engine, strict=True):
         """Read what `save_state_dict` wrote."""
         weights = checkpoint_engine.load(str(self._weights_file(load_dir)), map_location="cpu")
-        self.model.load_state_dict(weights, strict=strict)
+        self.load_state_dict(weights, strict=strict)
 
 
 class AllLogits(NamedTuple):
@@ -261,15 +275,16 @@ class PipelineRunner:
         return {"bubble": bubble, "slowest_stage": max(of_stages), "fastest_stage": min(of_stages)}
 
 
-def start_pipeline(cfg, model, vocab, ds_config, teachers):
+def start_pipeline(cfg, model, vocab, ds_config, teachers, are_local):
     """Cut a student into stages and start the engine of this rank's; all ranks take part.
 
     Args:
         cfg: Config; ds_config: dict that DeepSpeed will see.
         model: the whole student, of which this stage's weights stay.
         vocab: tokens of the student's tokenizer.
-        teachers: TeacherSetup of those on the student's ranks.  The last stage asks them late where
-            it can do so alone, as the others compute meanwhile; this counts as its work.
+        teachers: TeacherSetup of all of them.
+        are_local: they are on the student's ranks.  The last stage asks them late where it can do
+            so alone, as the others compute meanwhile; this counts as its work.
     Returns:
         PipelineRunner.
     Raises:
@@ -277,7 +292,7 @@ def start_pipeline(cfg, model, vocab, ds_config, teachers):
     """
     plan = plan_of(cfg.student, model.config.get_text_config())
     work = layer_work(model, plan, vocab)
-    for setup in teachers:
+    for setup in teachers if are_local else ():
         setup.asked_late = setup.can_be_asked_late()
         if setup.asked_late:
             work[-1] += teacher_work(setup.spec)
@@ -288,8 +303,9 @@ def start_pipeline(cfg, model, vocab, ds_config, teachers):
     stage = cut_model(cfg.student, model, plan, spans, number)
     stage.whole_logits = whole_logits
     module = PipelinedStudent(stage, vocab, cfg.tiled, cfg.activation_offload)
+    attach_projection(module, teachers, stage.device())
     dist.barrier()  # waits for slow loads: DeepSpeed's own groups do not wait for long
-    engine = start_engine(module, ds_config, cfg.ds_config)
+    engine = start_engine(module, ds_config, cfg.ds_config, cfg.projection_learning_rate)
     if is_last:
         weight = next(stage.model.parameters())
         stage.whole_logits = whole_logits.to(weight)

@@ -277,6 +277,17 @@ def start_engine(module, ds_config, path, projection_learning_rate=0.0):
     return engine
 
 
+def attach_projection(module, teachers, device):
+    """Make what a loss trains a parameter of a student's module, before its engine starts.
+
+    Args:
+        module: with `projection_scores`; teachers: TeacherSetup of all of them.
+    """
+    for setup in teachers:
+        if setup.loss.learned_projection:
+            setup.loss.learned_projection.attach(module, device)
+
+
 def optimizer_groups(module, projection_learning_rate=0.0):
     """Return the parameter groups of the optimizer; checkpoints rely on their order.
 

@@ -389,11 +389,14 @@ def jobs(models, students, texts, tmp_path_factory):
     tasks = ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=4"]
     jobs = Jobs(folder, [*argv, f"--student={students['tied']}"])
     random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
-    run_all(1, [jobs.line("one", 1, 4), jobs.line("one judged", 1, 4, *tasks)])
+    learned = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=1e-2"]
+    run_all(1, [jobs.line("one", 1, 4), jobs.line("one judged", 1, 4, *tasks),
+                jobs.line("one learned", 1, 4, *learned)])
     killed = random.line("killed", 2, 2, num_readers=2)
     run_all(4, [jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
                 jobs.line("two judged", 2, 2, *tasks, num_readers=2),
-                random.line("unkilled", 2, 2, num_readers=2)])
+                random.line("unkilled", 2, 2, num_readers=2),
+                jobs.line("four learned", 4, 4, *learned)])
     group = ranks.start(4, run_until_killed, killed, 1, 4)
     for process, _ in group:  # the others end by themselves
         process.join(120)
@@ -401,7 +404,11 @@ def jobs(models, students, texts, tmp_path_factory):
     assert group[1][0].exitcode == -signal.SIGKILL
     jobs.copy("two", "two to four", 4)
     jobs.copy("one", "one to four", 4)
-    run_all(4, [killed, jobs.line("two to four", 4, 4), jobs.line("one to four", 4, 4)])
+    jobs.copy("one learned", "one to two learned", 4)
+    jobs.copy("four learned", "four to four learned", 4)
+    run_all(4, [killed, jobs.line("two to four", 4, 4), jobs.line("one to four", 4, 4),
+                jobs.line("one to two learned", 2, 2, *learned, num_readers=2),
+                jobs.line("four to four learned", 4, 4, *learned)])
     # processes join one world, so two worlds take new ones
     run_all(4, [jobs.line("remote", 2, 4, "--teacher_ranks=2")])
     jobs.copy("four", "four to one", 4)
@@ -449,6 +456,27 @@ def test_a_run_goes_on_with_another_number_of_stages(jobs):
         check_curve(jobs, name, "one", 1e-5)
 
 
+def test_a_projection_is_learned_as_in_one_process(jobs):
+    """Also by a run that goes on with other stages; one with the same stages goes on bit by bit."""
+    first = projection_of(jobs, "one learned")
+    for name in ("four learned", "one to two learned"):
+        check_curve(jobs, name, "one learned", 1e-5)
+        projection = projection_of(jobs, name)
+        assert torch.equal(projection["indices"], first["indices"])
+        assert torch.allclose(projection["likelihoods"], first["likelihoods"], rtol=0, atol=1e-5)
+    resumed = projection_of(jobs, "four to four learned")
+    assert torch.equal(resumed["likelihoods"], projection_of(jobs, "four learned")["likelihoods"])
+    weights = []
+    for number in range(4):
+        path = jobs.checkpoint("four learned", 6) / f"stage_{number:02d}_model_states.pt"
+        weights.append(torch.load(path, weights_only=True)["projection_scores"])
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+
+
+def projection_of(jobs, name):
+    return torch.load(jobs.folder / name / "projection.pt", weights_only=True)
+
+
 def without_times(lines):
     return [{key: value for key, value in line.items() if key not in STAGE_METRICS}
             for line in lines]
@@ -469,7 +497,8 @@ def test_a_tied_head_stays_the_embedding(jobs):
         folder = jobs.checkpoint(name, 6)
         first = torch.load(folder / "stage_00_model_states.pt", weights_only=True)
         other = torch.load(folder / f"stage_{last:02d}_model_states.pt", weights_only=True)
-        assert torch.equal(first["model.embed_tokens.weight"], other["lm_head.weight"])
+        assert torch.equal(first["model.model.embed_tokens.weight"],
+                           other["model.lm_head.weight"])
 
 
 def test_the_export_is_that_of_a_job_without_a_pipeline(jobs):

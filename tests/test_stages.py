@@ -189,9 +189,7 @@ def test_layouts_that_do_not_fit_are_refused(case):
         check_layout(layout)
 
 
-@pytest.mark.parametrize("flags", [
-    {"sequence_parallel": 2}, {"on_policy": 0.5},
-    {"loss": "projection_kl", "learn_projection": True}])
+@pytest.mark.parametrize("flags", [{"sequence_parallel": 2}, {"on_policy": 0.5}])
 def test_flags_that_do_not_go_with_a_pipeline_are_refused(flags):
     name = list(flags)[-1]
     with pytest.raises(ValueError, match=f"--pipeline_parallel 2 with --{name} .*do not go"):
