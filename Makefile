@@ -21,6 +21,10 @@ lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/mypy losses.py translation.py tiles.py rollout.py sandbox.py ipc.py teacher_mixing.py
 
+# the pages of docs/ as a site in site/; a link that leads nowhere is an error
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --site-dir site
+
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(PIP_INSTALL) -r requirements.txt
@@ -31,7 +35,13 @@ lint: .venv/installed-dev
 	$(PIP_INSTALL) -r requirements-dev.txt
 	touch $@
 
-clean:
-	rm -rf .venv .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+# needs nothing of what runs
+.venv/installed-docs: requirements-docs.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(PIP_INSTALL) -r requirements-docs.txt
+	touch $@
 
-.PHONY: demo test test-fast lint clean
+clean:
+	rm -rf .venv site .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+.PHONY: demo docs test test-fast lint clean
