@@ -68,6 +68,8 @@ def page_of(path):
     for page, source in PAGES.items():
         if path == source:
             return page
+    if path.removesuffix(".py") in MODULES:
+        return f"api/{path.removesuffix('.py')}.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"{SOURCES}/{path}.md"
