@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from isogloss.batch import to_device
 from isogloss.checkpoint import (
     checkpoint_name,
     load_checkpoint,
@@ -35,6 +34,7 @@ from isogloss.counts import global_sums
 from isogloss.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.finite import BadSteps, has_finite_state
+from isogloss.flat import to_device
 from isogloss.inputs import (
     build_collator,
     build_prompter,

@@ -10,7 +10,7 @@ Shapes: B rows (samples, or packed rows), S student positions, T teacher positio
 
 import math
 import warnings
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -116,22 +116,6 @@ class Batch:
     is_measured: bool = False
     skipped_prompts: int = 0
     place: dict | None = None
-
-
-def to_device(value, device):
-    """Move the tensors in dataclasses, named tuples and lists; leave everything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, (list, tuple)):
-        moved = [to_device(item, device) for item in value]
-        is_named = hasattr(value, "_fields")  # a named tuple takes its fields one by one
-        return type(value)(*moved) if is_named else type(value)(moved)
-    if is_dataclass(value):
-        moved = {}
-        for entry in fields(value):
-            moved[entry.name] = to_device(getattr(value, entry.name), device)
-        return type(value)(**moved)
-    return value
 
 
 # --- collate --------------------------------------------------------------------------------------

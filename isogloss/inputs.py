@@ -459,7 +459,9 @@ def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=la
         num_readers(cfg), start, prompter)
     held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
                               micro_batch_size, reader_rank, num_readers(cfg))
-    return iter(loader(batches, cfg.num_workers, asked_to_end)), loader(held_out, 0)
+    pinned = device.type == "cuda"
+    training = loader(batches, cfg.num_workers, asked_to_end, pinned)
+    return iter(training), loader(held_out, 0, pinned=pinned)
 
 
 def num_readers(cfg):

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isogloss.batch import Collator, Example, PairOptions, pack_rows, to_device
+from isogloss.batch import Collator, Example, PairOptions, pack_rows
 from isogloss.counts import PAIR_FIELDS, Counts, PairCounts
+from isogloss.flat import to_device
 from isogloss.sample import TextEncoder
 from losses import Spelling, find_chunks
 from projection_tools import Pair
