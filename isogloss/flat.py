@@ -187,7 +187,7 @@ class _Writer:
         if isinstance(value, int) and value in INT64:
             item.numbers.append(value)
             return IntegerLayout()
-        if isinstance(value, slice) and value.step is None:
+        if isinstance(value, slice) and is_simple(value):
             item.numbers += [value.start, value.stop]
             return SliceLayout()
         if is_named_tuple(value):
@@ -223,6 +223,11 @@ class _Writer:
 
 def is_named_tuple(value):
     return hasattr(value, "_fields")
+
+
+def is_simple(value):
+    """Tell whether a slice is start:stop."""
+    return value.step is None and isinstance(value.start, int) and isinstance(value.stop, int)
 
 
 def field_values(value):
