@@ -1,5 +1,6 @@
 """Load the student, put the loss inside its forward pass, start the DeepSpeed engine, run both."""
 
+import inspect
 import itertools
 from functools import partial
 from typing import Protocol
@@ -64,6 +65,8 @@ class StudentWithLoss(nn.Module):
         arguments = {"input_ids": batch.ids, "use_cache": False}
         if batch.positions is not None:
             arguments["position_ids"] = batch.positions
+        if batch.documents is not None and takes_any_keyword(self.model.base_model.forward):
+            arguments["documents"] = batch.documents  # for `sequence.core_attention`
         if terms is None:
             return self.model(**arguments).logits
         with kept_activations(self.model, batch.ids.shape, self.activation_offload):
@@ -84,6 +87,12 @@ class StudentWithLoss(nn.Module):
     def loss_parameters(self):
         """List the parameters that the loss itself trains beside the model's."""
         return [] if self.projection_scores is None else [self.projection_scores]
+
+
+def takes_any_keyword(function):
+    """Tell whether a function takes arguments of any name."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def gathered(parameter):
