@@ -641,7 +641,7 @@ def build_state(cfg, inputs, device, roles=None):
         sequence_group = join_sequence_group(cfg.sequence_parallel)
         config = load_config("student", cfg.student, cfg.trust_remote_code)
         register_attention(config.get_text_config(), sequence_group)
-    model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else None)
+    model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else cfg.attention)
     vocab = len(inputs.student.table)
     if cfg.pipeline_parallel > 1:
         teachers = [] if roles else inputs.teachers

@@ -1,8 +1,8 @@
 """Decide which ranks hold which shard of a teacher, and whose samples they read.
 
 A teacher of degree N is sharded over N neighboring ranks of one node.  Every group of N ranks holds
-a whole teacher (a replica) and runs the samples of its own ranks, one rank's after the other.  So
-the student's layout is free, and no teacher tensor leaves a node.
+a whole teacher (a replica) and runs the samples of its own ranks, those of several ranks at once.
+So the student's layout is free, and no teacher tensor leaves a node.
 
 `--teacher_ranks` dedicates the last ranks of every node to the teachers.  Then student and teachers
 are two worlds (`split_ranks`), each with a process group of its own, and code that counts ranks

@@ -27,7 +27,7 @@ import ipc
 from isogloss.layout import Replica, node_size
 from isogloss.pretrained import load_config, load_model
 from isogloss.rendezvous import broadcast_value
-from isogloss.specs import BLOCK, TeacherSpec
+from isogloss.specs import BLOCK, TeacherSpec, attention_options
 from isogloss.text_scores import ScoredLogits, TextScores
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
@@ -381,7 +381,8 @@ def _shard_while_loading(spec, config, replica, stack):
     folder = _local_folder(spec.path)
     with deepspeed.OnDevice(dtype=dtype, device="meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+            config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
+            **attention_options(spec.attention))
     names = [file.name for file in _weight_files(folder)]
     file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
     file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
@@ -490,7 +491,8 @@ def load_zero3(spec):
 def _load(spec, **options):
     """Return the model of a spec, in the precision that it says."""
     return load_model(
-        "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec), **options)
+        "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec),
+        **attention_options(spec.attention), **options)
 
 
 def _config(spec):

@@ -23,6 +23,7 @@ from isogloss.finite import (
     spoil_gradient_unless_finite,
 )
 from isogloss.pretrained import load_model, random_model
+from isogloss.specs import attention_options
 from tiles import HiddenLogits, StoredLogits, head_of
 
 
@@ -218,17 +219,15 @@ class EngineRunner:
 # --- load and start -------------------------------------------------------------------------------
 
 
-def load_student(cfg, ds_config, attention=None):
+def load_student(cfg, ds_config, attention="auto"):
     """Load the student in float32 (DeepSpeed casts it); under ZeRO-3 each rank loads its shard.
 
     Args:
-        attention: name of its attention implementation; None: the usual one.
+        attention: one of `specs.ATTENTIONS`, or the name of an attention registered beside these.
     Raises:
         ValueError: see `pretrained.load_model`.
     """
-    options = {"dtype": torch.float32}
-    if attention:
-        options["attn_implementation"] = attention
+    options = {"dtype": torch.float32} | attention_options(attention)
     if cfg.from_scratch:
         load = partial(_random_student, cfg)
     else:
