@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from isogloss.batch import to_device
 from isogloss.checkpoint import (
     checkpoint_name,
     load_checkpoint,
@@ -35,6 +34,7 @@ from isogloss.counts import global_sums
 from isogloss.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.finite import BadSteps, has_finite_state
+from isogloss.flat import to_device
 from isogloss.inputs import (
     build_collator,
     build_prompter,
@@ -642,7 +642,7 @@ def build_state(cfg, inputs, device, roles=None):
         sequence_group = join_sequence_group(cfg.sequence_parallel)
         config = load_config("student", cfg.student, cfg.trust_remote_code)
         register_attention(config.get_text_config(), sequence_group)
-    model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else None)
+    model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else cfg.attention)
     vocab = len(inputs.student.table)
     if cfg.pipeline_parallel > 1:
         student = start_pipeline(

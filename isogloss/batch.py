@@ -10,7 +10,7 @@ Shapes: B rows (samples, or packed rows), S student positions, T teacher positio
 
 import math
 import warnings
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from isogloss.sample import (
     encode_text,
     pair_texts,
 )
-from isogloss.sequence import SequenceShard, sequence_shard
+from isogloss.sequence import SequenceShard, document_spans, sequence_shard
 from losses import Spelling, event_terms, find_chunks
 from tiles import CPU_SUB_TILES, Tile, plan_tiles
 from translation import Tables, nodes_of_chunks, tokens_that_ended
@@ -48,6 +48,7 @@ class StudentBatch:
         tiles: list of `tiles.Tile` for the cross-entropy of a run without a teacher, else None.
         logp: (B, S) float32, log-probability of the label when the student wrote it, NaN for what
             it did not write; None: there is no rollout.
+        documents: of shards, the `sequence.document_spans` of their whole rows, else None.
     """
 
     ids: torch.Tensor
@@ -56,6 +57,7 @@ class StudentBatch:
     positions: torch.Tensor | None = None
     tiles: list | None = None
     logp: torch.Tensor | None = None
+    documents: list | None = None
 
 
 @dataclass
@@ -116,22 +118,6 @@ class Batch:
     is_measured: bool = False
     skipped_prompts: int = 0
     place: dict | None = None
-
-
-def to_device(value, device):
-    """Move the tensors in dataclasses, named tuples and lists; leave everything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, (list, tuple)):
-        moved = [to_device(item, device) for item in value]
-        is_named = hasattr(value, "_fields")  # a named tuple takes its fields one by one
-        return type(value)(*moved) if is_named else type(value)(moved)
-    if is_dataclass(value):
-        moved = {}
-        for entry in fields(value):
-            moved[entry.name] = to_device(getattr(value, entry.name), device)
-        return type(value)(**moved)
-    return value
 
 
 # --- collate --------------------------------------------------------------------------------------
@@ -549,6 +535,8 @@ class Collator:
         num_rows, width = student.ids.shape
         if student.positions is None:  # a shard does not begin at position 0
             student.positions = torch.arange(width).expand(num_rows, width)
+        # here, because every layer would have to wait for the device to tell
+        student.documents = document_spans(student.positions)
         columns = self._shard_columns(width)
         names = ["ids", "labels", "num_bytes", "positions"]
         if student.logp is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from isogloss.loss_table import ALM_MODES, LOSS_TOPK_OF, LOSSES, loss_flags
 from isogloss.open_data import TXT_SAMPLES
 from isogloss.sample import ALIGNERS
-from isogloss.specs import TEACHER_OUTPUTS
+from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
 from isogloss.teachers import engine_names
 from projection_tools.flags import check_types
 
@@ -150,6 +150,9 @@ class Config:
             states. logits. topk: the most likely tokens; the others share the rest of the
             probability evenly.
         teacher_output_topk: tokens of teacher_output topk.
+        attention: how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half
+            precision and the package flash-attn), eager, or auto: sdpa where a model has it. With
+            sequence_parallel the student has an attention of its own.
         sequence_parallel: neighboring ranks that hold one shard of every sequence each (Ulysses).
             It divides the student's attention heads.
         pipeline_parallel: neighboring ranks that hold some of the student's layers each, as stages
@@ -267,6 +270,7 @@ class Config:
     teacher_offload: bool = False
     teacher_output: str = "hidden"
     teacher_output_topk: int = 256
+    attention: str = "auto"
     sequence_parallel: int = 1
     pipeline_parallel: int = 1
     activation_checkpointing: bool = False
@@ -469,7 +473,7 @@ FREE_ON_RESUME = {
     "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
     "sequence_parallel", "pipeline_parallel", "teacher_tp", "teacher_ranks", "teacher_engine",
     "teacher_offload", "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
-    "tiled",
+    "tiled", "attention",
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
     "rollout_eval", "max_logp_gap", "rollout_command", "eval_tasks", "eval_task_every",
     "eval_task_data", "eval_task_shots", "eval_task_limit", "eval_task_batch", "eval_task_samples",
@@ -477,7 +481,7 @@ FREE_ON_RESUME = {
 
 # The order of --help.
 GROUPS = {
-    "model": ["student", "from_scratch", "trust_remote_code", "sequence_parallel",
+    "model": ["student", "from_scratch", "trust_remote_code", "attention", "sequence_parallel",
               "pipeline_parallel", "activation_checkpointing", "activation_offload", "mlp_tiles"],
     "data": ["data", "text_key", "completion_key", "tools_key", "template_kwargs", "txt_samples",
              "split", "streaming", "train_on", "max_length", "teacher_max_length", "pack",
@@ -506,6 +510,7 @@ def choices_of_flags():
     return {
         "loss": tuple(LOSSES),
         "aligner": ALIGNERS,
+        "attention": ATTENTIONS,
         "projection_columns": ("all", "reachable"),
         "train_on": ("assistant", "all"),
         "txt_samples": tuple(TXT_SAMPLES),

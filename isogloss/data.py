@@ -299,12 +299,12 @@ class HeldOutBatches:
             yield self.collator(examples, sample_ids)
 
 
-def loader(batches, num_workers, asked_to_end=lambda: False):
+def loader(batches, num_workers, asked_to_end=lambda: False, pinned=False):
     """Return the Loader of batches.
 
     Args:
-        asked_to_end: see `workers.Loader`.
+        asked_to_end, pinned: see `workers.Loader`.
     """
     if isinstance(getattr(batches, "stream", None), StreamedExamples):
         num_workers = min(num_workers, 1)  # each would read all of the stream
-    return Loader(batches, num_workers, asked_to_end)
+    return Loader(batches, num_workers, asked_to_end, pinned)

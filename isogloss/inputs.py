@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import is_flash_attn_2_available
 
 from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
@@ -126,6 +128,7 @@ def check_inputs(cfg, device, roles=None):
     if cfg.pipeline_parallel > 1:
         check_pipeline_layout(cfg, student_config, raw_ds_config, num_ranks, roles)
     ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
+    check_flash_attention(cfg, ds_config)
     check_with_deepspeed(ds_config, cfg.ds_config, num_ranks // cfg.pipeline_parallel)
     data = load_data(cfg, student, encoders)
     teachers = plan_teachers(cfg, student, encoders, device)
@@ -246,13 +249,40 @@ def check_models(cfg):
         ValueError: see `pretrained.check_weights`.
     """
     if cfg.from_scratch:
-        check_random(cfg.student, cfg.trust_remote_code)
+        check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
     else:
-        check_weights("student", cfg.student, cfg.trust_remote_code)
+        check_weights("student", cfg.student, cfg.trust_remote_code, cfg.attention)
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
             if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights
-                check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
+                check_weights(
+                    "teacher", teacher_cfg.teacher, cfg.trust_remote_code, cfg.attention)
+
+
+def check_flash_attention(cfg, ds_config):
+    """Raise a ValueError where --attention flash_attention_2 cannot run.
+
+    Args:
+        ds_config: what DeepSpeed will see.
+    """
+    if cfg.attention != "flash_attention_2":
+        return
+    if not is_flash_attn_2_available():
+        raise ValueError("--attention flash_attention_2: needs a CUDA device and the package "
+                         "flash-attn, and one of them is missing; use sdpa")
+    precision = "--attention flash_attention_2: needs bfloat16 or float16, and"
+    is_half = any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    if not is_half and cfg.sequence_parallel == 1:
+        raise ValueError(f"{precision} {cfg.ds_config} leaves the student in float32; enable bf16 "
+                         "there, or use sdpa")
+    for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
+        dtype = teacher_cfg.teacher_dtype
+        if dtype == "auto":
+            config = load_config("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
+            dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+        if dtype == "float32":
+            raise ValueError(f"{precision} --teacher {teacher_cfg.teacher} is in float32; use "
+                             "--teacher_dtype bfloat16, or --attention sdpa")
 
 
 def load_data(cfg, student, encoders):
@@ -418,7 +448,7 @@ def teacher_spec(cfg, encoder, device):
         output = "logits"  # the model's own: a head may be more than `tiles.head_of` knows
     return TeacherSpec(
         path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
-        dtype=cfg.teacher_dtype, device=device, degree=cfg.teacher_tp,
+        dtype=cfg.teacher_dtype, attention=cfg.attention, device=device, degree=cfg.teacher_tp,
         offload=cfg.teacher_offload, output=output, output_topk=cfg.teacher_output_topk,
         sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
 
@@ -459,7 +489,9 @@ def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=la
         num_readers(cfg), start, prompter)
     held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
                               micro_batch_size, reader_rank, num_readers(cfg))
-    return iter(loader(batches, cfg.num_workers, asked_to_end)), loader(held_out, 0)
+    pinned = device.type == "cuda"
+    training = loader(batches, cfg.num_workers, asked_to_end, pinned)
+    return iter(training), loader(held_out, 0, pinned=pinned)
 
 
 def num_readers(cfg):

@@ -27,10 +27,13 @@ import ipc
 from isogloss.layout import Replica, node_size
 from isogloss.pretrained import load_config, load_model
 from isogloss.rendezvous import broadcast_value
-from isogloss.specs import BLOCK, TeacherSpec
+from isogloss.specs import BLOCK, TeacherSpec, attention_options
 from isogloss.text_scores import ScoredLogits, TextScores
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
+# Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
+# arithmetic; hidden states of 8,192 numbers in bfloat16 are 256 MiB of them.  Not tuned.
+JOINED_POSITIONS = 16_384
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
 SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
 # and only once every rank has loaded them whole
@@ -295,15 +298,17 @@ class SharedModel:
     sequence_parallel_size: int
 
     def hidden(self, ids):
-        return self._run(self.whole.hidden, ids)
+        return self._run(self.whole.hidden, ids, JOINED_POSITIONS)
 
     def logits(self, ids):
-        return self._run(self.whole.logits, ids)
+        # those of one member are as much as memory was planned for
+        return self._run(self.whole.logits, ids, 0)
 
-    def _run(self, run, ids):
+    def _run(self, run, ids, max_positions):
         if self.same_ids:
             return run(ids)
-        return self.replica.run_for_each_member(run, ids, self.sequence_parallel_size)
+        return self.replica.run_for_each_member(
+            run, ids, self.sequence_parallel_size, max_positions)
 
 
 class HiddenOrLogits(nn.Module):
@@ -376,7 +381,8 @@ def _shard_while_loading(spec, config, replica, stack):
     folder = _local_folder(spec.path)
     with deepspeed.OnDevice(dtype=dtype, device="meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+            config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
+            **attention_options(spec.attention))
     names = [file.name for file in _weight_files(folder)]
     file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
     file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
@@ -485,7 +491,8 @@ def load_zero3(spec):
 def _load(spec, **options):
     """Return the model of a spec, in the precision that it says."""
     return load_model(
-        "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec), **options)
+        "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec),
+        **attention_options(spec.attention), **options)
 
 
 def _config(spec):

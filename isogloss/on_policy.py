@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from align import Located
-from isogloss.batch import Collator, Example, to_device
+from isogloss.batch import Collator, Example
 from isogloss.config import Config
 from isogloss.counts import Counts, PairCounts, global_sums
 from isogloss.data import ExampleReader
+from isogloss.flat import to_device
 from isogloss.rendezvous import values_of_ranks
 from isogloss.rollout_ratio import current_logp
 from isogloss.rollouts import (
@@ -38,6 +39,7 @@ from isogloss.sequence import SequenceGroup
 from isogloss.targets import rollout_nats
 from isogloss.watch import node_name
 from isogloss.whole_student import WholeStudent, refresh
+from isogloss.workers import in_pinned_memory
 from isogloss.writer_process import (
     WriterProcess,
     check_command,
@@ -125,7 +127,7 @@ class Writer:
             if not batch.is_measured:
                 for teacher in batch.teachers:
                     teacher.is_rollout = None  # its tiles know it already
-            batches.append(batch)
+            batches.append(in_pinned_memory(batch) if self.device.type == "cuda" else batch)
         self.seconds = time.perf_counter() - begin
         return batches
 

@@ -152,35 +152,54 @@ def _without_numbers(name):
 # --- check ----------------------------------------------------------------------------------------
 
 
-def check_weights(role, path, trust_remote_code=False):
+def check_weights(role, path, trust_remote_code=False, attention="auto"):
     """Check that a model's files hold the weights of its config, without reading their values.
 
     Every rank does so before any of them loads: where they load together, as by ZeRO-3, one that
     fails would leave the others waiting.
 
+    Args:
+        attention: one of `specs.ATTENTIONS`, which the model has to have.
     Raises:
-        ValueError: see `load_model`.
+        ValueError: see `load_model` and `check_attention`.
     """
     config = load_config(role, path, trust_remote_code)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         return _check_quantized(role, path, quantization)
     try:
-        load_model(role, path, trust_remote_code, device_map="meta")  # where a tensor is a shape
+        # where a tensor is a shape
+        model = load_model(role, path, trust_remote_code, device_map="meta")
     except ValueError as error:
         if role == "student" and "no file named" in str(error):
             raise ValueError(f"{error}; --from_scratch starts from random weights") from None
         raise
+    check_attention(role, path, model, attention)
 
 
-def check_random(path, trust_remote_code=False):
+def check_random(path, trust_remote_code=False, attention="auto"):
     """Check that a student can be made of a config, without making its weights.
 
+    Args:
+        attention: see `check_weights`.
     Raises:
         ValueError: it cannot.
     """
     with torch.device("meta"):
-        random_model("student", path, trust_remote_code)
+        model = random_model("student", path, trust_remote_code)
+    check_attention("student", path, model, attention)
+
+
+def check_attention(role, path, model, attention):
+    """Raise a ValueError for a model that does not have an attention.
+
+    Args:
+        attention: one of `specs.ATTENTIONS`.
+    """
+    has = {"sdpa": model._supports_sdpa, "flash_attention_2": model._supports_flash_attn}
+    if not has.get(attention, True):
+        raise ValueError(f"--attention {attention}: {type(model).__name__} of --{role} {path} does "
+                         "not have it; use auto")
 
 
 def _check_quantized(role, path, quantization):

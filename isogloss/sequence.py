@@ -129,7 +129,7 @@ def register_attention(config, sequence_group):
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
         _set_batch_size(ulysses, len(query))
         try:
-            # The mask covers the local shard only; core_attention derives its own from positions.
+            # The mask covers the local shard only; core_attention derives its own from documents.
             return ulysses(module, query, key, value, None, *args, **kwargs)
         except AssertionError as error:
             raise ValueError(
@@ -160,6 +160,7 @@ def core_attention(
     softcap=None,
     position_ids=None,
     s_aux=None,
+    documents=None,
     **unused,
 ):
     """Compute causal attention inside documents, with the interface of transformers.
@@ -178,6 +179,8 @@ def core_attention(
         position_ids: (B, S); a document begins wherever one is not its predecessor plus 1, so every
             token of left padding is a document.
         s_aux: attention sinks, which are rejected.
+        documents: `document_spans` of the positions, as a batch brings them; None: some models do
+            not pass on what they do not know, so they are read from the device.
         module, attention_mask, unused: what transformers passes beside these, ignored.
     Returns:
         ((B, S, heads, D), None)
@@ -188,7 +191,7 @@ def core_attention(
         raise ValueError("--sequence_parallel: the student's attention has sinks; use 1")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    spans_B = document_spans(position_ids)
+    spans_B = document_spans(position_ids) if documents is None else documents
     # The common case, whole rows of one document, takes one call for the whole batch.
     if all(len(spans) == 1 and not spans[0].isolated for spans in spans_B):
         out = _attend(query, key, value, sliding_window, dropout, scaling, softcap)

@@ -8,6 +8,8 @@ from safetensors import SafetensorError
 from projection_tools import reason_of
 
 TEACHER_OUTPUTS = "hidden", "logits", "topk"
+# As transformers names them; "auto" is what it takes by itself: sdpa, else eager.
+ATTENTIONS = "auto", "sdpa", "flash_attention_2", "eager"
 # Positions whose logits exist at a time where no tile bounds them: 150 MB of 152k float32.  Not
 # tuned: more positions save calls, fewer save memory.
 BLOCK = 256
@@ -22,6 +24,7 @@ class TeacherSpec:
         vocab: tokens of its tokenizer; an lm_head is often padded beyond them.
         engine: key of `teachers.TEACHER_SOURCES`, or "auto".
         dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
+        attention: one of ATTENTIONS.
         device: torch.device; None: to be filled in by the rank that loads it.
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
@@ -39,6 +42,7 @@ class TeacherSpec:
     vocab: int
     engine: str = "replicated"
     dtype: str = "auto"
+    attention: str = "auto"
     device: object = "cpu"
     degree: int = 1
     offload: bool = False
@@ -74,6 +78,11 @@ class TeacherSpec:
     def averages_top_k(self):
         """Tell whether it is the mean of teachers of which some keep their top-k tokens alone."""
         return any(member.output == "topk" for member in self.members)
+
+
+def attention_options(attention):
+    """Return the keyword arguments by which transformers takes one of ATTENTIONS."""
+    return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Load the student, put the loss inside its forward pass, start the DeepSpeed engine, run both."""
 
+import inspect
 import itertools
 from functools import partial
 from typing import Protocol
@@ -22,6 +23,7 @@ from isogloss.finite import (
     spoil_gradient_unless_finite,
 )
 from isogloss.pretrained import load_model, random_model
+from isogloss.specs import attention_options
 from tiles import HiddenLogits, StoredLogits, head_of
 
 
@@ -64,6 +66,8 @@ class StudentWithLoss(nn.Module):
         arguments = {"input_ids": batch.ids, "use_cache": False}
         if batch.positions is not None:
             arguments["position_ids"] = batch.positions
+        if batch.documents is not None and takes_any_keyword(self.model.base_model.forward):
+            arguments["documents"] = batch.documents  # for `sequence.core_attention`
         if terms is None:
             return self.model(**arguments).logits
         with kept_activations(self.model, batch.ids.shape, self.activation_offload):
@@ -84,6 +88,12 @@ class StudentWithLoss(nn.Module):
     def loss_parameters(self):
         """List the parameters that the loss itself trains beside the model's."""
         return [] if self.projection_scores is None else [self.projection_scores]
+
+
+def takes_any_keyword(function):
+    """Tell whether a function takes arguments of any name."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def gathered(parameter):
@@ -209,17 +219,15 @@ class EngineRunner:
 # --- load and start -------------------------------------------------------------------------------
 
 
-def load_student(cfg, ds_config, attention=None):
+def load_student(cfg, ds_config, attention="auto"):
     """Load the student in float32 (DeepSpeed casts it); under ZeRO-3 each rank loads its shard.
 
     Args:
-        attention: name of its attention implementation; None: the usual one.
+        attention: one of `specs.ATTENTIONS`, or the name of an attention registered beside these.
     Raises:
         ValueError: see `pretrained.load_model`.
     """
-    options = {"dtype": torch.float32}
-    if attention:
-        options["attn_implementation"] = attention
+    options = {"dtype": torch.float32} | attention_options(attention)
     if cfg.from_scratch:
         load = partial(_random_student, cfg)
     else:

@@ -1,15 +1,19 @@
 """Prepare batches in other processes, which end with the process that they work for.
 
-A worker is forked, so it inherits tokenizers and rows.  It sends every batch as bytes through a
-pipe: a tensor that is shared by file descriptor, as torch would send it, costs a descriptor, and a
-batch has many tensors.  No wait for a worker is without an end: the training process notices one
-that has died, that reports an error, or that says nothing for TRAINING_TIMEOUT.
+A worker is forked, so it inherits tokenizers and rows.  It sends every batch as one buffer
+(isogloss/flat.py) through a pipe, which the training process reads straight into the memory from
+which a device copies it.  A pipe has no name that could stay behind, and a batch needs no file
+descriptor, as every tensor would that torch shares between processes.
+
+No wait for a worker is without an end: the training process notices one that has died, that reports
+an error, or that says nothing for TRAINING_TIMEOUT.
 
 Tests: tests/test_workers.py.
 """
 
+import contextlib
 import ctypes
-import io
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -22,12 +26,14 @@ import traceback
 
 import torch
 
+from isogloss.flat import Contents, Flat, flatten
 from isogloss.rendezvous import TRAINING_TIMEOUT
 
 PREFETCHED = 2  # batches that wait in a worker to be sent, as many as torch's loader has
 PERIOD = 1.0  # seconds between looks at the workers and at the signals
 PATIENCE = 20.0  # seconds for which a rank that is asked to end waits for its data; not tuned
 PR_SET_PDEATHSIG = 1  # of Linux, see prctl(2)
+PIPE_BYTES = 2**20  # what every user may have; with the usual 64 KiB a batch takes 30 reads
 
 # (number of this process among the workers, how many there are)
 _place = 0, 1
@@ -51,12 +57,14 @@ class Loader:
         batches: iterable; its iterator asks `worker_of` which batches to prepare.
         num_workers: processes; 0: the training process prepares them.
         asked_to_end: () -> bool, whether a signal asks the job to end.
+        pinned: batches come as one buffer of pinned memory, which a GPU copies beside its work.
     """
 
-    def __init__(self, batches, num_workers, asked_to_end=lambda: False):
+    def __init__(self, batches, num_workers, asked_to_end=lambda: False, pinned=False):
         self.batches = batches
         self.num_workers = num_workers
         self.asked_to_end = asked_to_end
+        self.pinned = pinned
 
     def __iter__(self):
         if not self.num_workers:
@@ -65,7 +73,8 @@ class Loader:
 
     def _in_this_process(self):
         try:
-            yield from self.batches
+            for batch in self.batches:
+                yield in_pinned_memory(batch) if self.pinned else batch
         except ValueError as error:
             raise DataError(str(error)) from error
 
@@ -74,10 +83,10 @@ class Loader:
         try:
             while workers:
                 for worker in workers:
-                    message = worker.receive(self.asked_to_end)
-                    if message is None:  # the batches have an end, and the first worker meets it
+                    batch = worker.receive(self.asked_to_end, self.pinned)
+                    if batch is None:  # the batches have an end, and the first worker meets it
                         return
-                    yield message
+                    yield batch
         finally:
             for worker in workers:
                 worker.process.kill()
@@ -89,25 +98,31 @@ class Worker:
     def __init__(self, batches, number, num_workers):
         context = multiprocessing.get_context("fork")
         self.connection, other_end = context.Pipe(duplex=False)
+        with contextlib.suppress(OSError):  # a user who has many pipes gets small ones
+            fcntl.fcntl(self.connection, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.process = context.Process(
             target=_work, args=(batches, (number, num_workers), other_end, os.getpid()),
             daemon=True)
         self.process.start()
         other_end.close()
 
-    def receive(self, asked_to_end):
+    def receive(self, asked_to_end, pinned=False):
         """Return the next batch; None after the last one.
 
+        Args:
+            asked_to_end, pinned: see Loader.
         Raises:
             DataError: the worker has died or was refused its data, or no batch came in time.
             RuntimeError: it failed in another way; with its traceback.
             SystemExit: the job is asked to end, and no batch came for PATIENCE seconds.
         """
-        begin = time.monotonic()
         try:
-            while not self.connection.poll(PERIOD):
-                self._check_wait(time.monotonic() - begin, asked_to_end())
+            self._wait(asked_to_end)
             kind, value = pickle.loads(self.connection.recv_bytes())
+            if isinstance(value, Contents):
+                buffer = torch.empty(value.nbytes, dtype=torch.uint8, pin_memory=pinned)
+                self._read_into(memoryview(buffer.numpy()), asked_to_end)
+                value = Flat(value, buffer).value()
         except (EOFError, OSError):
             self.process.join(PERIOD)
             raise DataError(
@@ -120,6 +135,21 @@ class Worker:
             raise RuntimeError(f"a data worker failed:\n{value}")
         return value
 
+    def _read_into(self, memory, asked_to_end):
+        """Fill memory with the next bytes that the worker sends."""
+        while memory:
+            self._wait(asked_to_end)
+            num_read = os.readv(self.connection.fileno(), [memory])
+            if not num_read:
+                raise EOFError
+            memory = memory[num_read:]
+
+    def _wait(self, asked_to_end):
+        """Wait until the worker sends something."""
+        begin = time.monotonic()
+        while not self.connection.poll(PERIOD):
+            self._check_wait(time.monotonic() - begin, asked_to_end())
+
     def _check_wait(self, seconds, asked_to_end):
         if asked_to_end and seconds > PATIENCE:
             raise SystemExit(128 + signal.SIGTERM)
@@ -128,6 +158,12 @@ class Worker:
                 f"a data worker (process {self.process.pid}) has sent nothing for "
                 f"{seconds / 60:.0f} minutes; look at what it reads; the same command goes on "
                 "from the last checkpoint")
+
+
+def in_pinned_memory(batch):
+    """Return a batch whose tensors are views of one buffer in pinned memory."""
+    flat = flatten(batch)
+    return flat._replace(buffer=flat.buffer.pin_memory()).value()
 
 
 # --- in the worker --------------------------------------------------------------------------------
@@ -148,12 +184,13 @@ def _work(batches, place, connection, parent):
     sender.start()
     try:
         for batch in batches:
-            messages.put(_pack("batch", batch))
-        messages.put(_pack("batch", None))
+            flat = flatten(batch)
+            messages.put((_header("batch", flat.contents), flat.buffer.numpy()))
+        messages.put((_header("batch", None), b""))
     except ValueError as error:
-        messages.put(_pack("refused", str(error)))
+        messages.put((_header("refused", str(error)), b""))
     except BaseException:
-        messages.put(_pack("failed", traceback.format_exc()))
+        messages.put((_header("failed", traceback.format_exc()), b""))
     messages.put(None)
     sender.join()
     os._exit(0)  # what was inherited is not this process's to clean up
@@ -163,9 +200,23 @@ def _send(messages, connection):
     """Send messages until None; end the process if that fails, and with it the reader's wait."""
     try:
         while (message := messages.get()) is not None:
-            connection.send_bytes(message)
+            header, buffer = message
+            connection.send_bytes(header)
+            memory = memoryview(buffer)
+            while memory:
+                memory = memory[os.write(connection.fileno(), memory) :]
     except BaseException:
         os._exit(1)
+
+
+def _header(kind, value):
+    """Return what goes before a buffer, as bytes.
+
+    Args:
+        kind: "batch", whose Contents is the value, or None after the last one; "refused", a line
+            about the data; or "failed", a traceback.
+    """
+    return pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)
 
 
 def _end_with(parent):
@@ -190,29 +241,6 @@ def _close_listening_sockets():
                 os.close(int(name))
         except OSError:  # the descriptor of this listing itself
             continue
-
-
-# --- batches as bytes -----------------------------------------------------------------------------
-
-
-class _BatchPickler(pickle.Pickler):
-    """Pickle tensors as arrays: torch would write a file for each, and open it in the reader."""
-
-    def reducer_override(self, value):
-        if type(value) is torch.Tensor:
-            return torch.from_numpy, (value.numpy(),)
-        return NotImplemented
-
-
-def _pack(kind, value):
-    """Return a message as bytes.
-
-    Args:
-        kind: "batch"; "refused", a line about the data; or "failed", a traceback.
-    """
-    file = io.BytesIO()
-    _BatchPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump((kind, value))
-    return file.getvalue()
 
 
 def end_workers():

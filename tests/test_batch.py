@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isogloss.batch import Collator, Example, PairOptions, pack_rows, to_device
+from isogloss.batch import Collator, Example, PairOptions, pack_rows
 from isogloss.counts import PAIR_FIELDS, Counts, PairCounts
+from isogloss.flat import to_device
 from isogloss.sample import TextEncoder
+from isogloss.sequence import document_spans
 from losses import Spelling, find_chunks
 from projection_tools import Pair
 from projection_tools.spell import build_spelling
@@ -506,6 +508,8 @@ def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack
         if not pack:
             expected = torch.arange(width).expand(len(whole.student.ids), width)
         assert torch.equal(positions[:, :width], expected)
+        for shard in shards:
+            assert shard.student.documents == document_spans(positions)
         # every term is counted by one rank
         assert sum((shard.counts for shard in shards[1:]), shards[0].counts) == whole.counts
         for shard in shards:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -18,9 +19,13 @@ from transformers import (
 
 import distill
 import ranks
+from isogloss import inputs
 from isogloss.export import gathered
+from isogloss.inputs import check_flash_attention
 from isogloss.launch import silence_libraries, start_distributed
-from isogloss.pretrained import check_weights, load_model
+from isogloss.model_teachers import load_replicated
+from isogloss.pretrained import check_random, check_weights, load_model
+from isogloss.specs import TeacherSpec
 from isogloss.student import load_student
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from projection_tools import generate
@@ -227,6 +232,51 @@ def test_surplus_parts_are_no_error(models, tmp_path, name):
     loaded = AutoModelForCausalLM.from_pretrained(model)
     expected = AutoModelForCausalLM.from_pretrained(models[0])
     assert equal(loaded.state_dict(), expected.state_dict())
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def test_an_attention_that_a_model_does_not_have(tmp_path):
+    config = AutoConfig.for_model("gpt_neo", vocab_size=8, hidden_size=8, num_layers=1, num_heads=2,
+                                  attention_types=[[["global"], 1]])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    line = f"--attention sdpa: GPTNeoForCausalLM of --teacher {tmp_path} does not have it; use auto"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        check_weights("teacher", str(tmp_path), attention="sdpa")
+    with pytest.raises(ValueError, match=r"of --student .* does not have it; use auto"):
+        check_random(str(tmp_path), attention="sdpa")
+    for attention in ("auto", "eager", "flash_attention_2"):
+        check_weights("teacher", str(tmp_path), attention=attention)
+
+
+def test_where_flash_attention_cannot_run(models, monkeypatch):
+    """Without its package, and in float32, of the student or of a teacher."""
+    paths = dict(student=str(models[0]), teacher=str(models[1]))
+    flags = dict(**paths, data="x", attention="flash_attention_2")
+    half = {"bf16": {"enabled": True}}
+    with pytest.raises(ValueError, match="flash_attention_2: needs a CUDA device and the package"):
+        check_flash_attention(distill.Config(**flags), half)
+    monkeypatch.setattr(inputs, "is_flash_attn_2_available", lambda: True)
+    bfloat16 = distill.Config(**flags, teacher_dtype="bfloat16")
+    with pytest.raises(ValueError, match="leaves the student in float32; enable bf16"):
+        check_flash_attention(bfloat16, {})
+    with pytest.raises(ValueError, match=f"--teacher {models[1]} is in float32"):
+        check_flash_attention(distill.Config(**flags), half)
+    check_flash_attention(bfloat16, half)
+    shards = distill.Config(**flags, teacher_dtype="bfloat16", sequence_parallel=2)
+    check_flash_attention(shards, {})  # the student has an attention of its own
+
+
+@pytest.mark.parametrize("attention", ["auto", "eager", "sdpa"])
+def test_student_and_teacher_attend_as_the_flag_says(models, attention):
+    cfg = distill.Config(student=str(models[0]), teacher="t", data="x", attention=attention)
+    student = load_student(cfg, {}, cfg.attention)
+    spec = TeacherSpec(path=str(models[1]), vocab=10, attention=attention)
+    teacher = load_replicated(spec).runner.model
+    for model in (student, teacher):
+        expected = "sdpa" if attention == "auto" else attention
+        assert model.config._attn_implementation == expected
 
 
 def test_the_language_model_of_one_that_also_sees(tmp_path):

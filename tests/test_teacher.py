@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import ranks
 from isogloss.launch import silence_libraries, start_distributed
-from isogloss.layout import teacher_groups
+from isogloss.layout import join_members, teacher_groups
 from isogloss.model_teachers import Offload, resolve_engine
 from isogloss.specs import TEACHER_OUTPUTS, TeacherSpec
 from isogloss.teachers import load_teacher
@@ -104,7 +104,36 @@ class Comparison(NamedTuple):
 def compare_all(folder, cases):
     start_distributed()
     silence_libraries()
+    check_joined_members(folder)
     return [compare(folder, case) for case in cases]
+
+
+def check_joined_members(folder):
+    """See that one run serves all members, and packed rows of other widths stay what they are."""
+    from transformers import AutoModelForCausalLM
+
+    rank = dist.get_rank()
+    whole = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
+    teacher = load(folder, "llama", "tensor_parallel", 4)
+    runs = []
+    run = teacher.runner.whole.hidden
+    teacher.runner.whole.hidden = lambda ids: runs.append(ids.shape) or run(ids)
+    torch.manual_seed(rank)
+    first = 7  # positions of the first document
+    width = 16 + rank
+    ids = torch.randint(VOCAB, (1, width))
+    positions = torch.cat([torch.arange(first), torch.arange(width - first)])[None]
+    hidden = teacher.hidden(torch.stack([ids, positions]))
+    with torch.no_grad():
+        documents = [whole.model(input_ids=document)[0]
+                     for document in (ids[:, :first], ids[:, first:])]
+    assert relative_error(hidden, torch.cat(documents, 1)) < 1e-4
+    assert runs == [(2, 4, 19)]
+    assert hidden.untyped_storage().nbytes() == hidden.nbytes  # those of the others are gone
+    runs.clear()
+    size = 20 if rank == 3 else 4  # would be half padding beside the others
+    teacher.hidden(torch.zeros(2, size, dtype=torch.long))
+    assert runs == [(6, 4), (2, 20)]
 
 
 def compare(folder, case):
@@ -272,6 +301,23 @@ def test_no_teacher_tensor_leaves_a_node(checkpoints):
 def test_groups_are_neighbors_on_a_node():
     assert teacher_groups(8, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert teacher_groups(4, 2, 1) == [[0], [1], [2], [3]]
+
+
+def test_members_are_joined_within_bounds():
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.randint(1, 200, (300, 2), generator=generator)
+    shapes[:, 0] %= 4
+    shapes = (shapes + torch.tensor([1, 0])).tolist()
+    groups = join_members(shapes, 1500)
+    assert sorted(member for group in groups for member in group) == list(range(300))
+    assert max(map(len, groups)) > 5
+    for group in groups:
+        positions = sum(shapes[member][0] * shapes[member][1] for member in group)
+        run = sum(shapes[member][0] for member in group) * max(
+            shapes[member][1] for member in group)
+        assert len(group) == 1 or run <= min(1500, 1.25 * positions)
+    assert join_members(shapes[:3], 0) == [[member] for member in sorted(
+        range(3), key=lambda member: shapes[member][1])]
 
 
 @pytest.mark.parametrize("world, node, degree, message", [

@@ -25,15 +25,16 @@ from wrong_input import outcomes
 
 
 class Tensors:
-    """Batches of many tensors, far beyond the 64 KiB that a pipe holds."""
+    """Batches of many tensors, far beyond the 1 MiB that a pipe holds."""
 
-    def __init__(self, end=10**9):
+    def __init__(self, end=10**9, width=4096):
         self.end = end
+        self.width = width
 
     def __iter__(self):
         first, step = workers.worker_of()
         for number in range(first, self.end, step):
-            yield [torch.full((4, 4096), number + i) for i in range(200)]
+            yield [torch.full((4, self.width), number + i) for i in range(200)]
 
 
 class Raises:
@@ -62,18 +63,20 @@ def test_batches_come_in_order_to_their_end(num_workers):
             tensor += 1  # it can be written to
 
 
-def test_batches_of_many_tensors_need_no_descriptors():
-    """Shared by descriptor, three batches of 200 tensors would need 600."""
+def test_a_window_of_many_batches_needs_no_descriptors():
+    """Shared by descriptor, 64 batches of 200 tensors would need 12,800."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    batches = iter(Loader(Tensors(), 2))
+    batches = iter(Loader(Tensors(width=256), 2))
     next(batches)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, limits[1]))
     try:
-        read = list(itertools.islice(batches, 6))
+        read = list(itertools.islice(batches, 64))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(read) == 6
+    assert [int(batch[0][0, 0]) for batch in read] == list(range(1, 65))
+    for batch in read:  # each of them is one buffer
+        assert len({tensor.untyped_storage().data_ptr() for tensor in batch}) == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -110,6 +113,17 @@ def test_no_wait_is_without_an_end(monkeypatch):
     monkeypatch.setattr(workers, "TRAINING_TIMEOUT", workers.TRAINING_TIMEOUT * 0)
     with pytest.raises(DataError, match="has sent nothing for 0 minutes"):
         next(iter(Loader(Waits(), 1)))
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_batch_is_noticed(monkeypatch):
+    batches = iter(Loader(Tensors(), 1))
+    next(batches)
+    [worker] = workers.multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGSTOP)
+    monkeypatch.setattr(workers, "PERIOD", 0.01)
+    monkeypatch.setattr(workers, "TRAINING_TIMEOUT", workers.TRAINING_TIMEOUT * 0)
+    with pytest.raises(DataError, match="has sent nothing for 0 minutes"):
+        next(batches)
 
 
 PARENT = """

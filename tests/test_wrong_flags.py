@@ -145,6 +145,9 @@ FLAGS = {
                            "--temperature 1e+300: expected"),
     "a heavy teacher": Wrong('--teacher= --teachers=[{"model":"a","weight":1e300}]',
                              "--kd_weight 1e+300: expected"),
+    "an unknown attention": Wrong("--attention=flash", "--attention flash: expected one of auto"),
+    "attention without a GPU": Wrong("--attention=flash_attention_2",
+                                     "--attention flash_attention_2: needs a CUDA device"),
     # what the student writes
     "more than all": Wrong("--on_policy=2", "--on_policy 2.0: expected a share of the samples"),
     "less than nothing": Wrong("--on_policy=-0.5", "--on_policy -0.5: expected 0 or more"),
