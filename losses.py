@@ -1977,6 +1977,7 @@ def uld(
     temperature: float = 1.0, common: tuple[Tensor, Tensor] | None = None,
     matched_weight: float | None = None, weight_BS: Tensor | None = None, reduction: str = "sum",
     group: ProcessGroup | None = None, chunks: Chunks | None = None,
+    rest: tuple[Tensor, Tensor] | None = None,
 ) -> SumAndCount:
     """Sum over chunks sum |sorted p - sorted q| (ULD, arXiv:2402.12030); needs no projection.
 
@@ -1989,6 +1990,7 @@ def uld(
         student_next_BS, teacher_next_BT: int64, the token that each position predicts.
         common: (student ids, teacher ids) of `common_tokens`; None: none.
         matched_weight: 0 to 1; None: the fraction of the teacher's vocabulary that is common.
+        rest: `other_tokens` of both sides of `common`; None: computed in every call.
     Others and Returns: see `projection_kl`; no factor tau^2, since the value is linear in p.
     """
     if chunks is None:
@@ -2005,6 +2007,9 @@ def uld(
     q_before_C = _probability_before(
         y_MW, teacher_next_BT, last_T, chunks.row_T, chunks.of_T, temperature, group
     )
+    if common is not None and rest is not None:
+        check_width("student", x_NV, len(common[0]) + len(rest[0]), "rest", group)
+        check_width("teacher", y_MW, len(common[1]) + len(rest[1]), "rest", group)
     kernels = compiled_kernels(x_NV, y_MW, group) if common is None else None
     if kernels:
         number = torch.arange(num_chunks)
@@ -2022,7 +2027,9 @@ def uld(
     if common is None:
         value_C = _all_sorted(p_CV, q_CW)
     else:
-        value_C = _hybrid_uld(p_CV, q_CW, TokenIds(*common), matched_weight)
+        if rest is None:
+            rest = (other_tokens(common[0], p_CV.shape[1]), other_tokens(common[1], q_CW.shape[1]))
+        value_C = _hybrid_uld(p_CV, q_CW, TokenIds(*common), TokenIds(*rest), matched_weight)
     value_C = gather_row_values(value_C, local, num_chunks, group)
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
 
@@ -2065,7 +2072,7 @@ def _end_distribution(
 
 
 def _hybrid_uld(
-    p_CV: Tensor, q_CW: Tensor, common: TokenIds, matched_weight: float | None
+    p_CV: Tensor, q_CW: Tensor, common: TokenIds, others: TokenIds, matched_weight: float | None
 ) -> Tensor:
     """Return the (C,) values of TRL's hybrid: JSD on common tokens, sorted distance of the rest."""
     if matched_weight is None:
@@ -2073,8 +2080,8 @@ def _hybrid_uld(
     tiny = torch.finfo(p_CV.dtype).tiny
     logp = p_CV[:, common.student].clamp(min=tiny).log()
     logq = q_CW[:, common.teacher].clamp(min=tiny).log()
-    p_others = p_CV.index_select(1, other_tokens(common.student, p_CV.shape[1]))
-    q_others = q_CW.index_select(1, other_tokens(common.teacher, q_CW.shape[1]))
+    p_others = p_CV.index_select(1, others.student)
+    q_others = q_CW.index_select(1, others.teacher)
     logm = _log_mixture(logp, logq, 0.5)
     matched_C = 0.5 * _kl(logq, logm) + 0.5 * _kl(logp, logm)
     return matched_weight * matched_C + (1 - matched_weight) * _all_sorted(p_others, q_others)
