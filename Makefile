@@ -1,8 +1,9 @@
 PYTHON ?= python3
 # what is imported is compiled then, and kept; pip would compile five times as much
 unexport PYTHONDONTWRITEBYTECODE
-# glibc keeps what a step frees, in large pages, for the next one: on a CPU this saves thousands of page faults a step
-export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592
+# torch and glibc read these when a process starts
+export OMP_WAIT_POLICY ?= $(shell $(PYTHON) isogloss/cpu_settings.py OMP_WAIT_POLICY)
+export GLIBC_TUNABLES ?= $(shell $(PYTHON) isogloss/cpu_settings.py GLIBC_TUNABLES)
 
 PIP_INSTALL = .venv/bin/pip install --disable-pip-version-check --quiet --no-compile
 PYTEST = .venv/bin/python -m pytest -q -n 2 --dist=loadgroup

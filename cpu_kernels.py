@@ -57,6 +57,11 @@ BLOCK = 512
 # Share of the mass below which the tokens that have an event are scaled by themselves.  The ratios
 # that underflow otherwise belong to shares of 3e-8 or less, so 3e-5 of what this share leaves.
 SMALL_SHARE = 1e-3
+# Mass of the tokens that are not kept, beside a largest of 1, below which they are summed by
+# themselves: float32 ends at 1e-38, and 1e8 of them may be there.
+SMALL_REST = 1e-30
+SMALL_TAIL = f32(-60)  # nats; exp(60) = 1e26 times a probability is still exact
+FLOOR_WIDTH = f32(30)  # nats, above the logarithm of any number of tokens
 # Independent maxima in `largest`: four vectors of AVX-512, eight of AVX2.  Not tuned: 50,000
 # entries take 15 us with 16 lanes, 8 us with 64 and 4 us with 256, where a whole row takes 150 us.
 LANES = 64
@@ -485,6 +490,137 @@ def divergence(
     return value_N, d_NV
 
 
+class KeptLogp(NamedTuple):
+    """Hold log-probabilities of some tokens of rows of logits, and of all other tokens together.
+
+    kept_RK: (R, K); tail_R: (R,), nats; none below `floor`.
+    top_R, log_sum_R: (R,), whose sum is the logsumexp of logits / temperature.
+    """
+
+    kept_RK: Tensor
+    tail_R: Tensor
+    top_R: Tensor
+    log_sum_R: Tensor
+
+
+def kept_logp(
+    x_NV: Tensor, row_R: Tensor, ids_RK: Tensor, temperature: float, floor: float, with_tail: bool
+) -> KeptLogp:
+    """Compute log softmax(x / temperature) of some tokens of some rows.
+
+    Args:
+        x_NV: (N, V) float32 logits.
+        row_R: (R,) int64, of x.
+        ids_RK: (R, K) int64 tokens; no two of a row are equal.
+        floor: nats; lower log-probabilities are raised to it.
+        with_tail: False leaves the tail at `floor`.
+    Raises:
+        ValueError: a row or a token is outside the logits.
+    """
+    _check(row_R, 0, len(x_NV), "rows")
+    _check(ids_RK.flatten(), 0, x_NV.shape[1], "tokens")
+    num_rows = len(row_R)
+    result = KeptLogp(
+        kept_RK=x_NV.new_empty(ids_RK.shape),
+        tail_R=x_NV.new_full((num_rows,), floor),
+        top_R=x_NV.new_empty(num_rows),
+        log_sum_R=x_NV.new_empty(num_rows),
+    )
+    V = x_NV.shape[1]
+    size = _rows_at_once(V)
+    _over_rows(
+        _kept_rows, lambda: (np.empty(V, f32),), -(-num_rows // size),
+        size, x_NV, row_R, ids_RK, f32(1 / temperature), f32(floor), with_tail, result,
+    )
+    return result
+
+
+def kept_derivative(
+    x_NV: Tensor, row_R: Tensor, ids_RK: Tensor, result: KeptLogp, grad_RK: Tensor,
+    grad_tail_R: Tensor, temperature: float, floor: float,
+) -> Tensor:
+    """Return the (N, V) derivative by x of the sum of the gradients times `kept_logp`'s result.
+
+    Args:
+        row_R: no row occurs twice.
+        grad_RK, grad_tail_R: those by kept_RK and tail_R.
+    """
+    d_NV = _new_derivative(x_NV, row_R)
+    size = _rows_at_once(2 * x_NV.shape[1])
+    _over_rows(
+        _kept_back_rows, lambda: (), -(-len(row_R) // size),
+        size, x_NV, row_R, ids_RK, result, grad_RK, grad_tail_R,
+        f32(1 / temperature), f32(floor), d_NV,
+    )
+    return d_NV
+
+
+class Projected(NamedTuple):
+    """Hold softmax(logits / temperature) @ W of R rows, and what its derivative needs.
+
+    out_RK: (R, K).
+    top_R, log_sum_R: see KeptLogp.
+    """
+
+    out_RK: Tensor
+    top_R: Tensor
+    log_sum_R: Tensor
+
+
+class ProjectionEntries(NamedTuple):
+    """List the entries of a sparse matrix: W[token, column] = weight.
+
+    Tensors or arrays, (E,) int32, (E,) int32 and (E,) float32.
+    """
+
+    token: Any
+    column: Any
+    weight: Any
+
+
+def projected(
+    x_NV: Tensor, row_R: Tensor, entries: ProjectionEntries, width: int, temperature: float
+) -> Projected:
+    """Compute softmax(x / temperature) @ W for some rows: losses._project.
+
+    Args:
+        x_NV: (N, V) float32 logits.
+        row_R: (R,) int64, of x.
+        width: columns of W.
+    Raises:
+        ValueError: a row, a token or a column is outside.
+    """
+    V = x_NV.shape[1]
+    _check(row_R, 0, len(x_NV), "rows")
+    _check(entries.token, 0, V, "tokens")
+    _check(entries.column, 0, width, "columns")
+    num_rows = len(row_R)
+    result = Projected(
+        out_RK=x_NV.new_empty(num_rows, width),
+        top_R=x_NV.new_empty(num_rows),
+        log_sum_R=x_NV.new_empty(num_rows),
+    )
+    _over_rows(
+        _projected_row, lambda: (np.empty(V, f32),), num_rows,
+        x_NV, row_R, entries, f32(1 / temperature), result,
+    )
+    return result
+
+
+def projected_derivative(
+    x_NV: Tensor, row_R: Tensor, entries: ProjectionEntries, result: Projected, grad_RK: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Return the (N, V) derivative by x of the sum of grad_RK times out_RK; no row occurs twice."""
+    d_NV = _new_derivative(x_NV, row_R)
+    V = x_NV.shape[1]
+    _over_rows(
+        _projected_back_row, lambda: (np.empty(V, f32),), len(row_R),
+        x_NV, row_R, entries, result, grad_RK, f32(1 / temperature), d_NV,
+    )
+    return d_NV
+
+
 def _check_side(
     logits: Tensor, row_C: Tensor, event: Tensor, num_events: int, name: str = "events"
 ) -> None:
@@ -812,6 +948,155 @@ def _divergence_row(
     d_sum = f32(total(d_n))
     for i in range(len(d_n)):
         d_n[i] = over_temperature * (d_n[i] - p[i] * d_sum)
+
+
+# --- kept tokens, projections ---------------------------------------------------------------------
+
+
+@elementwise
+def _kept_rows(
+    b, scratch_fields, size, x, row, ids, over_temperature, floor, with_tail, result_fields
+):
+    """Compute `size` rows of `kept_logp`."""
+    (p,) = scratch_fields
+    kept, tail, tops, log_sums = result_fields
+    for r in range(b * size, min((b + 1) * size, len(row))):
+        x_r = x[row[r]]
+        top, Z = _exps(x_r, over_temperature, f32(0), p)
+        log_sum = f32(np.log(Z))
+        tops[r] = top
+        log_sums[r] = log_sum
+        for k in range(ids.shape[1]):
+            logp = x_r[ids[r, k]] * over_temperature - top - log_sum
+            kept[r, k] = floor if floor > logp else logp  # in this order NaN stays NaN
+            p[ids[r, k]] = f32(0)
+        if not with_tail:
+            continue
+        # 1 - the kept ones would lose a small tail, and its gradient
+        rest = total(p)
+        if rest < SMALL_REST:
+            tail[r] = _small_rest(x_r, ids[r], over_temperature, top, log_sum, floor, p)
+        else:
+            tail[r] = f32(np.log(rest) - np.log(Z))
+
+
+@as_written
+def _small_rest(x, ids, over_temperature, top, log_sum, floor, p):
+    """Return the log-probability of the tokens that are not kept, beside almost all of the mass.
+
+    Such rows are rare, so this need not be fast.  Overwrites p.
+    """
+    for v in range(len(x)):
+        logp = x[v] * over_temperature - top - log_sum
+        p[v] = floor if floor > logp else logp
+    for k in range(len(ids)):
+        p[ids[k]] = -np.inf
+    rest_top = np.float64(largest(p))
+    rest = 0.0
+    for v in range(len(p)):
+        rest += np.exp(np.float64(p[v]) - rest_top)
+    logarithm = rest_top + np.log(rest)
+    return f32(max(logarithm, np.float64(floor)))
+
+
+@elementwise
+def _small_rest_back(x, ids, over_temperature, log_z, g_tail, g_sum, d):
+    """Write the derivative of such a row into `d`, but for the kept tokens."""
+    for v in range(len(x)):
+        d[v] = x[v] * over_temperature
+    for k in range(len(ids)):
+        d[ids[k]] = -np.inf
+    # beside their own largest, for float32 rounds log-probabilities of -1000 to 6e-5
+    rest_top = largest(d)
+    rest = 0.0
+    for v in range(len(d)):
+        rest += exp(d[v] - rest_top)
+    log_rest = f32(np.log(rest))
+    for v in range(len(d)):
+        of_tail = g_tail * exp(d[v] - rest_top - log_rest)
+        d[v] = over_temperature * (of_tail - g_sum * exp(d[v] - log_z))
+
+
+@elementwise
+def _kept_back_rows(
+    b, scratch_fields, size,
+    x, row, ids, result_fields, grad, grad_tail, over_temperature, floor, d,
+):
+    """Compute `size` rows of `kept_derivative`.
+
+    With g the gradient by log p, d_v = (g_v - p_v sum g) / temperature.  The tail passes its
+    gradient on to each of the other tokens in proportion to its probability.
+    """
+    kept, tail, tops, log_sums = result_fields
+    for r in range(b * size, min((b + 1) * size, len(row))):
+        x_r = x[row[r]]
+        d_r = d[row[r]]
+        top = tops[r]
+        log_sum = log_sums[r]
+        # at the floor nothing has a gradient, and a tail of tokens at the floor is near it
+        g_tail = f32(0) if floor + FLOOR_WIDTH > tail[r] else grad_tail[r]
+        exact_sum = np.float64(g_tail)  # terms of either sign nearly cancel
+        for k in range(ids.shape[1]):
+            exact_sum += f32(0) if kept[r, k] == floor else grad[r, k]
+        g_sum = f32(exact_sum)
+        if tail[r] < SMALL_TAIL and g_tail != 0:
+            _small_rest_back(x_r, ids[r], over_temperature, top + log_sum, g_tail, g_sum, d_r)
+        else:
+            factor = -g_sum
+            if g_tail != 0:
+                factor += g_tail * exp(-tail[r])
+            factor *= over_temperature
+            for v in range(len(d_r)):
+                d_r[v] = factor * exp(x_r[v] * over_temperature - top - log_sum)
+        for k in range(ids.shape[1]):
+            v = ids[r, k]
+            p = exp(x_r[v] * over_temperature - top - log_sum)
+            g = f32(0) if kept[r, k] == floor else grad[r, k]
+            d_r[v] = over_temperature * (g - p * g_sum)
+
+
+@elementwise
+def _projected_row(r, scratch_fields, x, row, entry_fields, over_temperature, result_fields):
+    """Compute row r of `projected`."""
+    (p,) = scratch_fields
+    out, tops, log_sums = result_fields
+    token, column, weight = entry_fields
+    out_r = out[r]
+    top, Z = _exps(x[row[r]], over_temperature, f32(0), p)
+    tops[r] = top
+    log_sums[r] = f32(np.log(Z))
+    factor = f32(1 / Z)
+    out_r[:] = f32(0)
+    for e in range(len(token)):
+        out_r[column[e]] += p[token[e]] * weight[e]
+    for k in range(len(out_r)):
+        out_r[k] *= factor
+
+
+@elementwise
+def _projected_back_row(
+    r, scratch_fields, x, row, entry_fields, result_fields, grad, over_temperature, d
+):
+    """Compute row r of `projected_derivative`.
+
+    With g_v = sum over k of W[v, k] grad_k, d_v = p_v (g_v - p . g) / temperature.
+    """
+    (g,) = scratch_fields
+    _, tops, log_sums = result_fields
+    token, column, weight = entry_fields
+    x_r = x[row[r]]
+    d_r = d[row[r]]
+    grad_r = grad[r]
+    g[:] = f32(0)
+    for e in range(len(token)):
+        g[token[e]] += grad_r[column[e]] * weight[e]
+    top = tops[r]
+    log_sum = log_sums[r]
+    for v in range(len(d_r)):
+        d_r[v] = exp(x_r[v] * over_temperature - top - log_sum)
+    mean = f32(_dot(d_r, g))
+    for v in range(len(d_r)):
+        d_r[v] *= over_temperature * (g[v] - mean)
 
 
 # --- KL over events -------------------------------------------------------------------------------

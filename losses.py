@@ -23,7 +23,7 @@ already*: entry t describes the token that position t predicts.  Logits must be 
 tokenizer's vocabulary (no padding rows of the lm_head).
 
 Needs torch only.  Copy this file into your own repository.  With cpu_kernels.py and numba beside
-it, all but adaptive_kl, projection_kl and alm take a tenth to two thirds of the time on a CPU.
+it, all but adaptive_kl take a tenth to two thirds of the time on a CPU.
 `group` needs vocab_parallel.py beside it.  Tests: tests/test_losses.py, tests/test_divergences.py
 and tests/test_chunk_losses.py.
 License: Apache-2.0 (see LICENSE).
@@ -523,20 +523,23 @@ def position_divergence(
         kernels = compiled_kernels(student_NV, teacher_NV, group)
     if kernels:
         value_N: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
-            student_NV, None, kernels.divergence,
-            teacher_NV, _mixture(name, coefficient), temperature, teacher_temperature, FLOOR,
+            at_least_float32(student_NV), None, kernels.divergence,
+            at_least_float32(teacher_NV), _mixture(name, coefficient),
+            temperature, teacher_temperature, FLOOR,
         )
         return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
-    logp = vocab_log_softmax(_soften(student_NV, temperature), group).clamp(min=FLOOR)
-    with torch.no_grad():
-        logq = vocab_log_softmax(_soften(teacher_NV, teacher_temperature), group).clamp(min=FLOOR)
-    if not whole_vocabulary:
+    if whole_vocabulary:
+        logp = _clamped_logp(student_NV, temperature, group)
+        with torch.no_grad():
+            logq = _clamped_logp(teacher_NV, teacher_temperature, group)
+    else:
         if isinstance(support, Tensor):
             ids_NK = _select_positions(support, mask_BS)
         else:
-            ids_NK = _support_ids(logp, logq, support, top_k, group)
-        logp = _top_k_buckets(logp, ids_NK, tail, group)
-        logq = _top_k_buckets(logq, ids_NK, tail, group)
+            ids_NK = _support_ids(student_NV, teacher_NV, support, top_k, group)
+        logp = _buckets_of(student_NV, ids_NK, tail, temperature, group)
+        with torch.no_grad():
+            logq = _buckets_of(teacher_NV, ids_NK, tail, teacher_temperature, group)
         group = None  # every rank holds all buckets now
     if name == "adaptive_kl":
         # it sorts whole rows, so each rank compares some rows over all columns
@@ -560,15 +563,40 @@ def _soften(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits / temperature
 
 
+def _clamped_logp(logits_NV: Tensor, temperature: float, group: ProcessGroup | None) -> Tensor:
+    """Return the (N, V) log-probabilities, none below FLOOR."""
+    return vocab_log_softmax(_soften(logits_NV, temperature), group).clamp(min=FLOOR)
+
+
 def _support_ids(
-    logp: Tensor, logq: Tensor, support: str, top_k: int, group: ProcessGroup | None
+    student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int, group: ProcessGroup | None
 ) -> Tensor:
     """Return the (N, K) int64 ids of the student's or the teacher's top_k tokens."""
     if support not in ("teacher", "student"):
         raise ValueError(
             f"support={support!r}: expected 'teacher', 'student' or a tensor of token ids"
         )
-    return vocab_topk(logq if support == "teacher" else logp, top_k, group)
+    # likelier tokens have larger logits
+    return vocab_topk(teacher_NV if support == "teacher" else student_NV, top_k, group)
+
+
+def _buckets_of(
+    logits_NV: Tensor, ids_NK: Tensor, tail: bool, temperature: float, group: ProcessGroup | None
+) -> Tensor:
+    """Return `_top_k_buckets` of the log-probabilities of these logits."""
+    kernels = compiled_kernels(logits_NV, logits_NV, group)
+    if not kernels:
+        logp_NV = _clamped_logp(logits_NV, temperature, group)
+        return _top_k_buckets(logp_NV, ids_NK, tail, group)
+    row_N = torch.arange(len(logits_NV))
+    kept_NK, tail_N = _KeptLogp.apply(  # type: ignore[no-untyped-call]
+        at_least_float32(logits_NV), row_N, ids_NK, kernels, temperature, tail
+    )
+    return torch.cat([kept_NK, tail_N[:, None]], 1) if tail else _renormalize(kept_NK)
+
+
+def _renormalize(logp_NK: Tensor) -> Tensor:
+    return logp_NK - logp_NK.logsumexp(-1, keepdim=True)
 
 
 def _top_k_buckets(
@@ -580,7 +608,7 @@ def _top_k_buckets(
     """
     kept_NK = vocab_gather(logp_NV, ids_NK, group)
     if not tail:
-        return kept_NK - kept_NK.logsumexp(-1, keepdim=True)
+        return _renormalize(kept_NK)
     # the tail comes from the other tokens: 1 - sum would lose a small tail, and its gradient
     first, _ = vocab_range(logp_NV, group)
     width = logp_NV.shape[1]
@@ -792,9 +820,15 @@ def chunk_logp(
         next_BX: the token that each position predicts.
         row_N, of_N: rows of logits and next tokens, and the number of their chunk.
     """
-    logp_NX = vocab_log_softmax(_select_rows(logits_NX, row_N, temperature), group)
     next_N1 = next_BX.reshape(-1)[row_N[:, None]]
-    logp_N = vocab_gather(logp_NX, next_N1, group).squeeze(1).clamp(min=FLOOR)
+    if kernels := compiled_kernels(logits_NX, logits_NX, group):
+        logp_N1, _ = _KeptLogp.apply(  # type: ignore[no-untyped-call]
+            at_least_float32(logits_NX), row_N, next_N1, kernels, temperature, False
+        )
+    else:
+        logp_NX = vocab_log_softmax(_select_rows(logits_NX, row_N, temperature), group)
+        logp_N1 = vocab_gather(logp_NX, next_N1, group).clamp(min=FLOOR)
+    logp_N: Tensor = logp_N1.squeeze(1)
     return logp_N.new_zeros(num_chunks).index_add(0, of_N, logp_N)
 
 
@@ -878,6 +912,60 @@ class _MixtureDistance(torch.autograd.Function):
         return _scale_rows(d_NV, row_R, outer_R), d_R * outer_R, *[None] * ctx.num_others
 
 
+class _KeptLogp(torch.autograd.Function):
+    """Compute log-probabilities of tokens ids_RK in rows row_R of x, and of all others together.
+
+    Gives ((R, K), (R,)), none below FLOOR; without `tail` the second is of no use.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NV: Tensor, row_R: Tensor, ids_RK: Tensor, kernels: Any, temperature: float,
+        tail: bool,
+    ) -> tuple[Tensor, Tensor]:
+        result = kernels.kept_logp(x_NV, row_R, ids_RK, temperature, FLOOR, tail)
+        ctx.save_for_backward(x_NV, row_R, ids_RK, *result)
+        ctx.kernels = kernels
+        ctx.temperature = temperature
+        return result.kept_RK, result.tail_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NV, row_R, ids_RK, *fields = ctx.saved_tensors
+        result = ctx.kernels.KeptLogp(*fields)
+        d_NV = ctx.kernels.kept_derivative(
+            x_NV, row_R, ids_RK, result, *grads, ctx.temperature, FLOOR
+        )
+        return d_NV, None, None, None, None, None
+
+
+class _Projected(torch.autograd.Function):
+    """Compute softmax(x / temperature) @ W, (R, K), for rows row_R of x; W gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NV: Tensor, row_R: Tensor, kernels: Any, entries: "Entries", temperature: float
+    ) -> Tensor:
+        of_kernels = kernels.ProjectionEntries(
+            entries.row_E.int(), entries.column_E.int(), entries.weight_E.float()
+        )
+        result = kernels.projected(x_NV, row_R, of_kernels, entries.width, temperature)
+        ctx.save_for_backward(x_NV, row_R, *of_kernels, *result)
+        ctx.kernels = kernels
+        ctx.temperature = temperature
+        out_RK: Tensor = result.out_RK
+        return out_RK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NV, row_R, token_E, column_E, weight_E, *fields = ctx.saved_tensors
+        entries = ctx.kernels.ProjectionEntries(token_E, column_E, weight_E)
+        d_NV = ctx.kernels.projected_derivative(
+            x_NV, row_R, entries, ctx.kernels.Projected(*fields), grads[0], ctx.temperature
+        )
+        return d_NV, None, None, None, None
+
+
 class WeightedRows(NamedTuple):
     """Rows whose softmaxes, times weights, add up to the distributions of chunks.
 
@@ -902,11 +990,14 @@ def _scale_rows(d_NV: Tensor, row_R: Tensor, factor_R: Tensor) -> Tensor:
 def compiled_kernels(
     student_logits: Tensor, teacher_logits: Tensor, group: ProcessGroup | None = None
 ) -> Any:
-    """Import the module of compiled kernels if it serves these tensors; else return None."""
+    """Import the module of compiled kernels if it serves these tensors; else return None.
+
+    It works on float32, so its callers convert bfloat16 and float16, which are served too.
+    """
     if not HAS_KERNELS or group is not None:
         return None
     for logits in (student_logits, teacher_logits):
-        if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        if logits.device.type != "cpu" or logits.dtype == torch.float64:
             return None
     import cpu_kernels
 
@@ -976,21 +1067,33 @@ def projection_kl(
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
-    x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
-    logp_NV = vocab_log_softmax(x_NV, group)
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
         log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average, group)
     local_chunks = slice(0, num_chunks)
-    if kept_K is None and group is not None:
+    kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
+    weights = likelihoods_VK if entries is None else entries.weight_E
+    if weights.requires_grad:  # of a learned projection; the kernels know no derivative by them
+        kernels = None
+    if kernels:
+        if entries is None:
+            entries = projection_entries(indices_VK, likelihoods_VK, y_MW.shape[1], kept_K)
+        r_NK: Tensor = _Projected.apply(  # type: ignore[no-untyped-call]
+            at_least_float32(student_logits_BSV.flatten(0, 1)), chunks.row_S, kernels, entries,
+            temperature,
+        )
+        r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
+    elif kept_K is None and group is not None:
         # a student column may add to columns of any rank: compare whole rows instead
-        p_CV = chunk_mean(logp_NV.exp(), chunks.of_S, chunks.count_S)
+        x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
+        p_CV = chunk_mean(vocab_softmax(x_NV, group), chunks.of_S, chunks.count_S)
         p_CV, local_chunks = columns_to_rows(p_CV, group)
         log_target_CK, _ = columns_to_rows(log_target_CK, group)
         if entries is None:
             entries = projection_entries(indices_VK, likelihoods_VK, log_target_CK.shape[1])
         r_CK = _project(p_CV, entries)
     else:
+        x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
         if entries is None:
             first, _ = vocab_range(x_NV, group)
             end = first + x_NV.shape[1]
@@ -998,6 +1101,7 @@ def projection_kl(
             entries = projection_entries(
                 indices_VK[first:end], likelihoods_VK[first:end], num_teacher_tokens, kept_K
             )
+        logp_NV = vocab_log_softmax(x_NV, group)
         r_NK = vocab_sum(_project(logp_NV, entries, is_logp=True), group)
         r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
     # EPSILON last: added before, it would be all that is left of r once the student has moved its
@@ -1287,6 +1391,8 @@ def event_kl(
     check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", group)
     x_NV = student_logits_BSV.flatten(0, 1)
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
+    if x_NV.device.type == "cpu":  # once; elsewhere the rows that each term needs, later
+        x_NV = at_least_float32(x_NV)
     values = [_start_kl(x_NV, y_MW, terms, spelling, temperature, group)]
     rows = [terms.start_S]
     # select what the other terms need of x at once: each selection has a gradient as large as x
@@ -1759,13 +1865,13 @@ def _mean_rows(
 ) -> tuple[WeightedRows, WeightedRows]:
     """Return both sides' rows with the weights that make a chunk the mean of its positions."""
     student = WeightedRows(
-        logits_NX=student_logits_BSV.flatten(0, 1),
+        logits_NX=at_least_float32(student_logits_BSV.flatten(0, 1)),
         weight_R=(1 / chunks.count_S).float()[chunks.of_S],
         row_R=chunks.row_S,
         of_R=chunks.of_S,
     )
     teacher = WeightedRows(
-        logits_NX=teacher_logits_BTW.flatten(0, 1),
+        logits_NX=at_least_float32(teacher_logits_BTW.flatten(0, 1)),
         weight_R=(1 / chunks.count_T).float()[chunks.of_T],
         row_R=chunks.row_T,
         of_R=chunks.of_T,
@@ -1871,6 +1977,7 @@ def uld(
     temperature: float = 1.0, common: tuple[Tensor, Tensor] | None = None,
     matched_weight: float | None = None, weight_BS: Tensor | None = None, reduction: str = "sum",
     group: ProcessGroup | None = None, chunks: Chunks | None = None,
+    rest: tuple[Tensor, Tensor] | None = None,
 ) -> SumAndCount:
     """Sum over chunks sum |sorted p - sorted q| (ULD, arXiv:2402.12030); needs no projection.
 
@@ -1883,6 +1990,7 @@ def uld(
         student_next_BS, teacher_next_BT: int64, the token that each position predicts.
         common: (student ids, teacher ids) of `common_tokens`; None: none.
         matched_weight: 0 to 1; None: the fraction of the teacher's vocabulary that is common.
+        rest: `other_tokens` of both sides of `common`; None: computed in every call.
     Others and Returns: see `projection_kl`; no factor tau^2, since the value is linear in p.
     """
     if chunks is None:
@@ -1899,9 +2007,14 @@ def uld(
     q_before_C = _probability_before(
         y_MW, teacher_next_BT, last_T, chunks.row_T, chunks.of_T, temperature, group
     )
+    if common is not None and rest is not None:
+        check_width("student", x_NV, len(common[0]) + len(rest[0]), "rest", group)
+        check_width("teacher", y_MW, len(common[1]) + len(rest[1]), "rest", group)
     kernels = compiled_kernels(x_NV, y_MW, group) if common is None else None
     if kernels:
         number = torch.arange(num_chunks)
+        x_NV = at_least_float32(x_NV)
+        y_MW = at_least_float32(y_MW)
         student = WeightedRows(x_NV, _or_ones(p_before_C, x_NV, num_chunks), last_S, number)
         teacher = WeightedRows(y_MW, _or_ones(q_before_C, y_MW, num_chunks), last_T, number)
         longest = max(x_NV.shape[1], y_MW.shape[1])
@@ -1914,7 +2027,9 @@ def uld(
     if common is None:
         value_C = _all_sorted(p_CV, q_CW)
     else:
-        value_C = _hybrid_uld(p_CV, q_CW, TokenIds(*common), matched_weight)
+        if rest is None:
+            rest = (other_tokens(common[0], p_CV.shape[1]), other_tokens(common[1], q_CW.shape[1]))
+        value_C = _hybrid_uld(p_CV, q_CW, TokenIds(*common), TokenIds(*rest), matched_weight)
     value_C = gather_row_values(value_C, local, num_chunks, group)
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
 
@@ -1957,7 +2072,7 @@ def _end_distribution(
 
 
 def _hybrid_uld(
-    p_CV: Tensor, q_CW: Tensor, common: TokenIds, matched_weight: float | None
+    p_CV: Tensor, q_CW: Tensor, common: TokenIds, others: TokenIds, matched_weight: float | None
 ) -> Tensor:
     """Return the (C,) values of TRL's hybrid: JSD on common tokens, sorted distance of the rest."""
     if matched_weight is None:
@@ -1965,8 +2080,8 @@ def _hybrid_uld(
     tiny = torch.finfo(p_CV.dtype).tiny
     logp = p_CV[:, common.student].clamp(min=tiny).log()
     logq = q_CW[:, common.teacher].clamp(min=tiny).log()
-    p_others = p_CV.index_select(1, other_tokens(common.student, p_CV.shape[1]))
-    q_others = q_CW.index_select(1, other_tokens(common.teacher, q_CW.shape[1]))
+    p_others = p_CV.index_select(1, others.student)
+    q_others = q_CW.index_select(1, others.teacher)
     logm = _log_mixture(logp, logq, 0.5)
     matched_C = 0.5 * _kl(logq, logm) + 0.5 * _kl(logp, logm)
     return matched_weight * matched_C + (1 - matched_weight) * _all_sorted(p_others, q_others)

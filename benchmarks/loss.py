@@ -33,12 +33,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from isogloss.cpu_settings import restart_with_settings
+
+if __name__ == "__main__":
+    restart_with_settings()
+
 import fire
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import losses
 import translation
 from projection_tools.cells import translation_tables

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isogloss.loss_table import ALM_MODES, LOSS_TOPK_OF, LOSSES, loss_flags
+from isogloss.loss_table import ALM_MODES, AUTO_WEIGHT, LOSS_TOPK_OF, LOSSES, loss_flags
 from isogloss.open_data import TXT_SAMPLES
 from isogloss.sample import ALIGNERS
 from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
@@ -127,6 +127,8 @@ class Config:
             which some student token maps, over which the teacher is normalized then).
             eval/unreachable_mass is what the teacher says of the others.
         uncommon_topk: tokens outside the common ones that gold and h_kl compare by rank.
+        matched_weight: of the JSD on common tokens in hybrid_uld, 0 to 1; the sorted rest has what
+            is missing to 1. -1 takes the fraction of the teacher's vocabulary that is common.
         reverse_kl: compute KL(student || teacher) in projection_kl, gold and h_kl.
         alm_mode: binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or absolute.
         jsd_beta: of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).
@@ -256,6 +258,7 @@ class Config:
     projection_topk: int = 8192
     projection_columns: str = "all"
     uncommon_topk: int = 8192
+    matched_weight: float = AUTO_WEIGHT
     reverse_kl: bool = False
     alm_mode: str = "binary_kl"
     jsd_beta: float = 0.5
@@ -333,6 +336,9 @@ class Config:
         for name in ("jsd_beta", "skew_lambda", "akl_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
+        if self.matched_weight != AUTO_WEIGHT and not 0 <= self.matched_weight <= 1:
+            raise ValueError(f"--matched_weight {self.matched_weight}: expected 0 to 1, or "
+                             f"{AUTO_WEIGHT:g} for the common fraction of the teacher's vocabulary")
         if self.skew_lambda == 1:  # the mixture would be the teacher itself
             raise ValueError("--skew_lambda 1.0: compares the teacher with itself; expected less "
                              "than 1")

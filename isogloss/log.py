@@ -18,6 +18,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
+from isogloss.cpu_settings import current_settings
 from isogloss.files import write_atomically
 
 
@@ -257,6 +258,7 @@ def run_record(cfg, start_step, ds_config):
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cpu_settings": current_settings(),
         "projection_sha256": projection_sha256,
     }
     return json.dumps(record, indent=1)

@@ -28,6 +28,7 @@ from projection_tools.spell import cached_spelling
 from translation import Tables, cell_coverage, translated
 
 LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
+AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
 ALM_MODES = (
     "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
 
@@ -202,6 +203,25 @@ def _common_and_rest(cfg, pair, device, relaxed):
     return DistillationLoss(loss_fn, indices_VK=indices)
 
 
+def build_hybrid_uld(cfg, pair, device):
+    indices, likelihoods = _projection(cfg, pair, device)
+    common = common_tokens(indices, likelihoods)
+    # known here once, so that nothing waits for the device in a step
+    rest_V = other_tokens(common[0], len(pair.tables[0]))
+    rest_W = other_tokens(common[1], len(pair.tables[1]))
+    matched_weight = None if cfg.matched_weight == AUTO_WEIGHT else cfg.matched_weight
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return losses.uld(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            ids.student_chunk, ids.teacher_chunk, cfg.temperature, common, matched_weight,
+            weight_BS=ids.weight, chunks=sub_tile.terms,
+            rest=(rest_V, rest_W))[0]
+
+    return DistillationLoss(loss_fn, indices_VK=indices)
+
+
 def build_per_chunk(cfg, pair, device, loss, flag_of):
     """Build a loss that compares whole chunks and needs nothing but their ids.
 
@@ -346,6 +366,8 @@ LOSSES: dict[str, LossSpec] = {
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS),
     "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
     "uld": per_chunk(losses.uld),
+    "hybrid_uld": LossSpec(
+        build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
     "alm": per_chunk(losses.alm, mode="alm_mode"),
     "forward_kl": divergence_loss(losses.forward_kl),
     "reverse_kl": divergence_loss(losses.reverse_kl),

@@ -14,7 +14,7 @@ import cpu_kernels
 import losses
 from cases import Case, close, common_of, gradient
 
-LOSSES = "event_kl", "gold", "gold_reverse", "uld"
+LOSSES = "event_kl", "gold", "gold_reverse", "uld", "projection_kl", "projection_reverse", "alm"
 # Largest logits by seed: from nearly uniform to probabilities that float32 cannot tell from 0.
 SPREADS = (1, 4, 30, 200)
 # From here on float64 sees probabilities that are 0 in float32, so the reference is float32 too.
@@ -54,7 +54,23 @@ def loss_of(name, case, tau):
         )
         return value
 
-    return {"event_kl": event_kl, "uld": uld, "gold": gold, "gold_reverse": gold}[name]
+    def alm(x, y):
+        value, _ = losses.alm(x, y, *ids, tau, "squared", weight_BS=weight)
+        return value
+
+    def projection_kl(x, y):
+        kept = torch.arange(1, y.shape[-1])  # not all columns
+        weights = case.likelihoods.to(torch.promote_types(x.dtype, torch.float32))
+        value, _ = losses.projection_kl(
+            x, y, *case.chunk, case.indices, weights, kept, tau,
+            reverse=name == "projection_reverse", weight_BS=weight,
+        )
+        return value
+
+    return {
+        "event_kl": event_kl, "uld": uld, "gold": gold, "gold_reverse": gold, "alm": alm,
+        "projection_kl": projection_kl, "projection_reverse": projection_kl,
+    }[name]
 
 
 def value_and_gradient(loss, x, y):

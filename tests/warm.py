@@ -33,5 +33,8 @@ events = torch.zeros(3, dtype=torch.int32)
 cpu_kernels.event_kl(logits, rows, logits, rows, events, events, 1, 1.0, 0.0)
 cpu_kernels.mixture_distance(chunks, chunks, None, None, 3, 1.0)
 cpu_kernels.divergence(logits, logits, (1.0, 0.0, 1.0), 1.0, 1.0, -1e4)
+kept = cpu_kernels.kept_logp(logits, rows, rows[:, None], 1.0, -1e4, False)
+cpu_kernels.kept_derivative(
+    logits, rows, rows[:, None], kept, torch.ones(1, 1), torch.ones(1), 1.0, -1e4)
 gc.collect()
 gc.freeze()

@@ -1,0 +1,115 @@
+"""--loss hybrid_uld: the hybrid of TRL's GOLD trainer as a loss of a run.
+
+tests/test_golden.py compares the function with TRL's own outputs.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import losses
+from isogloss.config import Config
+from isogloss.loss_table import LOSSES, build_loss
+from isogloss.sample import TextEncoder
+from projection_tools import Pair
+from projection_tools.build import cached_projection
+from tiles import SubTile
+
+GOOD = dict(student="s", teacher="t", data="d", loss="hybrid_uld", temperature=1.5)
+# chunks of one token and of two on either side, a position outside of chunks
+STUDENT_CHUNK = torch.tensor([0, 1, 1, 2, -1])
+TEACHER_CHUNK = torch.tensor([-1, 0, 1, 2, 2])
+
+
+@pytest.fixture(scope="module")
+def sides(tokenizers, tables):
+    return [TextEncoder(tokenizer, table, 64) for tokenizer, table in zip(tokenizers, tables)]
+
+
+def sub_tile_of(vocab_sizes):
+    torch.manual_seed(1)
+    labels = [torch.randint(size, (5,)) for size in vocab_sizes]
+    return SubTile(slice(0, 5), slice(0, 5), *labels, STUDENT_CHUNK, TEACHER_CHUNK,
+                   losses.find_chunks(STUDENT_CHUNK[None], TEACHER_CHUNK[None]),
+                   weight=torch.tensor([1.0, 0.5, 9.0, 2.0, 9.0]))
+
+
+def by_definition(x, y, sub_tile, pairs, matched_weight):
+    """Return the loss, chunk by chunk; pairs: (student id, teacher id) of the common tokens."""
+    if matched_weight is None:
+        matched_weight = len(pairs) / y.shape[1]
+    total = 0
+    for chunk in range(3):
+        distributions = []
+        for logits, ids, labels in ((x, STUDENT_CHUNK, sub_tile.student_labels),
+                                    (y, TEACHER_CHUNK, sub_tile.teacher_labels)):
+            *before, last = (ids == chunk).nonzero().flatten().tolist()
+            p = (logits / 1.5).softmax(-1)
+            scale = 1
+            for position in before:
+                scale = scale * p[position, labels[position]]
+            distributions.append(scale * p[last])
+        p, q = distributions
+        jsd = 0
+        for v, w in pairs:
+            m = (p[v] + q[w]) / 2
+            jsd = jsd + (q[w] * (q[w] / m).log() + p[v] * (p[v] / m).log()) / 2
+        common = [set(ids) for ids in zip(*pairs)]
+        others = []
+        for probabilities, ids in zip(distributions, common):
+            kept = [i for i in range(len(probabilities)) if i not in ids]
+            others.append(probabilities[kept].sort(descending=True).values)
+        width = max(map(len, others))
+        padded = [torch.nn.functional.pad(other, (0, width - len(other))) for other in others]
+        distance = (padded[0] - padded[1]).abs().sum()
+        weight = sub_tile.weight[(STUDENT_CHUNK == chunk).nonzero()[0, 0]]
+        total = total + weight * (matched_weight * jsd + (1 - matched_weight) * distance)
+    return total
+
+
+@pytest.mark.parametrize("matched_weight", [None, 0.0, 0.8, 1.0])
+def test_it_is_what_it_is_defined_to_be(sides, matched_weight):
+    sizes = [len(side.table) for side in sides]
+    sub_tile = sub_tile_of(sizes)
+    more = {} if matched_weight is None else {"matched_weight": matched_weight}
+    loss = build_loss(Config(**GOOD, **more), *sides, "cpu")
+    x, y = [2 * torch.randn(5, size, dtype=torch.float64) for size in sizes]
+    x.requires_grad_()
+    value = loss.loss_fn(x, y, sub_tile)
+    pair = Pair.of(*[side.tokenizer for side in sides], ("s", "t"), [side.table for side in sides])
+    projection = cached_projection(pair)
+    common = losses.common_tokens(projection["indices"], projection["likelihoods"])
+    pairs = list(zip(*[ids.tolist() for ids in common]))
+    assert 50 < len(pairs) < sizes[0]
+    expected = by_definition(x, y, sub_tile, pairs, matched_weight)
+    assert abs(value - expected) < 1e-9 * expected
+    d, = torch.autograd.grad(value, x)
+    expected_d, = torch.autograd.grad(expected, x)
+    assert (d - expected_d).norm() < 1e-9 * expected_d.norm()
+
+
+def test_compiled_rows_give_the_same_in_float32(sides):
+    sizes = [len(side.table) for side in sides]
+    sub_tile = sub_tile_of(sizes)
+    loss = build_loss(Config(**GOOD), *sides, "cpu")
+    x, y = [2 * torch.randn(5, size) for size in sizes]
+    value = loss.loss_fn(x, y.bfloat16(), sub_tile)
+    exact = loss.loss_fn(x.double(), y.bfloat16().double(), sub_tile)
+    assert value.dtype == torch.float32 and abs(value - exact) < 1e-5 * exact
+
+
+def test_vocabularies_without_a_common_token_are_refused():
+    indices = torch.tensor([[0, 1], [1, 0]])
+    pair = SimpleNamespace(tables=[range(2), range(2)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isogloss.loss_table._projection",
+                      lambda *_: (indices, torch.full((2, 2), 0.5)))
+        with pytest.raises(ValueError, match="the projection has no common token"):
+            LOSSES["hybrid_uld"].build(Config(**GOOD), pair, "cpu")
+
+
+@pytest.mark.parametrize("weight", [-0.5, 1.5])
+def test_a_weight_that_is_none_is_refused(weight):
+    with pytest.raises(ValueError, match=f"--matched_weight {weight}: expected 0 to 1, or -1"):
+        Config(**GOOD, matched_weight=weight)
