@@ -214,7 +214,7 @@ def _divergence_kernel(
         if HAS_TEACHER:
             raw = x * scale - log_total
             logq = _load(y_row, columns, inside) * teacher_scale - log_total_y
-            unread, slope = _compare(
+            _value, slope = _compare(
                 _raise(raw, floor), _raise(logq, floor),
                 forward_weight, reverse_weight, log_s, log_not_s, KIND,
             )

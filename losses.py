@@ -554,6 +554,19 @@ def position_divergence(
     return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
 
 
+def cross_entropy_in_place(
+    logits_NV: Tensor, labels_N: Tensor, factor: float
+) -> SumAndCount | None:
+    """Compute (cross-entropy, 0) and write the gradient over the logits.
+
+    Args and Returns: see `divergence_in_place`.
+    """
+    none = torch.empty(0, dtype=torch.int64, device=logits_NV.device)
+    return divergence_in_place(
+        "forward_kl", logits_NV, None, labels_N, none, none, (factor, 0.0)
+    )
+
+
 def divergence_in_place(
     name: str, student_NV: Tensor, teacher_MV: Tensor | None, labels_N: Tensor | None,
     row_C: Tensor, teacher_row_C: Tensor, factors: tuple[float, float],

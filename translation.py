@@ -1184,14 +1184,14 @@ class _StudentInPlace:
         plain_N = torch.logaddexp(result.plain_log_total_N, left_out_N)
         self.result = result._replace(plain_log_total_N=plain_N)
         self.rest_L = result.log_total_N[self.row_L]
-        self.value_R = result.value_R
+        self.value_R: Tensor = result.value_R
 
     def cross_entropy(self) -> Tensor:
         """Return the sum over the rows that have a label."""
         if self.labels_N is None:
             return self.value_R.new_zeros(())
-        nats_N = self.result.plain_log_total_N - self.label_logit_N
-        return torch.where(self.labels_N >= 0, nats_N, 0.0).sum()
+        nats_N: Tensor = self.result.plain_log_total_N - self.label_logit_N
+        return nats_N.masked_fill(self.labels_N < 0, 0.0).sum()
 
     def write_gradient(
         self, factor_R: Tensor | float, d_E: Tensor, d_L: Tensor, ce_factor: float
