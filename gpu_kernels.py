@@ -91,17 +91,31 @@ def _row_sums(row_ptr, V, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _linked_sums(row_ptr, slot_ptr, num_cells, V, scale, BLOCK: tl.constexpr):
-    """Return maximum and sum of exp(scale (x - maximum)) of the tokens that have a cell."""
+def _cell_row_sums(row_ptr, slot_ptr, num_cells, V, scale, root, BLOCK: tl.constexpr):
+    """Return what `_row_sums` returns, then maximum and sum of the tokens that have a cell.
+
+    The last two are -inf and 0 where root is -1, which spares reading the slots.
+    """
+    num_slots = tl.where(root >= 0, V, 0)
     lanes = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
+    plain_top = top
+    linked_top = top
     total = tl.zeros([BLOCK], tl.float32)
+    plain_total = total
+    linked_total = total
     for start in range(0, V, BLOCK):
         columns = start + lanes
-        slot = tl.load(slot_ptr + columns, mask=columns < V, other=num_cells)
-        x = _load(row_ptr, columns, slot < num_cells)
+        x = _load(row_ptr, columns, columns < V)
         top, total = _add_lanes(top, total, x, scale)
-    return _join_lanes(top, total, scale)
+        plain_top, plain_total = _add_lanes(plain_top, plain_total, x, 1.0)
+        slot = tl.load(slot_ptr + columns, mask=columns < num_slots, other=num_cells)
+        linked = tl.where(slot < num_cells, x, -float("inf"))
+        linked_top, linked_total = _add_lanes(linked_top, linked_total, linked, scale)
+    row_top, total = _join_lanes(top, total, scale)
+    _, plain_total = _join_lanes(plain_top, plain_total, 1.0)
+    row_linked_top, linked_total = _join_lanes(linked_top, linked_total, scale)
+    return row_top, total, plain_total, row_linked_top, linked_total
 
 
 @triton.jit
@@ -129,6 +143,7 @@ def _compare(logp, logq, forward_weight, reverse_weight, log_s, log_not_s, KIND:
         gap = p - q
         value = tl.abs(gap) / 2
         slope = tl.where(gap == 0, 0.0, tl.where(gap < 0, -p, p) / 2)
+        slope = tl.where(gap == gap, slope, gap)  # NaN of the teacher
     else:
         # u = s p / m, the student's fraction of the middle
         if KIND == OF_STUDENT:
@@ -450,11 +465,12 @@ def _teacher_cells_kernel(
     """Compute one row of `teacher_cells`."""
     m = tl.program_id(0).to(tl.int64)
     y_row = y_ptr + m * y_stride
-    all_top, all_total, _ = _row_sums(y_row, W, scale, BLOCK)
-    tl.store(log_total_ptr + m, all_top * scale + tl.log(all_total))
     root = tl.load(root_ptr + m)
+    all_top, all_total, _, top, total = _cell_row_sums(
+        y_row, slot_ptr, num_cells, W, scale, root, BLOCK
+    )
+    tl.store(log_total_ptr + m, all_top * scale + tl.log(all_total))
     if root >= 0:
-        top, total = _linked_sums(y_row, slot_ptr, num_cells, W, scale, BLOCK)
         tl.store(linked_ptr + m, top * scale + tl.log(total))
         factor = tl.load(ends_ptr + root) / total
         target_row = target_ptr + root.to(tl.int64) * target_stride
@@ -536,12 +552,13 @@ def _student_cells_kernel(
     """Compute one row of `student_cells_`."""
     n = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + n * x_stride
-    all_top, total, plain_total = _row_sums(x_row, V, scale, BLOCK)
+    root = tl.load(root_ptr + n)
+    all_top, total, plain_total, top, linked_total = _cell_row_sums(
+        x_row, slot_ptr, num_cells, V, scale, root, BLOCK
+    )
     tl.store(log_total_ptr + n, all_top * scale + tl.log(total))
     tl.store(plain_log_total_ptr + n, all_top + tl.log(plain_total))
-    root = tl.load(root_ptr + n)
     if root >= 0:
-        top, linked_total = _linked_sums(x_row, slot_ptr, num_cells, V, scale, BLOCK)
         log_linked = tl.log(linked_total)  # above the top
         tl.store(top_ptr + n, top)
         tl.store(log_linked_ptr + n, log_linked)

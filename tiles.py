@@ -416,8 +416,8 @@ def plan_tiles(
         vocab_sizes: V and W.
         memory_mib: MiB for the logits of a tile and what a loss allocates for them; a tile has at
             least one chunk, however large.  inf: one tile of one sub-tile.
-        sub_tiles: CPU_SUB_TILES, GPU_SUB_TILES or KERNEL_SUB_TILES.  Small sub-tiles leave room for large tiles;
-            large ones need fewer calls.
+        sub_tiles: CPU_SUB_TILES, GPU_SUB_TILES or KERNEL_SUB_TILES.  Small sub-tiles leave room for
+            large tiles; large ones need fewer calls.
         teacher_context: a sub-tile also has the teacher position before and that after each of its
             chunks, in the same row; those in none of its chunks have chunk -1.
     """
