@@ -49,6 +49,9 @@ MARGIN = 1e-6  # nats that a log-probability stays below 0, so that log(1 - p) i
 TINY_MASS = 1e-30  # below any mass that matters and above float32's smallest normal number, 1e-38
 # the file of compiled kernels is optional: it is used if it and numba can be imported
 HAS_KERNELS = all(find_spec(name) for name in ("numba", "cpu_kernels"))
+# likewise for a GPU; the devices whose tensors it gets (tests let Triton interpret it on a CPU)
+HAS_TRITON_KERNELS = all(find_spec(name) for name in ("triton", "gpu_kernels"))
+TRITON_DEVICES = ("cuda",)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -521,6 +524,7 @@ def position_divergence(
     kernels = None
     if whole_vocabulary and name != "adaptive_kl":
         kernels = compiled_kernels(student_NV, teacher_NV, group)
+        kernels = kernels or triton_kernels(student_NV, teacher_NV, group=group)
     if kernels:
         value_N: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
             at_least_float32(student_NV), None, kernels.divergence,
@@ -551,6 +555,56 @@ def position_divergence(
     else:
         value_N = vocab_sum(_divergence(_mixture(name, coefficient), logp, logq), group)
     return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
+
+
+def cross_entropy_in_place(
+    logits_NV: Tensor, labels_N: Tensor, factor: float
+) -> SumAndCount | None:
+    """Compute (cross-entropy, 0) and write the gradient over the logits.
+
+    Args and Returns: see `divergence_in_place`.
+    """
+    none = torch.empty(0, dtype=torch.int64, device=logits_NV.device)
+    return divergence_in_place(
+        "forward_kl", logits_NV, None, labels_N, none, none, (factor, 0.0)
+    )
+
+
+def divergence_in_place(
+    name: str, student_NV: Tensor, teacher_MV: Tensor | None, labels_N: Tensor | None,
+    row_C: Tensor, teacher_row_C: Tensor, factors: tuple[float, float],
+    weight_N: Tensor | None = None, temperature: float = 1.0, coefficient: float = 0.0,
+) -> SumAndCount | None:
+    """Compute cross-entropy and a divergence, and write the gradient over the student's logits.
+
+    The gradient is that of factors[0] * cross-entropy + factors[1] * divergence.  For tensors that
+    gpu_kernels.py serves; autograd takes no part.
+
+    Args:
+        name, coefficient: see `position_divergence`; not adaptive_kl.
+        student_NV, teacher_MV: bfloat16, float16 or float32; teacher None: the cross-entropy alone.
+        labels_N: int64, the next tokens, -100 for none; None: no cross-entropy.
+        row_C, teacher_row_C: (C,) int64, the rows to compare; each of the student's once.
+        weight_N: weight of the divergence at every student row; None: 1.
+    Returns:
+        (cross-entropy, divergence), float32 sums in nats without the factors.  None: no kernel
+        serves these tensors, which stay as they are.
+    """
+    teacher = [] if teacher_MV is None else [teacher_MV]
+    kernels = triton_kernels(student_NV, *teacher)
+    if kernels is None:
+        return None
+    scale_N = student_NV.new_zeros(len(student_NV), dtype=torch.float32)
+    scale_N[row_C] = temperature**2
+    if weight_N is not None:
+        scale_N *= weight_N
+    teacher_row_N = torch.full_like(scale_N, -1, dtype=torch.int64)
+    teacher_row_N[row_C] = teacher_row_C
+    value_N, cross_entropy_N = kernels.divergence_(
+        student_NV, teacher_MV, _mixture(name, coefficient), temperature, temperature, FLOOR,
+        teacher_row_N, factors[1] * scale_N, labels_N, factors[0],
+    )
+    return cross_entropy_N.sum(), (value_N * scale_N).sum()
 
 
 def _select_positions(x_BSX: Tensor, mask_BS: Tensor | None) -> Tensor:
@@ -1002,6 +1056,20 @@ def compiled_kernels(
     import cpu_kernels
 
     return cpu_kernels
+
+
+def triton_kernels(*logits_NX: Tensor, group: ProcessGroup | None = None) -> Any:
+    """Import the module of Triton kernels if it serves these tensors; else return None."""
+    if not HAS_TRITON_KERNELS or group is not None:
+        return None
+    if any(logits.device.type not in TRITON_DEVICES for logits in logits_NX):
+        return None
+    import gpu_kernels
+
+    for logits in logits_NX:
+        if logits.dtype not in gpu_kernels.DTYPES or logits.stride(-1) != 1:
+            return None
+    return gpu_kernels
 
 
 # --- two vocabularies: projection ----------------------------------------------------------------

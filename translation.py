@@ -62,6 +62,7 @@ from losses import (
     find_chunks,
     forward_kl,
     reduce_terms,
+    triton_kernels,
 )
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ def going_on(
     node_E, place_E = expand(low, high)
     token_E = tables.order_W[place_E]
     next_E = next_piece(tables.pieces_W, token_E, level[node_E])
-    logits_E = y_MW[row_K[node_E], token_E] / temperature
+    logits_E = at_least_float32(y_MW[row_K[node_E], token_E]) / temperature
     # finite where all are excluded
     top_K = logits_E.new_full((len(low),), torch.finfo(logits_E.dtype).min)
     top_K = top_K.scatter_reduce(0, node_E, logits_E, "amax")
@@ -454,14 +455,19 @@ def _mask_joined(q_NW: Tensor, roots: Roots, tables: Tables) -> None:
     """Set to 0, in place, what the student's tokenizer would have joined to the token before."""
     row_N = torch.arange(len(q_NW), device=q_NW.device)
     came_N = q_NW[row_N, roots.next_T]
+    q_NW[_joined(roots, tables)] = 0
+    q_NW[row_N, roots.next_T] = came_N  # it did come, whatever the tables say
+
+
+def _joined(roots: Roots, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Return (root, teacher token) of all that a join would have kept from coming."""
     known = roots.before_S >= 0
     before = roots.before_S.clamp(min=0)
     low = tables.join_start_V[before]
     high = torch.where(known, tables.join_start_V[before + 1], low)
     row_J, join_J = expand(low, high)
     join_E, place_E = expand(tables.join_low_J[join_J], tables.join_high_J[join_J])
-    q_NW[row_J[join_E], tables.order_W[place_E]] = 0
-    q_NW[row_N, roots.next_T] = came_N  # it did come, whatever the tables say
+    return row_J[join_E], tables.order_W[place_E]
 
 
 def before_goes_on(
@@ -632,7 +638,7 @@ def choice_question(
     other_G = cells.sum_of(_choice_keys(node_E, next_E, choices, tables), mass_E)
 
     def logq(row: Tensor, token: Tensor) -> Tensor:
-        return y_MW[row, token] / temperature - log_total_M[row]
+        return at_least_float32(y_MW[row, token]) / temperature - log_total_M[row]
 
     along_G = (choices.row_T >= 0)[cells.node_G]
     said_G = _split_by_row(logq, choices, cells, len(tables.cell_W) + 1)
@@ -1001,34 +1007,266 @@ def translated(
         value_N, answers = _compare_roots(
             x_NV, y_MW, roots, goes, scopes.asked, reads, tables, temperature, compare
         )
+    others = _compare_others(
+        answers, y_MW, teacher_next_BT, Listed(nodes, goes, scopes, openings), tables, temperature,
+        compare,
+    )
+    value_N = value_N.index_add(0, choices.root, others.choice_K)
+    values = [value_N, others.inside_K, others.rest_M]
+    rows = [roots.row_S, insides.row_S, _second_rows(nodes)]
+    row_N = torch.cat(rows)
+    order = row_N.argsort()  # reading order
+    value_N = temperature**2 * torch.cat(values)[order]
+    return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
+
+
+# --- the loss in place of the logits, on a GPU ----------------------------------------------------
+
+
+def translated_in_place(
+    student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, next_S: Tensor,
+    next_T: Tensor, nodes: Nodes, tables: Tables, cells: Any, factors: tuple[float, float],
+    weight_N: Tensor | None = None, temperature: float = 1.0,
+) -> SumAndCount | None:
+    """Compute cross-entropy and `translated` forward KL; write the gradient over the logits.
+
+    The gradient is that of factors[0] * cross-entropy + factors[1] * divergence.  For tensors that
+    gpu_kernels.py serves.  The roots take three passes over the logits; the other nodes read single
+    entries, and autograd knows these alone.
+
+    Args:
+        student_NV: bfloat16, float16 or float32, overwritten by the gradient.
+        teacher_MW: likewise; written to in between, and as it was in the end.
+        labels_N: int64, the next tokens, -100 for none; None: no cross-entropy.
+        next_S, next_T: int64, the token that each position predicts.
+        cells: `gpu_kernels.cell_tables` of these tables.
+        weight_N: weight of the terms that begin at each student row; None: 1.
+    Returns:
+        (cross-entropy, divergence), float32 sums in nats without the factors.  None: no kernel
+        serves these tensors, which stay as they are.
+    Raises:
+        ValueError: logits of more or fewer tokens than the tables.
+    """
+    check_width("student", student_NV, len(tables.cell_V), "cell_V", None)
+    check_width("teacher", teacher_MW, len(tables.cell_W), "cell_W", None)
+    kernels = triton_kernels(student_NV, teacher_MW)
+    if kernels is None:
+        return None
+    roots = nodes.roots
+    with torch.no_grad():
+        goes = before_goes_on(teacher_MW, roots, tables, temperature)
+        scopes = list_scopes(nodes.choices, tables)
+        openings = inside_target(teacher_MW, nodes.insides, tables, temperature)
+        reads = list_reads(nodes, scopes, openings, next_S)
+        target_RC, q_A, log_total_M = _read_teacher(
+            kernels, teacher_MW, roots, goes, scopes.asked, tables, cells, temperature
+        )
+        student = _StudentInPlace(kernels, student_NV, labels_N, roots, reads, cells, temperature)
+        student.compare_roots(target_RC)
+    x_E = student.x_E.requires_grad_()
+    rest_L = student.rest_L.requires_grad_()
+    listed = Listed(nodes, goes, scopes, openings)
+    with torch.enable_grad():
+        others = _compare_others(
+            Answers(x_E, rest_L, q_A, log_total_M), teacher_MW, next_T, listed, tables,
+            temperature, _forward_kl_of_cells,
+        )
+        rows = [roots.row_S[nodes.choices.root], nodes.insides.row_S, _second_rows(nodes)]
+        value_K = torch.cat(others) * _weights(weight_N, torch.cat(rows), temperature)
+        # the empty sums keep the graph whole where there are roots alone
+        others_sum = value_K.sum() + x_E[:0].sum() + rest_L[:0].sum()
+        d_E, d_L = torch.autograd.grad(
+            others_sum * factors[1], [x_E, rest_L], materialize_grads=True
+        )
+    weight_R = _weights(weight_N, roots.row_S, temperature)
+    student.write_gradient(factors[1] * weight_R, d_E, d_L, factors[0])
+    kd = (student.value_R * weight_R).sum() + others_sum.detach()
+    return student.cross_entropy(), kd
+
+
+def _forward_kl_of_cells(logp_KG: Tensor, logq_KG: Tensor) -> Tensor:
+    value_K, _ = forward_kl(logp_KG[None], logq_KG[None], None, reduction="none")
+    return value_K
+
+
+def _weights(weight_N: Tensor | None, row_K: Tensor, temperature: float) -> Tensor | float:
+    """Return the factors of the terms that begin in these rows."""
+    return temperature**2 * (1.0 if weight_N is None else weight_N[row_K].float())
+
+
+def _read_teacher(
+    kernels: Any, y_MW: Tensor, roots: Roots, goes: GoingOn, asked: Asked, tables: Tables,
+    cells: Any, temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (masses of the cells by slot (N, C + 1), answers to `asked`, logsumexp of all rows).
+
+    What cannot come is -inf in the logits for the time of one kernel.
+    """
+    root_M = torch.full(y_MW.shape[:1], -1, dtype=torch.int32, device=y_MW.device)
+    root_M[roots.row_T] = torch.arange(len(roots.row_T), device=y_MW.device).int()
+    root_E, token_E = _joined(roots, tables)
+    row_E = roots.row_T[root_E]
+    joined_E = y_MW[row_E, token_E]
+    came_N = y_MW[roots.row_T, roots.next_T]
+    y_MW[row_E, token_E] = -torch.inf
+    y_MW[roots.row_T, roots.next_T] = came_N  # it did come, whatever the tables say
+    target_RC, log_rest_M, log_linked_M = kernels.teacher_cells(
+        y_MW, root_M, goes.ends_K, cells, temperature
+    )
+    asked_row = roots.row_T[asked.root_A]
+    logits_A = at_least_float32(y_MW[asked_row, asked.token_A]) / temperature
+    q_A = (logits_A - log_linked_M[asked_row]).exp()
+    y_MW[row_E, token_E] = joined_E
+    slot_E = cells.slot_C[tables.cell_V[goes.next_E]]
+    place_E = goes.node_E * target_RC.shape[1] + slot_E
+    mass_E = goes.mass_K[goes.node_E] * goes.mass_E
+    target_RC.view(-1).index_put_((place_E,), mass_E, accumulate=True)  # in a fixed order
+
+    # the logsumexp is that of all tokens; lists of joins may name a token twice
+    key_E, order_E = (row_E * y_MW.shape[1] + token_E).sort()
+    counts_E = torch.ones_like(key_E, dtype=torch.bool)
+    counts_E[1:] = key_E[1:] != key_E[:-1]
+    counts_E &= token_E[order_E] != roots.next_T[root_E[order_E]]
+    logits_E = at_least_float32(joined_E[order_E]) / temperature
+    logits_E = logits_E.masked_fill(~counts_E, -torch.inf)
+    joined_M = _logsumexp_of_some(logits_E, row_E[order_E], len(y_MW))
+    return target_RC, q_A, torch.logaddexp(log_rest_M, joined_M)
+
+
+def _logsumexp_of_some(x_E: Tensor, row_E: Tensor, num: int) -> Tensor:
+    """Return the (num,) logsumexp of the entries of each row, -inf for none."""
+    top = x_E.new_full((num,), -torch.inf).scatter_reduce(0, row_E, x_E, "amax")
+    finite = top.masked_fill(top == -torch.inf, 0.0)
+    return _sum_by(row_E, (x_E - finite[row_E]).exp(), num).log() + finite
+
+
+class _StudentInPlace:
+    """Read what the nodes need of the student's logits, then write the gradient over them.
+
+    Args:
+        x_NV: logits.
+        labels_N: see `translated_in_place`.
+    Attributes:
+        x_E, rest_L: see `Answers`.
+        value_R: KL of each root, in nats, after `compare_roots`.
+    """
+
+    def __init__(
+        self, kernels: Any, x_NV: Tensor, labels_N: Tensor | None, roots: Roots, reads: Reads,
+        cells: Any, temperature: float,
+    ) -> None:
+        self.kernels = kernels
+        self.x_NV = x_NV
+        self.labels_N = labels_N
+        self.row_R = roots.row_S
+        self.cells = cells
+        self.temperature = temperature
+        self.root_N = torch.full(x_NV.shape[:1], -1, dtype=torch.int32, device=x_NV.device)
+        self.root_N[roots.row_S] = torch.arange(len(roots.row_S), device=x_NV.device).int()
+        self.place_E = reads.row_R[reads.number_E], reads.token_E
+        self.row_L = reads.row_R[len(roots.row_S):]
+        self.place_X = self.row_L[reads.number_X], reads.token_X
+        self.x_E = at_least_float32(x_NV[self.place_E]) / temperature
+        self.x_X = at_least_float32(x_NV[self.place_X])
+        self.label_logit_N = None
+        if labels_N is not None:
+            logit_N1 = x_NV.gather(1, labels_N.clamp(min=0)[:, None])
+            self.label_logit_N = at_least_float32(logit_N1.squeeze(1))
+
+    def compare_roots(self, target_RC: Tensor) -> None:
+        """Leave out what a logsumexp leaves out, and compute statistics and roots."""
+        self.x_NV[self.place_X] = -torch.inf
+        result = self.kernels.student_cells_(
+            self.x_NV, self.root_N, target_RC, self.cells, self.temperature, SHIFT
+        )
+        # cross-entropy leaves nothing out
+        left_out_N = _logsumexp_of_some(self.x_X, self.place_X[0], len(self.x_NV))
+        plain_N = torch.logaddexp(result.plain_log_total_N, left_out_N)
+        self.result = result._replace(plain_log_total_N=plain_N)
+        self.rest_L = result.log_total_N[self.row_L]
+        self.value_R: Tensor = result.value_R
+
+    def cross_entropy(self) -> Tensor:
+        """Return the sum over the rows that have a label."""
+        if self.labels_N is None:
+            return self.value_R.new_zeros(())
+        nats_N: Tensor = self.result.plain_log_total_N - self.label_logit_N
+        return nats_N.masked_fill(self.labels_N < 0, 0.0).sum()
+
+    def write_gradient(
+        self, factor_R: Tensor | float, d_E: Tensor, d_L: Tensor, ce_factor: float
+    ) -> None:
+        """Write the gradient over the logits.
+
+        Args:
+            factor_R: of the roots' KL.
+            d_E, d_L: derivatives by x_E and rest_L.
+            ce_factor: of the cross-entropy.
+        """
+        factor_N = torch.zeros_like(self.result.log_total_N)
+        factor_N[self.row_R] = factor_R
+        rest_factor_N = torch.zeros_like(factor_N)
+        rest_factor_N[self.row_L] = d_L
+        self.kernels.cells_gradient_(
+            self.x_NV, self.root_N, self.result, factor_N, rest_factor_N, self.labels_N,
+            self.cells, self.temperature, SHIFT, ce_factor,
+        )
+        d_E = (d_E / self.temperature).to(self.x_NV)
+        self.x_NV.index_put_(self.place_E, d_E, accumulate=True)
+        if self.labels_N is None:
+            return
+        # the kernel saw -inf where a logsumexp leaves something out
+        row_X = self.place_X[0]
+        d_X = ce_factor * (self.x_X - self.result.plain_log_total_N[row_X]).exp()
+        d_X = torch.where(self.labels_N[row_X] >= 0, d_X, 0.0)
+        self.x_NV.index_put_(self.place_X, d_X.to(self.x_NV), accumulate=True)
+
+
+class Listed(NamedTuple):
+    """Hold the nodes of a batch and what the teacher says beside the cells of the roots."""
+
+    nodes: Nodes
+    goes: GoingOn
+    scopes: Scopes
+    openings: Openings
+
+
+class OtherValues(NamedTuple):
+    """Hold the divergences of choices, insides and rests."""
+
+    choice_K: Tensor
+    inside_K: Tensor
+    rest_M: Tensor
+
+
+def _compare_others(
+    answers: Answers, y_MW: Tensor, teacher_next_BT: Tensor, listed: Listed, tables: Tables,
+    temperature: float, compare: Compare,
+) -> OtherValues:
+    """Compare all nodes but the roots."""
+    nodes, goes, scopes, openings = listed
     num_many = len(nodes.many_S)
+    num_insides = len(nodes.insides.row_S)
     sizes = [len(scopes.token_E), len(openings.token_G), num_many]
     x_scope, x_inside, x_many = torch.split(answers.x_E, sizes)
-    rest_inside, rest_many = torch.split(answers.rest_L, [len(insides.row_S), num_many])
-    if len(choices.root):
+    rest_inside, rest_many = torch.split(answers.rest_L, [num_insides, num_many])
+    choice_K = inside_K = rest_M = answers.x_E.new_zeros(0)
+    if len(nodes.choices.root):
         question = choice_question(
             x_scope, y_MW, answers.log_total_M, answers.q_A, goes, scopes, nodes, tables,
             temperature,
         )
         choice_K = compare(question.logits_KG, question.logq_KG())
-        value_N = value_N.index_add(0, choices.root, choice_K)
-    values = [value_N]
-    rows = [roots.row_S]
-    if len(insides.row_S):
+    if num_insides:
         question = inside_question(x_inside, rest_inside, openings)
-        values.append(compare(question.logits_KG, question.logq_KG()))
-        rows.append(insides.row_S)
+        inside_K = compare(question.logits_KG, question.logq_KG())
     if nodes.count_many:
-        logp_M = x_many - rest_many
         row_T = nodes.many_T[:, 0]
         next_T = teacher_next_BT.reshape(-1)[row_T]
-        logq_M = y_MW[row_T, next_T] / temperature - answers.log_total_M[row_T]
-        values.append(_rests(logp_M, logq_M, nodes))
-        rows.append(_second_rows(nodes))
-    row_N = torch.cat(rows)
-    order = row_N.argsort()  # reading order
-    value_N = temperature**2 * torch.cat(values)[order]
-    return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
+        logits_M = at_least_float32(y_MW[row_T, next_T])
+        logq_M = logits_M / temperature - answers.log_total_M[row_T]
+        rest_M = _rests(x_many - rest_many, logq_M, nodes)
+    return OtherValues(choice_K, inside_K, rest_M)
 
 
 def cell_coverage(

@@ -25,7 +25,7 @@ from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.cells import cached_translation
 from projection_tools.spell import cached_spelling
-from translation import Tables, cell_coverage, translated
+from translation import Tables, cell_coverage, translated, translated_in_place
 
 LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
@@ -60,6 +60,24 @@ class DistillationLoss:
     coverage_names: tuple = ()
     indices_VK: torch.Tensor | None = None
     learned_projection: "LearnedProjection | None" = None
+
+
+@dataclass(frozen=True)
+class FusedLoss:
+    """Hold a loss_fn that can also write its gradient over the student's logits.
+
+    Attributes:
+        loss_fn: see `DistillationLoss`.
+        overwrite: (student logits, teacher logits, SubTile, labels of the cross-entropy or None,
+            factors of cross-entropy and loss) -> (cross-entropy, loss), or None: nothing was
+            written; see `losses.divergence_in_place`.
+    """
+
+    loss_fn: Callable
+    overwrite: Callable
+
+    def __call__(self, student_logits, teacher_logits, sub_tile):
+        return self.loss_fn(student_logits, teacher_logits, sub_tile)
 
 
 class LearnedProjection:
@@ -261,7 +279,17 @@ def build_per_position(divergence, parameters):
             teacher_logits.index_select(0, chunks.first_T)[None],
             None, weight_BS=weight, **parameters)[0]
 
-    return DistillationLoss(loss_fn)
+    if parameters["top_k"] or divergence is losses.adaptive_kl:
+        return DistillationLoss(loss_fn)
+    [coefficient] = [parameters[name] for name in ("beta", "skew") if name in parameters] or [0.0]
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        chunks = sub_tile.terms
+        return losses.divergence_in_place(
+            divergence.__name__, student_logits, teacher_logits, labels, chunks.first_S,
+            chunks.first_T, factors, sub_tile.weight, parameters["temperature"], coefficient)
+
+    return DistillationLoss(FusedLoss(loss_fn, overwrite))
 
 
 def build_translated(pair, device, divergence, parameters):
@@ -280,8 +308,27 @@ def build_translated(pair, device, divergence, parameters):
         temperature = parameters["temperature"]
         return cell_coverage(teacher_logits[None], sub_tile.terms, on_device, temperature)
 
+    # the kernels know the forward KL of whole cells
+    if divergence is losses.forward_kl and not parameters["top_k"]:
+        loss_fn = _fused_translation(loss_fn, on_device, parameters["temperature"])
     return DistillationLoss(loss_fn, tables, coverage=coverage,
                             coverage_names=("cell_coverage", "joined_mass"))
+
+
+def _fused_translation(loss_fn, tables, temperature):
+    """Return the FusedLoss of a translation, where the kernels serve its device."""
+    kernels = losses.triton_kernels(tables.cell_V.new_zeros(0, 0, dtype=torch.float32))
+    if kernels is None:
+        return loss_fn
+    cells = kernels.cell_tables(tables.cell_V, tables.cell_W, tables.num_cells)
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        return translated_in_place(
+            student_logits, teacher_logits, labels, sub_tile.student_labels,
+            sub_tile.teacher_labels, sub_tile.terms, tables, cells, factors, sub_tile.weight,
+            temperature)
+
+    return FusedLoss(loss_fn, overwrite)
 
 
 def translation_fields(pair):

@@ -12,7 +12,7 @@ import torch
 
 from isogloss.batch import TeacherBatch
 from isogloss.sequence import SequenceGroup, gather_halo
-from losses import next_token_cross_entropy
+from losses import cross_entropy_in_place, next_token_cross_entropy
 from tiles import HiddenLogits, LogitsSource, tiled_loss
 
 
@@ -114,24 +114,63 @@ def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameter
     Returns:
         (loss, sums): (), the weighted sum with its gradient, and (3,) sums, see `micro_batch_loss`.
     """
+    tile_loss = PairLoss(kd_loss, weights)
     weights = [*weights, 0.0]  # the part in rollouts is counted already
-    def tile_loss(student, teacher, sub_tile):
-        # half precision would round sums of thousands of terms
-        zero = student.new_zeros((), dtype=torch.float32)
-        ce = zero
-        kd = zero
-        if weights[0] and not sub_tile.on_policy:
-            # Tiles hold labeled positions only, so no row has to be selected.
-            ce, _ = next_token_cross_entropy(
-                student[None], sub_tile.student_labels[None], select=False)
-        if kd_loss and weights[1]:
-            kd = kd_loss(student, teacher, sub_tile)
-        return torch.stack([ce, kd, kd.detach() if sub_tile.on_policy else zero])
-
     if isinstance(student_logits, HiddenLogits):
         return tiled_loss(student_logits.hidden_TH, student_logits.head, teacher_logits, tile_loss,
                           tiles, weights, parameters)
     return untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights)
+
+
+@dataclass
+class PairLoss:
+    """Compute the sums of a sub-tile; a `tiles.TileLoss`.
+
+    Attributes:
+        kd_loss: see `loss_table.DistillationLoss.loss_fn`; None: there is no teacher.
+        weights: of cross-entropy and distillation loss; what has weight 0 is not computed.
+    """
+
+    kd_loss: Callable | None
+    weights: list
+
+    def has_cross_entropy(self, sub_tile):
+        return bool(self.weights[0]) and not sub_tile.on_policy
+
+    def __call__(self, student, teacher, sub_tile):
+        """Return (3,) sums, see `micro_batch_loss`."""
+        # half precision would round sums of thousands of terms
+        zero = student.new_zeros((), dtype=torch.float32)
+        ce = zero
+        kd = zero
+        if self.has_cross_entropy(sub_tile):
+            # Tiles hold labeled positions only, so no row has to be selected.
+            ce, _ = next_token_cross_entropy(
+                student[None], sub_tile.student_labels[None], select=False)
+        if self.kd_loss and self.weights[1]:
+            kd = self.kd_loss(student, teacher, sub_tile)
+        return torch.stack([ce, kd, kd.detach() if sub_tile.on_policy else zero])
+
+    def overwrite(self, student, teacher, sub_tile, factors):
+        """Write the gradient over the student's logits, where the loss can, see `tiles.TileLoss`.
+
+        Returns:
+            (3,) sums, or None: nothing was written.
+        """
+        labels = sub_tile.student_labels if self.has_cross_entropy(sub_tile) else None
+        if self.kd_loss and self.weights[1]:
+            overwrite = getattr(self.kd_loss, "overwrite", None)
+            if overwrite is None:
+                return None
+            pair_sums = overwrite(student, teacher, sub_tile, labels, factors[:2])
+        elif labels is not None:
+            pair_sums = cross_entropy_in_place(student, labels, factors[0])
+        else:
+            return None
+        if pair_sums is None:
+            return None
+        ce, kd = pair_sums
+        return torch.stack([ce, kd, kd if sub_tile.on_policy else torch.zeros_like(kd)])
 
 
 def untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights):

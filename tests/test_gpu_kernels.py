@@ -1,0 +1,596 @@
+"""gpu_kernels.py under Triton's interpreter, on a CPU: against float64, and what it reads.
+
+conftest.py asks for the interpreter.  Nothing here shows speed, or what a GPU computes.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+import losses
+import oracle
+import translation
+from conftest import ROOT
+from isogloss import loss_table
+from isogloss.batch import Collator, PairOptions
+from isogloss.objective import PairLoss, pair_loss
+from isogloss.sample import TextEncoder
+from projection_tools import Pair
+from test_translation import ALL_PAIRS, COARSE, CROSSING, Toy, random_logits
+from tiles import KERNEL_SUB_TILES, Head, HiddenLogits, SubTile
+
+pytest.importorskip("triton", reason="triton is not installed")
+gpu_kernels = pytest.importorskip("gpu_kernels")
+
+DIVERGENCES = {
+    "forward_kl": 0.0,
+    "reverse_kl": 0.0,
+    "generalized_jsd": 0.3,
+    "skew_forward_kl": 0.1,
+    "skew_reverse_kl": 0.1,
+    "total_variation": 0.0,
+}
+FACTORS = 0.7, 1.3  # of cross-entropy and distillation loss
+TEXTS = torch.tensor([6, 19, 22])  # of the toys: with chunks of all shapes where tokens cross
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    """Give the kernels CPU tensors, which Triton interprets."""
+    monkeypatch.setattr(losses, "TRITON_DEVICES", ("cpu",))
+
+
+@pytest.fixture
+def rounding(monkeypatch):
+    """Round float32 to the nearest bfloat16, as a GPU does; the interpreter cuts digits off."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+
+    def create_fp_trunc(self, source, kind):
+        if kind.scalar != gpu_kernels.tl.bfloat16:
+            return self.cast_impl(source, kind)
+        rounded = torch.from_numpy(source.data.copy()).bfloat16()
+        bits = rounded.view(torch.int16).numpy().view("uint16")
+        return interpreter.TensorHandle(bits, kind.scalar)
+
+    monkeypatch.setattr(builder, "create_fp_trunc", create_fp_trunc)
+
+
+def drawn(shape, seed, spread=3.0):
+    return spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same(ours, exact, precision=2e-6):
+    """Compare with float64, relative to the largest there is."""
+    ours = torch.as_tensor(ours).double()
+    exact = torch.as_tensor(exact).double()
+    error = (ours - exact).norm()
+    assert error <= precision * (1 + exact.norm()), (ours, exact)
+
+
+# --- one vocabulary -------------------------------------------------------------------------------
+
+
+def in_place(name, x, y, labels, compared, tau, weight=None, factors=FACTORS):
+    """Return (cross-entropy, divergence, gradient) of `losses.divergence_in_place`."""
+    student_row, teacher_row = compared
+    d = x.clone()
+    ce, kd = losses.divergence_in_place(
+        name, d, y, labels, student_row, teacher_row, factors, weight, tau, DIVERGENCES[name])
+    return ce, kd, d
+
+
+def by_definition(name, x, y, labels, compared, tau, weight, factors=FACTORS):
+    """Return the same from the loops of oracle.py."""
+    leaf = x.double().requires_grad_()
+    ce, _ = oracle.cross_entropy(leaf[None], labels[None])
+    kd = 0.0
+    for student_row, teacher_row in zip(*(rows.tolist() for rows in compared)):
+        p = list(oracle.softmax(leaf[student_row], tau))
+        q = list(oracle.softmax(y[teacher_row], tau))
+        term = oracle.divergence(name, p, q, DIVERGENCES[name])
+        kd = kd + weight[student_row] * tau**2 * term
+    total = factors[0] * ce + factors[1] * kd
+    return ce.detach(), kd.detach(), torch.autograd.grad(total, leaf)[0]
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_and_cross_entropy_equal_the_definition(name):
+    """With odd sizes, rows that one of them leaves out, and rows in another order."""
+    for seed, (V, tau) in enumerate([(37, 1.0), (5, 2.5), (64, 0.7)]):
+        x = drawn((6, V), seed)
+        y = drawn((5, V), seed + 10)
+        labels = torch.tensor([3, -100, V - 1, 0, 1, -100])
+        compared = torch.tensor([0, 1, 2, 4]), torch.tensor([4, 0, 1, 3])
+        weight = torch.rand(6, generator=torch.Generator().manual_seed(seed))
+        arguments = name, x, y, labels, compared, tau, weight
+        for ours, exact in zip(in_place(*arguments), by_definition(*arguments)):
+            same(ours, exact)
+
+
+def test_a_block_is_read_in_several_parts(monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "BLOCK", 8)
+    x = drawn((3, 37), 0)
+    y = drawn((3, 37), 1)
+    rows = torch.arange(3)
+    arguments = "generalized_jsd", x, y, torch.tensor([36, 8, 7]), (rows, rows), 1.5, torch.ones(3)
+    for ours, exact in zip(in_place(*arguments), by_definition(*arguments)):
+        same(ours, exact)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_the_loss_of_two_tensors_takes_the_kernel_with_autograd(name, monkeypatch):
+    monkeypatch.setattr(losses, "HAS_KERNELS", False)
+    x = drawn((2, 3, 21), 0)
+    y = drawn((2, 3, 21), 1)
+    y[0, 0, 3] = -torch.inf  # what a model excludes costs as much as on the plain path
+    x[1, 1, 4] = -torch.inf
+    results = []
+    for devices in (("cpu",), ()):
+        monkeypatch.setattr(losses, "TRITON_DEVICES", devices)
+        leaf = x.clone().requires_grad_()
+        value, _ = losses.position_divergence(
+            name, leaf, y, None, 2.0, 1.5, coefficient=DIVERGENCES[name])
+        value.backward()
+        results.append((value.detach(), leaf.grad))
+    for ours, plain in zip(*results):
+        same(ours, plain)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_no_number_in_and_none_out(name):
+    """NaN and inf on one side, or a label that there is not, never end in a finite loss."""
+    rows = torch.arange(3)
+    for side in (0, 1):
+        for wrong in (torch.nan, torch.inf):
+            logits = [drawn((3, 9), 0), drawn((3, 9), 1)]
+            logits[side][1, 4] = wrong
+            labels = torch.tensor([1, 2, 3])
+            ce, kd, d = in_place(name, *logits, labels, (rows, rows), 1.0)
+            assert kd.isnan()
+            assert ce.isnan() == (side == 0)
+            assert d[1].isnan().all()
+            assert d[[0, 2]].isfinite().all()
+    logits = [drawn((3, 9), 0), drawn((3, 9), 1)]
+    ce, _, _ = in_place(name, *logits, torch.tensor([1, 9, 2]), (rows, rows), 1.0)
+    assert ce.isnan()
+    excluded = torch.full((3, 9), -torch.inf)
+    _, kd, _ = in_place(name, excluded, logits[1], None, (rows, rows), 1.0)
+    assert kd.isnan()
+
+
+def test_rows_that_nothing_reads_may_hold_anything():
+    x = drawn((3, 9), 0)
+    x[1] = torch.nan
+    y = drawn((2, 9), 1)
+    y[1] = torch.nan
+    labels = torch.tensor([4, -100, 5])
+    compared = torch.tensor([2]), torch.tensor([0])
+    ce, kd, d = in_place("forward_kl", x, y, labels, compared, 1.0)
+    assert ce.isfinite()
+    assert kd.isfinite()
+    assert (d[1] == 0).all()
+    assert d.isfinite().all()
+
+
+def test_half_precision_is_as_exact_as_the_plain_path(rounding):
+    """The gradient is rounded once, where plain bfloat16 rounds too."""
+    x = drawn((7, 50), 0).bfloat16()
+    y = drawn((7, 50), 1).bfloat16()
+    labels = torch.randint(50, (7,), generator=torch.Generator().manual_seed(2))
+    rows = torch.arange(7)
+    for name in ("forward_kl", "reverse_kl", "generalized_jsd"):
+        arguments = labels, (rows, rows), 1.0, torch.ones(7)
+        _, exact_kd, exact = by_definition(name, x, y, *arguments)
+        _, kd, d = in_place(name, x, y, *arguments)
+        leaf = x.clone().requires_grad_()
+        plain_kd, _ = losses.position_divergence(
+            name, leaf[None].float(), y[None].float(), None, coefficient=DIVERGENCES[name])
+        ce, _ = losses.next_token_cross_entropy(leaf[None], labels[None])
+        (FACTORS[0] * ce + FACTORS[1] * plain_kd).backward()
+        assert d.dtype == torch.bfloat16
+        assert (d - exact).norm() <= 2 * (leaf.grad - exact).norm()
+        assert abs(kd - exact_kd) <= 2 * abs(plain_kd - exact_kd) + 1e-5 * exact_kd
+
+
+# --- two vocabularies -----------------------------------------------------------------------------
+
+
+class Translation:
+    """Hold a few texts of a toy, with the cells of its tokenizers."""
+
+    def __init__(self, pair, texts=TEXTS, order=1, slice_cells=4, long=2):
+        toy = Toy(*pair, order)
+        cut = [value[texts] if torch.is_tensor(value) else value for value in toy.ids]
+        self.ids = cut
+        self.shapes = toy.x[texts].shape, toy.y[texts].shape
+        self.tables = toy.tables
+        self.nodes = translation.list_nodes(*cut)
+        self.cells = gpu_kernels.cell_tables(
+            self.tables.cell_V, self.tables.cell_W, self.tables.num_cells, slice_cells, long)
+        self.labels = cut[1].masked_fill(cut[3] < 0, -100)
+        self.labels[0, 0] = -100
+
+    def logits(self, seed, excluded=0.0):
+        stand_in = type("Shapes", (), dict(
+            x=torch.empty(self.shapes[0]), y=torch.empty(self.shapes[1]), ids=self.ids))
+        return random_logits(stand_in, seed, 3, excluded)
+
+    def in_place(self, x, y, tau=1.0, weight=None, factors=FACTORS):
+        """Return (cross-entropy, divergence, gradient); y has to be as it was."""
+        d = x.flatten(0, 1).clone()
+        y_rows = y.flatten(0, 1).clone()
+        labels = self.labels.flatten() if factors[0] else None
+        ce, kd = translation.translated_in_place(
+            d, y_rows, labels, *self.ids[1:3], self.nodes, self.tables, self.cells, factors,
+            None if weight is None else weight.flatten(), tau)
+        torch.testing.assert_close(y_rows, y.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
+        return ce, kd, d.view_as(x)
+
+    def plain(self, x, y, tau=1.0, weight=None, factors=FACTORS):
+        """Return the same from the plain path, in the precision of x."""
+        leaf = x.clone().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(losses, "TRITON_DEVICES", ())
+            patch.setattr(losses, "HAS_KERNELS", False)
+            kd, _ = translation.translated(
+                leaf, y, *self.ids[1:3], self.nodes, self.tables, temperature=tau,
+                weight_BS=weight)
+            ce, _ = losses.next_token_cross_entropy(leaf, self.labels)
+            (factors[0] * ce + factors[1] * kd).backward()
+        return ce.detach(), kd.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("pair", ALL_PAIRS[1:])
+def test_translations_equal_the_plain_path(pair):
+    """Values and gradient, with weights and temperatures, and cells of one, few and many tokens."""
+    case = Translation(pair)
+    weight = torch.rand(case.ids[1].shape, generator=torch.Generator().manual_seed(1))
+    for seed, (tau, weights) in enumerate([(1.0, None), (2.0, weight)]):
+        x, y = case.logits(seed)
+        exact = case.plain(x.double(), y.double(), tau, weights)
+        for ours, expected in zip(case.in_place(x, y, tau, weights), exact):
+            same(ours, expected)
+
+
+def test_all_kinds_of_nodes_were_compared():
+    case = Translation((COARSE, CROSSING))
+    nodes = case.nodes
+    assert len(nodes.roots.row_S) and len(nodes.choices.root) and len(nodes.insides.row_S)
+    assert nodes.count_many
+    assert len(translation._joined(nodes.roots, case.tables)[0])
+
+
+def test_tokens_that_a_model_excludes_cost_as_much_as_on_the_plain_path():
+    case = Translation((COARSE, CROSSING))
+    x, y = case.logits(0, excluded=0.3)
+    plain = case.plain(x, y)  # float64 could tell more masses from 0
+    for ours, expected in zip(case.in_place(x, y), plain):
+        same(ours, expected, 1e-5)
+
+
+def test_tokens_without_a_cell_are_left_out():
+    case = Translation((CROSSING, COARSE))
+    for table in (case.tables.cell_V, case.tables.cell_W):
+        table[-1] = case.tables.num_cells
+    case.cells = gpu_kernels.cell_tables(
+        case.tables.cell_V, case.tables.cell_W, case.tables.num_cells, 4, 2)
+    for lift in ((0, 0), (25, 25)):
+        x, y = case.logits(1)
+        x[..., -1] += lift[0]
+        y[..., -1] += lift[1]
+        exact = case.plain(x.double(), y.double())
+        for ours, expected in zip(case.in_place(x, y), exact):
+            same(ours, expected, 1e-5)
+
+
+def test_a_translation_of_no_number_is_none():
+    case = Translation((COARSE, CROSSING))
+    for side in (0, 1):
+        for wrong in (torch.nan, torch.inf):
+            logits = case.logits(0)
+            root = (case.nodes.roots.row_S, case.nodes.roots.row_T)[side][3]
+            logits[side].flatten(0, 1)[root, 2] = wrong
+            ce, kd, d = case.in_place(*logits)
+            assert kd.isnan()
+            assert ce.isnan() == (side == 0)
+            assert d.flatten(0, 1)[case.nodes.roots.row_S[3]].isnan().any()
+
+
+def test_a_translation_in_half_precision_is_as_exact_as_the_plain_path(rounding):
+    case = Translation((COARSE, CROSSING))
+    x, y = [logits.bfloat16() for logits in case.logits(0)]
+    _, exact_kd, exact = case.plain(x.double(), y.double())
+    _, plain_kd, plain = case.plain(x, y)
+    _, kd, d = case.in_place(x, y)
+    assert d.dtype == torch.bfloat16
+    assert (d - exact).norm() <= 2 * (plain - exact).norm()
+    assert abs(kd - exact_kd) <= 2 * abs(plain_kd - exact_kd) + 1e-5 * exact_kd
+
+
+def test_a_list_has_every_token_once():
+    """Whatever the sizes of the cells: none, one lane's, more than a slice has, all lanes'."""
+    generator = torch.Generator().manual_seed(0)
+    for num_cells, num_tokens in ((1, 9), (13, 40), (5, 0), (40, 30)):
+        cell_V, cell_W = torch.randint(num_cells + 1, (2, num_tokens), generator=generator)
+        tables = gpu_kernels.cell_tables(cell_V, cell_W, num_cells, 4, 3)
+        for cell_X, cells in ((cell_V, tables.student), (cell_W, tables.teacher)):
+            members = {}
+            for s, (base, width) in enumerate(zip(cells.base_S.tolist(), cells.width_S.tolist())):
+                for lane in range(4):
+                    slot = int(cells.slot_L[4 * s + lane])
+                    ids = cells.ids_E[base + lane : base + 4 * width : 4].tolist()
+                    members[slot] = [token for token in ids if token >= 0]
+            members.pop(-1, None)
+            bounds = cells.long_start_K.tolist()
+            for slot, start, end in zip(cells.long_slot_K.tolist(), bounds, bounds[1:]):
+                members[slot] = cells.long_ids_E[start:end].tolist()
+            expected = {}
+            for cell in range(num_cells):
+                slot = int(tables.slot_C[cell])
+                expected[slot] = (cell_X == cell).nonzero().flatten().tolist()
+            assert {slot: sorted(ids) for slot, ids in members.items()} == expected
+
+
+# --- in tiles -------------------------------------------------------------------------------------
+
+
+def built(name, pair):
+    """Return the distillation loss of a run, for tokenizers that are equal or not."""
+    divergence, flags = {
+        "piece_kl": (losses.forward_kl, {}),
+        "forward_kl": (losses.forward_kl, {}),
+        "jsd": (losses.generalized_jsd, {"beta": 0.3}),
+    }[name]
+    parameters = dict(temperature=1.5, top_k=0, support="teacher", **flags)
+    if name == "piece_kl":
+        return loss_table.build_translated(pair, "cpu", divergence, parameters)
+    return loss_table.build_per_position(divergence, parameters)
+
+
+@pytest.mark.parametrize("name", ["piece_kl", "forward_kl", "jsd", "text"])
+def test_a_micro_batch_equals_the_plain_path(name, tokenizers, tables, texts, monkeypatch):
+    """Over several tiles, some without a chunk, with a padded head of any kind, and a rollout."""
+    monkeypatch.setattr(losses, "HAS_KERNELS", False)
+    same_tokenizer = name != "piece_kl"
+    if same_tokenizer:
+        tokenizers = tokenizers[0], tokenizers[0]
+        tables = tables[0], tables[0]
+    pair = Pair.of(*tokenizers, tables=tables)
+    student, teacher = [TextEncoder(*side, 40) for side in zip(tokenizers, tables)]
+    loss = None if name == "text" else built(name, pair)
+    teachers = []
+    if loss:
+        teachers.append(PairOptions(teacher, loss.spelling, same_tokenizer=same_tokenizer))
+    collator = Collator(student, teachers, tile_mib=0.04, sub_tiles=KERNEL_SUB_TILES)
+    batch = collator([text[:16] for text in texts[:2]])
+    plan = batch.teachers[0].tiles if loss else batch.student.tiles
+    plan = [without_chunks(plan[0], loss), *plan[1:]]
+    assert len(plan) > 1
+    sizes = [len(table) for table in tables]
+    hidden = [drawn((1000, 8), 5, 1.0), drawn((1000, 8), 6, 1.0)]
+    # rows beyond the tokenizer are larger than all that count
+    weights = [drawn((size + 3, 8), 7) for size in sizes]
+    for size, weight in zip(sizes, weights):
+        weight[size:] *= 100
+    heads = [Head(weight, vocab=size) for size, weight in zip(sizes, weights)]
+    kinds = [{}, {"scale": 0.5, "softcap": 4.0, "bias_V": drawn((sizes[0] + 3,), 8)}]
+    for kind in kinds:
+        results = []
+        for devices in (("cpu",), ()):
+            monkeypatch.setattr(losses, "TRITON_DEVICES", devices)
+            loss_fn = None if loss is None else built(name, pair).loss_fn
+            head = heads[0]._replace(**kind)
+            leaves = [hidden[0].clone().requires_grad_(),
+                      head.weight_VH.clone().requires_grad_()]
+            source = HiddenLogits(leaves[0], head._replace(weight_VH=leaves[1]))
+            teacher_logits = HiddenLogits(hidden[1], heads[1]) if loss else None
+            value, sums = pair_loss(source, teacher_logits, loss_fn, plan, FACTORS, ())
+            results.append([value.detach(), sums, *torch.autograd.grad(value, leaves)])
+        for ours, plain in zip(*results):
+            same(ours, plain, 5e-6)
+        assert (results[0][3][sizes[0]:] == 0).all()
+
+
+def without_chunks(tile, loss):
+    """Return a tile that a rollout wrote, and whose first sub-tile has no term of the loss."""
+    sub_tiles = list(tile.sub_tiles)
+    first = sub_tiles[0]
+    if loss:
+        none = [torch.full_like(ids, -1) for ids in (first.student_chunk, first.teacher_chunk)]
+        chunks = losses.find_chunks(none[0][None], none[1][None])
+        terms = chunks
+        if loss.spelling is not None:
+            follows = torch.ones_like(first.teacher_labels, dtype=torch.bool)
+            terms = translation.nodes_of_chunks(
+                chunks, first.student_labels, first.student_labels, first.teacher_labels,
+                loss.spelling, torch.full_like(first.teacher_labels, -1), follows)
+        sub_tiles[0] = first._replace(
+            student_chunk=none[0], teacher_chunk=none[1], terms=terms)
+        sub_tiles.append(sub_tiles.pop()._replace(on_policy=True))
+    return tile._replace(sub_tiles=tuple(sub_tiles))
+
+
+def test_losses_without_a_kernel_stay_on_the_plain_path():
+    x = drawn((4, 9), 0)
+    labels = torch.tensor([1, 2, 3, 4])
+    sub_tile = SubTile(slice(0, 4), slice(0, 4), labels, labels, labels, labels)
+
+    def plain(student, teacher, sub_tile):
+        raise AssertionError("called with autograd alone")
+
+    assert PairLoss(plain, [1.0, 1.0]).overwrite(x.clone(), x, sub_tile, FACTORS) is None
+    double = x.double()
+    assert PairLoss(None, [1.0, 0.0]).overwrite(double, None, sub_tile, FACTORS) is None
+    for divergence, flags in ((losses.adaptive_kl, {}), (losses.forward_kl, {"top_k": 3})):
+        parameters = dict(temperature=1.0, top_k=0, support="teacher") | flags
+        loss = loss_table.build_per_position(divergence, parameters)
+        assert not hasattr(loss.loss_fn, "overwrite")
+
+
+# --- what a GPU would launch, read and write ------------------------------------------------------
+
+V = 128_256
+W = 151_936
+C = 109_566  # cells of llama3 x qwen2, all of which have tokens on both sides
+LOGIT = 2  # bytes
+MB = 10**6
+
+
+@pytest.fixture
+def traffic(monkeypatch):
+    """Count what kernels load and store: {(kernel, "load" or "store", kind): numbers}."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    executor = interpreter.GridExecutor
+    builder = interpreter.InterpreterBuilder
+    counts = Counter()
+    running = []
+
+    def count(access, pointers, mask):
+        kind = str(pointers.get_element_ty())
+        counts[running[-1], access, kind] += int(mask.data.sum())
+
+    def run(call):
+        def counted(self, *arguments, **constants):
+            running.append(self.fn.__name__.strip("_").removesuffix("_kernel"))
+            counts[running[-1], "launch", ""] += 1
+            return call(self, *arguments, **constants)
+        return counted
+
+    def load(call):
+        def counted(self, pointers, mask, *others):
+            count("load", pointers, mask)
+            return call(self, pointers, mask, *others)
+        return counted
+
+    def store(call):
+        def counted(self, pointers, value, mask, *others):
+            count("store", pointers, mask)
+            return call(self, pointers, value, mask, *others)
+        return counted
+
+    for kind, name, wrap in ((executor, "__call__", run), (builder, "create_masked_load", load),
+                             (builder, "create_masked_store", store)):
+        monkeypatch.setattr(kind, name, wrap(getattr(kind, name)))
+    return counts
+
+
+def launches(counts):
+    return {kernel: n for (kernel, access, _), n in counts.items() if access == "launch"}
+
+
+def matmul_bytes():
+    """Return what three matmuls read and write of the logits of one position on either side."""
+    return LOGIT * (V + W + 2 * V)
+
+
+def test_a_divergence_takes_one_launch_and_three_passes(traffic):
+    """At most 4 MB of logits a position, counted as if no cache held anything."""
+    rows, tokens = 3, 37
+    x, y = [drawn((rows, tokens), seed).half() for seed in (0, 1)]
+    labels = torch.tensor([1, 2, -100])
+    every = torch.arange(rows)
+    in_place("forward_kl", x, y, labels, (every, every), 1.0)
+    assert launches(traffic) == {"divergence": 1}
+    assert traffic["divergence", "load", "fp16"] == 3 * 2 * rows * tokens
+    assert traffic["divergence", "store", "fp16"] == rows * tokens
+    per_position = LOGIT * (3 * 2 * V + V) + LOGIT * (2 * V + 2 * V)
+    assert per_position <= 4 * MB
+
+
+def test_the_roots_of_a_translation_take_three_launches(traffic):
+    """A row that its program has just read counts once: it has 0.3 MB and is in the cache then.
+
+    Tables of tokens are the same for all rows, and not counted.
+    """
+    case = Translation((COARSE, CROSSING))
+    x, y = [logits.half() for logits in case.logits(0)]
+    case.in_place(x, y)
+    assert launches(traffic) == {"teacher_cells": 1, "student_cells": 1, "cells_gradient": 1}
+
+    roots = len(case.nodes.roots.row_S)
+    tables = case.tables
+    student = x[..., 0].numel() * x.shape[-1]
+    teacher = y[..., 0].numel() * y.shape[-1]
+    scalars = 8 * max(x[..., 0].numel(), y[..., 0].numel())
+    student_in_cells = roots * int((tables.cell_V < tables.num_cells).sum())
+    teacher_in_cells = roots * int((tables.cell_W < tables.num_cells).sum())
+    cells = roots * tables.num_cells
+    assert traffic["teacher_cells", "load", "fp16"] == teacher + teacher_in_cells
+    assert traffic["student_cells", "load", "fp16"] == student + student_in_cells
+    assert traffic["cells_gradient", "load", "fp16"] == student
+    assert traffic["cells_gradient", "store", "fp16"] == student
+    assert traffic["teacher_cells", "store", "fp32"] <= cells + scalars
+    assert traffic["student_cells", "load", "fp32"] <= cells + scalars
+    assert traffic["student_cells", "store", "fp32"] <= cells + scalars
+    assert traffic["cells_gradient", "load", "fp32"] <= student_in_cells + scalars
+
+    # the gradient looks a cell up for every token, and finds all but one a cell in the cache
+    per_position = LOGIT * (W + 3 * V) + 4 * 4 * C + matmul_bytes()
+    assert per_position <= 4 * MB
+    without_cache = LOGIT * (2 * W + 4 * V) + 4 * (3 * C + V) + matmul_bytes()
+    assert without_cache <= 4.6 * MB
+
+
+# --- compiled ahead of time -----------------------------------------------------------------------
+
+COMPILE = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import gpu_kernels
+
+CONSTANTS = dict(HAS_TEACHER=True, HAS_LABELS=True, BLOCK=4096, SLICE=512)
+INTEGERS = "V", "W", "num_cells", "num_slices", "num_long", "x_stride", "y_stride", "d_stride", \
+    "target_stride", "slope_stride"
+
+def kind_of(name):
+    if name in CONSTANTS or name == "KIND":
+        return "constexpr"
+    if name in ("x_ptr", "y_ptr", "d_ptr"):
+        return "*bf16"
+    if name in ("label_ptr", "teacher_row_ptr"):
+        return "*i64"
+    if name.startswith(("slot", "root", "ids", "base", "width", "lane_slot", "long_")):
+        return "*i32"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    return "i32" if name in INTEGERS else "fp32"
+
+result = {}
+for name, kinds in (("divergence", range(4)), ("teacher_cells", [0]), ("student_cells", [0]),
+                    ("cells_gradient", [0])):
+    kernel = getattr(gpu_kernels, f"_{name}_kernel")
+    for kind in kinds:
+        signature = {argument: kind_of(argument) for argument in kernel.arg_names}
+        constants = {"KIND": kind} | CONSTANTS
+        constants = {key: constants[key] for key in constants if key in signature}
+        source = ASTSource(kernel, signature=signature, constexprs=constants)
+        target = GPUTarget("cuda", 90, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": 8})
+        result[f"{name} {kind}"] = compiled.asm["ptx"]
+print(json.dumps(result))
+"""
+
+
+def test_triton_compiles_every_kernel_for_sm_90_without_atomics(tmp_path):
+    """In a process of its own, because this one interprets; ptxas comes with triton."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = tmp_path / "compile_kernels.py"  # Triton reads the source of what it compiles
+    script.write_text(COMPILE)
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    compiled = json.loads(run.stdout.splitlines()[-1])
+    assert len(compiled) == 7
+    for name, ptx in compiled.items():
+        assert ".target sm_90" in ptx, name
+        assert not re.search(r"\b(atom|red)\.", ptx), name
