@@ -41,7 +41,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import losses
 import translation
-from projection_tools.cells import translation_tables
+from spelling import translation_tables
 from tiles import (
     CPU_SUB_TILES,
     GPU_SUB_TILES,

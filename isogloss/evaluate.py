@@ -18,7 +18,7 @@ from isogloss.sequence import SequenceGroup, gather_halo
 from isogloss.specs import BLOCK
 from isogloss.text_scores import ScoredLogits
 from losses import at_least_float32, find_chunks, next_token_cross_entropy
-from projection_tools import all_bytes
+from spelling import all_bytes
 from tiles import LogitsSource, TeacherBlocks
 
 

@@ -53,7 +53,8 @@ from isogloss.task_suite import TaskSuite, load_suite
 from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
 from isogloss.workers import DataError
-from projection_tools import fingerprint, load_tokenizer
+from projection_tools import load_tokenizer
+from spelling import fingerprint
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
