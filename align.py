@@ -21,6 +21,7 @@ Needs numpy and numba only; tokenizers are duck-typed (Hugging Face fast ones,
 """
 
 import codecs
+import hashlib
 import re
 import sys
 from dataclasses import dataclass, field
@@ -244,6 +245,17 @@ def _wordpiece_bytes(token, prefix):
     if token.startswith(prefix):
         return token.removeprefix(prefix).encode()
     return f" {token}".encode()  # its decoder writes a space before every word
+
+
+def fingerprint(tokenizer):
+    """Return a hex digest of all that decides how a fast tokenizer cuts text.
+
+    That is the vocabulary, the merges, the normalizer and so on.
+    """
+    spec = tokenizer.backend_tokenizer.to_str()
+    # Before the added tokens stand truncation and padding, which are settings of a caller.
+    spec = spec[spec.index('"added_tokens"') :]
+    return hashlib.sha256(spec.encode()).hexdigest()[:32]
 
 
 # --- the place of each token in the text ----------------------------------------------------------

@@ -15,7 +15,6 @@ License: Apache-2.0 (see LICENSE). Tests: tests/test_spell.py, tests/test_transl
 """
 
 import copy
-import hashlib
 import re
 from collections import Counter, defaultdict
 from itertools import chain, pairwise
@@ -23,7 +22,7 @@ from itertools import chain, pairwise
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
-from align import BYTE_OF_CHARACTER, METASPACE
+from align import BYTE_OF_CHARACTER, METASPACE, fingerprint
 
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 # Roles of control tokens, which a tokenizer.json does not name.  Where one token plays several of
@@ -35,17 +34,6 @@ WHITE_SPACE = b" \t\n\r\x0b\x0c"
 SURROGATE_BASE = 0xDC00
 SURROGATES = re.compile("[\udc80-\udcff]")
 RUNS = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # one of them, or the text between
-
-
-def fingerprint(tokenizer):
-    """Return a hex digest of all that decides how a fast tokenizer cuts text.
-
-    That is the vocabulary, the merges, the normalizer and so on.
-    """
-    spec = tokenizer.backend_tokenizer.to_str()
-    # Before the added tokens stand truncation and padding, which are settings of a caller.
-    spec = spec[spec.index('"added_tokens"') :]
-    return hashlib.sha256(spec.encode()).hexdigest()[:32]
 
 
 def all_bytes(table):

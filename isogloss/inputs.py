@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from align import fingerprint
 from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
 from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
@@ -54,7 +55,6 @@ from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
 from isogloss.workers import DataError
 from projection_tools import load_tokenizer
-from spelling import fingerprint
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from align import TokenTable
-from spelling import ROLES, fingerprint
+from align import TokenTable, fingerprint
+from spelling import ROLES
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", Path.home() / ".cache" / "isogloss"))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from align import fingerprint
 from conftest import ROOT, asset
 from projection_tools import (
     Pair,
@@ -32,7 +33,7 @@ from projection_tools import (
     spell,
 )
 from projection_tools.flags import parse_flags
-from spelling import fingerprint, link_special_tokens, spell as spell_tokens
+from spelling import link_special_tokens, spell as spell_tokens
 from translation import Tables
 
 
