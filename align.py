@@ -10,7 +10,7 @@ sides spell the same bytes.  The bytes that are left out are counted.
     table = TokenTable.from_tokenizer(tokenizer)  # once per tokenizer
     alignment = align(student_ids, teacher_ids, student_table, teacher_table)
 
-Or, to look at it:  python align.py --student A --teacher B --text "in 2010"
+Or, to look at it:  python align.py --student A --teacher B --show "in 2010" [--html PAGE]
 
 Shapes: S student tokens, T teacher tokens, C chunks, V entries of a vocabulary, N bytes of text.
 Inside the numba functions ``s_`` stands for the student's side and ``t_`` for the teacher's.
@@ -21,6 +21,8 @@ Needs numpy and numba only; tokenizers are duck-typed (Hugging Face fast ones,
 """
 
 import codecs
+import hashlib
+import html
 import re
 import sys
 from dataclasses import dataclass, field
@@ -244,6 +246,17 @@ def _wordpiece_bytes(token, prefix):
     if token.startswith(prefix):
         return token.removeprefix(prefix).encode()
     return f" {token}".encode()  # its decoder writes a space before every word
+
+
+def fingerprint(tokenizer):
+    """Return a hex digest of all that decides how a fast tokenizer cuts text.
+
+    That is the vocabulary, the merges, the normalizer and so on.
+    """
+    spec = tokenizer.backend_tokenizer.to_str()
+    # Before the added tokens stand truncation and padding, which are settings of a caller.
+    spec = spec[spec.index('"added_tokens"') :]
+    return hashlib.sha256(spec.encode()).hexdigest()[:32]
 
 
 # --- the place of each token in the text ----------------------------------------------------------
@@ -1212,16 +1225,69 @@ def _painted(text, chunk, color):
     return (CYAN if chunk % 2 else YELLOW) + text + RESET
 
 
-USAGE = """usage: python align.py --student A --teacher B --text TEXT
-A, B: hub id, directory or tokenizer.json"""
+# chunks of two colors, dropped tokens red; the two rows of a cell stand one above the other
+PAGE = """<!doctype html>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 monospace; margin: 2em; }}
+.cell {{ display: inline-block; margin: 0 2px 1em 0; vertical-align: top; }}
+.cell > div {{ padding: 0 3px; min-height: 1.5em; }}
+.even {{ background: #fff3c4; }} .odd {{ background: #cdeefd; }} .dropped {{ background: #ffc9c9; }}
+.token + .token {{ border-left: 1px solid #555; }}
+.token {{ padding: 0 2px; white-space: pre; }}
+</style>
+<p>{description}</p>
+<div>
+{cells}
+</div>
+"""
+
+
+def html_page(alignment, student_ids, teacher_ids, student_table, teacher_table, title=""):
+    """Return a page that shows what `view` does, with what each token is as its tooltip."""
+    student = _html_tokens(student_ids, alignment.student_chunk, student_table)
+    teacher = _html_tokens(teacher_ids, alignment.teacher_chunk, teacher_table)
+    cells = []
+    for cell in _cells(student, teacher):
+        color = "dropped" if cell.chunk < 0 else ("even", "odd")[cell.chunk % 2]
+        sides = "".join(f"<div>{''.join(tokens)}</div>" for tokens in (cell.student, cell.teacher))
+        cells.append(f'<div class="cell {color}">{sides}</div>')
+    description = html.escape(described(alignment))
+    return PAGE.format(title=html.escape(title), description=description, cells="\n".join(cells))
+
+
+def _html_tokens(ids, chunks, table):
+    """Return (chunk, markup) of every token."""
+    tokens = []
+    for i, (chunk, text) in zip(ids, _shown_tokens(ids, chunks, table)):
+        about = f"id {i}, chunk {chunk}" if chunk >= 0 else f"id {i}, in no chunk"
+        markup = f'<span class="token" title="{about}">{html.escape(text)}</span>'
+        tokens.append((chunk, markup))
+    return tokens
+
+
+def described(alignment):
+    """Return the coverage of an alignment as one line."""
+    figures = []
+    for name, value in coverage(alignment).items():
+        figures.append(f"{name} {value}" if name == "chunks" else f"{name} {value:.1%}")
+    return ", ".join(figures)
+
+
+USAGE = """usage: python align.py --student A --teacher B --show TEXT [--html PAGE]
+A, B: hub id, directory or tokenizer.json; PAGE: file to write, beside what is printed"""
 
 
 def main(argv):
     """Show how two tokenizers cut a text."""
     flags = {name.removeprefix("--"): value for name, value in zip(argv[::2], argv[1::2])}
-    if len(argv) % 2 or set(flags) != {"student", "teacher", "text"}:
+    if "text" in flags:  # the first name of --show
+        flags.setdefault("show", flags.pop("text"))
+    needed = {"student", "teacher", "show"}
+    if len(argv) % 2 or not needed <= set(flags) <= needed | {"html"}:
         raise SystemExit(USAGE)
-    text = flags["text"]
+    text = flags["show"]
     student = _load_tokenizer(flags["student"])
     teacher = _load_tokenizer(flags["teacher"])
     tables = TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher)
@@ -1230,10 +1296,15 @@ def main(argv):
     alignment = align(student.ids, teacher.ids, *tables, text, student.offsets, teacher.offsets)
     color = sys.stdout.isatty()
     print(*view(alignment, student.ids, teacher.ids, *tables, color=color), sep="\n")
-    figures = []
-    for name, value in coverage(alignment).items():
-        figures.append(f"{name} {value}" if name == "chunks" else f"{name} {value:.1%}")
-    print(", ".join(figures))
+    print(described(alignment))
+    if "html" in flags:
+        page = html_page(alignment, student.ids, teacher.ids, *tables, title=text[:80])
+        try:
+            with open(flags["html"], "w", encoding="utf-8") as file:
+                file.write(page)
+        except OSError as error:
+            raise SystemExit(f"--html {flags['html']}: cannot be written ({error.strerror}); name "
+                             "another file") from None
 
 
 def _load_tokenizer(name):

@@ -267,7 +267,7 @@ def train(state, batches, held_out, start, ds_config, signals):
     cfg = state.cfg
     current_watch().training = True
     set_timeout(TRAINING_TIMEOUT)
-    log = Log(cfg, start, ds_config, state.student.description)
+    log = Log(cfg, start, ds_config, state.student.description, state.engine.monitor)
     times_collectives = ds_config.get("comms_logger", {}).get("enabled")
     if times_collectives:
         time_collectives()
@@ -472,8 +472,10 @@ def step_metrics(state, counts, sums):
         weight = kd_weight(state, setup)
         kd = sums[number][1] / max(pair.kd_terms, 1)
         metrics["loss"] += weight * kd
-        of_teacher = {"kd": kd, "teacher_bytes_per_token": teacher_bytes[number]}
-        of_teacher |= pair.metrics(counts.tokens, counts.text_bytes)
+        of_teacher = {"teacher_bytes_per_token": teacher_bytes[number]}
+        if pair.kd_terms:  # a mean over nothing, as of a teacher without a row, is no 0
+            of_teacher["kd"] = kd
+        of_teacher |= pair.metrics()
         if len(state.teachers) > 1 or cfg.dynamic_scale:
             of_teacher["kd_weight"] = weight
         if state.writer:

@@ -37,10 +37,10 @@ sys.path.insert(0, str(ROOT))
 from align import TokenTable
 from isogloss.batch import Collator, PairOptions, as_example
 from isogloss.sample import TextEncoder, encode_text
-from projection_tools import Pair, all_bytes
+from projection_tools import Pair
 from projection_tools.cells import cached_translation
 from projection_tools.flags import tool
-from projection_tools.spell import encode_bytes, mid_text_backend
+from spelling import all_bytes, encode_bytes, mid_text_backend
 from translation import Tables, list_nodes, translated
 
 MAX_DEPTH = 8  # teacher tokens that are followed until the student's token is certain

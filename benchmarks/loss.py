@@ -46,7 +46,7 @@ import torch.nn.functional as F
 
 import losses
 import translation
-from projection_tools.cells import translation_tables
+from spelling import translation_tables
 from tiles import (
     CPU_SUB_TILES,
     GPU_SUB_TILES,

@@ -208,6 +208,9 @@ class Collator:
                 pair, pair_samples, student, student_rows)
             teachers.append(teacher)
             counts.pairs.append(pair_counts)
+            if self.computes_loss:
+                count_reading(pair_counts, samples, number, labels,
+                              student_rows.sample_of_position(), self.sequence_rank == 0)
             # Sequence shards of different pairs own different positions near a border, but over
             # all ranks each pair owns every position once: any of them counts the tokens.
             if number == 0:
@@ -572,6 +575,27 @@ def count_tokens(counts, labels, logp):
     if logp is not None:
         is_label = is_label & logp.isnan()
     counts.ce_tokens = int(is_label.sum())
+
+
+def count_reading(counts, samples, number, labels, sample_of_position, counts_bytes):
+    """Count in PairCounts what the student predicts of the samples that a teacher reads.
+
+    A chat that the teacher's template rejects counts as well: it is lost, not another teacher's.
+
+    Args:
+        number: of the teacher.
+        labels: (B, S) whose loss this rank computes, -100 for others.
+        sample_of_position: (B * S,) int64.
+        counts_bytes: this rank counts whole texts, the first of its sequence group.
+    """
+    reads = []
+    for sample in samples:
+        pair = sample.pairs[number]
+        reads.append(pair.alignment is not None or pair.skipped)
+        if counts_bytes and reads[-1]:
+            counts.read_bytes += int(sample.student.num_bytes.clip(min=0).sum())
+    is_read = torch.tensor(reads)[sample_of_position]
+    counts.read_tokens = int((is_read & (labels.flatten() >= 0)).sum())
 
 
 def number_of_terms(sub_tile, spelling):

@@ -20,6 +20,7 @@ class PairCounts:
         kd_terms: terms of the distillation loss.
         aligned_tokens: student tokens in the chunks that the loss compares.
         aligned_bytes: bytes in these chunks.
+        read_tokens, read_bytes: of the student's side, in the samples that the teacher reads.
         skipped_chats: chats that a template does not render.
         source_bytes: bytes of the whole texts, before any cut; the fields below speak of these.
         normalized_bytes, unencodable_bytes, unmatched_bytes: see `align.Alignment.dropped`.
@@ -33,6 +34,8 @@ class PairCounts:
     kd_terms: float = 0
     aligned_tokens: float = 0
     aligned_bytes: float = 0
+    read_tokens: float = 0
+    read_bytes: float = 0
     skipped_chats: float = 0
     source_bytes: float = 0
     normalized_bytes: float = 0
@@ -64,18 +67,14 @@ class PairCounts:
         self.chunks_n_1 += round(fractions["n:1"] * chunks)
         self.chunks_n_m += round(fractions["n:m"] * chunks)
 
-    def metrics(self, tokens, text_bytes):
-        """Return the logged fractions, see docs/metrics.md.
-
-        Args:
-            tokens, text_bytes: of the student's side, see `Counts`.
+    def metrics(self):
+        """Return the logged fractions, see docs/metrics.md; none where the teacher reads no text.
         """
-        # max(..., 1): where routes leave a teacher no text, every fraction is 0
-        metrics = {
-            "aligned_bytes": self.aligned_bytes / max(text_bytes, 1),
-            "aligned_tokens": self.aligned_tokens / max(tokens, 1),
-            "skipped_chats": int(self.skipped_chats),
-        }
+        metrics = {"skipped_chats": int(self.skipped_chats)}
+        if not self.read_tokens:
+            return metrics
+        metrics["aligned_bytes"] = self.aligned_bytes / max(self.read_bytes, 1)
+        metrics["aligned_tokens"] = self.aligned_tokens / self.read_tokens
         for name in ("normalized_bytes", "unencodable_bytes", "unmatched_bytes"):
             metrics[name] = getattr(self, name) / max(self.source_bytes, 1)
         for name in ("chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"):

@@ -18,7 +18,7 @@ from isogloss.sequence import SequenceGroup, gather_halo
 from isogloss.specs import BLOCK
 from isogloss.text_scores import ScoredLogits
 from losses import at_least_float32, find_chunks, next_token_cross_entropy
-from projection_tools import all_bytes
+from spelling import all_bytes
 from tiles import LogitsSource, TeacherBlocks
 
 
@@ -41,8 +41,11 @@ class ModelSums:
     tokens: float = 0
 
     def metrics(self, role):
-        """Return the metrics of the student or the teacher."""
-        tokens = max(self.tokens, 1)  # a batch may hold nothing of a teacher
+        """Return the metrics of the student or the teacher; none of a teacher that reads nothing.
+        """
+        if not self.tokens and role == "teacher":
+            return {}
+        tokens = max(self.tokens, 1)
         return {
             f"{role}_bits_per_byte": self.nats / max(self.num_bytes, 1) / math.log(2),
             f"{role}_accuracy": self.correct / tokens,
@@ -56,7 +59,7 @@ class PairSums:
 
     Attributes:
         kd: sum of the distillation loss, nats; kd_terms: over so many terms.
-        aligned_bytes, text_bytes: see `counts.PairCounts`.
+        aligned_bytes, read_bytes: see `counts.PairCounts`.
         agree: chunk starts where the most likely tokens of both models spell the same bytes.
         projected: those where the projection maps the student's most likely token to the teacher's.
         starts: chunk starts.
@@ -67,7 +70,7 @@ class PairSums:
     kd: float = 0.0
     kd_terms: float = 0
     aligned_bytes: float = 0
-    text_bytes: float = 0
+    read_bytes: float = 0
     agree: float = 0
     projected: float = 0
     starts: float = 0
@@ -83,11 +86,13 @@ class PairSums:
     unreachable_mass_count: float = 0.0
 
     def metrics(self, loss):
-        """Return the metrics of a pair whose loss is a DistillationLoss."""
+        """Return the metrics of a pair whose loss is a DistillationLoss; none without a term."""
+        if not self.kd_terms:
+            return {}
         starts = max(self.starts, 1)
         metrics = {
-            "kd": self.kd / max(self.kd_terms, 1),
-            "aligned_bytes": self.aligned_bytes / max(self.text_bytes, 1),
+            "kd": self.kd / self.kd_terms,
+            "aligned_bytes": self.aligned_bytes / max(self.read_bytes, 1),
             "top1_agreement": self.agree / starts,
         }
         if loss.indices_VK is not None:
@@ -179,7 +184,7 @@ class EvaluationTerms:
             sums = pair_sums(complete, pair)
             sums.kd_terms = counts.kd_terms
             sums.aligned_bytes = counts.aligned_bytes
-            sums.text_bytes = self.counts.text_bytes
+            sums.read_bytes = counts.read_bytes
             numbers += numbers_of(model_sums(pair.text_logits, pair.batch))
             numbers += numbers_of(sums)
         return torch.tensor(numbers, dtype=torch.float64)

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
+from align import fingerprint
 from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
 from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
@@ -55,7 +56,7 @@ from isogloss.task_suite import TaskSuite, load_suite
 from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
 from isogloss.workers import DataError
-from projection_tools import fingerprint, load_tokenizer
+from projection_tools import load_tokenizer
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 

@@ -88,7 +88,7 @@ def time_collectives():
 
 
 class Log:
-    """metrics.jsonl, the progress bar and wandb, on rank 0; the other ranks write nothing.
+    """metrics.jsonl, the progress bar, wandb and DeepSpeed's monitors, on rank 0 alone.
 
     Args:
         cfg: the flags output_dir, steps, loss, kd_weight, wandb_project, ds_config, projection and
@@ -96,9 +96,11 @@ class Log:
         start_step: step from which the run starts, 0 or that of the checkpoint.
         ds_config: dict that DeepSpeed sees, recorded too.
         description: of what else a user may want to know; printed once.
+        monitor: the engine's MonitorMaster, which writes to what ds_config enables (tensorboard,
+            csv_monitor, comet, wandb); None: none.
     """
 
-    def __init__(self, cfg, start_step, ds_config, description=""):
+    def __init__(self, cfg, start_step, ds_config, description="", monitor=None):
         self.is_active = dist.get_rank() == 0
         if not self.is_active:
             return
@@ -125,6 +127,7 @@ class Log:
             mininterval=0.5 if sys.stderr.isatty() else 10,
         )
         self.wandb = _start_wandb(cfg, folder, start_step) if cfg.wandb_project else None
+        self.monitor = monitor if monitor and monitor.enabled else None
 
     def write(self, step, metrics):
         """Append a line of metrics; what is not finite, which JSON has no number for, is null."""
@@ -136,6 +139,10 @@ class Log:
             file.write(json.dumps({"step": step} | metrics, allow_nan=False) + "\n")
         if self.wandb:
             self.wandb.log(metrics, step=step)
+        if self.monitor:
+            # by steps, where the engine's own Train/Samples/lr counts samples
+            events = [(name, value, step) for name, value in metrics.items() if value is not None]
+            self.monitor.write_events(events)
 
     def write_rollouts(self, step, records):
         """Append to rollouts.jsonl what the student wrote; wandb shows it as a table.

@@ -20,41 +20,20 @@ import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from align import TokenTable
+from align import TokenTable, fingerprint
+from spelling import ROLES
 
-# Roles of control tokens, which a tokenizer.json does not name.  Where one token plays several of
-# them, the first one counts.
-ROLES = ("eos", "end_of_turn", "bos", "pad", "unk")
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", Path.home() / ".cache" / "isogloss"))
 
 # A row's sum may be off by this much: bfloat16 rounds a row of four to a few thousandths.
 SUM_TOLERANCE = 1e-2
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8
 CHECKSUM = "checksum"  # key of a cached file
-
-
-def fingerprint(tokenizer):
-    """Return a hex digest of all that decides how a fast tokenizer cuts text.
-
-    That is the vocabulary, the merges, the normalizer and so on.
-    """
-    spec = tokenizer.backend_tokenizer.to_str()
-    # Before the added tokens stand truncation and padding, which are settings of a caller.
-    spec = spec[spec.index('"added_tokens"') :]
-    return hashlib.sha256(spec.encode()).hexdigest()[:32]
-
-
-def all_bytes(table):
-    """Return the bytes of every token of a TokenTable, as a list."""
-    data = table.data.tobytes()
-    starts = table.starts.tolist()
-    return [data[start:end] for start, end in pairwise(starts)]
 
 
 # --- projections as arrays ------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from projection_tools.exact import exact_pairs, pin_exact
 from projection_tools.flags import OLD_NAMES, check_types, tool
 from projection_tools.generate import Embedder, similar_rows
 from projection_tools.multitoken import multitoken_rows
-from projection_tools.spell import spell
+from spelling import spell
 
 VERSION = 5  # of what is cached; raise it when the same flags give another projection
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from projection_tools import Pair, all_bytes, check_output, finish, load_arrays, widen
+from projection_tools import Pair, check_output, finish, load_arrays, widen
 from projection_tools.flags import OLD_NAMES, check_types, tool
-from projection_tools.spell import spell
+from spelling import all_bytes, spell
 
 
 class Duplicates(NamedTuple):

@@ -22,7 +22,7 @@ from projection_tools import (
     pack,
 )
 from projection_tools.flags import OLD_NAMES, check_types, tool
-from projection_tools.spell import link_special_tokens, spell
+from spelling import link_special_tokens, spell
 
 # Weight of the first piece, and of each further piece relative to the one before it.  Not tuned.
 FIRST = 0.9

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from projection_tools import Pair, all_bytes, check_output, describe, load_arrays
+from projection_tools import Pair, check_output, describe, load_arrays
 from projection_tools.build import empty_row_reasons
 from projection_tools.flags import OLD_NAMES, check_types, tool
-from projection_tools.spell import link_special_tokens
+from spelling import all_bytes, link_special_tokens
 
 # Top weight from which on a row takes part in the relaxed common set, as in the loss h_kl.
 RELAXED_WEIGHT = 0.6

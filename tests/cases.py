@@ -10,7 +10,8 @@ import torch
 
 import oracle
 from losses import Spelling, event_kl, event_terms, projection_kl
-from projection_tools.spell import events, prefix_ranges
+from projection_tools.spell import events
+from spelling import prefix_ranges
 
 F64 = torch.float64
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from functools import lru_cache
+from html.parser import HTMLParser
 from itertools import permutations
 
 import numpy as np
@@ -23,6 +24,7 @@ from align import (
     align_regions,
     common_cut,
     coverage,
+    html_page,
     locate,
     view,
 )
@@ -632,6 +634,42 @@ def test_the_view_shows_every_token_once():
     assert "\x1b[31m" in view(alignment, *ids, table, table)[0]
 
 
+class TokensOfPage(HTMLParser):
+    """Collect the text of every token of a page, with its tooltip and the color of its cell."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tokens = []
+        self.color = self.tooltip = None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        kind, _, color = attributes.get("class", "").partition(" ")
+        if kind == "cell":
+            self.color = color
+        self.tooltip = attributes.get("title") if kind == "token" else None
+
+    def handle_endtag(self, tag):
+        self.tooltip = None
+
+    def handle_data(self, text):
+        if self.tooltip:
+            self.tokens.append((text, self.tooltip, self.color))
+
+
+def test_the_page_shows_every_token_once_and_runs_no_text():
+    table = table_of([b"<b>", b"c", b"<", b"b>", b" d", b"&amp;"], eos=5)
+    ids = [0, 1, 4, 5], [2, 3, 1, 4]
+    page = html_page(align(*ids, table, table), *ids, table, table, title="</title><script>")
+    assert "<script>" not in page and "<b>" not in page
+    assert TokensOfPage(page).tokens == [
+        ("<b>", "id 0, chunk 0", "even"), ("<", "id 2, chunk 0", "even"),
+        ("b>", "id 3, chunk 0", "even"), ("c", "id 1, chunk 1", "odd"),
+        ("c", "id 1, chunk 1", "odd"), ("·d", "id 4, chunk 2", "even"),
+        ("·d", "id 4, chunk 2", "even"), ("b'&amp;'", "id 5, in no chunk", "dropped")]
+
+
 def test_tiktoken_encodings():
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([b]): b for b in range(256)} | {b"ab": 256, b" a": 257}
@@ -670,10 +708,12 @@ def test_the_command_line_shows_chunks(tmp_path, tokenizers):
     for name, tokenizer in zip("ab", tokenizers):
         tokenizer.save_pretrained(tmp_path / name)
     command = [sys.executable, "align.py", "--student", tmp_path / "a", "--teacher", tmp_path / "b"]
+    page = tmp_path / "page.html"
     done = subprocess.run(
-        [*command, "--text", "the value"], cwd=ROOT, capture_output=True, text=True
+        [*command, "--show", "the value", "--html", page], cwd=ROOT, capture_output=True, text=True
     )
     assert "bytes 100.0%" in done.stdout and "·value" in done.stdout, done.stderr
+    assert "·value" in page.read_text() and "bytes 100.0%" in page.read_text()
     assert "usage" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
 
 

@@ -255,6 +255,11 @@ def test_a_teacher_gets_the_samples_that_are_for_it(encoders, texts):
         total = sum(getattr(pair, name) for pair in batch.counts.pairs)
         assert total == getattr(alone.counts.pairs[0], name), name
     assert batch.counts.tokens == alone.counts.tokens
+    # a fraction is one of the teacher's own rows
+    first = batch.counts.pairs[0]
+    assert first.read_bytes == batch.student.num_bytes[[0, 5]].clamp(min=0).sum()
+    assert first.read_tokens == (batch.student.labels[[0, 5]] >= 0).sum()
+    assert first.metrics()["aligned_bytes"] > 0.9
 
 
 def test_a_route_of_none_goes_to_the_teachers_without_routes(encoders, texts):
@@ -384,13 +389,12 @@ def test_counts_are_those_of_the_tensors(encoders, texts):
 def test_counts_of_one_tokenizer_say_that_all_is_aligned(encoders, texts):
     student = encoders[1]  # the other one splits a space off the first word, as one chunk of 2:2
     counts = collator((student, student))(texts[:4]).counts
-    metrics = counts.pairs[0].metrics(counts.tokens, counts.text_bytes)
+    metrics = counts.pairs[0].metrics()
     assert metrics == {
         "aligned_bytes": 1, "aligned_tokens": 1, "skipped_chats": 0, "normalized_bytes": 0,
         "unencodable_bytes": 0, "unmatched_bytes": 0, "chunks_1_1": 1, "chunks_1_n": 0,
         "chunks_n_1": 0, "chunks_n_m": 0}
-    empty = PairCounts().metrics(0, 0)
-    assert all(value == 0 for value in empty.values())
+    assert PairCounts().metrics() == {"skipped_chats": 0}  # no text, no fraction of it
 
 
 @pytest.mark.parametrize("loss", ["chunks", "event_kl"])

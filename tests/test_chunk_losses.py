@@ -12,7 +12,7 @@ import losses
 import oracle
 import ranks
 from cases import Case, close, common_of, gradient, padded, shard_error, shards
-from projection_tools.cells import translation_tables
+from spelling import translation_tables
 from translation import Tables, list_nodes, translated
 
 F64 = torch.float64

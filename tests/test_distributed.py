@@ -292,12 +292,12 @@ def test_a_run_with_several_teachers_evaluates_and_resumes(base_run, models, unt
 
 @pytest.mark.slow
 def test_teachers_by_the_domain_of_a_row(base_run, models, untied, texts):
-    """Two teachers have half of the rows each; with one row a rank, some have none of a teacher."""
+    """One teacher has a sixth of the rows, so that some steps have none of it."""
     folder = base_run.folder
     output = folder / "routed"
     data = folder / "domains.jsonl"
     lines = []
-    for text, domain in zip(texts[:12], itertools.cycle("xy")):
+    for text, domain in zip(texts[:12], itertools.cycle("xyyyyy")):
         lines.append(json.dumps({"text": text, "domain": domain}))
     data.write_text("\n".join(lines))
     teachers = [{"model": str(models[1]), "name": "a", "routes": ["x"], "tp": 2},
@@ -307,10 +307,12 @@ def test_teachers_by_the_domain_of_a_row(base_run, models, untied, texts):
     runs = [[*argv, "--route_key=domain", f"--output_dir={output}"], [*argv, "--route_key=topic"]]
     assert ranks.run(2, run_distill, runs) == [[0, 2]] * 2
     steps = losses_of(output)[:-1]
-    of_first = [line["aligned_tokens/a"] for line in steps]
-    of_second = [line["aligned_tokens/b"] for line in steps]
-    assert all(0.9 < a + b <= 1 for a, b in zip(of_first, of_second, strict=True))
-    assert min(of_first) < 0.4 < max(of_first)
+    has_first = ["kd/a" in line for line in steps]
+    assert has_first == ["aligned_tokens/a" in line for line in steps]
+    assert 0 < sum(has_first) < len(steps)
+    for line in steps:
+        of_teachers = [line[key] for key in ("aligned_tokens/a", "aligned_tokens/b") if key in line]
+        assert of_teachers and all(0.9 < fraction <= 1 for fraction in of_teachers)
     assert all(math.isfinite(line["loss"]) for line in steps)
 
 

@@ -16,6 +16,8 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
     "vocab_parallel.py": set(),
     "teacher_mixing.py": set(),
     "translation.py": {"losses", "vocab_parallel"},
+    "spelling.py": {"align"},
+    "cross_tokenizer.py": {"align", "losses", "translation", "spelling"},
     "tiles.py": set(),
     "rollout.py": set(),
     "sandbox.py": set(),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from align import fingerprint
 from conftest import ROOT, asset
 from projection_tools import (
     Pair,
@@ -22,7 +23,6 @@ from projection_tools import (
     cut,
     exact,
     fill_empty,
-    fingerprint,
     generate,
     load_projection,
     load_tables,
@@ -33,6 +33,7 @@ from projection_tools import (
     spell,
 )
 from projection_tools.flags import parse_flags
+from spelling import link_special_tokens, spell as spell_tokens
 from translation import Tables
 
 
@@ -107,9 +108,9 @@ def expected_rows(pair, top_k, max_pieces, reverse):
     """Return the rows of multitoken.py by their definition, as lists of (teacher id, weight)."""
     student, teacher = pair.tables
     student_tokenizer, teacher_tokenizer = pair.tokenizers
-    forward = without_padding(spell.spell(student, teacher_tokenizer, teacher, 64))
-    back = without_padding(spell.spell(teacher, student_tokenizer, student, 64))
-    linked = dict(spell.link_special_tokens(student, teacher, 0.8))
+    forward = without_padding(spell_tokens(student, teacher_tokenizer, teacher, 64))
+    back = without_padding(spell_tokens(teacher, student_tokenizer, student, 64))
+    linked = dict(link_special_tokens(student, teacher, 0.8))
     rows = []
     for v in range(len(student)):
         pieces = forward[v][:max_pieces]
@@ -183,7 +184,7 @@ def text_ids(table):
 def pinned_bytes(pair):
     """Return the bytes of the pinned student tokens, and the duplicates of both sides."""
     student, teacher = pair.tables
-    pieces = spell.spell(student, pair.tokenizers[1], teacher, max_pieces=2)
+    pieces = spell_tokens(student, pair.tokenizers[1], teacher, max_pieces=2)
     v, w, duplicates = exact.exact_pairs(student, teacher, pieces)
     pinned = set()
     for student_id, teacher_id in zip(v, w):

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 import oracle
-import projection_tools
 from align import TokenTable
 from conftest import asset
 from projection_tools import Pair, load_tables, spell
+from spelling import ROLES, link_special_tokens, prefix_ranges, spell as spell_tokens
 
 
 def without_padding(pieces):
@@ -25,7 +25,7 @@ def test_spellings_have_the_same_bytes(tokenizers, tables):
         (student, teacher_tokenizer, teacher),
         (teacher, student_tokenizer, student),
     ):
-        pieces = spell.spell(source, tokenizer, target, max_pieces=64)  # none is longer
+        pieces = spell_tokens(source, tokenizer, target, max_pieces=64)  # none is longer
         for i, spelling in enumerate(without_padding(pieces)):
             expected = b"" if source.special[i] else source.bytes_of(i)
             assert b"".join(map(target.bytes_of, spelling)) == expected, source.tokens[i]
@@ -34,11 +34,11 @@ def test_spellings_have_the_same_bytes(tokenizers, tables):
 def test_a_space_inside_a_text_stays_one(tokenizers, tables):
     """SentencePiece adds a space before a text; the spelling of a token must not."""
     student, teacher = tables
-    pieces = spell.spell(student, tokenizers[1], teacher)
+    pieces = spell_tokens(student, tokenizers[1], teacher)
     the = student.tokens.index("▁the")
     teacher_the = teacher.tokens.index("Ġthe")
     assert without_padding(pieces)[the] == [teacher_the]
-    back = spell.spell(teacher, tokenizers[0], student)
+    back = spell_tokens(teacher, tokenizers[0], student)
     assert without_padding(back)[teacher_the] == [the]
 
     word = 0  # a word without a space before it
@@ -56,9 +56,9 @@ def spelled_bytes(pieces, target):
 
 def test_missing_spellings_are_counted_with_their_reason(tokenizers, tables):
     student, teacher = tables
-    pieces = spell.spell(teacher, tokenizers[0], student, max_pieces=2)
+    pieces = spell_tokens(teacher, tokenizers[0], student, max_pieces=2)
     total = spelled_bytes(pieces, student)
-    spellings = without_padding(spell.spell(teacher, tokenizers[0], student))
+    spellings = without_padding(spell_tokens(teacher, tokenizers[0], student))
     long = sum(len(spelling) > 2 for spelling in spellings)
     assert long > 3  # the test would be empty otherwise
     assert spell.unencodable_reasons(teacher, pieces, total) == {
@@ -78,8 +78,8 @@ def test_missing_spellings_are_counted_with_their_reason(tokenizers, tables):
 
 def test_events_equal_a_brute_force_union(tokenizers, tables):
     student, teacher = tables
-    A = spell.spell(teacher, tokenizers[0], student)
-    B = spell.spell(student, tokenizers[1], teacher)
+    A = spell_tokens(teacher, tokenizers[0], student)
+    B = spell_tokens(student, tokenizers[1], teacher)
     event_V, event_W, count = spell.events(A, B)
     expected = oracle.components(without_padding(A), without_padding(B))
     assert count == len(set(expected.values()))
@@ -94,8 +94,8 @@ def test_events_equal_a_brute_force_union(tokenizers, tables):
 
 
 def test_prefix_ranges_equal_brute_force(tokenizers, tables):
-    pieces = spell.spell(tables[1], tokenizers[0], tables[0])
-    order, low, high = spell.prefix_ranges(pieces)
+    pieces = spell_tokens(tables[1], tokenizers[0], tables[0])
+    order, low, high = prefix_ranges(pieces)
     for n in range(0, len(pieces), 7):  # every seventh row keeps it short
         for k in range(1, min(4, pieces.shape[1])):
             same_prefix = (pieces[:, :k] == pieces[n, :k]).all(1)
@@ -113,16 +113,16 @@ def control_tokens(*names):
 
 def test_control_tokens_pair_by_role_then_by_name(tables):
     student, teacher = tables
-    assert spell.link_special_tokens(student, teacher) == [(student.eos, teacher.eos)]
+    assert link_special_tokens(student, teacher) == [(student.eos, teacher.eos)]
     # Names with a slash or other digits differ, brackets and case do not.
     s = control_tokens(
         "<|pad|>", "<|im_start|>", "[/INST]", "<|reserved_1|>", "<s>", "<|tool_call|>"
     )
     t = control_tokens("[PAD]", "<|im_end|>", "[INST]", "<|reserved_2|>", "</s>", "<tool_calls>")
-    assert spell.link_special_tokens(s, t) == [(0, 0)]
-    assert spell.link_special_tokens(s, t, 0.8) == [(0, 0), (5, 5)]
+    assert link_special_tokens(s, t) == [(0, 0)]
+    assert link_special_tokens(s, t, 0.8) == [(0, 0), (5, 5)]
     # equal names before similar ones
-    assert spell.link_special_tokens(s, s, 0.8) == [(i, i) for i in range(6)]
+    assert link_special_tokens(s, s, 0.8) == [(i, i) for i in range(6)]
 
 
 def test_one_tokenizer_gives_an_event_per_token(tokenizers, tables):
@@ -177,11 +177,11 @@ def test_a_token_that_only_doubles_as_unknown_is_no_counterpart():
     bert = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
     bert = control_table(bert, {"unk_token": "[UNK]", "pad_token": "[PAD]"})
     assert neox.unk == neox.eos >= 0 and bert.unk == 0
-    assert spell.link_special_tokens(neox, bert) == []
-    assert spell.link_special_tokens(bert, neox) == []
-    assert spell.link_special_tokens(bert, bert) == [(bert.pad, bert.pad), (0, 0)]
+    assert link_special_tokens(neox, bert) == []
+    assert link_special_tokens(bert, neox) == []
+    assert link_special_tokens(bert, bert) == [(bert.pad, bert.pad), (0, 0)]
     # it goes on to stand for itself
-    assert spell.link_special_tokens(neox, neox) == [(neox.eos, neox.eos)]
+    assert link_special_tokens(neox, neox) == [(neox.eos, neox.eos)]
 
 
 def test_control_tokens_of_different_roles_are_never_paired():
@@ -193,9 +193,9 @@ def test_control_tokens_of_different_roles_are_never_paired():
     pairs = 0
     for student in tables:
         for teacher in tables:
-            for v, w in spell.link_special_tokens(student, teacher):
-                roles_v = {role for role in projection_tools.ROLES if getattr(student, role) == v}
-                roles_w = {role for role in projection_tools.ROLES if getattr(teacher, role) == w}
+            for v, w in link_special_tokens(student, teacher):
+                roles_v = {role for role in ROLES if getattr(student, role) == v}
+                roles_w = {role for role in ROLES if getattr(teacher, role) == w}
                 if roles_v and roles_w:
                     assert roles_v & roles_w, (student.tokens[v], teacher.tokens[w])
                     pairs += 1

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from projection_tools.cells import translation_tables
+from spelling import translation_tables
 from translation import Tables
 
 EOS = "$"

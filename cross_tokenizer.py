@@ -1,0 +1,444 @@
+"""Distill across tokenizers in a training loop of your own: texts in, a loss out.
+
+    kd = CrossTokenizerKD(student_tokenizer, teacher_tokenizer)  # once
+    batch = kd.collate(["a text", "another one"]).to(device)
+    out = student(**batch.student, labels=batch.labels)
+    with torch.no_grad():
+        teacher_logits = teacher(**batch.teacher).logits
+    loss = out.loss + kd(out.logits, teacher_logits, batch)
+
+`collate` tokenizes every text twice, aligns the tokens by bytes and the tokenizers' own offsets,
+and pads.  The loss shifts, cuts the padded rows of an lm_head, and is a finite number whatever the
+batch holds.  All logits exist at once here; tiles.py bounds them.
+
+Shapes: B texts, S student positions, T teacher positions, V, W the two vocabularies, C chunks.
+Fields and names that end in `_next` or `_chunk` are shifted already: entry t describes the token
+that position t predicts.
+
+Needs torch, numpy, align.py (numba) and losses.py.  `piece_kl` and the other divergences need
+translation.py too, and either spelling.py, to build their tables here, or those tables in a file.
+Copy these files into your own repository.  License: Apache-2.0 (see LICENSE).
+Tests: tests/test_cross_tokenizer.py.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import losses
+from align import TokenTable, align, common_cut, fingerprint
+
+IGNORED = -100  # label of positions that predict nothing, as in transformers
+
+# --- what a batch holds ---------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Hold some texts as both models read them, and which of their tokens say the same bytes.
+
+    Attributes:
+        student, teacher: {"input_ids", "attention_mask"}, (B, S) and (B, T) int64, padded on the
+            right.
+        labels: (B, S) int64, the student's ids, -100 on padding; not shifted, as transformers takes
+            them.
+        student_next, teacher_next: (B, S - 1), (B, T - 1) int64, the token that is predicted.
+        student_chunk, teacher_chunk: likewise, the number of its chunk, -1 for none.
+        terms: what the loss compares, known from ids alone: `translation.Nodes` or `losses.Chunks`.
+        text_bytes, aligned_bytes: bytes of the texts, and those of them in chunks, before a cut.
+    """
+
+    student: dict
+    teacher: dict
+    labels: torch.Tensor
+    student_next: torch.Tensor
+    teacher_next: torch.Tensor
+    student_chunk: torch.Tensor
+    teacher_chunk: torch.Tensor
+    terms: NamedTuple
+    text_bytes: int
+    aligned_bytes: int
+
+    def to(self, device, non_blocking=False):
+        """Return the batch on a device."""
+        moved = {}
+        for field in fields(self):
+            moved[field.name] = _moved(getattr(self, field.name), device, non_blocking)
+        return replace(self, **moved)
+
+    def pin_memory(self):
+        """Leave the batch where it is; a DataLoader with pin_memory asks for this."""
+        return self
+
+
+def _moved(value, device, non_blocking):
+    """Return tensors on a device, also those inside of dicts and named tuples."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, dict):
+        return {key: _moved(entry, device, non_blocking) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        entries = [_moved(entry, device, non_blocking) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    return value
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+class LossSpec(NamedTuple):
+    """State what `CrossTokenizerKD` has to know of a loss.
+
+    function: of losses.py.
+    compute: (function, student logits, teacher logits, Batch, tables, parameters) -> (sum, count).
+    needs: the tables that it works on: "translation", "projection" or nothing.
+    prepare: (indices, likelihoods) of a projection -> the tables; None: these two.
+    """
+
+    function: Callable
+    compute: Callable
+    needs: str = ""
+    prepare: Callable | None = None
+
+
+def compute_translated(divergence, student_logits, teacher_logits, batch, tables, parameters):
+    """Compare the teacher's belief in the student's vocabulary, by a divergence; translation.py."""
+    from translation import translated
+
+    return translated(student_logits, teacher_logits, batch.student_next, batch.teacher_next,
+                      batch.terms, tables, divergence, **parameters)
+
+
+def compute_per_position(divergence, student_logits, teacher_logits, batch, tables, parameters):
+    """Compare two models with one tokenizer: every chunk is one position on either side."""
+    chunks = batch.terms
+    student_rows = student_logits.flatten(0, 1).index_select(0, chunks.first_S)
+    teacher_rows = teacher_logits.flatten(0, 1).index_select(0, chunks.first_T)
+    return divergence(student_rows[None], teacher_rows[None], None, **parameters)
+
+
+def compute_per_chunk(function, student_logits, teacher_logits, batch, tables, parameters):
+    """Compare the two models' probabilities of each chunk."""
+    return function(student_logits, teacher_logits, batch.student_next, batch.teacher_next,
+                    batch.student_chunk, batch.teacher_chunk, chunks=batch.terms, **parameters)
+
+
+def compute_projected(function, student_logits, teacher_logits, batch, tables, parameters):
+    """Compare as a projection says, which maps the student's vocabulary into the teacher's."""
+    return function(student_logits, teacher_logits, batch.student_chunk, batch.teacher_chunk,
+                    *tables, chunks=batch.terms, **parameters)
+
+
+def divergence(function):
+    """Return the entry of a divergence between two models with one vocabulary."""
+    return LossSpec(function, compute_translated, "translation")
+
+
+LOSSES = {
+    "piece_kl": divergence(losses.forward_kl),
+    "forward_kl": divergence(losses.forward_kl),
+    "reverse_kl": divergence(losses.reverse_kl),
+    "generalized_jsd": divergence(losses.generalized_jsd),
+    "skew_forward_kl": divergence(losses.skew_forward_kl),
+    "skew_reverse_kl": divergence(losses.skew_reverse_kl),
+    "adaptive_kl": divergence(losses.adaptive_kl),
+    "total_variation": divergence(losses.total_variation),
+    "alm": LossSpec(losses.alm, compute_per_chunk),
+    "uld": LossSpec(losses.uld, compute_per_chunk),
+    "projection_kl": LossSpec(losses.projection_kl, compute_projected, "projection"),
+    "gold": LossSpec(losses.gold, compute_projected, "projection", losses.common_tokens),
+    "h_kl": LossSpec(losses.gold, compute_projected, "projection",
+                     partial(losses.common_tokens, relaxed=True)),
+}
+MAKE_TABLES = {
+    "translation": "python -m projection_tools.cells --student A --teacher B --output FILE.pt",
+    "projection": "python -m projection_tools.build --student A --teacher B --output FILE.pt",
+}
+
+
+def check_parameters(name, parameters):
+    """Raise a ValueError for a loss that does not exist, or parameters that it does not have."""
+    if name not in LOSSES:
+        raise ValueError(f"loss={name!r}: no such loss; choose one of {', '.join(LOSSES)}")
+    # what is left of a signature is what this file passes itself
+    known = list(inspect.signature(LOSSES[name].function).parameters)
+    settings = {"temperature", "beta", "skew", "alpha", "top_k", "support", "mode", "reverse",
+                "uncommon_topk", "average", "teacher_average", "kept_K", "matched_weight"}
+    settings &= set(known)
+    for parameter in parameters:
+        if parameter not in settings:
+            raise ValueError(f"{parameter}={parameters[parameter]!r}: {name} has no such parameter;"
+                             f" it has {', '.join(sorted(settings))}")
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def read_tables(needs, source, tokenizers, token_tables):
+    """Return the tables of a loss: `translation.Tables`, (indices, likelihoods), or ().
+
+    Args:
+        needs: of its LossSpec.
+        source: path of a file of the projection tools (.pt), what it holds (a dict), or None: build
+            them (translation only, in seconds; spelling.py).
+        tokenizers, token_tables: the student's and the teacher's.
+    Raises:
+        ValueError: they are needed and cannot be built, or belong to other tokenizers.
+    """
+    if not needs:
+        return ()
+    command = MAKE_TABLES[needs]
+    if source is None:
+        if needs == "projection" or not find_spec("spelling"):
+            beside = ", or put spelling.py beside cross_tokenizer.py" * (needs == "translation")
+            raise ValueError(f"tables=None: this loss needs a {needs}; make it by {command} and "
+                             f"pass tables=\"FILE.pt\"{beside}")
+        from spelling import build_translation_tables
+
+        source = build_translation_tables(tokenizers, token_tables)
+    elif not isinstance(source, dict):
+        source = torch.load(source, weights_only=True, map_location="cpu")
+    for role, tokenizer in zip(("student", "teacher"), tokenizers):
+        expected = source.get(f"{role}_fingerprint")
+        if expected not in (None, fingerprint(tokenizer)):
+            raise ValueError(f"tables: made for another {role} tokenizer; make them by {command}")
+    keys = ("indices", "likelihoods")
+    if needs == "translation":
+        from translation import Tables
+
+        keys = Tables._fields
+    missing = [key for key in keys if key not in source]
+    if missing:
+        raise ValueError(f"tables: no {missing[0]} in them; expected what is made by {command}")
+    arrays = [_as_index(source[key]) for key in keys]
+    V, W = map(len, token_tables)
+    if needs == "projection":
+        if len(arrays[0]) < V:
+            _refuse_sizes(command, f"{len(arrays[0])} rows", V, W)
+        return arrays[0][:V], arrays[1][:V]
+    tables = Tables(*arrays)
+    if (len(tables.cell_V), len(tables.cell_W)) != (V, W):
+        _refuse_sizes(command, f"{len(tables.cell_V)} and {len(tables.cell_W)} tokens", V, W)
+    return tables
+
+
+def _refuse_sizes(command, arrived, V, W):
+    raise ValueError(f"tables: of {arrived}, but the student's tokenizer has {V} ids and the "
+                     f"teacher's {W}; make them by {command}")
+
+
+def _as_index(value):
+    """Return an array as a tensor, integers as int64, which indexes tensors."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return value.long()
+    return value
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+class CrossTokenizerKD:
+    """Collate texts for two models with their own tokenizers, and compare what the models say.
+
+    Args:
+        student_tokenizer, teacher_tokenizer: fast tokenizers of transformers.
+        loss: a key of `LOSSES`.
+        tables: what the loss works on, see `read_tables`; None: built here.
+        max_length: tokens of a text on either side, at most; both are cut at the same byte.
+        parameters: of the loss (temperature, beta, mode, ...).
+    Raises:
+        ValueError: see `check_parameters` and `read_tables`; a tokenizer without tokenizer.json.
+    """
+
+    def __init__(self, student_tokenizer, teacher_tokenizer, loss="piece_kl", tables=None,
+                 max_length=1024, **parameters):
+        check_parameters(loss, parameters)
+        if max_length < 2:
+            raise ValueError(f"max_length={max_length}: expected 2 or more")
+        self.tokenizers = (student_tokenizer, teacher_tokenizer)
+        self.token_tables = tuple(map(TokenTable.from_tokenizer, self.tokenizers))
+        self.spec = LOSSES[loss]
+        if fingerprint(student_tokenizer) == fingerprint(teacher_tokenizer):
+            if self.spec.needs == "translation":
+                self.spec = LossSpec(self.spec.function, compute_per_position)
+        self.tables = read_tables(self.spec.needs, tables, self.tokenizers, self.token_tables)
+        if self.spec.prepare:
+            self.tables = self.spec.prepare(*self.tables)
+        self.max_length = max_length
+        self.parameters = parameters
+        self.has_warned = False
+        self._tables_on = {}  # by device
+
+    def collate(self, texts):
+        """Return the Batch of a list of B strings; the `collate_fn` of a DataLoader.
+
+        Raises:
+            ValueError: not strings, or none.
+        """
+        if not texts or not all(isinstance(text, str) for text in texts):
+            arrived = sorted({type(text).__name__ for text in texts}) or "nothing"
+            raise ValueError(f"collate: expected a list of strings, got {arrived}")
+        student, teacher = [
+            _encode(texts, tokenizer, table)
+            for tokenizer, table in zip(self.tokenizers, self.token_tables)]
+        pairs = []
+        text_bytes = 0
+        aligned_bytes = 0
+        for text, student_text, teacher_text in zip(texts, student, teacher):
+            alignment = align(student_text.ids, teacher_text.ids, *self.token_tables, text,
+                              student_text.offsets, teacher_text.offsets)
+            pairs.append(_cut(student_text.ids, teacher_text.ids, alignment, self.max_length))
+            text_bytes += alignment.text_bytes
+            aligned_bytes += int(alignment.chunk_bytes[alignment.same_bytes].sum())
+        return self._batch(pairs, text_bytes, aligned_bytes)
+
+    def _batch(self, pairs, text_bytes, aligned_bytes):
+        """Pad cut texts to a Batch."""
+        student_ids, teacher_ids, student_chunk, teacher_chunk = map(_padded, zip(*pairs))
+        inputs = []
+        for ids, table in zip((student_ids, teacher_ids), self.token_tables):
+            filler = max(table.pad if table.pad >= 0 else table.eos, 0)
+            inputs.append({"input_ids": torch.where(ids >= 0, ids, filler),
+                           "attention_mask": (ids >= 0).long()})
+        batch = Batch(
+            *inputs, labels=torch.where(student_ids >= 0, student_ids, IGNORED),
+            student_next=student_ids[:, 1:].clamp(min=0),
+            teacher_next=teacher_ids[:, 1:].clamp(min=0),
+            student_chunk=student_chunk[:, 1:], teacher_chunk=teacher_chunk[:, 1:],
+            terms=losses.find_chunks(student_chunk[:, 1:], teacher_chunk[:, 1:]),
+            text_bytes=text_bytes, aligned_bytes=aligned_bytes)
+        if self.spec.needs == "translation":
+            from translation import list_nodes
+
+            batch.terms = list_nodes(
+                inputs[0]["input_ids"][:, :-1], batch.student_next, batch.teacher_next,
+                batch.student_chunk, batch.teacher_chunk, self.tables)
+        return batch
+
+    def __call__(self, student_logits, teacher_logits, batch):
+        """Return the mean of the loss over its terms in the batch, () in nats, with a graph.
+
+        It is 0, with a gradient of 0, where nothing is aligned.
+
+        Args:
+            student_logits: (B, S, V or more), as the model returns them for ``batch.student``.
+            teacher_logits: (B, T, W or more), likewise; they get no gradient.
+        """
+        total, count = self.sum_and_count(student_logits, teacher_logits, batch)
+        return total / count.clamp(min=1)
+
+    def sum_and_count(self, student_logits, teacher_logits, batch):
+        """Return (sum of the loss in nats, terms), to be divided by the terms of all ranks."""
+        student_logits, teacher_logits = self._checked(student_logits, teacher_logits, batch)
+        if not (batch.student_chunk >= 0).any():
+            self._warn(batch)
+            nothing = student_logits[..., :0].float().sum()  # 0, whatever the logits hold
+            return nothing, nothing.detach()
+        tables = self._tables_for(student_logits.device)
+        return self.spec.compute(self.spec.function, student_logits, teacher_logits, batch, tables,
+                                 self.parameters)
+
+    def _checked(self, student_logits, teacher_logits, batch):
+        """Return the logits of the positions that predict a token, without rows of padding."""
+        logits = []
+        for role, given, inputs, table in (
+            ("student", student_logits, batch.student, self.token_tables[0]),
+            ("teacher", teacher_logits, batch.teacher, self.token_tables[1]),
+        ):
+            shape = tuple(inputs["input_ids"].shape)
+            if tuple(given.shape[:-1]) != shape or given.shape[-1] < len(table):
+                raise ValueError(
+                    f"the {role}'s logits have the shape {tuple(given.shape)}; expected "
+                    f"{(*shape, len(table))} or more columns: all that the model returns for "
+                    f"batch.{role}, with its own tokenizer")
+            logits.append(given[:, :-1, : len(table)])
+        return logits
+
+    def _tables_for(self, device):
+        """Return the tables on a device; they are moved there once."""
+        if device not in self._tables_on:
+            self._tables_on[device] = _moved(self.tables, device, False)
+        return self._tables_on[device]
+
+    def _warn(self, batch):
+        """Say once that a batch has nothing to compare."""
+        if self.has_warned:
+            return
+        self.has_warned = True
+        warnings.warn(
+            f"CrossTokenizerKD: none of the {batch.text_bytes} bytes of a batch of "
+            f"{len(batch.labels)} texts is in a chunk of both tokenizers, so its distillation loss "
+            "is 0; look at it with python align.py --student A --teacher B --show TEXT",
+            stacklevel=4)
+
+
+# --- one text -------------------------------------------------------------------------------------
+
+
+class EncodedText(NamedTuple):
+    """Hold one text as one model reads it: (S,) int64 ids, and (S, 2) characters of the text."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+
+class CutPair(NamedTuple):
+    """Hold one text as both models read it, cut; chunks of every token, not shifted, -1: none."""
+
+    student_ids: np.ndarray
+    teacher_ids: np.ndarray
+    student_chunk: np.ndarray
+    teacher_chunk: np.ndarray
+
+
+def _encode(texts, tokenizer, table):
+    """Return an EncodedText `[bos] text eos` for each text, as far as the tokenizer has these."""
+    # Llama-like tokenizers say by this key whether bos is for use
+    adds_bos = getattr(tokenizer, "init_kwargs", {}).get("add_bos_token") is not False
+    prefix = [table.bos] if table.bos >= 0 and adds_bos else []
+    suffix = [table.eos] if table.eos >= 0 else []
+    # not truncated: where to cut depends on the other tokenizer
+    coded = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False,
+                      return_offsets_mapping=True)
+    nowhere = [(0, 0)]  # bos and eos stand for no characters
+    encoded = []
+    for ids, offsets in zip(coded["input_ids"], coded["offset_mapping"]):
+        offsets = [*nowhere * len(prefix), *offsets, *nowhere * len(suffix)]
+        ids = np.array([*prefix, *ids, *suffix], np.int64)
+        encoded.append(EncodedText(ids, np.array(offsets, np.int64).reshape(-1, 2)))
+    return encoded
+
+
+def _cut(student_ids, teacher_ids, alignment, max_length):
+    """Cut both sides of a text at the same byte; return a CutPair."""
+    # where one side alone spells a space that the text does not have, the models speak of other
+    # words; the last entry is that of chunk -1
+    usable = np.append(np.where(alignment.same_bytes, np.arange(len(alignment.same_bytes)), -1), -1)
+    chunks = [usable[alignment.student_chunk], usable[alignment.teacher_chunk]]
+    cuts = common_cut(chunks, [max_length, max_length])
+    # no position predicts a first token, so its chunk is lost; so is one that does not fit
+    lost = [chunks[0][:1], chunks[1][:1]]
+    lost += [chunks[0][cuts[0] : cuts[0] + 1], chunks[1][cuts[1] : cuts[1] + 1]]
+    lost = np.concatenate(lost)
+    student_chunk, teacher_chunk = [np.where(np.isin(chunk, lost), -1, chunk) for chunk in chunks]
+    return CutPair(student_ids[: cuts[0]], teacher_ids[: cuts[1]],
+                   student_chunk[: cuts[0]], teacher_chunk[: cuts[1]])
+
+
+def _padded(arrays):
+    """Return (B, N) int64 of arrays of any lengths, -1 behind their ends."""
+    # two wide at least, so that something is left when it is shifted
+    width = max(2, max(map(len, arrays)))
+    padded = np.full((len(arrays), width), -1, np.int64)
+    for row, array in zip(padded, arrays):
+        row[: len(array)] = array
+    return torch.from_numpy(padded)

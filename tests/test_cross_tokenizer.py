@@ -1,0 +1,303 @@
+"""Texts in, a loss out: what stands in cross_tokenizer.py, its examples and its notebook."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import ROOT, asset
+from cross_tokenizer import LOSSES, CrossTokenizerKD
+from projection_tools import Pair, build, cells, save_atomically
+from projection_tools.build import as_tables
+
+STUDENT, TEACHER = "stories260K", "tinytalk_neo_3M"
+
+
+@pytest.fixture(scope="module")
+def stories():
+    rows = json.loads(asset("text", "tinystories_1000.json").read_text())
+    return [row if isinstance(row, str) else row["text"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Tokenizers, models and directories of the student and the teacher."""
+    folders = [asset("models", name) for name in (STUDENT, TEACHER)]
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in folders]
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
+    return SimpleNamespace(folders=folders, tokenizers=tokenizers, models=models)
+
+
+@pytest.fixture(scope="module")
+def kd(pair):
+    return CrossTokenizerKD(*pair.tokenizers, max_length=128)
+
+
+def random_logits(batch, kd, seed=0, dtype=torch.float64):
+    """Return logits of both sides that depend on text and position alone, not on the padding."""
+    logits = []
+    for number, side in enumerate((batch.student, batch.teacher)):
+        B, N = side["input_ids"].shape
+        width = len(kd.token_tables[number])
+        whole = torch.zeros(B, N, width, dtype=dtype)
+        for b in range(B):
+            key = int(side["input_ids"][b, :2].sum())
+            generator = torch.Generator().manual_seed(seed + 1000 * key + number)
+            row = torch.randn(256, width, generator=generator, dtype=dtype)
+            whole[b] = row[:N]
+        logits.append(whole)
+    return logits
+
+
+# --- what is aligned ------------------------------------------------------------------------------
+
+
+def test_no_story_is_left_without_a_chunk(kd, stories):
+    """Ids alone drop a whole text for one double space, which this student's tokenizer joins."""
+    batch = kd.collate(stories)
+    has_chunk = (batch.student_chunk >= 0).any(1)
+    assert has_chunk.all() and len(has_chunk) == 1000
+    assert any("  " in story for story in stories)
+    assert batch.aligned_bytes > 0.98 * batch.text_bytes
+
+
+def test_tokens_of_a_chunk_spell_the_same_bytes(kd, stories):
+    batch = kd.collate([*stories[:5], "Ünï – 漢字 😀  two  spaces\n\n2010"])
+    for b in range(6):
+        number = int(batch.student_chunk[b].max()) + 1
+        assert number > 5
+        for chunk in range(number):
+            spelled = []
+            for table, following, chunks in (
+                (kd.token_tables[0], batch.student_next, batch.student_chunk),
+                (kd.token_tables[1], batch.teacher_next, batch.teacher_chunk),
+            ):
+                spelled.append(table.decode(following[b][chunks[b] == chunk].tolist()))
+            assert spelled[0] == spelled[1]
+    width = batch.student["input_ids"].shape[1]
+    assert width == 128 and batch.labels.shape == (6, 128)
+    # labels are the ids themselves where the mask is 1
+    is_text = batch.student["attention_mask"].bool()
+    assert (batch.labels[is_text] == batch.student["input_ids"][is_text]).all()
+    assert (batch.labels[~is_text] == -100).all() and not is_text.all()
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def test_reads_and_counts_as_a_run_does(pair, stories):
+    """The job takes other code from text to ids, chunks and terms."""
+    from isogloss.batch import Collator, PairOptions, as_example
+    from isogloss.config import Config
+    from isogloss.loss_table import build_loss
+    from isogloss.sample import TextEncoder
+
+    texts = [story[:300] for story in stories[:3]]
+    kd = CrossTokenizerKD(*pair.tokenizers, max_length=1000)
+    encoders = [TextEncoder(tokenizer, table, 1000)
+                for tokenizer, table in zip(kd.tokenizers, kd.token_tables)]
+    cfg = Config(student=STUDENT, teacher=TEACHER, data="-", loss="piece_kl")
+    loss = build_loss(cfg, *encoders, "cpu")
+    batch = Collator(encoders[0], [PairOptions(encoders[1], loss.spelling)])(
+        [as_example(text) for text in texts])
+    ours = kd.collate(texts)
+    assert torch.equal(ours.student_next, batch.student.labels.clamp(min=0))
+    teacher = batch.teachers[0]
+    assert torch.equal(ours.student_chunk, teacher.student_chunk)
+    assert torch.equal(ours.teacher_chunk, teacher.teacher_chunk)
+    _, count = kd.sum_and_count(*random_logits(ours, kd), ours)
+    assert count == batch.counts.pairs[0].kd_terms
+
+
+def test_equal_tokenizers_give_the_plain_divergence(pair, stories):
+    kd = CrossTokenizerKD(pair.tokenizers[0], pair.tokenizers[0], max_length=64)
+    batch = kd.collate(stories[:3])
+    student, teacher = random_logits(batch, kd)
+    value = kd(student, teacher, batch)
+    keep = batch.student["attention_mask"][:, 1:].bool()
+    logp, logq = [x[:, :-1][keep].log_softmax(-1) for x in (student, teacher)]
+    expected = F.kl_div(logp, logq, log_target=True, reduction="batchmean")
+    torch.testing.assert_close(value, expected)
+    assert kd(student, student, batch) == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_padding_heads_and_batches_change_nothing(pair, stories, loss, tmp_path_factory):
+    """NaN on padding, rows beyond the vocabulary, and texts one by one: the same sum."""
+    tables = None
+    if LOSSES[loss].needs == "projection":
+        both = Pair.of(*pair.tokenizers)
+        tables = as_tables(build.build_projection(both), both, "test")
+    kd = CrossTokenizerKD(*pair.tokenizers, loss, tables, max_length=48)
+    texts = [stories[0], "Once upon a time.", stories[2][:90]]
+    batch = kd.collate(texts)
+    logits = random_logits(batch, kd)
+    total, count = kd.sum_and_count(*logits, batch)
+    assert total > 0 and count > 20
+    padded = []
+    for side, x in zip((batch.student, batch.teacher), logits):
+        x = F.pad(x, (0, 7), value=9.0)  # an lm_head with more rows
+        padded.append(x.masked_fill(side["attention_mask"][..., None] == 0, torch.nan))
+    padded[0].requires_grad_()
+    again, same_count = kd.sum_and_count(*padded, batch)
+    torch.testing.assert_close(again, total)
+    assert same_count == count
+    again.backward()
+    gradient = padded[0].grad
+    assert gradient.isfinite().all() and gradient.abs().sum() > 0
+    assert gradient[..., len(kd.token_tables[0]):].abs().sum() == 0
+    one_by_one = 0
+    for text in texts:
+        single = kd.collate([text])
+        one_by_one += kd.sum_and_count(*random_logits(single, kd), single)[0]
+    torch.testing.assert_close(one_by_one, total)
+
+
+def test_nothing_aligned_is_zero_with_a_graph_and_one_warning(pair):
+    kd = CrossTokenizerKD(*pair.tokenizers)
+    batch = kd.collate(["a", "b"])
+    batch.student_chunk[:] = -1
+    batch.teacher_chunk[:] = -1
+    student, teacher = random_logits(batch, kd)
+    student[:] = torch.inf  # what a model may say where nothing is learned
+    student.requires_grad_()
+    with pytest.warns(UserWarning, match="none of the 2 bytes of a batch of 2 texts"):
+        loss = kd(student, teacher, batch)
+    loss.backward()
+    assert loss == 0 and student.grad.abs().sum() == 0
+    with warnings.catch_warnings(action="error"):  # once, not in every step
+        assert kd(student, teacher, batch) == 0
+
+
+def test_empty_texts_have_a_loss(kd):
+    batch = kd.collate(["", ""])
+    assert torch.isfinite(kd(*random_logits(batch, kd), batch))
+
+
+# --- tables and errors ----------------------------------------------------------------------------
+
+
+def test_a_file_of_the_tools_serves_as_well(pair, kd, stories, tmp_path):
+    path = tmp_path / "translation.pt"
+    both = Pair.of(*pair.tokenizers)
+    save_atomically(cells.build_translation(both), path)
+    from_file = CrossTokenizerKD(*pair.tokenizers, tables=path, max_length=128)
+    batch = kd.collate(stories[:2])
+    logits = random_logits(batch, kd)
+    assert from_file(*logits, batch) == kd(*logits, batch)
+    with pytest.raises(ValueError, match="made for another student tokenizer"):
+        CrossTokenizerKD(*reversed(pair.tokenizers), tables=path)
+
+
+def test_wrong_input_is_one_line(pair, kd):
+    tokenizers = pair.tokenizers
+    for arguments, settings, message in (
+        (("peace_kl",), {}, "no such loss; choose one of piece_kl, "),
+        (("alm",), {"beta": 1}, "alm has no such parameter; it has mode, temperature"),
+        (("gold",), {}, "projection_tools.build"),
+        (("piece_kl", {"cell_V": torch.zeros(3)}), {}, "no cell_W in them"),
+        (("piece_kl",), {"max_length": 1}, "expected 2 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CrossTokenizerKD(*tokenizers, *arguments, **settings)
+    with pytest.raises(ValueError, match="a list of strings, got \\['int'\\]"):
+        kd.collate([3])
+    batch = kd.collate(["a story"])
+    student, teacher = random_logits(batch, kd)
+    with pytest.raises(ValueError, match="the student's logits have the shape"):
+        kd(student[:, :-1], teacher, batch)
+    with pytest.raises(ValueError, match="the teacher's logits"):
+        kd(student, student, batch)
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+RUN_LITERALLY = """
+import runpy, sys
+for line in sys.stdin:
+    sys.argv = line.split()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_examples_run_in_a_directory_of_copies(pair, stories, tmp_path):
+    """Nothing but the copied files can be imported there; what they save is a trained model."""
+    for name in ("align", "losses", "translation", "spelling", "cross_tokenizer"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    lines = [json.dumps({"text": text}) + "\n" for text in stories[:16]]
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
+    student, teacher = pair.folders
+    runs = {"plain.py": f"{student} {teacher} texts.jsonl first --kd_weight 1",
+            "hf_trainer.py": f"{student} {teacher} texts.jsonl second 1 1e-4 1"}
+    commands = []
+    for example, arguments in runs.items():
+        shutil.copy(ROOT / "examples" / example, tmp_path)
+        commands.append(f"{example} {arguments}\n")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    # one process: importing transformers takes longer than both
+    done = subprocess.run([sys.executable, "-c", RUN_LITERALLY], cwd=tmp_path, env=environment,
+                          input="".join(commands), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = [line for line in done.stdout.splitlines() if line.startswith("text ")]
+    assert len(printed) == 2
+    text_loss, loss = [float(word) for word in printed[0].replace(",", "").split()[1::4]]
+    assert 0.1 < loss - text_loss < 5
+    before = pair.models[0].state_dict()
+    for name in ("first", "second"):
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        assert AutoTokenizer.from_pretrained(tmp_path / name).vocab_size == 512
+        moved = sum((trained[key] - before[key]).abs().sum() for key in before)
+        assert torch.isfinite(moved) and moved > 1
+
+
+def test_a_few_steps_lower_the_divergence(pair, stories):
+    """The gradient is that of what both models say: a student nears the teacher on the same texts.
+
+    Held-out bits per byte over three seeds are in docs/LOG.md (benchmarks/copying.py).
+    """
+    torch.manual_seed(0)
+    student = AutoModelForCausalLM.from_config(pair.models[0].config)
+    kd = CrossTokenizerKD(*pair.tokenizers, max_length=48)
+    batch = kd.collate(stories[:4])
+    with torch.no_grad():
+        teacher_logits = pair.models[1](**batch.teacher).logits
+    optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
+    values = []
+    for _ in range(12):
+        loss = kd(student(**batch.student).logits, teacher_logits, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    assert np.isfinite(values).all() and values[-1] < 0.8 * values[0]
+
+
+def test_the_notebook_runs(pair, monkeypatch, capsys):
+    """All its code, in order, with models that are here in the place of those that it names."""
+    notebook = json.loads((ROOT / "examples" / "alignment.ipynb").read_text())
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    scope = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        exec("".join(cell["source"]), scope)
+        if "parameters" in cell["metadata"].get("tags", []):
+            assert {"STUDENT", "TEACHER", "TEXT", "STEPS"} <= scope.keys()
+            scope |= {"STUDENT": pair.folders[0], "TEACHER": pair.folders[1], "STEPS": 6}
+    printed = capsys.readouterr().out
+    assert "·the" in printed and "behind it: " in printed
+    for name in ("student_mass", "teacher_mass"):
+        masses = scope[name].sum(1)
+        torch.testing.assert_close(masses, torch.ones_like(masses))
+    assert scope["num_choices"] + scope["num_insides"] > 0
+    assert scope["values"][-1] < scope["values"][0]
