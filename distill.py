@@ -198,7 +198,8 @@ def end_if_failed(error):
 def cli(argv=None):
     """Run the command line; wrong input ends it with one line and exit code 2."""
     try:
-        cfg = parse_flags(Config, sys.argv[1:] if argv is None else argv, groups=GROUPS)
+        cfg = parse_flags(Config, sys.argv[1:] if argv is None else argv, groups=GROUPS,
+                          file_flag="config")
     except ValueError as error:
         fail(str(error))
     main(cfg)

@@ -21,6 +21,7 @@ class Config:
     ds_configs/README.md.
 
     Args:
+        config: YAML file of flags, as in recipes/; those of the command line win.
         student: hub id or directory of the model to train. Its tokenizer needs an eos token.
         from_scratch: start from random weights, which the seed decides. Of the student's files only
             config and tokenizer are read.
@@ -198,6 +199,7 @@ class Config:
         local_rank: set by the launcher.
     """
 
+    config: str = ""
     student: str = ""
     from_scratch: bool = False
     trust_remote_code: bool = False
@@ -466,8 +468,8 @@ RATIOS = "clamp", "mask"
 # Flags that may change when a run resumes; all others decide what is learned.  Of `steps` this is
 # true where the schedule does not follow from it, see `run_identity.expected_identity`.
 FREE_ON_RESUME = {
-    "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps",
-    "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
+    "config", "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints",
+    "max_bad_steps", "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
     "sequence_parallel", "pipeline_parallel", "teacher_tp", "teacher_ranks", "teacher_engine",
     "teacher_offload", "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
     "tiled",
@@ -496,7 +498,7 @@ GROUPS = {
     "evaluation tasks": ["eval_tasks", "eval_task_every", "eval_task_data", "eval_task_shots",
                          "eval_task_limit", "eval_task_batch", "eval_task_samples",
                          "eval_task_temperature", "allow_unsafe_code"],
-    "run": ["ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
+    "run": ["config", "ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
             "save_every", "keep_checkpoints", "max_bad_steps", "resume", "extend_schedule",
             "export", "log_comms", "wandb_project", "local_rank"],
 }

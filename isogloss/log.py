@@ -245,6 +245,7 @@ def run_record(cfg, start_step, ds_config):
     record = {
         "argv": sys.argv,
         "config": asdict(cfg),
+        "config_text": Path(cfg.config).read_text() if cfg.config else "",
         "start_step": start_step,
         "ranks": dist.get_world_size(),
         "ds_config_text": Path(cfg.ds_config).read_text(),
