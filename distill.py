@@ -186,7 +186,7 @@ def write_results(state, inputs):
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
         end_if_failed(export_model(
-            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code))
+            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code, cfg.merge))
 
 
 def end_if_failed(error):

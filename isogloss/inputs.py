@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from isogloss.adapters import student_adapter
 from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
 from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
@@ -54,6 +55,7 @@ from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
 from isogloss.workers import DataError
 from projection_tools import fingerprint, load_tokenizer
+from projection_tools.model_names import read_model_name
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
@@ -232,7 +234,8 @@ def load_teacher_encoders(cfg, roles=None):
         if engine in MODEL_ENGINES:
             config = load_config("teacher", teacher_cfg.teacher, teacher_cfg.trust_remote_code)
             check_language_model("teacher", teacher_cfg.teacher, config)
-            resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks)
+            is_adapter = read_model_name("teacher", teacher_cfg.teacher).adapter is not None
+            resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks, is_adapter)
         elif roles:
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
                              "out --teacher_ranks")
@@ -248,7 +251,7 @@ def check_models(cfg):
     if cfg.from_scratch:
         check_random(cfg.student, cfg.trust_remote_code)
     else:
-        check_weights("student", cfg.student, cfg.trust_remote_code)
+        check_weights("student", cfg.student, cfg.trust_remote_code, student_adapter(cfg))
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
             if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights

@@ -77,7 +77,8 @@ def _document(path):
     try:
         return yaml.compose(Path(path).read_text(encoding="utf-8"), JsonLike)
     except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror}); expected a YAML file of flags") from None
+        raise ValueError(f"cannot be read ({error.strerror}); expected a YAML file of "
+                         "flags") from None
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8; expected a YAML file of flags") from None
     except yaml.YAMLError as error:
