@@ -127,7 +127,7 @@ def _check_targets(flag, model, config):
         return
     linear = {}
     for name, module in model.named_modules():
-        if type(module).__name__ in ("Linear", "Conv1D"):
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
             linear[name] = module
     head = model.get_output_embeddings()
     is_tied = head.weight is model.get_input_embeddings().weight

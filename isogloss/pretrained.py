@@ -77,7 +77,8 @@ def load_model(role, path, trust_remote_code=False, adapter=None, **options):
     over.
 
     Args:
-        adapter: peft's config, to keep the adapter of a path that is one; None: it is merged.
+        adapter: peft's config, to keep the adapter of a path that is one; None: it is merged,
+            unless the base model is quantized.
         options: of `from_pretrained`.
     Raises:
         ValueError: a file cannot be read; names or shapes do not belong to the config.
@@ -95,7 +96,7 @@ def load_model(role, path, trust_remote_code=False, adapter=None, **options):
                          "writes them")
     if name.adapter:
         load_adapter(role, path, model, name.adapter, adapter)
-        if adapter is None:
+        if adapter is None and not quantization_of(model.config):  # packed bits take no sum
             merge_into(model)
     return model
 
