@@ -55,7 +55,7 @@ from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
 from isogloss.workers import DataError
 from projection_tools import fingerprint, load_tokenizer
-from projection_tools.model_names import read_model_name
+from projection_tools.model_names import read_model_name, split_revision
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
@@ -151,9 +151,10 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
         ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
     """
     # a hub id is "name" or "org/name"; transformers would look for anything else on the hub
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    name, _ = split_revision(path)  # a revision may be refs/pr/1
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     # os.path, because pathlib raises for paths that are too long or not to be read
-    if looks_local and not os.path.isdir(os.path.expanduser(path)):
+    if looks_local and not os.path.isdir(os.path.expanduser(name)):
         raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
                          "directory")
     config = load_config(role, path, trust_remote_code).get_text_config()

@@ -29,6 +29,7 @@ from isogloss.pretrained import load_config, load_model, quantization_of
 from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec
 from isogloss.text_scores import ScoredLogits, TextScores
+from projection_tools.model_names import read_model_name
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
@@ -549,9 +550,12 @@ def _head(weight, bias, spec, config):
 
 def _local_folder(path):
     """Return the directory of a checkpoint's safetensors files."""
-    if not Path(path).is_dir():
-        path = snapshot_download(path, allow_patterns=["*.safetensors"])
-    return Path(path).resolve()
+    name = read_model_name("teacher", path)
+    folder = name.base
+    if not Path(folder).is_dir():
+        folder = snapshot_download(
+            folder, revision=name.revision, allow_patterns=["*.safetensors"])
+    return Path(folder).resolve()
 
 
 def _weight_files(folder):

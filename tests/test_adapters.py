@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ranks
-from isogloss import adapters
+from isogloss import adapters, model_teachers
 from isogloss.config import Config
+from isogloss.inputs import load_text_encoder
+from isogloss.log import model_versions
 from isogloss.pretrained import check_weights, load_model
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from projection_tools.model_names import ModelName, read_model_name
@@ -52,7 +54,7 @@ def merged_by_peft(base, folder):
 
 
 def assert_close(weights, expected, tolerance):
-    """Assert that {name: tensor} agree, as norms of their differences; a tied head may be absent."""
+    """Assert that {name: tensor} agree, by norms of differences; a tied head may be absent."""
     assert weights.keys() <= expected.keys()
     assert expected.keys() - weights.keys() <= {"lm_head.weight"}
     for name, weight in weights.items():
@@ -305,6 +307,41 @@ def test_what_a_name_means(adapter, models, tmp_path):
                           ("a/b@", "names no revision")):
         with pytest.raises(ValueError, match=message):
             read_model_name("student", name)
+
+
+def write_hub_cache(folder, models):
+    """Write what the hub client keeps of a repository: main is one model, v1 another."""
+    for commit, branch, model in (("a" * 40, "main", models[0]), ("b" * 40, "v1", models[1])):
+        snapshot = folder / "models--org--name" / "snapshots" / commit
+        shutil.copytree(model, snapshot)
+        refs = folder / "models--org--name" / "refs"
+        refs.mkdir(exist_ok=True)
+        (refs / branch).write_text(commit)
+
+
+def test_a_revision_is_what_is_read_and_recorded(models, tmp_path, monkeypatch):
+    """By the cache of the hub client, as without a network."""
+    write_hub_cache(tmp_path, models)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, model, commit in (("org/name", models[0], "a" * 40),
+                                ("org/name@v1", models[1], "b" * 40),
+                                (f"org/name@{'b' * 40}", models[1], "b" * 40)):
+        encoder, _ = load_text_encoder("teacher", name, 0)
+        assert len(encoder.table) == len(load_text_encoder("teacher", str(model), 0)[0].table)
+        check_weights("teacher", name)
+        weights = load_model("teacher", name).state_dict()
+        for key, tensor in tensors_of(model).items():
+            assert torch.equal(weights[key], tensor)
+        folder = model_teachers._local_folder(name)
+        assert folder.name == commit
+    cfg = Config(student=str(models[0]), teacher="org/name@v1", data="d")
+    assert model_versions(cfg) == {
+        str(models[0]): {"base": str(models[0]), "revision": None, "adapter": None,
+                         "commit": None},
+        "org/name@v1": {"base": "org/name", "revision": "v1", "adapter": None,
+                        "commit": "b" * 40}}
+    with pytest.raises(ValueError, match=r"--teacher org/name@v2: its config cannot be loaded"):
+        load_text_encoder("teacher", "org/name@v2", 0)
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -356,5 +356,5 @@ def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits,
     logits = teacher.read(ids)(torch.arange(24))
     error = float((logits - expected).norm() / expected.norm())
     assert 0 < error < tolerance
-    with pytest.raises(ValueError, match="--teacher_offload: .* is quantized"):
+    with pytest.raises(ValueError, match=r"--teacher_offload: .* is quantized"):
         load_replicated(TeacherSpec(path=str(tmp_path / "packed"), vocab=96, offload=True))
