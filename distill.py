@@ -193,7 +193,7 @@ def write_results(state, inputs):
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
         end_if_failed(export_model(
-            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code))
+            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code, cfg.merge))
 
 
 def end_if_failed(error):
@@ -205,7 +205,8 @@ def end_if_failed(error):
 def cli(argv=None):
     """Run the command line; wrong input ends it with one line and exit code 2."""
     try:
-        cfg = parse_flags(Config, sys.argv[1:] if argv is None else argv, groups=GROUPS)
+        cfg = parse_flags(Config, sys.argv[1:] if argv is None else argv, groups=GROUPS,
+                          file_flag="config")
     except ValueError as error:
         fail(str(error))
     main(cfg)

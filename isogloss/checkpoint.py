@@ -65,7 +65,8 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
     if rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
     dist.barrier()
-    engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False)
+    engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False,
+                           exclude_frozen_parameters=has_frozen_weights(engine))
     torch.save(random_state(), scratch / f"random_{rank}.pt")
     dist.barrier()  # every rank has written its files
     files = _seal(scratch)
@@ -133,6 +134,11 @@ def _remove_old_checkpoints(folder, keep):
             num_whole += 1
     for incomplete in Path(folder).glob(".step_*.incomplete"):
         shutil.rmtree(incomplete, ignore_errors=True)
+
+
+def has_frozen_weights(engine):
+    """Return whether some weights are never trained: they are those of the student's files."""
+    return not all(parameter.requires_grad for parameter in engine.module.parameters())
 
 
 # --- find -----------------------------------------------------------------------------------------
@@ -330,7 +336,8 @@ def load_checkpoint(engine, checkpoint, convert=False):
             stages = position["layout"]["zero_stage"], engine.zero_optimization_stage()
             load_converted(engine, checkpoint, scratch_of(checkpoint), stages)
         else:
-            engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+            engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name,
+                                   load_module_strict=not has_frozen_weights(engine))
             # Only here: in another layout, ranks and random states do not correspond.
             random_path = checkpoint / f"random_{dist.get_rank()}.pt"
             set_random_state(torch.load(random_path, weights_only=True))

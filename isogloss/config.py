@@ -21,9 +21,15 @@ class Config:
     ds_configs/README.md.
 
     Args:
+        config: YAML file of flags, as in recipes/; those of the command line win.
         student: hub id or directory of the model to train. Its tokenizer needs an eos token.
         from_scratch: start from random weights, which the seed decides. Of the student's files only
             config and tokenizer are read.
+        lora_r: train an adapter of low rank beside frozen weights (LoRA, by peft): its rank. 0
+            trains all weights. A student that is an adapter goes on with it, or with 0 is merged.
+        lora_alpha: the adapter's product counts lora_alpha / lora_r. 0: twice lora_r.
+        lora_targets: names of the linear layers that get one, with commas, as q_proj,v_proj. Empty:
+            all but the head.
         trust_remote_code: run the Python code that comes with a student or a teacher, which can do
             anything. false refuses models that need it.
         teacher: hub id or directory of the frozen teacher. Not needed with kd_weight 0.
@@ -196,6 +202,7 @@ class Config:
             "auto" total_num_steps with other --steps. The learning rate then jumps. false refuses.
         export: directory for the trained student in Hugging Face format; an earlier export there is
             replaced, anything else is not. Empty: none.
+        merge: export the whole model with lora_r's adapter in its weights, not the adapter alone.
         log_comms: time every collective of the engine and of sequence-parallel attention for 100
             steps, which slows them down, and print a summary.
         wandb_project: log to this Weights & Biases project. Empty: do not.
@@ -203,8 +210,12 @@ class Config:
         local_rank: set by the launcher.
     """
 
+    config: str = ""
     student: str = ""
     from_scratch: bool = False
+    lora_r: int = 0
+    lora_alpha: float = 0.0
+    lora_targets: str = ""
     trust_remote_code: bool = False
     teacher: str = ""
     teachers: str = ""
@@ -299,6 +310,7 @@ class Config:
     resume: str = "auto"
     extend_schedule: bool = False
     export: str = ""
+    merge: bool = False
     log_comms: bool = False
     wandb_project: str = ""
     num_workers: int = 1
@@ -309,6 +321,7 @@ class Config:
         self._check_values()
         self._check_data()
         self._check_loss()
+        self._check_lora()
         self._check_pipeline()
         self._check_teachers()
         self._check_presence()
@@ -415,6 +428,26 @@ class Config:
             raise ValueError(f"--eval_task_samples {self.eval_task_samples}: all samples would be "
                              "the same answer; raise --eval_task_temperature above 0, as to 0.8")
 
+    def _check_lora(self):
+        """Check what does not go together with an adapter, and what is for one alone."""
+        if not self.lora_r:
+            for name in ("lora_alpha", "lora_targets", "merge"):
+                if getattr(self, name):
+                    raise ValueError(f"--{name} {getattr(self, name)}: is for the adapter of "
+                                     "--lora_r, which is 0; add it, or leave this out")
+            return
+        if self.merge and not self.export:
+            raise ValueError("--merge: says what --export writes; add --export")
+        others = {
+            "from_scratch": "whose frozen weights would be random",
+            "pipeline_parallel": "which cuts a model without adapters; use ZeRO-3",
+            "rollout_command": "which takes plain weights; let the student write itself",
+        }
+        for name, reason in others.items():
+            if getattr(self, name) != getattr(Config, name):
+                raise ValueError(f"--lora_r {self.lora_r} with --{name} {getattr(self, name)}, "
+                                 f"{reason}; leave out one of them")
+
     def _check_pipeline(self):
         """Check what does not go together with a pipeline."""
         if self.pipeline_parallel == 1:
@@ -449,6 +482,7 @@ class Config:
 LOWEST_TEMPERATURE = 1e-3
 # The smallest value of a flag.
 LOWEST = dict(
+    lora_r=0, lora_alpha=0,
     eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
@@ -464,6 +498,7 @@ LOWEST = dict(
 HIGHEST = dict(
     seed=2**32 - 2**16, steps=10**12, temperature=1e3, kd_weight=1e6, ce_weight=1e6,
     teacher_alpha=1e6, learning_rate=1e3, projection_learning_rate=1e3, num_workers=512,
+    lora_r=2**20, lora_alpha=1e6,
     max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20, rollout_temperature=1e3,
     rollout_every=2**20, rollouts_per_prompt=2**20, max_ratio=1e6, eval_task_temperature=1e3)
 
@@ -475,8 +510,9 @@ RATIOS = "clamp", "mask"
 # Flags that may change when a run resumes; all others decide what is learned.  Of `steps` this is
 # true where the schedule does not follow from it, see `run_identity.expected_identity`.
 FREE_ON_RESUME = {
-    "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps",
-    "resume", "export", "log_comms", "wandb_project", "num_workers", "local_rank", "ds_config",
+    "config", "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints",
+    "max_bad_steps", "merge", "resume", "export", "log_comms", "wandb_project", "num_workers",
+    "local_rank", "ds_config",
     "sequence_parallel", "pipeline_parallel", "teacher_tp", "teacher_ranks", "teacher_engine",
     "teacher_offload", "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
     "tiled", "attention",
@@ -487,7 +523,8 @@ FREE_ON_RESUME = {
 
 # The order of --help.
 GROUPS = {
-    "model": ["student", "from_scratch", "trust_remote_code", "attention", "sequence_parallel",
+    "model": ["student", "from_scratch", "lora_r", "lora_alpha", "lora_targets",
+              "trust_remote_code", "attention", "sequence_parallel",
               "pipeline_parallel", "activation_checkpointing", "activation_offload", "mlp_tiles"],
     "data": ["data", "text_key", "completion_key", "tools_key", "template_kwargs", "txt_samples",
              "split", "streaming", "train_on", "max_length", "teacher_max_length", "pack",
@@ -505,9 +542,9 @@ GROUPS = {
     "evaluation tasks": ["eval_tasks", "eval_task_every", "eval_task_data", "eval_task_shots",
                          "eval_task_limit", "eval_task_batch", "eval_task_samples",
                          "eval_task_temperature", "allow_unsafe_code"],
-    "run": ["ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
+    "run": ["config", "ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
             "save_every", "keep_checkpoints", "max_bad_steps", "resume", "extend_schedule",
-            "export", "log_comms", "wandb_project", "local_rank"],
+            "export", "merge", "log_comms", "wandb_project", "local_rank"],
 }
 
 

@@ -36,8 +36,10 @@ def load_converted(engine, checkpoint, universal, stages):
         stages: (ZeRO stage of the checkpoint, that of the engine).
     """
     saved_stage, stage = stages
+    strict = all(parameter.requires_grad for parameter in engine.module.parameters())
     if saved_stage == stage == 0:  # every rank loads one and the same file
-        engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        engine.load_checkpoint(
+            str(checkpoint.parent), tag=checkpoint.name, load_module_strict=strict)
         return
     if dist.get_rank() == 0:
         shutil.rmtree(universal, ignore_errors=True)
@@ -50,7 +52,8 @@ def load_converted(engine, checkpoint, universal, stages):
     if stage == 0:
         load_into_stage_0(engine, universal)
     else:
-        engine.load_checkpoint(str(universal.parent), tag=universal.name)
+        engine.load_checkpoint(
+            str(universal.parent), tag=universal.name, load_module_strict=strict)
         repair_optimizer_state(engine.optimizer, _load(universal / "zero/optimizer_state.pt"))
     dist.barrier()  # every rank has read it
     if dist.get_rank() == 0:

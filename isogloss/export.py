@@ -9,11 +9,13 @@ import glob
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from isogloss.adapters import adapter_of, is_adapter, merged_weights, write_adapter
 from isogloss.config import configs_by_teacher
 from isogloss.files import (
     check_shared,
@@ -135,32 +137,52 @@ def _check_replaceable(export):
 # --- write ----------------------------------------------------------------------------------------
 
 
-def export_model(engine, tokenizer, target, trust_remote_code=False):
+def export_model(engine, tokenizer, target, trust_remote_code=False, merge=False):
     """Write the student as a Hugging Face directory, from any layout; all ranks take part.
+
+    A student that was trained by an adapter leaves the adapter alone, as peft writes it.
 
     Args:
         engine: whose module holds the Hugging Face model as `.model`.
         target: directory, replaced if it is an earlier export.
         trust_remote_code: the model may run Python code of its own.
+        merge: add the products of its adapter to the weights, and write the whole model.
     Returns:
         Why it could not be written, the same on all ranks; None: it was.
     """
     error = None
     student = engine.module.model
-    weights = engine.module.collect_weights()
+    adapter = adapter_of(student)
+    if adapter and not merge:
+        weights = engine.module.collect_weights(is_adapter)
+        save = partial(write_adapter, adapter, weights)
+    else:
+        weights = engine.module.collect_weights()
+        save = partial(_save_whole, student, weights, trust_remote_code)
     if dist.get_rank() == 0:
-        config = student.config
-        config.use_cache = True  # training switched it off
-        config.dtype = next(iter(weights.values())).dtype
-        model = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code)
-        # Not strict: a tied head is named once, and the file keeps it so.
-        model.load_state_dict(weights, strict=False)
         try:
-            _write_model(model, tokenizer, target)
+            _write_model(save, tokenizer, target)
         except Exception as failure:  # safetensors has errors of its own for a full disk
             error = f"--export {target}: cannot be written ({type(failure).__name__}: {failure})"
     return _of_rank_0(error)
+
+
+def _save_whole(student, weights, trust_remote_code, folder):
+    """Write a whole model in Hugging Face format.
+
+    Args:
+        student: model of the weights, whose own tensors may be shards.
+        weights: {name: whole tensor} of it.
+    """
+    if adapter_of(student):
+        weights = merged_weights(student, weights)
+    config = student.config
+    config.use_cache = True  # training switched it off
+    config.dtype = next(iter(weights.values())).dtype
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    # Not strict: a tied head is named once, and the file keeps it so.
+    model.load_state_dict(weights, strict=False)
+    model.save_pretrained(folder)
 
 
 def _of_rank_0(value):
@@ -168,11 +190,16 @@ def _of_rank_0(value):
     return values_of_ranks(value)[0]
 
 
-def _write_model(model, tokenizer, export):
+def _write_model(save, tokenizer, export):
+    """Write an export, which appears when it is complete.
+
+    Args:
+        save: function that writes the weights to a folder.
+    """
     target = _real_path(export)
     scratch = scratch_of(target)
     shutil.rmtree(scratch, ignore_errors=True)
-    model.save_pretrained(scratch)
+    save(scratch)
     tokenizer.save_pretrained(scratch)
     write_atomically(scratch / MANIFEST, json.dumps({"files": files_in(scratch)}, indent=1))
     sync_tree(scratch)

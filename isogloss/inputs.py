@@ -14,6 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
 from align import fingerprint
+from isogloss.adapters import student_adapter
 from isogloss.batch import Collator, PairOptions
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
 from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
@@ -57,6 +58,7 @@ from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
 from isogloss.workers import DataError
 from projection_tools import load_tokenizer
+from projection_tools.model_names import read_model_name, split_revision
 from teacher_mixing import vocabulary_factors
 from tiles import CPU_SUB_TILES, GPU_SUB_TILES
 
@@ -153,9 +155,10 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
         ValueError: missing, without eos, context too short, lm_head smaller than the tokenizer.
     """
     # a hub id is "name" or "org/name"; transformers would look for anything else on the hub
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    name, _ = split_revision(path)  # a revision may be refs/pr/1
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     # os.path, because pathlib raises for paths that are too long or not to be read
-    if looks_local and not os.path.isdir(os.path.expanduser(path)):
+    if looks_local and not os.path.isdir(os.path.expanduser(name)):
         raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
                          "directory")
     config = load_config(role, path, trust_remote_code).get_text_config()
@@ -236,7 +239,8 @@ def load_teacher_encoders(cfg, roles=None):
         if engine in MODEL_ENGINES:
             config = load_config("teacher", teacher_cfg.teacher, teacher_cfg.trust_remote_code)
             check_language_model("teacher", teacher_cfg.teacher, config)
-            resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks)
+            is_adapter = read_model_name("teacher", teacher_cfg.teacher).adapter is not None
+            resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks, is_adapter)
         elif roles:
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
                              "out --teacher_ranks")
@@ -252,7 +256,8 @@ def check_models(cfg):
     if cfg.from_scratch:
         check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
     else:
-        check_weights("student", cfg.student, cfg.trust_remote_code, cfg.attention)
+        check_weights("student", cfg.student, cfg.trust_remote_code, student_adapter(cfg),
+                      cfg.attention)
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
             if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights

@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from tqdm import tqdm
+from transformers.utils.hub import cached_file, extract_commit_hash
 
+from isogloss.config import configs_by_teacher
 from isogloss.cpu_settings import current_settings
 from isogloss.files import write_atomically
+from projection_tools.model_names import read_model_name
 
 
 def speed_metrics(num_parameters, device, tokens, seconds):
@@ -253,6 +256,8 @@ def run_record(cfg, start_step, ds_config):
     record = {
         "argv": sys.argv,
         "config": asdict(cfg),
+        "config_text": Path(cfg.config).read_text() if cfg.config else "",
+        "models": model_versions(cfg),
         "start_step": start_step,
         "ranks": dist.get_world_size(),
         "ds_config_text": Path(cfg.ds_config).read_text(),
@@ -269,6 +274,24 @@ def run_record(cfg, start_step, ds_config):
         "projection_sha256": projection_sha256,
     }
     return json.dumps(record, indent=1)
+
+
+def model_versions(cfg):
+    """Return which files the student and the teachers are, by the names that the flags give them.
+
+    The commit is that of a hub id, to which its revision (or its newest version) led; None: a
+    directory.
+    """
+    names = {cfg.student: "student"}
+    if cfg.kd_weight:
+        for teacher_cfg in configs_by_teacher(cfg).values():
+            names.setdefault(teacher_cfg.teacher, "teacher")
+    versions = {}
+    for name, role in names.items():
+        model = read_model_name(role, name)
+        path = cached_file(model.base, "config.json", revision=model.revision)
+        versions[name] = model._asdict() | {"commit": extract_commit_hash(path, None)}
+    return versions
 
 
 def _git(*arguments):

@@ -25,10 +25,11 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 import ipc
 from isogloss.layout import Replica, node_size
-from isogloss.pretrained import load_config, load_model
+from isogloss.pretrained import load_config, load_model, quantization_of
 from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec, attention_options
 from isogloss.text_scores import ScoredLogits, TextScores
+from projection_tools.model_names import read_model_name
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
@@ -51,7 +52,7 @@ def reads_more_than_text(config):
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(text_config)
 
 
-def resolve_engine(engine, degree, config, num_ranks):
+def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     """Return the engine that "auto" means; check the others.
 
     Args:
@@ -59,9 +60,18 @@ def resolve_engine(engine, degree, config, num_ranks):
         degree: ranks that share the model.
         config: of the whole model.
         num_ranks: all ranks that hold teachers.
+        is_adapter: it is an adapter on another model.
     Raises:
         ValueError: an engine that cannot shard this model over `degree` ranks.
     """
+    if quantization_of(config):
+        return _engine_of_quantized(engine, degree, quantization_of(config))
+    if is_adapter and engine in ("auto", "tensor_parallel", "transformers"):
+        if engine == "auto":
+            return "replicated" if degree == 1 else "zero3"
+        raise ValueError(
+            f"--teacher_engine {engine}: reads shards of files, and an adapter is none; use auto, "
+            "or merge the adapter into its base model first")
     text_config = config.get_text_config()
     # DeepSpeed would take the text part for a model by itself, and leave it without weights
     model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
@@ -93,6 +103,15 @@ def resolve_engine(engine, degree, config, num_ranks):
             f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy per rank is "
             "degree 1; use auto")
     return engine
+
+
+def _engine_of_quantized(engine, degree, method):
+    """Return the engine of a quantized teacher, which every rank holds whole."""
+    if engine not in ("auto", "replicated") or degree > 1:
+        raise ValueError(
+            f"--teacher_tp {degree} with --teacher_engine {engine}: its weights are quantized "
+            f"({method}), and only a whole copy on every rank is; use --teacher_tp 1 and auto")
+    return "replicated"
 
 
 # --- the source -----------------------------------------------------------------------------------
@@ -342,8 +361,14 @@ class Zero3Model:
 
 def load_replicated(spec):
     """Load a whole copy on every rank."""
-    model = _load(spec)
-    model = _frozen(model).to(spec.device)
+    if quantization_of(_config(spec)):
+        if spec.offload:
+            raise ValueError(f"--teacher_offload: {spec.path} is quantized, and its library keeps "
+                             "its weights where it has put them; leave it out")
+        # such a model is packed for its device while it is loaded
+        model = _frozen(_load(spec, device_map={"": spec.device}))
+    else:
+        model = _frozen(_load(spec)).to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
     teacher = ModelTeacher(WholeModel(model), head, spec, "replicated", num_parameters)
@@ -532,9 +557,12 @@ def _head(weight, bias, spec, config):
 
 def _local_folder(path):
     """Return the directory of a checkpoint's safetensors files."""
-    if not Path(path).is_dir():
-        path = snapshot_download(path, allow_patterns=["*.safetensors"])
-    return Path(path).resolve()
+    name = read_model_name("teacher", path)
+    folder = name.base
+    if not Path(folder).is_dir():
+        folder = snapshot_download(
+            folder, revision=name.revision, allow_patterns=["*.safetensors"])
+    return Path(folder).resolve()
 
 
 def _weight_files(folder):

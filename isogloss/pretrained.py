@@ -10,7 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
+from isogloss.adapters import adapter_of, add_adapter, load_adapter, merge_into
 from projection_tools import reading
+from projection_tools.model_names import read_model_name
 
 # Heads of models that read a text from both sides.
 TWO_SIDED = "ForMaskedLM", "ForPreTraining"
@@ -25,8 +27,10 @@ def load_config(role, path, trust_remote_code=False):
     Raises:
         ValueError: it cannot be read, or is none of a causal language model.
     """
+    name = read_model_name(role, path)
     with reading(role, path, "its config"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            name.base, revision=name.revision, trust_remote_code=trust_remote_code)
         text_config = config.get_text_config()
     _check_kind(role, path, config)
     _check_sizes(role, path, text_config)
@@ -66,26 +70,34 @@ def _check_sizes(role, path, config):
                          f"expected a divisor of its num_attention_heads, {heads}")
 
 
-def load_model(role, path, trust_remote_code=False, **options):
+def load_model(role, path, trust_remote_code=False, adapter=None, **options):
     """Return a causal language model with its weights.
 
     transformers by itself would fill what is missing with random numbers, and skip what is left
     over.
 
     Args:
+        adapter: peft's config, to keep the adapter of a path that is one; None: it is merged,
+            unless the base model is quantized.
         options: of `from_pretrained`.
     Raises:
         ValueError: a file cannot be read; names or shapes do not belong to the config.
     """
+    name = read_model_name(role, path)
     with reading(role, path, "its weights"):
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=trust_remote_code, output_loading_info=True,
+            name.base, revision=name.revision, trust_remote_code=trust_remote_code,
+            output_loading_info=True,
             ignore_mismatched_sizes=True, **options)  # they are refused below, by name
     wrong = _wrong_names(info, model)
     if wrong:
         raise ValueError(f"--{role} {path}: its weights are not those of its config.json "
                          f"({'; '.join(wrong)}); use the files of one model, as save_pretrained "
                          "writes them")
+    if name.adapter:
+        load_adapter(role, path, model, name.adapter, adapter)
+        if adapter is None and not quantization_of(model.config):  # packed bits take no sum
+            merge_into(model)
     return model
 
 
@@ -152,29 +164,32 @@ def _without_numbers(name):
 # --- check ----------------------------------------------------------------------------------------
 
 
-def check_weights(role, path, trust_remote_code=False, attention="auto"):
+def check_weights(role, path, trust_remote_code=False, adapter=None, attention="auto"):
     """Check that a model's files hold the weights of its config, without reading their values.
 
     Every rank does so before any of them loads: where they load together, as by ZeRO-3, one that
     fails would leave the others waiting.
 
     Args:
+        adapter: peft's config of the adapter by which a student is trained, or None.
         attention: one of `specs.ATTENTIONS`, which the model has to have.
     Raises:
-        ValueError: see `load_model` and `check_attention`.
+        ValueError: see `load_model`, `adapters.add_adapter`, `check_attention`.
     """
     config = load_config(role, path, trust_remote_code)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         return _check_quantized(role, path, quantization)
     try:
-        # where a tensor is a shape
-        model = load_model(role, path, trust_remote_code, device_map="meta")
+        # there a tensor is a shape
+        model = load_model(role, path, trust_remote_code, adapter, device_map="meta")
     except ValueError as error:
         if role == "student" and "no file named" in str(error):
             raise ValueError(f"{error}; --from_scratch starts from random weights") from None
         raise
     check_attention(role, path, model, attention)
+    if adapter and adapter_of(model) is None:
+        add_adapter(f"lora_r {adapter.r}", model, adapter)
 
 
 def check_random(path, trust_remote_code=False, attention="auto"):
@@ -200,6 +215,18 @@ def check_attention(role, path, model, attention):
     if not has.get(attention, True):
         raise ValueError(f"--attention {attention}: {type(model).__name__} of --{role} {path} does "
                          "not have it; use auto")
+
+
+def quantization_of(config):
+    """Return the method by which a model's weights are quantized, as text; "": they are not."""
+    quantization = getattr(config, "quantization_config", None)
+    quantization = quantization or getattr(config.get_text_config(), "quantization_config", None)
+    if not quantization:
+        return ""
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    method = quantization.get("quant_method") or "bitsandbytes"
+    return str(getattr(method, "value", method))
 
 
 def _check_quantized(role, path, quantization):

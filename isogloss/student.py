@@ -16,6 +16,7 @@ from transformers.integrations.deepspeed import (
 )
 
 from isogloss.activations import offload_activations, tile_mlps
+from isogloss.adapters import adapter_of, add_adapter, describe_adapter, student_adapter
 from isogloss.ds_engine import start_deepspeed
 from isogloss.finite import (
     gradient_norm,
@@ -74,12 +75,17 @@ class StudentWithLoss(nn.Module):
             logits = logits_source(self.model, arguments, self.vocab, self.tiled)
         return terms.reduce(logits)
 
-    def collect_weights(self):
+    def collect_weights(self, is_wanted=lambda name: True):
         """Return {name: whole tensor} of weights and buffers on rank 0, {} elsewhere; collective.
+
+        Args:
+            is_wanted: function of a name; others are left out.
         """
         weights = {}
         model = self.model
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if not is_wanted(name):
+                continue
             with gathered(tensor):
                 if dist.get_rank() == 0:
                     weights[name] = tensor.detach().cpu().clone()
@@ -132,7 +138,7 @@ class StudentRunner(Protocol):
         engine: DeepSpeed engine.
         computes_loss: this rank does; only such ranks ask teachers and count terms.
         averaged_ranks: ranks over which the engine averages gradients.
-        num_parameters: of the whole student.
+        num_parameters: of the whole student, a frozen one counted as two thirds.
         batches_at_once: that `reduce` takes best.
         loss_group: process group of the ranks that compute losses; None: all ranks.
         description: of what a user may want to know before the first step.
@@ -179,15 +185,17 @@ class EngineRunner:
     computes_loss = True
     batches_at_once = 1
     loss_group = None
-    description = ""
 
     def __init__(self, engine, vocab):
         self.engine = engine
         self.vocab = vocab
         self.averaged_ranks = dist.get_world_size()
+        self.description = describe_adapter(engine.module.model)
         self.num_parameters = 0
         for parameter in engine.module.parameters():
-            self.num_parameters += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3
+            numel = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3
+            # a frozen weight takes part in two products, not three
+            self.num_parameters += numel if parameter.requires_grad else numel * 2 / 3
 
     def train(self, micro_batches, terms):
         engine = self.engine
@@ -228,10 +236,11 @@ def load_student(cfg, ds_config, attention="auto"):
         ValueError: see `pretrained.load_model`.
     """
     options = {"dtype": torch.float32} | attention_options(attention)
+    adapter = student_adapter(cfg)
     if cfg.from_scratch:
         load = partial(_random_student, cfg)
     else:
-        load = partial(load_model, "student", cfg.student, cfg.trust_remote_code)
+        load = partial(load_model, "student", cfg.student, cfg.trust_remote_code, adapter)
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
     try:
@@ -239,6 +248,8 @@ def load_student(cfg, ds_config, attention="auto"):
     finally:
         if keep_alive:
             unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
+    if adapter and adapter_of(model) is None:
+        add_adapter(f"lora_r {cfg.lora_r}", model, adapter, cfg.seed)
     model.config.use_cache = False
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout
     if cfg.activation_checkpointing:

@@ -28,6 +28,7 @@ from isogloss.model_teachers import (
 from isogloss.pretrained import load_config
 from isogloss.remote_teachers import RemoteTeacher
 from isogloss.specs import TeacherSpec, weights_of
+from projection_tools.model_names import read_model_name
 from teacher_mixing import average_teachers
 from tiles import LogitsSource, SelectedColumns
 
@@ -210,7 +211,8 @@ def engine_of(spec: TeacherSpec):
     if spec.engine not in MODEL_ENGINES:
         return spec.engine
     config = load_config("teacher", spec.path, spec.trust_remote_code)
-    return resolve_engine(spec.engine, spec.degree, config, dist.get_world_size())
+    is_adapter = read_model_name("teacher", spec.path).adapter is not None
+    return resolve_engine(spec.engine, spec.degree, config, dist.get_world_size(), is_adapter)
 
 
 def load_teacher(spec: TeacherSpec) -> TeacherSource:

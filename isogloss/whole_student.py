@@ -7,6 +7,7 @@ stages of a pipeline is copied.  Ranks that share sequences in training attend a
 Tests: tests/test_on_policy.py, tests/test_pipeline.py.
 """
 
+import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from transformers import AutoModelForCausalLM
 
+from isogloss.adapters import adapter_of, add_adapter
 from isogloss.counts import global_sums
 from isogloss.rendezvous import values_of_ranks
 from isogloss.sequence import SequenceGroup
@@ -97,6 +99,10 @@ def new_replica(engine, device):
     options = {"attn_implementation": "sdpa" if model._supports_sdpa else "eager"}
     with torch.random.fork_rng():
         replica = AutoModelForCausalLM.from_config(model.config, dtype=dtype, **options)
+        if adapter_of(model):
+            adapter = copy.deepcopy(adapter_of(model))
+            add_adapter(f"lora_r {adapter.r}", replica, adapter)
+            replica.to(dtype)  # peft keeps adapters in float32
     replica.requires_grad_(False)
     return replica.to(device).eval()
 

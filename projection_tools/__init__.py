@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from align import TokenTable, fingerprint
+from projection_tools.model_names import read_model_name
 from spelling import ROLES
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", Path.home() / ".cache" / "isogloss"))
@@ -163,8 +164,10 @@ def load_tokenizer(flag, name, trust_remote_code=False):
     # What it raises is reported in one line, which stands alone.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    place, revision = read_model_name(flag, name).of_tokenizer
     with reading(flag, name, "its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=trust_remote_code)
     try:
         return tokenizer, TokenTable.from_tokenizer(tokenizer)
     except (ValueError, KeyError) as error:

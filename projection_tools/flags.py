@@ -20,6 +20,8 @@ from pathlib import Path
 
 import fire
 
+from projection_tools.flag_file import read_flag_file
+
 # Names of flags that public recipes use, and what they are called here.
 OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
 
@@ -66,7 +68,7 @@ def check_types(config):
 # --- the command line -----------------------------------------------------------------------------
 
 
-def parse_flags(kind, argv, positional=(), aliases=None, groups=None):
+def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=""):
     """Return an instance of a keyword-only dataclass from the command line.
 
     Flags are written with hyphens or underscores.  A bool flag may stand alone: ``--pack`` is true,
@@ -78,6 +80,7 @@ def parse_flags(kind, argv, positional=(), aliases=None, groups=None):
         positional: names of the fields that the first words without a flag fill.
         aliases: {other name of a flag: field name}.
         groups: {title: field names} of the help; see `help_text`.
+        file_flag: field that names a YAML file of other flags, over which the command line wins.
     Raises:
         ValueError: an unknown flag, a wrong type, a word that belongs to no flag, a missing flag.
         SystemExit: code 0, after the help was printed.
@@ -87,7 +90,21 @@ def parse_flags(kind, argv, positional=(), aliases=None, groups=None):
         print(help_text(kind, groups, positional=positional, aliases=aliases))
         raise SystemExit(0)
     given = _assignments(kind, list(argv), positional, aliases)
+    of_file = {}
+    if given.get(file_flag):
+        of_file = _assignments_of_file(kind, given[file_flag], file_flag, aliases)
+    try:
+        return _instance(kind, of_file | given)
+    except ValueError as error:
+        # the flag that a message begins with may be none that its reader wrote
+        name = re.match(r"--(\w*)", str(error))
+        if name and name[1] in of_file.keys() - given.keys():
+            raise ValueError(f"{error} ({name[0]} is from {given[file_flag]})") from None
+        raise
 
+
+def _instance(kind, given):
+    """Return an instance of a dataclass from {field name: text of its value}."""
     as_text = {}
     for field in fields(kind):
         if _is_required(field) and field.name not in given:
@@ -155,6 +172,28 @@ def _assignments(kind, argv, positional, aliases):
             # Fire would pass the text "True": --export alone would write to a folder of that name.
             raise ValueError(f"--{field.name} needs a value, as in --{field.name}=VALUE")
         given[field.name] = value
+    return given
+
+
+def _assignments_of_file(kind, path, file_flag, aliases):
+    """Return {field name: text of its value} of a YAML file of flags.
+
+    Raises:
+        ValueError: it is no such file, or a key is no flag.
+    """
+    given = {}
+    try:
+        for key, value in read_flag_file(path).items():
+            field, negated = _field_of(kind, f"--{key}", aliases)
+            if negated:
+                raise ValueError(f"{key} is no name of a flag; write {field.name}: false")
+            if field.name == file_flag:
+                raise ValueError(f"{key} cannot name another file; write its lines here")
+            if field.name in given:
+                raise ValueError(f"{field.name} is there twice; keep one of them")
+            given[field.name] = value
+    except ValueError as error:
+        raise ValueError(f"--{file_flag} {path}: {error}") from None
     return given
 
 

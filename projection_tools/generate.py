@@ -15,6 +15,7 @@ import torch
 
 from projection_tools import Pair, check_output, finish, load_tokenizer, pack, reading
 from projection_tools.flags import OLD_NAMES, check_types, tool
+from projection_tools.model_names import read_model_name
 
 FLOATS_PER_MIB = 2**18  # of float32
 
@@ -38,9 +39,11 @@ class Embedder:
         self.pooling = pooling
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer, _ = load_tokenizer("embedding_model", name, trust_remote_code)
+        place = read_model_name("embedding_model", name)
         with reading("embedding_model", name, "its weights"):
             model, info = AutoModel.from_pretrained(
-                name,
+                place.base,
+                revision=place.revision,
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,

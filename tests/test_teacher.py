@@ -345,3 +345,62 @@ def test_engines_that_cannot_shard_a_model_are_rejected(engine, degree, model_ty
     config = AutoConfig.for_model(model_type)
     with pytest.raises(ValueError, match=message):
         resolve_engine(engine, degree, config, num_ranks)
+
+
+QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3"}
+
+
+@pytest.mark.parametrize("engine, degree, message", [
+    ("auto", 2, r"--teacher_tp 2 with --teacher_engine auto: its weights are quantized \(fp8\)"),
+    ("zero3", 1, "and only a whole copy on every rank is"),
+    ("tensor_parallel", 2, "use --teacher_tp 1 and auto"),
+])
+def test_a_quantized_teacher_is_not_sharded(engine, degree, message):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", quantization_config=QUANTIZED)
+    assert resolve_engine("auto", 1, config, 2) == "replicated"
+    with pytest.raises(ValueError, match=message):
+        resolve_engine(engine, degree, config, 2)
+
+
+def test_an_adapter_is_sharded_by_zero3_alone():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama")
+    assert resolve_engine("auto", 1, config, 2, is_adapter=True) == "replicated"
+    assert resolve_engine("auto", 2, config, 2, is_adapter=True) == "zero3"
+    with pytest.raises(ValueError, match="reads shards of files, and an adapter is none"):
+        resolve_engine("tensor_parallel", 2, config, 2, is_adapter=True)
+
+
+@pytest.mark.parametrize("bits, tolerance", [(8, 0.05), (4, 0.4)])
+def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits, tolerance):
+    """Runs where bitsandbytes is installed, which nothing here needs."""
+    pytest.importorskip("bitsandbytes", reason="the optional bitsandbytes is absent")
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    from isogloss.model_teachers import load_replicated
+    from isogloss.pretrained import check_weights
+    from isogloss.specs import TeacherSpec
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=96,
+                 num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    quantization = BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+    packed = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "whole", quantization_config=quantization, device_map={"": "cpu"})
+    packed.save_pretrained(tmp_path / "packed")
+    check_weights("teacher", str(tmp_path / "packed"))
+    teacher = load_replicated(TeacherSpec(
+        path=str(tmp_path / "packed"), vocab=96, dtype="float32", device=torch.device("cpu")))
+    ids = torch.arange(24)[None] * 3 % 96
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits[0]
+    logits = teacher.read(ids)(torch.arange(24))
+    error = float((logits - expected).norm() / expected.norm())
+    assert 0 < error < tolerance
+    with pytest.raises(ValueError, match=r"--teacher_offload: .* is quantized"):
+        load_replicated(TeacherSpec(path=str(tmp_path / "packed"), vocab=96, offload=True))
