@@ -330,7 +330,7 @@ def _signature(name):
 
 
 def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, canonical_V,
-                       spell_bytes):
+                       spell_bytes, unwritten_V=None):
     """Return the arrays of `translation.Tables`.
 
     Args:
@@ -338,9 +338,16 @@ def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, cano
         student_bytes: of every token, b"" for control tokens.
         canonical_V: (V,) bool, the student's tokenizer writes these bytes as this token.
         spell_bytes: list of byte strings -> list of the student's ids, [] where it has none.
+        unwritten_V: (V,) bool, see `unwritten_tokens`; None: there are none.  They have a cell of
+            their own, to which no teacher token gives its mass.
     """
     W = len(student_pieces_WP)
     V = len(teacher_pieces_VP)
+    if unwritten_V is not None:
+        teacher_pieces_VP = np.where(unwritten_V[:, None], -1, teacher_pieces_VP)
+        # no text has them, so nothing is joined to them
+        student_bytes = [b"" if unwritten else raw
+                         for raw, unwritten in zip(student_bytes, unwritten_V)]
     head_V = teacher_pieces_VP[:, 0]
     heads = np.unique(head_V[head_V >= 0])
     num_cells = len(heads)
@@ -351,6 +358,11 @@ def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, cano
     cell_of_first = np.where(first_W >= 0, cell_V[first_W], num_cells)
     is_head = cell_of_head[:W] < num_cells
     cell_W = np.where(is_head, cell_of_head[:W], cell_of_first)
+    if unwritten_V is not None and unwritten_V.any():
+        for cells in (cell_V, cell_W):  # no cell has the next number
+            cells[cells == num_cells] = num_cells + 1
+        cell_V[unwritten_V] = num_cells
+        num_cells += 1
 
     arrays = {"cell_V": cell_V, "cell_W": cell_W}
     for axis, pieces in (("W", student_pieces_WP), ("V", teacher_pieces_VP)):
@@ -372,6 +384,40 @@ def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, cano
                      arrays["low_W"], arrays["high_W"])
     tables = {key: np.ascontiguousarray(array).astype(np.int64) for key, array in arrays.items()}
     return tables | {"num_cells": num_cells}
+
+
+def unwritten_tokens(table, tokenizer, student_pieces_WP, canonical_V):
+    """Return (V,) bool: tokens of text that the tokenizer writes in another way wherever they stand.
+
+    As <0x2E> beside "." in vocabularies with byte fallback, or numbers of four digits where the
+    tokenizer cuts after three.  A teacher's belief about these bytes is one about the other tokens.
+    Bytes that are no UTF-8 are left out, as what surrounds them decides how they are cut; so are
+    tokenizers that mark the tokens inside of words, and every token in A.
+
+    Args:
+        table: the student's TokenTable; tokenizer: its fast tokenizer.
+        student_pieces_WP: A.
+        canonical_V: see `translation_tables`.
+    """
+    model = tokenizer.backend_tokenizer.model
+    if getattr(model, "continuing_subword_prefix", None) or getattr(
+            model, "end_of_word_suffix", None):
+        return np.zeros(len(table), bool)
+    unwritten_V = ~canonical_V & ~table.special
+    unwritten_V[student_pieces_WP[student_pieces_WP >= 0]] = False
+    raw_bytes = all_bytes(table)
+    for v in np.flatnonzero(unwritten_V).tolist():
+        unwritten_V[v] = bool(raw_bytes[v]) and is_utf8(raw_bytes[v])
+    return unwritten_V
+
+
+def is_utf8(raw):
+    """Tell whether bytes are UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _joins(student_bytes, canonical_V, spell_bytes, pieces_WP, low_WP, high_WP):
@@ -449,5 +495,6 @@ def build_translation_tables(tokenizers, tables, max_pieces=16):
     canonical_V = np.zeros(len(student), bool)
     for v, spelled in enumerate(spell_bytes(student_bytes)):
         canonical_V[v] = spelled == [v]
-    return translation_tables(
-        student_pieces_WP, teacher_pieces_VP, student_bytes, canonical_V, spell_bytes)
+    unwritten_V = unwritten_tokens(student, tokenizers[0], student_pieces_WP, canonical_V)
+    return translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, canonical_V,
+                              spell_bytes, unwritten_V)

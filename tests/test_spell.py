@@ -1,12 +1,15 @@
 """Spelling tables: how each side writes the other's tokens, and the events both can express."""
 
 import numpy as np
+import pytest
 import torch
+from transformers import AutoTokenizer
 
 import oracle
 from align import TokenTable
 from conftest import asset
 from projection_tools import Pair, load_tables, spell
+from projection_tools.cells import build_translation
 from spelling import ROLES, link_special_tokens, prefix_ranges, spell as spell_tokens
 
 
@@ -141,6 +144,30 @@ def test_events_of_a_real_pair():
     # A plain script counted 409.  It left control tokens out, and the pair of end-of-text tokens is
     # an event here.
     assert facts["events"] == 409 + 1
+
+
+@pytest.mark.parametrize(("student", "unwritten"), [
+    ("tok512", {"<0x2E>": ".", "<0x41>": "A"}), ("llama2", {"<0x2E>": ".", "<0x20>": "▁"}),
+    ("qwen2", {})])
+def test_tokens_that_a_tokenizer_never_writes_get_no_mass(student, unwritten):
+    """Those with the bytes of another token, and what no text is cut into; on real texts."""
+    loaded = [AutoTokenizer.from_pretrained(asset("tokenizers", name))
+              for name in (student, "gpt2")]
+    tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in loaded]
+    fields = build_translation(Pair.of(*loaded, tables=tables))
+    cell_V = fields["cell_V"].numpy()
+    last = fields["num_cells"] - 1
+    without_mass = np.zeros(len(cell_V), bool)
+    if not (fields["cell_W"] == last).any():
+        without_mass = cell_V == last
+    for byte_token, letter in unwritten.items():
+        ids = loaded[0].convert_tokens_to_ids([byte_token, letter])
+        assert without_mass[ids].tolist() == [True, False]
+    assert without_mass.any()
+    for name in ("wikitext2_valid_tokens.txt", "zh_yuanqu_head.txt", "ja_wagahai_neko_head.txt"):
+        text = asset("text", name).read_text(encoding="utf-8", errors="ignore")[:100_000]
+        written = loaded[0](text, add_special_tokens=False, verbose=False)["input_ids"]
+        assert not without_mass[written].any()
 
 
 def test_the_command_line(models, tmp_path, capsys):

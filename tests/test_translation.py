@@ -37,9 +37,13 @@ from translation import (
 FINE = Tokenizer(("a", "b"))
 COARSE = Tokenizer(("a", "b"), ("ab", "c"), ("b", "a"), ("c", "c"))
 CROSSING = Tokenizer(("b", "c"), ("c", "a"), ("a", "a"))
+# "c_" is what a byte token is beside a letter, "ca" what no text is cut into
+UNWRITTEN = dict(unwritten=("c_", "ab_", "ca"))
 # (student, teacher), one made of the other's tokens, and cut whatever follows
 NESTED = {"finer student": (FINE, COARSE), "coarser student": (COARSE, FINE),
           "equal": (COARSE, COARSE),
+          "finer, unwritten": (Tokenizer(("a", "b"), **UNWRITTEN), COARSE),
+          "coarser, unwritten": (Tokenizer(*COARSE.rank, **UNWRITTEN), FINE),
           "letters": (Tokenizer(("a", "b"), ("ab", "c"), ("c", "c")), Tokenizer())}
 ALL_PAIRS = [*NESTED.values(), (CROSSING, COARSE), (COARSE, CROSSING)]
 DIVERGENCES = {

@@ -19,11 +19,17 @@ ALPHABET = "abc"
 
 
 class Tokenizer:
-    """Byte-pair encoding with a list of merges, the first of which is done first."""
+    """Byte-pair encoding with a list of merges, the first of which is done first.
 
-    def __init__(self, *merges):
+    Args:
+        merges: pairs of tokens.
+        unwritten: tokens of the vocabulary that no text is cut into; "b_" has the bytes of "b".
+    """
+
+    def __init__(self, *merges, unwritten=()):
         self.rank = {pair: number for number, pair in enumerate(merges)}
-        self.vocab = [*ALPHABET, *dict.fromkeys(left + right for left, right in merges), EOS]
+        merged = dict.fromkeys(left + right for left, right in merges)
+        self.vocab = [*ALPHABET, *merged, *unwritten, EOS]
         self.id = {token: number for number, token in enumerate(self.vocab)}
 
     def __call__(self, text):
@@ -40,6 +46,10 @@ class Tokenizer:
                 else:
                     merged.append(token)
             tokens = merged
+
+
+def text_of(token):
+    return token.rstrip("_")
 
 
 def process(length, order, seed):
@@ -87,17 +97,20 @@ def logits_of(model, tokens):
 def tables_of(student, teacher):
     """Return the `Tables` of two toy tokenizers."""
     def spell(tokens, tokenizer):
-        spelled = [[EOS] if token == EOS else tokenizer(token) for token in tokens]
+        spelled = [[EOS] if token == EOS else tokenizer(text_of(token)) for token in tokens]
         pieces = np.full((len(tokens), max(map(len, spelled))), -1)
         for row, parts in zip(pieces, spelled):
             row[:len(parts)] = [tokenizer.id[part] for part in parts]
         return pieces
 
-    raw = [b"" if token == EOS else token.encode() for token in student.vocab]
-    canonical = np.array([token != EOS and student(token) == [token] for token in student.vocab])
+    raw = [b"" if token == EOS else text_of(token).encode() for token in student.vocab]
+    canonical = np.array([token != EOS and student(text_of(token)) == [token]
+                          for token in student.vocab])
+    unwritten = ~canonical & np.array([token != EOS for token in student.vocab])
     arrays = translation_tables(
         spell(teacher.vocab, student), spell(student.vocab, teacher), raw, canonical,
-        lambda texts: [[student.id[token] for token in student(text.decode())] for text in texts])
+        lambda texts: [[student.id[token] for token in student(text.decode())] for text in texts],
+        unwritten)
     fields = {}
     for name, value in arrays.items():
         fields[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
