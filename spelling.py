@@ -387,7 +387,7 @@ def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, cano
 
 
 def unwritten_tokens(table, tokenizer, student_pieces_WP, canonical_V):
-    """Return (V,) bool: tokens of text that the tokenizer writes in another way wherever they stand.
+    """Return (V,) bool: tokens of text that the tokenizer writes in another way everywhere.
 
     As <0x2E> beside "." in vocabularies with byte fallback, or numbers of four digits where the
     tokenizer cuts after three.  A teacher's belief about these bytes is one about the other tokens.
