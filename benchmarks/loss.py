@@ -4,6 +4,7 @@
     python benchmarks/loss.py --losses piece_kl --tokens 1024 --path plain
     python benchmarks/loss.py --losses gold --beside plain,reference    # these in turn with tiles
     python benchmarks/loss.py --losses piece_kl --tokens 512 --against event_kl
+    OMP_NUM_THREADS=1 python benchmarks/loss.py --tokens 64 --H 128,1024,4096 --times 7
 
 The first command prints one line of JSON per loss, each from a process of its own.
 
@@ -15,12 +16,14 @@ inputs and gradients.
 tiled: `tiles.tiled_loss`.  plain: all logits at once.  reference: the plain path without compiled
 kernels, by torch alone.
 matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's,
-over all tokens, in one piece, in the same process.
+over all tokens, in one piece, into memory that exists, in the same process.
 against: another loss, whose logits, of the same sizes, exist already; so do those of the first
 loss.  Both run in turn, forward and backward, and their ratios are taken pair by pair.
 stolen: cores that other virtual machines took, on average over the runs.
+seconds: on a CPU those of all its threads, which other processes disturb less; on a GPU wall time.
 """
 
+import itertools
 import json
 import math
 import os
@@ -344,6 +347,7 @@ class LossRun(NamedTuple):
     kept_K: teacher tokens that projection_kl compares.
     tiles: for the tiled path.
     whole: one tile of one sub-tile, for the plain path; None if that is not measured.
+    kept_memory: of the matmuls, once they have run.
     """
 
     name: str
@@ -354,6 +358,7 @@ class LossRun(NamedTuple):
     kept_K: torch.Tensor
     tiles: list[Tile]
     whole: list[Tile] | None
+    kept_memory: list[torch.Tensor]
 
     def teacher_logits(self, tiles: list[Tile]) -> HiddenLogits | None:
         """Return the teacher that the loss sees.
@@ -410,14 +415,30 @@ class LossRun(NamedTuple):
     @torch.no_grad()
     def matmuls(self) -> None:
         # The same shapes and dtypes as in training; the numbers do not matter.
-        x = self.hidden @ self.weight.T
-        x @ self.weight
-        x.T @ self.hidden
-        del x  # the teacher's logits do not exist beside the student's
-        if self.teacher is not None:
-            self.teacher.hidden_TH @ self.teacher.head.weight_VH.T
+        logits, hidden_like, weight_like = self.memory()
+        x = torch.mm(self.hidden, self.weight.T, out=shaped(logits, self.hidden, self.weight))
+        torch.mm(x, self.weight, out=hidden_like)
+        torch.mm(x.T, self.hidden, out=weight_like)
+        if self.teacher is None:
+            return
+        # the teacher's logits take the place of the student's
+        rows = self.teacher.hidden_TH
+        head = self.teacher.head.weight_VH
+        torch.mm(rows, head.T, out=shaped(logits, rows, head))
         if self.name == "projection_kl":
-            self.teacher.hidden_TH @ self.teacher.head.weight_VH[self.kept_K].T
+            head = head[self.kept_K]
+            torch.mm(rows, head.T, out=shaped(logits, rows, head))
+
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return memory for logits, flat, and for two gradients; it stays for the next call."""
+        if not self.kept_memory:
+            width = len(self.weight)
+            if self.teacher is not None:
+                width = max(width, self.teacher.head.tokens)
+            logits = self.hidden.new_empty(len(self.hidden) * width)
+            self.kept_memory += [
+                logits, torch.empty_like(self.hidden), torch.empty_like(self.weight)]
+        return tuple(self.kept_memory)
 
     def warm_up(self) -> None:
         """Run the loss once on few positions, to load and compile its code."""
@@ -477,7 +498,13 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
         kept_K=kept_K,
         tiles=planned(sizes.memory_mib),
         whole=planned(math.inf) if with_plain else None,
+        kept_memory=[],
     )
+
+
+def shaped(flat: torch.Tensor, rows: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """Return the beginning of flat memory as the logits of these rows."""
+    return flat[: len(rows) * len(head)].view(len(rows), len(head))
 
 
 def with_terms(tile: Tile, spelling: losses.Spelling | translation.Tables | None) -> Tile:
@@ -517,11 +544,14 @@ def peak_gib() -> float:
 
 
 def timed(run: Callable[[], None]) -> float:
-    """Return the seconds that a run takes."""
+    """Return the seconds that a run takes, on a CPU those of all threads of this process."""
+    if not torch.cuda.is_available():
+        begin = time.process_time()
+        run()
+        return time.process_time() - begin
     begin = time.perf_counter()
     run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
@@ -565,6 +595,9 @@ def measure(
         "loss": name,
         "path": path,
         "tokens": len(run.hidden),
+        "H": sizes.H,
+        "dtype": str(dtype)[6:],
+        "threads": torch.get_num_threads(),
         "tiles": len(run.tiles if path == "tiled" else run.whole),
         "seconds": round(means[path], 3),
         "matmul_seconds": round(means["matmuls"], 3),
@@ -648,7 +681,8 @@ def main(
         losses: names, separated by commas.
         tokens: tokens of the text, on either side.
         V, W: vocabulary sizes of student and teacher.
-        H, teacher_H: hidden sizes.
+        H: hidden size of the student, or several, separated by commas.
+        teacher_H: of the teacher; 0: that of the student.
         K: kept columns of projection_kl.
         memory_mib: MiB, of `tiles.plan_tiles`.
         dtype: of hidden states and heads.
@@ -658,9 +692,10 @@ def main(
         here: measure in this process.
         against: another loss, to compare with on the same logits.
     """
-    sizes = Sizes(tokens, V, W, H, teacher_H, K, memory_mib)
     beside = as_list(beside)
-    for name in as_list(losses):
+    hidden_sizes = H if isinstance(H, tuple | list) else [H]
+    for name, hidden_size in itertools.product(as_list(losses), hidden_sizes):
+        sizes = Sizes(tokens, V, W, hidden_size, teacher_H or hidden_size, K, memory_mib)
         if against:
             record = measure_against(name, against, sizes, getattr(torch, dtype), times)
             print(json.dumps(record), flush=True)
