@@ -436,8 +436,8 @@ class LossRun(NamedTuple):
             if self.teacher is not None:
                 width = max(width, self.teacher.head.tokens)
             logits = self.hidden.new_empty(len(self.hidden) * width)
-            self.kept_memory += [
-                logits, torch.empty_like(self.hidden), torch.empty_like(self.weight)]
+            gradients = torch.empty_like(self.hidden), torch.empty_like(self.weight)
+            self.kept_memory.extend([logits, *gradients])
         return tuple(self.kept_memory)
 
     def warm_up(self) -> None:
