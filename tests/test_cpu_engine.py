@@ -13,17 +13,20 @@ BUCKET = 1 << 20
 
 
 class Regression(nn.Module):
-    """A matrix larger than a bucket, two that share one, and a vector."""
+    """A matrix larger than a bucket, two of which each fills one, and a small one."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.large = nn.Linear(1100, 1000)
-        self.small = nn.Linear(1000, 20)
-        self.last = nn.Linear(20, 1, bias=False)
+        self.first = nn.Linear(1000, 1000)
+        self.second = nn.Linear(1000, 1000)
+        self.last = nn.Linear(1000, 1, bias=False)
 
     def forward(self, x):
-        return self.last(torch.tanh(self.small(torch.tanh(self.large(x))))).square().mean()
+        for layer in (self.large, self.first, self.second):
+            x = torch.tanh(layer(x))
+        return self.last(x).square().mean()
 
 
 def trained(stage, clipping, accumulation, params, leave_out):
@@ -74,12 +77,15 @@ CASES = [(1, 1e6, 1, False), (2, 1e-3, 1, False), (2, 1e6, 2, False), (2, 1e6, 1
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_is_left_out_changes_no_weight(num_ranks):
-    """No bit without the fused optimizer; with it, no more than float32 rounds."""
+    """No bit without the fused optimizer; with it, less than a hundredth of a step of 1e-3.
+
+    Adam divides a gradient by its own size, so where that is tiny, its rounding counts.
+    """
     for of_rank in ranks.run(num_ranks, compare_all, CASES):
         for case, (gap, ours_fused, theirs_fused) in of_rank.items():
             is_fused = case[-1]
             assert bool(ours_fused) is is_fused and not theirs_fused, case
-            assert gap <= (1e-6 if is_fused else 0), (case, gap)
+            assert gap <= (1e-5 if is_fused else 0), (case, gap)
 
 
 def test_the_choice_of_the_configuration_stays():
