@@ -211,7 +211,7 @@ def list_nodes(
         student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables, *texts
     )
     follows_BT = torch.ones_like(teacher_chunk_BT, dtype=torch.bool)
-    follows_BT[:, 0] = False
+    follows_BT[:, :1] = False
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     return nodes_of_chunks(
         chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
