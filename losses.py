@@ -24,6 +24,7 @@ tokenizer's vocabulary (no padding rows of the lm_head).
 
 Needs torch only.  Copy this file into your own repository.  With cpu_kernels.py and numba beside
 it, all but adaptive_kl take a tenth to two thirds of the time on a CPU.
+gpu_kernels.py, with triton, has the divergences per position for a GPU (never measured on one).
 `group` needs vocab_parallel.py beside it.  Tests: tests/test_losses.py, tests/test_divergences.py
 and tests/test_chunk_losses.py.
 License: Apache-2.0 (see LICENSE).

@@ -1108,7 +1108,7 @@ def _read_teacher(
     row_E = roots.row_T[root_E]
     joined_E = y_MW[row_E, token_E]
     came_N = y_MW[roots.row_T, roots.next_T]
-    y_MW[row_E, token_E] = -torch.inf
+    y_MW[row_E, token_E] = joined_E - torch.inf  # NaN stays
     y_MW[roots.row_T, roots.next_T] = came_N  # it did come, whatever the tables say
     target_RC, log_rest_M, log_linked_M = kernels.teacher_cells(
         y_MW, root_M, goes.ends_K, cells, temperature
