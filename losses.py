@@ -525,11 +525,14 @@ def position_divergence(
     kernels = None
     if whole_vocabulary and name != "adaptive_kl":
         kernels = compiled_kernels(student_NV, teacher_NV, group)
-        kernels = kernels or triton_kernels(student_NV, teacher_NV, group=group)
+        if kernels:
+            student_NV = at_least_float32(student_NV)
+            teacher_NV = at_least_float32(teacher_NV)
+        else:
+            kernels = triton_kernels(student_NV, teacher_NV, group=group)
     if kernels:
         value_N: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
-            at_least_float32(student_NV), None, kernels.divergence,
-            at_least_float32(teacher_NV), _mixture(name, coefficient),
+            student_NV, None, kernels.divergence, teacher_NV, _mixture(name, coefficient),
             temperature, teacher_temperature, FLOOR,
         )
         return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
