@@ -382,7 +382,8 @@ def going_on(
     temperature: float = 1.0,
 ) -> GoingOn:
     """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces."""
-    if kernels := compiled_kernels(y_MW, y_MW):
+    kernels = compiled_kernels(y_MW, y_MW) if y_MW.dtype == torch.float32 else None
+    if kernels:
         return GoingOn(*kernels.going_on(
             y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W, temperature
         ))
