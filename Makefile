@@ -18,6 +18,10 @@ test: .venv/installed-dev
 test-fast: .venv/installed-dev
 	$(PYTEST) -m "not slow" tests
 
+# what only a GPU shows; ends in one line where there is none
+test-gpu: .venv/installed
+	.venv/bin/python -m benchmarks.gpu
+
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/mypy losses.py translation.py tiles.py rollout.py sandbox.py ipc.py teacher_mixing.py
@@ -45,4 +49,4 @@ docs: .venv/installed-docs
 clean:
 	rm -rf .venv site .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-.PHONY: demo docs test test-fast lint clean
+.PHONY: demo docs test test-fast test-gpu lint clean

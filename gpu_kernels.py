@@ -297,14 +297,15 @@ def divergence_(
         factor_N = torch.ones_like(value_N)
     labels = teacher_row_N if labels_N is None else labels_N
     kind, (forward_weight, reverse_weight, log_s, log_not_s) = _kind(mixture)
-    _divergence_kernel[(N,)](
-        x_NV, y, d_NV, x_NV.stride(0), y.stride(0), d_NV.stride(0), V,
-        teacher_row_N, labels, factor_N, value_N, cross_entropy_N,
-        1 / temperature, 1 / teacher_temperature, forward_weight, reverse_weight, log_s, log_not_s,
-        floor, ce_factor,
-        KIND=kind, HAS_TEACHER=y_MV is not None, HAS_LABELS=labels_N is not None,
-        BLOCK=_block(V), num_warps=NUM_WARPS,
-    )
+    with torch.cuda.device_of(x_NV):  # Triton launches on the current device
+        _divergence_kernel[(N,)](
+            x_NV, y, d_NV, x_NV.stride(0), y.stride(0), d_NV.stride(0), V,
+            teacher_row_N, labels, factor_N, value_N, cross_entropy_N,
+            1 / temperature, 1 / teacher_temperature, forward_weight, reverse_weight, log_s,
+            log_not_s, floor, ce_factor,
+            KIND=kind, HAS_TEACHER=y_MV is not None, HAS_LABELS=labels_N is not None,
+            BLOCK=_block(V), num_warps=NUM_WARPS,
+        )
     return value_N, cross_entropy_N
 
 
@@ -506,7 +507,9 @@ def teacher_cells(
     target_RC = y_MW.new_zeros(len(ends_R), num_cells + 1, dtype=torch.float32)
     log_total_M = y_MW.new_zeros(len(y_MW), dtype=torch.float32)
     log_linked_M = torch.zeros_like(log_total_M)
-    if len(y_MW):
+    if not len(y_MW):
+        return target_RC, log_total_M, log_linked_M
+    with torch.cuda.device_of(y_MW):
         _teacher_cells_kernel[(len(y_MW),)](
             y_MW, y_MW.stride(0), y_MW.shape[1], tables.slot_W, num_cells, root_M, ends_R,
             target_RC, target_RC.stride(0), log_total_M, log_linked_M,
@@ -619,7 +622,9 @@ def student_cells_(
     """
     value_R = target_RC.new_zeros(len(target_RC))
     sums_4N = target_RC.new_zeros(4, len(x_NV))
-    if len(x_NV):
+    if not len(x_NV):
+        return StudentCells(value_R, target_RC, *sums_4N)
+    with torch.cuda.device_of(x_NV):
         _student_cells_kernel[(len(x_NV),)](
             x_NV, x_NV.stride(0), x_NV.shape[1], tables.slot_V, tables.num_cells, root_N,
             target_RC, target_RC.stride(0), value_R, *sums_4N,
@@ -681,10 +686,11 @@ def cells_gradient_(
     if not N:
         return
     block = _block(V)
-    _cells_gradient_kernel[(N, triton.cdiv(V, block))](
-        x_NV, x_NV.stride(0), V, tables.slot_V, tables.num_cells, root_N,
-        cells.slope_RC, cells.slope_RC.stride(0), factor_N, cells.top_N, cells.log_linked_N,
-        rest_factor_N, cells.log_total_N, root_N if labels_N is None else labels_N,
-        cells.plain_log_total_N, 1 / temperature, shift, ce_factor,
-        HAS_LABELS=labels_N is not None, BLOCK=block, num_warps=NUM_WARPS,
-    )
+    with torch.cuda.device_of(x_NV):
+        _cells_gradient_kernel[(N, triton.cdiv(V, block))](
+            x_NV, x_NV.stride(0), V, tables.slot_V, tables.num_cells, root_N,
+            cells.slope_RC, cells.slope_RC.stride(0), factor_N, cells.top_N, cells.log_linked_N,
+            rest_factor_N, cells.log_total_N, root_N if labels_N is None else labels_N,
+            cells.plain_log_total_N, 1 / temperature, shift, ce_factor,
+            HAS_LABELS=labels_N is not None, BLOCK=block, num_warps=NUM_WARPS,
+        )

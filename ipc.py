@@ -36,6 +36,7 @@ from torch import Tensor
 
 DESCRIPTION_BYTES = 1024  # room for a slot's description, which takes about 250
 CUDA_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE of cuda.h
+CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY of cuda.h
 # What this process has published, until `release` or its own end.
 _published: dict["Handle", Tensor] = {}
 
@@ -219,6 +220,9 @@ class _Cuda:
         with torch.cuda.device(device):
             self._ensure_context()
             status = self.driver.cuMemAlloc_v2(ctypes.byref(pointer), nbytes)
+            if status == CUDA_OUT_OF_MEMORY:  # torch's allocator may hold memory that it has free
+                torch.cuda.empty_cache()
+                status = self.driver.cuMemAlloc_v2(ctypes.byref(pointer), nbytes)
             self._check("cuMemAlloc", status)
             status = self.driver.cuIpcGetMemHandle(ctypes.byref(handle), pointer)
             self._check("cuIpcGetMemHandle", status)

@@ -24,6 +24,7 @@ tokenizer's vocabulary (no padding rows of the lm_head).
 
 Needs torch only.  Copy this file into your own repository.  With cpu_kernels.py and numba beside
 it, all but adaptive_kl take a tenth to two thirds of the time on a CPU.
+gpu_kernels.py, with triton, has the divergences per position for a GPU (never measured on one).
 `group` needs vocab_parallel.py beside it.  Tests: tests/test_losses.py, tests/test_divergences.py
 and tests/test_chunk_losses.py.
 License: Apache-2.0 (see LICENSE).
@@ -524,11 +525,14 @@ def position_divergence(
     kernels = None
     if whole_vocabulary and name != "adaptive_kl":
         kernels = compiled_kernels(student_NV, teacher_NV, group)
-        kernels = kernels or triton_kernels(student_NV, teacher_NV, group=group)
+        if kernels:
+            student_NV = at_least_float32(student_NV)
+            teacher_NV = at_least_float32(teacher_NV)
+        else:
+            kernels = triton_kernels(student_NV, teacher_NV, group=group)
     if kernels:
         value_N: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
-            at_least_float32(student_NV), None, kernels.divergence,
-            at_least_float32(teacher_NV), _mixture(name, coefficient),
+            student_NV, None, kernels.divergence, teacher_NV, _mixture(name, coefficient),
             temperature, teacher_temperature, FLOOR,
         )
         return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)

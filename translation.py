@@ -211,7 +211,7 @@ def list_nodes(
         student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables, *texts
     )
     follows_BT = torch.ones_like(teacher_chunk_BT, dtype=torch.bool)
-    follows_BT[:, 0] = False
+    follows_BT[:, :1] = False
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     return nodes_of_chunks(
         chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
@@ -382,7 +382,8 @@ def going_on(
     temperature: float = 1.0,
 ) -> GoingOn:
     """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces."""
-    if kernels := compiled_kernels(y_MW, y_MW):
+    kernels = compiled_kernels(y_MW, y_MW) if y_MW.dtype == torch.float32 else None
+    if kernels:
         return GoingOn(*kernels.going_on(
             y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W, temperature
         ))
@@ -1108,7 +1109,7 @@ def _read_teacher(
     row_E = roots.row_T[root_E]
     joined_E = y_MW[row_E, token_E]
     came_N = y_MW[roots.row_T, roots.next_T]
-    y_MW[row_E, token_E] = -torch.inf
+    y_MW[row_E, token_E] = joined_E - torch.inf  # NaN stays
     y_MW[roots.row_T, roots.next_T] = came_N  # it did come, whatever the tables say
     target_RC, log_rest_M, log_linked_M = kernels.teacher_cells(
         y_MW, root_M, goes.ends_K, cells, temperature

@@ -120,7 +120,9 @@ class Config:
         rollout_eval: held-out rows from which the student writes at every evaluation.
         tiled: compute logits and loss tile by tile from hidden states. false computes the logits of
             a whole micro-batch.
-        loss_memory_mib: MiB for the logits of a tile and what the loss makes of them.
+        loss_memory_mib: MiB for the logits of a tile and what the loss makes of them. auto (or 0):
+            at most a sixteenth of the GPU's memory that is free before the first step, 512 to 8192;
+            512 on a CPU.
         temperature: softens both models in the distillation loss, 0.001 to 1000.
         projection: file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is
             built in flight and cached.
@@ -317,6 +319,8 @@ class Config:
     local_rank: int = -1
 
     def __post_init__(self):
+        if self.loss_memory_mib == "auto":
+            self.loss_memory_mib = 0
         check_types(self)
         self._check_values()
         self._check_data()
@@ -485,7 +489,7 @@ LOWEST = dict(
     lora_r=0, lora_alpha=0,
     eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
-    save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=1, projection_learning_rate=0,
+    save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=0, projection_learning_rate=0,
     teacher_tp=1, teacher_ranks=0, sequence_parallel=1, pipeline_parallel=1, mlp_tiles=1,
     teacher_output_topk=1, teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE,
     on_policy=0,

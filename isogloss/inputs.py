@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
+import losses
 from align import fingerprint
 from isogloss.adapters import student_adapter
 from isogloss.batch import Collator, PairOptions
@@ -60,9 +61,13 @@ from isogloss.workers import DataError
 from projection_tools import load_tokenizer
 from projection_tools.model_names import read_model_name, split_revision
 from teacher_mixing import vocabulary_factors
-from tiles import CPU_SUB_TILES, GPU_SUB_TILES
+from tiles import CPU_SUB_TILES, GPU_SUB_TILES, KERNEL_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
+# --loss_memory_mib auto: the fraction of a GPU's free memory, and bounds.  Not tuned.
+AUTO_FRACTION = 1 / 16
+LEAST_AUTO_MIB = 512
+MOST_AUTO_MIB = 8192
 
 
 @dataclass
@@ -480,7 +485,10 @@ def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=la
     """
     # ranks of a sequence group or of a pipeline read the same samples
     reader_rank = dist.get_rank() // cfg.ranks_per_reader
-    collator = build_collator(cfg, inputs, device)
+    half = engine.bfloat16_enabled() or engine.fp16_enabled()
+    collator = build_collator(cfg, inputs, device, half=half)
+    # evaluations need no gradient, so what spares copies of the logits takes no part
+    held_out_collator = build_collator(cfg, inputs, device, trains=False)
     micro_batch_size = engine.train_micro_batch_size_per_gpu()
     prompter = None
     if cfg.on_policy:
@@ -493,7 +501,7 @@ def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=la
     batches = MicroBatches(
         stream, collator, micro_batch_size, engine.gradient_accumulation_steps(), reader_rank,
         num_readers(cfg), start, prompter)
-    held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
+    held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, held_out_collator,
                               micro_batch_size, reader_rank, num_readers(cfg))
     pinned = device.type == "cuda"
     training = loader(batches, cfg.num_workers, asked_to_end, pinned)
@@ -522,14 +530,55 @@ def build_prompter(cfg, student, samples_per_step):
                     cfg.rollout_tokens, cfg.rollouts_per_prompt, cfg.rollout_every)
 
 
-def build_collator(cfg, inputs, device, tile_mib=None):
+def tile_memory(cfg, device):
+    """Return the MiB that `tiles.plan_tiles` gets."""
+    if not cfg.tiled:
+        return math.inf
+    if cfg.loss_memory_mib:
+        return cfg.loss_memory_mib
+    if device.type != "cuda":
+        return LEAST_AUTO_MIB
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return automatic_mib(free_bytes)
+
+
+def automatic_mib(free_bytes):
+    """Return what --loss_memory_mib auto means on a GPU.
+
+    It is a power of 2: a run that resumes finds about as much memory free, and cuts the same tiles.
+    """
+    largest = int(AUTO_FRACTION * free_bytes / MIB)
+    power = 1 << max(0, largest.bit_length() - 1)
+    return min(max(power, LEAST_AUTO_MIB), MOST_AUTO_MIB)
+
+
+def sub_tile_budget(cfg, setups, device, trains, half):
+    """Return how the memory of a tile is divided, see `tiles.SubTileBudget`.
+
+    Args:
+        setups: TeacherSetups.
+        trains, half: see `build_collator`.
+    """
+    if device.type == "cpu":
+        return CPU_SUB_TILES
+    in_place = losses.HAS_TRITON_KERNELS and device.type in losses.TRITON_DEVICES
+    in_place &= all(hasattr(setup.loss.loss_fn, "overwrite") for setup in setups)
+    if not (trains and in_place):
+        return GPU_SUB_TILES
+    logit_bytes = 2 if half and cfg.teacher_dtype != "float32" else 4
+    return KERNEL_SUB_TILES._replace(logit_bytes=logit_bytes)
+
+
+def build_collator(cfg, inputs, device, tile_mib=None, trains=True, half=False):
     """Return the Collator of a run.
 
     Args:
         tile_mib: see `tiles.plan_tiles`; None: what the flags say.
+        trains: its batches get a gradient.
+        half: the student computes its logits in bfloat16 or float16.
     """
     if tile_mib is None:
-        tile_mib = cfg.loss_memory_mib if cfg.tiled else math.inf
+        tile_mib = tile_memory(cfg, device)
     routes = routes_by_teacher(cfg)
     pairs = []
     print_of_student = fingerprint(inputs.student.tokenizer)
@@ -539,7 +588,7 @@ def build_collator(cfg, inputs, device, tile_mib=None):
                                  same_tokenizer))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
-        sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
+        sub_tiles=sub_tile_budget(cfg, inputs.teachers, device, trains, half),
         # neighboring ranks hold the shards of one sequence
         sequence_rank=dist.get_rank() % cfg.sequence_parallel,
         sequence_size=cfg.sequence_parallel,

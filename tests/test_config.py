@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import losses
+import tiles
 from isogloss.config import (
     GROUPS,
     LOWEST,
@@ -50,6 +51,39 @@ def test_the_smallest_value_passes_and_less_does_not(name, low):
     Config(**GOOD | needed)
     with pytest.raises(ValueError, match=f"--{name} {low - 1}.*: expected {low} or more"):
         Config(**GOOD | {name: low - 1})
+
+
+def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
+    from isogloss.inputs import automatic_mib, sub_tile_budget, tile_memory
+
+    cfg = Config(**GOOD, loss_memory_mib="auto")
+    assert Config(**GOOD | {"loss_memory_mib": cfg.loss_memory_mib}) == cfg
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert tile_memory(cfg, cpu) == Config(**GOOD).loss_memory_mib == 512
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
+    assert tile_memory(cfg, cuda) == 4096
+    assert tile_memory(Config(**GOOD, loss_memory_mib=7), cuda) == 7
+    assert tile_memory(Config(**GOOD, loss_memory_mib=7, tiled=False), cuda) == float("inf")
+    assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 1024, 8192]
+
+    fused = SimpleNamespace(loss=SimpleNamespace(loss_fn=SimpleNamespace(overwrite=None)))
+    plain = SimpleNamespace(loss=SimpleNamespace(loss_fn=losses.uld))
+    monkeypatch.setattr(losses, "HAS_TRITON_KERNELS", True)
+    small = tiles.KERNEL_SUB_TILES._replace(logit_bytes=2)
+    assert sub_tile_budget(cfg, [fused, fused], cuda, True, True) == small
+    assert sub_tile_budget(cfg, [fused], cuda, True, False) == tiles.KERNEL_SUB_TILES
+    assert sub_tile_budget(cfg, [fused], cuda, False, True) == tiles.GPU_SUB_TILES
+    assert sub_tile_budget(cfg, [fused, plain], cuda, True, True) == tiles.GPU_SUB_TILES
+    assert sub_tile_budget(cfg, [fused], cpu, True, True) == tiles.CPU_SUB_TILES
+    wide = Config(**GOOD, teacher_dtype="float32")
+    assert sub_tile_budget(wide, [fused], cuda, True, True) == tiles.KERNEL_SUB_TILES
+    monkeypatch.setattr(losses, "HAS_TRITON_KERNELS", False)
+    assert sub_tile_budget(cfg, [fused], cuda, True, True) == tiles.GPU_SUB_TILES
+
+    # llama3 and qwen2: tiles of 1,024 rows and more where memory allows
+    ids = torch.arange(8192)[None]
+    plan = tiles.plan_tiles(ids, ids, ids, ids, (128_256, 151_936), 4096, small)
+    assert min(len(tile.student_positions) for tile in plan[:-1]) >= 1024
 
 
 def test_values_get_their_types():

@@ -37,7 +37,7 @@ DIVERGENCES = {
     "total_variation": 0.0,
 }
 FACTORS = 0.7, 1.3  # of cross-entropy and distillation loss
-TEXTS = torch.tensor([6, 19, 22])  # of the toys: with chunks of all shapes where tokens cross
+TEXTS = torch.tensor([6, 20, 99])  # of the toys: with chunks of all shapes where tokens cross
 
 
 @pytest.fixture(autouse=True)
@@ -247,12 +247,14 @@ class Translation:
         return ce.detach(), kd.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("pair", ALL_PAIRS[1:])
+@pytest.mark.parametrize("pair", ALL_PAIRS)
 def test_translations_equal_the_plain_path(pair):
     """Values and gradient, with weights and temperatures, and cells of one, few and many tokens."""
     case = Translation(pair)
     weight = torch.rand(case.ids[1].shape, generator=torch.Generator().manual_seed(1))
     for seed, (tau, weights) in enumerate([(1.0, None), (2.0, weight)]):
+        if seed and pair != (COARSE, CROSSING):  # which has nodes of all kinds
+            continue
         x, y = case.logits(seed)
         exact = case.plain(x.double(), y.double(), tau, weights)
         for ours, expected in zip(case.in_place(x, y, tau, weights), exact):
@@ -264,7 +266,15 @@ def test_all_kinds_of_nodes_were_compared():
     nodes = case.nodes
     assert len(nodes.roots.row_S) and len(nodes.choices.root) and len(nodes.insides.row_S)
     assert nodes.count_many
-    assert len(translation._joined(nodes.roots, case.tables)[0])
+    _, y = case.logits(0)
+    goes = translation.before_goes_on(y.flatten(0, 1), nodes.roots, case.tables)
+    assert (goes.mass_K > 0).any()
+    # what joins leave out is asked for later, names a token twice, and one that came after all
+    root_E, token_E = translation._joined(nodes.roots, case.tables)
+    came_E = token_E == nodes.roots.next_T[root_E]
+    asked = torch.isin(nodes.roots.row_T[root_E], nodes.choices.row_T)
+    assert (came_E & asked).any()
+    assert len(torch.unique(torch.stack([root_E, token_E]), dim=1)[0]) < len(root_E)
 
 
 def test_tokens_that_a_model_excludes_cost_as_much_as_on_the_plain_path():
@@ -291,16 +301,18 @@ def test_tokens_without_a_cell_are_left_out():
 
 
 def test_a_translation_of_no_number_is_none():
-    case = Translation((COARSE, CROSSING))
-    for side in (0, 1):
-        for wrong in (torch.nan, torch.inf):
-            logits = case.logits(0)
-            root = (case.nodes.roots.row_S, case.nodes.roots.row_T)[side][3]
-            logits[side].flatten(0, 1)[root, 2] = wrong
-            ce, kd, d = case.in_place(*logits)
-            assert kd.isnan()
-            assert ce.isnan() == (side == 0)
-            assert d.flatten(0, 1)[case.nodes.roots.row_S[3]].isnan().any()
+    case = Translation((COARSE, CROSSING), TEXTS[:1])
+    roots = case.nodes.roots
+    joined_root, joined_token = [ids[0] for ids in translation._joined(roots, case.tables)]
+    places = [(0, torch.nan, 1, 2), (0, torch.inf, 1, 2), (1, torch.nan, 1, 2),
+              (1, torch.inf, 1, 2), (1, torch.nan, joined_root, joined_token)]
+    for side, wrong, root, token in places:
+        logits = case.logits(0)
+        logits[side].flatten(0, 1)[(roots.row_S, roots.row_T)[side][root], token] = wrong
+        ce, kd, d = case.in_place(*logits)
+        assert kd.isnan()
+        assert ce.isnan() == (side == 0)
+        assert d.flatten(0, 1)[roots.row_S[root]].isnan().any()
 
 
 def test_a_translation_in_half_precision_is_as_exact_as_the_plain_path(rounding):
@@ -345,7 +357,6 @@ def built(name, pair):
     """Return the distillation loss of a run, for tokenizers that are equal or not."""
     divergence, flags = {
         "piece_kl": (losses.forward_kl, {}),
-        "forward_kl": (losses.forward_kl, {}),
         "jsd": (losses.generalized_jsd, {"beta": 0.3}),
     }[name]
     parameters = dict(temperature=1.5, top_k=0, support="teacher", **flags)
@@ -354,7 +365,7 @@ def built(name, pair):
     return loss_table.build_per_position(divergence, parameters)
 
 
-@pytest.mark.parametrize("name", ["piece_kl", "forward_kl", "jsd", "text"])
+@pytest.mark.parametrize("name", ["piece_kl", "jsd", "text"])
 def test_a_micro_batch_equals_the_plain_path(name, tokenizers, tables, texts, monkeypatch):
     """Over several tiles, some without a chunk, with a padded head of any kind, and a rollout."""
     monkeypatch.setattr(losses, "HAS_KERNELS", False)
@@ -368,8 +379,8 @@ def test_a_micro_batch_equals_the_plain_path(name, tokenizers, tables, texts, mo
     teachers = []
     if loss:
         teachers.append(PairOptions(teacher, loss.spelling, same_tokenizer=same_tokenizer))
-    collator = Collator(student, teachers, tile_mib=0.04, sub_tiles=KERNEL_SUB_TILES)
-    batch = collator([text[:16] for text in texts[:2]])
+    collator = Collator(student, teachers, tile_mib=0.03, sub_tiles=KERNEL_SUB_TILES)
+    batch = collator([text[:12] for text in texts[:2]])
     plan = batch.teachers[0].tiles if loss else batch.student.tiles
     plan = [without_chunks(plan[0], loss), *plan[1:]]
     assert len(plan) > 1
@@ -381,7 +392,7 @@ def test_a_micro_batch_equals_the_plain_path(name, tokenizers, tables, texts, mo
         weight[size:] *= 100
     heads = [Head(weight, vocab=size) for size, weight in zip(sizes, weights)]
     kinds = [{}, {"scale": 0.5, "softcap": 4.0, "bias_V": drawn((sizes[0] + 3,), 8)}]
-    for kind in kinds:
+    for kind in kinds[:1] if name == "piece_kl" else kinds:
         results = []
         for devices in (("cpu",), ()):
             monkeypatch.setattr(losses, "TRITON_DEVICES", devices)

@@ -22,10 +22,11 @@ from projection_tools.flags import OLD_NAMES, parse_flags
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs/README.md"]
-COPIED = ("align", "losses", "tiles", "teacher_mixing", "ipc", "cpu_kernels", "vocab_parallel",
-          "align_dp", "translation", "rollout", "sandbox", "spelling", "cross_tokenizer")
+COPIED = ("align", "losses", "tiles", "teacher_mixing", "ipc", "cpu_kernels", "gpu_kernels",
+          "vocab_parallel", "align_dp", "translation", "rollout", "sandbox", "spelling",
+          "cross_tokenizer")
 # What stands beside a copied module and may be imported by it.
-HELPERS = {"align_dp": {"align"}, "losses": {"cpu_kernels", "vocab_parallel"},
+HELPERS = {"align_dp": {"align"}, "losses": {"cpu_kernels", "gpu_kernels", "vocab_parallel"},
            "translation": {"losses", "vocab_parallel"}, "spelling": {"align"},
            "cross_tokenizer": {"align", "losses", "translation", "spelling"}}
 
@@ -244,7 +245,7 @@ def test_every_stop_can_be_found():
     # the way of a text, in this order
     way = ("loader", "Collator", "TextEncoder.encode", "align_located", "cut_sample", "plan_tiles",
            "Counts.all_reduce", "term_weights", "TeacherSource.targets", "StudentWithLoss.forward",
-           "LossTerms.reduce", "micro_batch_loss", "tiled_loss", "tile_loss", "translated",
+           "LossTerms.reduce", "micro_batch_loss", "tiled_loss", "PairLoss", "translated",
            "translated_kl", "engine.backward", "engine.step", "step_metrics", "Log.write")
     last = ARCHITECTURE.index("## In a data worker")
     for name in way:

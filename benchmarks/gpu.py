@@ -1,0 +1,568 @@
+"""Check and measure what only a GPU shows: one line of JSON per check, all of them in a file.
+
+    python -m benchmarks.gpu                       # make test-gpu
+    python -m benchmarks.gpu --checks kernels,loss_table --out gpu.json
+
+Every check runs in a process of its own, so that one that fails, or hangs, hides no other.  A line
+has `check`, `result` (pass, fail or skip), `reason`, `seconds` and the figures of the check.  What
+needs two devices, or a package that is not there, is skipped.  Nothing is downloaded: the models
+are random, the texts are the interpreter's own documentation.  Without a GPU the command says so in
+one line and ends with status 1.
+
+The checks of this file need torch alone, `kernels` triton too; `loss_table` and
+`no_synchronization` what benchmarks/loss.py imports, those of gpu_job.py what distill.py does.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import ipc
+import losses
+import tiles
+
+MIB = 2**20
+SIZES = 4, MIB, 3 * MIB, 3 * MIB + 4  # bytes that processes share; the last is no power of two
+LEAST_SECONDS = 10  # in which the memory of a killed process has to be free again
+TIMEOUT = 1800  # seconds of a check
+TABLE_POSITIONS = 2048, 8192, 32_768
+DEVICE = "cuda"
+
+
+class Skipped(Exception):
+    """Say why a check cannot run here."""
+
+
+def need_devices(count):
+    present = torch.cuda.device_count()
+    if present < count:
+        raise Skipped(f"needs {count} GPUs, and there are {present}")
+
+
+def rounded(value):
+    return round(value, 5)
+
+
+# --- memory that processes share ------------------------------------------------------------------
+
+
+def pattern(nbytes, seed, device):
+    """Return (nbytes,) uint8 that differ by seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (nbytes,), generator=generator).to(torch.uint8).to(device)
+
+
+def spawn(function, *arguments):
+    """Start a process; return (process, pipe to it)."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=function, args=(there, *arguments), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def received(pipe, timeout=120):
+    if not pipe.poll(timeout):
+        raise TimeoutError(f"the other process said nothing for {timeout} s")
+    return json.loads(pipe.recv_bytes())
+
+
+def send(pipe, value):
+    pipe.send_bytes(json.dumps(value).encode())
+
+
+def read_and_answer(pipe, device):
+    """Read what another process published, say whether it is right, and write to it."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    handles = [ipc.Handle.from_plain(plain) for plain in received(pipe)]
+    right = []
+    for seed, handle in enumerate(handles):
+        memory = ipc.attach(handle)
+        right.append(bool(torch.equal(memory.cpu(), pattern(handle.nbytes, seed, "cpu"))))
+    for seed, handle in enumerate(handles):
+        ipc.attach(handle).copy_(pattern(handle.nbytes, seed + 100, "cpu"))
+    if device != "cpu":
+        torch.cuda.synchronize()
+    send(pipe, right)
+    received(pipe)  # the writer is done
+
+
+def share_between(writer_device, reader_device):
+    """Publish tensors of odd sizes, let another process read and write them, and look again.
+
+    Small tensors of one process may lie in one allocation of the driver, and then a handle that
+    knows the allocation alone would name the first of them: so each size is there twice.
+    """
+    sizes = [*SIZES, *SIZES]
+    handles = []
+    for seed, nbytes in enumerate(sizes):
+        handles.append(ipc.publish(pattern(nbytes, seed, writer_device)))
+    process, pipe = spawn(read_and_answer, reader_device)
+    send(pipe, [handle.to_plain() for handle in handles])
+    read_right = received(pipe)
+    written_right = []
+    for seed, handle in enumerate(handles):
+        expected = pattern(handle.nbytes, seed + 100, "cpu")
+        written_right.append(bool(torch.equal(ipc.attach(handle).cpu(), expected)))
+    send(pipe, "done")
+    process.join(60)
+    for handle in handles:
+        ipc.release(handle)
+    figures = {"bytes": sizes, "read": read_right, "written": written_right}
+    return all(read_right) and all(written_right), figures
+
+
+def ipc_same_device():
+    return share_between(f"{DEVICE}:0", f"{DEVICE}:0")
+
+
+def ipc_two_devices():
+    need_devices(2)
+    return share_between(f"{DEVICE}:0", f"{DEVICE}:1")
+
+
+def write_and_end(pipe, device):
+    """Publish one tensor, wait until it was read, and end without a word."""
+    writer = ipc.TensorWriter(readers=1)
+    send(pipe, writer.handle.to_plain())
+    writer.put(pattern(MIB, 0, device))
+    received(pipe)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def writer_ends_first(device=None):
+    """Have a reader find out that its writer ended, and compute on."""
+    device = device or f"{DEVICE}:0"
+    process, pipe = spawn(write_and_end, device)
+    reader = ipc.TensorReader(ipc.WriterHandle.from_plain(received(pipe)), 0, timeout=60)
+    with reader.take() as tensor:
+        right = bool(torch.equal(tensor.cpu(), pattern(MIB, 0, "cpu")))
+    send(pipe, "read")
+    process.join(60)
+    begin = time.perf_counter()
+    try:
+        reader.next()
+        noticed = False
+    except ipc.PeerDied:
+        noticed = True
+    seconds = time.perf_counter() - begin
+    computes = float(torch.ones(8, device=device).sum()) == 8
+    figures = {"right": right, "noticed": noticed, "notice_seconds": rounded(seconds)}
+    return right and noticed and computes, figures
+
+
+def ipc_full_cache():
+    """Publish what fits only once torch's allocator has given its cache back."""
+    _, total = torch.cuda.mem_get_info()
+    blocks = []
+    while torch.cuda.mem_get_info()[0] > 0.05 * total:
+        blocks.append(torch.empty(int(0.02 * total), dtype=torch.uint8, device=DEVICE))
+    del blocks
+    free_before = torch.cuda.mem_get_info()[0]
+    nbytes = int(0.2 * total)
+    handle = ipc.publish(torch.zeros(1, dtype=torch.uint8, device=DEVICE).expand(nbytes))
+    ipc.release(handle)
+    figures = {"free_fraction_before": rounded(free_before / total), "bytes": nbytes}
+    return free_before < nbytes, figures
+
+
+def hold_memory(pipe, nbytes):
+    handle = ipc.publish(torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE))
+    send(pipe, handle.to_plain())
+    received(pipe, timeout=3600)  # until it is killed
+
+
+def attach_and_wait(pipe):
+    handle = ipc.Handle.from_plain(received(pipe))
+    memory = ipc.attach(handle)
+    send(pipe, int(memory[:8].sum()))
+    received(pipe)  # then it ends
+
+
+def killed_process_frees_memory():
+    """Kill the owner of shared memory that another process maps, let that end, and wait."""
+    nbytes = min(2048 * MIB, torch.cuda.mem_get_info()[0] // 8)
+    owner, owner_pipe = spawn(hold_memory, nbytes)
+    plain = received(owner_pipe)
+    reader, reader_pipe = spawn(attach_and_wait)
+    send(reader_pipe, plain)
+    received(reader_pipe)
+    held = torch.cuda.mem_get_info()[0]
+    owner.kill()
+    owner.join()
+    send(reader_pipe, "end")
+    reader.join(60)
+    begin = time.perf_counter()
+    seconds = None
+    while time.perf_counter() - begin < LEAST_SECONDS:
+        if torch.cuda.mem_get_info()[0] - held >= nbytes:
+            seconds = time.perf_counter() - begin
+            break
+        time.sleep(0.01)
+    figures = {"bytes": nbytes, "free_after_seconds": None if seconds is None else rounded(seconds)}
+    return seconds is not None, figures
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def relative_error(ours, exact):
+    """Return the norm of the difference over the norm of what is exact."""
+    error = (ours.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-12)
+    return float(error)
+
+
+def kernels(rows=256, V=128_256, device=DEVICE, dtypes=(torch.float32, torch.bfloat16)):
+    """Compare the kernels with float64, and two runs with each other, in all precisions.
+
+    Half precision may have twice the plain path's error; see tests/test_gpu_kernels.py.
+    """
+    if not losses.HAS_TRITON_KERNELS:
+        raise Skipped("triton is not installed")
+    figures = {}
+    passed = True
+    labels = torch.randint(V, (rows,), generator=torch.Generator().manual_seed(2)).to(device)
+    every = torch.arange(rows, device=device)
+    coefficients = {"forward_kl": 0.0, "reverse_kl": 0.0, "generalized_jsd": 0.5,
+                    "skew_forward_kl": 0.1, "skew_reverse_kl": 0.1, "total_variation": 0.0}
+    for dtype in dtypes:
+        generator = torch.Generator().manual_seed(0)
+        x, y = (3 * torch.randn(2, rows, V, generator=generator)).to(device, dtype)
+        for name, coefficient in coefficients.items():
+            runs = []
+            for _ in range(2):
+                d = x.clone()
+                sums = losses.divergence_in_place(
+                    name, d, y, labels, every, every, (1.0, 1.0), coefficient=coefficient)
+                assert sums is not None, "the kernels did not take these tensors"
+                runs.append((d, torch.stack(sums)))
+            exact = plain_gradient(name, coefficient, x.double(), y.double(), labels)
+            plain = plain_gradient(name, coefficient, x.float(), y.float(), labels).to(dtype)
+            repeats = bool(torch.equal(runs[0][0], runs[1][0]) and
+                           torch.equal(runs[0][1], runs[1][1]))
+            error = relative_error(runs[0][0], exact)
+            plain_error = relative_error(plain, exact)
+            figures[f"{name} {dtype}"] = {
+                "error": error, "plain_error": plain_error, "two_runs_equal": repeats}
+            passed &= repeats and error <= 2 * plain_error + 1e-5
+    return passed, figures
+
+
+def plain_gradient(name, coefficient, x, y, labels):
+    """Return the gradient of cross-entropy plus divergence by the path without kernels."""
+    available = losses.HAS_TRITON_KERNELS
+    losses.HAS_TRITON_KERNELS = False
+    try:
+        leaf = x.requires_grad_()
+        kd, _ = losses.position_divergence(name, leaf[None], y[None], None,
+                                           coefficient=coefficient)
+        ce, _ = losses.next_token_cross_entropy(leaf[None], labels[None], select=False)
+        return torch.autograd.grad(ce + kd, leaf)[0]
+    finally:
+        losses.HAS_TRITON_KERNELS = available
+
+
+class Fused:
+    """A tile loss of the table: cross-entropy and one distillation loss, as a run computes them.
+
+    Args:
+        name: "forward_kl" or "piece_kl".
+        tables: `translation.Tables` of piece_kl, on the device.
+        use_kernels: False: the plain path, by autograd.
+    """
+
+    def __init__(self, name, tables, use_kernels):
+        self.name = name
+        self.tables = tables
+        self.use_kernels = use_kernels
+        self.cells = None
+        if name == "piece_kl" and use_kernels:
+            import gpu_kernels
+
+            self.cells = gpu_kernels.cell_tables(tables.cell_V, tables.cell_W, tables.num_cells)
+
+    def __call__(self, student, teacher, sub_tile):
+        import translation
+
+        labels = sub_tile.student_labels[None]
+        ce, _ = losses.next_token_cross_entropy(student[None], labels, select=False)
+        if self.name == "piece_kl":
+            kd, _ = translation.translated(
+                student[None], teacher[None], labels, sub_tile.teacher_labels[None],
+                sub_tile.terms, self.tables)
+        else:
+            chunks = sub_tile.terms
+            kd, _ = losses.forward_kl(
+                student[chunks.first_S][None], teacher[chunks.first_T][None], None)
+        return torch.stack([ce, kd])
+
+    def overwrite(self, student, teacher, sub_tile, factors):
+        import translation
+
+        if not self.use_kernels:
+            return None
+        labels = sub_tile.student_labels
+        if self.name == "piece_kl":
+            sums = translation.translated_in_place(
+                student, teacher, labels, labels, sub_tile.teacher_labels, sub_tile.terms,
+                self.tables, self.cells, factors)
+        else:
+            chunks = sub_tile.terms
+            sums = losses.divergence_in_place(
+                "forward_kl", student, teacher, labels, chunks.first_S, chunks.first_T, factors)
+        assert sums is not None, "the kernels did not take these tensors"
+        return torch.stack(sums)
+
+
+class TableRun:
+    """Hold the inputs of one line of the loss table.
+
+    Args:
+        name: see `Fused`.
+        sizes: `benchmarks.loss.Sizes`.
+        path: plain (all logits at once), tiled, or kernels.
+    """
+
+    def __init__(self, name, sizes, path, device=DEVICE):
+        from benchmarks import loss as bench
+
+        W = sizes.W if name == "piece_kl" else sizes.V
+        text = bench.random_text(sizes.tokens, sizes.V, W)
+        tables = None
+        if name == "piece_kl":
+            spelling = bench.random_spelling(sizes.V, W)
+            bench.spell_long_chunks(text, sizes.V, spelling)
+            tables = bench.random_tables(spelling)
+        losses.HAS_TRITON_KERNELS = losses.HAS_TRITON_KERNELS and path == "kernels"
+        budget = tiles.GPU_SUB_TILES
+        if path == "kernels":
+            budget = tiles.KERNEL_SUB_TILES._replace(logit_bytes=2)
+        memory_mib = float("inf") if path == "plain" else sizes.memory_mib
+        plan = tiles.plan_tiles(*text, (sizes.V, W), memory_mib, budget,
+                                teacher_context=name == "piece_kl")
+        plan = [bench.with_terms(tile, tables) for tile in plan]
+        self.plan = [bench.to(tile, device) for tile in plan]
+        self.loss = Fused(name, bench.to(tables, device), path == "kernels")
+
+        def tensor(*shape):
+            values = torch.randn(*shape, device=device, dtype=torch.bfloat16)
+            return values.mul_(shape[-1] ** -0.5)
+
+        self.hidden = tensor(sizes.tokens, sizes.H).requires_grad_()
+        self.weight = tensor(sizes.V, sizes.H).requires_grad_()
+        teacher_hidden = tensor(sizes.tokens, sizes.teacher_H)
+        self.teacher = tiles.HiddenLogits(teacher_hidden, tiles.Head(tensor(W, sizes.teacher_H)))
+
+    def step(self):
+        """Compute loss and gradients; nothing here reads them back."""
+        self.hidden.grad = None
+        self.weight.grad = None
+        loss, _ = tiles.tiled_loss(
+            self.hidden, tiles.Head(self.weight), self.teacher, self.loss, self.plan, [1.0, 1.0])
+        loss.backward()
+
+    def matmuls(self, block=1024):
+        """Multiply as a loss has to: the student three times, the teacher once, in blocks."""
+        with torch.no_grad():
+            for first in range(0, len(self.hidden), block):
+                hidden = self.hidden[first : first + block]
+                logits = hidden @ self.weight.T
+                logits @ self.weight
+                logits.T @ hidden
+                self.teacher.hidden_TH[first : first + block] @ self.teacher.head.weight_VH.T
+
+
+def timed(run, times=3):
+    """Return the median seconds of some runs, after one that warms up."""
+    run()
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[times // 2]
+
+
+def table_line(name, path, positions, memory_mib):
+    """Return the figures of one loss, path and size."""
+    from benchmarks.loss import Sizes
+
+    run = TableRun(name, Sizes(positions, 128_256, 151_936, 4096, 4096, 0, memory_mib), path)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = timed(run.step)
+    gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+    head_gib = run.weight.numel() * 4 / 2**30  # its gradient, which is float32 until the end
+    matmuls = timed(run.matmuls)
+    return {"seconds": rounded(seconds), "of_matmuls": round(seconds / matmuls, 2),
+            "GiB_above_head_gradient": round(gib - head_gib, 2), "tiles": len(run.plan)}
+
+
+def loss_table():
+    """Time every loss by every path; passes where the kernels stay within 1.6 of their matmuls."""
+    lines = {}
+    ratios = []
+    for name in ("forward_kl", "piece_kl"):
+        for positions in TABLE_POSITIONS:
+            for path, memory_mib in (("plain", 512), ("tiled", 512), ("kernels", 512),
+                                     ("kernels", 4096)):
+                key = f"{name} {path} {positions} {memory_mib}"
+                lines[key] = in_its_own_process("table_line", name, path, positions, memory_mib)
+                if path == "kernels" and "of_matmuls" in lines[key]:
+                    ratios.append(lines[key]["of_matmuls"])
+    if not ratios:
+        return False, {"lines": lines, "reason": "the kernels did not run"}
+    return max(ratios) <= 1.6, {"lines": lines}
+
+
+def no_synchronization(tokens=1024):
+    """Report where a loss makes the host wait for the device, in the middle of a step."""
+    from benchmarks.loss import Sizes
+
+    figures = {}
+    for name, path in (("forward_kl", "tiled"), ("forward_kl", "kernels"), ("piece_kl", "tiled"),
+                       ("piece_kl", "kernels")):
+        if path == "kernels" and not losses.HAS_TRITON_KERNELS:
+            continue
+        available = losses.HAS_TRITON_KERNELS
+        run = TableRun(name, Sizes(tokens, 32_000, 48_000, 512, 512, 0, 512), path)
+        run.step()
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            run.step()
+            torch.cuda.set_sync_debug_mode("default")
+        waits = {}
+        for warning in caught:
+            if "synchroniz" in str(warning.message):
+                place = f"{Path(warning.filename).name}:{warning.lineno}"
+                waits[place] = waits.get(place, 0) + 1
+        figures[f"{name} {path}"] = waits
+        losses.HAS_TRITON_KERNELS = available
+    return not any(figures.values()), {"waits": figures}
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def job_check(name):
+    """Return a check of gpu_job.py, which is imported only when it runs."""
+    def check():
+        from benchmarks import gpu_job
+
+        return getattr(gpu_job, name)()
+
+    return check
+
+
+CHECKS = {
+    "ipc_same_device": ipc_same_device,
+    "ipc_two_devices": ipc_two_devices,
+    "writer_ends_first": writer_ends_first,
+    "ipc_full_cache": ipc_full_cache,
+    "killed_process_frees_memory": killed_process_frees_memory,
+    "kernels": kernels,
+    "no_synchronization": no_synchronization,
+    "loss_table": loss_table,
+    "nccl_gradients": job_check("nccl_gradients"),
+    "tensor_parallel_teacher": job_check("tensor_parallel_teacher"),
+    "step_over_parts": job_check("step_over_parts"),
+}
+
+
+def outcome(check):
+    """Run a check here; return its line, without its name."""
+    begin = time.perf_counter()
+    try:
+        passed, figures = check()
+        line = {"result": "pass" if passed else "fail", "reason": figures.pop("reason", "")}
+    except (Skipped, ImportError) as reason:
+        figures = {}
+        line = {"result": "skip", "reason": str(reason)}
+    except Exception as error:
+        figures = {"traceback": traceback.format_exc()[-2000:]}
+        line = {"result": "fail", "reason": f"{type(error).__name__}: {error}"[:500]}
+    return line | {"seconds": round(time.perf_counter() - begin, 1)} | figures
+
+
+def in_its_own_process(name, *arguments):
+    """Run a check, or one line of the table, in a fresh process; return what it found."""
+    call = json.dumps([name, *arguments])
+    command = [sys.executable, "-m", "benchmarks.gpu", "--here", call]
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return {"result": "fail", "reason": f"no result within {TIMEOUT} s"}
+    lines = run.stdout.splitlines()
+    if run.returncode or not lines:
+        return {"result": "fail", "reason": f"ended with status {run.returncode}",
+                "stderr": run.stderr[-2000:]}
+    return json.loads(lines[-1])
+
+
+def run_here(call):
+    """Print the outcome of one check, or of one line of the table, as JSON."""
+    name, *arguments = json.loads(call)
+    if name in CHECKS:
+        print(json.dumps(outcome(CHECKS[name])), flush=True)
+    else:
+        line = outcome(lambda: (True, globals()[name](*arguments)))
+        print(json.dumps(line), flush=True)
+
+
+def environment():
+    """Return what the figures depend on."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {"devices": devices, "torch": torch.__version__, "cuda": torch.version.cuda,
+            "python": sys.version.split()[0], "commit": commit.stdout.strip()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checks", default=",".join(CHECKS), help="names, separated by commas")
+    parser.add_argument("--out", default="gpu.json", help="file of all lines")
+    parser.add_argument("--here", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here:
+        run_here(args.here)
+        return
+    names = [name for name in args.checks.split(",") if name]
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise SystemExit(f"--checks {','.join(unknown)}: expected some of {', '.join(CHECKS)}")
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device, so nothing was "
+                         "checked")
+    report = {"environment": environment(), "checks": []}
+    for name in names:
+        line = {"check": name} | in_its_own_process(name)
+        report["checks"].append(line)
+        print(json.dumps(line), flush=True)
+        Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+    if any(line["result"] == "fail" for line in report["checks"]):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    # under its own name: gpu_job.py raises the Skipped of that module
+    from benchmarks.gpu import main
+
+    main()

@@ -1,0 +1,285 @@
+"""Checks of gpu.py that need a whole job: distill.py's own step, on one or two ranks.
+
+The ranks are processes of this machine, one for each GPU; without one they compute on the CPU, so
+that tests can run the same functions.  See gpu.py for the command and what a check returns.
+"""
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.gpu import Skipped, need_devices, received, relative_error, rounded, send, spawn
+
+SAMPLES = 4  # of a step, over all ranks
+MAX_LENGTH = 96
+EXACT = 1e-5  # relative error of float32 gradients; sums have another order on two ranks
+STEPS = 6  # timed, after as many that warm up
+VOCAB = 32_000  # rows of the heads of the models that are timed
+
+
+def need_packages():
+    """Skip where something that distill.py imports is missing."""
+    try:
+        import distill  # noqa: F401
+    except ImportError as error:
+        raise Skipped(f"distill.py needs {error.name}") from error
+
+
+def prepare(folder, layers=2, hidden=64, rows=None):
+    """Write student, teacher and corpus; random weights, texts of the interpreter.
+
+    Args:
+        rows: of the heads; None: a few more than tokens.
+    """
+    from pydoc_data import topics
+
+    import demo
+
+    texts = []
+    for _, text in sorted(topics.topics.items()):
+        texts += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
+    texts = texts[:300]
+    shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+                 num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512,
+                 initializer_range=0.1)
+    kinds = ("student", demo.unigram(texts, 350)), ("teacher", demo.byte_level_bpe(texts, 500))
+    for seed, (name, tokenizer) in enumerate(kinds):
+        model = demo.llama(tokenizer, shape, seed)
+        model.resize_token_embeddings(rows or len(tokenizer) + 10)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    with open(folder / "corpus.jsonl", "w") as file:
+        for text in texts:
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def on_ranks(world, function, *arguments):
+    """Run a function of this file on `world` ranks; return what each returned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = [spawn(_rank, rank, world, port, function, arguments) for rank in range(world)]
+    try:
+        return [received(pipe, timeout=600) for _, pipe in group]
+    finally:
+        for process, _ in group:
+            process.join(30)
+            process.kill()
+
+
+def _rank(pipe, rank, world, port, function, arguments):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                   "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    send(pipe, globals()[function](*arguments))
+
+
+def build(folder, micro_batch_size, precision, **flags):
+    """Return (state of a run, its Collator, texts) on this rank."""
+    import torch.distributed as dist
+
+    import distill
+    from isogloss.inputs import build_collator, check_inputs
+    from isogloss.launch import silence_libraries, start_distributed
+
+    device = start_distributed()
+    silence_libraries()
+    optimizer = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
+    ds_config = folder / f"ds{dist.get_rank()}.json"
+    ds_config.write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0, "optimizer": optimizer, "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": precision == "bfloat16"}}))
+    cfg = distill.Config(
+        student=str(folder / "student"), teacher=str(folder / "teacher"),
+        data=str(folder / "corpus.jsonl"), ds_config=str(ds_config), max_length=MAX_LENGTH,
+        teacher_max_length=MAX_LENGTH, output_dir=str(folder / "run"), **flags)
+    inputs = check_inputs(cfg, device)
+    state = distill.build_state(cfg, inputs, device)
+    return state, build_collator(cfg, inputs, device), inputs.data.train_data["text"]
+
+
+# --- gradients --------------------------------------------------------------------------------
+
+
+def step_gradients(folder):
+    """Take one step on this rank's samples; rank 0 writes the gradient, all return the loss."""
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    import distill
+
+    folder = Path(folder)
+    world = int(os.environ["WORLD_SIZE"])
+    count = SAMPLES // world
+    state, collator, texts = build(folder, count, "float32")
+    first = count * dist.get_rank()
+    batch = collator(texts[first : first + count])
+    model = state.engine.module.model
+    gradients = {}
+    take = state.engine.optimizer.step
+
+    def step(*arguments, **options):
+        for name, parameter in model.named_parameters():
+            gradients[name] = safe_get_full_grad(parameter).cpu()
+        return take(*arguments, **options)
+
+    state.engine.optimizer.step = step
+    metrics = distill.train_step(state, [batch])
+    if dist.get_rank() == 0:
+        torch.save(gradients, folder / f"gradients{world}.pt")
+    return metrics["loss"]
+
+
+def compare_gradients(world=2):
+    """Compare the gradient of one step on one rank and on several, in float32."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        prepare(folder)
+        losses = {}
+        gradients = {}
+        for ranks in (1, world):
+            losses[ranks] = on_ranks(ranks, "step_gradients", path)[0]
+            gradients[ranks] = torch.load(folder / f"gradients{ranks}.pt", weights_only=True)
+    worst = 0.0
+    for name, gradient in gradients[1].items():
+        worst = max(worst, relative_error(gradients[world][name], gradient))
+    figures = {"losses": losses, "worst_relative_error": worst}
+    return worst <= EXACT and abs(losses[1] - losses[world]) <= EXACT * abs(losses[1]), figures
+
+
+def nccl_gradients():
+    need_devices(2)
+    need_packages()
+    return compare_gradients()
+
+
+# --- a teacher in shards ----------------------------------------------------------------------
+
+
+def teacher_states(folder, degree, dtype):
+    """Return the teacher's hidden states of a text, as this rank computes them; rank 0 saves."""
+    import torch.distributed as dist
+    from transformers import AutoTokenizer
+
+    from isogloss.launch import silence_libraries, start_distributed
+    from isogloss.specs import TeacherSpec
+    from isogloss.teachers import load_teacher
+
+    device = start_distributed()
+    silence_libraries()
+    tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "teacher")
+    spec = TeacherSpec(str(Path(folder) / "teacher"), len(tokenizer), "auto", dtype=dtype,
+                       device=device, degree=degree, same_ids=True)
+    teacher = load_teacher(spec)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(tokenizer), (2, 128), generator=generator).to(device)
+    logits = teacher.read(ids)(torch.arange(256, device=device))
+    if dist.get_rank() == 0:
+        torch.save(logits.float().cpu(), Path(folder) / f"logits_{degree}_{dtype}.pt")
+    return teacher.engine
+
+
+def compare_teachers(dtype="bfloat16"):
+    """Compare a teacher in two shards with the whole one, by their errors against float32."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        prepare(folder, hidden=256, layers=4)
+        engines = {}
+        for degree, precision in ((1, "float32"), (1, dtype), (2, dtype)):
+            key = f"{degree} {precision}"
+            engines[key] = on_ranks(degree, "teacher_states", path, degree, precision)[0]
+        exact = torch.load(folder / "logits_1_float32.pt", weights_only=True)
+        errors = {}
+        for degree in (1, 2):
+            logits = torch.load(folder / f"logits_{degree}_{dtype}.pt", weights_only=True)
+            errors[degree] = relative_error(logits, exact)
+    figures = {"engines": engines, "relative_error": errors}
+    return errors[2] <= 2 * errors[1] + EXACT, figures
+
+
+def tensor_parallel_teacher():
+    need_devices(2)
+    need_packages()
+    return compare_teachers()
+
+
+# --- time -------------------------------------------------------------------------------------
+
+
+def kernel_times(run):
+    """Return sorted [(begin, end)] in microseconds of all that a GPU did during a run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    spans = []
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+    return sorted(spans)
+
+
+def busy_and_gaps(spans):
+    """Return (microseconds in which something ran, gaps between)."""
+    busy = 0.0
+    gaps = []
+    reached = None
+    for begin, end in spans:
+        if reached is None:
+            busy += end - begin
+            reached = end
+            continue
+        if begin > reached:
+            gaps.append(begin - reached)
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return busy, gaps
+
+
+def timed_steps(folder):
+    """Time whole steps, then let the profiler say when the GPU was idle in them."""
+    import time
+
+    import distill
+
+    state, collator, texts = build(Path(folder), SAMPLES, "bfloat16")
+    batch = collator(texts[:SAMPLES])
+    for _ in range(STEPS):
+        distill.train_step(state, [batch])
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        distill.train_step(state, [batch])
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begin) / STEPS
+
+    def steps():
+        for _ in range(STEPS):
+            distill.train_step(state, [batch])
+
+    busy, gaps = busy_and_gaps(kernel_times(steps))
+    busy_seconds = busy / STEPS / 1e6
+    return {
+        "step_seconds": rounded(seconds),
+        "busy_seconds": rounded(busy_seconds),
+        "step_over_busy": round(seconds / max(busy_seconds, 1e-9), 2),
+        # the longest ones: where a step begins, if the host is late there
+        "longest_idle_seconds": [rounded(gap / 1e6) for gap in sorted(gaps)[-STEPS:]],
+    }
+
+
+def step_over_parts():
+    """Compare a step's seconds with those in which the GPU computes."""
+    need_packages()
+    with tempfile.TemporaryDirectory() as path:
+        prepare(Path(path), layers=8, hidden=512, rows=VOCAB)
+        [figures] = on_ranks(1, "timed_steps", path)
+    return figures["step_over_busy"] <= 1.15, figures

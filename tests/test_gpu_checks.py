@@ -1,0 +1,98 @@
+"""benchmarks/gpu.py without a GPU: its one line, its outcomes, and what a CPU can do of it."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import losses
+from benchmarks import gpu, gpu_job
+from benchmarks.gpu import Skipped
+
+
+@pytest.mark.parametrize("argv", [[], ["--checks", "kernels,loss_table"]])
+def test_without_a_gpu_it_ends_in_one_line(argv, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *argv])
+    with pytest.raises(SystemExit) as end:
+        gpu.main()
+    assert str(end.value).startswith("no GPU: torch ")
+    assert "\n" not in str(end.value)
+    assert capsys.readouterr().out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_check_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--checks", "ipc,kernels"])
+    with pytest.raises(SystemExit, match="--checks ipc: expected some of ipc_same_device, "):
+        gpu.main()
+
+
+def test_every_outcome_has_its_line(monkeypatch):
+    def skipping():
+        raise Skipped("needs 2 GPUs, and there are 0")
+
+    def breaking():
+        raise RuntimeError("CUDA error 700")
+
+    lines = {}
+    for name, check in (("good", lambda: (True, {"n": 1})), ("bad", lambda: (False, {"n": 2})),
+                        ("skipping", skipping), ("breaking", breaking)):
+        lines[name] = json.loads(json.dumps(gpu.outcome(check)))
+    assert lines["good"]["result"] == "pass" and lines["good"]["n"] == 1
+    assert lines["bad"]["result"] == "fail" and lines["bad"]["n"] == 2
+    assert lines["skipping"]["result"] == "skip"
+    assert lines["skipping"]["reason"] == "needs 2 GPUs, and there are 0"
+    assert lines["breaking"]["result"] == "fail"
+    assert lines["breaking"]["reason"] == "RuntimeError: CUDA error 700"
+    assert "breaking" in lines["breaking"]["traceback"]
+
+
+def test_a_check_that_needs_two_devices_is_skipped_with_a_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("ipc_two_devices", "nccl_gradients", "tensor_parallel_teacher"):
+        line = gpu.outcome(gpu.CHECKS[name])
+        assert (line["result"], line["reason"]) == ("skip", "needs 2 GPUs, and there are 1")
+
+
+def test_shared_memory_is_checked_in_both_directions():
+    right, figures = gpu.share_between("cpu", "cpu")
+    assert right
+    assert figures["bytes"][0] == 4
+    assert figures["read"] == figures["written"] == 8 * [True]
+
+
+def test_the_kernels_are_compared_with_float64(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(losses, "TRITON_DEVICES", ("cpu",))
+    passed, figures = gpu.kernels(rows=2, V=11, device="cpu", dtypes=[torch.float32])
+    assert passed
+    assert len(figures) == 6
+    assert all(line["two_runs_equal"] for line in figures.values())
+    # the comparison sees a wrong gradient
+    exact = gpu.plain_gradient
+    monkeypatch.setattr(gpu, "plain_gradient", lambda *inputs: 1.001 * exact(*inputs))
+    assert not gpu.kernels(rows=2, V=11, device="cpu", dtypes=[torch.float32])[0]
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "piece_kl"])
+def test_all_paths_of_the_table_compute_the_same(name, monkeypatch):
+    pytest.importorskip("fire")
+    from benchmarks.loss import Sizes
+
+    monkeypatch.setattr(losses, "HAS_TRITON_KERNELS", losses.HAS_TRITON_KERNELS)
+    gradients = []
+    for path in ("plain", "tiled"):
+        run = gpu.TableRun(name, Sizes(40, 60, 80, 8, 8, 0, 0.02), path, "cpu")
+        run.step()
+        gradients.append(run.hidden.grad.float())
+        assert (len(run.plan) > 1) == (path == "tiled")
+    assert gradients[0].norm() > 0
+    assert (gradients[0] - gradients[1]).norm() <= 0.02 * gradients[0].norm()
+
+
+def test_gaps_lie_between_kernels_that_overlap():
+    busy, gaps = gpu_job.busy_and_gaps([(0, 2), (1, 3), (5, 9), (6, 7), (9, 10)])
+    assert (busy, gaps) == (8, [2])
