@@ -6,6 +6,7 @@ nothing of the training's random state is used.
 Tests: tests/test_cli.py, tests/test_distributed.py.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -59,8 +60,7 @@ class EvalSamples:
                 "row": written.prompt.key[0], "prompt": written.prompt.text, "text": written.text,
                 "ended": written.ended, "reference": self.references[number]})
         of_ranks = values_of_ranks(records)
-        return sorted((record for of_rank in of_ranks for record in of_rank),
-                      key=lambda record: record["row"])
+        return sorted(itertools.chain.from_iterable(of_ranks), key=lambda record: record["row"])
 
 
 def load_samples(cfg, inputs, student):

@@ -75,15 +75,15 @@ def card_text(record, cfg, lines, step, has_picture):
         lines: of metrics.jsonl, up to the step.
     """
     name = public_name(cfg.export or cfg.output_dir).rpartition("/")[2]
-    parts = [front_matter(cfg), f"# {name}", description(cfg)]
-    parts.append(table(["", ""], facts(record, cfg, step)))
+    sections = [front_matter(cfg), f"# {name}", description(cfg)]
+    sections.append(table(["", ""], facts(record, cfg, step)))
     results = results_of(lines)
     if results:
-        parts += ["## Held-out results", table(["", "before", f"step {step}"], results)]
+        sections += ["## Held-out results", table(["", "before", f"step {step}"], results)]
     if has_picture:
-        parts.append(f"![Curves of the run]({PICTURE})")
-    parts += ["## Flags", "Flags that differ from their defaults:", flags_text(cfg)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        sections.append(f"![Curves of the run]({PICTURE})")
+    sections += ["## Flags", "Flags that differ from their defaults:", flags_text(cfg)]
+    return "\n\n".join(sections) + "\n"
 
 
 def front_matter(cfg):
@@ -124,25 +124,25 @@ def description(cfg):
 
 def facts(record, cfg, step):
     """Return the rows of the table that says what the student was made of."""
-    rows = [["base model", public_name(cfg.student) + " (shape only)" * cfg.from_scratch]]
+    entries = [["base model", public_name(cfg.student) + " (shape only)" * cfg.from_scratch]]
     if cfg.kd_weight:
         for teacher in configs_by_teacher(cfg).values():
             loss = f"loss `{teacher.loss}`, weight {teacher.kd_weight:g}"
-            rows.append(["teacher", f"{public_name(teacher.teacher)}: {loss}"])
-    rows.append(["cross-entropy", f"weight {cfg.ce_weight:g}"])
-    rows.append(["data", public_name(cfg.data)])
-    rows.append(["steps", f"{step} of {cfg.steps}"])
-    rows.append(["ranks", record.get("ranks", "")])
+            entries.append(["teacher", f"{public_name(teacher.teacher)}: {loss}"])
+    entries.append(["cross-entropy", f"weight {cfg.ce_weight:g}"])
+    entries.append(["data", public_name(cfg.data)])
+    entries.append(["steps", f"{step} of {cfg.steps}"])
+    entries.append(["ranks", record.get("ranks", "")])
     versions = record.get("versions", {})
-    rows.append(["made with", ", ".join(f"{key} {value}" for key, value in versions.items())])
+    entries.append(["made with", ", ".join(f"{key} {value}" for key, value in versions.items())])
     if record.get("commit"):
         changed = " with changes" if record.get("diff") else ""
-        rows.append(["commit of Isogloss", f"`{record['commit'][:12]}`{changed}"])
-    return rows
+        entries.append(["commit of Isogloss", f"`{record['commit'][:12]}`{changed}"])
+    return entries
 
 
 def results_of(lines):
-    """Return rows (what, first value, last value) of what evaluations measured, tasks included."""
+    """Return (what, first value, last value) of all that evaluations measured, tasks included."""
     names = dict(MEASURED)
     for line in lines:
         for key in line:
@@ -152,12 +152,12 @@ def results_of(lines):
             for metric, text in MEASURED.items():
                 if key.startswith(f"{metric}/"):  # of one of several teachers
                     names.setdefault(key, f"{text} ({key.removeprefix(metric + '/')})")
-    rows = []
+    entries = []
     for key, text in names.items():
         values = [line[key] for line in lines if line.get(key) is not None]
         if values:
-            rows.append([text, f"{values[0]:.4g}", f"{values[-1]:.4g}"])
-    return rows
+            entries.append([text, f"{values[0]:.4g}", f"{values[-1]:.4g}"])
+    return entries
 
 
 def flags_text(cfg):
@@ -170,7 +170,7 @@ def flags_text(cfg):
     return "    " + " ".join(words) if words else "    none"
 
 
-def table(head, rows):
+def table(head, entries):
     """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
+    lines = [head, ["---"] * len(head), *entries]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
