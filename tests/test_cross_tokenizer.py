@@ -91,6 +91,18 @@ def test_tokens_of_a_chunk_spell_the_same_bytes(kd, stories):
     assert (batch.labels[~is_text] == -100).all() and not is_text.all()
 
 
+def test_the_text_that_the_architecture_page_follows():
+    """No position of a model without bos predicts its first token, so that chunk 0 is lost."""
+    tokenizers = [AutoTokenizer.from_pretrained(asset("tokenizers", name))
+                  for name in ("gpt2", "qwen2")]
+    batch = CrossTokenizerKD(*tokenizers, "alm").collate(["in 2010"])
+    assert batch.student["input_ids"].tolist() == [[50256, 259, 3050, 50256]]
+    assert batch.teacher["input_ids"].tolist() == [[258, 220, 17, 15, 16, 15, 151643]]
+    assert batch.student_chunk.tolist() == [[-1, 1, 2]]
+    assert batch.teacher_chunk.tolist() == [[1, 1, 1, 1, 1, 2]]
+    assert batch.text_bytes == batch.aligned_bytes == 7
+
+
 # --- the loss -------------------------------------------------------------------------------------
 
 
