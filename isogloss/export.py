@@ -228,7 +228,7 @@ def _write_model(save, tokenizer, export, write_card, flag="--export"):
     shutil.rmtree(scratch, ignore_errors=True)
     save(scratch)
     tokenizer.save_pretrained(scratch)
-    make_readable_for_transformers_4(scratch / "tokenizer_config.json")
+    make_readable_for_transformers_4(scratch)
     write_card(scratch)
     write_atomically(scratch / MANIFEST, json.dumps({"files": files_in(scratch)}, indent=1))
     sync_tree(scratch)
@@ -241,15 +241,39 @@ def _write_model(save, tokenizer, export, write_card, flag="--export"):
 NEW_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
-def make_readable_for_transformers_4(path):
-    """Rewrite a tokenizer_config.json of transformers 5 so that both versions read it alike."""
-    config = json.loads(path.read_text())
+def make_readable_for_transformers_4(folder):
+    """Rewrite the two configs that transformers 5 has written so that both versions read them."""
+    for name, rewrite in (("config.json", add_old_rope_keys),
+                          ("tokenizer_config.json", use_old_tokenizer_keys)):
+        path = folder / name
+        config = json.loads(path.read_text())
+        rewrite(config)
+        write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def add_old_rope_keys(config):
+    """Add the two keys that transformers 4 has for rope_parameters, in place.
+
+    Without them it would compute with its default base and give wrong logits, silently.  A model
+    with parameters for each kind of layer (Gemma 3) stays as it is.
+    """
+    rope = config.get("rope_parameters")
+    if not rope or "rope_theta" not in rope:
+        return
+    rope = dict(rope)
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+
+
+def use_old_tokenizer_keys(config):
+    """Rename what transformers 4 does not know in a tokenizer_config.json, in place."""
     name = config.get("tokenizer_class")
-    config["tokenizer_class"] = NEW_CLASSES.get(name, name)
+    if name in NEW_CLASSES:
+        config["tokenizer_class"] = NEW_CLASSES[name]
     more = config.get("extra_special_tokens")
     if isinstance(more, list):  # a dict of names in transformers 4, which had another key for lists
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def export_projection(engine, learned_projection, target):

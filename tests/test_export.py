@@ -327,13 +327,14 @@ def test_wrong_input_of_the_command_is_one_line(exported, capsys):
 def test_tokenizers_are_written_as_transformers_4_reads_them(name, tmp_path):
     """Version 4 knows no TokenizersBackend, and takes a list of more control tokens under another
     key; version 5 reads the same tokens from what is written."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, LlamaConfig
 
+    LlamaConfig().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
     tokenizer.save_pretrained(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     before = json.loads(path.read_text())
-    export.make_readable_for_transformers_4(path)
+    export.make_readable_for_transformers_4(tmp_path)
     config = json.loads(path.read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert not isinstance(config.get("extra_special_tokens"), list)
@@ -345,3 +346,22 @@ def test_tokenizers_are_written_as_transformers_4_reads_them(name, tmp_path):
     assert again.chat_template == tokenizer.chat_template
     for role in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
         assert getattr(again, role) == getattr(tokenizer, role)
+
+
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("rope", [ROPE, {"rope_type": "default", "rope_theta": 1e6}])
+def test_rotary_embeddings_are_written_as_transformers_4_reads_them(rope, tmp_path):
+    """It has rope_theta and rope_scaling, and would take 10,000 where it finds none."""
+    from transformers import AutoConfig, LlamaConfig
+
+    LlamaConfig(rope_parameters=rope).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    export.make_readable_for_transformers_4(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == rope["rope_theta"]
+    expected = {key: value for key, value in rope.items() if key != "rope_theta"}
+    assert config.get("rope_scaling", {"rope_type": "default"}) == expected
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope  # nor does version 5 mind
