@@ -17,10 +17,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from isogloss.adapters import adapter_of, is_adapter, merged_weights, write_adapter
+from isogloss.adapters import (
+    adapter_of,
+    add_adapter,
+    is_adapter,
+    merged_weights,
+    student_adapter,
+    write_adapter,
+)
 from isogloss.checkpoint import position_of
 from isogloss.checkpoint_weights import checkpoint_of_step, weights_of_checkpoint
 from isogloss.config import configs_by_teacher
@@ -246,6 +254,8 @@ def make_readable_for_transformers_4(folder):
     for name, rewrite in (("config.json", add_old_rope_keys),
                           ("tokenizer_config.json", use_old_tokenizer_keys)):
         path = folder / name
+        if not path.exists():  # an adapter has no config of a model
+            continue
         config = json.loads(path.read_text())
         rewrite(config)
         write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
@@ -309,6 +319,7 @@ class Args:
         output: directory for the student, an earlier export or none; empty: export_STEP in the run.
         push_to_hub: repository of the hub to upload it to, as in me/student; it is made if there is
             none. You are logged in by `hf auth login`, or HF_TOKEN. Empty: none.
+        merge: of a student that was trained by an adapter, export the whole model.
         private: make that repository a private one.
         trust_remote_code: run the Python code that comes with the student, which can do anything.
     """
@@ -317,6 +328,7 @@ class Args:
     step: int = 0
     output: str = ""
     push_to_hub: str = ""
+    merge: bool = False
     private: bool = False
     trust_remote_code: bool = False
 
@@ -345,16 +357,32 @@ def export_checkpoint(args):
     output = args.output or str(folder / f"export_{step:07d}")
     _check_replaceable(output, "--output")
     check_writable(f"--output {output}", _real_path(output).parent)
-    config = load_config("student", cfg.student, args.trust_remote_code)
+    student = empty_student(cfg, args.trust_remote_code)
     tokenizer, _ = load_tokenizer("student", cfg.student, args.trust_remote_code)
     weights = weights_of_checkpoint(checkpoint)
-    model = model_of_weights(config, weights, args.trust_remote_code)
+    adapter = adapter_of(student)
+    if adapter and not args.merge:
+        of_adapter = {name: weights[name] for name in weights if is_adapter(name)}
+        save = partial(write_adapter, adapter, of_adapter)
+    else:
+        save = partial(_save_whole, student, weights, args.trust_remote_code)
     card = partial(write_card, folder=folder, step=step)
     try:
-        _write_model(model, tokenizer, output, card, "--output")
+        _write_model(save, tokenizer, output, card, "--output")
     except OSError as error:
         raise ValueError(f"--output {output}: cannot be written ({reason_of(error)})") from None
     return Path(output)
+
+
+def empty_student(cfg, trust_remote_code):
+    """Return the student of a run without its weights, with its adapter if it has one."""
+    config = load_config("student", cfg.student, trust_remote_code)
+    with torch.device("meta"):
+        student = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    adapter = student_adapter(cfg)
+    if adapter:
+        add_adapter(f"lora_r {cfg.lora_r}", student, adapter)
+    return student
 
 
 def push(folder, repository, private):

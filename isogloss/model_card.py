@@ -26,7 +26,7 @@ MEASURED = {
 LEFT_OUT = {
     "student", "teacher", "teachers", "data", "eval_data", "output_dir", "export", "ds_config",
     "resume", "wandb_project", "local_rank", "loss", "projection", "eval_task_data",
-    "rollout_command", "trust_remote_code"}
+    "rollout_command", "trust_remote_code", "config"}
 
 
 def read_record(folder):
@@ -88,7 +88,8 @@ def card_text(record, cfg, lines, step, has_picture):
 
 def front_matter(cfg):
     """Return the metadata that the hub reads."""
-    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
+    library = "peft" if cfg.lora_r and not cfg.merge else "transformers"
+    lines = [f"library_name: {library}", "pipeline_tag: text-generation"]
     models = [] if cfg.from_scratch else [cfg.student]
     lines += yaml_list("base_model", hub_ids(models))
     lines += yaml_list("datasets", hub_ids([cfg.data.partition(":")[0]]))
