@@ -37,6 +37,7 @@ from isogloss.checkpoint import (
 from isogloss.checks import check_logits, check_packing, check_sequence_shards
 from isogloss.config import GROUPS, Config
 from isogloss.counts import global_sums
+from isogloss.eval_samples import EvalSamples, load_samples
 from isogloss.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.finite import BadSteps, has_finite_state
@@ -151,9 +152,12 @@ def train_student(cfg, roles, device):
                 check_sequence_shards(state)
             if cfg.pack:
                 check_packing(state)
-            if inputs.tasks or (cfg.on_policy and not cfg.rollout_command):
+            writes = cfg.on_policy and not cfg.rollout_command
+            if inputs.tasks or cfg.eval_samples or writes:
                 state.whole_student = WholeStudent(
                     state.engine, state.sequence_group, device, cfg.rollout_replica)
+            if cfg.eval_samples:
+                state.samples = load_samples(cfg, inputs, state.whole_student)
             if cfg.on_policy:
                 state.writer = build_writer(state, inputs)
                 stack.callback(state.writer.close)
@@ -192,8 +196,7 @@ def write_results(state, inputs):
         learned = inputs.teachers[0].loss.learned_projection
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
-        end_if_failed(export_model(
-            state.engine, inputs.student.tokenizer, cfg.export, cfg.trust_remote_code, cfg.merge))
+        end_if_failed(export_model(state.engine, inputs.student.tokenizer, cfg))
 
 
 def end_if_failed(error):
@@ -231,6 +234,7 @@ class TrainState:
         bad_steps: BadSteps, the latest ones that were not finite.
         last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
         tasks: TaskSuite by which the student is judged, or None.
+        samples: EvalSamples that it writes at an evaluation, or None.
         whole_student: WholeStudent, for texts that each rank writes or reads alone, or None.
         writer: Writer of what the student learns from itself, or None.
         places: Places from which a stream of data can go on.
@@ -247,6 +251,7 @@ class TrainState:
     bad_steps: BadSteps = field(default_factory=BadSteps)
     last_checkpoint: Path | None = None
     tasks: TaskSuite | None = None
+    samples: EvalSamples | None = None
     whole_student: WholeStudent | None = None
     writer: Writer | None = None
     places: Places = field(default_factory=Places)
@@ -550,6 +555,8 @@ def weigh_rollouts(state, micro_batches):
 def log_evaluation(state, held_out, step, log):
     """Evaluate and log what comes out."""
     log.write(step, run_evaluation(state, held_out))
+    if state.samples:
+        log.write_samples(step, state.samples.write())
     if state.writer and state.cfg.rollout_eval:
         log.write_rollouts(step, state.writer.records)
 

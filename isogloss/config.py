@@ -180,6 +180,9 @@ class Config:
         output_dir: directory for metrics.jsonl, run.json and checkpoints; all nodes share it.
         eval_every: steps between held-out evaluations. 0 evaluates before the first and after the
             last step only.
+        eval_samples: held-out rows, the first ones, that the student continues at every held-out
+            evaluation by its most likely tokens, behind prompt_tokens of them, for rollout_tokens
+            at most. samples.jsonl keeps them, and the first is printed. 0: none.
         eval_tasks: tasks that the student is judged by, with commas: mmlu, mmlu_continuation,
             lambada, gsm8k, humaneval_plus, mbpp_plus, or lm_eval:NAME for one of
             lm-evaluation-harness. See docs/tasks.md.
@@ -297,6 +300,7 @@ class Config:
     seed: int = 0
     output_dir: str = "runs/default"
     eval_every: int = 0
+    eval_samples: int = 0
     eval_tasks: str = ""
     eval_task_every: int = 0
     eval_task_data: str = ""
@@ -370,6 +374,9 @@ class Config:
 
     def _check_data(self):
         template_kwargs(self)
+        if self.eval_samples and not self.holds_out:
+            raise ValueError(f"--eval_samples {self.eval_samples}: they continue held-out rows, "
+                             "and there are none; add --eval_rows")
         if self.completion_key and not self.prompt_key:
             raise ValueError(f"--completion_key {self.completion_key}: what follows a prompt; name "
                              "the column of prompts with --prompt_key")
@@ -486,7 +493,7 @@ class Config:
 LOWEST_TEMPERATURE = 1e-3
 # The smallest value of a flag.
 LOWEST = dict(
-    lora_r=0, lora_alpha=0,
+    lora_r=0, lora_alpha=0, eval_samples=0,
     eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=0, projection_learning_rate=0,
@@ -516,7 +523,7 @@ RATIOS = "clamp", "mask"
 FREE_ON_RESUME = {
     "config", "steps", "output_dir", "eval_every", "save_every", "keep_checkpoints",
     "max_bad_steps", "merge", "resume", "export", "log_comms", "wandb_project", "num_workers",
-    "local_rank", "ds_config",
+    "local_rank", "ds_config", "eval_samples",
     "sequence_parallel", "pipeline_parallel", "teacher_tp", "teacher_ranks", "teacher_engine",
     "teacher_offload", "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
     "tiled", "attention",
@@ -547,8 +554,8 @@ GROUPS = {
                          "eval_task_limit", "eval_task_batch", "eval_task_samples",
                          "eval_task_temperature", "allow_unsafe_code"],
     "run": ["config", "ds_config", "learning_rate", "steps", "seed", "output_dir", "eval_every",
-            "save_every", "keep_checkpoints", "max_bad_steps", "resume", "extend_schedule",
-            "export", "merge", "log_comms", "wandb_project", "local_rank"],
+            "eval_samples", "save_every", "keep_checkpoints", "max_bad_steps", "resume",
+            "extend_schedule", "export", "merge", "log_comms", "wandb_project", "local_rank"],
 }
 
 

@@ -1,6 +1,10 @@
-"""The trained student in Hugging Face format, and a learned projection.
+"""The trained student in Hugging Face format, with a model card, and a learned projection.
 
-An export lists its files in a manifest of its own.  So only what an export wrote is ever replaced.
+    python -m isogloss.export runs/a [--step 400] [--output student] [--push_to_hub me/student]
+
+A job exports its last step itself (`--export`); this command exports any checkpoint, of any layout,
+in one process.  An export lists its files in a manifest of its own.  So only what an export wrote
+is ever replaced.
 
 Tests: tests/test_export.py, tests/test_distributed.py.
 """
@@ -9,13 +13,24 @@ import glob
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from isogloss.adapters import adapter_of, is_adapter, merged_weights, write_adapter
+from isogloss.adapters import (
+    adapter_of,
+    add_adapter,
+    is_adapter,
+    merged_weights,
+    student_adapter,
+    write_adapter,
+)
+from isogloss.checkpoint import position_of
+from isogloss.checkpoint_weights import checkpoint_of_step, weights_of_checkpoint
 from isogloss.config import configs_by_teacher
 from isogloss.files import (
     check_shared,
@@ -26,10 +41,13 @@ from isogloss.files import (
     sync_tree,
     write_atomically,
 )
+from isogloss.model_card import read_record, write_card
+from isogloss.pretrained import load_config
 from isogloss.rendezvous import values_of_ranks
 from isogloss.run_identity import checkpoint_folder
 from isogloss.student import gathered
-from projection_tools import save_atomically
+from projection_tools import load_tokenizer, reason_of, save_atomically
+from projection_tools.flags import check_types, tool
 
 MANIFEST = "isogloss_export.json"
 
@@ -115,13 +133,13 @@ def _inputs(cfg):
     return found
 
 
-def _check_replaceable(export):
+def _check_replaceable(export, flag="--export"):
     """Check that a directory is absent, empty, or what an export wrote and nothing else."""
     target = _real_path(export)
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise ValueError(f"--export {export}: is a file; name a directory")
+        raise ValueError(f"{flag} {export}: is a file; name a directory")
     others = files_in(target)
     if MANIFEST in others:
         try:
@@ -130,40 +148,41 @@ def _check_replaceable(export):
             written = []
         others = [name for name in others if name != MANIFEST and name not in written]
     if others:
-        raise ValueError(f"--export {export}: holds {others[0]}, which no export of ours wrote and "
+        raise ValueError(f"{flag} {export}: holds {others[0]}, which no export of ours wrote and "
                          "which would be lost; name another directory or remove it")
 
 
 # --- write ----------------------------------------------------------------------------------------
 
 
-def export_model(engine, tokenizer, target, trust_remote_code=False, merge=False):
+def export_model(engine, tokenizer, cfg):
     """Write the student as a Hugging Face directory, from any layout; all ranks take part.
 
     A student that was trained by an adapter leaves the adapter alone, as peft writes it.
 
     Args:
         engine: whose module holds the Hugging Face model as `.model`.
-        target: directory, replaced if it is an earlier export.
-        trust_remote_code: the model may run Python code of its own.
-        merge: add the products of its adapter to the weights, and write the whole model.
+        cfg: of the run: export (a directory, replaced if it is an earlier export), merge (write
+            the whole model with its adapter's products), trust_remote_code, output_dir, steps.
     Returns:
         Why it could not be written, the same on all ranks; None: it was.
     """
     error = None
     student = engine.module.model
     adapter = adapter_of(student)
-    if adapter and not merge:
+    if adapter and not cfg.merge:
         weights = engine.module.collect_weights(is_adapter)
         save = partial(write_adapter, adapter, weights)
     else:
         weights = engine.module.collect_weights()
-        save = partial(_save_whole, student, weights, trust_remote_code)
+        save = partial(_save_whole, student, weights, cfg.trust_remote_code)
     if dist.get_rank() == 0:
+        card = partial(write_card, folder=cfg.output_dir, step=cfg.steps)
         try:
-            _write_model(save, tokenizer, target)
+            _write_model(save, tokenizer, cfg.export, card)
         except Exception as failure:  # safetensors has errors of its own for a full disk
-            error = f"--export {target}: cannot be written ({type(failure).__name__}: {failure})"
+            reason = f"{type(failure).__name__}: {failure}"
+            error = f"--export {cfg.export}: cannot be written ({reason})"
     return _of_rank_0(error)
 
 
@@ -176,13 +195,27 @@ def _save_whole(student, weights, trust_remote_code, folder):
     """
     if adapter_of(student):
         weights = merged_weights(student, weights)
-    config = student.config
-    config.use_cache = True  # training switched it off
+    student.config.use_cache = True  # training switched it off
+    model_of_weights(student.config, weights, trust_remote_code).save_pretrained(folder)
+
+
+def model_of_weights(config, weights, trust_remote_code=False):
+    """Return a model of these weights, in their dtype.
+
+    Raises:
+        ValueError: some of the model's weights are not among them.
+    """
     config.dtype = next(iter(weights.values())).dtype
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     # Not strict: a tied head is named once, and the file keeps it so.
     model.load_state_dict(weights, strict=False)
-    model.save_pretrained(folder)
+    loaded = {id(parameter) for name, parameter in
+              model.named_parameters(remove_duplicate=False) if name in weights}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in loaded:
+            raise ValueError(f"the checkpoint has no weight {name}, which the student has; it "
+                             "belongs to another model")
+    return model
 
 
 def _of_rank_0(value):
@@ -190,21 +223,67 @@ def _of_rank_0(value):
     return values_of_ranks(value)[0]
 
 
-def _write_model(save, tokenizer, export):
+def _write_model(save, tokenizer, export, write_card, flag="--export"):
     """Write an export, which appears when it is complete.
 
     Args:
         save: function that writes the weights to a folder.
+        write_card: (folder) -> writes the card into it.
+        flag: that named the folder, for errors.
     """
     target = _real_path(export)
     scratch = scratch_of(target)
     shutil.rmtree(scratch, ignore_errors=True)
     save(scratch)
     tokenizer.save_pretrained(scratch)
+    make_readable_for_transformers_4(scratch)
+    write_card(scratch)
     write_atomically(scratch / MANIFEST, json.dumps({"files": files_in(scratch)}, indent=1))
     sync_tree(scratch)
-    _check_replaceable(export)  # again: something may have been put there meanwhile
+    _check_replaceable(export, flag)  # again: something may have been put there meanwhile
     replace_folder(scratch, target, target.with_name(f".{target.name}.before"))
+
+
+# What transformers 5 calls a tokenizer that is all in its tokenizer.json; both versions know the
+# other name.
+NEW_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+
+
+def make_readable_for_transformers_4(folder):
+    """Rewrite the two configs that transformers 5 has written so that both versions read them."""
+    for name, rewrite in (("config.json", add_old_rope_keys),
+                          ("tokenizer_config.json", use_old_tokenizer_keys)):
+        path = folder / name
+        if not path.exists():  # an adapter has no config of a model
+            continue
+        config = json.loads(path.read_text())
+        rewrite(config)
+        write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def add_old_rope_keys(config):
+    """Add the two keys that transformers 4 has for rope_parameters, in place.
+
+    Without them it would compute with its default base and give wrong logits, silently.  A model
+    with parameters for each kind of layer (Gemma 3) stays as it is.
+    """
+    rope = config.get("rope_parameters")
+    if not rope or "rope_theta" not in rope:
+        return
+    rope = dict(rope)
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+
+
+def use_old_tokenizer_keys(config):
+    """Rename what transformers 4 does not know in a tokenizer_config.json, in place."""
+    name = config.get("tokenizer_class")
+    if name in NEW_CLASSES:
+        config["tokenizer_class"] = NEW_CLASSES[name]
+    more = config.get("extra_special_tokens")
+    if isinstance(more, list):  # a dict of names in transformers 4, which had another key for lists
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
 
 
 def export_projection(engine, learned_projection, target):
@@ -225,3 +304,116 @@ def export_projection(engine, learned_projection, target):
             except ValueError as failure:
                 error = str(failure)
     return _of_rank_0(error)
+
+
+# --- the command line: any checkpoint -------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Export the student of a checkpoint: python -m isogloss.export runs/a --step 400.
+
+    Args:
+        run: --output_dir of the run.
+        step: of the checkpoint; 0: the newest one.
+        output: directory for the student, an earlier export or none; empty: export_STEP in the run.
+        push_to_hub: repository of the hub to upload it to, as in me/student; it is made if there is
+            none. You are logged in by `hf auth login`, or HF_TOKEN. Empty: none.
+        merge: of a student that was trained by an adapter, export the whole model.
+        private: make that repository a private one.
+        trust_remote_code: run the Python code that comes with the student, which can do anything.
+    """
+
+    run: str = ""
+    step: int = 0
+    output: str = ""
+    push_to_hub: str = ""
+    merge: bool = False
+    private: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self):
+        check_types(self)
+        if self.step < 0:
+            raise ValueError(f"--step {self.step}: expected 0 or more")
+        if self.push_to_hub.count("/") != bool(self.push_to_hub):
+            raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
+        if self.private and not self.push_to_hub:
+            raise ValueError("--private: of a repository of the hub; name it with --push_to_hub")
+
+
+def export_checkpoint(args):
+    """Write the student of a checkpoint; return the Path of its directory.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it cannot be exported there.
+    """
+    if not args.run:
+        raise ValueError("expected a run, as in python -m isogloss.export runs/a")
+    folder = Path(args.run)
+    _, cfg = read_record(folder)
+    checkpoint = checkpoint_of_step(folder / "checkpoints", args.step)
+    step = position_of(checkpoint)["step"]
+    output = args.output or str(folder / f"export_{step:07d}")
+    _check_replaceable(output, "--output")
+    check_writable(f"--output {output}", _real_path(output).parent)
+    student = empty_student(cfg, args.trust_remote_code)
+    tokenizer, _ = load_tokenizer("student", cfg.student, args.trust_remote_code)
+    weights = weights_of_checkpoint(checkpoint)
+    adapter = adapter_of(student)
+    if adapter and not args.merge:
+        of_adapter = {name: weights[name] for name in weights if is_adapter(name)}
+        save = partial(write_adapter, adapter, of_adapter)
+    else:
+        save = partial(_save_whole, student, weights, args.trust_remote_code)
+    card = partial(write_card, folder=folder, step=step)
+    try:
+        _write_model(save, tokenizer, output, card, "--output")
+    except OSError as error:
+        raise ValueError(f"--output {output}: cannot be written ({reason_of(error)})") from None
+    return Path(output)
+
+
+def empty_student(cfg, trust_remote_code):
+    """Return the student of a run without its weights, with its adapter if it has one."""
+    config = load_config("student", cfg.student, trust_remote_code)
+    with torch.device("meta"):
+        student = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    adapter = student_adapter(cfg)
+    if adapter:
+        add_adapter(f"lora_r {cfg.lora_r}", student, adapter)
+    return student
+
+
+def push(folder, repository, private):
+    """Upload an export to the hub.
+
+    Raises:
+        ValueError: the hub refuses it.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=str(folder), ignore_patterns=[MANIFEST],
+                          commit_message="Export by Isogloss")
+    except Exception as error:  # the hub has a dozen types of them
+        raise ValueError(f"--push_to_hub {repository}: {reason_of(error)}; {folder} holds the "
+                         "export, and the same command tries again") from None
+
+
+def main(args):
+    folder = export_checkpoint(args)
+    print(folder)
+    if args.push_to_hub:
+        push(folder, args.push_to_hub, args.private)
+        print(f"pushed to {args.push_to_hub}")
+
+
+def cli(argv=None):
+    tool(Args, main, positional=("run",), argv=argv)
+
+
+if __name__ == "__main__":
+    cli()

@@ -115,7 +115,8 @@ class Log:
         self.rollout_path = folder / "rollouts.jsonl"
         self.task_path = folder / "eval_tasks.jsonl"
         _drop_lines_after(self.path, start_step)
-        for path in (self.rollout_path, self.task_path):
+        self.sample_path = folder / "samples.jsonl"
+        for path in (self.rollout_path, self.task_path, self.sample_path):
             if path.exists():
                 _drop_lines_after(path, start_step)
         # Every resume adds a record of its own, under its step.
@@ -169,6 +170,21 @@ class Log:
         _append(self.task_path, step, records)
         columns = ["task", "id", "prediction", "verdict", "answer"]
         self._show_table("eval_tasks", columns, records[:TABLE_ROWS], step)
+
+    def write_samples(self, step, records):
+        """Append to samples.jsonl what the student wrote, and print the first.
+
+        Args:
+            records: dicts of `EvalSamples.write`.
+        """
+        if not self.is_active or not records:
+            return
+        _append(self.sample_path, step, records)
+        first = records[0]
+        prompt = " ".join(first["prompt"].split())
+        text = " ".join(first["text"].split())
+        tqdm.write(f"step {step}: {prompt} >> {text}", file=sys.stderr)
+        self._show_table("samples", ["prompt", "text", "reference"], records, step)
 
     def _show_table(self, name, columns, records, step):
         """Show some columns of records in wandb, if it is on."""

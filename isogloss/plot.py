@@ -164,10 +164,9 @@ def drawn_curves(panel):
 def text_panel(panel):
     """Return the lines that draw a panel in a terminal, a mark for each run."""
     curves = drawn_curves(panel)
-    steps = [step for curve in curves for step in curve.steps]
-    values = [value for curve in curves for value in curve.values]
-    low, high = min(values), max(values)
-    last = max(steps)
+    low = min(min(curve.values) for curve in curves)
+    high = max(max(curve.values) for curve in curves)
+    last = max(curve.steps[-1] for curve in curves)
     grid = [[" "] * WIDTH for _ in range(HEIGHT)]
     for number, curve in enumerate(curves):
         for step, value in zip(curve.steps, curve.values):

@@ -240,8 +240,10 @@ def test_real_models_through_the_launcher(tmp_path):
 
     # gently, because both have seen such stories
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-    config = ds_config(tmp_path / "ds.json", 2, 4, 1, optimizer=optimizer)
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "monitor"}
+    config = ds_config(tmp_path / "ds.json", 2, 4, 1, optimizer=optimizer, csv_monitor=monitor)
     flags = [
+        "--eval_samples=3", "--prompt_tokens=6", "--rollout_tokens=12",
         f"--student={asset('models', 'stories260K')}",
         f"--teacher={asset('models', 'tinytalk_neo_3M')}",
         f"--data={asset('text', 'tinystories_1000.json')}",
@@ -255,6 +257,21 @@ def test_real_models_through_the_launcher(tmp_path):
     assert last["eval/kd"] < first["eval/kd"]
     assert first["eval/teacher_bits_per_byte"] < last["eval/student_bits_per_byte"] < 3
     assert first["eval/aligned_bytes"] > 0.9 and steps[0]["tokens"] > 8 * 60
+    # a monitor of DeepSpeed has what metrics.jsonl has
+    for key in ("loss", "kd", "eval/student_bits_per_byte", "aligned_bytes"):
+        rows = (tmp_path / "monitor" / f"{key.replace('/', '_')}.csv").read_text().splitlines()[1:]
+        logged = [line for line in (first, *steps, last) if key in line]
+        assert [row.split(",")[0] for row in rows] == [str(line["step"]) for line in logged]
+        assert [float(row.split(",")[1]) for row in rows] == [line[key] for line in logged]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["row"]) for line in samples] == [
+        (step, row) for step in (0, 12) for row in range(3)]
+    stories = json.loads(asset("text", "tinystories_1000.json").read_text())
+    for line in samples:
+        story = stories[line["row"]]
+        story = story if isinstance(story, str) else story["text"]
+        assert story.startswith(line["prompt"] + line["reference"]) and len(line["text"]) > 5
+    assert f"step 12: {' '.join(samples[3]['prompt'].split())} >> " in done.stderr
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["ranks"] == 2 and record["config"]["steps"] == 12
     assert record["versions"]["deepspeed"]

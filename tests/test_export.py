@@ -1,16 +1,20 @@
 """The results of a run are never lost, and an export replaces nothing but an earlier export."""
 
+import inspect
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 import ranks
-from isogloss import export
-from jobs import ds_config, losses_of, write_corpus
+from conftest import asset
+from isogloss import export, model_card
+from isogloss.config import Config
+from jobs import ds_config, losses_of, run_distill, write_corpus
 from wrong_input import Wrong, check_one_line, outcomes, run_wrong
 
 
@@ -165,3 +169,210 @@ def test_a_failed_export_loses_nothing(place):
     [[refused]] = ranks.run(1, outcomes, folder, flags, ["--steps=3"])
     check_one_line([refused], "holds notes.txt, which no export of ours wrote")
     assert (target / "notes.txt").read_text() == "mine"
+
+
+# --- any checkpoint, in one process ---------------------------------------------------------------
+
+# name: (ZeRO stage, more of the ds_config, flags)
+LAYOUTS = {
+    "zero 0": (0, {}, []),
+    "zero 3": (3, {"bf16": {"enabled": True}}, []),
+    "adapter": (2, {}, ["--lora_r=4"]),
+    "pipeline": (1, {"gradient_accumulation_steps": 2}, ["--pipeline_parallel=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def exported(models, texts, tmp_path_factory):
+    """A folder with a run of two steps in each of LAYOUTS, checkpoints and exports kept."""
+    folder = tmp_path_factory.mktemp("layouts")
+    corpus = write_corpus(folder, texts, 20)
+    argv = []
+    for name, (stage, more, flags) in LAYOUTS.items():
+        config = ds_config(folder / f"{name}.json", stage, 2, 1, **more)
+        output = folder / name
+        argv.append([
+            f"--student={models[0]}", f"--teacher={models[1]}", f"--data={corpus}",
+            f"--ds_config={config}", "--max_length=40", "--num_workers=0", "--steps=2",
+            "--save_every=1", "--eval_rows=4", f"--output_dir={output}",
+            f"--export={output / 'student'}", *flags])
+    assert ranks.run(2, run_distill, argv) == [[0] * len(LAYOUTS)] * 2
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
+    """Bit for bit, from one file, the shards of ZeRO-3 in bfloat16 and the stages of a pipeline."""
+    run = exported / name
+    export.cli([str(run)])
+    assert capsys.readouterr().out == f"{run / 'export_0000002'}\n"
+    of_job = run / "student"
+    of_command = run / "export_0000002"
+    assert sorted(os.listdir(of_command)) == sorted(os.listdir(of_job))
+    for file in os.listdir(of_job):
+        if file not in ("README.md", "curves.png", "adapter_config.json"):
+            assert (of_command / file).read_bytes() == (of_job / file).read_bytes(), file
+    if name == "adapter":
+        assert "adapter_model.safetensors" in os.listdir(of_job)
+        export.cli([str(run), f"--output={run / 'merged'}", "--merge"])
+        pytest.importorskip("peft")
+        merged = weights_of(run / "merged")
+        for key, weight in weights_of(of_job).items():  # transformers adds the adapter by itself
+            if ".base_layer." in key:
+                assert not torch.equal(weight, merged[key.replace(".base_layer.", ".")]), key
+        return
+    # an earlier step has other weights, from its own checkpoint
+    export.cli([str(run), "--step=1", f"--output={run / 'first'}"])
+    first = weights_of(run / "first")
+    last = weights_of(of_job)
+    assert first.keys() == last.keys()
+    assert any(not torch.equal(first[key], last[key]) for key in first)
+    if name == "pipeline":
+        stages = [torch.load(path, weights_only=True) for path in
+                  sorted((run / "checkpoints/step_0000001").glob("stage_*"))]
+        saved = stages[0] | stages[1]
+        for key, weight in first.items():
+            assert torch.equal(weight, saved[f"model.{key}"]), key
+    assert "| steps | 1 of 2 |" in (run / "first" / "README.md").read_text()
+
+
+def test_the_card_says_what_it_was_made_of_and_no_path(exported):
+    folder = exported / "zero 3" / "student"
+    card = (folder / "README.md").read_text()
+    front, _, body = card.removeprefix("---\n").partition("\n---\n")
+    assert "library_name: transformers" in front and "tags:\n- isogloss" in front
+    assert "base_model:" not in front and "datasets:" not in front  # paths are no hub ids
+    for text in ("# student", "| base model | student |", "teacher: loss `piece_kl`, weight 1",
+                 "| data | corpus20.jsonl |", "| steps | 2 of 2 |", "| ranks | 2 |",
+                 "--max_length 40", "![Curves of the run](curves.png)"):
+        assert text in body, text
+    assert str(exported) not in card
+    lines = losses_of(exported / "zero 3", -1)
+    bits = [line["eval/student_bits_per_byte"] for line in lines if "eval/kd" in line]
+    assert f"| bits per byte, student | {bits[0]:.4g} | {bits[-1]:.4g} |" in body
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    cfg = Config(student="org/base", teacher="org/teacher", data="org/data:subset")
+    front = model_card.front_matter(cfg)
+    assert "base_model:\n- org/base\n" in front and "datasets:\n- org/data\n" in front
+    several = Config(student="org/base", data="a.jsonl", from_scratch=True, kd_weight=2, teachers=(
+        '[{"model": "org/one", "weight": 0.5}, {"model": "/root/two", "loss": "alm"}]'))
+    text = model_card.card_text({}, several, [], 3, False)
+    assert "base_model:" not in text and "| base model | org/base (shape only) |" in text
+    assert "| teacher | org/one: loss `piece_kl`, weight 1 |" in text
+    assert "| teacher | two: loss `alm`, weight 2 |" in text and "/root" not in text
+
+
+class StandInHub:
+    """Take what `HfApi` takes, argument by argument, and keep what would be uploaded."""
+
+    calls: ClassVar[list] = []
+
+    def __init__(self):
+        from huggingface_hub.hf_api import HfApi
+
+        self.api = HfApi  # of the library itself, whose signatures decide what may be passed
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            inspect.signature(getattr(self.api, name)).bind(self, *args, **options)
+            folder = options.get("folder_path")
+            self.calls.append((name, args, options, os.listdir(folder) if folder else []))
+
+        return call
+
+
+def test_an_export_is_pushed_as_it_is(exported, monkeypatch, capsys):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", StandInHub)
+    output = exported / "pushed"
+    command = [str(exported / "pipeline"), f"--output={output}"]
+    export.cli([*command, "--push_to_hub=me/student", "--private"])
+    assert "pushed to me/student" in capsys.readouterr().out
+    (first, args, options, _), (second, _, upload, files) = StandInHub.calls
+    assert (first, args, options) == ("create_repo", ("me/student",),
+                                      {"private": True, "exist_ok": True})
+    assert second == "upload_folder" and upload["repo_id"] == "me/student"
+    assert {"README.md", "curves.png", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert upload["ignore_patterns"] == [export.MANIFEST]
+    monkeypatch.setattr(StandInHub, "__getattr__", refuse)
+    with pytest.raises(SystemExit):
+        export.cli([*command, "--push_to_hub=me/other"])
+    printed = capsys.readouterr().err
+    assert "--push_to_hub me/other: RuntimeError: 401 Client Error; " in printed
+
+
+def refuse(hub, name):
+    def call(*args, **options):
+        raise RuntimeError("401 Client Error\nmore of it")
+
+    return call
+
+
+def test_wrong_input_of_the_command_is_one_line(exported, capsys):
+    run = exported / "pipeline"
+    for words, message in (
+        ([], "expected a run"),
+        (["nowhere"], "run.json: cannot be read"),
+        ([str(run), "--step=7"], "no checkpoint of that step; there are those of 1, 2"),
+        ([str(run), f"--output={run}"], "which no export of ours wrote"),
+        ([str(run), f"--output={run / 'run.json'}"], "is a file; name a directory"),
+        ([str(run), "--push_to_hub=student"], "expected OWNER/NAME"),
+        ([str(run), "--private"], "name it with --push_to_hub"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            export.cli(words)
+        printed = capsys.readouterr().err
+        assert end.value.code == 2 and message in printed and printed.count("\n") == 1, printed
+    damaged = exported / "damaged"
+    shutil.copytree(run, damaged)
+    with open(damaged / "checkpoints/step_0000002/stage_00_model_states.pt", "r+b") as file:
+        file.seek(2000)
+        file.write(b"\xff" * 8)
+    with pytest.raises(SystemExit):
+        export.cli([str(damaged)])
+    assert "stage_00_model_states.pt is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3", "mistral_v7"])
+def test_tokenizers_are_written_as_transformers_4_reads_them(name, tmp_path):
+    """Version 4 knows no TokenizersBackend, and takes a list of more control tokens under another
+    key; version 5 reads the same tokens from what is written."""
+    from transformers import AutoTokenizer, LlamaConfig
+
+    LlamaConfig().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    before = json.loads(path.read_text())
+    export.make_readable_for_transformers_4(tmp_path)
+    config = json.loads(path.read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(config.get("extra_special_tokens"), list)
+    assert config.get("additional_special_tokens") == before.get("extra_special_tokens")
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = "In 2010  <|im_start|>user\nnaïve</s> [INST]"
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.all_special_ids == tokenizer.all_special_ids
+    assert again.chat_template == tokenizer.chat_template
+    for role in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
+        assert getattr(again, role) == getattr(tokenizer, role)
+
+
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("rope", [ROPE, {"rope_type": "default", "rope_theta": 1e6}])
+def test_rotary_embeddings_are_written_as_transformers_4_reads_them(rope, tmp_path):
+    """It has rope_theta and rope_scaling, and would take 10,000 where it finds none."""
+    from transformers import AutoConfig, LlamaConfig
+
+    LlamaConfig(rope_parameters=rope).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    export.make_readable_for_transformers_4(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == rope["rope_theta"]
+    expected = {key: value for key, value in rope.items() if key != "rope_theta"}
+    assert config.get("rope_scaling", {"rope_type": "default"}) == expected
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope  # nor does version 5 mind

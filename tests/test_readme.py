@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import demo
 from conftest import ROOT, asset
+from isogloss import export, plot
 from isogloss.config import GROUPS, Config
 from projection_tools import build, cells, show, spell
 from projection_tools.flags import OLD_NAMES, parse_flags
@@ -98,8 +99,9 @@ def test_every_command_is_understood():
 
 def test_flags_that_the_text_names_exist():
     known = {*Config.__dataclass_fields__, "help"}
-    for tool in (build, show, spell):
+    for tool in (build, show, spell, cells, export, plot):
         known |= set(tool.Args.__dataclass_fields__)
+    known |= {"show", "html"}  # of align.py
     for flag in re.findall(r"`--([a-z]\w*)", README + ARCHITECTURE):
         assert flag in known, flag
 
