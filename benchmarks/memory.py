@@ -3,10 +3,10 @@
     python benchmarks/memory.py ASSETS [--hidden 512] [--layers 8] [--length 256]
 
 The student is a random Llama with stories260K's tokenizer, the teacher one with that of
-tinytalk_neo_3M; two CPU ranks take two steps of two micro-batches in every layout of `LAYOUTS`.  "state" is the bytes of all
-tensors that live before a step, "peak" the most that torch's allocator holds within the second
-step, which is what torch.cuda.max_memory_allocated() says on a GPU.  What numpy and numba hold is
-not counted.
+tinytalk_neo_3M; two CPU ranks take two steps of two micro-batches in every layout of `LAYOUTS`.
+"state" is the bytes of all tensors that live before a step, "peak" the most that torch's allocator
+holds within the second step, which is what torch.cuda.max_memory_allocated() says on a GPU.  What
+numpy and numba hold is not counted.
 """
 
 import gc

