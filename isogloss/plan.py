@@ -8,7 +8,7 @@ Of a layer h is the hidden size, i the MLP's, q = heads x head size, kv = key-va
 size.  In bytes of one rank:
 
     weights      b P               stage 3: b P / N, and 2 b x the widest layer
-    optimizer    8 Pt (AdamW) + 4 Pt (float32 weights, but at stage 0 in float32); stages 1 to 3: / N
+    optimizer    8 Pt (AdamW) + 4 Pt (float32 weights, not at stage 0 in float32); from 1 on / N
     gradients    b Pt              stages 2, 3: b Pt / N, and 2 b x bucket; at stage 3 they stay
     activations  n x layers x (8 h + 4 b h + b (3 q + 2 kv) + 4 b i)
                  with checkpointing n b h x layers and one layer as above
