@@ -1,9 +1,9 @@
 """Complete the site of `mkdocs.yml` with pages that lie elsewhere or come from the code.
 
-README.md and ds_configs/README.md become pages, and so does every file of the repository that a
-page links to, so that the strict build checks these links as well.  The pages of flags and of the
-modules to copy hold docstrings as they stand: their formulas and columns would not survive
-Markdown.
+README.md and those of ds_configs/ and recipes/ become pages, and so does every file of the
+repository that a page links to, so that the strict build checks these links as well.  The pages of
+flags and of the modules to copy hold docstrings as they stand: their formulas and columns would not
+survive Markdown.
 Nothing of the project is imported, so a site is built without torch.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"project.md": "README.md", "configurations.md": "ds_configs/README.md"}
+PAGES = {"project.md": "README.md", "configurations.md": "ds_configs/README.md",
+         "recipes.md": "recipes/README.md"}
 MODULES = ("align", "align_dp", "losses", "translation", "tiles", "teacher_mixing", "rollout",
            "sandbox", "ipc")
 SOURCES = "source"

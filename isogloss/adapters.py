@@ -34,8 +34,7 @@ def need_peft(flag):
         flag: that asks for it, with its value.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ValueError(f"--{flag}: needs peft, which is not installed; pip install "
-                         "\"isogloss[peft]\", or peft==0.21.2")
+        raise ValueError(f"--{flag}: needs peft, which is not installed; pip install peft==0.21.2")
 
 
 # --- what the flags ask for -----------------------------------------------------------------------

@@ -29,7 +29,9 @@ from wrong_input import check_one_line, outcomes
 class Files:
     """Stands for an engine: writes one file per rank."""
 
-    def save_checkpoint(self, folder, tag, save_latest):
+    module = torch.nn.Linear(1, 1)
+
+    def save_checkpoint(self, folder, tag, save_latest, exclude_frozen_parameters):
         (Path(folder) / tag).mkdir(parents=True, exist_ok=True)
         (Path(folder) / tag / f"weights_{dist.get_rank()}.pt").write_bytes(tag.encode() * 1000)
 

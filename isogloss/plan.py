@@ -1,0 +1,474 @@
+"""Say what a run needs before it is started: memory of a rank, bytes that it sends, what to choose.
+
+    python -m isogloss.plan recipes/qwen3_4b_to_llama_3.2_1b.yaml --gpus 16 --gpu_gib 80
+
+P weights of which Pt are trained, b bytes each (2 in bf16 and fp16, else 4), N ranks that share the
+optimizer's state, n = samples x positions of a micro-batch on a rank, m micro-batches in a step.
+Of a layer h is the hidden size, i the MLP's, q = heads x head size, kv = key-value heads x head
+size.  In bytes of one rank:
+
+    weights      b P               stage 3: b P / N, and 2 b x the widest layer
+    optimizer    8 Pt (AdamW) + 4 Pt (float32 weights, not at stage 0 in float32); from 1 on / N
+    gradients    b Pt              stages 2, 3: b Pt / N, and 2 b x bucket; at stage 3 they stay
+    activations  n x layers x (8 h + 4 b h + b (3 q + 2 kv) + 4 b i)
+                 with checkpointing n b h x layers and one layer as above
+    loss         loss_memory_mib + 4 x head            the head's gradient, where it is trained
+    teacher      b_t (layers / degree + embedding + head), its head / degree once more where it is
+                 sharded, tables of 280 bytes a token of both vocabularies, and until the loss
+                 m n_t h_t b_t (hidden states), m n_t W b_t (logits), 8 m n_t k (topk)
+    step         gradients + 12 Pt / N, at stage 0 8 Pt: float32 gradients, clipped, square roots
+
+The peak is what stays (weights, optimizer, teachers) and the largest of three: the teacher's
+forward pass, the backward pass (gradients, activations, loss, teacher's outputs), the step.  A
+GPU's own context, NCCL's buffers and fragmentation are taken as 2 GiB: a guess, as all here is
+unmeasured on GPUs.  docs/LOG.md has the errors measured on CPU ranks.
+
+A rank sends, in a step, with f = (N - 1) / N: gradients 2 f b Pt (stages 0, 1); stage 2 f b Pt m,
+and f b Pt for the new weights; stage 3 f b (2 P + Pt) m.  In a micro-batch a sharded teacher sends
+4 n_t h_t b_t (degree - 1) / degree a layer, sequence shards 2 b n (q + kv) (size - 1) / size a
+layer in each of two passes (three with checkpointing), a pipeline 2 b n h.
+
+Sizes of models come from their config.json, or from recipes/architectures.yaml where there is none.
+Tests: tests/test_plan.py.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from isogloss.config import Config, configs_by_teacher
+from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
+from isogloss.pretrained import load_config
+from projection_tools.flags import check_types, parse_flags, tool
+from projection_tools.model_names import read_model_name
+
+GIB = 2**30
+ARCHITECTURES = Path(__file__).resolve().parent.parent / "recipes" / "architectures.yaml"
+OF_THE_GPU = 2 * GIB  # context, NCCL, fragmentation: not measured
+TABLES = 280  # bytes a token, of piece_kl's tables; measured with vocabularies of 512 and 14,019
+USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shape:
+    """Hold the sizes of a model.
+
+    Attributes:
+        weights: in all; layer: of the widest layer; head: of the lm_head, embedding included.
+        tied: head and embedding are one.
+        hidden, inner, heads, kv_heads: widths; the latter two are heads x head size.
+        layers: their number.
+        vocab: rows of the head.
+        names: {name of a linear layer: [(out, in)]}, for adapters.
+    """
+
+    weights: int
+    layer: int
+    head: int
+    tied: bool
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocab: int
+    names: dict
+
+
+@cache
+def shape_of(role, path, trust_remote_code=False):
+    """Return the Shape of a model.
+
+    Raises:
+        ValueError: its config is neither in a directory, nor on the hub, nor in the table.
+    """
+    model = _empty_model(role, path, trust_remote_code)
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    head = model.get_output_embeddings()
+    names = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            names.setdefault(name.rpartition(".")[2], []).append(tuple(module.weight.shape))
+    return Shape(
+        weights=num_weights(model), layer=_widest_layer(model, config.num_hidden_layers),
+        head=head.weight.numel(), tied=head.weight is model.get_input_embeddings().weight,
+        hidden=config.hidden_size, inner=inner, heads=heads * head_size,
+        kv_heads=kv_heads * head_size, layers=config.num_hidden_layers,
+        vocab=head.weight.shape[0], names=names)
+
+
+def _empty_model(role, path, trust_remote_code):
+    """Return a model of shapes alone."""
+    table = yaml.safe_load(ARCHITECTURES.read_text()) if ARCHITECTURES.exists() else {}
+    base = read_model_name(role, path).base
+    if not Path(base).is_dir() and base in table:
+        values = dict(table[base])
+        for key in ("source", "published"):
+            del values[key]
+        config = AutoConfig.for_model(**values)
+    else:
+        try:
+            config = load_config(role, path, trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"{error}; {ARCHITECTURES.name} has the sizes of "
+                             f"{', '.join(table)}") from None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def num_weights(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _widest_layer(model, num_layers):
+    """Return the number of weights of the widest layer."""
+    widest = 0
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            widest = max(widest, *map(num_weights, module))
+    return widest
+
+
+def adapter_weights(shape, cfg):
+    """Return how many weights an adapter has, r x (in + out) for each of its layers."""
+    targets = [target.strip() for target in cfg.lora_targets.split(",") if target.strip()]
+    total = 0
+    for name in targets or shape.names:
+        for sizes in shape.names.get(name, []):
+            total += cfg.lora_r * sum(sizes)
+    return total
+
+
+# --- what a rank needs ----------------------------------------------------------------------------
+
+
+@dataclass
+class Layout:
+    """Hold what the flags and the ds_config say of a run.
+
+    Attributes:
+        cfg: Config; stage: of ZeRO; bytes: of a weight in training.
+        ranks: of the student; teachers have ranks of their own where cfg says so.
+        micro_batch, micro_batches: samples of one, and how many a step has.
+        bucket: elements that are reduced at a time.
+        on_gpu: the ranks are GPUs.
+    """
+
+    cfg: Config
+    stage: int
+    bytes: int
+    ranks: int
+    micro_batch: int
+    micro_batches: int
+    bucket: int
+    on_gpu: bool
+
+    @property
+    def sharers(self):
+        """Ranks that share gradients and the optimizer's state."""
+        return self.ranks // self.cfg.pipeline_parallel
+
+    @property
+    def positions(self):
+        """Positions of a micro-batch on a rank."""
+        return self.micro_batch * self.cfg.max_length // self.cfg.sequence_parallel
+
+
+def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None):
+    """Return the Layout of a run.
+
+    Args:
+        num_ranks: of the job; stage: another one than the ds_config says, or None.
+    Raises:
+        ValueError: see `read_ds_config`, `resolve_ds_config`.
+    """
+    ranks = num_ranks
+    raw = read_ds_config(cfg.ds_config)
+    config = resolve_ds_config(raw, cfg, ranks, hidden_size, on_gpu)
+    sizes = batch_sizes(raw, ranks // cfg.ranks_per_reader, cfg.ds_config)
+    zero = config.get("zero_optimization", {})
+    half = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+    return Layout(
+        cfg, zero.get("stage", 0) if stage is None else stage, 2 if half else 4, ranks,
+        sizes.micro_batch_size, sizes.grad_accum_steps,
+        int(zero.get("reduce_bucket_size", 5e8)), on_gpu)
+
+
+@dataclass
+class Need:
+    """Hold the bytes of a rank: what stays, what comes and goes, and what it sends in a step."""
+
+    stays: dict
+    backward: dict
+    teacher_pass: int
+    step: int
+    sends: dict
+
+    @property
+    def state(self):
+        return sum(self.stays.values())
+
+    @property
+    def peak(self):
+        return self.state + max(sum(self.backward.values()), self.teacher_pass, self.step)
+
+    @property
+    def sent(self):
+        return sum(self.sends.values())
+
+
+def plan(cfg, num_ranks, on_gpu=True, stage=None):
+    """Return the Need of a rank of a run.
+
+    Args:
+        cfg: Config; num_ranks: of the job; on_gpu: false as on CPU ranks.
+        stage: of ZeRO, if another one than the ds_config says.
+    """
+    student = shape_of("student", cfg.student, cfg.trust_remote_code)
+    layout = layout_of(cfg, num_ranks, student.hidden, on_gpu, stage)
+    teachers = []
+    if cfg.kd_weight:
+        for teacher_cfg in configs_by_teacher(cfg).values():
+            shape = shape_of("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
+            teachers.append((teacher_cfg, shape))
+    return need_of(layout, student, teachers)
+
+
+def need_of(layout, student, teachers):
+    """Return the Need of a rank.
+
+    Args:
+        teachers: list of (Config of its values, Shape).
+    """
+    need = Need({}, {}, 0, 0, {})
+    _add_student(need, layout, student)
+    for teacher_cfg, shape in teachers:
+        _add_teacher(need, layout, teacher_cfg, shape)
+        need.stays["tables of vocabularies"] = need.stays.get("tables of vocabularies", 0) \
+            + TABLES * (student.vocab + shape.vocab)
+    if layout.on_gpu:
+        need.stays["context, buffers, fragments"] = OF_THE_GPU
+    return need
+
+
+def _add_student(need, layout, shape):
+    """Add what the student takes and sends."""
+    cfg = layout.cfg
+    b = layout.bytes
+    sharers = layout.sharers
+    weights = shape.weights // cfg.pipeline_parallel
+    trained = adapter_weights(shape, cfg) if cfg.lora_r else weights
+    if cfg.lora_r:
+        weights += trained
+    is_sharded = layout.stage >= 1
+    optimizer = 8 * trained
+    if is_sharded or b < 4:
+        optimizer += 4 * trained
+    need.stays["weights"] = b * weights
+    if layout.stage == 3:
+        need.stays["weights"] = b * weights // sharers
+        # DeepSpeed keeps its buffer of gradients
+        need.stays["gradients"] = b * trained // sharers
+        need.backward["gathered weights"] = 2 * b * max(shape.layer, shape.head)
+    need.stays["optimizer"] = optimizer // (sharers if is_sharded else 1)
+    gradients = b * trained
+    if layout.stage >= 2:
+        need.backward["buckets"] = 2 * b * min(layout.bucket, trained)
+        gradients = b * trained // sharers if layout.stage == 2 else 0
+    need.backward["gradients"] = gradients
+    need.backward["activations"] = activation_bytes(layout, shape)
+    head = 0 if cfg.lora_r else 4 * shape.head
+    need.backward["loss"] = cfg.loss_memory_mib * 2**20 + head
+    need.step = gradients + (12 * trained // sharers if is_sharded else 8 * trained)
+    if cfg.on_policy and layout.stage == 3 and cfg.rollout_replica:
+        need.stays["replica that writes"] = b * shape.weights
+    need.sends |= student_sends(layout, shape, weights, trained)
+
+
+def activation_bytes(layout, shape):
+    """Return the bytes that autograd keeps of the student's layers for backward."""
+    cfg = layout.cfg
+    b = layout.bytes
+    # two norms that compute in float32, attention, the MLP's four products
+    layer = 2 * (4 + 2 * b) * shape.hidden
+    layer += b * (3 * shape.heads + 2 * shape.kv_heads)
+    layer += 4 * b * shape.inner // cfg.mlp_tiles
+    layers = shape.layers // cfg.pipeline_parallel
+    if not cfg.activation_checkpointing:
+        return layout.positions * layer * layers
+    kept = 0 if cfg.activation_offload else b * shape.hidden * layers
+    return layout.positions * (layer + kept)
+
+
+def student_sends(layout, shape, weights, trained):
+    """Return {what: bytes that a rank sends in a step} of the student."""
+    cfg = layout.cfg
+    b = layout.bytes
+    m = layout.micro_batches
+    fraction = (layout.sharers - 1) / layout.sharers
+    gradients = fraction * b * trained
+    if layout.stage < 2:
+        sends = {"gradients": 2 * gradients}
+    elif layout.stage == 2:
+        sends = {"gradients": m * gradients, "new weights": gradients}
+    else:
+        sends = {"gradients": m * gradients, "weights": 2 * m * fraction * b * weights}
+    size = cfg.sequence_parallel
+    if size > 1:
+        passes = 3 if cfg.activation_checkpointing else 2
+        per_position = b * 2 * (shape.heads + shape.kv_heads) * (size - 1) / size
+        sends["sequence shards"] = passes * m * shape.layers * layout.positions * per_position
+    if cfg.pipeline_parallel > 1:
+        sends["stages"] = 2 * b * m * layout.positions * shape.hidden
+    return sends
+
+
+def _add_teacher(need, layout, cfg, shape):
+    """Add what one teacher takes and sends.
+
+    Args:
+        cfg: Config of a run with this teacher alone.
+    """
+    b = 4 if cfg.teacher_dtype == "float32" else 2
+    degree = cfg.teacher_tp
+    outer = shape.head * (1 if shape.tied else 2)
+    weights = b * ((shape.weights - outer) // degree + outer)
+    if degree > 1:  # the head is sharded, and whole beside that for the loss
+        weights += b * shape.head // degree
+    if cfg.teacher_offload:
+        need.backward[f"head of {cfg.teacher}"] = b * shape.head
+    elif not layout.cfg.teacher_ranks:
+        need.stays[f"teacher {cfg.teacher}"] = weights
+    positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
+    # of all micro-batches, because teachers are asked before the step
+    kept = {"hidden": b * shape.hidden, "logits": b * shape.vocab,
+            "topk": 8 * min(cfg.teacher_output_topk, shape.vocab)}[cfg.teacher_output]
+    need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept
+    widest = b * positions * (4 * shape.hidden + 3 * shape.inner) + 4 * b * positions * shape.heads
+    offloaded = weights if cfg.teacher_offload else 0
+    need.teacher_pass = max(need.teacher_pass, widest + offloaded)
+    if degree > 1:
+        per_layer = 4 * positions * shape.hidden * b * (degree - 1) / degree
+        sent = layout.micro_batches * shape.layers * per_layer
+        need.sends[f"teacher {cfg.teacher}"] = sent
+
+
+# --- what to choose -------------------------------------------------------------------------------
+
+
+def choices(cfg, num_ranks, per_node):
+    """List (words, Need) of layouts to choose from.
+
+    Args:
+        per_node: ranks of a node.
+    """
+    needs = []
+    stages = (1, 2, 3)  # stage 0 sends as much as 1, and takes more
+    if cfg.pipeline_parallel > 1:
+        stages = (1,)
+    elif num_ranks == 1:
+        stages = (0,)
+    for stage in stages:
+        for degree in (1, 2, 4, 8):
+            if per_node % degree or (degree > 1 and not cfg.kd_weight):
+                continue
+            for checkpointing in (False, True):
+                other = replace(cfg, activation_checkpointing=checkpointing,
+                                activation_offload=False)
+                if not cfg.teachers:
+                    other = replace(other, teacher_tp=degree)
+                elif degree > 1:
+                    continue
+                words = [f"ZeRO {stage}"]
+                words += ["--activation_checkpointing"] * checkpointing
+                words += [f"--teacher_tp {degree}"] * (degree > 1)
+                needs.append((", ".join(words), plan(other, num_ranks, stage=stage)))
+    return needs
+
+
+def advice(needs, gpu_gib):
+    """Return the words and the Need of the choice that fits and sends least, or None.
+
+    Args:
+        needs: list of (words, Need).
+    """
+    fitting = [entry for entry in needs if entry[1].peak <= USABLE * gpu_gib * GIB]
+    # of equal ones the first, which shards and recomputes least
+    return min(fitting, key=lambda entry: round(entry[1].sent / GIB, 1), default=None)
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Say what a run needs: memory of a rank, bytes that it sends, what to choose.
+
+    Args:
+        recipe: YAML file of flags of distill.py.
+        gpus: of the job, 1 or more.
+        per_node: of one node; 0: as many, at most 8.
+        gpu_gib: memory of one, GiB.
+    """
+
+    recipe: str
+    gpus: int = 8
+    per_node: int = 0
+    gpu_gib: float = 80.0
+
+    def __post_init__(self):
+        check_types(self)
+        for name, low in (("gpus", 1), ("per_node", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected {low} or more")
+        if not self.gpu_gib > 0:
+            raise ValueError(f"--gpu_gib {self.gpu_gib}: expected more than 0")
+
+
+def lines_of(need, gpu_gib):
+    """Return the lines of a table of a Need."""
+    def line(name, value):
+        return f"  {value / GIB:8.2f}  {name}"
+
+    lines = ["GiB of a rank that stay:"]
+    lines += [line(name, value) for name, value in need.stays.items() if value]
+    lines += ["while the gradient is computed:"]
+    lines += [line(name, value) for name, value in need.backward.items() if value]
+    lines += ["or, if that is more:", line("a teacher's forward pass", need.teacher_pass),
+              line("the optimizer's step", need.step)]
+    verdict = "fits" if need.peak <= USABLE * gpu_gib * GIB else "DOES NOT FIT"
+    lines += [f"  {need.peak / GIB:8.2f}  at most; {verdict} {USABLE:.0%} of {gpu_gib:g} GiB"]
+    lines += ["GiB that a rank sends in a step:"]
+    lines += [line(name, value) for name, value in need.sends.items() if value] or ["  nothing"]
+    return lines
+
+
+def main(args):
+    """Print what a recipe needs, and what to choose."""
+    cfg = parse_flags(Config, [f"--config={args.recipe}"], file_flag="config")
+    print(f"{args.recipe} on {args.gpus} GPUs of {args.gpu_gib:g} GiB")
+    print("\n".join(lines_of(plan(cfg, args.gpus), args.gpu_gib)))
+    needs = choices(cfg, args.gpus, args.per_node or min(args.gpus, 8))
+    best = advice(needs, args.gpu_gib)
+    if best is None:
+        print("choose: nothing here fits; more GPUs, --teacher_offload, --sequence_parallel, a "
+              "smaller micro-batch or an adapter (--lora_r) would need less")
+        return
+    words, need = best
+    print(f"choose: {words} ({need.peak / GIB:.1f} GiB at most, {need.sent / GIB:.1f} sent in a "
+          "step); of the layouts that fit it sends least")
+
+
+if __name__ == "__main__":
+    tool(Args, main, positional=("recipe",))

@@ -1,0 +1,86 @@
+"""Every recipe is one that the command line takes; the tiny ones run."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ranks
+from conftest import ROOT
+from isogloss.config import Config
+from isogloss.ds_config import batch_sizes, read_ds_config
+from jobs import losses_of, run_distill
+from projection_tools.flags import parse_flags
+from recipes.tiny import prepare
+
+LARGE = sorted((ROOT / "recipes").glob("*.yaml"))
+LARGE = [path for path in LARGE if path.name != "architectures.yaml"]
+TINY = sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
+# The others are read alone here: jobs of these features run in other tests.  A pipeline comes last,
+# because DeepSpeed keeps its layout for all later engines of a process.
+RUN = ("adapter", "chats", "completions", "sharded", "teachers", "pipeline")
+README = (ROOT / "recipes" / "README.md").read_text()
+
+
+def name_of(path):
+    return path.stem
+
+
+@pytest.mark.parametrize("path", [*LARGE, *TINY], ids=name_of)
+def test_a_recipe_is_a_command_line(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = parse_flags(Config, [f"--config={path}"], file_flag="config")
+    assert Path(cfg.output_dir).name == path.stem
+    num_ranks = 2
+    if path in LARGE:
+        row = re.search(rf"\| \[{re.escape(path.stem)}\]\(.*?\) \| (\d+)", README)
+        num_ranks = int(row[1])
+    # the batch of its ds_config is one of so many ranks
+    num_ranks //= cfg.ranks_per_reader
+    sizes = batch_sizes(read_ds_config(cfg.ds_config), num_ranks, cfg.ds_config)
+    assert sizes.train_batch_size >= (32 if path in LARGE else 4)
+
+
+@pytest.mark.parametrize("path", LARGE, ids=name_of)
+def test_a_large_recipe_says_that_it_has_not_run(path):
+    text = path.read_text()
+    assert "NOT YET RUN ON GPUs" in text
+    assert f"--config recipes/{path.name}" in text
+    row = rf"\| \[{re.escape(path.stem)}\]\({re.escape(path.name)}\) \|.*not yet run"
+    assert re.search(row, README)
+
+
+def test_the_readme_lists_every_tiny_recipe():
+    for path in TINY:
+        assert f"`{path.stem}`" in README, path.stem
+
+
+def test_sizes_of_models_are_those_that_are_published(monkeypatch):
+    """The table's numbers give as many weights as the model's name says."""
+    from isogloss.plan import shape_of
+
+    for name, values in yaml.safe_load((ROOT / "recipes/architectures.yaml").read_text()).items():
+        published = float(values["published"])
+        assert shape_of("student", name).weights == pytest.approx(published, rel=0.02), name
+
+
+def run_recipes(folder, names):
+    """Run tiny recipes on this rank; return their exit codes."""
+    os.chdir(folder)
+    return run_distill([[f"--config=recipes/tiny/{name}.yaml"] for name in names])
+
+
+def test_tiny_recipes_run(tmp_path):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    prepare.main(tmp_path / "runs" / "tiny")
+    assert ranks.run(2, run_recipes, tmp_path, RUN) == [[0] * len(RUN)] * 2
+    for name in RUN:
+        lines = [line for line in losses_of(tmp_path / "runs/tiny" / name) if "loss" in line]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4], name
+        record = json.loads((tmp_path / "runs/tiny" / name / "run.json").read_text())
+        assert record["config"]["config"] == f"recipes/tiny/{name}.yaml"
+        assert record["config_text"] == (ROOT / "recipes/tiny" / f"{name}.yaml").read_text()
+    assert (tmp_path / "runs/tiny/adapter/export/model.safetensors").exists()
