@@ -381,10 +381,22 @@ class Tile(NamedTuple):
 
     student_positions: (n,) int64 positions of the flattened (B * S).
     sub_tiles: the sub-tiles that make up the tile, in order.
+    largest_fetch: most `SubTile.teacher_positions` in it, which may cost time to look up; None: not
+        known.
     """
 
     student_positions: Tensor
-    sub_tiles: tuple[SubTile, ...]
+    sub_tiles: Sequence[SubTile]
+    largest_fetch: int | None = None
+
+    @property
+    def fetches(self) -> list[Tensor]:
+        """Return all `SubTile.teacher_positions` of the tile, in order."""
+        fetches = []
+        for sub_tile in self.sub_tiles:
+            if sub_tile.teacher_positions is not None:
+                fetches.append(sub_tile.teacher_positions)
+        return fetches
 
 
 # (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> (J,) sums
@@ -448,7 +460,8 @@ def plan_tiles(
                 )
             planned.append(sub_tile)
         positions = student.position_N[student.entries(tile_span)]
-        tiles.append(Tile(positions, tuple(planned)))
+        tile = Tile(positions, tuple(planned))
+        tiles.append(tile._replace(largest_fetch=max(map(len, tile.fetches), default=0)))
     return tiles
 
 
@@ -686,21 +699,30 @@ class TeacherBlocks:
         logits: the teacher's logits of any positions.
         tiles: the tiles, in the order in which they will be asked for.
     Attributes:
-        fetches: all `SubTile.teacher_positions` of the tiles, in order.
         block: the (m, W) logits that exist, None before the first call.
     """
 
     def __init__(self, logits: LogitsSource, tiles: Sequence[Tile]) -> None:
-        self.fetches: list[Tensor] = []
-        for tile in tiles:
-            for sub_tile in tile.sub_tiles:
-                if sub_tile.teacher_positions is not None:
-                    self.fetches.append(sub_tile.teacher_positions)
         # One buffer for all blocks; the other sources allocate at every fetch.
         if isinstance(logits, HiddenLogits):
-            logits = logits.with_buffer(max(map(len, self.fetches), default=0))
+            largest = 0
+            for tile in tiles:
+                of_tile = tile.largest_fetch
+                if of_tile is None:
+                    of_tile = max(map(len, tile.fetches), default=0)
+                largest = max(largest, of_tile)
+            logits = logits.with_buffer(largest)
         self.logits = logits
+        self.tiles = tiles
         self.block: Tensor | None = None
+
+    @property
+    def fetches(self) -> list[Tensor]:
+        """Return all `SubTile.teacher_positions` of the tiles, in order."""
+        fetches = []
+        for tile in self.tiles:
+            fetches.extend(tile.fetches)
+        return fetches
 
     def __call__(self, sub_tile: SubTile) -> Tensor:
         """Return the (m, W) logits of a sub-tile; valid until the next call."""

@@ -127,9 +127,13 @@ class Writer:
             if not batch.is_measured:
                 for teacher in batch.teachers:
                     teacher.is_rollout = None  # its tiles know it already
-            batches.append(in_pinned_memory(batch) if self.device.type == "cuda" else batch)
+            batches.append(self._to_be_moved(batch))
         self.seconds = time.perf_counter() - begin
         return batches
+
+    def _to_be_moved(self, batch):
+        """Return a Batch as the device copies it best."""
+        return in_pinned_memory(batch) if self.device.type == "cuda" else batch
 
     def staleness(self, step):
         """Return how many steps ago the rollouts of a step were written."""
@@ -416,7 +420,8 @@ class Writer:
                                        - len(finished))
         batches = []
         for first in range(0, len(finished), micro_batch_size):
-            batches.append(self.collator(finished[first : first + micro_batch_size]))
+            batch = self.collator(finished[first : first + micro_batch_size])
+            batches.append(self._to_be_moved(batch))
         return batches, sums
 
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isogloss import flat
 from isogloss.batch import Collator, PairOptions
 from isogloss.flat import Flat, FlatSequence, flatten, to_device
 from isogloss.sample import TextEncoder
 from projection_tools import Pair
 from test_batch import spelling  # noqa: F401  a fixture
 from test_rollouts import translation_of
+from tiles import Head, HiddenLogits, TeacherBlocks
 
 
 class Range(NamedTuple):
@@ -62,11 +64,11 @@ def assert_same(first, second):
         assert first == second
 
 
-def sent(flat):
-    """Return what a process makes of the bytes that another one sends."""
-    contents = pickle.loads(pickle.dumps(flat.contents))
-    assert contents.nbytes == len(flat.buffer)
-    return Flat(contents, flat.buffer.clone()).value()
+def sent(value):
+    """Return what a process makes of the bytes of a Flat that another one sends."""
+    contents = pickle.loads(pickle.dumps(value.contents))
+    assert contents.nbytes == len(value.buffer)
+    return Flat(contents, value.buffer.clone()).value()
 
 
 TENSORS = [
@@ -97,12 +99,12 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_comes_back(name):
-    flat = flatten(VALUES[name])
-    value = sent(flat)
+    first = flatten(VALUES[name])
+    value = sent(first)
     assert_same(VALUES[name], value)
     again = flatten(value)  # of views and of sequences that are read item by item
     assert_same(VALUES[name], again.value())
-    assert torch.equal(again.buffer, flat.buffer)
+    assert torch.equal(again.buffer, first.buffer)
 
 
 @pytest.mark.parametrize("kind", ["chunks", "events", "nodes", "text", "shards"])
@@ -120,15 +122,35 @@ def test_a_batch_comes_back(kind, pack, tokenizers, tables, texts, spelling):  #
     assert_same(batch, sent(flatten(batch)))
 
 
+def test_a_tiled_loss_reads_each_sub_tile_once(tokenizers, tables, texts, monkeypatch):
+    encoders = [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
+    collator = Collator(encoders[0], [PairOptions(encoders[1])], tile_mib=0.2)
+    teacher = flatten(collator(texts[:2])).value().teachers[0]
+    sizes = [len(tile.sub_tiles) for tile in teacher.tiles]
+    assert sum(sizes) > len(sizes) > 1
+    numbers = []
+    item = flat._Reader.item
+    monkeypatch.setattr(
+        flat._Reader, "item", lambda reader, number: numbers.append(number) or item(reader, number))
+    hidden_TH = torch.zeros(teacher.ids.numel(), 2)
+    teacher_logits = HiddenLogits(hidden_TH, Head(torch.zeros(3, 2)))
+    blocks = TeacherBlocks(teacher_logits, teacher.tiles)
+    assert len(numbers) == len(sizes)  # tiles, and nothing in them
+    for tile in teacher.tiles:
+        for sub_tile in tile.sub_tiles:
+            blocks(sub_tile)
+    assert len(numbers) == 2 * len(sizes) + sum(sizes)
+
+
 def num_plans():
     return sum(type(thing) is Plan for thing in gc.get_objects())
 
 
 def test_no_item_of_a_plan_exists_before_it_is_read():
     """Thousands of them would make every pass of the garbage collector slower."""
-    flat = flatten([PLANS[0]] * 1000)
+    plans = flatten([PLANS[0]] * 1000)
     before = num_plans()
-    value = to_device(flat.value(), "cpu")
+    value = to_device(plans.value(), "cpu")
     assert len(value) == 1000 and num_plans() == before
     assert value[999].ranges[1].low.tolist() == [0, 1] and value[999] is not value[999]
     assert num_plans() == before
@@ -160,8 +182,9 @@ def test_one_copy_moves_a_buffer_with_all_views():
     for before, tensor in zip(TENSORS, tensors):
         assert tensor.device.type == "meta"
         assert tensor.shape == before.shape and tensor.dtype == before.dtype
-    offsets = [tensor.storage_offset() * tensor.element_size() for tensor in tensors[1:]]
-    assert len({*offsets}) > 5  # each at a place of its own in the buffer
+    offsets = {tensor.storage_offset() * tensor.element_size() for tensor in tensors[1:]}
+    assert len(offsets) > 5  # each at a place of its own in the buffer
+    assert all(offset % 16 == 0 for offset in offsets)  # as kernels have it from torch otherwise
 
 
 def test_tensors_that_share_memory_move_once():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import ranks
 from isogloss.launch import silence_libraries, start_distributed
-from isogloss.layout import join_members, teacher_groups
+from isogloss.layout import join_ids, join_members, teacher_groups
 from isogloss.model_teachers import Offload, resolve_engine
 from isogloss.specs import TEACHER_OUTPUTS, TeacherSpec
 from isogloss.teachers import load_teacher
@@ -301,6 +301,17 @@ def test_no_teacher_tensor_leaves_a_node(checkpoints):
 def test_groups_are_neighbors_on_a_node():
     assert teacher_groups(8, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert teacher_groups(4, 2, 1) == [[0], [1], [2], [3]]
+
+
+def test_padding_begins_no_document():
+    """Where ids of members are joined, positions go on to the end of every row."""
+    ids = torch.arange(1, 11)
+    short = torch.stack([ids[:6].view(2, 3), torch.tensor([[0, 1, 2], [0, 0, 1]])])
+    long = torch.stack([ids[6:][None], torch.arange(4)[None]])
+    joined = join_ids([short, long])
+    assert joined[0].tolist() == [[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 9, 10]]
+    assert joined[1].tolist() == [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 2, 3]]
+    assert join_ids([short]) is short
 
 
 def test_members_are_joined_within_bounds():

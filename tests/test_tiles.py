@@ -21,6 +21,7 @@ from tiles import (
     ShardedLogits,
     StoredLogits,
     TeacherBlocks,
+    Tile,
     TopKLogits,
     head_of,
     plan_tiles,
@@ -244,6 +245,8 @@ def test_every_position_and_every_chunk_is_in_one_sub_tile():
             blocks = teacher_blocks(tiles)
             # The sub-tiles make up the tile, and all that was fetched; nothing is there twice.
             for tile in tiles:
+                sizes = [len(positions) for positions in tile.fetches]
+                assert tile.largest_fetch == max(sizes, default=0)
                 slices = [sub_tile.student_slice for sub_tile in tile.sub_tiles]
                 assert_slices_cover(slices, len(tile.student_positions))
             for block in blocks:
@@ -545,6 +548,10 @@ def test_one_block_of_the_teacher_exists_at_a_time():
         assert torch.equal(counting(sub_tile), expected)
         buffers.add(blocks.block.data_ptr())
     assert len(alive) == len(blocks.fetches) > 2
+    # that of tiles whose maker did not say it is looked up
+    bare = [Tile(tile.student_positions, tile.sub_tiles) for tile in tiles]
+    buffer = TeacherBlocks(models.teacher["hidden"], bare).logits.buffer
+    assert buffer.shape == blocks.logits.buffer.shape
     assert len(buffers) == 1
 
 
