@@ -5,7 +5,14 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isogloss.loss_table import ALM_MODES, AUTO_WEIGHT, LOSS_TOPK_OF, LOSSES, loss_flags
+from isogloss.loss_table import (
+    ALM_MODES,
+    AUTO_WEIGHT,
+    LOSS_TOPK_OF,
+    LOSSES,
+    loss_flags,
+    losses_of_truncated,
+)
 from isogloss.open_data import TXT_SAMPLES
 from isogloss.sample import ALIGNERS
 from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
@@ -155,8 +162,8 @@ class Config:
             shard the model over teacher_tp ranks.
         teacher_offload: keep the teacher's weights in the host's memory but for its forward passes.
         teacher_output: what is kept of the teacher until a loss reads it. hidden: final hidden
-            states. logits. topk: the most likely tokens; the others share the rest of the
-            probability evenly.
+            states. logits. topk: the most likely tokens and the text's own; all others are one
+            event. Not for event_kl, gold, h_kl and uld.
         teacher_output_topk: tokens of teacher_output topk.
         attention: how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half
             precision and the package flash-attn), eager, or auto: sdpa where a model has it. With
@@ -389,6 +396,7 @@ class Config:
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
+        check_truncated(self, "--teacher_output topk", self.teacher_output == "topk")
         self._check_on_policy()
         self._check_tasks()
         if self.activation_offload and not self.activation_checkpointing:
@@ -476,6 +484,20 @@ class Config:
         for name in needed:
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
+
+
+def check_truncated(cfg, what, is_truncated):
+    """Raise a ValueError where a loss needs all tokens of a teacher of which some are kept.
+
+    Args:
+        cfg: Config of one teacher.
+        what: truncates, for the message.
+    """
+    # with --teachers each entry is checked
+    if cfg.kd_weight and not cfg.teachers and is_truncated and not LOSSES[cfg.loss].truncated:
+        raise ValueError(f"{what} with --loss {cfg.loss}: this loss reads all tokens of the "
+                         "teacher; keep hidden states, or use one of "
+                         f"{', '.join(losses_of_truncated())}")
 
 
 # Below it logits / temperature leave float32.

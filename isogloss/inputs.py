@@ -35,7 +35,7 @@ from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
 from isogloss.export import check_results
 from isogloss.layout import is_last_stage, node_size, teacher_groups
-from isogloss.loss_table import build_loss
+from isogloss.loss_table import LOSSES, build_loss
 from isogloss.model_teachers import reads_more_than_text, resolve_engine
 from isogloss.open_data import (
     ROWS_TO_TRY,
@@ -417,8 +417,8 @@ def plan_teachers(cfg, student, encoders, device):
     setups = []
     for name, teacher_cfg in configs.items():
         encoder = encoders[name]
-        loss = build_loss(teacher_cfg, student, encoder, device)
         spec = teacher_spec(teacher_cfg, encoder, device)
+        loss = build_loss(teacher_cfg, student, encoder, device, spec.is_truncated)
         ids = spelling_ids(cfg, student, encoder, device)
         setups.append(TeacherSetup(name, teacher_cfg, encoder, loss, spec, ids))
     return setups
@@ -442,7 +442,7 @@ def plan_ensemble(cfg, student, encoders, configs, device):
         path="mean", vocab=len(encoder.table), engine="ensemble", members=members,
         weights=[member.kd_weight for member in configs.values()],
         space=cfg.teacher_weights.removeprefix("mean_"))
-    loss = build_loss(ensemble_cfg, student, encoder, device)
+    loss = build_loss(ensemble_cfg, student, encoder, device, spec.is_truncated)
     ids = spelling_ids(cfg, student, encoder, device)
     return TeacherSetup("mean", ensemble_cfg, encoder, loss, spec, ids)
 
@@ -456,7 +456,13 @@ def teacher_spec(cfg, encoder, device):
         path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
         dtype=cfg.teacher_dtype, attention=cfg.attention, device=device, degree=cfg.teacher_tp,
         offload=cfg.teacher_offload, output=output, output_topk=cfg.teacher_output_topk,
+        rest_temperature=rest_temperature(cfg),
         sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
+
+
+def rest_temperature(cfg):
+    """Return the temperature at which the loss reads the rest of truncated rows."""
+    return cfg.temperature if LOSSES[cfg.loss].truncated == "softened" else 1.0
 
 
 def spelling_ids(cfg, student, encoder, device):

@@ -190,14 +190,16 @@ class ModelTeacher:
         Args:
             ids: see `model_input`.
             output, output_topk: see TeacherSpec.
-            labels: (B, T) int64; then the output "topk" is ScoredLogits.
+            labels: (B, T) int64, kept by the output "topk", which is ScoredLogits.
         """
         if output == "logits":
             return StoredLogits(self.logits(ids)[..., : self.head.vocab].flatten(0, 1))
         logits = HiddenLogits(self.hidden(ids).flatten(0, 1), self.head)
         if output == "hidden":
             return logits
-        return most_likely(logits, output_topk, None if labels is None else labels.flatten())
+        if labels is None:
+            labels = torch.full(logits.hidden_TH.shape[:1], -100, device=logits.hidden_TH.device)
+        return most_likely(logits, output_topk, labels.flatten(), self.spec.rest_temperature)
 
     def hidden(self, ids):
         """Return (B, T, H) final hidden states."""
@@ -231,32 +233,39 @@ class ModelTeacher:
         return self
 
 
-def most_likely(logits, top_k, labels_T=None):
-    """Return TopKLogits of all positions, a block at a time.
+def most_likely(logits, top_k, labels_T, temperature=1.0):
+    """Return the ScoredLogits of TopKLogits of all positions, a block at a time.
+
+    Beside the most likely tokens they keep the label of each position.
 
     Args:
         logits: HiddenLogits.
-        labels_T: (T,) int64; then the result is ScoredLogits of them, and TextScores.
+        labels_T: (T,) int64, -100 for none.
+        temperature: by which the loss will divide: the rest is summed at it.
     """
-    vocab = logits.head.vocab
     positions = torch.arange(len(logits.hidden_TH), device=logits.hidden_TH.device)
-    ids = []
-    logp = []
-    totals = []
-    scores = []
+    blocks = []
     for block in positions.split(BLOCK):
-        block_logits = logits(block).float()
-        total = block_logits.logsumexp(-1)
-        top = block_logits.topk(min(top_k, vocab))
-        ids.append(top.indices.int())
-        logp.append(top.values - total[:, None])
-        totals.append(total)
-        if labels_T is not None:
-            scores.append(TextScores.of(block_logits, total, labels_T[block]).packed())
-    top_k_logits = TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
-    if labels_T is None:
-        return top_k_logits
-    return ScoredLogits(top_k_logits, TextScores.unpacked(torch.cat(scores)))
+        blocks.append(truncate(logits(block).float(), top_k, labels_T[block], temperature))
+    return ScoredLogits.joined(blocks)
+
+
+def truncate(logits_NW, top_k, labels_N, temperature=1.0):
+    """Return the ScoredLogits of some rows of float32 logits; see `most_likely`."""
+    total_N = logits_NW.logsumexp(-1)
+    top = logits_NW.topk(min(top_k, logits_NW.shape[1]))
+    # a position without a label repeats its most likely token
+    last_N = torch.where(labels_N >= 0, labels_N, top.indices[:, 0])[:, None]
+    ids_NK = torch.cat([top.indices, last_N], 1)
+    values_NK = torch.cat([top.values, logits_NW.gather(1, last_N)], 1)
+    scores = TextScores.of(logits_NW, total_N, labels_N)
+    others_NW = logits_NW.scatter(1, ids_NK, -torch.inf)
+    if temperature != 1:
+        others_NW = others_NW / temperature
+    rest_N = others_NW.logsumexp(-1) * temperature - total_N
+    rows = TopKLogits(ids_NK.int(), values_NK - total_N[:, None], logits_NW.shape[1], rest_N,
+                      total_N)
+    return ScoredLogits(rows, scores)
 
 
 def model_input(batch):

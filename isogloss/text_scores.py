@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from teacher_mixing import FLOOR
-from tiles import LogitsSource
+from tiles import LogitsSource, TopKLogits
 
 
 class TextScores(NamedTuple):
@@ -79,6 +79,17 @@ class ScoredLogits:
 
     def columns(self, ids):
         return self.logits.columns(ids)
+
+    @classmethod
+    def joined(cls, blocks):
+        """Return the ScoredLogits of all positions of blocks, whose logits are TopKLogits."""
+        rows = [block.logits for block in blocks]
+        logits = TopKLogits(
+            torch.cat([row.ids_TK for row in rows]), torch.cat([row.logp_TK for row in rows]),
+            rows[0].vocab, torch.cat([row.rest_T for row in rows]),
+            torch.cat([row.total_T for row in rows]))
+        packed = torch.cat([block.scores.packed() for block in blocks])
+        return cls(logits, TextScores.unpacked(packed))
 
     @property
     def nbytes(self):

@@ -564,9 +564,9 @@ TEACHERS = [
     # all of the 500 tokens
     {"teacher_tp": 4, "teacher_output": "topk", "teacher_output_topk": 600},
 ]
-# float32 hidden states and logits; top-k also has an int32 id each, the logsumexp, and four numbers
-# about the text
-BYTES_PER_TOKEN = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 500 * (4 + 4) + 20}
+# float32 hidden states and logits; top-k also has an int32 id each, the label, the rest, the
+# logsumexp, and four numbers about the text
+BYTES_PER_TOKEN = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 501 * (4 + 4) + 24}
 
 
 def test_same_loss_and_gradient_wherever_the_teacher_is(models, texts, tmp_path):
