@@ -117,7 +117,7 @@ class LearnedProjection:
         return as_tables(arrays, self.pair, "distill.py --learn_projection")
 
 
-# --- build: (cfg, pair, device, has_rest) -> DistillationLoss ---------------------------------------------
+# --- build: (cfg, pair, device, has_rest) -> DistillationLoss -------------------------------------
 
 
 def build_event_kl(cfg, pair, device, has_rest=False):

@@ -550,13 +550,13 @@ def test_one_block_of_the_teacher_exists_at_a_time():
 
 def test_top_k_of_a_teacher_and_one_event_for_the_rest():
     torch.manual_seed(0)
-    logp = torch.randn(5, 9, dtype=torch.float64).log_softmax(-1)
-    top = logp.topk(3)
+    top = torch.randn(5, 9, dtype=torch.float64).log_softmax(-1).topk(3)
     total = torch.randn(5)
     rest = 1 - top.values.exp().sum(1)
     positions = torch.tensor([4, 1])
     for total_T in (None, total):
-        rows = TopKLogits(top.indices, top.values.float(), 9, rest.log().float(), total_T)(positions)
+        logp = top.values.float()
+        rows = TopKLogits(top.indices, logp, 9, rest.log().float(), total_T)(positions)
         p = rows.softmax(-1).double()
         assert p.shape == (2, 10)
         assert torch.allclose(p.gather(1, top.indices[positions]), top.values[positions].exp())
