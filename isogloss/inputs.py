@@ -16,8 +16,15 @@ from transformers.utils import is_flash_attn_2_available
 from align import fingerprint
 from isogloss.adapters import student_adapter
 from isogloss.batch import Collator, PairOptions
+from isogloss.cache_files import Manifest
+from isogloss.cached_teachers import check_cache, check_rest, check_texts
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
-from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
+from isogloss.config import (
+    check_truncated,
+    configs_by_teacher,
+    routes_by_teacher,
+    template_kwargs,
+)
 from isogloss.data import (
     ExampleReader,
     HeldOutBatches,
@@ -81,6 +88,11 @@ class RunData:
     held_out_reader: ExampleReader
     first_row: int = 0
 
+    def parts(self):
+        """List (data set, its reader, number of its first row in the whole data)."""
+        return [(self.train_data, self.reader, self.first_row),
+                (self.held_out_data, self.held_out_reader, 0)]
+
 
 @dataclass
 class RunInputs:
@@ -134,6 +146,7 @@ def check_inputs(cfg, device, roles=None):
     check_flash_attention(cfg, ds_config)
     check_with_deepspeed(ds_config, cfg.ds_config, num_ranks // cfg.pipeline_parallel)
     data = load_data(cfg, student, encoders)
+    check_texts(cache_folders(cfg), data.parts())
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
@@ -232,8 +245,11 @@ def load_teacher_encoders(cfg, roles=None):
     encoders = {}
     for name, teacher_cfg in configs_by_teacher(cfg).items():
         encoders[name], _ = load_text_encoder(
-            "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length,
+            "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
             teacher_cfg.trust_remote_code, template_kwargs(cfg))
+        if teacher_cfg.teacher_cache:
+            encoders[name] = cached_encoder(teacher_cfg, encoders[name], roles)
+            continue
         teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
         engine = teacher_cfg.teacher_engine
         if engine in MODEL_ENGINES:
@@ -245,6 +261,26 @@ def load_teacher_encoders(cfg, roles=None):
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
                              "out --teacher_ranks")
     return encoders
+
+
+def cached_encoder(cfg, encoder, roles):
+    """Return the TextEncoder of a cached teacher, which reads no more than the cache holds.
+
+    Args:
+        cfg: Config of this teacher alone.
+        encoder: TextEncoder of its tokenizer.
+    Raises:
+        ValueError: the cache is damaged, or does not fit.
+    """
+    folder = cfg.teacher_cache
+    if roles:
+        raise ValueError(f"--teacher_cache {folder}: does not run on ranks of its own; leave out "
+                         "--teacher_ranks")
+    manifest = check_cache(folder, encoder, cfg.teacher_max_length)
+    check_truncated(cfg, f"--teacher_cache {folder}, which keeps {manifest.top_k} tokens,",
+                    manifest.output == "topk")
+    check_rest(folder, manifest, rest_temperature(cfg))
+    return replace(encoder, max_length=cfg.teacher_max_length or manifest.max_length)
 
 
 def check_models(cfg):
@@ -260,7 +296,8 @@ def check_models(cfg):
                       cfg.attention)
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
-            if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights
+            # others may have no weights
+            if teacher_cfg.teacher_engine in MODEL_ENGINES and not teacher_cfg.teacher_cache:
                 check_weights(
                     "teacher", teacher_cfg.teacher, cfg.trust_remote_code, cfg.attention)
 
@@ -282,6 +319,8 @@ def check_flash_attention(cfg, ds_config):
         raise ValueError(f"{precision} {cfg.ds_config} leaves the student in float32; enable bf16 "
                          "there, or use sdpa")
     for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
+        if teacher_cfg.teacher_cache:
+            continue
         dtype = teacher_cfg.teacher_dtype
         if dtype == "auto":
             config = load_config("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
@@ -447,8 +486,19 @@ def plan_ensemble(cfg, student, encoders, configs, device):
     return TeacherSetup("mean", ensemble_cfg, encoder, loss, spec, ids)
 
 
+def cache_folders(cfg):
+    """List the caches of a run."""
+    configs = configs_by_teacher(cfg).values() if cfg.kd_weight else ()
+    return [of_teacher.teacher_cache for of_teacher in configs if of_teacher.teacher_cache]
+
+
 def teacher_spec(cfg, encoder, device):
     """Return the TeacherSpec of a run with one teacher."""
+    if cfg.teacher_cache:
+        return TeacherSpec(
+            path=cfg.teacher_path, vocab=len(encoder.table), engine="cache", device=device,
+            output=Manifest.read("teacher_cache", cfg.teacher_cache).output,
+            rest_temperature=rest_temperature(cfg), cache=cfg.teacher_cache)
     output = cfg.teacher_output
     if output == "hidden" and not cfg.tiled:
         output = "logits"  # the model's own: a head may be more than `tiles.head_of` knows
@@ -541,8 +591,9 @@ def build_collator(cfg, inputs, device, tile_mib=None):
     print_of_student = fingerprint(inputs.student.tokenizer)
     for setup in inputs.teachers:
         same_tokenizer = fingerprint(setup.encoder.tokenizer) == print_of_student
+        is_cached = any(member.cache for member in setup.spec.single())
         pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name),
-                                 same_tokenizer))
+                                 same_tokenizer, is_cached))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
         sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,

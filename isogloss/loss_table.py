@@ -462,7 +462,7 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     Raises:
         ValueError: tokenizers that have nothing in common.
     """
-    names = cfg.student, cfg.teacher
+    names = cfg.student, cfg.teacher_path
     tables = student.table, teacher.table
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
     return LOSSES[cfg.loss].build(cfg, pair, device, has_rest)

@@ -412,7 +412,7 @@ def load_tensor_parallel(spec):
 def _shard_while_loading(spec, config, replica, stack):
     """Return (sharded model, head's weight or None, its bias or None); no rank loads it whole."""
     dtype = _dtype(spec)
-    folder = _local_folder(spec.path)
+    folder = local_folder(spec.path)
     with deepspeed.OnDevice(dtype=dtype, device="meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
@@ -454,7 +454,7 @@ def load_transformers(spec):
             "use --teacher_engine zero3")
     dtype = _dtype(spec)
     replica = Replica(spec.degree)
-    folder = _local_folder(spec.path)
+    folder = local_folder(spec.path)
     _weight_files(folder)  # without them all ranks end here, not one of them below
     model = _frozen(_load(spec, distributed_config=DistributedConfig(tp_size=spec.degree)))
     names = {module: name for name, module in model.named_modules()}
@@ -564,7 +564,7 @@ def _head(weight, bias, spec, config):
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _local_folder(path):
+def local_folder(path):
     """Return the directory of a checkpoint's safetensors files."""
     name = read_model_name("teacher", path)
     folder = name.base

@@ -35,6 +35,7 @@ class TeacherSpec:
         sequence_parallel_size: neighboring ranks that ask with the same ids.
         trust_remote_code: run the Python code that comes with the model.
         members, weights, space: of an ensemble, see `teachers.EnsembleTeacher`.
+        cache: of a cached teacher, the folder.
         number: of a remote teacher, its place among all of the job.
         client: of a remote teacher, `remote_teachers.TeacherClient`.
     """
@@ -56,6 +57,7 @@ class TeacherSpec:
     members: list = field(default_factory=list)
     weights: list = field(default_factory=list)
     space: str = "p"
+    cache: str = ""
     number: int = 0
     client: object = None
 

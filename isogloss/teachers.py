@@ -3,7 +3,8 @@
 A `TeacherSource` answers for the micro-batches of a step.  Most sources are models on this job's
 ranks (`ModelTeacher`), loaded in one of four ways: a whole copy per rank, sharded over neighboring
 ranks by DeepSpeed's tensor-parallel inference engine or by transformers, or partitioned by ZeRO-3
-(model_teachers.py).  Others are models on ranks of their own (remote_teachers.py) and ensembles.
+(model_teachers.py).  Others are models on ranks of their own (remote_teachers.py), caches of what a
+model has said (cached_teachers.py), and ensembles.
 A new source is one class and one entry in `TEACHER_SOURCES`; see docs/extending.md.
 
 Shapes: B rows, T teacher positions, W teacher vocabulary, n positions asked for.
@@ -17,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from isogloss.cached_teachers import CachedTeacher
 from isogloss.model_teachers import (
     ModelTeacher,
     load_replicated,
@@ -205,9 +207,10 @@ TEACHER_SOURCES: dict[str, Callable[[TeacherSpec], TeacherSource]] = {
     "zero3": load_zero3,
     "remote": RemoteTeacher,
     "ensemble": load_ensemble,
+    "cache": CachedTeacher,
 }
 # Those that the job makes of other flags, not of --teacher_engine.
-DERIVED_SOURCES = "remote", "ensemble"
+DERIVED_SOURCES = "remote", "ensemble", "cache"
 # Those that load a model of transformers.
 MODEL_ENGINES = "auto", "replicated", "tensor_parallel", "transformers", "zero3"
 

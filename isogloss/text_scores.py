@@ -91,6 +91,26 @@ class ScoredLogits:
         packed = torch.cat([block.scores.packed() for block in blocks])
         return cls(logits, TextScores.unpacked(packed))
 
+    def at(self, positions):
+        """Return the ScoredLogits of (N,) int64 positions.
+
+        The logits, here and below, are TopKLogits with totals.
+        """
+        return self._with([value.index_select(0, positions) for value in self._tensors()])
+
+    def to(self, device):
+        """Return the same on a device."""
+        return self._with([value.to(device) for value in self._tensors()])
+
+    def _tensors(self):
+        logits = self.logits
+        return logits.ids_TK, logits.logp_TK, logits.rest_T, logits.total_T, *self.scores
+
+    def _with(self, tensors):
+        ids_TK, logp_TK, rest_T, total_T, *scores = tensors
+        logits = TopKLogits(ids_TK, logp_TK, self.logits.vocab, rest_T, total_T)
+        return ScoredLogits(logits, TextScores(*scores))
+
     @property
     def nbytes(self):
         return self.logits.nbytes + sum(score.nbytes for score in self.scores)
