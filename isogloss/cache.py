@@ -473,7 +473,7 @@ def run(args, device):
     """Write a cache; all ranks take part."""
     folder = Path(args.output)
     is_first = dist.get_rank() == 0
-    with fail_together(what="inputs"):
+    with fail_together(what=f"inputs of {folder}"):
         texts, manifest, spec, positions = prepare(args, device)
         existing = check_folder(folder, manifest)
         if existing and is_whole(folder, existing):
@@ -483,18 +483,18 @@ def run(args, device):
         folder.mkdir(parents=True, exist_ok=True)
         check_space(folder, manifest, positions)
     with ExitStack() as stack:
-        with fail_together(what="folder"):
+        with fail_together(what=f"folder of {folder}"):
             if is_first:
                 stack.enter_context(locked(folder))
                 prepare_folder(folder, manifest, texts, args)
-        with fail_together(what="teacher"):
+        with fail_together(what=f"teacher of {folder}"):
             source = load_teacher(spec)
             check_head(source, texts)
             if manifest.output == "hidden" and is_first:
                 write_tensors(folder / HEAD, head_tensors(source.head))
         set_timeout(TRAINING_TIMEOUT)
         write_shards(args, folder, manifest, texts, source)
-        with fail_together(what="index"):
+        with fail_together(what=f"index of {folder}"):
             if is_first:
                 complete(folder, manifest, existing.files if existing else {})
 

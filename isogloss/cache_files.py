@@ -27,6 +27,7 @@ from safetensors.torch import save
 
 from isogloss.files import scratch_of, size_and_checksum, sync, write_atomically
 from isogloss.text_scores import ScoredLogits, TextScores
+from isogloss.workers import DataError
 from tiles import TopKLogits
 
 FORMAT = 1
@@ -309,12 +310,12 @@ class CacheReader:
     def __init__(self, folder, manifest):
         self.folder = Path(folder)
         self.manifest = manifest
-        with safe_open(self.folder / INDEX, "np") as file:
-            self.keys = file.get_tensor("keys")
-            self.shard = file.get_tensor("shard")
-            self.start = file.get_tensor("start")
-            self.size = file.get_tensor("size")
-            self.text = file.get_tensor("text")
+        index = read_tensors("teacher_cache", self.folder / INDEX)
+        self.keys = index["keys"].numpy()
+        self.shard = index["shard"].numpy()
+        self.start = index["start"].numpy()
+        self.size = index["size"].numpy()
+        self.text = index["text"].numpy()
         self.shards = {}
 
     def find(self, key):
@@ -349,7 +350,11 @@ class CacheReader:
         number = int(self.shard[place])
         if number not in self.shards:
             # it maps the file; pages are read when they are needed
-            self.shards[number] = safe_open(self.folder / shard_name(number), "pt")
+            path = self.folder / shard_name(number)
+            try:
+                self.shards[number] = safe_open(path, "pt")
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"--teacher_cache {path}: cannot be read ({error})") from None
         return self.shards[number]
 
 

@@ -149,7 +149,8 @@ def set_loss(state, inputs, loss):
     changes = {"kd_weight": state.cfg.kd_weight} | flags_of(loss)
     for setup in state.teachers:
         setup.cfg = dataclasses.replace(setup.cfg, **changes)
-        setup.loss = build_loss(setup.cfg, inputs.student, setup.encoder, state.device)
+        setup.loss = build_loss(setup.cfg, inputs.student, setup.encoder, state.device,
+                                setup.spec.is_truncated)
 
 
 def collator_of(state, inputs, case, samples, tile_mib):
