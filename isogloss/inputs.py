@@ -244,6 +244,8 @@ def load_teacher_encoders(cfg, roles=None):
         ranks_per_node = roles.teacher_ranks
     encoders = {}
     for name, teacher_cfg in configs_by_teacher(cfg).items():
+        if teacher_cfg.teacher_cache:  # before its tokenizer is looked for there
+            Manifest.read("teacher_cache", teacher_cfg.teacher_cache)
         encoders[name], _ = load_text_encoder(
             "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
             teacher_cfg.trust_remote_code, template_kwargs(cfg))
