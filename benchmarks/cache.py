@@ -43,7 +43,8 @@ from tiles import HiddenLogits, head_of
 
 BATCH = 8
 KEPT = 16, 64, 256, 1024
-LOSSES = "piece_kl", "reverse_kl", "projection_kl", "alm"
+LOSSES = ("piece_kl", "generalized_jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation",
+          "projection_kl", "alm")
 
 
 @dataclass(kw_only=True)
@@ -159,7 +160,7 @@ class Bench:
         student = HiddenLogits(hidden.flatten(0, 1), head_of(model, len(self.student.table)))
         value, _ = micro_batch_loss(student, terms)
         value.backward()
-        return float(value)
+        return float(value.detach())
 
 
 def writing(bench):
@@ -200,7 +201,7 @@ def reading(bench, folders):
         batch = Collator(bench.student, pairs, tile_mib=512)(bench.stories[:BATCH])
         step, value = seconds_of(partial(bench.step, model, source, loss, batch),
                                  bench.args.repeats)
-        read, _ = seconds_of(lambda: source.targets(batch.teachers[0]), bench.args.repeats)
+        read, _ = seconds_of(partial(source.targets, batch.teachers[0]), bench.args.repeats)
         rows.append([f"{name}, loss {value:.6f}", f"{step:.2f}", f"{step / text:.2f}",
                      f"{read:.3f}", f"{read / step:.3f}"])
     print(demo.markdown_table(rows), flush=True)

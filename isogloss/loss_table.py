@@ -267,6 +267,11 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
     if pair.fingerprints[0] == pair.fingerprints[1]:
         return build_per_position(divergence, parameters, has_rest)
+    unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
+    if has_rest and (unbounded or parameters.get("beta") == 1):
+        raise ValueError(f"--loss {cfg.loss} between two tokenizers: it needs what the teacher "
+                         "says of every token that the student may write, and of this teacher the "
+                         "most likely ones are kept; keep hidden states, or use another loss")
     return build_translated(pair, device, divergence, parameters, has_rest)
 
 

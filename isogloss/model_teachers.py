@@ -30,6 +30,7 @@ from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec, attention_options
 from isogloss.text_scores import ScoredLogits, TextScores
 from projection_tools.model_names import read_model_name
+from teacher_mixing import FLOOR
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
@@ -252,19 +253,28 @@ def most_likely(logits, top_k, labels_T, temperature=1.0):
 
 def truncate(logits_NW, top_k, labels_N, temperature=1.0):
     """Return the ScoredLogits of some rows of float32 logits; see `most_likely`."""
-    total_N = logits_NW.logsumexp(-1)
     top = logits_NW.topk(min(top_k, logits_NW.shape[1]))
+    best_N1 = top.values[:, :1]
+    mass_NW = (logits_NW - best_N1).exp_()  # the one pass with exponentials
+    Z_N = mass_NW.sum(-1)
+    total_N = best_N1[:, 0] + Z_N.log()
     # a position without a label repeats its most likely token
     last_N = torch.where(labels_N >= 0, labels_N, top.indices[:, 0])[:, None]
+    label_logp = logits_NW.gather(1, last_N)[:, 0] - total_N
+    # tokens that never come have logits of -inf and add nothing
+    finite_NW = logits_NW.clamp(min=float(best_N1.min()) + FLOOR) if len(logits_NW) else logits_NW
+    scores = TextScores(
+        logp_T=label_logp.clamp(min=FLOOR),
+        entropy_T=total_N - torch.einsum("nw,nw->n", mass_NW, finite_NW) / Z_N,
+        max_logp_T=-Z_N.log(),
+        correct_T=(top.indices[:, 0] == labels_N).float())
     ids_NK = torch.cat([top.indices, last_N], 1)
-    values_NK = torch.cat([top.values, logits_NW.gather(1, last_N)], 1)
-    scores = TextScores.of(logits_NW, total_N, labels_N)
-    others_NW = logits_NW.scatter(1, ids_NK, -torch.inf)
     if temperature != 1:
-        others_NW = others_NW / temperature
-    rest_N = others_NW.logsumexp(-1) * temperature - total_N
-    rows = TopKLogits(ids_NK.int(), values_NK - total_N[:, None], logits_NW.shape[1], rest_N,
-                      total_N)
+        mass_NW = ((logits_NW - best_N1) / temperature).exp_()
+    rest_N = mass_NW.scatter_(1, ids_NK, 0).sum(-1).log() * temperature
+    logp_NK = torch.cat([top.values - total_N[:, None], label_logp[:, None]], 1)
+    rows = TopKLogits(ids_NK.int(), logp_NK, logits_NW.shape[1],
+                      rest_N + best_N1[:, 0] - total_N, total_N)
     return ScoredLogits(rows, scores)
 
 

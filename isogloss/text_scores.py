@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from teacher_mixing import FLOOR
 from tiles import LogitsSource, TopKLogits
 
 
@@ -28,25 +27,6 @@ class TextScores(NamedTuple):
     entropy_T: torch.Tensor
     max_logp_T: torch.Tensor
     correct_T: torch.Tensor
-
-    @classmethod
-    def of(cls, logits_NW, total_N, labels_N):
-        """Compute the scores of a block of positions.
-
-        Args:
-            logits_NW: float32, of the whole vocabulary.
-            total_N: their logsumexp.
-            labels_N: int64, the token that each position predicts, -100 for none.
-        """
-        logp_NW = (logits_NW - total_N[:, None]).clamp_(min=FLOOR)
-        best_N = logits_NW.argmax(-1)
-        label_N1 = labels_N.clamp(min=0)[:, None]
-        return cls(
-            logp_T=logp_NW.gather(1, label_N1).squeeze(1),
-            entropy_T=-(logp_NW.exp() * logp_NW).sum(-1),
-            max_logp_T=logp_NW.gather(1, best_N[:, None]).squeeze(1),
-            correct_T=(best_N == labels_N).float(),
-        )
 
     def at(self, positions):
         """Return the scores of (N,) int64 positions."""

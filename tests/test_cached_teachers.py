@@ -332,6 +332,7 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, cache
           "teacher_max_length": 200}, "holds 100 positions of a text"),
         ({"loss": "gold"}, "nothing is wrong"),
         ({"teacher_cache": cache_of["20"], "loss": "gold"}, "keeps 20 tokens, with --loss gold"),
+        ({"teacher_cache": cache_of["20"], "loss": "reverse_kl"}, "between two tokenizers"),
         ({"teacher_cache": cache_of["20"], "temperature": 2.0}, "--temperature 2.0"),
         ({"teacher_cache": cache_of["20"], "temperature": 2.0, "loss": "alm"}, "nothing is wrong"),
         ({"temperature": 2.0}, "nothing is wrong"),
