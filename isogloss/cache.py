@@ -55,7 +55,7 @@ from isogloss.pretrained import check_weights, load_config
 from isogloss.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.teachers import load_teacher
 from isogloss.text_scores import ScoredLogits
-from isogloss.watch import end_together
+from isogloss.watch import end_together, end_with_launchers, signal_handlers_restored
 from projection_tools import fingerprint
 from projection_tools.flags import check_types, parse_flags
 from tiles import HiddenLogits
@@ -524,12 +524,13 @@ def prepare_folder(folder, manifest, texts, args):
 def main(args):
     """Write a cache; wrong input ends every rank with one line."""
     silence_libraries()
-    try:
-        join_store()
-    except ValueError as error:
-        fail(str(error))
-    with end_together():
-        run(args, start_distributed())
+    with signal_handlers_restored(), end_with_launchers():
+        try:
+            join_store()
+        except ValueError as error:
+            fail(str(error))
+        with end_together():
+            run(args, start_distributed())
 
 
 def cli(argv=None):
