@@ -146,7 +146,8 @@ def check_inputs(cfg, device, roles=None):
     check_flash_attention(cfg, ds_config)
     check_with_deepspeed(ds_config, cfg.ds_config, num_ranks // cfg.pipeline_parallel)
     data = load_data(cfg, student, encoders)
-    check_texts(cache_folders(cfg), data.parts())
+    if not cfg.route_key:  # else a cache needs no more than its routes
+        check_texts(cache_folders(cfg), data.parts())
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)

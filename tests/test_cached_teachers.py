@@ -25,11 +25,13 @@ from isogloss.watch import end_together
 from jobs import ds_config, write_corpus
 from projection_tools.flags import parse_flags
 from test_layouts import (
+    AS_FLAGS_SAY,
     SMALL_TILE_MIB,
     Case,
     Layout,
     check_steps,
     flags_for,
+    references,
     references_of,
     uneven_samples,
 )
@@ -146,6 +148,20 @@ def test_same_loss_and_gradient_from_a_cache_in_every_layout(models, texts, cach
                 "teacher_cache": str(caches[kind]), "teacher": "",
                 "sequence_parallel": sequence_parallel}))
         check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB)
+
+
+@pytest.mark.slow
+def test_caches_and_live_teachers_mix(models, texts, caches, tmp_path):
+    live = {"model": str(models[1]), "name": "live", "loss": "alm"}
+    flags = flags_for(models, texts, tmp_path, teacher="", teacher_weights="ce")
+    samples = uneven_samples(texts)
+    [expected] = references([flags | {"teachers": json.dumps(
+        [live | {"name": "other", "loss": "piece_kl", "weight": 2}, live])}], samples)
+    layouts = []
+    for kind in ("hidden", "all"):
+        cached = {"cache": str(caches[kind]), "loss": "piece_kl", "weight": 2}
+        layouts.append(Layout(0, 4, 2, {"teachers": json.dumps([cached, live])}))
+    check_steps({AS_FLAGS_SAY.loss: expected}, 1, flags, samples, layouts, [AS_FLAGS_SAY], 8)
 
 
 class Reading:
