@@ -58,6 +58,7 @@ from isogloss.text_scores import ScoredLogits
 from isogloss.watch import end_together, end_with_launchers, signal_handlers_restored
 from projection_tools import fingerprint
 from projection_tools.flags import check_types, parse_flags
+from projection_tools.model_names import read_model_name
 from tiles import HiddenLogits
 
 SHARD_BYTES = 256 * 2**20  # of a shard, about
@@ -211,13 +212,17 @@ def open_texts(args, encoder):
 
 
 def digest_of_weights(args):
-    """Return a digest of the teacher's config and of all its weights."""
-    folder = local_folder(args.teacher)
+    """Return a digest of the teacher's config and of all its weights, those of an adapter too."""
+    folders = [local_folder(args.teacher)]
+    adapter = read_model_name("teacher", args.teacher).adapter
+    if adapter:
+        folders.append(Path(adapter))
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"),
-                        folder / "config.json"]):
-        if path.is_file():
-            digest.update(f"{path.name} {size_and_checksum(path)}".encode())
+    for folder in folders:
+        weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+        for path in sorted([*weights, folder / "config.json", folder / "adapter_config.json"]):
+            if path.is_file():
+                digest.update(f"{path.name} {size_and_checksum(path)}".encode())
     return digest.hexdigest()[:32]
 
 
