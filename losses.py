@@ -1173,7 +1173,8 @@ def projection_kl(
         kernels = None
     if kernels:
         if entries is None:
-            entries = projection_entries(indices_VK, likelihoods_VK, y_MW.shape[1], kept_K)
+            num_tokens = y_MW.shape[1] - has_rest
+            entries = projection_entries(indices_VK, likelihoods_VK, num_tokens, kept_K)
         r_NK: Tensor = _Projected.apply(  # type: ignore[no-untyped-call]
             at_least_float32(student_logits_BSV.flatten(0, 1)), chunks.row_S, kernels, entries,
             temperature,
