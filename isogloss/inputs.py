@@ -301,8 +301,8 @@ def check_models(cfg):
         for teacher_cfg in configs_by_teacher(cfg).values():
             # others may have no weights
             if teacher_cfg.teacher_engine in MODEL_ENGINES and not teacher_cfg.teacher_cache:
-                check_weights(
-                    "teacher", teacher_cfg.teacher, cfg.trust_remote_code, cfg.attention)
+                check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code,
+                              attention=cfg.attention)
 
 
 def check_flash_attention(cfg, ds_config):
