@@ -611,6 +611,27 @@ def divergence_in_place(
     return cross_entropy_N.sum(), (value_N * scale_N).sum()
 
 
+def merge_unkept(
+    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """Return (B, S, V + 1) student logits of what a truncated teacher keeps, and of all the rest.
+
+    For teachers of which a row keeps some tokens, in column V the rest as one event, and -inf
+    elsewhere (`tiles.TopKLogits`).  Both then have the same outcomes, so that every divergence
+    above compares them, and is 0 where the student agrees with the whole teacher.
+
+    Args:
+        student_logits_BSV: (B, S, V); teacher_logits_BSV: (B, S, V + 1).
+        temperature: by which the divergence will divide.
+    """
+    x_BSV = at_least_float32(student_logits_BSV)
+    is_kept = teacher_logits_BSV[..., :-1] > -torch.inf
+    # summed from the tokens themselves: 1 - sum would lose a small rest, and its gradient
+    others = x_BSV.masked_fill(is_kept, 10 * FLOOR * temperature) / temperature
+    rest = others.logsumexp(-1, keepdim=True) * temperature
+    return torch.cat([x_BSV.masked_fill(~is_kept, 10 * FLOOR * temperature), rest], -1)
+
+
 def _select_positions(x_BSX: Tensor, mask_BS: Tensor | None) -> Tensor:
     return x_BSX.flatten(0, 1) if mask_BS is None else x_BSX[mask_BS]
 
@@ -1106,7 +1127,7 @@ def projection_kl(
     kept_K: Tensor | None = None, temperature: float = 1.0, teacher_average: str = "p",
     reverse: bool = False, weight_BS: Tensor | None = None, reduction: str = "sum",
     group: ProcessGroup | None = None, entries: "Entries | None" = None,
-    chunks: Chunks | None = None,
+    chunks: Chunks | None = None, has_rest: bool = False,
 ) -> SumAndCount:
     """Compute P-KL: the sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary.
 
@@ -1127,6 +1148,9 @@ def projection_kl(
         entries: `projection_entries` of this projection and these kept columns, if many calls share
             them; with a group and kept columns, those of the rank's rows.
         chunks: `find_chunks` of the same ids, if known; then nothing here waits for the device.
+        has_rest: the last column of the teacher's logits is no token, but all those whose logits
+            are -inf, as one event (`tiles.TopKLogits`).  It is compared with all columns of which
+            the chunk's rows keep nothing.  Not with a group, nor with teacher_average "logp".
     Returns:
         (sum, count): nats over chunks that have a position on both sides, and how many there are.
     Raises:
@@ -1135,13 +1159,17 @@ def projection_kl(
     """
     check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
     if entries is not None and kept_K is None:
-        check_width("teacher", teacher_logits_BTW, entries.width, "entries", group)
+        check_width("teacher", teacher_logits_BTW, entries.width + has_rest, "entries", group)
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
-        log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average, group)
+        if kept_K is not None and has_rest:
+            columns_K = torch.cat([kept_K, kept_K.new_tensor([y_MW.shape[1] - 1])])
+            log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average, group)
+        else:
+            log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average, group)
     local_chunks = slice(0, num_chunks)
     kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
     weights = likelihoods_VK if entries is None else entries.weight_E
@@ -1149,7 +1177,8 @@ def projection_kl(
         kernels = None
     if kernels:
         if entries is None:
-            entries = projection_entries(indices_VK, likelihoods_VK, y_MW.shape[1], kept_K)
+            num_tokens = y_MW.shape[1] - has_rest
+            entries = projection_entries(indices_VK, likelihoods_VK, num_tokens, kept_K)
         r_NK: Tensor = _Projected.apply(  # type: ignore[no-untyped-call]
             at_least_float32(student_logits_BSV.flatten(0, 1)), chunks.row_S, kernels, entries,
             temperature,
@@ -1169,16 +1198,20 @@ def projection_kl(
         if entries is None:
             first, _ = vocab_range(x_NV, group)
             end = first + x_NV.shape[1]
-            _, num_teacher_tokens = vocab_range(y_MW, group)
+            _, num_columns = vocab_range(y_MW, group)
             entries = projection_entries(
-                indices_VK[first:end], likelihoods_VK[first:end], num_teacher_tokens, kept_K
+                indices_VK[first:end], likelihoods_VK[first:end], num_columns - has_rest, kept_K
             )
         logp_NV = vocab_log_softmax(x_NV, group)
         r_NK = vocab_sum(_project(logp_NV, entries, is_logp=True), group)
         r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
     # EPSILON last: added before, it would be all that is left of r once the student has moved its
     # mass out of the kept columns, and leaving them would be an optimum
-    log_r_CK = (r_CK / (r_CK.sum(-1, keepdim=True) + EPSILON) + EPSILON).log()
+    r_CK = r_CK / (r_CK.sum(-1, keepdim=True) + EPSILON)
+    if has_rest:
+        log_r_CK, log_target_CK = _merge_empty_columns(r_CK, log_target_CK)
+    else:
+        log_r_CK = (r_CK + EPSILON).log()
     kl_C = _kl(log_r_CK, log_target_CK) if reverse else _kl(log_target_CK, log_r_CK)
     if kept_K is None:
         kl_C = gather_row_values(kl_C, local_chunks, num_chunks, group)
@@ -1200,6 +1233,25 @@ def _projection_target(
         return chunk_mean(logq_MK, chunks.of_T, chunks.count_T)
     q_CK = chunk_mean(logq_MK.exp(), chunks.of_T, chunks.count_T)
     return q_CK.clamp(min=TINY_MASS).log()
+
+
+def _merge_empty_columns(r_CK: Tensor, log_target_CK: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare the rest with all columns of which nothing is kept.
+
+    Args:
+        r_CK: (C, K) the student's mass; log_target_CK: (C, K + 1), the last column is the rest.
+    Returns:
+        (C, K + 1) logarithms of both models' masses, FLOOR in the columns that are merged.
+    """
+    is_empty_CK = log_target_CK <= math.log(2 * TINY_MASS)
+    # with all tokens kept there is no event: an empty column then is one that does not come
+    merged_CK = is_empty_CK[:, :-1] & ~is_empty_CK[:, -1:]
+    rest_C1 = r_CK.masked_fill(~merged_CK, 0).sum(-1, keepdim=True)
+    log_r_CK = torch.cat([(r_CK + EPSILON).log().masked_fill(merged_CK, FLOOR),
+                          (rest_C1 + EPSILON).log()], 1)
+    # an event of mass 0 on the teacher's side counts as columns do that do not come
+    merged_CK = F.pad(merged_CK, (0, 1))
+    return log_r_CK, log_target_CK.masked_fill(merged_CK, FLOOR)
 
 
 def reachable_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, W: int) -> Tensor:

@@ -116,6 +116,33 @@ def average_teachers(
     return (weights * stacked).sum(0)
 
 
+def common_events(logits_M: list[Tensor], W: int) -> list[Tensor]:
+    """Return logits of the tokens that all teachers keep, and of all others as one event.
+
+    For teachers of which some truncate their rows (`tiles.TopKLogits`): the mean of masses is exact
+    for outcomes that all of them know.
+
+    Args:
+        logits_M: M tensors (..., W), or (..., W + 1) with -inf for what is not kept and the rest in
+            the last column.
+    Returns:
+        M tensors (..., W + 1) likewise; as they are where all are whole.
+    """
+    if all(x.shape[-1] == W for x in logits_M):
+        return logits_M
+    with_rest = [F.pad(x, (0, W + 1 - x.shape[-1]), value=-torch.inf) for x in logits_M]
+    is_common = torch.ones_like(with_rest[0], dtype=torch.bool)
+    is_common[..., W] = False
+    for x in with_rest:
+        is_common &= x > -torch.inf
+    events = []
+    for x in with_rest:
+        rest = x.masked_fill(is_common, -torch.inf).logsumexp(-1, keepdim=True)
+        kept = x.masked_fill(~is_common, -torch.inf)[..., :W]
+        events.append(torch.cat([kept, rest], -1))
+    return events
+
+
 def dynamic_scale(ce: Tensor, kd: Tensor) -> Tensor:
     """Return stopgrad(CE / KD), which makes the distillation loss as large as the cross-entropy.
 

@@ -288,13 +288,15 @@ class ShardedLogits(NamedTuple):
 
 
 class TopKLogits(NamedTuple):
-    """Rebuild logits from the cached log-probabilities of K tokens per position.
+    """Rebuild rows of logits from K tokens per position and one event for all others.
 
-    The probability that the K tokens leave is spread evenly over all others.
+    A row has W + 1 columns: -inf for tokens that are not kept, and in the last column, which is no
+    token, all of these together.  Nothing is known of them one by one, so nothing is guessed.
 
-    ids_TK: (T, K) integer token ids.
+    ids_TK: (T, K) integer token ids; repeated ones have equal values.
     logp_TK: (T, K) log-probabilities, in nats.
     vocab: W.
+    rest_T: (T,) log-probability of all other tokens together; -inf: there is none.
     total_T: (T,) logsumexp of the original logits; the result is logits then.  None: the result is
         log-probabilities.
     """
@@ -302,27 +304,27 @@ class TopKLogits(NamedTuple):
     ids_TK: Tensor
     logp_TK: Tensor
     vocab: int
+    rest_T: Tensor
     total_T: Tensor | None = None
 
     def __call__(self, positions: Tensor) -> Tensor:
         ids = self.ids_TK.index_select(0, positions).long()
         logp = self.logp_TK.index_select(0, positions).float()
-        # Rounding may give the K tokens a mass of 1 or more; the rest keeps a finite logarithm.
-        kept_mass = logp.exp().sum(1, keepdim=True).clamp(max=1 - 1e-7)
-        others = torch.tensor(float(max(1, self.vocab - ids.shape[1])))
-        rest = torch.log1p(-kept_mass) - others.log()
-        logits = rest.expand(-1, self.vocab).scatter(1, ids, logp)
+        logits = logp.new_full((len(positions), self.vocab + 1), -torch.inf)
+        logits.scatter_(1, ids, logp)
+        logits[:, self.vocab] = self.rest_T.index_select(0, positions)
         if self.total_T is None:
             return logits
         return logits.add_(self.total_T.index_select(0, positions)[:, None])
 
     def columns(self, ids: Tensor) -> "SelectedColumns":
-        return SelectedColumns(self, ids)
+        """Return a source of the logits of these token ids, and of the event in the last column."""
+        return SelectedColumns(self, torch.cat([ids, ids.new_tensor([self.vocab])]))
 
     @property
     def nbytes(self) -> int:
         total_bytes = 0 if self.total_T is None else self.total_T.nbytes
-        return self.ids_TK.nbytes + self.logp_TK.nbytes + total_bytes
+        return self.ids_TK.nbytes + self.logp_TK.nbytes + self.rest_T.nbytes + total_bytes
 
 
 class SelectedColumns(NamedTuple):

@@ -65,6 +65,8 @@ from losses import (
     triton_kernels,
 )
 
+LOG_NOTHING = -86.0  # nats; a cell's mass below this is 0: float32 ends at e^-87.3
+
 # --- tables ---------------------------------------------------------------------------------------
 
 
@@ -103,6 +105,27 @@ class Tables(NamedTuple):
     join_start_V: Tensor
     join_low_J: Tensor
     join_high_J: Tensor
+
+
+def with_rest(tables: Tables) -> Tables:
+    """Return the tables for a teacher of which a row keeps some tokens and, in column W, the rest.
+
+    The rest of a row is a token without pieces that heads a cell without student tokens; which
+    cells of a root it stands for depends on the row, see `merge_rest`.
+    """
+    C = tables.num_cells
+    no_piece = tables.pieces_W.new_full((1, tables.pieces_W.shape[1]), -1)
+    no_range = tables.low_W.new_zeros((1, tables.low_W.shape[1]))
+    # tokens without a cell keep the number behind the last cell
+    cell_W = torch.where(tables.cell_W == C, C + 1, tables.cell_W)
+    return tables._replace(
+        cell_V=torch.where(tables.cell_V == C, C + 1, tables.cell_V),
+        cell_W=torch.cat([cell_W, cell_W.new_tensor([C])]),
+        num_cells=C + 1,
+        pieces_W=torch.cat([tables.pieces_W, no_piece]),
+        low_W=torch.cat([tables.low_W, no_range]),
+        high_W=torch.cat([tables.high_W, no_range]),
+    )
 
 
 def next_piece(pieces_XP: Tensor, token_N: Tensor, level_N: Tensor) -> Tensor:
@@ -469,6 +492,31 @@ def _joined(roots: Roots, tables: Tables) -> tuple[Tensor, Tensor]:
     row_J, join_J = expand(low, high)
     join_E, place_E = expand(tables.join_low_J[join_J], tables.join_high_J[join_J])
     return row_J[join_E], tables.order_W[place_E]
+
+
+def merge_rest(x_NC: Tensor, logq_NC: Tensor) -> tuple[Tensor, Tensor]:
+    """Make one event of what the teacher did not keep and the cells of which it kept nothing.
+
+    Of the other cells the teacher's mass is that of the kept tokens, which lacks what the rest may
+    hold of the cell; no guess is made of that.
+
+    Args:
+        x_NC, logq_NC: logarithms of both models' masses, up to a constant of the row; the last cell
+            is the rest.
+    Returns:
+        (N, C) log-probabilities of both models, the event in the last cell, FLOOR in its other
+        ones.
+    """
+    is_empty_NC = logq_NC <= LOG_NOTHING
+    # with all tokens kept there is no event: an empty cell then is one that does not come
+    merged = is_empty_NC & ~is_empty_NC[:, -1:]
+    merged[:, -1] = True
+    both = []
+    for log_NC in (x_NC.log_softmax(-1), logq_NC):
+        rest_N = log_NC.masked_fill(~merged, 10 * FLOOR).logsumexp(-1).clamp(min=FLOOR)
+        kept_NC = log_NC.masked_fill(merged, FLOOR)
+        both.append(torch.cat([kept_NC[:, :-1], rest_N[:, None]], 1))
+    return both[0], both[1]
 
 
 def before_goes_on(
@@ -958,7 +1006,7 @@ def translated(
     teacher_next_BT: Tensor, nodes: Nodes, tables: Tables,
     divergence: Callable[..., SumAndCount] = forward_kl, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
-    **parameters: Any,
+    has_rest: bool = False, **parameters: Any,
 ) -> SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
 
@@ -972,6 +1020,9 @@ def translated(
         nodes: from `list_nodes` of the same batch.
         divergence: one of losses.py that compares two models with one vocabulary: `forward_kl`,
             `reverse_kl`, `generalized_jsd`, `total_variation`, ...
+        has_rest: the teacher's logits have W + 1 columns, some -inf and the last the rest, as those
+            of `tiles.TopKLogits`, and the tables are those of `with_rest`; see `merge_rest`.  In
+            other nodes than roots tokens that are not kept count as tokens that do not come.
         parameters: of the divergence (beta, skew, alpha, ...); top_k and support choose among the
             cells of a node by their masses.
     Returns:
@@ -992,6 +1043,11 @@ def translated(
         )
         return value_K
 
+    def compare_roots(logp_NC: Tensor, logq_NC: Tensor) -> Tensor:
+        if has_rest:
+            logp_NC, logq_NC = merge_rest(logp_NC, logq_NC)
+        return compare(logp_NC, logq_NC)
+
     roots, choices, insides = nodes.roots, nodes.choices, nodes.insides
     goes = before_goes_on(y_MW, roots, tables, temperature)
     scopes = list_scopes(choices, tables)
@@ -999,14 +1055,14 @@ def translated(
     reads = list_reads(nodes, scopes, openings, student_next_BS)
     if kernels := compiled_kernels(x_NV, y_MW):
         whole_kl = divergence is forward_kl and set(parameters) <= {"top_k", "support"}
-        whole_kl = whole_kl and not parameters.get("top_k")
+        whole_kl = whole_kl and not parameters.get("top_k") and not has_rest
         value_N, answers = _compare_roots_compiled(
             kernels, x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, temperature,
-            None if whole_kl else compare,
+            None if whole_kl else compare_roots,
         )
     else:
         value_N, answers = _compare_roots(
-            x_NV, y_MW, roots, goes, scopes.asked, reads, tables, temperature, compare
+            x_NV, y_MW, roots, goes, scopes.asked, reads, tables, temperature, compare_roots
         )
     others = _compare_others(
         answers, y_MW, teacher_next_BT, Listed(nodes, goes, scopes, openings), tables, temperature,

@@ -17,6 +17,8 @@ equal      forward KL from a teacher with the student's tokenizer: bitstories_1M
 exact      forward KL from the pair's own teacher, exactly converted (exact_conversion.py), with
            branches of less than --threshold by chance
 
+A loss with a number, as piece_kl@256, learns from a teacher of which so many tokens are kept.
+
 All runs of a pair have one learning rate, the same batches and, per seed, the same first student.
 They use the job's own alignment, tables and losses, in one process and without DeepSpeed.  Results
 are kept in runs/quality, complete runs are not repeated, and several processes may share them.
@@ -49,6 +51,7 @@ from benchmarks.exact_conversion import ExactConverter
 from isogloss.batch import Collator, PairOptions, as_example
 from isogloss.config import Config
 from isogloss.loss_table import build_loss
+from isogloss.model_teachers import truncate
 from isogloss.sample import TextEncoder
 from projection_tools.flags import tool
 
@@ -93,12 +96,16 @@ class Args:
 
 @dataclass
 class Teacher:
-    """Hold a teacher, its loss, and the hidden states of the stories that it has read."""
+    """Hold a teacher, its loss, and the hidden states of the stories that it has read.
+
+    top_k: tokens of it that are kept; 0: all.
+    """
 
     model: object
     encoder: TextEncoder
     loss: object
     hidden: dict
+    top_k: int = 0
 
     def logits(self, batch, stories, collator):
         """Return (B * T, W) logits of a batch; every story is read once."""
@@ -111,7 +118,11 @@ class Teacher:
             hidden = self.hidden[number]
             rows.append(F.pad(hidden, (0, 0, 0, width - len(hidden))))
         weight = self.model.get_output_embeddings().weight[: len(self.encoder.table)]
-        return torch.stack(rows).flatten(0, 1) @ weight.T
+        logits = torch.stack(rows).flatten(0, 1) @ weight.T
+        if not self.top_k:
+            return logits
+        scored = truncate(logits, self.top_k, batch.labels.flatten())
+        return scored(torch.arange(len(logits)))
 
 
 class ModelPair:
@@ -155,11 +166,13 @@ class ModelPair:
         name = self.equal_name if loss == "equal" else self.teacher_name
         model, encoder = self.load(name)
         # the limits compare by forward KL; exact uses its alignment only
-        kind = "forward_kl" if loss in ("equal", "exact") else loss
+        kind, _, top_k = loss.partition("@")
+        if kind in ("equal", "exact"):
+            kind = "forward_kl"
         cfg = Config(student=str(self.student_folder), teacher=str(self.models / name), data="-",
                      loss=kind)
-        return Teacher(model, encoder, build_loss(cfg, self.student, encoder, "cpu"),
-                       self.hidden[name])
+        kd = build_loss(cfg, self.student, encoder, "cpu", bool(top_k))
+        return Teacher(model, encoder, kd, self.hidden[name], int(top_k or 0))
 
     def fresh_student(self, seed):
         """Return a student with random weights."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from isogloss.cache_files import text_key
 from isogloss.chat import SkippedChat, encode_chat, pair_chats, render
 from isogloss.counts import Counts, PairCounts
 from isogloss.long_texts import leave_out_tail
@@ -76,6 +77,7 @@ class TeacherBatch:
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
             `sequence.SequenceShard`; None without sequence parallelism.
         is_rollout: (samples,) bool, which of them the student wrote; None: there is no rollout.
+        keys: (samples, 2) int64, by which a cache finds what it holds of them; None: none is asked.
     """
 
     ids: torch.Tensor
@@ -90,6 +92,7 @@ class TeacherBatch:
     sample_of_student: torch.Tensor
     halo_index: torch.Tensor | None = None
     is_rollout: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
 
 
 @dataclass
@@ -152,12 +155,14 @@ class PairOptions:
             tokenizers, None for losses that work on whole chunks.
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
         same_tokenizer: its tokenizer is the student's.
+        is_cached: what it says is looked up by the texts' keys.
     """
 
     encoder: TextEncoder
     spelling: Spelling | None = None
     routes: list | None = None
     same_tokenizer: bool = False
+    is_cached: bool = False
 
 
 @dataclass
@@ -206,6 +211,8 @@ class Collator:
             pair_samples = [sample.pairs[number] for sample in samples]
             teacher, pair_counts, labels = self._teacher_batch(
                 pair, pair_samples, student, student_rows)
+            if pair.is_cached:
+                teacher.keys = keys_of(examples)
             teachers.append(teacher)
             counts.pairs.append(pair_counts)
             if self.computes_loss:
@@ -561,6 +568,15 @@ class Collator:
         sample[shard.local_position[reachable]] = batch.sample_of_student[reachable]
         batch.sample_of_student = sample
         batch.halo_index = shard.halo_index
+
+
+def keys_of(examples):
+    """Return (samples, 2) int64 keys of examples, by which a cache knows them; 0 for none."""
+    keys = np.zeros((len(examples), 2), np.int64)
+    for number, example in enumerate(map(as_example, examples)):
+        if example.content is not None:
+            keys[number] = text_key(example.content, example.tools)
+    return torch.from_numpy(keys)
 
 
 def as_example(value):

@@ -5,7 +5,15 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isogloss.loss_table import ALM_MODES, AUTO_WEIGHT, LOSS_TOPK_OF, LOSSES, loss_flags
+from isogloss.cache_files import TEACHER
+from isogloss.loss_table import (
+    ALM_MODES,
+    AUTO_WEIGHT,
+    LOSS_TOPK_OF,
+    LOSSES,
+    loss_flags,
+    losses_of_truncated,
+)
 from isogloss.open_data import TXT_SAMPLES
 from isogloss.sample import ALIGNERS
 from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
@@ -33,11 +41,14 @@ class Config:
         trust_remote_code: run the Python code that comes with a student or a teacher, which can do
             anything. false refuses models that need it.
         teacher: hub id or directory of the frozen teacher. Not needed with kd_weight 0.
+        teacher_cache: directory that python -m isogloss.cache has written: what a teacher says of
+            the texts, in place of a teacher. Its tokenizer is there too, so teacher is not needed;
+            one that is named has to have the same. The cache decides what is kept of the teacher.
         teachers: several teachers instead of one, as a JSON list: [{"model": "A", "weight": 2,
             "loss": "gold"}, {"model": "B", "tp": 2}]. An entry may also have name (for its
             metrics), weight (times kd_weight), routes, tp, engine, dtype, max_length, offload, and
             in place of the run's own value loss, teacher_output, teacher_output_topk and every flag
-            of a loss.
+            of a loss. With "cache" in place of "model" it is a teacher_cache.
         teacher_weights: how several teachers share the loss. fixed: by the weights of --teachers.
             ce, entropy, max_prob: for each sample by how sure a teacher is of it (ce: nats per byte
             of its text). select: the teacher with the lowest ce alone. mean_p, mean_logits: one
@@ -157,8 +168,8 @@ class Config:
             shard the model over teacher_tp ranks.
         teacher_offload: keep the teacher's weights in the host's memory but for its forward passes.
         teacher_output: what is kept of the teacher until a loss reads it. hidden: final hidden
-            states. logits. topk: the most likely tokens; the others share the rest of the
-            probability evenly.
+            states. logits. topk: the most likely tokens and the text's own; all others are one
+            event. Not for event_kl, gold, h_kl and uld.
         teacher_output_topk: tokens of teacher_output topk.
         attention: how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half
             precision and the package flash-attn), eager, or auto: sdpa where a model has it. With
@@ -223,6 +234,7 @@ class Config:
     lora_targets: str = ""
     trust_remote_code: bool = False
     teacher: str = ""
+    teacher_cache: str = ""
     teachers: str = ""
     teacher_weights: str = "fixed"
     teacher_alpha: float = 1.0
@@ -400,6 +412,8 @@ class Config:
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
+        check_truncated(self, "--teacher_output topk",
+                        self.teacher_output == "topk" and not self.teacher_cache)
         self._check_on_policy()
         self._check_tasks()
         if self.activation_offload and not self.activation_checkpointing:
@@ -473,7 +487,24 @@ class Config:
                                  f"{getattr(self, name)}: these do not go together; leave out "
                                  "one of them")
 
+    @property
+    def teacher_path(self):
+        """Hub id or directory of the teacher's tokenizer and config, those of a cache included."""
+        return self.teacher or str(Path(self.teacher_cache) / TEACHER)
+
+    def _check_cache(self):
+        """Check what does not go together with a cache."""
+        if not self.teacher_cache:
+            return
+        if self.on_policy:
+            raise ValueError(f"--teacher_cache with --on_policy {self.on_policy}: a cache holds "
+                             "nothing of what the student writes; use --teacher")
+        if self.teacher_engine != "auto":
+            raise ValueError(f"--teacher_cache with --teacher_engine {self.teacher_engine}: a "
+                             "cache loads no teacher; leave out one of them")
+
     def _check_teachers(self):
+        self._check_cache()
         if self.teachers:
             configs_by_teacher(self)
         elif self.route_key:
@@ -482,11 +513,25 @@ class Config:
     def _check_presence(self):
         """Check that what every run needs is given."""
         needed = ["student", "data"]
-        if self.kd_weight and not self.teachers:
+        if self.kd_weight and not (self.teachers or self.teacher_cache):
             needed.append("teacher")
         for name in needed:
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
+
+
+def check_truncated(cfg, what, is_truncated):
+    """Raise a ValueError where a loss needs all tokens of a teacher of which some are kept.
+
+    Args:
+        cfg: Config of one teacher.
+        what: truncates, for the message.
+    """
+    # with --teachers each entry is checked
+    if cfg.kd_weight and not cfg.teachers and is_truncated and not LOSSES[cfg.loss].truncated:
+        raise ValueError(f"{what} with --loss {cfg.loss}: this loss reads all tokens of the "
+                         "teacher; keep hidden states, or use one of "
+                         f"{', '.join(losses_of_truncated())}")
 
 
 # Below it logits / temperature leave float32.
@@ -546,8 +591,8 @@ GROUPS = {
                   "rollouts_per_prompt", "rollout_every", "ratio", "max_ratio",
                   "rollout_temperature", "rollout_top_p", "rollout_batch", "rollout_replica",
                   "rollout_command", "max_logp_gap", "rollout_log", "rollout_eval"],
-    "teachers": ["teacher", "teachers", "teacher_weights", "teacher_alpha", "route_key",
-                 "normalize_by_vocab", "teacher_output", "teacher_output_topk"],
+    "teachers": ["teacher", "teacher_cache", "teachers", "teacher_weights", "teacher_alpha",
+                 "route_key", "normalize_by_vocab", "teacher_output", "teacher_output_topk"],
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",
                             "teacher_offload"],
     "evaluation tasks": ["eval_tasks", "eval_task_every", "eval_task_data", "eval_task_shots",
@@ -610,7 +655,7 @@ def teacher_keys():
     """Return {key of an entry of --teachers: the flag that it stands for}."""
     keys = {"model": "teacher"}
     # short names for flags that start with teacher_
-    for key in ("tp", "engine", "dtype", "max_length", "offload"):
+    for key in ("cache", "tp", "engine", "dtype", "max_length", "offload"):
         keys[key] = f"teacher_{key}"
     for flag in ("loss", *loss_flags(), "teacher_output", "teacher_output_topk"):
         keys[flag] = flag
@@ -638,7 +683,7 @@ def teacher_entries(cfg):
 
 def teacher_name(entry):
     """Return what metrics call the teacher of an entry of --teachers."""
-    return entry.get("name", Path(str(entry.get("model", ""))).name)
+    return entry.get("name", Path(str(entry.get("model") or entry.get("cache", ""))).name)
 
 
 def routes_by_teacher(cfg):
@@ -655,11 +700,11 @@ def configs_by_teacher(cfg):
         ValueError: --teachers is no such list, or an entry is wrong.
     """
     if not cfg.teachers:
-        return {cfg.teacher: cfg}
+        return {cfg.teacher or Path(cfg.teacher_cache).name: cfg}
     entries = teacher_entries(cfg)
-    if cfg.teacher or cfg.learn_projection:
-        raise ValueError("--teachers: cannot be combined with --teacher or --learn_projection; "
-                         "drop one")
+    if cfg.teacher or cfg.teacher_cache or cfg.learn_projection:
+        raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache or "
+                         "--learn_projection; drop one")
     if cfg.route_key and cfg.teacher_weights != "fixed":
         raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: both choose "
                          "among teachers; drop one")
@@ -684,9 +729,9 @@ def _check_entry(cfg, entry, name, keys):
         if key not in ("name", "weight", "routes", *keys):
             raise ValueError(f"--teachers: unknown teacher key {key!r}; its keys are name, weight, "
                              f"routes, {', '.join(keys)}")
-    if "model" not in entry:
+    if not ("model" in entry or "cache" in entry):
         raise ValueError("--teachers: an entry names no model; expected "
-                         '{"model": "hub id or directory"}')
+                         '{"model": "hub id or directory"}, or {"cache": "directory"}')
     routes = entry.get("routes")
     if routes is not None and not (isinstance(routes, list) and cfg.route_key):
         raise ValueError(f"--teachers: routes {routes!r} of {name}: expected a list of values of a "

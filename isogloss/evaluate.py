@@ -249,7 +249,8 @@ def add_agreement(sums, student, teacher, sub_tile, pair):
     # Only at the start of a chunk have both models read the same text.
     chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
     v = student[chunks.first_S].argmax(-1)
-    w = teacher[chunks.first_T].argmax(-1)
+    num_tokens = len(pair.spelling_ids.teacher_W)  # truncated rows have one column more
+    w = teacher[chunks.first_T, :num_tokens].argmax(-1)
     spelled = pair.spelling_ids.student_V[v]
     # -1 stands for "no bytes" on both sides, which is no agreement
     agree = (spelled >= 0) & (spelled == pair.spelling_ids.teacher_W[w])

@@ -127,7 +127,9 @@ def _inputs(cfg):
         found.append(("--projection", cfg.projection))
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
-            found.append(("teacher", teacher_cfg.teacher))
+            found.append(("teacher", teacher_cfg.teacher_path))
+            if teacher_cfg.teacher_cache:
+                found.append(("teacher_cache", teacher_cfg.teacher_cache))
             if teacher_cfg.projection:
                 found.append(("projection", teacher_cfg.projection))
     return found

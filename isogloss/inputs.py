@@ -17,8 +17,15 @@ import losses
 from align import fingerprint
 from isogloss.adapters import student_adapter
 from isogloss.batch import Collator, PairOptions
+from isogloss.cache_files import Manifest
+from isogloss.cached_teachers import check_cache, check_rest, check_texts
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
-from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
+from isogloss.config import (
+    check_truncated,
+    configs_by_teacher,
+    routes_by_teacher,
+    template_kwargs,
+)
 from isogloss.data import (
     ExampleReader,
     HeldOutBatches,
@@ -36,7 +43,7 @@ from isogloss.ds_engine import check_with_deepspeed
 from isogloss.evaluate import SpellingIds
 from isogloss.export import check_results
 from isogloss.layout import is_last_stage, node_size, teacher_groups
-from isogloss.loss_table import build_loss
+from isogloss.loss_table import LOSSES, build_loss
 from isogloss.model_teachers import reads_more_than_text, resolve_engine
 from isogloss.open_data import (
     ROWS_TO_TRY,
@@ -85,6 +92,11 @@ class RunData:
     reader: ExampleReader
     held_out_reader: ExampleReader
     first_row: int = 0
+
+    def parts(self):
+        """List (data set, its reader, number of its first row in the whole data)."""
+        return [(self.train_data, self.reader, self.first_row),
+                (self.held_out_data, self.held_out_reader, 0)]
 
 
 @dataclass
@@ -139,6 +151,8 @@ def check_inputs(cfg, device, roles=None):
     check_flash_attention(cfg, ds_config)
     check_with_deepspeed(ds_config, cfg.ds_config, num_ranks // cfg.pipeline_parallel)
     data = load_data(cfg, student, encoders)
+    if not cfg.route_key:  # else a cache needs no more than its routes
+        check_texts(cache_folders(cfg), data.parts())
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
@@ -236,9 +250,14 @@ def load_teacher_encoders(cfg, roles=None):
         ranks_per_node = roles.teacher_ranks
     encoders = {}
     for name, teacher_cfg in configs_by_teacher(cfg).items():
+        if teacher_cfg.teacher_cache:  # before its tokenizer is looked for there
+            Manifest.read("teacher_cache", teacher_cfg.teacher_cache)
         encoders[name], _ = load_text_encoder(
-            "teacher", teacher_cfg.teacher, teacher_cfg.teacher_max_length,
+            "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
             teacher_cfg.trust_remote_code, template_kwargs(cfg))
+        if teacher_cfg.teacher_cache:
+            encoders[name] = cached_encoder(teacher_cfg, encoders[name], roles)
+            continue
         teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
         engine = teacher_cfg.teacher_engine
         if engine in MODEL_ENGINES:
@@ -250,6 +269,26 @@ def load_teacher_encoders(cfg, roles=None):
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
                              "out --teacher_ranks")
     return encoders
+
+
+def cached_encoder(cfg, encoder, roles):
+    """Return the TextEncoder of a cached teacher, which reads no more than the cache holds.
+
+    Args:
+        cfg: Config of this teacher alone.
+        encoder: TextEncoder of its tokenizer.
+    Raises:
+        ValueError: the cache is damaged, or does not fit.
+    """
+    folder = cfg.teacher_cache
+    if roles:
+        raise ValueError(f"--teacher_cache {folder}: does not run on ranks of its own; leave out "
+                         "--teacher_ranks")
+    manifest = check_cache(folder, encoder, cfg.teacher_max_length)
+    check_truncated(cfg, f"--teacher_cache {folder}, which keeps {manifest.top_k} tokens,",
+                    manifest.output == "topk")
+    check_rest(folder, manifest, rest_temperature(cfg))
+    return replace(encoder, max_length=cfg.teacher_max_length or manifest.max_length)
 
 
 def check_models(cfg):
@@ -265,7 +304,8 @@ def check_models(cfg):
                       attention=cfg.attention)
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
-            if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights
+            # others may have no weights
+            if teacher_cfg.teacher_engine in MODEL_ENGINES and not teacher_cfg.teacher_cache:
                 check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code,
                               attention=cfg.attention)
 
@@ -287,6 +327,8 @@ def check_flash_attention(cfg, ds_config):
         raise ValueError(f"{precision} {cfg.ds_config} leaves the student in float32; enable bf16 "
                          "there, or use sdpa")
     for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
+        if teacher_cfg.teacher_cache:
+            continue
         dtype = teacher_cfg.teacher_dtype
         if dtype == "auto":
             config = load_config("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
@@ -422,8 +464,8 @@ def plan_teachers(cfg, student, encoders, device):
     setups = []
     for name, teacher_cfg in configs.items():
         encoder = encoders[name]
-        loss = build_loss(teacher_cfg, student, encoder, device)
         spec = teacher_spec(teacher_cfg, encoder, device)
+        loss = build_loss(teacher_cfg, student, encoder, device, spec.is_truncated)
         ids = spelling_ids(cfg, student, encoder, device)
         setups.append(TeacherSetup(name, teacher_cfg, encoder, loss, spec, ids))
     return setups
@@ -447,13 +489,24 @@ def plan_ensemble(cfg, student, encoders, configs, device):
         path="mean", vocab=len(encoder.table), engine="ensemble", members=members,
         weights=[member.kd_weight for member in configs.values()],
         space=cfg.teacher_weights.removeprefix("mean_"))
-    loss = build_loss(ensemble_cfg, student, encoder, device)
+    loss = build_loss(ensemble_cfg, student, encoder, device, spec.is_truncated)
     ids = spelling_ids(cfg, student, encoder, device)
     return TeacherSetup("mean", ensemble_cfg, encoder, loss, spec, ids)
 
 
+def cache_folders(cfg):
+    """List the caches of a run."""
+    configs = configs_by_teacher(cfg).values() if cfg.kd_weight else ()
+    return [of_teacher.teacher_cache for of_teacher in configs if of_teacher.teacher_cache]
+
+
 def teacher_spec(cfg, encoder, device):
     """Return the TeacherSpec of a run with one teacher."""
+    if cfg.teacher_cache:
+        return TeacherSpec(
+            path=cfg.teacher_path, vocab=len(encoder.table), engine="cache", device=device,
+            output=Manifest.read("teacher_cache", cfg.teacher_cache).output,
+            rest_temperature=rest_temperature(cfg), cache=cfg.teacher_cache)
     output = cfg.teacher_output
     if output == "hidden" and not cfg.tiled:
         output = "logits"  # the model's own: a head may be more than `tiles.head_of` knows
@@ -461,7 +514,13 @@ def teacher_spec(cfg, encoder, device):
         path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
         dtype=cfg.teacher_dtype, attention=cfg.attention, device=device, degree=cfg.teacher_tp,
         offload=cfg.teacher_offload, output=output, output_topk=cfg.teacher_output_topk,
+        rest_temperature=rest_temperature(cfg),
         sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
+
+
+def rest_temperature(cfg):
+    """Return the temperature at which the loss reads the rest of truncated rows."""
+    return cfg.temperature if LOSSES[cfg.loss].truncated == "softened" else 1.0
 
 
 def spelling_ids(cfg, student, encoder, device):
@@ -584,8 +643,9 @@ def build_collator(cfg, inputs, device, tile_mib=None, trains=True, half=False):
     print_of_student = fingerprint(inputs.student.tokenizer)
     for setup in inputs.teachers:
         same_tokenizer = fingerprint(setup.encoder.tokenizer) == print_of_student
+        is_cached = any(member.cache for member in setup.spec.single())
         pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name),
-                                 same_tokenizer))
+                                 same_tokenizer, is_cached))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
         sub_tiles=sub_tile_budget(cfg, inputs.teachers, device, trains, half),

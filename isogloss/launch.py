@@ -26,7 +26,7 @@ from isogloss.rendezvous import (
     part,
     set_timeout,
 )
-from isogloss.watch import current_watch
+from isogloss.watch import current_watch, program_name
 
 # Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
 MAX_OPEN_FILES = 1 << 16
@@ -163,7 +163,7 @@ def fail_alone(kind):
 
 
 def fail(message, loud=None, code=2):
-    """End this process with one line on stderr.
+    """End this process with one line on stderr that begins with the name of the program.
 
     Args:
         loud: whether this rank prints the line; None: rank 0 does.
@@ -173,7 +173,7 @@ def fail(message, loud=None, code=2):
         loud = int(os.environ.get("RANK", 0)) == 0
     if loud:
         one_line = " ".join(message.split())
-        print(f"distill.py: {one_line}", file=sys.stderr, flush=True)
+        print(f"{program_name()}: {one_line}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 

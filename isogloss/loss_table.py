@@ -16,6 +16,7 @@ from losses import (
     common_tokens,
     event_coverage,
     event_kl,
+    merge_unkept,
     other_tokens,
     projection_entries,
     projection_kl,
@@ -25,7 +26,7 @@ from projection_tools import Pair, as_tables, load_projection
 from projection_tools.build import cached_projection
 from projection_tools.cells import cached_translation
 from projection_tools.spell import cached_spelling
-from translation import Tables, cell_coverage, translated, translated_in_place
+from translation import Tables, cell_coverage, translated, translated_in_place, with_rest
 
 LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
@@ -116,10 +117,10 @@ class LearnedProjection:
         return as_tables(arrays, self.pair, "distill.py --learn_projection")
 
 
-# --- build: (cfg, pair, device) -> DistillationLoss -----------------------------------------------
+# --- build: (cfg, pair, device, has_rest) -> DistillationLoss -------------------------------------
 
 
-def build_event_kl(cfg, pair, device):
+def build_event_kl(cfg, pair, device, has_rest=False):
     tables = cached_spelling(pair)
     fields = {}
     for name in Spelling._fields:
@@ -145,7 +146,7 @@ def build_event_kl(cfg, pair, device):
                             coverage_names=("event_coverage", "prefix_coverage"))
 
 
-def build_projection_kl(cfg, pair, device):
+def build_projection_kl(cfg, pair, device, has_rest=False):
     indices, likelihoods = _projection(cfg, pair, device)
     learned = LearnedProjection(indices, likelihoods, pair) if cfg.learn_projection else None
     # Entries of a learned projection hold their place in it, where the weight is looked up anew
@@ -173,7 +174,8 @@ def build_projection_kl(cfg, pair, device):
             return projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
                 indices, likelihoods, kept_K, temperature=cfg.temperature, reverse=cfg.reverse_kl,
-                weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms)[0]
+                weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms,
+                has_rest=has_rest)[0]
 
         return loss_fn
 
@@ -183,7 +185,8 @@ def build_projection_kl(cfg, pair, device):
 
     def coverage(teacher_logits, sub_tile):
         mass_T = at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
-        return {"unreachable_mass": (mass_T[:, ~reachable_W].sum(), len(mass_T))}
+        of_tokens = mass_T[:, : len(reachable_W)]  # what a rest holds is not known
+        return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
 
     kept_K = None
     if cfg.projection_columns == "reachable" and not reachable_W.all():
@@ -195,11 +198,11 @@ def build_projection_kl(cfg, pair, device):
         learned_projection=learned)
 
 
-def build_gold(cfg, pair, device):
+def build_gold(cfg, pair, device, has_rest=False):
     return _common_and_rest(cfg, pair, device, relaxed=False)
 
 
-def build_h_kl(cfg, pair, device):
+def build_h_kl(cfg, pair, device, has_rest=False):
     return _common_and_rest(cfg, pair, device, relaxed=True)
 
 
@@ -221,7 +224,7 @@ def _common_and_rest(cfg, pair, device, relaxed):
     return DistillationLoss(loss_fn, indices_VK=indices)
 
 
-def build_hybrid_uld(cfg, pair, device):
+def build_hybrid_uld(cfg, pair, device, has_rest=False):
     indices, likelihoods = _projection(cfg, pair, device)
     common = common_tokens(indices, likelihoods)
     # known here once, so that nothing waits for the device in a step
@@ -240,7 +243,7 @@ def build_hybrid_uld(cfg, pair, device):
     return DistillationLoss(loss_fn, indices_VK=indices)
 
 
-def build_per_chunk(cfg, pair, device, loss, flag_of):
+def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of):
     """Build a loss that compares whole chunks and needs nothing but their ids.
 
     Args:
@@ -259,27 +262,33 @@ def build_per_chunk(cfg, pair, device, loss, flag_of):
     return DistillationLoss(loss_fn)
 
 
-def build_divergence(cfg, pair, device, divergence, flag_of):
+def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
     if pair.fingerprints[0] == pair.fingerprints[1]:
-        return build_per_position(divergence, parameters)
-    return build_translated(pair, device, divergence, parameters)
+        return build_per_position(divergence, parameters, has_rest)
+    unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
+    if has_rest and (unbounded or parameters.get("beta") == 1):
+        raise ValueError(f"--loss {cfg.loss} between two tokenizers: it needs what the teacher "
+                         "says of every token that the student may write, and of this teacher the "
+                         "most likely ones are kept; keep hidden states, or use another loss")
+    return build_translated(pair, device, divergence, parameters, has_rest)
 
 
-def build_per_position(divergence, parameters):
+def build_per_position(divergence, parameters, has_rest):
     """Build a divergence for equal tokenizers: every chunk is one position on either side."""
     def loss_fn(student_logits, teacher_logits, sub_tile):
         chunks = sub_tile.terms
         weight = sub_tile.weight
         if weight is not None:  # of all positions in the sub-tile; the loss wants one a chunk
             weight = weight.index_select(0, chunks.first_S)[None]
-        return divergence(
-            student_logits.index_select(0, chunks.first_S)[None],
-            teacher_logits.index_select(0, chunks.first_T)[None],
-            None, weight_BS=weight, **parameters)[0]
+        student = student_logits.index_select(0, chunks.first_S)[None]
+        teacher = teacher_logits.index_select(0, chunks.first_T)[None]
+        if has_rest:
+            student = merge_unkept(student, teacher, parameters["temperature"])
+        return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
 
-    if parameters["top_k"] or divergence is losses.adaptive_kl:
+    if has_rest or parameters["top_k"] or divergence is losses.adaptive_kl:
         return DistillationLoss(loss_fn)
     [coefficient] = [parameters[name] for name in ("beta", "skew") if name in parameters] or [0.0]
 
@@ -292,24 +301,26 @@ def build_per_position(divergence, parameters):
     return DistillationLoss(FusedLoss(loss_fn, overwrite))
 
 
-def build_translated(pair, device, divergence, parameters):
+def build_translated(pair, device, divergence, parameters, has_rest):
     """Build a divergence between any two tokenizers, see translation.py."""
     tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
     on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
                          for value in tables])
+    of_rows = with_rest(on_device) if has_rest else on_device
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         ids = batch_of_one(sub_tile)
         return translated(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            sub_tile.terms, on_device, divergence, weight_BS=ids.weight, **parameters)[0]
+            sub_tile.terms, of_rows, divergence, weight_BS=ids.weight, has_rest=has_rest,
+            **parameters)[0]
 
     def coverage(teacher_logits, sub_tile):
         temperature = parameters["temperature"]
-        return cell_coverage(teacher_logits[None], sub_tile.terms, on_device, temperature)
+        return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows, temperature)
 
     # the kernels know the forward KL of whole cells
-    if divergence is losses.forward_kl and not parameters["top_k"]:
+    if divergence is losses.forward_kl and not parameters["top_k"] and not has_rest:
         loss_fn = _fused_translation(loss_fn, on_device, parameters["temperature"])
     return DistillationLoss(loss_fn, tables, coverage=coverage,
                             coverage_names=("cell_coverage", "joined_mass"))
@@ -369,27 +380,32 @@ class LossSpec:
     """State what a run has to know of a loss.
 
     Attributes:
-        build: (cfg, `projection_tools.Pair`, device) -> DistillationLoss.
+        build: (cfg, `projection_tools.Pair`, device, has_rest) -> DistillationLoss; has_rest: the
+            teacher's rows are truncated, as those of `tiles.TopKLogits`.
         needs: what it works on: "spellings", "projection" or "chunks".
         flags: flags of config.py that it reads; they may differ for each of several teachers.
         columns: it compares only the `--projection_topk` most important teacher columns.
+        truncated: how it reads truncated rows: "softened" by --temperature, "plain", or "": it is
+            not defined on them.
     """
 
     build: Callable
     needs: str
     flags: tuple = ("temperature",)
     columns: bool = False
+    truncated: str = ""
 
 
-def per_chunk(loss, **flag_of):
+def per_chunk(loss, truncated="", **flag_of):
     """Return the entry of a loss with the parameters of `losses.uld`.
 
     Args:
+        truncated: see LossSpec.
         flag_of: {parameter of the loss: flag} beside the temperature.
     """
     flag_of = {"temperature": "temperature"} | flag_of
     build = partial(build_per_chunk, loss=loss, flag_of=flag_of)
-    return LossSpec(build, "chunks", tuple(flag_of.values()))
+    return LossSpec(build, "chunks", tuple(flag_of.values()), truncated=truncated)
 
 
 def divergence_loss(divergence, **flag_of):
@@ -397,7 +413,7 @@ def divergence_loss(divergence, **flag_of):
     shared = {"temperature": "temperature", "top_k": "loss_topk", "support": "loss_topk_of"}
     flag_of = shared | flag_of
     build = partial(build_divergence, divergence=divergence, flag_of=flag_of)
-    return LossSpec(build, "spellings", tuple(flag_of.values()))
+    return LossSpec(build, "spellings", tuple(flag_of.values()), truncated="softened")
 
 
 # of the losses that compare common tokens by KL and the rest by rank
@@ -409,13 +425,13 @@ LOSSES: dict[str, LossSpec] = {
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
-        columns=True),
+        columns=True, truncated="softened"),
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS),
     "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
     "uld": per_chunk(losses.uld),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
-    "alm": per_chunk(losses.alm, mode="alm_mode"),
+    "alm": per_chunk(losses.alm, truncated="plain", mode="alm_mode"),
     "forward_kl": divergence_loss(losses.forward_kl),
     "reverse_kl": divergence_loss(losses.reverse_kl),
     "generalized_jsd": divergence_loss(losses.generalized_jsd, beta="jsd_beta"),
@@ -434,18 +450,24 @@ def loss_flags():
     return list(flags)
 
 
-def build_loss(cfg, student, teacher, device):
+def losses_of_truncated():
+    """List the losses that are defined on truncated rows."""
+    return [name for name, spec in LOSSES.items() if spec.truncated]
+
+
+def build_loss(cfg, student, teacher, device, has_rest=False):
     """Build the distillation loss of a run, or of one of its teachers.
 
     Args:
         cfg: with loss, its parameters, and projection.
         student, teacher: `sample.TextEncoder`.
+        has_rest: see `LossSpec.build`.
     Returns:
         DistillationLoss.
     Raises:
         ValueError: tokenizers that have nothing in common.
     """
-    names = cfg.student, cfg.teacher
+    names = cfg.student, cfg.teacher_path
     tables = student.table, teacher.table
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
-    return LOSSES[cfg.loss].build(cfg, pair, device)
+    return LOSSES[cfg.loss].build(cfg, pair, device, has_rest)

@@ -30,6 +30,7 @@ from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec, attention_options
 from isogloss.text_scores import ScoredLogits, TextScores
 from projection_tools.model_names import read_model_name
+from teacher_mixing import FLOOR
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
@@ -190,14 +191,16 @@ class ModelTeacher:
         Args:
             ids: see `model_input`.
             output, output_topk: see TeacherSpec.
-            labels: (B, T) int64; then the output "topk" is ScoredLogits.
+            labels: (B, T) int64, kept by the output "topk", which is ScoredLogits.
         """
         if output == "logits":
             return StoredLogits(self.logits(ids)[..., : self.head.vocab].flatten(0, 1))
         logits = HiddenLogits(self.hidden(ids).flatten(0, 1), self.head)
         if output == "hidden":
             return logits
-        return most_likely(logits, output_topk, None if labels is None else labels.flatten())
+        if labels is None:
+            labels = torch.full(logits.hidden_TH.shape[:1], -100, device=logits.hidden_TH.device)
+        return most_likely(logits, output_topk, labels.flatten(), self.spec.rest_temperature)
 
     def hidden(self, ids):
         """Return (B, T, H) final hidden states."""
@@ -231,32 +234,48 @@ class ModelTeacher:
         return self
 
 
-def most_likely(logits, top_k, labels_T=None):
-    """Return TopKLogits of all positions, a block at a time.
+def most_likely(logits, top_k, labels_T, temperature=1.0):
+    """Return the ScoredLogits of TopKLogits of all positions, a block at a time.
+
+    Beside the most likely tokens they keep the label of each position.
 
     Args:
         logits: HiddenLogits.
-        labels_T: (T,) int64; then the result is ScoredLogits of them, and TextScores.
+        labels_T: (T,) int64, -100 for none.
+        temperature: by which the loss will divide: the rest is summed at it.
     """
-    vocab = logits.head.vocab
     positions = torch.arange(len(logits.hidden_TH), device=logits.hidden_TH.device)
-    ids = []
-    logp = []
-    totals = []
-    scores = []
+    blocks = []
     for block in positions.split(BLOCK):
-        block_logits = logits(block).float()
-        total = block_logits.logsumexp(-1)
-        top = block_logits.topk(min(top_k, vocab))
-        ids.append(top.indices.int())
-        logp.append(top.values - total[:, None])
-        totals.append(total)
-        if labels_T is not None:
-            scores.append(TextScores.of(block_logits, total, labels_T[block]).packed())
-    top_k_logits = TopKLogits(torch.cat(ids), torch.cat(logp), vocab, torch.cat(totals))
-    if labels_T is None:
-        return top_k_logits
-    return ScoredLogits(top_k_logits, TextScores.unpacked(torch.cat(scores)))
+        blocks.append(truncate(logits(block).float(), top_k, labels_T[block], temperature))
+    return ScoredLogits.joined(blocks)
+
+
+def truncate(logits_NW, top_k, labels_N, temperature=1.0):
+    """Return the ScoredLogits of some rows of float32 logits; see `most_likely`."""
+    top = logits_NW.topk(min(top_k, logits_NW.shape[1]))
+    best_N1 = top.values[:, :1]
+    mass_NW = (logits_NW - best_N1).exp_()  # the one pass with exponentials
+    Z_N = mass_NW.sum(-1)
+    total_N = best_N1[:, 0] + Z_N.log()
+    # a position without a label repeats its most likely token
+    last_N = torch.where(labels_N >= 0, labels_N, top.indices[:, 0])[:, None]
+    label_logp = logits_NW.gather(1, last_N)[:, 0] - total_N
+    # tokens that never come have logits of -inf and add nothing
+    finite_NW = logits_NW.clamp(min=float(best_N1.min()) + FLOOR) if len(logits_NW) else logits_NW
+    scores = TextScores(
+        logp_T=label_logp.clamp(min=FLOOR),
+        entropy_T=total_N - torch.einsum("nw,nw->n", mass_NW, finite_NW) / Z_N,
+        max_logp_T=-Z_N.log(),
+        correct_T=(top.indices[:, 0] == labels_N).float())
+    ids_NK = torch.cat([top.indices, last_N], 1)
+    if temperature != 1:
+        mass_NW = ((logits_NW - best_N1) / temperature).exp_()
+    rest_N = mass_NW.scatter_(1, ids_NK, 0).sum(-1).log() * temperature
+    logp_NK = torch.cat([top.values - total_N[:, None], label_logp[:, None]], 1)
+    rows = TopKLogits(ids_NK.int(), logp_NK, logits_NW.shape[1],
+                      rest_N + best_N1[:, 0] - total_N, total_N)
+    return ScoredLogits(rows, scores)
 
 
 def model_input(batch):
@@ -403,7 +422,7 @@ def load_tensor_parallel(spec):
 def _shard_while_loading(spec, config, replica, stack):
     """Return (sharded model, head's weight or None, its bias or None); no rank loads it whole."""
     dtype = _dtype(spec)
-    folder = _local_folder(spec.path)
+    folder = local_folder(spec.path)
     with deepspeed.OnDevice(dtype=dtype, device="meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
@@ -445,7 +464,7 @@ def load_transformers(spec):
             "use --teacher_engine zero3")
     dtype = _dtype(spec)
     replica = Replica(spec.degree)
-    folder = _local_folder(spec.path)
+    folder = local_folder(spec.path)
     _weight_files(folder)  # without them all ranks end here, not one of them below
     model = _frozen(_load(spec, distributed_config=DistributedConfig(tp_size=spec.degree)))
     names = {module: name for name, module in model.named_modules()}
@@ -555,7 +574,7 @@ def _head(weight, bias, spec, config):
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _local_folder(path):
+def local_folder(path):
     """Return the directory of a checkpoint's safetensors files."""
     name = read_model_name("teacher", path)
     folder = name.base

@@ -28,7 +28,7 @@ from tiles import Head, HiddenLogits, ShardedLogits, StoredLogits, TopKLogits
 
 # What a request may ask for: a TeacherSpec's output, or the model's own logits, to check its head.
 KINDS = "hidden", "logits", "topk", "model_logits"
-TENSORS_PER_RESPONSE = {"hidden": 1, "logits": 1, "topk": 4}
+TENSORS_PER_RESPONSE = {"hidden": 1, "logits": 1, "topk": 5}
 # A student that reads a stream again is silent for long; one that died is noticed by its process.
 NO_TIMEOUT = float("inf")
 RESPONSE_TIMEOUT = TRAINING_TIMEOUT.total_seconds()  # as for a collective
@@ -210,7 +210,8 @@ def _respond(teacher, request, ids, labels, member, from_hidden):
     if kind == "topk":
         scored = teacher.read(ids, kind, request.top_k, labels.to(ids.device))
         logits = scored.logits
-        tensors = [logits.ids_TK, logits.logp_TK, logits.total_T, scored.scores.packed()]
+        tensors = [logits.ids_TK, logits.logp_TK, logits.rest_T, logits.total_T,
+                   scored.scores.packed()]
     else:
         tensors = [teacher.hidden(ids) if kind == "hidden" else teacher.logits(ids)]
     return tensors if member == 0 else []  # every member has the same
@@ -334,7 +335,8 @@ class RemoteTeacher:
         if output == "topk":
             ids_TK = self._next()
             logp_TK = self._next()
-            logits = TopKLogits(ids_TK, logp_TK, self.head.vocab, self._next())
+            rest_T = self._next()
+            logits = TopKLogits(ids_TK, logp_TK, self.head.vocab, rest_T, self._next())
             return ScoredLogits(logits, TextScores.unpacked(self._next()))
         shards = tuple(self._next(member) for member in range(len(self.readers)))
         return StoredLogits(shards[0]) if len(shards) == 1 else ShardedLogits(shards)

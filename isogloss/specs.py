@@ -29,11 +29,13 @@ class TeacherSpec:
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
         output: what is kept until a loss reads it: final "hidden" states, "logits", or "topk".
-        output_topk: tokens of the output "topk"; the others get what is left in equal parts.
+        output_topk: tokens of the output "topk"; all others together are one event.
+        rest_temperature: by which the loss divides such logits.
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
         trust_remote_code: run the Python code that comes with the model.
         members, weights, space: of an ensemble, see `teachers.EnsembleTeacher`.
+        cache: of a cached teacher, the folder.
         number: of a remote teacher, its place among all of the job.
         client: of a remote teacher, `remote_teachers.TeacherClient`.
     """
@@ -48,12 +50,14 @@ class TeacherSpec:
     offload: bool = False
     output: str = "hidden"
     output_topk: int = 256
+    rest_temperature: float = 1.0
     same_ids: bool = False
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
     members: list = field(default_factory=list)
     weights: list = field(default_factory=list)
     space: str = "p"
+    cache: str = ""
     number: int = 0
     client: object = None
 
@@ -73,6 +77,11 @@ class TeacherSpec:
     def single(self):
         """List the specs of the teachers in this one: its members, or itself."""
         return self.members or [self]
+
+    @property
+    def is_truncated(self):
+        """Tell whether its rows, or those of a member, keep some tokens alone."""
+        return any(spec.output == "topk" for spec in self.single())
 
     @property
     def averages_top_k(self):

@@ -61,7 +61,7 @@ class TeacherSetup:
         Columns are kept by what a teacher says of a whole step.
         """
         return not self.keeps_columns and all(
-            engine_of(member) == "replicated" and not member.offload
+            engine_of(member) in ("replicated", "cache") and not member.offload
             for member in self.spec.single())
 
 
@@ -145,7 +145,9 @@ def kept_columns(setup, batches, targets, group=None):
         # no more logits exist at a time than in the loss itself
         blocks = TeacherBlocks(target.logits, batch.tiles)
         for positions in blocks.fetches:
-            block = teacher_importance(blocks.fetch(positions)[None])
+            # the rest of truncated rows, in a column behind the tokens, has no place to compete for
+            rows = blocks.fetch(positions)[:, : len(importance)]
+            block = teacher_importance(rows[None])
             importance = torch.maximum(importance, block)
     dist.all_reduce(importance, op=dist.ReduceOp.MAX, group=group)
     if setup.loss.comparable_W is not None:  # the others take up no place

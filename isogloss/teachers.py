@@ -3,7 +3,8 @@
 A `TeacherSource` answers for the micro-batches of a step.  Most sources are models on this job's
 ranks (`ModelTeacher`), loaded in one of four ways: a whole copy per rank, sharded over neighboring
 ranks by DeepSpeed's tensor-parallel inference engine or by transformers, or partitioned by ZeRO-3
-(model_teachers.py).  Others are models on ranks of their own (remote_teachers.py) and ensembles.
+(model_teachers.py).  Others are models on ranks of their own (remote_teachers.py), caches of what a
+model has said (cached_teachers.py), and ensembles.
 A new source is one class and one entry in `TEACHER_SOURCES`; see docs/extending.md.
 
 Shapes: B rows, T teacher positions, W teacher vocabulary, n positions asked for.
@@ -17,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from isogloss.cached_teachers import CachedTeacher
 from isogloss.model_teachers import (
     ModelTeacher,
     load_replicated,
@@ -28,8 +30,9 @@ from isogloss.model_teachers import (
 from isogloss.pretrained import load_config
 from isogloss.remote_teachers import RemoteTeacher
 from isogloss.specs import TeacherSpec, weights_of
+from isogloss.text_scores import ScoredLogits
 from projection_tools.model_names import read_model_name
-from teacher_mixing import average_teachers
+from teacher_mixing import average_teachers, common_events
 from tiles import LogitsSource, SelectedColumns
 
 
@@ -68,17 +71,24 @@ class EnsembleLogits(NamedTuple):
         members: LogitsSource of every teacher.
         weights_M: (M,) float, summing to 1.
         space: "p": mean of the probabilities; "logits": of the logits.
+        vocab: tokens of the teachers.
+        is_truncated: some members keep some tokens alone; then rows have a column more.
     """
 
     members: tuple
     weights_M: torch.Tensor
     space: str
+    vocab: int
+    is_truncated: bool = False
 
     def __call__(self, positions):
         logits = [member(positions)[None] for member in self.members]
+        logits = common_events(logits, self.vocab)
         return average_teachers(logits, self.weights_M, self.space)[0]
 
     def columns(self, ids):
+        if self.is_truncated:
+            ids = torch.cat([ids, ids.new_tensor([self.vocab])])
         return SelectedColumns(self, ids)
 
     @property
@@ -93,26 +103,33 @@ class EnsembleTeacher:
     Attributes:
         members: TeacherSource of each.
         weights: a number for each, in any unit.
-        space: see EnsembleLogits.
+        space, vocab, is_truncated: see EnsembleLogits.
     """
 
     members: list
     weights: list
     space: str
+    vocab: int
+    is_truncated: bool = False
 
     def request(self, batch):
         for member in self.members:
             member.request(batch)
 
     def targets(self, batch):
-        return self._mean([member.targets(batch) for member in self.members], batch)
+        logits = [member.targets(batch) for member in self.members]
+        return self._mean(logits, batch, self.is_truncated)
 
     def whole_targets(self, batch):
-        return self._mean([member.whole_targets(batch) for member in self.members], batch)
+        logits = [member.whole_targets(batch) for member in self.members]
+        # what a cache has truncated stays so
+        is_truncated = any(isinstance(source, ScoredLogits) for source in logits)
+        return self._mean(logits, batch, is_truncated)
 
-    def _mean(self, logits, batch):
+    def _mean(self, logits, batch, is_truncated):
         weights = torch.tensor(self.weights, device=batch.ids.device)  # in any unit
-        return EnsembleLogits(tuple(logits), weights / weights.sum(), self.space)
+        return EnsembleLogits(tuple(logits), weights / weights.sum(), self.space, self.vocab,
+                              is_truncated)
 
     @contextlib.contextmanager
     def on_device(self):
@@ -179,7 +196,7 @@ def load_silent(spec: TeacherSpec):
 def load_ensemble(spec: TeacherSpec):
     """Load every member; they may be of different kinds."""
     members = [load_teacher(member) for member in spec.members]
-    return EnsembleTeacher(members, spec.weights, spec.space)
+    return EnsembleTeacher(members, spec.weights, spec.space, spec.vocab, spec.is_truncated)
 
 
 # A source by the name of its engine: TeacherSpec -> TeacherSource.
@@ -190,9 +207,10 @@ TEACHER_SOURCES: dict[str, Callable[[TeacherSpec], TeacherSource]] = {
     "zero3": load_zero3,
     "remote": RemoteTeacher,
     "ensemble": load_ensemble,
+    "cache": CachedTeacher,
 }
 # Those that the job makes of other flags, not of --teacher_engine.
-DERIVED_SOURCES = "remote", "ensemble"
+DERIVED_SOURCES = "remote", "ensemble", "cache"
 # Those that load a model of transformers.
 MODEL_ENGINES = "auto", "replicated", "tensor_parallel", "transformers", "zero3"
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from teacher_mixing import FLOOR
-from tiles import LogitsSource
+from tiles import LogitsSource, TopKLogits
 
 
 class TextScores(NamedTuple):
@@ -28,25 +27,6 @@ class TextScores(NamedTuple):
     entropy_T: torch.Tensor
     max_logp_T: torch.Tensor
     correct_T: torch.Tensor
-
-    @classmethod
-    def of(cls, logits_NW, total_N, labels_N):
-        """Compute the scores of a block of positions.
-
-        Args:
-            logits_NW: float32, of the whole vocabulary.
-            total_N: their logsumexp.
-            labels_N: int64, the token that each position predicts, -100 for none.
-        """
-        logp_NW = (logits_NW - total_N[:, None]).clamp_(min=FLOOR)
-        best_N = logits_NW.argmax(-1)
-        label_N1 = labels_N.clamp(min=0)[:, None]
-        return cls(
-            logp_T=logp_NW.gather(1, label_N1).squeeze(1),
-            entropy_T=-(logp_NW.exp() * logp_NW).sum(-1),
-            max_logp_T=logp_NW.gather(1, best_N[:, None]).squeeze(1),
-            correct_T=(best_N == labels_N).float(),
-        )
 
     def at(self, positions):
         """Return the scores of (N,) int64 positions."""
@@ -79,6 +59,37 @@ class ScoredLogits:
 
     def columns(self, ids):
         return self.logits.columns(ids)
+
+    @classmethod
+    def joined(cls, blocks):
+        """Return the ScoredLogits of all positions of blocks, whose logits are TopKLogits."""
+        rows = [block.logits for block in blocks]
+        logits = TopKLogits(
+            torch.cat([row.ids_TK for row in rows]), torch.cat([row.logp_TK for row in rows]),
+            rows[0].vocab, torch.cat([row.rest_T for row in rows]),
+            torch.cat([row.total_T for row in rows]))
+        packed = torch.cat([block.scores.packed() for block in blocks])
+        return cls(logits, TextScores.unpacked(packed))
+
+    def at(self, positions):
+        """Return the ScoredLogits of (N,) int64 positions.
+
+        The logits, here and below, are TopKLogits with totals.
+        """
+        return self._with([value.index_select(0, positions) for value in self._tensors()])
+
+    def to(self, device):
+        """Return the same on a device."""
+        return self._with([value.to(device) for value in self._tensors()])
+
+    def _tensors(self):
+        logits = self.logits
+        return logits.ids_TK, logits.logp_TK, logits.rest_T, logits.total_T, *self.scores
+
+    def _with(self, tensors):
+        ids_TK, logp_TK, rest_T, total_T, *scores = tensors
+        logits = TopKLogits(ids_TK, logp_TK, self.logits.vocab, rest_T, total_T)
+        return ScoredLogits(logits, TextScores(*scores))
 
     @property
     def nbytes(self):

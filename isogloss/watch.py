@@ -323,7 +323,7 @@ class Watch:
         if not self.said.acquire(blocking=False) or not ending.speaks:
             return
         one_line = " ".join(ending.line.split())
-        print(f"distill.py: {one_line}", file=sys.stderr, flush=True)
+        print(f"{program_name()}: {one_line}", file=sys.stderr, flush=True)
         with contextlib.suppress(dist.DistError):
             self.post_failure(ending.line, ending.code, said=True)
 
@@ -392,6 +392,13 @@ def current_watch():
     """Return the Watch of the `end_together` block around this call."""
     assert _current, "outside of an end_together block"
     return _current
+
+
+def program_name():
+    """Return what messages call this program: distill.py, or the module that runs by itself."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = getattr(spec, "name", "")
+    return name if name.startswith("isogloss.") else "distill.py"
 
 
 @contextmanager

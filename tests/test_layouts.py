@@ -149,7 +149,8 @@ def set_loss(state, inputs, loss):
     changes = {"kd_weight": state.cfg.kd_weight} | flags_of(loss)
     for setup in state.teachers:
         setup.cfg = dataclasses.replace(setup.cfg, **changes)
-        setup.loss = build_loss(setup.cfg, inputs.student, setup.encoder, state.device)
+        setup.loss = build_loss(setup.cfg, inputs.student, setup.encoder, state.device,
+                                setup.spec.is_truncated)
 
 
 def collator_of(state, inputs, case, samples, tile_mib):
@@ -564,9 +565,9 @@ TEACHERS = [
     # all of the 500 tokens
     {"teacher_tp": 4, "teacher_output": "topk", "teacher_output_topk": 600},
 ]
-# float32 hidden states and logits; top-k also has an int32 id each, the logsumexp, and four numbers
-# about the text
-BYTES_PER_TOKEN = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 500 * (4 + 4) + 20}
+# float32 hidden states and logits; top-k also has an int32 id each, the label, the rest, the
+# logsumexp, and four numbers about the text
+BYTES_PER_TOKEN = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 501 * (4 + 4) + 24}
 
 
 def test_same_loss_and_gradient_wherever_the_teacher_is(models, texts, tmp_path):

@@ -555,16 +555,23 @@ def test_one_block_of_the_teacher_exists_at_a_time():
     assert len(buffers) == 1
 
 
-def test_cached_top_k_of_a_teacher():
+def test_top_k_of_a_teacher_and_one_event_for_the_rest():
     torch.manual_seed(0)
-    logp = torch.randn(5, 9).log_softmax(-1)
-    top = logp.topk(3)
+    top = torch.randn(5, 9, dtype=torch.float64).log_softmax(-1).topk(3)
+    total = torch.randn(5)
+    rest = 1 - top.values.exp().sum(1)
     positions = torch.tensor([4, 1])
-    p = TopKLogits(top.indices, top.values, 9)(positions).softmax(-1)
-    assert torch.allclose(p.sum(1), torch.ones(2))
-    assert torch.allclose(p.gather(1, top.indices[positions]), top.values[positions].exp())
-    rest = 1 - top.values[4].exp().sum()
-    assert torch.allclose(p[0].sort().values[:6], (rest / 6).expand(6), rtol=1e-5)
+    for total_T in (None, total):
+        logp = top.values.float()
+        rows = TopKLogits(top.indices, logp, 9, rest.log().float(), total_T)(positions)
+        p = rows.softmax(-1).double()
+        assert p.shape == (2, 10)
+        assert torch.allclose(p.gather(1, top.indices[positions]), top.values[positions].exp())
+        assert torch.allclose(p[:, 9], rest[positions])
+        # nothing is said of the others one by one
+        assert ((p > 0).sum(1) == 4).all()
+        if total_T is not None:
+            assert torch.allclose(rows.logsumexp(-1), total[positions], atol=1e-6)
 
 
 def test_sources_of_kept_columns():
@@ -577,12 +584,13 @@ def test_sources_of_kept_columns():
     ids = torch.tensor([0, 4, 6])
     logits = models.teacher_logits
     top = logits.log_softmax(-1).topk(3)
-    top_k = TopKLogits(top.indices, top.values, models.vocab_sizes[1])
+    W = models.vocab_sizes[1]
+    top_k = TopKLogits(top.indices, top.values, W, torch.zeros(len(logits)))
     sharded = ShardedLogits((logits[:, :4], logits[:, 4:5], logits[:, 5:]))
-    for source in (sharded, top_k):
-        columns = source.columns(ids)
-        assert torch.equal(columns(positions), source(positions)[:, ids])
-    fewer = top_k.columns(ids).columns(torch.tensor([1, 2]))
+    assert torch.equal(sharded.columns(ids)(positions), sharded(positions)[:, ids])
+    columns = top_k.columns(ids)  # and the rest
+    assert torch.equal(columns(positions), top_k(positions)[:, [0, 4, 6, W]])
+    fewer = columns.columns(torch.tensor([1, 2]))
     assert isinstance(fewer, SelectedColumns)
     assert torch.equal(fewer(positions), top_k(positions)[:, [4, 6]])
 
@@ -597,9 +605,10 @@ def test_bytes_of_sources():
     assert ShardedLogits(shards).nbytes == 5 * 7 * 4
     ids = torch.zeros(5, 2, dtype=torch.int32)
     logp = torch.zeros(5, 2, dtype=torch.bfloat16)
-    assert TopKLogits(ids, logp, 7).nbytes == 5 * 2 * (4 + 2)
-    top_k = TopKLogits(ids, logp, 7, torch.zeros(5))
-    assert top_k.nbytes == top_k.columns(torch.tensor([0])).nbytes == 5 * 2 * (4 + 2) + 5 * 4
+    rest = torch.zeros(5)
+    assert TopKLogits(ids, logp, 7, rest).nbytes == 5 * 2 * (4 + 2) + 5 * 4
+    top_k = TopKLogits(ids, logp, 7, rest, torch.zeros(5))
+    assert top_k.nbytes == top_k.columns(torch.tensor([0])).nbytes == 5 * 2 * (4 + 2) + 2 * 5 * 4
 
 
 SHAPE = {

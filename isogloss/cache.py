@@ -1,0 +1,553 @@
+"""Let a teacher read all texts of a data set once, and keep what it says for many students.
+
+    python -m isogloss.cache --teacher T --data corpus.jsonl --output caches/t
+    deepspeed --module isogloss.cache --teacher T --data corpus.jsonl --output caches/t --hidden
+
+`distill.py --teacher_cache caches/t` then learns from it without the teacher.  Texts are divided
+into shards, whose content does not depend on the ranks; each appears whole, and a command that was
+ended goes on with those that are missing.  The format is in cache_files.py.
+"""
+
+import fcntl
+import hashlib
+import shutil
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from isogloss.batch import pad_id
+from isogloss.cache_files import (
+    FORMAT,
+    HEAD,
+    MANIFEST,
+    TEACHER,
+    Manifest,
+    bytes_per_position,
+    complete,
+    hidden_columns,
+    shard_name,
+    text_key,
+    top_k_columns,
+    write_tensors,
+)
+from isogloss.cached_teachers import head_tensors, template_digest
+from isogloss.chat import SkippedChat, render
+from isogloss.config import Config, template_kwargs
+from isogloss.files import check_shared, size_and_checksum
+from isogloss.inputs import load_text_encoder, open_rows, teacher_spec
+from isogloss.launch import fail, fail_together, join_store, silence_libraries, start_distributed
+from isogloss.layout import node_size, teacher_groups
+from isogloss.model_teachers import (
+    BLOCK,
+    head_gives_own_logits,
+    local_folder,
+    resolve_engine,
+    truncate,
+)
+from isogloss.open_data import holds_chats
+from isogloss.pretrained import check_weights, load_config
+from isogloss.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
+from isogloss.teachers import load_teacher
+from isogloss.text_scores import ScoredLogits
+from isogloss.watch import end_together, end_with_launchers, signal_handlers_restored
+from projection_tools import fingerprint
+from projection_tools.flags import check_types, parse_flags
+from projection_tools.model_names import read_model_name
+from tiles import HiddenLogits
+
+SHARD_BYTES = 256 * 2**20  # of a shard, about
+MOST_TEXTS = 4096  # in a shard
+TRIED_TEXTS = 1000  # from which the size is estimated, spread over the data
+GIB = 2**30
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Let a teacher read all texts of a data set once, and keep what it says.
+
+    Args:
+        teacher: hub id or directory of the teacher.
+        data: the texts, named as by --data of distill.py. A run may use any of them, in any order.
+        output: directory of the cache. A command that was ended goes on there.
+        eval_data: further texts, such as held-out ones, named likewise. Empty: none.
+        split, eval_split: splits of data and of eval_data.
+        text_key, completion_key, prompt_key, tools_key, template_kwargs, txt_samples: as of
+            distill.py.
+        hidden: keep final hidden states, from which every loss is exact. Else the most likely
+            tokens, the text's own, and all others as one event.
+        top_k: most likely tokens of each position.
+        logp_bits: bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32.
+        temperature: of the losses that will read the cache: the mass of all other tokens is kept at
+            this temperature and at 1.
+        teacher_max_length: positions of a text, at most. 0 means the teacher's context.
+        teacher_dtype, teacher_engine, teacher_tp, teacher_offload: as of distill.py. Hidden states
+            are kept in the type in which the teacher computes.
+        batch_tokens: positions that a rank reads at a time.
+        trust_remote_code: run the Python code that comes with the teacher.
+        local_rank: set by the launcher.
+    """
+
+    teacher: str
+    data: str
+    output: str
+    eval_data: str = ""
+    split: str = "train"
+    eval_split: str = "train"
+    text_key: str = "text"
+    completion_key: str = ""
+    prompt_key: str = ""
+    tools_key: str = "tools"
+    template_kwargs: str = ""
+    txt_samples: str = "line"
+    hidden: bool = False
+    top_k: int = 256
+    logp_bits: int = 16
+    temperature: float = 1.0
+    teacher_max_length: int = 0
+    teacher_dtype: str = "auto"
+    teacher_engine: str = "auto"
+    teacher_tp: int = 1
+    teacher_offload: bool = False
+    batch_tokens: int = 8192
+    trust_remote_code: bool = False
+    local_rank: int = -1
+
+    def __post_init__(self):
+        check_types(self)
+        for name in ("top_k", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected 1 or more")
+        if self.logp_bits not in (16, 32):
+            raise ValueError(f"--logp_bits {self.logp_bits}: expected 16 or 32")
+        self.run_config()
+
+    def run_config(self):
+        """Return the Config of a run with this teacher, which checks the flags that both have."""
+        names = ("teacher", "data", "split", "text_key", "completion_key", "prompt_key",
+                 "tools_key", "template_kwargs", "txt_samples", "temperature",
+                 "teacher_max_length", "teacher_dtype", "teacher_engine", "teacher_tp",
+                 "teacher_offload", "trust_remote_code")
+        shared = {name: getattr(self, name) for name in names}
+        return Config(student=self.teacher, teacher_output="hidden" if self.hidden else "topk",
+                      teacher_output_topk=self.top_k, **shared)
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Texts:
+    """Read the rows of one data set after the other.
+
+    Attributes:
+        parts: [(dataset, ExampleReader)].
+        encoder: TextEncoder of the teacher.
+        holds_chats: they are chats.
+    """
+
+    parts: list
+    encoder: object
+    holds_chats: bool
+
+    def __len__(self):
+        return sum(len(dataset) for dataset, _ in self.parts)
+
+    def example(self, number):
+        """Return the Example of a row."""
+        for dataset, reader in self.parts:
+            if number < len(dataset):
+                return reader(dataset[number], number)
+            number -= len(dataset)
+        raise IndexError(number)
+
+    def keys(self, numbers):
+        """Return (n, 2) int64 keys of rows."""
+        keys = np.zeros((len(numbers), 2), np.int64)
+        for place, number in enumerate(numbers):
+            example = self.example(number)
+            keys[place] = text_key(example.content, example.tools)
+        return keys
+
+    def tokens(self, numbers):
+        """Return int64 arrays of the tokens of rows, cut to the teacher's length.
+
+        Of a chat that its template refuses there are none.
+        """
+        examples = [self.example(number) for number in numbers]
+        limit = self.encoder.max_length + 1  # n positions predict the tokens 1 .. n
+        if not self.holds_chats:
+            # an empty row has no text
+            coded = self.encoder.encode([example.content or "" for example in examples])
+            return [ids[:limit] for ids in coded]
+        arrays = []
+        for example in examples:
+            try:
+                arrays.append(render(example.content, self.encoder, example.tools).ids[:limit])
+            except SkippedChat:
+                arrays.append(np.zeros(0, np.int64))
+        return arrays
+
+
+def open_texts(args, encoder):
+    """Return the Texts that the flags name."""
+    cfg = args.run_config()
+    encoders = {args.teacher: encoder}
+    parts = [open_rows(cfg, args.data, args.split, encoders)]
+    if args.eval_data:
+        parts.append(open_rows(cfg, args.eval_data, args.eval_split, encoders))
+    kinds = {holds_chats(dataset, reader.text_key) for dataset, reader in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"--eval_data {args.eval_data}: texts and chats do not go together; write "
+                         "a cache of each")
+    return Texts(parts, encoder, kinds.pop())
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def digest_of_weights(args):
+    """Return a digest of the teacher's config and of all its weights, those of an adapter too."""
+    folders = [local_folder(args.teacher)]
+    adapter = read_model_name("teacher", args.teacher).adapter
+    if adapter:
+        folders.append(Path(adapter))
+    digest = hashlib.sha256()
+    for folder in folders:
+        weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+        for path in sorted([*weights, folder / "config.json", folder / "adapter_config.json"]):
+            if path.is_file():
+                digest.update(f"{path.name} {size_and_checksum(path)}".encode())
+    return digest.hexdigest()[:32]
+
+
+def plan(args, texts, encoder, config, dtype):
+    """Return (Manifest of what is to be written, estimated positions in all)."""
+    cfg = args.run_config()
+    numbers = np.linspace(0, len(texts) - 1, min(TRIED_TEXTS, len(texts))).astype(int).tolist()
+    tried = [max(len(ids) - 1, 0) for ids in texts.tokens(numbers)]
+    positions = round(sum(tried) / len(tried) * len(texts))
+    output = "hidden" if args.hidden else "topk"
+    softened = args.temperature != 1
+    size = bytes_per_position(output, len(encoder.table), args.top_k, args.logp_bits,
+                              config.hidden_size * dtype.itemsize, softened)
+    bytes_per_text = max(1, size * positions // len(texts))
+    texts_per_shard = min(max(1, SHARD_BYTES // bytes_per_text), MOST_TEXTS)
+    digest = hashlib.sha256(texts.keys(range(len(texts))).tobytes()).hexdigest()[:32]
+    data = " and ".join(filter(None, [args.data, args.eval_data]))
+    manifest = Manifest(
+        teacher=args.teacher, weights=digest_of_weights(args),
+        tokenizer=fingerprint(encoder.tokenizer), template=template_digest(encoder),
+        vocab=len(encoder.table), max_length=encoder.max_length,
+        dtype=str(dtype).removeprefix("torch."), output=output,
+        top_k=0 if args.hidden else min(args.top_k, len(encoder.table)),
+        logp_bits=0 if args.hidden else args.logp_bits,
+        temperature=1.0 if args.hidden else cfg.temperature, data=data, data_digest=digest,
+        holds_chats=texts.holds_chats, num_texts=len(texts), texts_per_shard=texts_per_shard,
+        bytes_per_position=size, format=FORMAT)
+    return manifest, positions
+
+
+def check_folder(folder, manifest):
+    """Return the Manifest of a cache that this command goes on with; None: there is none yet.
+
+    Raises:
+        ValueError: another cache is there, or other files.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    if not (folder / MANIFEST).exists():
+        strangers = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+        if strangers:
+            raise ValueError(f"--output {folder}: holds other files, as {strangers[0]}; name a new "
+                             "directory")
+        return None
+    other = Manifest.read("output", folder)
+    difference = other.difference(manifest)
+    if difference:
+        raise ValueError(f"--output {folder}: a cache of another kind is there ({difference}); "
+                         "name another directory, or delete that one")
+    return other
+
+
+def check_space(folder, manifest, positions):
+    """Print what the cache will take; refuse what does not fit.
+
+    Raises:
+        ValueError: there is less space on the disk.
+    """
+    total = manifest.bytes_per_position * positions
+    there = sum(path.stat().st_size for path in folder.glob("shard-*"))
+    free = shutil.disk_usage(folder).free
+    line = (f"{manifest.bytes_per_position} bytes per token, about {positions} tokens of "
+            f"{manifest.num_texts} texts: {total / GIB:.3g} GiB in {manifest.num_shards} shards, "
+            f"{there / GIB:.3g} GiB of them written; {free / GIB:.3g} GiB are free")
+    if total - there > free:
+        raise ValueError(f"--output {folder}: {line}; choose another disk, a smaller --top_k, or "
+                         "fewer texts")
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+@contextmanager
+def locked(folder):
+    """Keep other writers out of a folder, on rank 0.
+
+    Raises:
+        ValueError: one is there.
+    """
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"--output {folder}: another process is writing this cache; wait for "
+                             "it") from None
+        yield
+
+
+# --- the teacher reads ----------------------------------------------------------------------------
+
+
+def batches_of(lengths, batch_tokens):
+    """Return lists of texts, longest first, of which each has about so many positions, padded.
+
+    Args:
+        lengths: positions of every text; those without any are in no batch.
+    """
+    order = sorted((n for n in range(len(lengths)) if lengths[n]), key=lambda n: -lengths[n])
+    batches = []
+    while order:
+        size = max(1, batch_tokens // lengths[order[0]])
+        batches.append(order[:size])
+        del order[:size]
+    return batches
+
+
+class ShardWriter:
+    """Write the shards of a cache.
+
+    Attributes:
+        folder, manifest: of the cache.
+        texts: Texts.
+        source: `ModelTeacher`, which all ranks of its replica ask with the same ids.
+        batch_tokens: see Args.
+        is_first: this rank writes what its replica computes.
+    """
+
+    def __init__(self, folder, manifest, texts, source, batch_tokens, is_first):
+        self.folder = folder
+        self.manifest = manifest
+        self.texts = texts
+        self.source = source
+        self.batch_tokens = batch_tokens
+        self.is_first = is_first
+        self.positions = 0
+
+    def write(self, number):
+        """Write a shard; None: take part in the other ranks' forward passes alone."""
+        numbers = []
+        if number is not None:
+            first = number * self.manifest.texts_per_shard
+            numbers = range(first, min(first + self.manifest.texts_per_shard, len(self.texts)))
+        tokens = self.texts.tokens(numbers) if numbers else []
+        lengths = [max(len(ids) - 1, 0) for ids in tokens]
+        batches = batches_of(lengths, self.batch_tokens)
+        num_passes = len(batches)
+        if self.source.engine == "zero3":  # every pass takes all ranks
+            num_passes = max(values_of_ranks(num_passes))
+        columns = [None] * len(tokens)
+        for batch in range(num_passes):
+            members = batches[batch] if batch < len(batches) else []
+            for member, of_text in zip(members, self._read([tokens[n] for n in members])):
+                columns[member] = of_text
+        if number is not None and self.is_first:
+            self._save(number, numbers, tokens, lengths, columns)
+        self.positions += sum(lengths)
+
+    @torch.no_grad()
+    def _read(self, arrays):
+        """Return the tensors of some texts, as a shard holds them."""
+        width = max([len(ids) - 1 for ids in arrays], default=1)
+        ids = np.full((max(len(arrays), 1), width), pad_id(self.texts.encoder.table))
+        for row, array in enumerate(arrays):
+            ids[row, : len(array) - 1] = array[:-1]
+        device = self.source.spec.device
+        hidden = self.source.hidden(torch.from_numpy(ids).to(device))
+        lengths = [len(array) - 1 for array in arrays]
+        if not lengths:
+            return []
+        rows = torch.cat([row[:length] for row, length in zip(hidden, lengths)])
+        if self.manifest.output == "hidden":
+            columns = hidden_columns(rows)
+        else:
+            labels = torch.from_numpy(np.concatenate([array[1:] for array in arrays])).to(device)
+            columns = self._top_k(HiddenLogits(rows, self.source.head), labels)
+        of_texts = [{} for _ in arrays]
+        for name, tensor in columns.items():
+            for of_text, piece in zip(of_texts, tensor.split(lengths)):
+                of_text[name] = piece
+        return of_texts
+
+    def _top_k(self, logits, labels):
+        """Return the tensors of some positions."""
+        blocks = []
+        plain = []
+        for block in torch.arange(len(labels), device=labels.device).split(BLOCK):
+            arguments = logits(block).float(), self.manifest.top_k, labels[block]
+            blocks.append(truncate(*arguments, self.manifest.temperature))
+            if self.manifest.temperature != 1:
+                plain.append(truncate(*arguments).logits.rest_T)
+        return top_k_columns(ScoredLogits.joined(blocks), self.manifest.vocab,
+                             self.manifest.logp_bits, torch.cat(plain) if plain else None)
+
+    def _save(self, number, numbers, tokens, lengths, columns):
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        # a text without a position has one token or none, which stands for nothing
+        padded = [ids if len(ids) else np.zeros(1, np.int64) for ids in tokens]
+        tensors = {"keys": torch.from_numpy(self.texts.keys(numbers)), "starts": starts,
+                   "tokens": torch.from_numpy(np.concatenate(padded).astype(np.int32))}
+        present = [of_text for of_text in columns if of_text is not None]
+        for name in present[0] if present else ():
+            tensors[name] = torch.cat([of_text[name] for of_text in present])
+        write_tensors(self.folder / shard_name(number), tensors)
+
+
+def write_shards(args, folder, manifest, texts, source):
+    """Write all shards that are missing; replicas take turns."""
+    # the first rank decides for all, because others may see its files later
+    missing = [number for number in range(manifest.num_shards)
+               if not (folder / shard_name(number)).exists()]
+    missing = values_of_ranks(missing)[0]
+    rank = dist.get_rank()
+    degree = 1 if source.engine == "zero3" else source.degree
+    replica, member = divmod(rank, degree)
+    num_replicas = dist.get_world_size() // degree
+    writer = ShardWriter(folder, manifest, texts, source, args.batch_tokens, member == 0)
+    start = time.perf_counter()
+    for first in range(0, len(missing), num_replicas):
+        place = first + replica
+        writer.write(missing[place] if place < len(missing) else None)
+        if rank == 0:
+            seconds = time.perf_counter() - start
+            print(f"{min(first + num_replicas, len(missing))} of {len(missing)} shards, "
+                  f"{writer.positions / seconds:.0f} tokens a second on each replica", flush=True)
+    values_of_ranks(None)  # waits for all shards
+
+
+# --- main -----------------------------------------------------------------------------------------
+
+
+def prepare(args, device):
+    """Return (Texts, Manifest, TeacherSpec, positions) of a command, checked."""
+    cfg = args.run_config()
+    encoder, config = load_text_encoder(
+        "teacher", args.teacher, args.teacher_max_length, args.trust_remote_code,
+        template_kwargs(cfg))
+    whole_config = load_config("teacher", args.teacher, args.trust_remote_code)
+    teacher_groups(dist.get_world_size(), node_size(), args.teacher_tp)
+    resolve_engine(args.teacher_engine, args.teacher_tp, whole_config, dist.get_world_size())
+    check_weights("teacher", args.teacher, args.trust_remote_code)
+    check_shared("--output", args.output)
+    texts = open_texts(args, encoder)
+    spec = teacher_spec(cfg, encoder, device)
+    spec.same_ids = True
+    dtype = getattr(torch, args.teacher_dtype, None) or whole_config.dtype or torch.float32
+    manifest, positions = plan(args, texts, encoder, config, dtype)
+    return texts, manifest, spec, positions
+
+
+def check_head(source, texts):
+    """Raise a ValueError where a teacher's logits are not those of its hidden states and head."""
+    ids = torch.arange(8, device=source.spec.device)[None] % len(texts.encoder.table)
+    model_logits = source.logits(ids)[..., : source.head.tokens]
+    if not model_logits.max() < float("inf"):
+        raise ValueError(f"--teacher {source.spec.path}: its logits are not finite; check its "
+                         "files, or use --teacher_dtype float32")
+    hidden = HiddenLogits(source.hidden(ids).flatten(0, 1), source.head)
+    if not head_gives_own_logits(hidden, model_logits):
+        raise ValueError(f"--teacher {source.spec.path}: its logits are not those of its output "
+                         "embeddings, which a cache is made from")
+
+
+def run(args, device):
+    """Write a cache; all ranks take part."""
+    folder = Path(args.output)
+    is_first = dist.get_rank() == 0
+    with fail_together(what=f"inputs of {folder}"):
+        texts, manifest, spec, positions = prepare(args, device)
+        existing = check_folder(folder, manifest)
+        if existing and is_whole(folder, existing):
+            if is_first:
+                print(f"{folder} is complete: {manifest.num_texts} texts")
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        check_space(folder, manifest, positions)
+    with ExitStack() as stack:
+        with fail_together(what=f"folder of {folder}"):
+            if is_first:
+                stack.enter_context(locked(folder))
+                prepare_folder(folder, manifest, texts, args)
+        with fail_together(what=f"teacher of {folder}"):
+            source = load_teacher(spec)
+            check_head(source, texts)
+            if manifest.output == "hidden" and is_first:
+                write_tensors(folder / HEAD, head_tensors(source.head))
+        set_timeout(TRAINING_TIMEOUT)
+        write_shards(args, folder, manifest, texts, source)
+        with fail_together(what=f"index of {folder}"):
+            if is_first:
+                complete(folder, manifest, existing.files if existing else {})
+
+
+def is_whole(folder, manifest):
+    """Tell whether all files of a cache are there; shards of another size are deleted."""
+    for name, (size, _) in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            return False
+        if path.stat().st_size != size:
+            path.unlink()
+            return False
+    return bool(manifest.files)
+
+
+def prepare_folder(folder, manifest, texts, args):
+    """Write what a reader needs beside shards; remove what an ended command left half-written."""
+    for path in folder.glob(".*.incomplete"):
+        path.unlink()
+    manifest.write(folder)
+    teacher = folder / TEACHER
+    texts.encoder.tokenizer.save_pretrained(teacher)
+    load_config("teacher", args.teacher, args.trust_remote_code).save_pretrained(teacher)
+
+
+def main(args):
+    """Write a cache; wrong input ends every rank with one line."""
+    silence_libraries()
+    with signal_handlers_restored(), end_with_launchers():
+        try:
+            join_store()
+        except ValueError as error:
+            fail(str(error))
+        with end_together():
+            run(args, start_distributed())
+
+
+def cli(argv=None):
+    """Run the command line."""
+    try:
+        args = parse_flags(Args, sys.argv[1:] if argv is None else argv,
+                           aliases={"dtype": "teacher_dtype"})
+    except ValueError as error:
+        fail(str(error))
+    main(args)
+
+
+if __name__ == "__main__":
+    cli()
+    dist.destroy_process_group()

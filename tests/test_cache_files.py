@@ -1,0 +1,88 @@
+"""Numbers in few bits, the bytes they take, and looking texts up."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from isogloss.cache_files import (
+    bytes_per_position,
+    hidden_columns,
+    pack_ids,
+    pack_logp,
+    scored_logits,
+    text_key,
+    top_k_columns,
+    unpack_ids,
+    unpack_logp,
+)
+from isogloss.model_teachers import truncate
+
+
+@pytest.mark.parametrize("vocab", [2, 300, 65_536, 65_537, 151_646, 262_144])
+@pytest.mark.parametrize("top_k", [1, 7, 16])
+def test_ids_come_back_whatever_the_vocabulary(vocab, top_k):
+    generator = torch.Generator().manual_seed(vocab)
+    ids = torch.randint(vocab, (9, top_k), generator=generator, dtype=torch.int32)
+    ids[0, 0] = vocab - 1
+    packed = pack_ids(ids, vocab)
+    assert torch.equal(unpack_ids(packed["low"], packed["high"]), ids)
+
+
+def test_log_probabilities_are_off_by_half_a_step_at_most():
+    logp = -torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) * 40
+    logp[0, :3] = torch.tensor([0.0, -63.0, -math.inf])
+    back = unpack_logp(pack_logp(logp))
+    assert (back - logp.clamp(min=-63.9)).abs().max() <= 0.15  # the end of the scale
+    finite = logp > -60
+    assert (back - logp)[finite].abs().max() <= 1 / 2048 + 1e-6
+
+
+def scored_rows(vocab, top_k, temperature=1.0):
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(6, vocab, generator=generator)
+    labels = torch.randint(vocab, (6,), generator=generator)
+    return truncate(logits, top_k, labels, temperature), labels
+
+
+@pytest.mark.parametrize("logp_bits", [16, 32])
+def test_rows_come_back_with_their_labels(logp_bits):
+    scored, labels = scored_rows(500, 20)
+    columns = top_k_columns(scored, 500, logp_bits)
+    assert not any("label" in name for name in columns)
+    back = scored_logits(columns, labels, 500)
+    positions = torch.tensor([4, 0, 5])
+    expected = scored(positions).softmax(-1)
+    tolerance = 1e-6 if logp_bits == 32 else 1e-3
+    torch.testing.assert_close(back(positions).softmax(-1), expected, rtol=tolerance,
+                               atol=tolerance)
+    for kept, before in zip(back.scores, scored.scores):
+        assert torch.equal(kept, before)
+    # of the label nothing is rounded, however it is stored
+    label_logp = back.logits.logp_TK[torch.arange(6), -1]
+    assert torch.equal(label_logp, scored.scores.logp_T)
+
+
+@pytest.mark.parametrize(("vocab", "top_k", "logp_bits", "temperature"), [
+    (14_019, 256, 16, 1.0), (151_646, 256, 16, 1.0), (151_646, 13, 32, 2.0), (40, 64, 16, 1.0)])
+def test_the_stated_bytes_are_those_of_the_file(vocab, top_k, logp_bits, temperature):
+    scored, _ = scored_rows(vocab, top_k, temperature)
+    plain = None if temperature == 1 else torch.zeros(6)
+    columns = top_k_columns(scored, vocab, logp_bits, plain)
+    size = sum(tensor.nbytes for tensor in columns.values()) / 6 + 4  # an id
+    assert size == bytes_per_position("topk", vocab, top_k, logp_bits, 0, temperature != 1)
+    if top_k == 256:
+        assert size <= 1200
+    hidden = hidden_columns(torch.zeros(6, 8, dtype=torch.bfloat16))
+    assert hidden["hidden"].nbytes / 6 + 4 == bytes_per_position("hidden", vocab, hidden_bytes=16)
+    assert save(columns)
+
+
+def test_texts_are_told_apart_by_all_that_a_teacher_reads():
+    chat = [{"role": "user", "content": "a"}]
+    keys = [text_key("a"), text_key("a "), text_key(chat), text_key(chat, [{"name": "f"}]),
+            text_key([{"role": "system", "content": "a"}]), text_key("\ud800")]
+    assert len({key.tobytes() for key in keys}) == len(keys)
+    assert np.array_equal(text_key("a"), keys[0])

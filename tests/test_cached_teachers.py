@@ -1,0 +1,399 @@
+"""What a cache says is what the teacher says; a writer that is killed goes on; nothing else passes.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranks
+from conftest import asset
+from isogloss import cache, cache_files
+from isogloss.cached_teachers import CachedTeacher
+from isogloss.config import Config
+from isogloss.files import scratch_of
+from isogloss.inputs import check_inputs, load_text_encoder, teacher_spec
+from isogloss.launch import start_distributed
+from isogloss.model_teachers import load_replicated
+from isogloss.watch import end_together
+from jobs import ds_config, write_corpus
+from projection_tools.flags import parse_flags
+from test_layouts import (
+    AS_FLAGS_SAY,
+    SMALL_TILE_MIB,
+    Case,
+    Layout,
+    check_steps,
+    flags_for,
+    references,
+    references_of,
+    uneven_samples,
+)
+
+CHAT_TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+                 "{{ eos_token }}{% endfor %}")
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write(argv_list, shard_bytes=None, die_at=None):
+    """Write caches in this process.
+
+    Args:
+        shard_bytes: of a shard, in place of the usual number.
+        die_at: kill this process while it writes a shard of this number.
+    """
+    device = start_distributed()
+    if shard_bytes:
+        cache.SHARD_BYTES = shard_bytes
+    if die_at is not None:
+        write_tensors = cache.write_tensors
+
+        def write_half(path, tensors):
+            if path.name == cache_files.shard_name(die_at):
+                scratch_of(path).write_bytes(b"half of it")
+                os.kill(os.getpid(), signal.SIGKILL)
+            write_tensors(path, tensors)
+
+        cache.write_tensors = write_half
+    with end_together():
+        for argv in argv_list:
+            cache.run(parse_flags(cache.Args, argv), device)
+
+
+def bytes_of(folder):
+    """Return {name: content} of all files of a cache."""
+    contents = {}
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            contents[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return contents
+
+
+@pytest.fixture(scope="module")
+def data(texts, tmp_path_factory):
+    """Return the flags of the data: a corpus, and the samples of test_layouts.py."""
+    folder = tmp_path_factory.mktemp("data")
+    samples = folder / "samples.jsonl"
+    rows = [text for text in uneven_samples(texts) if text is not None]
+    samples.write_text("\n".join(json.dumps({"text": text}) for text in rows))
+    return [f"--data={write_corpus(folder, texts, 20)}", f"--eval_data={samples}"]
+
+
+@pytest.fixture(scope="module")
+def caches(models, data, tmp_path_factory):
+    """Return {kind: folder} of caches of the small teacher."""
+    folder = tmp_path_factory.mktemp("caches")
+    kinds = {"hidden": ["--hidden"], "all": ["--top_k=600", "--logp_bits=32"], "20": ["--top_k=20"]}
+    commands = []
+    for kind, flags in kinds.items():
+        commands.append([f"--teacher={models[1]}", *data, f"--output={folder / kind}", *flags])
+    ranks.run(1, write, commands)
+    return {kind: folder / kind for kind in kinds}
+
+
+def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(models, data, tmp_path):
+    commands = []
+    for name in ("whole", "killed"):
+        commands.append([f"--teacher={models[1]}", *data, f"--output={tmp_path / name}",
+                         "--top_k=9", "--batch_tokens=300"])
+    ranks.run(1, write, commands[:1], 20_000)
+    whole = bytes_of(tmp_path / "whole")
+    assert sum(name.startswith("shard") for name in whole) > 4
+    group = ranks.start(1, write, commands[1:], 20_000, 2)
+    group[0][0].join(300)
+    assert group[0][0].exitcode == -signal.SIGKILL
+    ranks.kill(group)
+    left = bytes_of(tmp_path / "killed")
+    assert "shard-00001.safetensors" in left and "shard-00002.safetensors" not in left
+    with pytest.raises(ValueError, match="is not complete"):
+        cache_files.open_cache("teacher_cache", tmp_path / "killed")
+    # two ranks go on with what one began
+    ranks.run(2, write, commands[1:], 20_000)
+    assert bytes_of(tmp_path / "killed") == whole
+    # a shard that is gone from a complete cache is written again, and nothing else is
+    shard = tmp_path / "killed" / "shard-00003.safetensors"
+    reader = cache_files.CacheReader(
+        tmp_path / "killed", cache_files.open_cache("teacher_cache", tmp_path / "killed"))
+    place = int((reader.shard == 3).nonzero()[0][0])
+    before = reader.columns(place, 2)
+    shard.unlink()
+    ranks.run(1, write, commands[1:], 20_000)
+    assert bytes_of(tmp_path / "killed") == whole
+    # one who reads meanwhile goes on with what it has mapped
+    after = reader.columns(place, 2)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_same_loss_and_gradient_from_a_cache_in_every_layout(models, texts, caches, tmp_path):
+    flags = flags_for(models, texts, tmp_path)
+    samples = uneven_samples(texts)
+    cases = [Case("piece_kl"), Case("projection_kl", packed=True)]
+    expected = references_of(flags, [case.loss for case in cases], samples)
+    for num_ranks, sequence_parallel in ((1, 1), (2, 2)):
+        layouts = []
+        for kind in ("hidden", "all"):
+            layouts.append(Layout(0, 4, 2, {
+                "teacher_cache": str(caches[kind]), "teacher": "",
+                "sequence_parallel": sequence_parallel}))
+        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB)
+
+
+@pytest.mark.slow
+def test_caches_and_live_teachers_mix(models, texts, caches, tmp_path):
+    live = {"model": str(models[1]), "name": "live", "loss": "alm"}
+    flags = flags_for(models, texts, tmp_path, teacher="", teacher_weights="ce")
+    samples = uneven_samples(texts)
+    [expected] = references([flags | {"teachers": json.dumps(
+        [live | {"name": "other", "loss": "piece_kl", "weight": 2}, live])}], samples)
+    layouts = []
+    for kind in ("hidden", "all"):
+        cached = {"cache": str(caches[kind]), "loss": "piece_kl", "weight": 2}
+        layouts.append(Layout(0, 4, 2, {"teachers": json.dumps([cached, live])}))
+    check_steps({AS_FLAGS_SAY.loss: expected}, 1, flags, samples, layouts, [AS_FLAGS_SAY], 8)
+
+
+class Reading:
+    """Hold a live teacher and its caches, and how batches are made for both.
+
+    Attributes:
+        live: ModelTeacher.
+        cached: {kind: CachedTeacher}.
+        cfg: Config with the live teacher.
+    """
+
+    def __init__(self, cfg, folders):
+        self.cfg = cfg
+        self.student, _ = load_text_encoder("student", cfg.student, cfg.max_length)
+        self.teacher, _ = load_text_encoder("teacher", cfg.teacher, 0)
+        device = torch.device("cpu")
+        self.live = load_replicated(teacher_spec(cfg, self.teacher, device))
+        self.cached = {}
+        for kind, folder in folders.items():
+            of_cache = Config(student=cfg.student, data=cfg.data, teacher_cache=str(folder))
+            self.cached[kind] = CachedTeacher(teacher_spec(of_cache, self.teacher, device))
+
+    def check(self, samples, tolerances, **options):
+        """Compare the probabilities of all positions of a batch with a text."""
+        from isogloss.batch import Collator, PairOptions
+
+        pairs = [PairOptions(self.teacher, is_cached=True)]
+        [batch] = Collator(self.student, pairs, **options)(samples).teachers
+        positions = (batch.labels.flatten() != -100).nonzero().squeeze(1)
+        assert len(positions)
+        expected = self.live.targets(batch)(positions).log_softmax(-1)
+        labels = batch.labels.flatten()[positions][:, None]
+        for kind, source in self.cached.items():
+            logits = source.targets(batch)
+            rows = logits(positions)
+            logp = rows.log_softmax(-1)[:, : expected.shape[1]]
+            is_kept = logp > -torch.inf
+            error = (logp - expected)[is_kept].abs().max()
+            assert error <= tolerances[kind], (kind, options, error)
+            if kind != "hidden":
+                of_label = logits.scores.at(positions).logp_T
+                assert (of_label - expected.gather(1, labels).squeeze(1)).abs().max() < 2e-5
+                rest = expected.exp().masked_fill(is_kept, 0).sum(-1)
+                torch.testing.assert_close(rows.softmax(-1)[:, -1], rest, rtol=2e-3, atol=2e-6)
+
+
+def read_all(models, data, caches, samples, tolerances):
+    """Compare caches with the teacher in one process, in batches of all kinds."""
+    start_distributed()
+    cfg = Config(student=str(models[0]), teacher=str(models[1]), data=data, max_length=200)
+    reading = Reading(cfg, caches)
+    reading.check(samples, tolerances)
+    reading.check(samples, tolerances, pack=True)
+    reading.check(samples, tolerances, sequence_rank=1, sequence_size=2)
+    reading.student.max_length = 23  # another cut is a beginning of the same text
+    reading.check(samples, tolerances)
+
+
+# nats; a live row differs by this much from itself in another batch
+EXACT = {"hidden": 3e-5, "all": 3e-5, "20": 1e-3}
+
+
+def test_a_cache_says_what_the_teacher_says(models, data, texts, caches):
+    samples = uneven_samples(texts)
+    ranks.run(1, read_all, models, data[0].partition("=")[2], caches, samples, EXACT)
+
+
+@pytest.mark.parametrize(("student", "teacher"), [
+    ("stories260K", "tinytalk_neo_3M"), ("stories260K", "bitstories_1M")])
+def test_a_cache_of_a_real_model_says_what_it_says(student, teacher, tmp_path):
+    folders = [asset("models", name) for name in (student, teacher)]
+    stories = json.loads(asset("text", "tinystories_1000.json").read_text())[:5]
+    stories = [story if isinstance(story, str) else story["text"] for story in stories]
+    stories = [story[:400] for story in stories]
+    data = write_corpus(tmp_path, stories, 5)
+    common = [f"--teacher={folders[1]}", f"--data={data}"]
+    commands = [[*common, f"--output={tmp_path / 'hidden'}", "--hidden"],
+                [*common, f"--output={tmp_path / '20'}", "--top_k=20"]]
+    ranks.run(1, write_and_read, commands, folders, data,
+              {"hidden": tmp_path / "hidden", "20": tmp_path / "20"}, stories)
+
+
+def write_and_read(commands, folders, data, caches, stories):
+    write(commands)
+    read_all(folders, data, caches, stories, EXACT)
+
+
+def with_template(folder, target, template):
+    """Return a copy of a model that has a chat template."""
+    shutil.copytree(folder, target)
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return target
+
+
+def test_chats_are_cached_as_the_teacher_renders_them(models, texts, tmp_path):
+    folders = []
+    for model in models:
+        folders.append(with_template(model, tmp_path / model.name, CHAT_TEMPLATE))
+    chats = []
+    for question, answer in zip(texts[:4], texts[4:8]):
+        chats.append([{"role": "user", "content": question[:40]},
+                      {"role": "assistant", "content": answer[:60]}])
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"text": chat}) for chat in chats))
+    commands = [[f"--teacher={folders[1]}", f"--data={path}", "--hidden",
+                 f"--output={tmp_path / 'hidden'}"]]
+    ranks.run(1, write_and_read, commands, folders, str(path), {"hidden": tmp_path / "hidden"},
+              chats)
+    other = with_template(models[1], tmp_path / "other", CHAT_TEMPLATE.replace("<", "["))
+    flags = dict(student=str(folders[0]), data=str(path), output_dir=str(tmp_path), max_length=99,
+                 ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1),
+                 teacher_cache=str(tmp_path / "hidden"))
+    [lines] = ranks.run(1, refusals, [flags | {"teacher": str(other)}])
+    assert "by another chat template" in lines[0]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refusals(flags_list):
+    """Return the line that each run ends with before its first step."""
+    device = start_distributed()
+    lines = []
+    for flags in flags_list:
+        try:
+            check_inputs(Config(**flags), device)
+            lines.append("nothing is wrong")
+        except ValueError as error:
+            lines.append(str(error))
+    return lines
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate_file(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def forget_files(path):
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps(plain | {"files": {}}))
+
+
+def cut_shorter(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_length": 100}))
+
+
+def edited(folder, target, name, change):
+    """Return a copy of a cache of which one file is changed."""
+    shutil.copytree(folder, target)
+    change(target / name)
+    return str(target)
+
+
+def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, caches, tmp_path):
+    other_data = write_corpus(tmp_path, [text + "!" for text in texts[:5]], 5)
+    shard = "shard-00000.safetensors"
+    cache_of = {kind: str(folder) for kind, folder in caches.items()}
+    cases = [
+        ({}, "nothing is wrong"),
+        ({"teacher": str(models[1])}, "nothing is wrong"),
+        ({"teacher_cache": edited(caches["20"], tmp_path / "a", shard, flip_a_bit)},
+         f"{shard} is damaged"),
+        ({"teacher_cache": edited(caches["hidden"], tmp_path / "b", "head.safetensors",
+                                  flip_a_bit)}, "head.safetensors is damaged"),
+        ({"teacher_cache": edited(caches["20"], tmp_path / "c", shard, truncate_file)},
+         "bytes, expected"),
+        ({"teacher_cache": edited(caches["20"], tmp_path / "d", shard, Path.unlink)},
+         f"{shard} is missing"),
+        ({"teacher_cache": edited(caches["20"], tmp_path / "e", "manifest.json", forget_files)},
+         "is not complete"),
+        ({"teacher_cache": edited(caches["20"], tmp_path / "f", "manifest.json", truncate_file)},
+         "nothing is wrong"),  # its last line end
+        ({"teacher_cache": str(tmp_path)}, "no manifest.json there"),
+        ({"teacher": str(untied)}, "--teacher has another one"),
+        ({"data": other_data}, "lacks row 3 of"),
+        ({"teacher_max_length": 300}, "has a context of 256 positions"),
+        ({"teacher_cache": edited(caches["20"], tmp_path / "g", "manifest.json", cut_shorter),
+          "teacher_max_length": 200}, "holds 100 positions of a text"),
+        ({"loss": "gold"}, "nothing is wrong"),
+        ({"teacher_cache": cache_of["20"], "loss": "gold"}, "keeps 20 tokens, with --loss gold"),
+        ({"teacher_cache": cache_of["20"], "loss": "reverse_kl"}, "between two tokenizers"),
+        ({"teacher_cache": cache_of["20"], "temperature": 2.0}, "--temperature 2.0"),
+        ({"teacher_cache": cache_of["20"], "temperature": 2.0, "loss": "alm"}, "nothing is wrong"),
+        ({"temperature": 2.0}, "nothing is wrong"),
+        ({"on_policy": 0.5}, "holds nothing of what the student writes"),
+        ({"teacher_engine": "zero3"}, "loads no teacher"),
+        ({"teacher_output": "topk", "teacher": str(models[1]), "teacher_cache": "",
+          "loss": "uld"}, "reads all tokens of the teacher"),
+    ]
+    flags = dict(student=str(models[0]), data=data[0].partition("=")[2], eval_rows=3,
+                 max_length=250, output_dir=str(tmp_path / "run"), teacher_cache=cache_of["hidden"],
+                 ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
+    [lines] = ranks.run(1, refusals, [flags | changes for changes, _ in cases])
+    for (changes, expected), line in zip(cases, lines):
+        assert expected in line and "\n" not in line, (changes, line)
+
+
+def writer_refusals(argv_list, folder):
+    """Return the line that each command ends with; the folder is being written by another."""
+    lines = []
+    with cache.locked(folder):
+        for argv in argv_list:
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+                write([argv])
+            lines.append(said.getvalue())
+    return lines
+
+
+def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
+    begun = tmp_path / "begun"
+    shutil.copytree(caches["20"], begun)
+    (begun / "shard-00000.safetensors").unlink()
+    common = [f"--teacher={models[1]}", *data]
+    commands = [
+        [*common, f"--output={caches['20']}", "--top_k=30"],
+        [*common, f"--output={tmp_path}", "--top_k=20"],
+        [*common, f"--output={begun}", "--top_k=20"],
+        [*common, f"--output={caches['20']}", "--top_k=20"],
+    ]
+    before = bytes_of(caches["20"])
+    lines = []
+    for argv in commands:  # a refused command ends its process group
+        lines += ranks.run(1, writer_refusals, [argv], begun)[0]
+    expected = ["top_k 20 there, 30 here", "holds other files", "another process is writing", ""]
+    for text, line in zip(expected, lines, strict=True):
+        assert text in line and line.count("\n") <= 1, line
+    assert not lines[-1]
+    assert bytes_of(caches["20"]) == before

@@ -1,0 +1,225 @@
+"""Losses of a teacher of which a row keeps some tokens and one event for all others."""
+
+import pytest
+import torch
+
+import losses
+import oracle
+from isogloss.model_teachers import truncate
+from teacher_mixing import average_teachers, common_events
+from test_translation import ALL_PAIRS, DIVERGENCES, Toy, check_equal, value_and_gradient
+from translation import merge_rest, with_rest
+
+TAU = 1.7
+NAMES = {
+    "forward_kl": 0.0, "reverse_kl": 0.0, "generalized_jsd": 0.3, "skew_forward_kl": 0.2,
+    "skew_reverse_kl": 0.2, "adaptive_kl": 0.4, "total_variation": 0.0}
+
+
+def random_rows(W, seed, count=12):
+    """Return (student logits, teacher logits, labels) of one sample with one vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 2 * torch.randn(1, count, W, generator=generator)
+    y = 2 * torch.randn(1, count, W, generator=generator)
+    labels = torch.randint(W, (1, count), generator=generator)
+    labels[0, -1] = -100
+    return x, y, labels
+
+
+def truncated(y, labels, top_k, tau=1.0):
+    """Return (..., W + 1) rows that keep top_k tokens and the label."""
+    rows = truncate(y.flatten(0, -2).float(), top_k, labels.flatten(), tau).logits
+    return rows(torch.arange(len(rows.ids_TK))).view(*y.shape[:-1], -1).to(y)
+
+
+def kept_tokens(y, label, top_k):
+    """List the tokens that a row keeps: by definition, not by the code."""
+    order = sorted(range(len(y)), key=lambda w: -float(y[w]))
+    kept = order[:top_k]
+    if label >= 0 and label not in kept:
+        kept.append(int(label))
+    return kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_divergence_compares_what_is_kept_and_all_the_rest(name):
+    x, y, labels = random_rows(11, 3)
+    expected = oracle.ZERO
+    leaf = x.clone().requires_grad_()
+    for t in range(x.shape[1]):
+        p = oracle.softmax(leaf[0, t].double(), TAU)
+        q = oracle.softmax(y[0, t].double(), TAU)
+        kept = kept_tokens(y[0, t], labels[0, t], 4)
+        term = oracle.divergence(name, oracle.buckets(p, kept, True),
+                                 oracle.buckets(q, kept, True), NAMES[name])
+        expected = expected + TAU**2 * term
+    gradient, = torch.autograd.grad(expected, leaf)
+
+    rows = truncated(y, labels, 4, TAU)
+    ours_leaf = x.clone().requires_grad_()
+    student = losses.merge_unkept(ours_leaf, rows, TAU)
+    ours, count = losses.position_divergence(
+        name, student, rows, None, temperature=TAU, coefficient=NAMES[name])
+    ours_gradient, = torch.autograd.grad(ours, ours_leaf)
+    assert count == x.shape[1]
+    torch.testing.assert_close(ours.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours_gradient, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("top_k", [3, 11])
+def test_a_student_that_agrees_with_the_whole_teacher_learns_nothing(name, top_k):
+    _, y, labels = random_rows(11, 5)
+    rows = truncated(y, labels, top_k, TAU)
+    leaf = y.clone().requires_grad_()
+    student = losses.merge_unkept(leaf, rows, TAU)
+    value, _ = losses.position_divergence(
+        name, student, rows, None, temperature=TAU, coefficient=NAMES[name])
+    gradient, = torch.autograd.grad(value, leaf)
+    assert abs(value) < 1e-5
+    if name != "total_variation":  # it has a kink there
+        assert gradient.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("number", range(len(ALL_PAIRS)))
+def test_translations_with_all_tokens_kept_equal_the_whole_rows(number):
+    toy = Toy(*ALL_PAIRS[number], number % 3)
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(toy.x.shape, generator=generator)
+    y = torch.randn(toy.y.shape, generator=generator)
+    rows = truncated(y, toy.ids[2], y.shape[-1], TAU)
+    whole_tables = toy.tables
+    for divergence in DIVERGENCES.values():
+        for compiled in (False, True):
+            toy.tables = whole_tables
+            expected = value_and_gradient(toy, x, y, compiled, divergence, temperature=TAU)
+            toy.tables = with_rest(whole_tables)
+            ours = value_and_gradient(toy, x, rows, compiled, divergence, temperature=TAU,
+                                      has_rest=True)
+            check_equal(ours, expected, 2e-6, (number, divergence, compiled))
+
+
+def test_the_rest_is_one_event_with_the_cells_of_which_nothing_is_kept():
+    """Three cells and the rest, on a student of five tokens in cells 0, 0, 1, 2, 2."""
+    p = torch.tensor([[0.3, 0.1, 0.25, 0.35, 0.0]], dtype=torch.float64)
+    q = torch.tensor([[0.5, 0.0, 0.3, 0.0, 0.2]], dtype=torch.float64)
+    tiny = torch.finfo(torch.float32).tiny
+    logp, logq = merge_rest(p.clamp(min=tiny).log(), q.clamp(min=tiny).log())
+    expected_p = torch.tensor([[0.3, 0.0, 0.25, 0.0, 0.1 + 0.35]], dtype=torch.float64)
+    torch.testing.assert_close(logp.exp(), expected_p)
+    torch.testing.assert_close(logq.exp(), q)
+    # without a rest, a cell without mass is one that does not come
+    q = torch.tensor([[0.6, 0.0, 0.4, 0.0, 0.0]], dtype=torch.float64)
+    logp, logq = merge_rest(p.clamp(min=tiny).log(), q.clamp(min=tiny).log())
+    torch.testing.assert_close(logp.exp(), p)
+    torch.testing.assert_close(logq.exp(), q)
+
+
+def test_truncated_translations_are_no_less_than_zero_and_compile():
+    for number in range(len(ALL_PAIRS)):
+        toy = Toy(*ALL_PAIRS[number], 1)
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(toy.x.shape, generator=generator)
+        y = torch.randn(toy.y.shape, generator=generator)
+        rows = truncated(y, toy.ids[2], 2)
+        toy.tables = with_rest(toy.tables)
+        for divergence in DIVERGENCES.values():
+            plain = value_and_gradient(toy, x, rows, False, divergence, has_rest=True)
+            compiled = value_and_gradient(toy, x, rows, True, divergence, has_rest=True)
+            check_equal(compiled, plain, 2e-6, number)
+            assert plain[0] > -1e-5 and plain[1].isfinite().all()
+
+
+def projection_case(seed):
+    """Return what `losses.projection_kl` takes, of 3 chunks of which one has two teacher tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 5, 6, generator=generator)
+    y = 2 * torch.randn(1, 4, 8, generator=generator)
+    student_chunk = torch.tensor([[0, 0, 1, 2, -1]])
+    teacher_chunk = torch.tensor([[0, 1, 1, 2]])
+    indices = torch.tensor([[0, 1], [2, -1], [3, 4], [5, -1], [6, 0], [7, 2]])
+    likelihoods = torch.tensor([[0.9, 0.1], [1, 0], [0.7, 0.3], [1, 0], [0.5, 0.5], [0.8, 0.2]])
+    labels = torch.randint(8, (1, 4), generator=generator)
+    return x, y, student_chunk, teacher_chunk, indices, likelihoods, labels
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_projections_compare_the_rest_with_the_columns_of_which_nothing_is_kept(reverse):
+    x, y, *chunks, indices, likelihoods, labels = projection_case(1)
+    kept_K = torch.tensor([0, 1, 3, 4, 5, 7])
+    rows = truncated(y, labels, 2, TAU)
+    expected = oracle.ZERO
+    for b, student_positions, teacher_positions in oracle.chunks(*chunks):
+        r = [oracle.ZERO] * 8
+        for t in student_positions:
+            masses = oracle.project(oracle.softmax(x[b, t].double(), TAU), indices, likelihoods, 8)
+            r = [old + new / len(student_positions) for old, new in zip(r, masses)]
+        r = oracle.normalized([r[w] for w in kept_K.tolist()])
+        target = [oracle.ZERO] * (len(kept_K) + 1)
+        for t in teacher_positions:
+            q = oracle.softmax(y[b, t].double(), TAU)
+            kept = kept_tokens(y[b, t], labels[b, t], 2)
+            masses = [q[w] if w in kept else oracle.ZERO for w in kept_K.tolist()]
+            masses.append(sum((q[w] for w in range(8) if w not in kept), oracle.ZERO))
+            for i, mass in enumerate(oracle.normalized(masses)):
+                target[i] = target[i] + mass / len(teacher_positions)
+        outcomes = [i for i in range(len(kept_K)) if target[i] > 0]
+        others = [r[i] for i in range(len(kept_K)) if i not in outcomes]
+        p = [r[i] for i in outcomes] + [sum(others, oracle.ZERO)]
+        q = [target[i] for i in outcomes] + [target[-1]]
+        expected = expected + TAU**2 * (oracle.kl(p, q) if reverse else oracle.kl(q, p))
+    ours, count = losses.projection_kl(
+        x, rows, *chunks, indices, likelihoods, kept_K, TAU, reverse=reverse, has_rest=True)
+    assert count == 3
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)
+    # the same from the kept columns alone, as the job reads them
+    columns = torch.cat([kept_K, torch.tensor([8])])
+    entries = losses.projection_entries(indices, likelihoods, 8, kept_K)
+    from_columns, _ = losses.projection_kl(
+        x, rows[..., columns], *chunks, indices, likelihoods, None, TAU, reverse=reverse,
+        entries=entries, has_rest=True)
+    torch.testing.assert_close(from_columns, ours)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_projections_with_all_tokens_kept_equal_the_whole_rows(reverse):
+    x, y, *chunks, indices, likelihoods, labels = projection_case(2)
+    arguments = [*chunks, indices, likelihoods, None, TAU]
+    expected, _ = losses.projection_kl(x, y, *arguments, reverse=reverse)
+    rows = truncated(y, labels, 8, TAU)
+    ours, _ = losses.projection_kl(x, rows, *arguments, reverse=reverse, has_rest=True)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_alm_reads_the_labels_alone_so_that_it_is_exact():
+    x, y, labels = random_rows(11, 8)
+    labels[0, -1] = 3
+    chunk = torch.arange(x.shape[1])[None] // 2
+    arguments = [labels, labels, chunk, chunk]
+    expected, _ = losses.alm(x, y, *arguments, temperature=TAU)
+    ours, _ = losses.alm(x, truncated(y, labels, 1), *arguments, temperature=TAU)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("space", ["p", "logits"])
+def test_a_mean_of_teachers_is_over_what_all_of_them_keep(space):
+    _, y, labels = random_rows(11, 9)
+    _, z, _ = random_rows(11, 10)
+    rows = [truncated(y, labels, 4), truncated(z, labels, 6)]
+    mean = average_teachers(common_events(rows, 11), None, space).softmax(-1)
+    for t in range(y.shape[1]):
+        sides = [oracle.softmax(side[0, t].double()) for side in (y, z)]
+        kept = sorted(set(kept_tokens(y[0, t], labels[0, t], 4))
+                      & set(kept_tokens(z[0, t], labels[0, t], 6)))
+        events = [oracle.buckets(side, kept, True) for side in sides]
+        if space == "p":
+            expected = [(a + b) / 2 for a, b in zip(*events)]
+        else:
+            expected = oracle.normalized([(a * b).sqrt() for a, b in zip(*events)])
+        ours = [*mean[0, t, kept], mean[0, t, 11]]
+        torch.testing.assert_close(torch.stack(ours).double(), torch.stack(expected),
+                                   rtol=1e-5, atol=1e-6)
+    # one that is whole takes part, too
+    whole = average_teachers(common_events([rows[0], z], 11), None, space).softmax(-1)
+    assert ((whole > 0).sum(-1) <= 6).all()
+    assert common_events([y, z], 11)[0] is y
