@@ -321,7 +321,6 @@ class Args:
         output: directory for the student, an earlier export or none; empty: export_STEP in the run.
         push_to_hub: repository of the hub to upload it to, as in me/student; it is made if there is
             none. You are logged in by `hf auth login`, or HF_TOKEN. Empty: none.
-        merge: of a student that was trained by an adapter, export the whole model.
         private: make that repository a private one.
         trust_remote_code: run the Python code that comes with the student, which can do anything.
     """
@@ -330,7 +329,6 @@ class Args:
     step: int = 0
     output: str = ""
     push_to_hub: str = ""
-    merge: bool = False
     private: bool = False
     trust_remote_code: bool = False
 
@@ -363,7 +361,7 @@ def export_checkpoint(args):
     tokenizer, _ = load_tokenizer("student", cfg.student, args.trust_remote_code)
     weights = weights_of_checkpoint(checkpoint)
     adapter = adapter_of(student)
-    if adapter and not args.merge:
+    if adapter:  # checkpoints hold no frozen weights, so there is nothing here to merge it into
         of_adapter = {name: weights[name] for name in weights if is_adapter(name)}
         save = partial(write_adapter, adapter, of_adapter)
     else:

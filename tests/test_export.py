@@ -185,6 +185,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def exported(models, texts, tmp_path_factory):
     """A folder with a run of two steps in each of LAYOUTS, checkpoints and exports kept."""
+    pytest.importorskip("peft")  # of the adapter
     folder = tmp_path_factory.mktemp("layouts")
     corpus = write_corpus(folder, texts, 20)
     argv = []
@@ -214,12 +215,6 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
             assert (of_command / file).read_bytes() == (of_job / file).read_bytes(), file
     if name == "adapter":
         assert "adapter_model.safetensors" in os.listdir(of_job)
-        export.cli([str(run), f"--output={run / 'merged'}", "--merge"])
-        pytest.importorskip("peft")
-        merged = weights_of(run / "merged")
-        for key, weight in weights_of(of_job).items():  # transformers adds the adapter by itself
-            if ".base_layer." in key:
-                assert not torch.equal(weight, merged[key.replace(".base_layer.", ".")]), key
         return
     # an earlier step has other weights, from its own checkpoint
     export.cli([str(run), "--step=1", f"--output={run / 'first'}"])
