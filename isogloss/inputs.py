@@ -257,12 +257,12 @@ def check_models(cfg):
         check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
     else:
         check_weights("student", cfg.student, cfg.trust_remote_code, student_adapter(cfg),
-                      cfg.attention)
+                      attention=cfg.attention)
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
             if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights
-                check_weights(
-                    "teacher", teacher_cfg.teacher, cfg.trust_remote_code, cfg.attention)
+                check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code,
+                              attention=cfg.attention)
 
 
 def check_flash_attention(cfg, ds_config):
