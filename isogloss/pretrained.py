@@ -164,7 +164,7 @@ def _without_numbers(name):
 # --- check ----------------------------------------------------------------------------------------
 
 
-def check_weights(role, path, trust_remote_code=False, adapter=None, attention="auto"):
+def check_weights(role, path, trust_remote_code=False, adapter=None, *, attention="auto"):
     """Check that a model's files hold the weights of its config, without reading their values.
 
     Every rank does so before any of them loads: where they load together, as by ZeRO-3, one that
