@@ -27,6 +27,8 @@ with open(args.texts) as file:
 torch.manual_seed(0)
 loader = DataLoader(texts, args.batch_size, shuffle=True, collate_fn=kd.collate)
 optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate)
+num_steps = args.epochs * len(loader)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.learning_rate, num_steps)
 for _ in range(args.epochs):
     for batch in loader:
         batch = batch.to(device)
@@ -35,7 +37,9 @@ for _ in range(args.epochs):
             teacher_logits = teacher(**batch.teacher).logits
         loss = out.loss + args.kd_weight * kd(out.logits, teacher_logits, batch)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         print(f"text {out.loss.item():.3f}, with the teacher {loss.item():.3f}")
 student.save_pretrained(args.output)

@@ -304,12 +304,8 @@ def check_models(cfg):
                       attention=cfg.attention)
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
-<<<<<<< HEAD
             # others may have no weights
             if teacher_cfg.teacher_engine in MODEL_ENGINES and not teacher_cfg.teacher_cache:
-=======
-            if teacher_cfg.teacher_engine in MODEL_ENGINES:  # others may have no weights
->>>>>>> w_users
                 check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code,
                               attention=cfg.attention)
 
