@@ -2,10 +2,11 @@
 
     python benchmarks/on_policy.py ASSETS [--teachers tinytalk_neo_3M,bitstories_1M]
                                    [--losses reverse_kl] [--shares 0,1] [--seeds 3] [--steps 300]
+                                   [--batch 16]
 
 The student is stories260K, which writes well already; 100 stories are held out.  Each run is a job
-of distill.py on one rank: 16 samples a step, at most 128 written tokens behind 16 of a story; off
-policy the same loss on whole stories, cut to as many tokens.  The table has
+of distill.py on one rank: `batch` samples a step, at most 128 written tokens behind 16 of a story;
+off policy the same loss on whole stories, cut to as many tokens.  The table has
 
 reverse_kl  (sum log p(y) - sum log q(y)) / bytes of what the student writes from held-out prompts,
             with the same noise in all runs; nats
@@ -45,6 +46,7 @@ class Args:
         steps: optimizer steps.
         ce_weight: of the cross-entropy on the data.
         learning_rate: of AdamW, falling to 0.
+        batch: samples of a step, 16 at a time.
         more: further flags of distill.py, with spaces.
     """
 
@@ -56,6 +58,7 @@ class Args:
     steps: int = 300
     ce_weight: float = 0.0
     learning_rate: float = 1e-3
+    batch: int = 16
     more: str = ""
 
 
@@ -63,7 +66,8 @@ def run(args, teacher, loss, share, seed):
     """Return the held-out metrics of a run, from its log if it is complete."""
     more = args.more.replace("--", "").replace(" ", "_")
     name = f"{teacher}_{loss}_{share}_{seed}_{args.steps}_{args.ce_weight}_{args.learning_rate}"
-    output = RUNS / f"{name}{more}"
+    batch = "" if args.batch == 16 else f"_batch{args.batch}"
+    output = RUNS / f"{name}{batch}{more}"
     log = output / "metrics.jsonl"
     lines = []
     if log.exists():
@@ -77,9 +81,10 @@ def run(args, teacher, loss, share, seed):
 def execute(args, teacher, loss, share, seed, output):
     """Run distill.py."""
     RUNS.mkdir(parents=True, exist_ok=True)
-    config = RUNS / "ds.json"
+    config = RUNS / f"ds_{args.batch}.json"
     config.write_text(json.dumps({
-        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 16, "gradient_clipping": 1.0,
+        "train_batch_size": args.batch, "train_micro_batch_size_per_gpu": 16,
+        "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
         "scheduler": {"type": "WarmupCosineLR",
                       "params": {"total_num_steps": "auto", "warmup_num_steps": 10}},
