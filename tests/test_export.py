@@ -250,7 +250,7 @@ def test_the_card_says_what_it_was_made_of_and_no_path(exported):
     front = model_card.front_matter(cfg)
     assert "base_model:\n- org/base\n" in front and "datasets:\n- org/data\n" in front
     several = Config(student="org/base", data="a.jsonl", from_scratch=True, kd_weight=2, teachers=(
-        '[{"model": "org/one", "weight": 0.5}, {"model": "/root/two", "loss": "alm"}]'))
+        '[{"model": "org/one", "weight": 0.5}, {"model": "/home/two", "loss": "alm"}]'))
     text = model_card.card_text({}, several, [], 3, False)
     assert "base_model:" not in text and "| base model | org/base (shape only) |" in text
     assert "| teacher | org/one: loss `piece_kl`, weight 1 |" in text
