@@ -275,7 +275,7 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     return build_translated(pair, device, divergence, parameters, has_rest)
 
 
-def build_per_position(divergence, parameters, has_rest):
+def build_per_position(divergence, parameters, has_rest=False):
     """Build a divergence for equal tokenizers: every chunk is one position on either side."""
     def loss_fn(student_logits, teacher_logits, sub_tile):
         chunks = sub_tile.terms
@@ -301,7 +301,7 @@ def build_per_position(divergence, parameters, has_rest):
     return DistillationLoss(FusedLoss(loss_fn, overwrite))
 
 
-def build_translated(pair, device, divergence, parameters, has_rest):
+def build_translated(pair, device, divergence, parameters, has_rest=False):
     """Build a divergence between any two tokenizers, see translation.py."""
     tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
     on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
