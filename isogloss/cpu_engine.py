@@ -16,6 +16,7 @@ import copy
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 FUSED = "adam", "adamw"
 
@@ -38,9 +39,10 @@ def fuse_optimizer(config):
 
 def leave_out_passes(engine):
     """Let an engine of ZeRO 1 or 2 on a CPU leave out the passes of this file's docstring."""
-    if not on_cpu() or engine.zero_optimization_stage() not in (1, 2):
-        return
     optimizer = engine.optimizer
+    # at stage 1 in bfloat16 DeepSpeed may choose an optimizer that makes other passes
+    if not on_cpu() or not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return
     if dist.get_world_size(group=optimizer.dp_process_group) == 1:
         optimizer.gradient_average = False
     scale_gradients = optimizer.unscale_and_clip_grads

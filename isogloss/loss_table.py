@@ -288,7 +288,7 @@ def build_per_position(divergence, parameters, has_rest=False):
             student = merge_unkept(student, teacher, parameters["temperature"])
         return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
 
-    if has_rest or parameters["top_k"] or divergence is losses.adaptive_kl:
+    if has_rest or parameters.get("top_k") or divergence is losses.adaptive_kl:
         return DistillationLoss(loss_fn)
     [coefficient] = [parameters[name] for name in ("beta", "skew") if name in parameters] or [0.0]
 
@@ -320,7 +320,7 @@ def build_translated(pair, device, divergence, parameters, has_rest=False):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows, temperature)
 
     # the kernels know the forward KL of whole cells
-    if divergence is losses.forward_kl and not parameters["top_k"] and not has_rest:
+    if divergence is losses.forward_kl and not parameters.get("top_k") and not has_rest:
         loss_fn = _fused_translation(loss_fn, on_device, parameters["temperature"])
     return DistillationLoss(loss_fn, tables, coverage=coverage,
                             coverage_names=("cell_coverage", "joined_mass"))

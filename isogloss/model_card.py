@@ -32,10 +32,14 @@ LEFT_OUT = {
 def read_record(folder):
     """Return (run.json as a dict, Config) of a run.
 
+    A run that began with the checkpoint of another one has run_NNNNNNN.json alone, of its start.
+
     Raises:
         ValueError: there is no such file, or it is another program's.
     """
     path = Path(folder) / "run.json"
+    if not path.exists():
+        path = max(Path(folder).glob("run_*.json"), default=path)
     try:
         record = json.loads(path.read_text())
         values = record["config"]

@@ -332,7 +332,7 @@ def test_a_revision_is_what_is_read_and_recorded(models, tmp_path, monkeypatch):
         weights = load_model("teacher", name).state_dict()
         for key, tensor in tensors_of(model).items():
             assert torch.equal(weights[key], tensor)
-        folder = model_teachers._local_folder(name)
+        folder = model_teachers.local_folder(name)
         assert folder.name == commit
     cfg = Config(student=str(models[0]), teacher="org/name@v1", data="d")
     assert model_versions(cfg) == {

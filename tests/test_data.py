@@ -20,6 +20,7 @@ from isogloss.data import (
     loader,
     split_dataset,
 )
+from isogloss.flat import FlatSequence
 from isogloss.open_data import holds_chats, load_dataset
 from isogloss.sample import TextEncoder
 from test_chat import CHAT, refuse_chats_of, with_templates
@@ -287,7 +288,7 @@ def tensors_of(value):
     """Yield the tensors of a batch, one after the other."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, FlatSequence)):
         for item in value:
             yield from tensors_of(item)
     elif hasattr(value, "__dataclass_fields__"):

@@ -340,7 +340,7 @@ def test_the_tables_of_a_translation_are_written(tmp_path, capsys):
     path = tmp_path / "translation.safetensors"
     folders = [str(asset("models", name)) for name in ("stories260K", "tinytalk_neo_3M")]
     cells.cli(["--student", folders[0], "--teacher", folders[1], "--output", str(path)])
-    assert "cells: 411" in capsys.readouterr().out
+    assert "cells: 412" in capsys.readouterr().out
     written = load_tables(path)
     expected = cells.build_translation(Pair.load(*folders))
     for name in Tables._fields:

@@ -439,6 +439,11 @@ def end_gradients(chat_encoders, loss, rollout, surprise):
     generator = torch.Generator().manual_seed(0)
     logits_LV = torch.randn(batch.student.ids.numel(), len(student.table), generator=generator)
     logits_TW = torch.randn(of_teacher.ids.numel(), len(teacher.table), generator=generator)
+    # tokens that no text has, whose cell is the last one: every trained student gives them up, and
+    # here they would be most of a reverse KL
+    tables = built.spelling
+    assert not (tables.cell_W == tables.num_cells - 1).any()
+    logits_LV[:, tables.cell_V == tables.num_cells - 1] = -20
     is_end = of_teacher.labels.flatten() == teacher.table.end_of_turn
     logits_TW[is_end, teacher.table.end_of_turn] += surprise
     logits_LV.requires_grad_(True)
