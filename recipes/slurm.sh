@@ -1,5 +1,6 @@
 #!/bin/bash
-# A recipe on several nodes under Slurm; see docs/multi_node.md.  NOT YET RUN.
+# A recipe on several nodes under Slurm; see docs/multi_node.md.  Rehearsed on CPUs with
+# stand-ins for srun and scontrol; not yet run under Slurm.
 #
 #   sbatch --nodes 4 recipes/slurm.sh recipes/llama_3.1_70b_to_8b.yaml [--flag value ...]
 #
