@@ -2,10 +2,10 @@
 
     python tests/two_nodes.py FOLDER COMMAND [ARGUMENT ...]
 
-Each node is a network, a hostname, a /dev/shm and an ssh server of its own (Linux namespaces); files
-are shared, as on a cluster, but for FOLDER/not_shared, where each node sees its own.  Keys and
-settings of ssh are made in FOLDER.  Nothing of the machine changes, and nothing is left when the
-command ends.  Needs root, sshd, pdsh and iproute2.
+Each node is a network, a hostname, a /dev/shm and an ssh server of its own (Linux namespaces).
+Files are shared, as on a cluster, but for FOLDER/not_shared, where each node sees its own.  Keys
+and settings of ssh are made in FOLDER.  Nothing of the machine changes, and nothing is left when
+the command ends.  Needs root, sshd, pdsh and iproute2.
 """
 
 import os
