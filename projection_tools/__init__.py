@@ -168,11 +168,49 @@ def load_tokenizer(flag, name, trust_remote_code=False):
     with reading(flag, name, "its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             place, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = as_in_its_file(flag, name, tokenizer, place, revision)
     try:
         return tokenizer, TokenTable.from_tokenizer(tokenizer)
     except (ValueError, KeyError) as error:
         raise ValueError(f"--{flag} {name}: its tokenizer cannot be used ({reason_of(error)})") \
             from None
+
+
+# Text that tokenizers cut differently: spaces, breaks, digits, words that no English has.
+PROBE = "In 2010,  there\n\n was a naïve 12345 日本 🙂\tdef f(x):\n    return x_1 ** 2\r\n"
+
+
+def as_in_its_file(flag, name, tokenizer, place, revision):
+    """Return the tokenizer that tokenizer.json describes, if AutoTokenizer has made another one.
+
+    For some types of models (`qwen2` in config.json) transformers 5 takes the tokenizer class of
+    that type, whatever tokenizer_config.json names: the vocabulary is the file's, how text is cut
+    is not.
+
+    Args:
+        tokenizer: what AutoTokenizer has made.
+        place, revision: of its files.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    path = cached_file(place, "tokenizer.json", revision=revision,
+                       _raise_exceptions_for_missing_entries=False,
+                       _raise_exceptions_for_connection_errors=False)
+    if path is None or not tokenizer.is_fast:
+        return tokenizer
+    ids = Tokenizer.from_file(path).encode(PROBE, add_special_tokens=False).ids
+    if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == ids:
+        return tokenizer
+    as_written = PreTrainedTokenizerFast.from_pretrained(place, revision=revision)
+    if as_written(PROBE, add_special_tokens=False)["input_ids"] != ids:
+        return tokenizer
+    warnings.warn(
+        f"--{flag} {name}: AutoTokenizer makes a {type(tokenizer).__name__} of it, which cuts text "
+        "in another way than its tokenizer.json; the file is right here, and whoever uses the "
+        "model should read it with PreTrainedTokenizerFast", stacklevel=2)
+    return as_written
 
 
 @contextmanager

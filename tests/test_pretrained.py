@@ -5,20 +5,25 @@ import json
 import re
 import shutil
 import sys
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2Config,
     dynamic_module_utils,
 )
 
 import distill
 import ranks
+from conftest import asset
 from isogloss import inputs
 from isogloss.export import gathered
 from isogloss.inputs import check_flash_attention
@@ -28,7 +33,7 @@ from isogloss.pretrained import check_random, check_weights, load_model
 from isogloss.specs import TeacherSpec
 from isogloss.student import load_student
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from projection_tools import generate
+from projection_tools import generate, load_tokenizer
 from wrong_input import check_one_line, outcomes
 
 
@@ -305,3 +310,25 @@ def test_a_file_without_the_base_models_prefix_is_no_error(models, tmp_path):
         tensors[name.removeprefix("model.")] = tensor
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     check_weights("student", str(model))
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
+def test_text_is_cut_as_the_tokenizers_file_says(tmp_path):
+    """transformers 5 gives a model of type qwen2 the class of Qwen's tokenizer, whatever its own
+    is: its student would be trained on ids that no one else makes of the text."""
+    tok512 = asset("tokenizers", "tok512")
+    file = Tokenizer.from_file(str(tok512 / "tokenizer.json"))
+    Qwen2Config(vocab_size=512).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tok512).save_pretrained(tmp_path)
+    text = "Once,  there\n\nwas a naïve 12345"
+    ids = file.encode(text, add_special_tokens=False).ids
+    made = AutoTokenizer.from_pretrained(tmp_path)
+    assert made(text, add_special_tokens=False)["input_ids"] != ids
+    with pytest.warns(UserWarning, match="--student .*makes a Qwen2Tokenizer of it, which cuts"):
+        tokenizer, _ = load_tokenizer("student", str(tmp_path))
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_tokenizer("student", str(tok512))
