@@ -1281,15 +1281,13 @@ A, B: hub id, directory or tokenizer.json; PAGE: file to write, beside what is p
 
 def main(argv):
     """Show how two tokenizers cut a text."""
-    flags = {name.removeprefix("--"): value for name, value in zip(argv[::2], argv[1::2])}
-    if "text" in flags:  # the first name of --show
-        flags.setdefault("show", flags.pop("text"))
-    needed = {"student", "teacher", "show"}
-    if len(argv) % 2 or not needed <= set(flags) <= needed | {"html"}:
-        raise SystemExit(USAGE)
+    if argv in (["--help"], ["-h"]):
+        print(USAGE)
+        return
+    flags = _read_flags(argv)
     text = flags["show"]
-    student = _load_tokenizer(flags["student"])
-    teacher = _load_tokenizer(flags["teacher"])
+    student = _load_tokenizer("student", flags["student"])
+    teacher = _load_tokenizer("teacher", flags["teacher"])
     tables = TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher)
     student = student.encode(text, add_special_tokens=False)
     teacher = teacher.encode(text, add_special_tokens=False)
@@ -1307,18 +1305,41 @@ def main(argv):
                              "another file") from None
 
 
-def _load_tokenizer(name):
+def _read_flags(argv):
+    """Return {name: value} of a command line; end with a line where it says something else."""
+    flags = {}
+    for name, value in zip(argv[::2], argv[1::2]):
+        name = name.removeprefix("--")
+        if name == "text":  # the first name of --show
+            name = "show"
+        if name not in ("student", "teacher", "show", "html"):
+            raise SystemExit(f"--{name}: no such flag\n{USAGE}")
+        flags[name] = value
+    if len(argv) % 2 or not {"student", "teacher", "show"} <= set(flags):
+        raise SystemExit(USAGE)
+    return flags
+
+
+def _load_tokenizer(flag, name):
+    """Load a tokenizer; end with a line where there is none."""
     # imported here, because only the command line needs them
     from pathlib import Path
 
     from tokenizers import Tokenizer
 
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
-    if path.is_file():
-        return Tokenizer.from_file(str(path))
-    return Tokenizer.from_pretrained(name)
+        if not path.is_file():
+            raise SystemExit(f"--{flag} {name}: holds no tokenizer.json; name another directory")
+    try:
+        if path.is_file():
+            return Tokenizer.from_file(str(path))
+        return Tokenizer.from_pretrained(name)
+    except Exception as error:  # tokenizers and the hub have many types of them
+        reason = str(error).strip().partition("\n")[0].removesuffix(".")
+        raise SystemExit(f"--{flag} {name}: cannot be loaded ({reason}); expected a hub id, a "
+                         "directory or a tokenizer.json") from None
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ from isogloss.run_identity import checkpoint_folder
 from isogloss.student import gathered
 from projection_tools import load_tokenizer, reason_of, save_atomically
 from projection_tools.flags import check_types, tool
+from projection_tools.model_names import ADAPTER_CONFIG
 
 MANIFEST = "isogloss_export.json"
 
@@ -385,13 +386,27 @@ def empty_student(cfg, trust_remote_code):
     return student
 
 
+def check_base_is_public(folder, repository):
+    """Check that an adapter names its base model by a hub id: no one else has a path of ours."""
+    path = folder / ADAPTER_CONFIG
+    if not path.exists():
+        return
+    base = json.loads(path.read_text())["base_model_name_or_path"]
+    if os.path.isabs(base):
+        raise ValueError(f"--push_to_hub {repository}: {path} names the base model by a path of "
+                         f"this machine, {base}; write its hub id there, then run hf upload "
+                         f"{repository} {folder}")
+
+
 def push(folder, repository, private):
     """Upload an export to the hub.
 
     Raises:
-        ValueError: the hub refuses it.
+        ValueError: it is an adapter that names its base model by a path; the hub refuses it.
     """
     from huggingface_hub import HfApi
+
+    check_base_is_public(folder, repository)
 
     api = HfApi()
     try:

@@ -26,6 +26,7 @@ from align import (
     coverage,
     html_page,
     locate,
+    main,
     view,
 )
 from conftest import ROOT, asset
@@ -715,6 +716,24 @@ def test_the_command_line_shows_chunks(tmp_path, tokenizers):
     assert "bytes 100.0%" in done.stdout and "·value" in done.stdout, done.stderr
     assert "·value" in page.read_text() and "bytes 100.0%" in page.read_text()
     assert "usage" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("--shows=a", "--shows: no such flag"),
+    ("--student=nowhere/at/all", "--student nowhere/at/all: cannot be loaded ("),
+    ("--student=folder", "--student folder: holds no tokenizer.json"),
+    ("--student=notes.txt", "--student notes.txt: cannot be loaded (expected value"),
+])
+def test_a_wrong_command_line_is_named(wrong, message, tmp_path, tokenizers, monkeypatch):
+    tokenizers[0].save_pretrained(tmp_path / "a")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("A text.")
+    monkeypatch.chdir(tmp_path)
+    flags = {"--student": "a", "--teacher": "a", "--show": "x"}
+    flags |= dict([wrong.split("=")])
+    with pytest.raises(SystemExit) as end:
+        main([word for pair in flags.items() for word in pair])
+    assert str(end.value).startswith(message) and "\n" not in str(end.value).split("usage")[0][:-1]
 
 
 def test_located_tokens_need_no_text():

@@ -297,6 +297,27 @@ def test_an_export_is_pushed_as_it_is(exported, monkeypatch, capsys):
     assert "--push_to_hub me/other: RuntimeError: 401 Client Error; " in printed
 
 
+def test_an_adapter_of_a_local_model_is_not_pushed(exported, monkeypatch, capsys):
+    """No one else has that path.  With a hub id in its place the adapter is uploaded."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", StandInHub)
+    monkeypatch.setattr(StandInHub, "calls", [])
+    output = exported / "adapter_to_push"
+    with pytest.raises(SystemExit) as end:
+        export.cli([str(exported / "adapter"), f"--output={output}", "--push_to_hub=me/adapter"])
+    printed = capsys.readouterr().err
+    path = output / "adapter_config.json"
+    config = json.loads(path.read_text())
+    base = config["base_model_name_or_path"]
+    assert Path(base).is_dir() and not StandInHub.calls
+    assert end.value.code == 2 and printed.count("\n") == 1
+    assert f"{path} names the base model by a path of this machine, {base};" in printed
+    path.write_text(json.dumps(config | {"base_model_name_or_path": "org/base"}))
+    export.push(output, "me/adapter", private=False)
+    assert [name for name, *_ in StandInHub.calls] == ["create_repo", "upload_folder"]
+
+
 def refuse(hub, name):
     def call(*args, **options):
         raise RuntimeError("401 Client Error\nmore of it")

@@ -52,3 +52,4 @@ def write_rows(path, rows):
 
 if __name__ == "__main__":
     main()
+    print(FOLDER)
