@@ -321,7 +321,8 @@ class Args:
         step: of the checkpoint; 0: the newest one.
         output: directory for the student, an earlier export or none; empty: export_STEP in the run.
         push_to_hub: repository of the hub to upload it to, as in me/student; it is made if there is
-            none. You are logged in by `hf auth login`, or HF_TOKEN. Empty: none.
+            none. An adapter of a base model without a hub id is refused. You are logged in by `hf
+            auth login`, or HF_TOKEN. Empty: none.
         private: make that repository a private one.
         trust_remote_code: run the Python code that comes with the student, which can do anything.
     """

@@ -340,6 +340,10 @@ def test_a_revision_is_what_is_read_and_recorded(models, tmp_path, monkeypatch):
                          "commit": None},
         "org/name@v1": {"base": "org/name", "revision": "v1", "adapter": None,
                         "commit": "b" * 40}}
+    (tmp_path / "cache" / "teacher").mkdir(parents=True)
+    shutil.copy(models[1] / "config.json", tmp_path / "cache" / "teacher")
+    cfg = Config(student=str(models[0]), teacher_cache=str(tmp_path / "cache"), data="d")
+    assert list(model_versions(cfg)) == [str(models[0]), str(tmp_path / "cache" / "teacher")]
     with pytest.raises(ValueError, match=r"--teacher org/name@v2: its config cannot be loaded"):
         load_text_encoder("teacher", "org/name@v2", 0)
 

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import json
 import re
 import shlex
@@ -22,7 +23,8 @@ from projection_tools.flags import OLD_NAMES, parse_flags
 
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs/README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs/README.md",
+         ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md"]
 COPIED = ("align", "losses", "tiles", "teacher_mixing", "ipc", "cpu_kernels", "gpu_kernels",
           "vocab_parallel", "align_dp", "translation", "rollout", "sandbox", "spelling",
           "cross_tokenizer")
@@ -36,15 +38,14 @@ def code_blocks(kind, text=README):
     return re.findall(rf"```{kind}\n(.*?)```", text, re.S)
 
 
-def commands():
-    """Return the words of every indented command line of the README, continued lines joined."""
+def commands(text=README):
+    """Return the words of every indented command line of a page, continued lines joined."""
     lines = []
-    for block in re.findall(r"(?:^    .*\n)+", README, re.M):
+    for block in re.findall(r"(?:^    .*\n)+", text, re.M):
         joined = block.replace("\\\n", " ")
         lines += [line.strip() for line in joined.splitlines()]
-    words = [shlex.split(line) for line in lines if re.match(r"(deepspeed|python|make|pip) ", line)]
-    assert len(words) >= 6
-    return words
+    return [shlex.split(line, comments=True) for line in lines
+            if re.match(r"(deepspeed|python|make|pip) ", line)]
 
 
 def tracked_files():
@@ -81,6 +82,7 @@ def test_every_command_is_understood():
     tools = {"projection_tools.build": build, "projection_tools.show": show,
              "projection_tools.spell": spell, "projection_tools.cells": cells}
     makefile = (ROOT / "Makefile").read_text()
+    assert len(commands()) >= 6
     for words in commands():
         if words[:2] == ["deepspeed", "distill.py"]:
             cfg = parse_flags(Config, words[2:], groups=GROUPS)
@@ -95,6 +97,31 @@ def test_every_command_is_understood():
             assert (ROOT / words[1]).is_file()
     for target in re.findall(r"`(?:\w+=\S+ |SEEDS=\"[\d ]+\" )?make ([\w-]+)`", README):
         assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+POSITIONAL = {"isogloss.plan": ("recipe",)}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())],
+                         ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_is_understood(page, monkeypatch):
+    """As in the README; what a page leaves out by "..." is filled in."""
+    monkeypatch.chdir(ROOT)  # where recipes are
+    makefile = (ROOT / "Makefile").read_text()
+    for words in commands(page.read_text()):
+        if "distill.py" in words:
+            flags = words[words.index("distill.py") + 1:]
+            if "..." in flags:
+                flags.remove("...")
+                flags += ["--student=S", "--teacher=T", "--data=d.jsonl"]
+            cfg = parse_flags(Config, flags, file_flag="config")
+            assert (ROOT / cfg.ds_config).is_file()
+        elif words[:2] == ["python", "-m"]:
+            module = importlib.import_module(words[2])
+            if hasattr(module, "Args"):  # recipes.tiny.prepare has no flags
+                parse_flags(module.Args, words[3:], POSITIONAL.get(words[2], ()), OLD_NAMES)
+        elif words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.M)
 
 
 def test_flags_that_the_text_names_exist():
