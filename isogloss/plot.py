@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from projection_tools import check_output
+from projection_tools import check_picture
 from projection_tools.flags import check_types, parse_flags
 
 FIRST = "eval/student_bits_per_byte"  # what a run is judged by
@@ -252,7 +252,7 @@ def available(patterns, runs):
 
 
 def main(folders, args):
-    check_output(args.png)
+    check_picture(args.png)
     runs = {}
     for name, folder in zip(short_names(folders), folders):
         runs[name] = read_run(folder)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from projection_tools import Pair, check_output, describe, load_arrays
+from projection_tools import Pair, check_picture, describe, load_arrays
 from projection_tools.build import empty_row_reasons
 from projection_tools.flags import OLD_NAMES, check_types, tool
 from spelling import all_bytes, link_special_tokens
@@ -301,7 +301,7 @@ def example_rows(indices, num_examples):
 
 
 def main(args):
-    check_output(args.png)
+    check_picture(args.png)
     pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
     projection = load_arrays(args.projection, pair)
     if args.tokens:

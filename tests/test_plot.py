@@ -84,7 +84,7 @@ def test_metrics_of_steps_are_means_of_neighbors():
     (["nowhere"], "no metrics.jsonl there"),
     (["RUN", "--metrics=accuracy"], "no run has it; there are eval/student_bits_per_byte, "),
     (["RUN", "--png=no/such/folder/x.png"], "cannot be written"),
-    (["RUN", "--png=x.words"], "words"),
+    (["RUN", "--png=x.words"], "--png x.words: expected a name that ends in .png, .svg, .pdf"),
     (["RUN", "RUN"], "a run is named twice"),
     (["RUN", "--metric=kd"], "metrics"),
 ])
