@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from cross_tokenizer import CrossTokenizerKD
 
+if len(sys.argv) != 8:
+    raise SystemExit(__doc__)
 student_name, teacher_name, texts, output, *numbers = sys.argv[1:]
 kd_weight, learning_rate, epochs = map(float, numbers)
 teacher = AutoModelForCausalLM.from_pretrained(teacher_name).eval()
