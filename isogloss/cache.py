@@ -146,8 +146,8 @@ class Args:
 
     def run_config(self):
         """Return the Config of a run with this teacher, which checks the flags that both have."""
-        names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data", "split", "text_key", "completion_key", "prompt_key",
-                 "tools_key", "template_kwargs", "txt_samples", "temperature",
+        names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data",
+                 "split", "text_key", "completion_key", "prompt_key", "tools_key", "template_kwargs", "txt_samples", "temperature",
                  "teacher_max_length", "teacher_dtype", "teacher_engine", "teacher_tp",
                  "teacher_offload", "trust_remote_code")
         shared = {name: getattr(self, name) for name in names}

@@ -144,7 +144,7 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
     beside = ((top_ids == labels_N[:, None]) & ~is_short).any(1)
     events = np.concatenate([np.where(is_short, -np.inf, top_logp),
                              np.where(beside, -np.inf, label_logp)[:, None]], 1)
-    rest = rest_of(events, knows_all=asked == model_vocab)
+    rest = rest_of(events, top_logp[:, -1], model_vocab - asked)
     events = np.concatenate([events, rest[:, None]], 1)
     mass = np.exp(events)
     scores = TextScores(
@@ -170,19 +170,26 @@ def as_rows(likely):
     return ids, logp
 
 
-def rest_of(events_NM, knows_all):
+def rest_of(events_NM, least_N, num_others):
     """Return (N,) the log-probability of all tokens but those that events are; -inf: of none.
 
+    It is what they miss to 1.  A float32 sum says no more of it than LEAST_REST, but none of the
+    others is more likely than the least of the most likely tokens.
+
+    Args:
+        least_N: log-probability of that one.
+        num_others: tokens that no event is.
     Raises:
         ValueError: the events have no probabilities.
     """
     kept = np.exp(events_NM).sum(1)
-    if kept.max(initial=0) > 1 + SLACK or (knows_all and kept.min(initial=1) < 1 - SLACK):
+    least = 0 if num_others else 1 - SLACK
+    if kept.max(initial=0) > 1 + SLACK or kept.min(initial=1) < least:
         raise ValueError(f"its probabilities of a position have the sum {kept.max():.4g}; let vLLM "
                          "answer with --logprobs-mode raw_logprobs")
-    if knows_all:
+    if not num_others:
         return np.full(len(kept), -np.inf)
-    return np.log(np.maximum(1 - kept, LEAST_REST))
+    return np.minimum(np.log(np.maximum(1 - kept, LEAST_REST)), least_N + np.log(num_others))
 
 
 def as_float(values):

@@ -107,9 +107,9 @@ class StandIn:
         if error:
             return 400, json.dumps({"error": {"message": error, "code": 400}}).encode()
         answers = [self.answer(number, ids, asked) for number, ids in enumerate(texts)]
-        plain = answers if self.owner == "sglang" else {"choices": answers[::-1]}
         if callable(fault):
             fault(answers)
+        plain = answers if self.owner == "sglang" else {"choices": answers[::-1]}
         content = json.dumps(plain).encode()
         if fault == "half":
             return 200, content[: len(content) // 2], len(content) - len(content) // 2
