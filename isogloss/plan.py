@@ -384,7 +384,7 @@ def choices(cfg, num_ranks, per_node):
         stages = (0,)
     for stage in stages:
         for degree in (1, 2, 4, 8):
-            if per_node % degree or (degree > 1 and not cfg.kd_weight):
+            if per_node % degree or (degree > 1 and not (cfg.kd_weight and cfg.loads_teacher)):
                 continue
             for checkpointing in (False, True):
                 other = replace(cfg, activation_checkpointing=checkpointing,

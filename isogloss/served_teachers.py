@@ -153,7 +153,7 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
     rows = TopKLogits(
         torch.from_numpy(np.concatenate([top_ids, labels_N[:, None]], 1)).int(),
         as_float(np.concatenate([top_logp, label_logp[:, None]], 1)), vocab, as_float(rest),
-        torch.zeros(len(labels_N)))  # the scale of its logits is not known, and no loss reads it
+        torch.zeros(len(labels_N)))  # of logits whose scale is not known
     return ScoredLogits(rows, scores)
 
 
