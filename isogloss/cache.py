@@ -147,9 +147,10 @@ class Args:
     def run_config(self):
         """Return the Config of a run with this teacher, which checks the flags that both have."""
         names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data",
-                 "split", "text_key", "completion_key", "prompt_key", "tools_key", "template_kwargs", "txt_samples", "temperature",
-                 "teacher_max_length", "teacher_dtype", "teacher_engine", "teacher_tp",
-                 "teacher_offload", "trust_remote_code")
+                 "split", "text_key", "completion_key", "prompt_key", "tools_key",
+                 "template_kwargs", "txt_samples", "temperature", "teacher_max_length",
+                 "teacher_dtype", "teacher_engine", "teacher_tp", "teacher_offload",
+                 "trust_remote_code")
         shared = {name: getattr(self, name) for name in names}
         return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
                       teacher_output_topk=self.top_k, **shared)

@@ -519,8 +519,8 @@ class Config:
         """Check what does not go together with a server, which gives its likely tokens alone."""
         if not self.is_served:
             if self.teacher_tokenizer and not self.teachers:
-                raise ValueError(f"--teacher_tokenizer {self.teacher_tokenizer}: is for the address "
-                                 "of a server as --teacher; leave it out")
+                raise ValueError(f"--teacher_tokenizer {self.teacher_tokenizer}: is for the "
+                                 "address of a server as --teacher; leave it out")
             return
         Address.of(self.teacher)
         where = f"--teacher {self.teacher}"

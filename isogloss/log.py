@@ -301,7 +301,7 @@ def model_versions(cfg):
     names = {cfg.student: "student"}
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
-            names.setdefault(teacher_cfg.teacher_tokenizer or teacher_cfg.teacher, "teacher")
+            names.setdefault(teacher_cfg.teacher_path, "teacher")
     versions = {}
     for name, role in names.items():
         model = read_model_name(role, name)

@@ -118,8 +118,8 @@ def public_name(name):
 
 
 def teacher_name(cfg):
-    """Return the name of the teacher of a Config, of a served one that of its tokenizer."""
-    return public_name(cfg.teacher_tokenizer or cfg.teacher)
+    """Return the name of the teacher of a Config: of a served one its model, of a cache its own."""
+    return public_name(cfg.teacher_tokenizer or cfg.teacher or cfg.teacher_cache)
 
 
 def description(cfg):

@@ -134,9 +134,12 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
     logp_NM = np.where(ids_NM >= vocab, -np.inf, logp_NM) - np.log1p(-padding)[:, None]
     is_label = ids_NM == labels_N[:, None]
     label_logp = np.where(is_label, logp_NM, -np.inf).max(1).clip(FLOOR)
-    order = (-logp_NM).argsort(1, kind="stable")[:, : min(top_k, vocab)]
+    # of equal ones the server has chosen: a label beyond the number asked for is none of them
+    is_beyond = is_label & (likely.counts_N > asked)[:, None]
+    chosen_NM = np.where(is_beyond, -np.inf, logp_NM)
+    order = (-chosen_NM).argsort(1, kind="stable")[:, : min(top_k, vocab)]
     top_ids = np.take_along_axis(ids_NM, order, 1)
-    top_logp = np.take_along_axis(logp_NM, order, 1)
+    top_logp = np.take_along_axis(chosen_NM, order, 1)
     # where there are fewer, the text's own token comes again
     is_short = ~np.isfinite(top_logp)
     top_ids = np.where(is_short, labels_N[:, None], top_ids)

@@ -1,4 +1,4 @@
-"""A server in small that answers as vLLM or SGLang do, with a transformers model, faults included."""
+"""A small server that answers as vLLM or SGLang do, with a model of transformers and faults."""
 
 import contextlib
 import json
