@@ -366,6 +366,18 @@ def served_and_cached(commands, folders, data, url, folder, chats):
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("flags", "expected"), [
+    (["--hidden"], "--hidden with --teacher http://h: a server gives likely tokens"),
+    (["--temperature=2"], "at temperature 1 alone"),
+    (["--teacher_tp=2"], "which is for a model that this job loads"),
+])
+def test_a_cache_of_a_server_keeps_its_likely_tokens_alone(flags, expected):
+    command = ["--teacher=http://h", "--teacher_tokenizer=T", "--data=d.txt", "--output=o"]
+    assert parse_flags(cache.Args, command).run_config().is_served
+    with pytest.raises(ValueError, match=expected):
+        parse_flags(cache.Args, [*command, *flags])
+
+
 def refusals(flags_list):
     """Return the line that each run ends with before its first step."""
     device = start_distributed()
