@@ -39,6 +39,9 @@ from test_layouts import (
 from text_servers import StandIn
 
 KEY = "sk-secret-1234"
+# metrics of a pipeline and of rollouts that no two runs share
+TIMES = ("bubble", "slowest_stage", "fastest_stage", "eval/rollout/seconds", "rollout/seconds",
+         "rollout/tokens_per_second", "eval/rollout/tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +234,7 @@ def from_server(server, models, top_k=30):
 def check_same(ours, expected, tolerance=2e-5):
     assert [line["step"] for line in ours] == [line["step"] for line in expected]
     for line, other in zip(ours, expected, strict=True):
-        for name in ("bubble", "slowest_stage", "fastest_stage"):  # seconds of a pipeline
+        for name in TIMES:
             line.pop(name, None)
             other.pop(name, None)
         # the entropy of a truncated row is a lower bound
@@ -264,6 +267,27 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(
         pair, data, tmp_path, *live, f"--output_dir={tmp_path / 'live'}")])
     assert codes == [[0], [0]]
     check_same(losses_of(tmp_path / "served", -1), losses_of(tmp_path / "live", -1))
+
+
+@pytest.mark.slow
+def test_a_server_corrects_what_the_student_writes(models, texts, tmp_path):
+    """Rollouts are scored as by the live teacher; a resumed run may find the server elsewhere."""
+    teacher = masked_copy(models[1], tmp_path / "teacher")
+    pair = models[0], teacher
+    common = [*flags_of_job(pair, write_corpus(tmp_path, texts, 20), tmp_path), "--on_policy=0.5",
+              "--rollout_tokens=8", "--prompt_tokens=8", "--rollout_every=2"]
+    live = [f"--teacher={teacher}", "--teacher_output=topk", "--teacher_output_topk=30"]
+    first, second = StandIn(teacher), StandIn(teacher)
+    with first.running(), second.running():
+        commands = [[*common, *live, f"--output_dir={tmp_path / 'live'}"]]
+        for server, more in ((first, ["--save_every=2"]), (second, ["--steps=6"])):
+            commands.append([*common, *from_server(server, pair), *more,
+                             f"--output_dir={tmp_path / 'served'}"])
+        assert ranks.run(1, run_distill, commands) == [[0, 0, 0]]
+    assert second.requests
+    ours = losses_of(tmp_path / "served", -1)
+    check_same([line for line in ours if line["step"] <= 4], losses_of(tmp_path / "live", -1))
+    assert ours[-1]["step"] == 6
 
 
 def run_ahead(argv, folder):
@@ -367,8 +391,8 @@ def served_and_cached(commands, folders, data, url, folder, chats):
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    (["--hidden"], "--hidden with --teacher http://h: a server gives likely tokens"),
-    (["--temperature=2"], "at temperature 1 alone"),
+    (["--hidden"], "--hidden with --teacher http://h: a server gives its most likely"),
+    (["--temperature=2"], "their mass at temperature 1"),
     (["--teacher_tp=2"], "which is for a model that this job loads"),
 ])
 def test_a_cache_of_a_server_keeps_its_likely_tokens_alone(flags, expected):
