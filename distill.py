@@ -261,6 +261,12 @@ class TrainState:
         """DeepSpeed's engine around the student, or around this rank's stage of it."""
         return self.student.engine
 
+    @property
+    def asks_ahead(self):
+        """Whether a teacher works elsewhere, beside the student, and so can be asked before."""
+        is_served = any(spec.engine == "served" for spec in single_specs(self.teachers))
+        return bool(self.client) or is_served
+
 
 def train(state, batches, held_out, start, ds_config, signals):
     """Train from step `start` to the last one; a signal on any rank ends all, with a checkpoint.
@@ -288,11 +294,11 @@ def train(state, batches, held_out, start, ds_config, signals):
         begin = time.perf_counter()
         evaluates = cfg.holds_out and (is_every(cfg.eval_every, step) or step == cfg.steps)
         micro_batches = upcoming or next_micro_batches(state, batches, step)
-        # Teachers on ranks of their own run on the next step meanwhile; not across an evaluation,
-        # because they respond in the order in which they are asked, and not on what the student
-        # will write with the weights that this step makes.
+        # Teachers on ranks of their own or on servers run on the next step meanwhile; not across an
+        # evaluation, because they respond in the order in which they are asked, and not on what the
+        # student will write with the weights that this step makes.
         is_known = not state.writer or state.writer.staleness(step + 1) > 0
-        looks_ahead = state.client and step < cfg.steps and not evaluates and is_known
+        looks_ahead = state.asks_ahead and step < cfg.steps and not evaluates and is_known
         upcoming = next_micro_batches(state, batches, step + 1) if looks_ahead else None
         metrics = train_step(state, micro_batches)
         seconds = time.perf_counter() - begin
@@ -332,14 +338,14 @@ def end_if_stopped(stop, log):
 
 
 def next_micro_batches(state, batches, step):
-    """Return the micro-batches of a step; teachers on ranks of their own start on them at once."""
+    """Return the micro-batches of a step; teachers that work elsewhere start on them at once."""
     num = state.engine.gradient_accumulation_steps()
     micro_batches = [next(batches) for _ in range(num)]
     for batch in micro_batches:
         state.places.note(batch.place)
     if state.writer:  # drafts so far, for which the student writes now
         micro_batches = state.writer.complete(micro_batches, step)
-    if state.client:  # sources in this process compute when they are read
+    if state.asks_ahead:  # sources in this process compute when they are read
         for number, setup in enumerate(state.teachers):
             for batch in micro_batches:
                 setup.source.request(batch.teachers[number])

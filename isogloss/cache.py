@@ -2,6 +2,8 @@
 
     python -m isogloss.cache --teacher T --data corpus.jsonl --output caches/t
     deepspeed --module isogloss.cache --teacher T --data corpus.jsonl --output caches/t --hidden
+    python -m isogloss.cache --teacher http://host:8000 --teacher_tokenizer T --data corpus.jsonl \
+        --output caches/t
 
 `distill.py --teacher_cache caches/t` then learns from it without the teacher.  Texts are divided
 into shards, whose content does not depend on the ranks; each appears whole, and a command that was
@@ -26,6 +28,7 @@ from isogloss.cache_files import (
     FORMAT,
     HEAD,
     MANIFEST,
+    SERVED,
     TEACHER,
     Manifest,
     bytes_per_position,
@@ -40,7 +43,7 @@ from isogloss.cached_teachers import head_tensors, template_digest
 from isogloss.chat import SkippedChat, render
 from isogloss.config import Config, template_kwargs
 from isogloss.files import check_shared, size_and_checksum
-from isogloss.inputs import load_text_encoder, open_rows, teacher_spec
+from isogloss.inputs import load_text_encoder, open_rows, served_encoder, teacher_spec
 from isogloss.launch import fail, fail_together, join_store, silence_libraries, start_distributed
 from isogloss.layout import node_size, teacher_groups
 from isogloss.model_teachers import (
@@ -53,8 +56,10 @@ from isogloss.model_teachers import (
 from isogloss.open_data import holds_chats
 from isogloss.pretrained import check_weights, load_config
 from isogloss.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
+from isogloss.served_teachers import START_TIMEOUT
 from isogloss.teachers import load_teacher
 from isogloss.text_scores import ScoredLogits
+from isogloss.text_server import TextServer, api_key, is_address
 from isogloss.watch import end_together, end_with_launchers, signal_handlers_restored
 from projection_tools import fingerprint
 from projection_tools.flags import check_types, parse_flags
@@ -72,7 +77,8 @@ class Args:
     """Let a teacher read all texts of a data set once, and keep what it says.
 
     Args:
-        teacher: hub id or directory of the teacher.
+        teacher: hub id or directory of the teacher, or the address of a server.
+        teacher_tokenizer, teacher_timeout, teacher_connections: as of distill.py, of a server.
         data: the texts, named as by --data of distill.py. A run may use any of them, in any order.
         output: directory of the cache. A command that was ended goes on there.
         eval_data: further texts, such as held-out ones, named likewise. Empty: none.
@@ -96,6 +102,9 @@ class Args:
     teacher: str
     data: str
     output: str
+    teacher_tokenizer: str = ""
+    teacher_timeout: float = 600.0
+    teacher_connections: int = 8
     eval_data: str = ""
     split: str = "train"
     eval_split: str = "train"
@@ -125,16 +134,24 @@ class Args:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected 1 or more")
         if self.logp_bits not in (16, 32):
             raise ValueError(f"--logp_bits {self.logp_bits}: expected 16 or 32")
-        self.run_config()
+        if self.run_config().is_served and self.hidden:
+            raise ValueError(f"--hidden with --teacher {self.teacher}: a server gives its most "
+                             "likely tokens alone; leave it out")
+
+    @property
+    def teacher_path(self):
+        """Hub id or directory of the teacher's tokenizer and config."""
+        return self.teacher_tokenizer or self.teacher
 
     def run_config(self):
         """Return the Config of a run with this teacher, which checks the flags that both have."""
-        names = ("teacher", "data", "split", "text_key", "completion_key", "prompt_key",
-                 "tools_key", "template_kwargs", "txt_samples", "temperature",
-                 "teacher_max_length", "teacher_dtype", "teacher_engine", "teacher_tp",
-                 "teacher_offload", "trust_remote_code")
+        names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data",
+                 "split", "text_key", "completion_key", "prompt_key", "tools_key",
+                 "template_kwargs", "txt_samples", "temperature", "teacher_max_length",
+                 "teacher_dtype", "teacher_engine", "teacher_tp", "teacher_offload",
+                 "trust_remote_code")
         shared = {name: getattr(self, name) for name in names}
-        return Config(student=self.teacher, teacher_output="hidden" if self.hidden else "topk",
+        return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
                       teacher_output_topk=self.top_k, **shared)
 
 
@@ -197,7 +214,7 @@ class Texts:
 def open_texts(args, encoder):
     """Return the Texts that the flags name."""
     cfg = args.run_config()
-    encoders = {args.teacher: encoder}
+    encoders = {args.teacher_path: encoder}
     parts = [open_rows(cfg, args.data, args.split, encoders)]
     if args.eval_data:
         parts.append(open_rows(cfg, args.eval_data, args.eval_split, encoders))
@@ -213,6 +230,9 @@ def open_texts(args, encoder):
 
 def digest_of_weights(args):
     """Return a digest of the teacher's config and of all its weights, those of an adapter too."""
+    if is_address(args.teacher):  # a server does not say more
+        model = TextServer(args.teacher, START_TIMEOUT, api_key()).describe()
+        return hashlib.sha256(f"served {model.name}".encode()).hexdigest()[:32]
     folders = [local_folder(args.teacher)]
     adapter = read_model_name("teacher", args.teacher).adapter
     if adapter:
@@ -244,7 +264,8 @@ def plan(args, texts, encoder, config, dtype):
         teacher=args.teacher, weights=digest_of_weights(args),
         tokenizer=fingerprint(encoder.tokenizer), template=template_digest(encoder),
         vocab=len(encoder.table), max_length=encoder.max_length,
-        dtype=str(dtype).removeprefix("torch."), output=output,
+        dtype=SERVED if is_address(args.teacher) else str(dtype).removeprefix("torch."),
+        output=output,
         top_k=0 if args.hidden else min(args.top_k, len(encoder.table)),
         logp_bits=0 if args.hidden else args.logp_bits,
         temperature=1.0 if args.hidden else cfg.temperature, data=data, data_digest=digest,
@@ -372,26 +393,33 @@ class ShardWriter:
     @torch.no_grad()
     def _read(self, arrays):
         """Return the tensors of some texts, as a shard holds them."""
+        lengths = [len(array) - 1 for array in arrays]
+        if self.manifest.dtype == SERVED:
+            scored = self.source.score(list(map(torch.from_numpy, arrays)))
+            columns = top_k_columns(scored, self.manifest.vocab, self.manifest.logp_bits)
+        else:
+            columns = self._run(arrays, lengths)
+        of_texts = [{} for _ in arrays]
+        for name, tensor in columns.items():
+            for of_text, piece in zip(of_texts, tensor.split(lengths)):
+                of_text[name] = piece
+        return of_texts
+
+    def _run(self, arrays, lengths):
+        """Return the tensors of all positions of some texts, which a model reads side by side."""
         width = max([len(ids) - 1 for ids in arrays], default=1)
         ids = np.full((max(len(arrays), 1), width), pad_id(self.texts.encoder.table))
         for row, array in enumerate(arrays):
             ids[row, : len(array) - 1] = array[:-1]
         device = self.source.spec.device
         hidden = self.source.hidden(torch.from_numpy(ids).to(device))
-        lengths = [len(array) - 1 for array in arrays]
         if not lengths:
-            return []
+            return {}
         rows = torch.cat([row[:length] for row, length in zip(hidden, lengths)])
         if self.manifest.output == "hidden":
-            columns = hidden_columns(rows)
-        else:
-            labels = torch.from_numpy(np.concatenate([array[1:] for array in arrays])).to(device)
-            columns = self._top_k(HiddenLogits(rows, self.source.head), labels)
-        of_texts = [{} for _ in arrays]
-        for name, tensor in columns.items():
-            for of_text, piece in zip(of_texts, tensor.split(lengths)):
-                of_text[name] = piece
-        return of_texts
+            return hidden_columns(rows)
+        labels = torch.from_numpy(np.concatenate([array[1:] for array in arrays])).to(device)
+        return self._top_k(HiddenLogits(rows, self.source.head), labels)
 
     def _top_k(self, logits, labels):
         """Return the tensors of some positions."""
@@ -446,12 +474,15 @@ def prepare(args, device):
     """Return (Texts, Manifest, TeacherSpec, positions) of a command, checked."""
     cfg = args.run_config()
     encoder, config = load_text_encoder(
-        "teacher", args.teacher, args.teacher_max_length, args.trust_remote_code,
+        "teacher", args.teacher_path, args.teacher_max_length, args.trust_remote_code,
         template_kwargs(cfg))
-    whole_config = load_config("teacher", args.teacher, args.trust_remote_code)
+    whole_config = load_config("teacher", args.teacher_path, args.trust_remote_code)
     teacher_groups(dist.get_world_size(), node_size(), args.teacher_tp)
-    resolve_engine(args.teacher_engine, args.teacher_tp, whole_config, dist.get_world_size())
-    check_weights("teacher", args.teacher, args.trust_remote_code)
+    if cfg.is_served:
+        encoder = served_encoder(cfg, encoder, config.vocab_size)
+    else:
+        resolve_engine(args.teacher_engine, args.teacher_tp, whole_config, dist.get_world_size())
+        check_weights("teacher", args.teacher, args.trust_remote_code)
     check_shared("--output", args.output)
     texts = open_texts(args, encoder)
     spec = teacher_spec(cfg, encoder, device)
@@ -494,7 +525,8 @@ def run(args, device):
                 prepare_folder(folder, manifest, texts, args)
         with fail_together(what=f"teacher of {folder}"):
             source = load_teacher(spec)
-            check_head(source, texts)
+            if manifest.dtype != SERVED:
+                check_head(source, texts)
             if manifest.output == "hidden" and is_first:
                 write_tensors(folder / HEAD, head_tensors(source.head))
         set_timeout(TRAINING_TIMEOUT)
@@ -523,7 +555,7 @@ def prepare_folder(folder, manifest, texts, args):
     manifest.write(folder)
     teacher = folder / TEACHER
     texts.encoder.tokenizer.save_pretrained(teacher)
-    load_config("teacher", args.teacher, args.trust_remote_code).save_pretrained(teacher)
+    load_config("teacher", args.teacher_path, args.trust_remote_code).save_pretrained(teacher)
 
 
 def main(args):

@@ -35,6 +35,7 @@ MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 HEAD = "head.safetensors"
 TEACHER = "teacher"
+SERVED = "served"  # dtype of a teacher of which a server answered
 LOGP_STEPS = 1024  # a log-probability in 16 bits is a multiple of 1 / 1024 nat, from -64 to 0
 LOW_BITS = 16  # of an id are stored together, the others bit by bit
 
@@ -172,7 +173,7 @@ class Manifest:
         template: digest of its chat template and what that is told.
         vocab: tokens.
         max_length: positions of a text, at most.
-        dtype: in which the teacher computed.
+        dtype: in which the teacher computed; SERVED: not known, nor are whole entropies.
         output: "hidden" or "topk".
         top_k, logp_bits, temperature: of "topk"; of "hidden" 0, 0 and 1.
         data: what the writer was told, for messages.

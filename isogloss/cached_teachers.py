@@ -22,8 +22,7 @@ from isogloss.cache_files import (
     scored_logits,
     text_key,
 )
-from isogloss.model_teachers import truncate
-from isogloss.text_scores import ScoredLogits
+from isogloss.text_scores import ScoredLogits, batch_texts
 from isogloss.workers import DataError
 from projection_tools import fingerprint
 from tiles import Head, HiddenLogits
@@ -134,42 +133,36 @@ class CachedTeacher:
         Raises:
             DataError: see `_find`.
         """
-        labels = batch.labels.flatten().cpu()
-        ids = batch.ids.flatten().cpu()
-        is_text = labels != -100
-        sample = batch.sample.cpu()
-        pieces = []
-        for number, key in enumerate(batch.keys.cpu().numpy()):
-            positions = (is_text & (sample == number)).nonzero().squeeze(1)
-            if len(positions):
-                place = self._find(key, ids[positions], labels[positions])
-                pieces.append((positions, self.reader.columns(place, len(positions))))
+        keys = batch.keys.cpu().numpy()
+        positions = [torch.zeros(0, dtype=torch.long)]
+        columns = []
+        labels = []
+        for text in batch_texts(batch):
+            place = self._find(keys[text.sample], text.tokens)
+            positions.append(text.positions)
+            columns.append(self.reader.columns(place, len(text.positions)))
+            labels.append(text.tokens[1:])
+        positions = torch.cat(positions)
+        num_positions = batch.labels.numel()
         if self.spec.output == "hidden":
             width = self.head.weight_VH.shape[1]
-            dtype = pieces[0][1]["hidden"].dtype if pieces else self.head.weight_VH.dtype
-            hidden = torch.zeros(len(labels), width, dtype=dtype)
-            for positions, columns in pieces:
-                hidden[positions] = columns["hidden"]
+            dtype = columns[0]["hidden"].dtype if columns else self.head.weight_VH.dtype
+            hidden = torch.zeros(num_positions, width, dtype=dtype)
+            if columns:
+                hidden[positions] = torch.cat([of_text["hidden"] for of_text in columns])
             return HiddenLogits(hidden.to(self.spec.device), self.head)
-        return self._top_k(pieces, labels)
+        # a rank may be without a text
+        blocks = [ScoredLogits.empty(self.manifest.top_k + 1, self.spec.vocab)]
+        for of_text, labels_N in zip(columns, labels):
+            blocks.append(scored_logits(of_text, labels_N, self.spec.vocab, self.is_plain))
+        scored = ScoredLogits.joined(blocks).spread(positions, num_positions)
+        return scored.to(self.spec.device)
 
-    def _top_k(self, pieces, labels):
-        """Return the ScoredLogits of all positions."""
-        blocks = []
-        order = [torch.zeros(0, dtype=torch.long)]
-        for positions, columns in pieces:
-            blocks.append(scored_logits(columns, labels[positions], self.spec.vocab, self.is_plain))
-            order.append(positions)
-        place = torch.zeros(len(labels), dtype=torch.long)
-        order = torch.cat(order)
-        place[order] = torch.arange(len(order))
-        if not blocks:  # a rank without a text
-            blocks.append(truncate(torch.zeros(1, self.spec.vocab), self.manifest.top_k,
-                                   torch.tensor([-100])))
-        return ScoredLogits.joined(blocks).at(place).to(self.spec.device)
-
-    def _find(self, key, ids, labels):
+    def _find(self, key, tokens):
         """Return the place in the index of a text, of which the run reads some tokens.
+
+        Args:
+            tokens: see `text_scores.BatchText`.
 
         Raises:
             DataError: the cache lacks it, or holds less of it, or other tokens.
@@ -178,11 +171,12 @@ class CachedTeacher:
         if place is None:
             raise DataError(lacks(self.folder, self.manifest, "a text of the data"))
         stored = self.reader.tokens(place)
-        if len(stored) <= len(ids):
+        if len(stored) < len(tokens):
             raise DataError(
                 f"--{FLAG} {self.folder}: holds {len(stored) - 1} positions of a text of which "
-                f"this run reads {len(ids)}; it was cut at {self.manifest.max_length} positions")
-        if not torch.equal(torch.cat([ids, labels[-1:]]).int(), stored[: len(ids) + 1]):
+                f"this run reads {len(tokens) - 1}; it was cut at {self.manifest.max_length} "
+                "positions")
+        if not torch.equal(tokens.int(), stored[: len(tokens)]):
             raise DataError(
                 f"--{FLAG} {self.folder}: a text has other tokens there than this run reads; its "
                 "tokenizer or its chat template is another one")

@@ -18,6 +18,7 @@ from isogloss.open_data import TXT_SAMPLES
 from isogloss.sample import ALIGNERS
 from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
 from isogloss.teachers import engine_names
+from isogloss.text_server import Address, is_address
 from projection_tools.flags import check_types
 
 
@@ -40,7 +41,13 @@ class Config:
             all but the head.
         trust_remote_code: run the Python code that comes with a student or a teacher, which can do
             anything. false refuses models that need it.
-        teacher: hub id or directory of the frozen teacher. Not needed with kd_weight 0.
+        teacher: hub id or directory of the frozen teacher, or the address of a server that scores
+            texts by it, as http://host:8000 (vLLM, SGLang). Not needed with kd_weight 0.
+        teacher_tokenizer: hub id or directory of a served teacher's tokenizer and config; no
+            weights are read. See docs/served.md.
+        teacher_timeout: seconds for a request to a served teacher, all tries together; then the job
+            ends. 1 to 1500.
+        teacher_connections: requests to a served teacher that each rank has under way at a time.
         teacher_cache: directory that python -m isogloss.cache has written: what a teacher says of
             the texts, in place of a teacher. Its tokenizer is there too, so teacher is not needed;
             one that is named has to have the same. The cache decides what is kept of the teacher.
@@ -48,7 +55,8 @@ class Config:
             "loss": "gold"}, {"model": "B", "tp": 2}]. An entry may also have name (for its
             metrics), weight (times kd_weight), routes, tp, engine, dtype, max_length, offload, and
             in place of the run's own value loss, teacher_output, teacher_output_topk and every flag
-            of a loss. With "cache" in place of "model" it is a teacher_cache.
+            of a loss. With "cache" in place of "model" it is a teacher_cache; a "model" that is an
+            address takes a "tokenizer".
         teacher_weights: how several teachers share the loss. fixed: by the weights of --teachers.
             ce, entropy, max_prob: for each sample by how sure a teacher is of it (ce: nats per byte
             of its text). select: the teacher with the lowest ce alone. mean_p, mean_logits: one
@@ -169,7 +177,7 @@ class Config:
         teacher_offload: keep the teacher's weights in the host's memory but for its forward passes.
         teacher_output: what is kept of the teacher until a loss reads it. hidden: final hidden
             states. logits. topk: the most likely tokens and the text's own; all others are one
-            event. Not for event_kl, gold, h_kl and uld.
+            event. Not for event_kl, gold, h_kl and uld. A served teacher gives no more than topk.
         teacher_output_topk: tokens of teacher_output topk.
         attention: how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half
             precision and the package flash-attn), eager, or auto: sdpa where a model has it. With
@@ -234,6 +242,9 @@ class Config:
     lora_targets: str = ""
     trust_remote_code: bool = False
     teacher: str = ""
+    teacher_tokenizer: str = ""
+    teacher_timeout: float = 600.0
+    teacher_connections: int = 8
     teacher_cache: str = ""
     teachers: str = ""
     teacher_weights: str = "fixed"
@@ -490,7 +501,49 @@ class Config:
     @property
     def teacher_path(self):
         """Hub id or directory of the teacher's tokenizer and config, those of a cache included."""
-        return self.teacher or str(Path(self.teacher_cache) / TEACHER)
+        if self.teacher_cache:
+            return self.teacher or str(Path(self.teacher_cache) / TEACHER)
+        return self.teacher_tokenizer or self.teacher
+
+    @property
+    def is_served(self):
+        """Whether the teacher is the address of a server."""
+        return is_address(self.teacher)
+
+    @property
+    def loads_teacher(self):
+        """Whether the teacher's weights are read by this job."""
+        return not (self.teacher_cache or self.is_served)
+
+    def _check_served(self):
+        """Check what does not go together with a server, which gives its likely tokens alone."""
+        if not self.is_served:
+            if self.teacher_tokenizer and not self.teachers:
+                raise ValueError(f"--teacher_tokenizer {self.teacher_tokenizer}: is for the "
+                                 "address of a server as --teacher; leave it out")
+            return
+        Address.of(self.teacher)
+        where = f"--teacher {self.teacher}"
+        if not self.teacher_tokenizer:
+            raise ValueError(f"{where}: a server is asked with token ids; name the directory or "
+                             "hub id of its tokenizer and config with --teacher_tokenizer")
+        unfit = {"teacher_cache": "which takes its place", "teacher_ranks": "which hold a model"}
+        for name in ("teacher_engine", "teacher_tp", "teacher_dtype", "teacher_offload"):
+            unfit[name] = "which is for a model that this job loads"
+        for name, reason in unfit.items():
+            if getattr(self, name) != getattr(Config, name):
+                raise ValueError(f"{where} with --{name} {getattr(self, name)}, {reason}; leave "
+                                 "out one of them")
+        gives = f"{where} gives the {self.teacher_output_topk} most likely tokens alone"
+        if self.teacher_output == "logits":
+            raise ValueError(f"{gives}; leave out --teacher_output logits")
+        check_truncated(self, gives, True)
+        if self.teacher_weights == "entropy":
+            raise ValueError(f"{gives}, so its entropy is not known; use another --teacher_weights "
+                             "than entropy, such as ce")
+        if self.temperature != 1 and LOSSES[self.loss].truncated == "softened":
+            raise ValueError(f"{gives}, and of all others their mass at temperature 1; leave out "
+                             f"--temperature {self.temperature}")
 
     def _check_cache(self):
         """Check what does not go together with a cache."""
@@ -505,6 +558,7 @@ class Config:
 
     def _check_teachers(self):
         self._check_cache()
+        self._check_served()
         if self.teachers:
             configs_by_teacher(self)
         elif self.route_key:
@@ -542,6 +596,7 @@ LOWEST = dict(
     eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=0, projection_learning_rate=0,
+    teacher_timeout=1, teacher_connections=1,
     teacher_tp=1, teacher_ranks=0, sequence_parallel=1, pipeline_parallel=1, mlp_tiles=1,
     teacher_output_topk=1, teacher_alpha=0, max_bad_steps=1, temperature=LOWEST_TEMPERATURE,
     on_policy=0,
@@ -553,6 +608,8 @@ LOWEST = dict(
 # The largest value of a flag: beyond it random generators or float32 fail, or no machine suffices.
 HIGHEST = dict(
     seed=2**32 - 2**16, steps=10**12, temperature=1e3, kd_weight=1e6, ce_weight=1e6,
+    # in 30 minutes the other ranks give up
+    teacher_timeout=1500, teacher_connections=1024,
     teacher_alpha=1e6, learning_rate=1e3, projection_learning_rate=1e3, num_workers=512,
     lora_r=2**20, lora_alpha=1e6,
     max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20, rollout_temperature=1e3,
@@ -570,7 +627,8 @@ FREE_ON_RESUME = {
     "max_bad_steps", "merge", "resume", "export", "log_comms", "wandb_project", "num_workers",
     "local_rank", "ds_config", "eval_samples",
     "sequence_parallel", "pipeline_parallel", "teacher_tp", "teacher_ranks", "teacher_engine",
-    "teacher_offload", "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
+    "teacher_offload", "teacher_timeout", "teacher_connections",
+    "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
     "tiled", "attention",
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
     "rollout_eval", "max_logp_gap", "rollout_command", "eval_tasks", "eval_task_every",
@@ -591,7 +649,8 @@ GROUPS = {
                   "rollouts_per_prompt", "rollout_every", "ratio", "max_ratio",
                   "rollout_temperature", "rollout_top_p", "rollout_batch", "rollout_replica",
                   "rollout_command", "max_logp_gap", "rollout_log", "rollout_eval"],
-    "teachers": ["teacher", "teacher_cache", "teachers", "teacher_weights", "teacher_alpha",
+    "teachers": ["teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections",
+                 "teacher_cache", "teachers", "teacher_weights", "teacher_alpha",
                  "route_key", "normalize_by_vocab", "teacher_output", "teacher_output_topk"],
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",
                             "teacher_offload"],
@@ -655,7 +714,7 @@ def teacher_keys():
     """Return {key of an entry of --teachers: the flag that it stands for}."""
     keys = {"model": "teacher"}
     # short names for flags that start with teacher_
-    for key in ("cache", "tp", "engine", "dtype", "max_length", "offload"):
+    for key in ("cache", "tokenizer", "tp", "engine", "dtype", "max_length", "offload"):
         keys[key] = f"teacher_{key}"
     for flag in ("loss", *loss_flags(), "teacher_output", "teacher_output_topk"):
         keys[flag] = flag
@@ -702,9 +761,9 @@ def configs_by_teacher(cfg):
     if not cfg.teachers:
         return {cfg.teacher or Path(cfg.teacher_cache).name: cfg}
     entries = teacher_entries(cfg)
-    if cfg.teacher or cfg.teacher_cache or cfg.learn_projection:
-        raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache or "
-                         "--learn_projection; drop one")
+    if cfg.teacher or cfg.teacher_cache or cfg.teacher_tokenizer or cfg.learn_projection:
+        raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache, "
+                         "--teacher_tokenizer or --learn_projection; drop one")
     if cfg.route_key and cfg.teacher_weights != "fixed":
         raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: both choose "
                          "among teachers; drop one")

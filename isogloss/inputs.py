@@ -17,7 +17,7 @@ import losses
 from align import fingerprint
 from isogloss.adapters import student_adapter
 from isogloss.batch import Collator, PairOptions
-from isogloss.cache_files import Manifest
+from isogloss.cache_files import SERVED, Manifest
 from isogloss.cached_teachers import check_cache, check_rest, check_texts
 from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
 from isogloss.config import (
@@ -58,6 +58,7 @@ from isogloss.rollouts import Prompter, SkippedPrompt
 from isogloss.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.sample import TextEncoder
 from isogloss.sequence import check_sequence_layout
+from isogloss.served_teachers import check_server
 from isogloss.specs import TeacherSpec
 from isogloss.stages import check_pipeline_layout
 from isogloss.targets import TeacherSetup
@@ -252,11 +253,14 @@ def load_teacher_encoders(cfg, roles=None):
     for name, teacher_cfg in configs_by_teacher(cfg).items():
         if teacher_cfg.teacher_cache:  # before its tokenizer is looked for there
             Manifest.read("teacher_cache", teacher_cfg.teacher_cache)
-        encoders[name], _ = load_text_encoder(
+        encoders[name], config = load_text_encoder(
             "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
             teacher_cfg.trust_remote_code, template_kwargs(cfg))
         if teacher_cfg.teacher_cache:
             encoders[name] = cached_encoder(teacher_cfg, encoders[name], roles)
+            continue
+        if teacher_cfg.is_served:
+            encoders[name] = served_encoder(teacher_cfg, encoders[name], config.vocab_size)
             continue
         teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
         engine = teacher_cfg.teacher_engine
@@ -288,7 +292,24 @@ def cached_encoder(cfg, encoder, roles):
     check_truncated(cfg, f"--teacher_cache {folder}, which keeps {manifest.top_k} tokens,",
                     manifest.output == "topk")
     check_rest(folder, manifest, rest_temperature(cfg))
+    if manifest.dtype == SERVED and cfg.teacher_weights == "entropy":
+        raise ValueError(f"--teacher_cache {folder}: was written from a server, which does not say "
+                         "its entropy; use another --teacher_weights than entropy, such as ce")
     return replace(encoder, max_length=cfg.teacher_max_length or manifest.max_length)
+
+
+def served_encoder(cfg, encoder, model_vocab):
+    """Return the TextEncoder of a served teacher, which reads no more than its server takes.
+
+    Args:
+        cfg: Config of this teacher alone.
+        encoder: TextEncoder of its tokenizer; model_vocab: tokens of its config.
+    Raises:
+        ValueError: see `served_teachers.check_server`.
+    """
+    limit = check_server(cfg.teacher, cfg.teacher_timeout, cfg.teacher_output_topk, encoder,
+                         model_vocab, cfg.teacher_max_length)
+    return replace(encoder, max_length=min(encoder.max_length, limit or encoder.max_length))
 
 
 def check_models(cfg):
@@ -305,7 +326,7 @@ def check_models(cfg):
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
             # others may have no weights
-            if teacher_cfg.teacher_engine in MODEL_ENGINES and not teacher_cfg.teacher_cache:
+            if teacher_cfg.teacher_engine in MODEL_ENGINES and teacher_cfg.loads_teacher:
                 check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code,
                               attention=cfg.attention)
 
@@ -327,7 +348,7 @@ def check_flash_attention(cfg, ds_config):
         raise ValueError(f"{precision} {cfg.ds_config} leaves the student in float32; enable bf16 "
                          "there, or use sdpa")
     for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
-        if teacher_cfg.teacher_cache:
+        if not teacher_cfg.loads_teacher:
             continue
         dtype = teacher_cfg.teacher_dtype
         if dtype == "auto":
@@ -507,6 +528,12 @@ def teacher_spec(cfg, encoder, device):
             path=cfg.teacher_path, vocab=len(encoder.table), engine="cache", device=device,
             output=Manifest.read("teacher_cache", cfg.teacher_cache).output,
             rest_temperature=rest_temperature(cfg), cache=cfg.teacher_cache)
+    if cfg.is_served:
+        return TeacherSpec(
+            path=cfg.teacher, vocab=len(encoder.table), engine="served", device=device,
+            output="topk", output_topk=cfg.teacher_output_topk, tokenizer=cfg.teacher_tokenizer,
+            timeout=cfg.teacher_timeout, connections=cfg.teacher_connections,
+            sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
     output = cfg.teacher_output
     if output == "hidden" and not cfg.tiled:
         output = "logits"  # the model's own: a head may be more than `tiles.head_of` knows

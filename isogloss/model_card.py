@@ -117,12 +117,17 @@ def public_name(name):
     return Path(name).name or name
 
 
+def teacher_name(cfg):
+    """Return the name of the teacher of a Config: of a served one its model, of a cache its own."""
+    return public_name(cfg.teacher_tokenizer or cfg.teacher or cfg.teacher_cache)
+
+
 def description(cfg):
     start = "random weights in the shape of" if cfg.from_scratch else ""
     base = " ".join([start, public_name(cfg.student)]).strip()
     if not cfg.kd_weight:
         return f"A student from {base}, trained on text without a teacher."
-    names = ", ".join(public_name(entry.teacher) for entry in configs_by_teacher(cfg).values())
+    names = ", ".join(teacher_name(entry) for entry in configs_by_teacher(cfg).values())
     return (f"A student from {base}, distilled from {names} by cross-tokenizer knowledge "
             "distillation (Isogloss).")
 
@@ -133,7 +138,7 @@ def facts(record, cfg, step):
     if cfg.kd_weight:
         for teacher in configs_by_teacher(cfg).values():
             loss = f"loss `{teacher.loss}`, weight {teacher.kd_weight:g}"
-            entries.append(["teacher", f"{public_name(teacher.teacher)}: {loss}"])
+            entries.append(["teacher", f"{teacher_name(teacher)}: {loss}"])
     entries.append(["cross-entropy", f"weight {cfg.ce_weight:g}"])
     entries.append(["data", public_name(cfg.data)])
     entries.append(["steps", f"{step} of {cfg.steps}"])

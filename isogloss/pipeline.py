@@ -319,6 +319,8 @@ def teacher_work(spec):
     """
     work = 0
     for member in spec.single():
+        if member.engine in ("cache", "served"):  # this rank runs no model
+            continue
         model = load_model("teacher", member.path, member.trust_remote_code, device_map="meta")
         work += num_weights(model) / 3
     return work

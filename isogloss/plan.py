@@ -240,7 +240,7 @@ def plan(cfg, num_ranks, on_gpu=True, stage=None):
     teachers = []
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
-            shape = shape_of("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
+            shape = shape_of("teacher", teacher_cfg.teacher_path, cfg.trust_remote_code)
             teachers.append((teacher_cfg, shape))
     return need_of(layout, student, teachers)
 
@@ -341,6 +341,14 @@ def _add_teacher(need, layout, cfg, shape):
         cfg: Config of a run with this teacher alone.
     """
     b = 4 if cfg.teacher_dtype == "float32" else 2
+    positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
+    # of all micro-batches, because teachers are asked before the step
+    kept = {"hidden": b * shape.hidden, "logits": b * shape.vocab,
+            "topk": 8 * min(cfg.teacher_output_topk, shape.vocab)}
+    output = "topk" if cfg.is_served else cfg.teacher_output
+    need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
+    if not cfg.loads_teacher:
+        return
     degree = cfg.teacher_tp
     outer = shape.head * (1 if shape.tied else 2)
     weights = b * ((shape.weights - outer) // degree + outer)
@@ -350,11 +358,6 @@ def _add_teacher(need, layout, cfg, shape):
         need.backward[f"head of {cfg.teacher}"] = b * shape.head
     elif not layout.cfg.teacher_ranks:
         need.stays[f"teacher {cfg.teacher}"] = weights
-    positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
-    # of all micro-batches, because teachers are asked before the step
-    kept = {"hidden": b * shape.hidden, "logits": b * shape.vocab,
-            "topk": 8 * min(cfg.teacher_output_topk, shape.vocab)}[cfg.teacher_output]
-    need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept
     widest = b * positions * (4 * shape.hidden + 3 * shape.inner) + 4 * b * positions * shape.heads
     offloaded = weights if cfg.teacher_offload else 0
     need.teacher_pass = max(need.teacher_pass, widest + offloaded)
@@ -381,7 +384,7 @@ def choices(cfg, num_ranks, per_node):
         stages = (0,)
     for stage in stages:
         for degree in (1, 2, 4, 8):
-            if per_node % degree or (degree > 1 and not cfg.kd_weight):
+            if per_node % degree or (degree > 1 and not (cfg.kd_weight and cfg.loads_teacher)):
                 continue
             for checkpointing in (False, True):
                 other = replace(cfg, activation_checkpointing=checkpointing,

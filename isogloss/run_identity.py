@@ -13,6 +13,7 @@ from isogloss.ds_config import (
     read_ds_config,
     schedule_lengths,
 )
+from isogloss.text_server import is_address
 
 
 def checkpoint_folder(cfg):
@@ -35,6 +36,8 @@ def run_identity(cfg):
     for name, value in asdict(cfg).items():
         if name not in FREE_ON_RESUME:
             identity[name] = value
+    if cfg.is_served:  # a server may move
+        identity["teacher"] = "served"
     if cfg.teachers:
         identity["teachers"] = [_without_free_keys(entry) for entry in teacher_entries(cfg)]
     ds_config = read_ds_config(cfg.ds_config)
@@ -59,7 +62,7 @@ def _without_free_keys(entry):
     kept = {}
     for key, value in entry.items():
         if flags.get(key) not in FREE_ON_RESUME:
-            kept[key] = value
+            kept[key] = "served" if key == "model" and is_address(value) else value
     return kept
 
 

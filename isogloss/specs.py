@@ -36,6 +36,8 @@ class TeacherSpec:
         trust_remote_code: run the Python code that comes with the model.
         members, weights, space: of an ensemble, see `teachers.EnsembleTeacher`.
         cache: of a cached teacher, the folder.
+        tokenizer: of a served teacher, whose path is an address: what holds tokenizer and config.
+        timeout, connections: likewise, see `text_server.TextServer` and `Requests`.
         number: of a remote teacher, its place among all of the job.
         client: of a remote teacher, `remote_teachers.TeacherClient`.
     """
@@ -58,6 +60,9 @@ class TeacherSpec:
     weights: list = field(default_factory=list)
     space: str = "p"
     cache: str = ""
+    tokenizer: str = ""
+    timeout: float = 600.0
+    connections: int = 8
     number: int = 0
     client: object = None
 

@@ -61,7 +61,7 @@ class TeacherSetup:
         Columns are kept by what a teacher says of a whole step.
         """
         return not self.keeps_columns and all(
-            engine_of(member) in ("replicated", "cache") and not member.offload
+            engine_of(member) in ("replicated", "cache", "served") and not member.offload
             for member in self.spec.single())
 
 

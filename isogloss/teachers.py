@@ -3,8 +3,8 @@
 A `TeacherSource` answers for the micro-batches of a step.  Most sources are models on this job's
 ranks (`ModelTeacher`), loaded in one of four ways: a whole copy per rank, sharded over neighboring
 ranks by DeepSpeed's tensor-parallel inference engine or by transformers, or partitioned by ZeRO-3
-(model_teachers.py).  Others are models on ranks of their own (remote_teachers.py), caches of what a
-model has said (cached_teachers.py), and ensembles.
+(model_teachers.py).  Others are models on ranks of their own (remote_teachers.py), on servers
+(served_teachers.py), caches of what a model has said (cached_teachers.py), and ensembles.
 A new source is one class and one entry in `TEACHER_SOURCES`; see docs/extending.md.
 
 Shapes: B rows, T teacher positions, W teacher vocabulary, n positions asked for.
@@ -29,6 +29,7 @@ from isogloss.model_teachers import (
 )
 from isogloss.pretrained import load_config
 from isogloss.remote_teachers import RemoteTeacher
+from isogloss.served_teachers import ServedTeacher
 from isogloss.specs import TeacherSpec, weights_of
 from isogloss.text_scores import ScoredLogits
 from projection_tools.model_names import read_model_name
@@ -208,9 +209,10 @@ TEACHER_SOURCES: dict[str, Callable[[TeacherSpec], TeacherSource]] = {
     "remote": RemoteTeacher,
     "ensemble": load_ensemble,
     "cache": CachedTeacher,
+    "served": ServedTeacher,
 }
 # Those that the job makes of other flags, not of --teacher_engine.
-DERIVED_SOURCES = "remote", "ensemble", "cache"
+DERIVED_SOURCES = "remote", "ensemble", "cache", "served"
 # Those that load a model of transformers.
 MODEL_ENGINES = "auto", "replicated", "tensor_parallel", "transformers", "zero3"
 

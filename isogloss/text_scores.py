@@ -42,6 +42,34 @@ class TextScores(NamedTuple):
         return cls(*packed_T4.unbind(1))
 
 
+class BatchText(NamedTuple):
+    """Name the positions of a batch that read one text.
+
+    sample: its number in the micro-batch.
+    positions: (n,) int64, of the flattened batch.
+    tokens: (n + 1,) int64, what they read and what the last one predicts.
+    """
+
+    sample: int
+    positions: torch.Tensor
+    tokens: torch.Tensor
+
+
+def batch_texts(batch):
+    """List the BatchText, on the CPU, of each sample of a TeacherBatch that has a position."""
+    labels = batch.labels.flatten().cpu()
+    ids = batch.ids.flatten().cpu()
+    is_text = labels != -100
+    sample = batch.sample.cpu()
+    texts = []
+    for number in range(batch.num_samples):
+        positions = (is_text & (sample == number)).nonzero().squeeze(1)
+        if len(positions):
+            tokens = torch.cat([ids[positions], labels[positions[-1:]]])
+            texts.append(BatchText(number, positions, tokens))
+    return texts
+
+
 @dataclass
 class ScoredLogits:
     """Give truncated logits, and what the whole distributions say of the text.
@@ -61,6 +89,14 @@ class ScoredLogits:
         return self.logits.columns(ids)
 
     @classmethod
+    def empty(cls, width, vocab):
+        """Return the ScoredLogits of no position, of which each would have `width` tokens."""
+        none = torch.zeros(0)
+        ids = torch.zeros(0, width, dtype=torch.int)
+        logits = TopKLogits(ids, torch.zeros(0, width), vocab, none, none)
+        return cls(logits, TextScores(none, none, none, none))
+
+    @classmethod
     def joined(cls, blocks):
         """Return the ScoredLogits of all positions of blocks, whose logits are TopKLogits."""
         rows = [block.logits for block in blocks]
@@ -76,17 +112,27 @@ class ScoredLogits:
 
         The logits, here and below, are TopKLogits with totals.
         """
-        return self._with([value.index_select(0, positions) for value in self._tensors()])
+        return self.with_tensors([value.index_select(0, positions) for value in self.tensors()])
 
     def to(self, device):
         """Return the same on a device."""
-        return self._with([value.to(device) for value in self._tensors()])
+        return self.with_tensors([value.to(device) for value in self.tensors()])
 
-    def _tensors(self):
+    def spread(self, positions, num_positions):
+        """Return the ScoredLogits of a batch that has these at (N,) int64 positions, else zeros."""
+        spread = []
+        for value in self.tensors():
+            whole = value.new_zeros(num_positions, *value.shape[1:])
+            spread.append(whole.index_copy(0, positions, value))
+        return self.with_tensors(spread)
+
+    def tensors(self):
+        """List all tensors, of which `with_tensors` makes ScoredLogits again."""
         logits = self.logits
         return logits.ids_TK, logits.logp_TK, logits.rest_T, logits.total_T, *self.scores
 
-    def _with(self, tensors):
+    def with_tensors(self, tensors):
+        """Return the ScoredLogits of the same vocabulary that these tensors make."""
         ids_TK, logp_TK, rest_T, total_T, *scores = tensors
         logits = TopKLogits(ids_TK, logp_TK, self.logits.vocab, rest_T, total_T)
         return ScoredLogits(logits, TextScores(*scores))

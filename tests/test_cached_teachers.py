@@ -314,6 +314,10 @@ def cut_shorter(path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_length": 100}))
 
 
+def say_served(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": cache_files.SERVED}))
+
+
 def edited(folder, target, name, change):
     """Return a copy of a cache of which one file is changed."""
     shutil.copytree(folder, target)
@@ -346,6 +350,8 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, cache
         ({"teacher_max_length": 300}, "has a context of 256 positions"),
         ({"teacher_cache": edited(caches["20"], tmp_path / "g", "manifest.json", cut_shorter),
           "teacher_max_length": 200}, "holds 100 positions of a text"),
+        ({"teacher_cache": edited(caches["20"], tmp_path / "h", "manifest.json", say_served),
+          "teacher_weights": "entropy"}, "does not say its entropy"),
         ({"loss": "gold"}, "nothing is wrong"),
         ({"teacher_cache": cache_of["20"], "loss": "gold"}, "keeps 20 tokens, with --loss gold"),
         ({"teacher_cache": cache_of["20"], "loss": "reverse_kl"}, "between two tokenizers"),

@@ -1,0 +1,186 @@
+"""A server is asked until it answers, and only what fits the question is taken for an answer."""
+
+import socket
+
+import numpy as np
+import pytest
+
+from isogloss import text_server
+from isogloss.text_server import Address, Requests, TextServer, api_key
+from isogloss.workers import DataError
+from text_servers import StandIn
+
+KEY = "sk-secret-1234"
+TEXTS = [[1, 7, 30, 2, 499], [3, 11]]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(text_server, "FIRST_PAUSE", 0.001)
+
+
+@pytest.fixture(scope="module")
+def servers(models):
+    """Return {owner: StandIn} that answer for the same teacher."""
+    vllm = StandIn(models[1])
+    sglang = StandIn(models[1], owner="sglang")
+    with vllm.running(), sglang.running():
+        yield {"vllm": vllm, "sglang": sglang}
+
+
+@pytest.fixture
+def server(servers):
+    servers["vllm"].requests.clear()
+    return servers["vllm"]
+
+
+def asked(server, timeout=60, key=None):
+    """Return (TextServer, its ServedModel)."""
+    text_server = TextServer(server.url, timeout, key)
+    return text_server, text_server.describe()
+
+
+def plain_logp(server, ids):
+    """Return (N, W) log-probabilities of the tokens behind the first one, by torch alone."""
+    import torch
+
+    with torch.no_grad():
+        return server.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).double().numpy()
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang"])
+def test_an_answer_is_what_the_model_says(servers, owner):
+    source, model = asked(servers[owner])
+    assert (model.owner, model.context) == (owner, 258)
+    for ids, likely in zip(TEXTS, source.score(model, TEXTS, 5), strict=True):
+        expected = plain_logp(servers[owner], ids)
+        ends = likely.counts_N.cumsum()
+        assert len(ends) == len(ids) - 1 and ends[-1] == len(likely.ids_E)
+        for row, label, end, count in zip(expected, ids[1:], ends, likely.counts_N, strict=True):
+            tokens = likely.ids_E[end - count : end]
+            top = set(row.argsort()[-5:].tolist())
+            assert set(tokens.tolist()) == top | {label} and len(tokens) == len(top | {label})
+            np.testing.assert_allclose(likely.logp_E[end - count : end], row[tokens], atol=1e-5)
+
+
+def test_what_may_pass_is_tried_again(server):
+    source, model = asked(server, key=KEY)
+    expected = source.score(model, TEXTS, 5)
+    server.requests.clear()
+    server.faults = [(500, "out of memory"), "half", (503, "loading"), (429, "busy")]
+    for likely, other in zip(source.score(model, TEXTS, 5), expected, strict=True):
+        assert all(map(np.array_equal, likely[:3], other[:3]))
+    assert len(server.requests) == 5
+    assert all(headers["Authorization"] == f"Bearer {KEY}" for _, headers, _ in server.requests)
+    body = server.requests[-1][2]
+    assert body["prompt"] == TEXTS and body["max_tokens"] == 1 and body["prompt_logprobs"] == 5
+
+
+def shorten(answers):
+    answers[0]["prompt_logprobs"].pop()
+
+
+def without_logprobs(answers):
+    answers[0]["prompt_logprobs"] = None
+
+
+def other_tokens(answers):
+    for position in answers[0]["prompt_logprobs"][1:]:
+        position.pop("30", None)
+
+
+def one_less(answers):
+    del answers[1]
+
+
+@pytest.mark.parametrize(("fault", "expected"), [
+    (shorten, "answers 4 positions of a text of 5 tokens"),
+    (without_logprobs, "has no log-probabilities of the prompt; expected vLLM"),
+    (other_tokens, "says nothing of token 30 of a text"),
+    (one_less, "1 answers to 2 texts"),
+    ((401, f"wrong key {KEY}"), "HTTP 401 wrong key ***; put its key into the variable TEACHER_A"),
+    ((404, "no model of this name"), "HTTP 404 no model of this name"),
+    ((307, "elsewhere"), "HTTP 307 elsewhere"),
+])
+def test_an_answer_to_another_question_is_refused_at_once(server, fault, expected):
+    source, model = asked(server, key=KEY)
+    server.requests.clear()
+    server.faults = [fault]
+    with pytest.raises(DataError) as caught:
+        source.score(model, TEXTS, 1)
+    line = str(caught.value)
+    assert expected in line and server.url in line and KEY not in line and "\n" not in line
+    assert len(server.requests) == 1
+
+
+def test_more_tokens_than_the_server_gives(models):
+    server = StandIn(models[1], max_logprobs=20)
+    with server.running():
+        source, model = asked(server)
+        with pytest.raises(DataError, match="max allowed: 20; start the server with --max-logpr"):
+            source.score(model, TEXTS, 256)
+
+
+def test_the_time_is_over_at_last(server):
+    source, model = asked(server, timeout=0.3)
+    server.faults = ["hang"]
+    with pytest.raises(DataError, match=r"no answer to /v1/completions in 0.3 seconds and 1 tries"):
+        source.score(model, TEXTS, 5)
+    server.faults = [(500, f"crash {number}") for number in range(1000)]
+    with pytest.raises(DataError, match=r"the last one: HTTP 500 crash \d+\); see whether"):
+        source.score(model, TEXTS, 5)
+    server.faults = []
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(DataError, match="ConnectionRefusedError"):
+            TextServer(address, 0.1).describe()
+
+
+def test_no_more_requests_are_under_way_than_allowed(server):
+    source, model = asked(server)
+    source.score(model, TEXTS, 5)
+    server.most_at_once = 0
+    left = server.at_once  # of a test whose request the server still holds
+    requests = Requests(3)
+    futures = [requests.submit(source.score, model, [ids], 2) for ids in TEXTS * 10]
+    sizes = [len(future.result()[0].counts_N) for future in futures]
+    assert sizes == [4, 1] * 10
+    assert 1 <= server.most_at_once - left <= 3
+    server.faults = [(400, "no")]
+    with pytest.raises(DataError, match="HTTP 400 no"):
+        requests.submit(source.score, model, TEXTS, 2).result()
+    requests.close()
+    for thread in requests.threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_addresses():
+    assert Address.of("http://host:8000") == ("http", "host", 8000, "", "")
+    assert Address.of("https://host/pre/v1/#a/b") == ("https", "host", None, "/pre", "a/b")
+    assert text_server.is_address("HTTP://host") and not text_server.is_address("org/http-model")
+    for url in ("http://", "http://host:port", "https:///v1"):
+        with pytest.raises(ValueError, match="no address of a server"):
+            Address.of(url)
+    for url in ("http://user:sk-secret@host", "http://host?key=sk-secret"):
+        with pytest.raises(ValueError, match="TEACHER_API_KEY") as caught:
+            Address.of(url)
+        assert "secret" not in str(caught.value)
+
+
+def test_a_key_comes_from_the_environment_and_no_message_repeats_it(monkeypatch):
+    monkeypatch.delenv("TEACHER_API_KEY", raising=False)
+    assert api_key() is None
+    monkeypatch.setenv("TEACHER_API_KEY", f" {KEY}\n")
+    assert api_key() == KEY
+    monkeypatch.setenv("TEACHER_API_KEY", f"{KEY}\r\nX: y")
+    with pytest.raises(ValueError, match="characters that no key has") as caught:
+        api_key()
+    assert KEY not in str(caught.value)
+
+
+def test_a_model_is_chosen_by_its_name(server):
+    with pytest.raises(DataError, match="its models are teacher; name one of them behind #"):
+        TextServer(f"{server.url}#other", 9).describe()
+    assert TextServer(f"{server.url}/v1#teacher", 9).describe().name == "teacher"

@@ -1,0 +1,151 @@
+"""A small server that answers as vLLM or SGLang do, with a model of transformers and faults."""
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+
+class StandIn:
+    """Score texts over HTTP, in threads of this process.
+
+    Attributes:
+        url: its address.
+        owner: "vllm" or "sglang", whose answers it copies.
+        max_logprobs, context: as the flags of vLLM.
+        faults: what goes wrong with the next scoring requests: (status, text), "half", "hang", or
+            a function that changes the answer; None: nothing.
+        requests: (path, headers, body) of all of them.
+    """
+
+    def __init__(self, folder, owner="vllm", max_logprobs=1024, context=258, masks_padding=False):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.owner = owner
+        self.max_logprobs = max_logprobs
+        self.context = context
+        self.masks_padding = masks_padding
+        self.faults = []
+        self.requests = []
+        self.tokenizes = True
+        self.at_once = 0
+        self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.closed = threading.Event()
+
+    @contextlib.contextmanager
+    def running(self):
+        """Serve on a free port meanwhile."""
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                self.reply(*stand_in.respond(self.path, self.headers, None))
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.reply(*stand_in.respond(self.path, self.headers, body))
+
+            def reply(self, status, content, missing=0):
+                with contextlib.suppress(OSError):  # who has asked may be gone
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(content) + missing))
+                    self.end_headers()
+                    self.wfile.write(content)
+                    self.close_connection = True
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield self
+        finally:
+            self.closed.set()
+            server.shutdown()
+            server.server_close()
+
+    def respond(self, path, headers, body):
+        """Return (status, content) or (status, content, bytes that will be missing)."""
+        self.requests.append((path, dict(headers), body))
+        if path.endswith("/v1/models"):
+            card = {"id": "teacher", "owned_by": self.owner, "max_model_len": self.context}
+            return 200, json.dumps({"object": "list", "data": [card]}).encode()
+        if path.endswith("/tokenize"):
+            if not self.tokenizes:
+                return 404, b'{"detail": "Not Found"}'
+            ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            return 200, json.dumps({"tokens": ids, "count": len(ids)}).encode()
+        with self.lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            fault = self.faults.pop(0) if self.faults else None
+        try:
+            return self.score(body, fault)
+        finally:
+            with self.lock:
+                self.at_once -= 1
+
+    def score(self, body, fault):
+        if isinstance(fault, tuple):
+            return fault[0], json.dumps({"error": {"message": fault[1], "code": fault[0]}}).encode()
+        if fault == "hang":
+            self.closed.wait(60)
+            return 200, b"{}"
+        asked = body.get("prompt_logprobs") or body.get("top_logprobs_num")
+        texts = body.get("prompt") or body.get("input_ids")
+        error = self.refusal(texts, asked)
+        if error:
+            return 400, json.dumps({"error": {"message": error, "code": 400}}).encode()
+        answers = [self.answer(number, ids, asked) for number, ids in enumerate(texts)]
+        if callable(fault):
+            fault(answers)
+        plain = answers if self.owner == "sglang" else {"choices": answers[::-1]}
+        content = json.dumps(plain).encode()
+        if fault == "half":
+            return 200, content[: len(content) // 2], len(content) - len(content) // 2
+        return 200, content
+
+    def refusal(self, texts, asked):
+        """Return what vLLM says of a request that it refuses, or None."""
+        if asked > self.max_logprobs:
+            return (f"Requested prompt logprobs of {asked}, which is greater than max allowed: "
+                    f"{self.max_logprobs}")
+        if max(map(max, texts)) >= self.model.config.vocab_size:
+            return f"Token id {max(map(max, texts))} is out of vocabulary"
+        if max(map(len, texts)) + 1 > self.context:
+            return f"This model's maximum context length is {self.context} tokens"
+        return None
+
+    @torch.no_grad()
+    def answer(self, index, ids, asked):
+        logits = self.model(torch.tensor([ids])).logits[0, :-1]
+        if self.masks_padding:
+            logits[:, len(self.tokenizer) :] = -torch.inf
+        logp = logits.log_softmax(-1).clamp(min=-9999.0)  # JSON has no infinity
+        top = logp.topk(asked)
+        if self.owner == "sglang":
+            own = [[None, ids[0], None]]
+            tops = [None]
+            for t, label in enumerate(ids[1:]):
+                own.append([logp[t, label].item(), label, None])
+                pairs = zip(top.values[t].tolist(), top.indices[t].tolist())
+                tops.append([[value, token, None] for value, token in pairs])
+            return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": tops}}
+        positions = [None]
+        for t, label in enumerate(ids[1:]):
+            entries = {}
+            for rank, token in enumerate([label, *top.indices[t].tolist()]):
+                entries[str(token)] = {"logprob": logp[t, token].item(), "rank": rank,
+                                       "decoded_token": self.tokenizer.decode([token])}
+            positions.append(entries)
+        return {"index": index, "prompt_logprobs": positions}
