@@ -131,7 +131,7 @@ def step_gradients(folder):
         return take(*arguments, **options)
 
     state.engine.optimizer.step = step
-    metrics = distill.train_step(state, [batch])
+    metrics = distill.train_step(state, [batch]).metrics()
     if dist.get_rank() == 0:
         torch.save(gradients, folder / f"gradients{world}.pt")
     return metrics["loss"]
