@@ -477,7 +477,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=f"not with --teacher_engine {engine}"):
             check_compilation(engine, config)
     monkeypatch.setattr(model_teachers, "missing_compiler", lambda: "there is no compiler")
-    with pytest.raises(ValueError, match="there is no compiler, which torch.compile needs"):
+    with pytest.raises(ValueError, match=r"there is no compiler, which torch\.compile needs"):
         check_compilation("replicated", config)
     config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ValueError, match=r"quantized \(gptq\)"):
