@@ -1,13 +1,15 @@
 """Compare a whole training step on a CPU with its parts.
 
     OMP_NUM_THREADS=1 python benchmarks/step.py ASSETS [--tokens 256] [--layers 8] [--hidden 512]
-        [--repeats 4] [--profile]
+        [--warm_up 3] [--repeats 4] [--profile]
 
 ASSETS: a folder with tokenizers/llama3 and text/wikitext2_valid_tokens.txt.  The student is a
 random, untied Llama with 128,256 tokens; a step has one micro-batch, the cross-entropy by tiles,
-ZeRO 2 on one rank in float32 and a gradient that is clipped.  Its parts are forward and backward
-passes of the same model without an engine, and PyTorch's fused AdamW, which are run in turn with
-it.  Seconds are processor time, medians; `over_parts` is the median of step over parts of a turn.
+ZeRO 2 on one rank in float32 as ds_configs/zero2.json has it, and a gradient that is clipped.  Its
+parts are forward and backward passes of the same model without an engine, and PyTorch's fused
+AdamW, which are run in turn with it.  Seconds are processor time, medians; `over_parts` is the
+median of step over parts of a turn.  Until memory is as large as it will be, which takes two or
+three turns, the kernel adds seconds.
 `--profile` prints what the step spends its time on.
 """
 
@@ -34,6 +36,7 @@ class Args:
         assets: folder with tokenizers/ and text/.
         tokens: of a step.
         layers, hidden: of the student.
+        warm_up: turns that do not count.
         repeats: turns that count.
         profile: print a profile of one step.
     """
@@ -42,6 +45,7 @@ class Args:
     tokens: int = 256
     layers: int = 8
     hidden: int = 512
+    warm_up: int = 3
     repeats: int = 4
     profile: bool = False
 
@@ -62,7 +66,8 @@ def write_inputs(folder, args):
     (folder / "data.jsonl").write_text(json.dumps({"text": text[: 8 * args.tokens]}) + "\n")
     (folder / "ds.json").write_text(json.dumps({
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0, "zero_optimization": {"stage": 2},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}}}))
     return dict(student=str(folder / "student"), from_scratch=True, kd_weight=0.0,
                 data=str(folder / "data.jsonl"), ds_config=str(folder / "ds.json"),
@@ -111,11 +116,11 @@ def main(args):
     batch = build_collator(cfg, inputs, device)([inputs.data.train_data[0]["text"]])
     weights = distill.TermWeights(1 / batch.counts.ce_tokens, [])
     turns = []
-    for turn in range(args.repeats + 1):
+    for turn in range(args.warm_up + args.repeats):
         of_step = seconds_of(lambda: distill.train_step(state, [batch]))
         of_parts = seconds_of(
             lambda: parts.run(batch, distill.loss_terms(state, batch, [], weights)))
-        if turn:  # the first one makes the optimizers' state
+        if turn >= args.warm_up:
             turns.append((of_step, of_parts))
     figures = {"tokens": int(batch.counts.tokens)}
     figures["parameters"] = sum(weight.numel() for weight in parts.module.parameters())
