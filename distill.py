@@ -552,14 +552,15 @@ class StepReport:
 
 
 def gradient_norm_of(engine, local_norm):
-    """Return a Readback of the gradient's norm.
+    """Return the gradient's norm, or a Readback of it where it is on the device.
 
     Args:
         local_norm: see `StudentRunner.train`.
     """
     norm = engine.get_global_grad_norm()
-    # a tensor is not asked whether it is 0: that would wait for the device
-    return Readback(norm if torch.is_tensor(norm) else norm or local_norm)
+    if torch.is_tensor(norm):  # not asked whether it is 0: that would wait for the device
+        return Readback(norm)
+    return float(norm or local_norm)
 
 
 def follow_scales(state, report):

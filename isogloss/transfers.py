@@ -25,11 +25,11 @@ class Readback:
     and reading waits for the copy alone, not for what is queued behind it.
 
     Args:
-        numbers: tensor, or a number that the host has.
+        numbers: tensor.
     """
 
     def __init__(self, numbers):
-        numbers = torch.as_tensor(numbers).detach()
+        numbers = numbers.detach()
         self.copied = None
         if numbers.device.type != "cuda":
             self.host_copy = numbers.to("cpu", copy=True)
