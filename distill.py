@@ -17,7 +17,6 @@ from isogloss.cpu_settings import restart_with_settings
 if __name__ == "__main__":
     restart_with_settings()  # on a CPU, before torch is imported
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +35,7 @@ from isogloss.checkpoint import (
 )
 from isogloss.checks import check_logits, check_packing, check_sequence_shards
 from isogloss.config import GROUPS, Config
-from isogloss.counts import global_sums
+from isogloss.counts import device_sums, global_sums
 from isogloss.eval_samples import EvalSamples, load_samples
 from isogloss.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
@@ -99,6 +98,7 @@ from isogloss.student import (
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 from isogloss.task_suite import TaskSuite
 from isogloss.teachers import SilentTeacher, load_silent, load_teacher
+from isogloss.transfers import Moment, Readback, Uploads
 from isogloss.watch import (
     StopSignals,
     current_watch,
@@ -238,6 +238,7 @@ class TrainState:
         whole_student: WholeStudent, for texts that each rank writes or reads alone, or None.
         writer: Writer of what the student learns from itself, or None.
         places: Places from which a stream of data can go on.
+        uploads: Uploads of the micro-batches.
     """
 
     cfg: Config
@@ -255,6 +256,10 @@ class TrainState:
     whole_student: WholeStudent | None = None
     writer: Writer | None = None
     places: Places = field(default_factory=Places)
+    uploads: Uploads = field(init=False)
+
+    def __post_init__(self):
+        self.uploads = Uploads(self.device)
 
     @property
     def engine(self):
@@ -288,10 +293,22 @@ def train(state, batches, held_out, start, ds_config, signals):
             log_evaluation(state, held_out, 0, log)
         if state.tasks:
             log_tasks(state, 0, log, lambda: bool(signals.received))
-        end_if_stopped(signals.agree(state.device), log)  # there is nothing to save yet
+        end_if_stopped(signals.agree(), log)  # there is nothing to save yet
+    with log:  # which reads the numbers of a step while the device works on the next one
+        take_steps(state, batches, held_out, start, log, signals, times_collectives)
+    log.close()
+
+
+def take_steps(state, batches, held_out, start, log, signals, times_collectives):
+    """Take the steps after `start`, and what comes once in a while.
+
+    Args: see `train`.
+        times_collectives: DeepSpeed's comms logger is on.
+    """
+    cfg = state.cfg
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
-        begin = time.perf_counter()
+        begin = Moment(state.device)
         evaluates = cfg.holds_out and (is_every(cfg.eval_every, step) or step == cfg.steps)
         micro_batches = upcoming or next_micro_batches(state, batches, step)
         # Teachers on ranks of their own or on servers run on the next step meanwhile; not across an
@@ -300,14 +317,10 @@ def train(state, batches, held_out, start, ds_config, signals):
         is_known = not state.writer or state.writer.staleness(step + 1) > 0
         looks_ahead = state.asks_ahead and step < cfg.steps and not evaluates and is_known
         upcoming = next_micro_batches(state, batches, step + 1) if looks_ahead else None
-        metrics = train_step(state, micro_batches)
-        seconds = time.perf_counter() - begin
-        metrics |= speed_metrics(
-            state.student.num_parameters, state.device, metrics["tokens"], seconds)
-        log.write(step, metrics)
+        report = train_step(state, micro_batches)
+        log.write_later(step, partial(timed_metrics, report, begin, Moment(state.device)))
         if state.writer:
             log.write_rollouts(step, state.writer.records)
-        log.advance(metrics)
         if state.bad_steps.count == cfg.max_bad_steps:
             give_up(state, step, log)
         if times_collectives and step == min(start + TIMED_STEPS, cfg.steps):
@@ -317,11 +330,23 @@ def train(state, batches, held_out, start, ds_config, signals):
             log_evaluation(state, held_out, step, log)
         if state.tasks and (is_every(cfg.eval_task_every, step) or step == cfg.steps):
             log_tasks(state, step, log, lambda: bool(signals.received))
-        stop = signals.agree(state.device)
+        stop = signals.agree()
         if stop or is_every(cfg.save_every, step) or step == cfg.steps:
             save(state, step, log)
         end_if_stopped(stop, log)
-    log.close()
+
+
+def timed_metrics(report, begin, end):
+    """Return the metrics of a step with its speed.
+
+    Args:
+        report: StepReport; begin, end: Moments.
+    """
+    state = report.state
+    metrics = report.metrics()
+    seconds = begin.seconds_until(end)
+    speed = speed_metrics(state.student.num_parameters, state.device, metrics["tokens"], seconds)
+    return metrics | speed
 
 
 def is_every(num_steps, step):
@@ -358,15 +383,15 @@ def train_step(state, micro_batches):
     Args:
         micro_batches: this rank's Batches, one per accumulation step.
     Returns:
-        dict of global means, equal on every rank; see docs/metrics.md.
+        StepReport, whose numbers the device may still have to compute.
     """
     engine = state.engine
     lr = engine.get_lr()[-1]  # of this step; engine.step() moves the schedule on
     # 1. how many terms each loss has over the whole step, on all ranks
-    counts = sum_counts(micro_batches).all_reduce(state.device)
+    counts = sum_counts(micro_batches).all_reduce()
     weights = term_weights(state, counts, len(micro_batches))
     # 2. what the teachers say about all micro-batches
-    micro_batches = [to_device(batch, state.device) for batch in micro_batches]
+    micro_batches = state.uploads.to_device(micro_batches)
     rollout_metrics = {}
     if state.writer:
         micro_batches, rollout_metrics = weigh_rollouts(state, micro_batches)
@@ -377,17 +402,19 @@ def train_step(state, micro_batches):
              for batch, batch_targets in zip(micro_batches, targets))
     sums, local_norm = state.student.train(micro_batches, terms)
     release_teachers(state)
-    # 4. global means
-    sums = global_sums(sums.flatten(), state.device).view(-1, 3).tolist()
+    # 4. what comes of global means, once the device has computed them
+    sums = Readback(device_sums(sums.flatten()).view(-1, 3))
     state.bad_steps.note(engine, sums, teacher_names(state))
-    metrics = step_metrics(state, counts, sums)
-    metrics |= state.student.metrics()
-    norm = float(engine.get_global_grad_norm() or local_norm)
-    metrics |= {"lr": lr, "grad_norm": norm, "skipped_steps": engine.skipped_steps}
+    report = StepReport(state, counts, sums)
+    report.others |= state.student.metrics() | {"lr": lr}
+    report.others["grad_norm"] = gradient_norm_of(engine, local_norm)
+    report.others["skipped_steps"] = engine.skipped_steps
     if state.writer:
-        metrics |= rollout_metrics
-        metrics |= state.writer.describe(micro_batches, counts, targets, teacher_names(state))
-    return metrics
+        report.others |= rollout_metrics
+        report.others |= state.writer.describe(micro_batches, counts, targets, teacher_names(state))
+    if state.cfg.dynamic_scale:
+        follow_scales(state, report)
+    return report
 
 
 def sum_counts(micro_batches):
@@ -419,15 +446,18 @@ def term_weights(state, counts, num_micro_batches):
     """
     scale = state.student.averaged_ranks * num_micro_batches
     ce_weight = state.cfg.ce_weight * scale / max(counts.ce_tokens, 1)
-    kd_weights = []
-    for setup, pair in zip(state.teachers, counts.pairs):
-        kd_weights.append(kd_weight(state, setup) * scale / max(pair.kd_terms, 1))
-    return TermWeights(ce_weight, kd_weights)
+    of_teachers = []
+    for weight, pair in zip(kd_weights(state), counts.pairs):
+        of_teachers.append(weight * scale / max(pair.kd_terms, 1))
+    return TermWeights(ce_weight, of_teachers)
 
 
-def kd_weight(state, setup):
-    """Return the weight of a teacher's mean distillation loss in this step."""
-    return setup.cfg.kd_weight * state.scales.get(setup.name, 1.0)
+def kd_weights(state):
+    """Return the weight of each teacher's mean distillation loss in this step."""
+    weights = []
+    for setup in state.teachers:
+        weights.append(setup.cfg.kd_weight * state.scales.get(setup.name, 1.0))
+    return weights
 
 
 def all_targets(state, micro_batches):
@@ -466,39 +496,89 @@ def close_teachers(state):
         setup.source.close()
 
 
-def step_metrics(state, counts, sums):
-    """Return the metrics of a step.
+class StepReport:
+    """Hold what a step did; its metrics are read once the device has computed them.
+
+    All ranks make a report together, and each reads it alone.
+
+    Attributes:
+        state: TrainState.
+        counts: global Counts.
+        sums: Readback of the global [cross-entropy, distillation loss, its part in rollouts] of
+            every teacher, nats.
+        kd_weights: of each teacher's mean loss in this step.
+        teacher_bytes: memory that the logits of a position of each teacher occupied.
+        others: metrics that do not follow from these, numbers or Readbacks of them.
+    """
+
+    def __init__(self, state, counts, sums):
+        self.state = state
+        self.counts = counts
+        self.sums = sums
+        self.kd_weights = kd_weights(state)
+        bytes_per_token = [setup.bytes_per_token for setup in state.teachers]
+        self.teacher_bytes = state.student.share(bytes_per_token)
+        self.others = {}
+
+    @property
+    def ce(self):
+        """Return the mean cross-entropy of a token."""
+        return self.sums.read()[0][0] / max(self.counts.ce_tokens, 1)
+
+    def kd(self, number):
+        """Return the mean distillation loss of a teacher."""
+        return self.sums.read()[number][1] / max(self.counts.pairs[number].kd_terms, 1)
+
+    def metrics(self):
+        """Return global means, equal on every rank; see docs/metrics.md."""
+        cfg = self.state.cfg
+        metrics = {"loss": cfg.ce_weight * self.ce}
+        if cfg.ce_weight:
+            metrics["ce"] = self.ce
+        for number, setup in enumerate(self.state.teachers):
+            metrics["loss"] += self.kd_weights[number] * self.kd(number)
+            metrics |= named(self.state, setup, self.of_teacher(number))
+        metrics["tokens"] = int(self.counts.tokens)
+        for name, value in self.others.items():
+            metrics[name] = value.read() if isinstance(value, Readback) else value
+        return metrics
+
+    def of_teacher(self, number):
+        """Return the metrics of a teacher, without its name."""
+        pair = self.counts.pairs[number]
+        metrics = {"teacher_bytes_per_token": self.teacher_bytes[number]}
+        if pair.kd_terms:  # a mean over nothing, as of a teacher without a row, is no 0
+            metrics["kd"] = self.kd(number)
+        metrics |= pair.metrics()
+        if len(self.state.teachers) > 1 or self.state.cfg.dynamic_scale:
+            metrics["kd_weight"] = self.kd_weights[number]
+        if self.state.writer:
+            metrics |= kd_by_origin(self.sums.read()[number], pair)
+        return metrics
+
+
+def gradient_norm_of(engine, local_norm):
+    """Return the gradient's norm, or a Readback of it where it is on the device.
 
     Args:
-        counts: global Counts.
-        sums: global [cross-entropy, distillation loss, its part in rollouts] of every teacher.
+        local_norm: see `StudentRunner.train`.
     """
-    cfg = state.cfg
-    teacher_bytes = state.student.share([setup.bytes_per_token for setup in state.teachers])
-    ce = sums[0][0] / max(counts.ce_tokens, 1)
-    metrics = {"loss": cfg.ce_weight * ce}
-    if cfg.ce_weight:
-        metrics["ce"] = ce
+    norm = engine.get_global_grad_norm()
+    if torch.is_tensor(norm):  # not asked whether it is 0: that would wait for the device
+        return Readback(norm)
+    return float(norm or local_norm)
+
+
+def follow_scales(state, report):
+    """Set the factors of the next step by this one's losses, for which the host has to wait.
+
+    A step without a term of one of the two has no ratio, nor has one that was skipped.
+    """
     for number, setup in enumerate(state.teachers):
-        pair = counts.pairs[number]
-        weight = kd_weight(state, setup)
-        kd = sums[number][1] / max(pair.kd_terms, 1)
-        metrics["loss"] += weight * kd
-        of_teacher = {"teacher_bytes_per_token": teacher_bytes[number]}
-        if pair.kd_terms:  # a mean over nothing, as of a teacher without a row, is no 0
-            of_teacher["kd"] = kd
-        of_teacher |= pair.metrics()
-        if len(state.teachers) > 1 or cfg.dynamic_scale:
-            of_teacher["kd_weight"] = weight
-        if state.writer:
-            of_teacher |= kd_by_origin(sums[number], pair)
-        metrics |= named(state, setup, of_teacher)
-        # a step without a term of one of the two has no ratio, nor has one that was skipped
-        if cfg.dynamic_scale and kd > 0 and ce > 0 and state.engine.was_step_applied():
-            scale = dynamic_scale(torch.tensor(ce), torch.tensor(kd))
+        kd = report.kd(number)
+        if kd > 0 and report.ce > 0 and state.engine.was_step_applied():
+            scale = dynamic_scale(torch.tensor(report.ce), torch.tensor(kd))
             state.scales[setup.name] = float(scale)
-    metrics["tokens"] = int(counts.tokens)
-    return metrics
 
 
 def kd_by_origin(sums, pair):
@@ -560,6 +640,7 @@ def weigh_rollouts(state, micro_batches):
 
 def log_evaluation(state, held_out, step, log):
     """Evaluate and log what comes out."""
+    log.flush()
     log.write(step, run_evaluation(state, held_out))
     if state.samples:
         log.write_samples(step, state.samples.write())
@@ -588,9 +669,10 @@ def log_tasks(state, step, log, stop):
     Args:
         stop: () -> this rank has been asked to end; then nothing is logged.
     """
+    log.flush()
     with state.whole_student.model() as (model, agree):
         metrics, records = state.tasks.run(
-            model, partial(global_sums, device=state.device), agree, stop)
+            model, global_sums, agree, stop)
     if metrics:
         log.write(step, metrics)
         of_ranks = values_of_ranks(records)
@@ -603,6 +685,7 @@ def save(state, step, log):
     Bad steps change nothing, so the state is still that of the good one.  A resumed run meets them
     again.
     """
+    log.flush()  # of a step that is in a checkpoint, the metrics are on disk
     cfg = state.cfg
     folder = checkpoint_folder(cfg)
     good_step = step - state.bad_steps.count
@@ -636,7 +719,7 @@ def give_up(state, step, log):
 
 def end_unless_finite(state, step, log=None):
     """End the job with exit code 1 if weights or optimizer state on any rank are not finite."""
-    num_bad_ranks = global_sums([not has_finite_state(state.engine)], state.device).sum()
+    num_bad_ranks = global_sums([not has_finite_state(state.engine)]).sum()
     if num_bad_ranks:
         if log:
             log.close()

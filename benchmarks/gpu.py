@@ -484,6 +484,7 @@ CHECKS = {
     "loss_table": loss_table,
     "nccl_gradients": job_check("nccl_gradients"),
     "tensor_parallel_teacher": job_check("tensor_parallel_teacher"),
+    "overlap": job_check("overlap"),
     "step_over_parts": job_check("step_over_parts"),
 }
 

@@ -131,7 +131,7 @@ def step_gradients(folder):
         return take(*arguments, **options)
 
     state.engine.optimizer.step = step
-    metrics = distill.train_step(state, [batch])
+    metrics = distill.train_step(state, [batch]).metrics()
     if dist.get_rank() == 0:
         torch.save(gradients, folder / f"gradients{world}.pt")
     return metrics["loss"]
@@ -208,6 +208,88 @@ def tensor_parallel_teacher():
     need_devices(2)
     need_packages()
     return compare_teachers()
+
+
+# --- the host and the device at the same time ---------------------------------------------------
+
+SLEEP_CYCLES = 10**9  # for which the device is kept busy: about half a second
+
+
+def keep_busy():
+    """Give the device work that takes a while; return the event of its end."""
+    torch.cuda._sleep(SLEEP_CYCLES)
+    end = torch.cuda.Event()
+    end.record()
+    return end
+
+
+def transfers_overlap():
+    """Return {what: whether it happens while the device works on something else}."""
+    from isogloss.flat import flatten
+    from isogloss.transfers import Readback, Uploads
+
+    uploads = Uploads(torch.device("cuda"))
+    flat = flatten([torch.arange(1 << 20), torch.rand(3, 5)])
+    batch = flat._replace(buffer=flat.buffer.pin_memory()).value()
+    uploads.to_device([batch])  # memory is there now
+    end = keep_busy()
+    [moved] = uploads.to_device([batch])
+    uploads.stream.synchronize()
+    results = {"upload": not end.query()}
+    results["uploaded"] = all(torch.equal(a.cpu(), b) for a, b in zip(moved, batch))
+    numbers = torch.ones(3, device="cuda")
+    late = Readback(numbers)
+    end = keep_busy()
+    numbers.zero_()
+    results["read back"] = late.read() == [1.0, 1.0, 1.0] and not end.query()
+    return results
+
+
+def waits_between_steps(folder):
+    """Return {place: waits for the device} from an optimizer's step to the next batch's copy."""
+    import warnings
+
+    import distill
+
+    state, collator, texts = build(Path(folder), SAMPLES, "bfloat16")
+    batch = collator(texts[:SAMPLES])
+    reports = [distill.train_step(state, [batch])]
+    step = state.engine.step
+    to_device = state.uploads.to_device
+
+    def step_and_watch(*arguments, **options):
+        result = step(*arguments, **options)
+        torch.cuda.set_sync_debug_mode("warn")
+        return result
+
+    def upload_unwatched(batches):
+        torch.cuda.set_sync_debug_mode("default")
+        return to_device(batches)
+
+    state.engine.step = step_and_watch
+    state.uploads.to_device = upload_unwatched
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(STEPS):
+            reports.append(distill.train_step(state, [batch]))
+        torch.cuda.set_sync_debug_mode("default")
+    waits = {}
+    for warning in caught:
+        if "synchroniz" in str(warning.message):
+            place = f"{Path(warning.filename).name}:{warning.lineno}"
+            waits[place] = waits.get(place, 0) + 1
+    losses = [report.metrics()["loss"] for report in reports]
+    return {"waits": waits, "loss": losses[-1]}
+
+
+def overlap():
+    """Check that the host and copies go on while the device works."""
+    need_packages()
+    figures = transfers_overlap()
+    with tempfile.TemporaryDirectory() as path:
+        prepare(Path(path))
+        [between] = on_ranks(1, "waits_between_steps", path)
+    return all(figures.values()) and not between["waits"], figures | between
 
 
 # --- time -------------------------------------------------------------------------------------

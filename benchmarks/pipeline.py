@@ -137,7 +137,7 @@ def measure(assets, folder, stages, micro_batches, steps, kd_weight):
     for _ in range(steps):
         begin = time.perf_counter()
         cpu_begin = time.process_time()
-        metrics.append(distill.train_step(state, batches))
+        metrics.append(distill.train_step(state, batches).metrics())
         seconds.append(time.perf_counter() - begin)
         cpu_seconds.append(time.process_time() - cpu_begin)
     worst = torch.tensor([kept.peak, min(cpu_seconds)], dtype=torch.float64)

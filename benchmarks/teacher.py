@@ -1,11 +1,14 @@
 """Measure what a rank holds of a teacher, and what it takes to load it.
 
-    python benchmarks/teacher.py [--ranks 4] [--layers 12] [--hidden 1024]
+    python benchmarks/teacher.py [--ranks 4] [--layers 12] [--hidden 1024] [--compile]
 
 The script writes a random Llama to disk in files of 100 MB.  For every degree that divides the
 ranks, fresh ranks load it as distill.py would and run 512 tokens: degree 1 holds the whole model,
 higher degrees the tensor-parallel engine's shards.  The last line is ZeRO-3 over all ranks.
 Weights are float32.  Figures of record are in docs/LOG.md.
+
+`--compile` measures --teacher_compile instead, on one rank with one thread: processor seconds of a
+forward pass as it is and compiled, medians of 5 in turn, and of the first, which compiles.
 
 Each line has the slowest or largest rank's:
     parameters_MiB: the parameters that it holds.
@@ -16,6 +19,7 @@ Each line has the slowest or largest rank's:
 """
 
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -43,11 +47,13 @@ class Args:
         ranks: processes on this machine.
         layers: layers of the model.
         hidden: hidden size, a multiple of 16.
+        compile: measure compiled forward passes, and nothing else.
     """
 
     ranks: int = 4
     layers: int = 12
     hidden: int = 1024
+    compile: bool = False
 
 
 class Memory(NamedTuple):
@@ -97,6 +103,34 @@ def load(folder, degree, engine):
     }
 
 
+def compare_compiled(folder):
+    """Return processor seconds of a forward pass as it is and compiled, and how far they differ."""
+    from isogloss.launch import silence_libraries, start_distributed
+    from isogloss.specs import TeacherSpec
+    from isogloss.teachers import load_teacher
+
+    start_distributed()
+    silence_libraries()
+    ids = torch.arange(TOKENS)[None]
+    teachers = {}
+    for name in ("plain", "compiled"):
+        spec = TeacherSpec(folder, VOCAB, dtype="float32", device="cpu", compile=name == "compiled")
+        teachers[name] = load_teacher(spec)
+    seconds = {name: [] for name in teachers}
+    states = {}
+    for _ in range(6):
+        for name, teacher in teachers.items():
+            begin = time.process_time()
+            with torch.no_grad():
+                states[name] = teacher.hidden(ids)
+            seconds[name].append(time.process_time() - begin)
+    figures = {"first_compiled_seconds": round(seconds["compiled"][0], 1)}
+    for name, times in seconds.items():
+        figures[f"{name}_seconds"] = round(statistics.median(times[1:]), 3)
+    difference = (states["compiled"] - states["plain"]).norm() / states["plain"].norm()
+    return figures | {"relative_difference": float(difference)}
+
+
 def write_model(folder, args):
     """Write a random Llama and return its size in MiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -131,6 +165,10 @@ def main(args):
 
     with tempfile.TemporaryDirectory() as folder:
         size = round(write_model(folder, args))
+        if args.compile:
+            [figures] = ranks.run(1, compare_compiled, folder)
+            print(json.dumps({"model_MiB": size} | figures))
+            return
         for degree, engine in layouts:
             # fresh ranks for every layout: the peak of a process never falls
             figures = ranks.run(args.ranks, load, folder, degree, engine)

@@ -92,8 +92,8 @@ class Args:
         temperature: of the losses that will read the cache: the mass of all other tokens is kept at
             this temperature and at 1.
         teacher_max_length: positions of a text, at most. 0 means the teacher's context.
-        teacher_dtype, teacher_engine, teacher_tp, teacher_offload: as of distill.py. Hidden states
-            are kept in the type in which the teacher computes.
+        teacher_dtype, teacher_engine, teacher_tp, teacher_offload, teacher_compile: as of
+            distill.py. Hidden states are kept in the type in which the teacher computes.
         batch_tokens: positions that a rank reads at a time.
         trust_remote_code: run the Python code that comes with the teacher.
         local_rank: set by the launcher.
@@ -123,6 +123,7 @@ class Args:
     teacher_engine: str = "auto"
     teacher_tp: int = 1
     teacher_offload: bool = False
+    teacher_compile: bool = False
     batch_tokens: int = 8192
     trust_remote_code: bool = False
     local_rank: int = -1
@@ -149,7 +150,7 @@ class Args:
                  "split", "text_key", "completion_key", "prompt_key", "tools_key",
                  "template_kwargs", "txt_samples", "temperature", "teacher_max_length",
                  "teacher_dtype", "teacher_engine", "teacher_tp", "teacher_offload",
-                 "trust_remote_code")
+                 "teacher_compile", "trust_remote_code")
         shared = {name: getattr(self, name) for name in names}
         return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
                       teacher_output_topk=self.top_k, **shared)

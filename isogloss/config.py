@@ -53,10 +53,10 @@ class Config:
             one that is named has to have the same. The cache decides what is kept of the teacher.
         teachers: several teachers instead of one, as a JSON list: [{"model": "A", "weight": 2,
             "loss": "gold"}, {"model": "B", "tp": 2}]. An entry may also have name (for its
-            metrics), weight (times kd_weight), routes, tp, engine, dtype, max_length, offload, and
-            in place of the run's own value loss, teacher_output, teacher_output_topk and every flag
-            of a loss. With "cache" in place of "model" it is a teacher_cache; a "model" that is an
-            address takes a "tokenizer".
+            metrics), weight (times kd_weight), routes, tp, engine, dtype, max_length, offload,
+            compile, and in place of the run's own value loss, teacher_output, teacher_output_topk
+            and every flag of a loss. With "cache" in place of "model" it is a teacher_cache; a
+            "model" that is an address takes a "tokenizer".
         teacher_weights: how several teachers share the loss. fixed: by the weights of --teachers.
             ce, entropy, max_prob: for each sample by how sure a teacher is of it (ce: nats per byte
             of its text). select: the teacher with the lowest ce alone. mean_p, mean_logits: one
@@ -175,6 +175,9 @@ class Config:
             (partitioned over these, for any architecture), or auto: the first of them that can
             shard the model over teacher_tp ranks.
         teacher_offload: keep the teacher's weights in the host's memory but for its forward passes.
+        teacher_compile: compile the teacher's forward pass by torch.compile; for whole copies of a
+            teacher. Its rows are padded to a few lengths, because each takes up to minutes to
+            compile.
         teacher_output: what is kept of the teacher until a loss reads it. hidden: final hidden
             states. logits. topk: the most likely tokens and the text's own; all others are one
             event. Not for event_kl, gold, h_kl and uld. A served teacher gives no more than topk.
@@ -310,6 +313,7 @@ class Config:
     teacher_ranks: int = 0
     teacher_engine: str = "auto"
     teacher_offload: bool = False
+    teacher_compile: bool = False
     teacher_output: str = "hidden"
     teacher_output_topk: int = 256
     attention: str = "auto"
@@ -427,6 +431,12 @@ class Config:
                         self.teacher_output == "topk" and not self.teacher_cache)
         self._check_on_policy()
         self._check_tasks()
+        if self.teacher_compile and self.teacher_cache:
+            raise ValueError("--teacher_compile: a --teacher_cache has no forward pass; leave it "
+                             "out")
+        if self.teacher_compile and self.teacher_offload:
+            raise ValueError("--teacher_compile: what is compiled reads its weights where they "
+                             "were, and --teacher_offload moves them; leave out one of them")
         if self.activation_offload and not self.activation_checkpointing:
             raise ValueError("--activation_offload: moves what --activation_checkpointing keeps; "
                              "add --activation_checkpointing")
@@ -627,7 +637,7 @@ FREE_ON_RESUME = {
     "max_bad_steps", "merge", "resume", "export", "log_comms", "wandb_project", "num_workers",
     "local_rank", "ds_config", "eval_samples",
     "sequence_parallel", "pipeline_parallel", "teacher_tp", "teacher_ranks", "teacher_engine",
-    "teacher_offload", "teacher_timeout", "teacher_connections",
+    "teacher_offload", "teacher_compile", "teacher_timeout", "teacher_connections",
     "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
     "tiled", "attention",
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
@@ -653,7 +663,7 @@ GROUPS = {
                  "teacher_cache", "teachers", "teacher_weights", "teacher_alpha",
                  "route_key", "normalize_by_vocab", "teacher_output", "teacher_output_topk"],
     "teacher parallelism": ["teacher_engine", "teacher_tp", "teacher_ranks", "teacher_dtype",
-                            "teacher_offload"],
+                            "teacher_offload", "teacher_compile"],
     "evaluation tasks": ["eval_tasks", "eval_task_every", "eval_task_data", "eval_task_shots",
                          "eval_task_limit", "eval_task_batch", "eval_task_samples",
                          "eval_task_temperature", "allow_unsafe_code"],
@@ -714,7 +724,8 @@ def teacher_keys():
     """Return {key of an entry of --teachers: the flag that it stands for}."""
     keys = {"model": "teacher"}
     # short names for flags that start with teacher_
-    for key in ("cache", "tokenizer", "tp", "engine", "dtype", "max_length", "offload"):
+    for key in ("cache", "tokenizer", "tp", "engine", "dtype", "max_length", "offload",
+                "compile"):
         keys[key] = f"teacher_{key}"
     for flag in ("loss", *loss_flags(), "teacher_output", "teacher_output_topk"):
         keys[flag] = flag

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from align import coverage
+from isogloss.rendezvous import host_group
 
 
 @dataclass
@@ -122,14 +123,28 @@ class Counts:
         numbers = zip(self.vector(), other.vector(), strict=True)
         return Counts.of_vector([first + second for first, second in numbers])
 
-    def all_reduce(self, device):
+    def all_reduce(self):
         """Return the sums over all ranks, equal on every rank."""
-        return Counts.of_vector(global_sums(self.vector(), device).tolist())
+        return Counts.of_vector(global_sums(self.vector()).tolist())
 
 
-def global_sums(values, device):
-    """Return (n,) float64 on the CPU: the sum over all ranks, equal on every rank."""
+def global_sums(values):
+    """Return (n,) float64 on the CPU: the sum over all ranks, equal on every rank.
+
+    It waits for no work of a device: whatever was queued there goes on.
+
+    Args:
+        values: (n,) numbers in the host's memory.
+    """
     # float64 holds counts exactly; the copy is there because all_reduce writes in place
-    total = torch.as_tensor(values, dtype=torch.float64).to(device, copy=True)
+    total = torch.as_tensor(values, dtype=torch.float64).to("cpu", copy=True)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total, group=host_group())
+    return total
+
+
+def device_sums(values):
+    """Return (n,) float64 like `global_sums`, of a tensor on a device, where it stays."""
+    total = values.detach().to(torch.float64, copy=True)
     dist.all_reduce(total)
-    return total.cpu()
+    return total

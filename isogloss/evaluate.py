@@ -292,7 +292,6 @@ def evaluate(batches, student, setups, sequence_group=None):
     totals = torch.zeros(model_size + len(setups) * (model_size + pair_size), dtype=torch.float64)
     batches = iter(batches)
     while group := list(itertools.islice(batches, student.batches_at_once)):
-        device = group[0].student.ids.device
         terms = [evaluation_terms(batch, setups, sequence_group) for batch in group]
         # inside the model's forward pass, because that is where ZeRO-3 gathers the head
         for sums in student.reduce([batch.student for batch in group], terms):
@@ -301,7 +300,7 @@ def evaluate(batches, student, setups, sequence_group=None):
         for setup in setups:
             setup.source.release()
     # one collective for everything, in the order that `EvaluationTerms.reduce` writes
-    numbers = global_sums(totals, device).tolist()
+    numbers = global_sums(totals).tolist()
     metrics = []
     for number, setup in enumerate(setups):
         first = model_size + number * (model_size + pair_size)

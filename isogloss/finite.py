@@ -88,23 +88,34 @@ class BadSteps:
         With fp16's loss scale, an overflow of the gradient alone is routine until the scale is at
         its minimum.
 
+        The losses are read if it was skipped; the host then waits for the device.
+
         Args:
             engine: DeepSpeed engine.
-            sums: global [cross-entropy, distillation loss, ...] of every teacher, nats.
+            sums: `transfers.Readback` of the global [cross-entropy, distillation loss, ...] of
+                every teacher, nats.
             teachers: their names.
         """
-        causes = []
-        if not math.isfinite(sums[0][0]):
-            causes.append("the cross-entropy")
-        for name, of_teacher in zip(teachers, sums):
-            if not math.isfinite(of_teacher[1]):
-                causes.append(f"the distillation loss of teacher {name}")
-        is_routine = not causes and loss_scale_can_fall(engine)
-        if engine.was_step_applied() or is_routine:
+        if engine.was_step_applied():  # so the gradient is finite, and with it every loss
+            self.count = 0
+            return
+        causes = causes_of(sums.read(), teachers)
+        if not causes and loss_scale_can_fall(engine):
             self.count = 0
             return
         self.count += 1
         self.causes = " and ".join(causes) or "the gradient (every loss is finite)"
+
+
+def causes_of(sums, teachers):
+    """List the losses that are not finite."""
+    causes = []
+    if not math.isfinite(sums[0][0]):
+        causes.append("the cross-entropy")
+    for name, of_teacher in zip(teachers, sums):
+        if not math.isfinite(of_teacher[1]):
+            causes.append(f"the distillation loss of teacher {name}")
+    return causes
 
 
 def loss_scale_can_fall(engine):

@@ -382,7 +382,16 @@ def to_device(value, device):
 
     Tensors that share memory still do so afterwards: one copy moves all views of a buffer.
     """
-    return _Mover(torch.device(device)).moved(value)
+    return moved_to_device(value, device)[0]
+
+
+def moved_to_device(value, device):
+    """Return (what `to_device` does, the memory that its tensors are views of).
+
+    The memory is a list of (n,) uint8 tensors, those that were copied.
+    """
+    mover = _Mover(torch.device(device))
+    return mover.moved(value), list(mover.storages.values())
 
 
 class _Mover:

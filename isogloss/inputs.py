@@ -44,7 +44,11 @@ from isogloss.evaluate import SpellingIds
 from isogloss.export import check_results
 from isogloss.layout import is_last_stage, node_size, teacher_groups
 from isogloss.loss_table import LOSSES, build_loss
-from isogloss.model_teachers import reads_more_than_text, resolve_engine
+from isogloss.model_teachers import (
+    check_compilation,
+    reads_more_than_text,
+    resolve_engine,
+)
 from isogloss.open_data import (
     ROWS_TO_TRY,
     column_names,
@@ -268,7 +272,10 @@ def load_teacher_encoders(cfg, roles=None):
             config = load_config("teacher", teacher_cfg.teacher, teacher_cfg.trust_remote_code)
             check_language_model("teacher", teacher_cfg.teacher, config)
             is_adapter = read_model_name("teacher", teacher_cfg.teacher).adapter is not None
-            resolve_engine(engine, teacher_cfg.teacher_tp, config, num_ranks, is_adapter)
+            engine = resolve_engine(
+                engine, teacher_cfg.teacher_tp, config, num_ranks, is_adapter)
+            if teacher_cfg.teacher_compile:
+                check_compilation(engine, config)
         elif roles:
             raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
                              "out --teacher_ranks")
@@ -540,8 +547,8 @@ def teacher_spec(cfg, encoder, device):
     return TeacherSpec(
         path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
         dtype=cfg.teacher_dtype, attention=cfg.attention, device=device, degree=cfg.teacher_tp,
-        offload=cfg.teacher_offload, output=output, output_topk=cfg.teacher_output_topk,
-        rest_temperature=rest_temperature(cfg),
+        offload=cfg.teacher_offload, compile=cfg.teacher_compile, output=output,
+        output_topk=cfg.teacher_output_topk, rest_temperature=rest_temperature(cfg),
         sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
 
 

@@ -22,6 +22,7 @@ from isogloss.rendezvous import (
     JOINING_TIMEOUT,
     LOADING_TIMEOUT,
     gather_values,
+    host_group,
     job_store,
     part,
     set_timeout,
@@ -62,6 +63,8 @@ def start_distributed(roles=None):
     if not dist.is_initialized():
         _join_process_group(roles)
     deepspeed.init_distributed()  # which takes the process group that there is
+    if dist.get_world_size() > 1:
+        host_group()  # where ranks cannot reach one another, that is seen here
     set_timeout(LOADING_TIMEOUT)
     return torch.device(get_accelerator().current_device_name())
 

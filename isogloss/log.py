@@ -1,5 +1,6 @@
 """Write what a run leaves behind: metrics, a progress bar, the record to run it again."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -105,6 +106,7 @@ class Log:
 
     def __init__(self, cfg, start_step, ds_config, description="", monitor=None):
         self.is_active = dist.get_rank() == 0
+        self.pending = None  # (step, function that returns its metrics)
         if not self.is_active:
             return
         if description:
@@ -133,10 +135,42 @@ class Log:
         self.wandb = _start_wandb(cfg, folder, start_step) if cfg.wandb_project else None
         self.monitor = monitor if monitor and monitor.enabled else None
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        """Write what is pending, at the end of a run or before the error that ends it."""
+        # a device that has failed gives no numbers, and what it raises is not the cause
+        with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
+            self.flush()
+
+    def write_later(self, step, read_metrics):
+        """Write the metrics of a training step, and advance the bar, when something else follows.
+
+        By then the device works on the next step, so the host does not wait for this one.
+
+        Args:
+            read_metrics: () -> dict; it may wait for the device.
+        """
+        self.flush()
+        if self.is_active:
+            self.pending = step, read_metrics
+
+    def flush(self):
+        """Write the metrics that are pending."""
+        if self.pending is None:
+            return
+        step, read_metrics = self.pending
+        self.pending = None
+        metrics = read_metrics()
+        self.write(step, metrics)
+        self.advance(metrics)
+
     def write(self, step, metrics):
         """Append a line of metrics; what is not finite, which JSON has no number for, is null."""
         if not self.is_active:
             return
+        self.flush()
         metrics = {name: finite_or_none(value) for name, value in metrics.items()}
         # Opened for every line, so that the file is complete whenever the process dies.
         with open(self.path, "a") as file:
@@ -156,6 +190,7 @@ class Log:
         """
         if not self.is_active or not records:
             return
+        self.flush()
         _append(self.rollout_path, step, records)
         self._show_table("rollouts", ["prompt", "text", "student_nats_per_byte"], records, step)
 
@@ -215,6 +250,7 @@ class Log:
         """End the progress bar and the wandb run."""
         if not self.is_active:
             return
+        self.flush()
         self.bar.close()
         if self.wandb:
             self.wandb.finish()

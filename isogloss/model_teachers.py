@@ -7,6 +7,7 @@ ranks that share them together; every one of these ends up with all hidden state
 import contextlib
 import io
 import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,10 @@ from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 # Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
 # arithmetic; hidden states of 8,192 numbers in bfloat16 are 256 MiB of them.  Not tuned.
 JOINED_POSITIONS = 16_384
+# --teacher_compile.  Not tuned: shorter buckets compile more often, longer ones pad more.
+BUCKET = 128
+MOST_SHAPES = 64
+COMPILER = "inductor"
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
 SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
 # and only once every rank has loaded them whole
@@ -106,6 +111,42 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     return engine
 
 
+def check_compilation(engine, config):
+    """Raise a ValueError where --teacher_compile cannot work.
+
+    Args:
+        engine: as `resolve_engine` returns it; config: of the whole model.
+    """
+    if engine != "replicated":
+        raise ValueError(
+            f"--teacher_compile: not with --teacher_engine {engine}, whose ranks talk within a "
+            "forward pass; leave it out, or use a whole copy per rank (--teacher_tp 1)")
+    if quantization_of(config):
+        raise ValueError(
+            f"--teacher_compile: the teacher's weights are quantized ({quantization_of(config)}), "
+            "and their library has kernels of its own; leave it out")
+    missing = missing_compiler()
+    if missing:
+        raise ValueError(f"--teacher_compile: {missing}, which torch.compile needs; install it, or "
+                         "leave the flag out")
+
+
+def missing_compiler():
+    """Say what torch.compile lacks on this machine; "": nothing."""
+    # seconds of imports, which few runs need
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if torch.cuda.is_available():
+        return "" if has_triton() else "there is no triton"
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler"
+    return ""
+
+
 def _engine_of_quantized(engine, degree, method):
     """Return the engine of a quantized teacher, which every rank holds whole."""
     if engine not in ("auto", "replicated") or degree > 1:
@@ -155,7 +196,7 @@ class ModelTeacher:
     """Run a frozen model on this rank, whole or one shard of it; see `teachers.TeacherSource`.
 
     Attributes:
-        runner: WholeModel, SharedModel or Zero3Model.
+        runner: WholeModel, CompiledModel, SharedModel or Zero3Model.
         head: `tiles.Head` that maps hidden states to logits, whole on every rank.
         spec: TeacherSpec.
         engine: which way of loading it is.
@@ -298,10 +339,15 @@ def model_arguments(ids):
 
 def hidden_states(model, ids):
     """Return (B, T, H) final hidden states of a causal language model for a `model_input`."""
+    return layers_of(model)(**model_arguments(ids))[0]
+
+
+def layers_of(model):
+    """Return the part of a causal language model that makes hidden states."""
     layers = model.base_model
     if layers is model:  # Llama 4 keeps them under another name than its class says
         layers = getattr(model, "model", model)
-    return layers(**model_arguments(ids))[0]
+    return layers
 
 
 # --- how a model runs -----------------------------------------------------------------------------
@@ -318,6 +364,47 @@ class WholeModel:
 
     def logits(self, ids):
         return self.model(**model_arguments(ids)).logits
+
+
+@dataclass
+class CompiledModel:
+    """Run a whole copy on this rank, compiled for a few lengths of rows.
+
+    Attributes:
+        whole: WholeModel.
+    """
+
+    whole: WholeModel
+
+    def __post_init__(self):
+        layers_of(self.whole.model).compile(backend=COMPILER, dynamic=False)
+        # beyond as many shapes torch would run the model as it is
+        limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+        torch._dynamo.config.recompile_limit = limit
+
+    def hidden(self, ids):
+        return self.whole.hidden(self._padded(ids))[:, : ids.shape[-1]]
+
+    def logits(self, ids):
+        return self.whole.logits(self._padded(ids))[:, : ids.shape[-1]]
+
+    def _padded(self, ids):
+        """Return a `model_input` with columns behind its own, at which no causal model looks."""
+        length = ids.shape[-1]
+        # there may be no positions beyond the model's context
+        config = self.whole.model.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        return nn.functional.pad(ids, (0, max(min(bucket(length), context) - length, 0)))
+
+
+def bucket(length):
+    """Return the next of few lengths: multiples of an eighth of a power of 2, of at least BUCKET.
+
+    Of a row beyond 1,024 positions at most a fifth is padding; 20 lengths serve up to 8,192.
+    """
+    power = 1 << (length - 1).bit_length()
+    multiple = max(BUCKET, power // 8)
+    return -(-length // multiple) * multiple
 
 
 @dataclass
@@ -390,7 +477,10 @@ def load_replicated(spec):
         model = _frozen(_load(spec)).to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
-    teacher = ModelTeacher(WholeModel(model), head, spec, "replicated", num_parameters)
+    runner = WholeModel(model)
+    if spec.compile:
+        runner = CompiledModel(runner)
+    teacher = ModelTeacher(runner, head, spec, "replicated", num_parameters)
     return teacher.offloaded(model)
 
 

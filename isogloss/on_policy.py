@@ -320,7 +320,7 @@ class Writer:
                 if rollout is not None:
                     sums.add(rollout)
         numbers = [*sums.numbers(), self.seconds, *teacher_nats]
-        totals = global_sums(numbers, self.device).tolist()
+        totals = global_sums(numbers).tolist()
         num_sums = len(sums.numbers())
         sums = RolloutSums(*totals[:num_sums])
         metrics = sums.metrics()
@@ -381,7 +381,7 @@ class Writer:
         if student.logp is not None:
             is_written = ~student.logp.isnan()
             difference = (logp_BS - student.logp)[is_written].abs()
-        totals = global_sums([float(difference.sum()), difference.numel()], self.device).tolist()
+        totals = global_sums([float(difference.sum()), difference.numel()]).tolist()
         largest = difference.max() if difference.numel() else torch.zeros((), device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return {"rollout/logp_gap": totals[0] / max(totals[1], 1),
@@ -454,9 +454,9 @@ def evaluate_rollouts(writer, setups):
             counts[number].rollout_nats += batch.counts.pairs[number].rollout_nats
             counts[number].rollout_bytes += batch.counts.pairs[number].rollout_bytes
             setup.source.release()
-    whole = Counts(pairs=counts).all_reduce(writer.device)
+    whole = Counts(pairs=counts).all_reduce()
     numbers = [*sums.numbers(), *teacher_nats]
-    totals = global_sums(numbers, writer.device).tolist()
+    totals = global_sums(numbers).tolist()
     num_sums = len(sums.numbers())
     sums = RolloutSums(*totals[:num_sums])
     metrics = sums.metrics() | {"seconds": seconds}

@@ -221,7 +221,7 @@ class PipelineRunner:
         local = num_weights(stage.model)
         if stage.tied and self.computes_loss:  # the first stage counts the embedding
             local -= engine.module.model.get_output_embeddings().weight.numel()
-        in_all_pipelines = float(global_sums([local], engine.device)[0])
+        in_all_pipelines = float(global_sums([local])[0])
         self.num_parameters = int(in_all_pipelines) // self.averaged_ranks
         self.clock = StageClock(engine)
         self.step_seconds = 0.0
@@ -259,17 +259,18 @@ class PipelineRunner:
         return self.engine.module.stage.whole_logits
 
     def share(self, numbers):
-        values = torch.tensor(numbers, dtype=torch.float64, device=self.engine.device)
-        source = self.engine.grid.stage_to_global(self.engine.num_stages - 1)
-        dist.broadcast(values, source, group=self.engine.grid.get_pipe_parallel_group())
-        return values.tolist()
+        # a sum over all ranks, of which one rank of each pipeline adds anything
+        of_pipelines = torch.zeros(self.averaged_ranks, len(numbers), dtype=torch.float64)
+        pipeline = self.engine.grid.get_data_parallel_id()
+        if self.computes_loss:
+            of_pipelines[pipeline] = torch.tensor(numbers)
+        return global_sums(of_pipelines)[pipeline].tolist()
 
     def metrics(self):
         """Return the bubble, and the seconds in which the busiest and the idlest stage compute."""
         seconds = torch.zeros(self.engine.num_stages, dtype=torch.float64)
         seconds[self.engine.stage_id] = self.clock.seconds / self.averaged_ranks
-        of_stages = global_sums([*seconds, self.step_seconds / dist.get_world_size()],
-                                self.engine.device).tolist()
+        of_stages = global_sums([*seconds, self.step_seconds / dist.get_world_size()]).tolist()
         *of_stages, step_seconds = of_stages
         bubble = 1 - sum(of_stages) / len(of_stages) / step_seconds
         return {"bubble": bubble, "slowest_stage": max(of_stages), "fastest_stage": min(of_stages)}

@@ -175,6 +175,26 @@ def values_of_ranks(value, group=None):
     return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes)]
 
 
+# --- numbers of the host --------------------------------------------------------------------------
+
+_host_group = None  # made once in a process
+
+
+def host_group():
+    """Return the process group in which all ranks reduce tensors in the host's memory.
+
+    None stands for the group of all ranks, which does so on CPUs.  On devices a group of Gloo is
+    made at the first call, in which all ranks take part: NCCL would put the numbers behind all that
+    the device has still to do, and the host would wait for it.
+    """
+    global _host_group
+    if "gloo" in dist.get_backend():
+        return None
+    if _host_group is None:
+        _host_group = dist.new_group(backend="gloo", timeout=LOADING_TIMEOUT)
+    return _host_group
+
+
 # --- timeouts -------------------------------------------------------------------------------------
 
 

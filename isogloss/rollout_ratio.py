@@ -82,7 +82,7 @@ def weigh_by_ratio(cfg, engine, batches, sequence_group):
             teachers.append(weigh_positions(teacher, ratio_N1.squeeze(1)))
         batch.teachers = teachers
     device = logp_BS.device
-    totals = global_sums([sums.total, sums.count, sums.limited], device).tolist()
+    totals = global_sums([sums.total, sums.count, sums.limited]).tolist()
     largest = torch.tensor(sums.largest, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     count = max(totals[1], 1)

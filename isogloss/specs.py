@@ -28,6 +28,7 @@ class TeacherSpec:
         device: torch.device; None: to be filled in by the rank that loads it.
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
+        compile: let torch.compile make its forward pass.
         output: what is kept until a loss reads it: final "hidden" states, "logits", or "topk".
         output_topk: tokens of the output "topk"; all others together are one event.
         rest_temperature: by which the loss divides such logits.
@@ -50,6 +51,7 @@ class TeacherSpec:
     device: object = "cpu"
     degree: int = 1
     offload: bool = False
+    compile: bool = False
     output: str = "hidden"
     output_topk: int = 256
     rest_temperature: float = 1.0

@@ -617,7 +617,7 @@ def main(args):
     encoder = TaskEncoder(tokenizer, config)
     tasks = load_tasks(args.tasks.split(","), options, encoder, rank, size)
     model = load_model("model", args.model, args.trust_remote_code, dtype=args.dtype).to(device)
-    sums = partial(global_sums, device=device) if size > 1 else torch.as_tensor
+    sums = global_sums if size > 1 else torch.as_tensor
     metrics, records = run_tasks(
         tasks, model, encoder, options, sums=sums, bar=rank == 0)
     records = [record for of_rank in values_of_ranks(records) for record in of_rank]

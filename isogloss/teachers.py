@@ -21,6 +21,7 @@ import torch.distributed as dist
 from isogloss.cached_teachers import CachedTeacher
 from isogloss.model_teachers import (
     ModelTeacher,
+    check_compilation,
     load_replicated,
     load_tensor_parallel,
     load_transformers,
@@ -239,9 +240,11 @@ def load_teacher(spec: TeacherSpec) -> TeacherSource:
     """Make a teacher; all ranks take part unless it is "replicated".
 
     Raises:
-        ValueError: see `resolve_engine`; or its weights cannot be loaded.
+        ValueError: see `resolve_engine`, `check_compilation`; or its weights cannot be loaded.
     """
     engine = engine_of(spec)
+    if spec.compile:
+        check_compilation(engine, load_config("teacher", spec.path, spec.trust_remote_code))
     # the inference engine makes all ranks' random numbers equal
     with weights_of("teacher", spec.path), torch.random.fork_rng():
         return TEACHER_SOURCES[engine](spec)

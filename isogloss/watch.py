@@ -57,10 +57,10 @@ class StopSignals:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def agree(self, device):
+    def agree(self):
         """Return a signal that any rank has received, the same on every rank; 0: none has."""
         received = [number in self.received for number in STOP_SIGNALS]
-        for number, count in zip(STOP_SIGNALS, global_sums(received, device)):
+        for number, count in zip(STOP_SIGNALS, global_sums(received)):
             if count:
                 return int(number)
         return 0

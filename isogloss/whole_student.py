@@ -75,7 +75,7 @@ class WholeStudent:
 
     def _any_rank(self, has_work):
         """Tell whether any rank has work: each pass of a partitioned model needs all of them."""
-        return bool(global_sums([has_work], self.device)[0])
+        return bool(global_sums([has_work])[0])
 
 
 @contextmanager

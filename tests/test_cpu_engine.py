@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import isogloss.student
 import ranks
@@ -29,8 +31,32 @@ class Regression(nn.Module):
         return self.last(x).square().mean()
 
 
+class LargeOperations(TorchDispatchMode):
+    """Collect the names of what reads or writes a million elements at once, views apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, result))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        is_large = any(tensor.numel() >= 10**6 and 0 not in tensor.stride() for tensor in tensors)
+        name = func.overloadpacket.__name__
+        # a tensor that is copied to where it is costs nothing
+        in_place = name == "copy_" and args[0].data_ptr() == args[1].data_ptr()
+        if is_large and not in_place and not func.is_view:
+            self.names.add(name)
+        return result
+
+
 def trained(stage, clipping, accumulation, params, leave_out):
-    """Return the weights after three steps; without `leave_out` as DeepSpeed does it."""
+    """Train for three steps; without `leave_out` as DeepSpeed does it.
+
+    Returns:
+        (the weights, whether Adam is fused, LargeOperations of the last step).
+    """
     patch = pytest.MonkeyPatch()
     if not leave_out:
         patch.setattr(isogloss.student, "fuse_optimizer", lambda config: config)
@@ -51,28 +77,31 @@ def trained(stage, clipping, accumulation, params, leave_out):
     torch.manual_seed(rank)
     for _ in range(3 * accumulation):
         engine.backward(engine(torch.randn(4, 1100)))
-        engine.step()
+        with LargeOperations() as operations:
+            engine.step()
     fused = engine.optimizer.optimizer.param_groups[0]["fused"]
-    return [weight.detach().clone() for weight in module.parameters()], fused
+    weights = [weight.detach().clone() for weight in module.parameters()]
+    return weights, fused, operations.names
 
 
 def compare_all(cases):
-    """Return {case: (largest difference, whether each side was fused)} on this rank."""
+    """Return {case: (largest difference, whether each side was fused, operations)} on this rank."""
     start_distributed()
     silence_libraries()
     results = {}
     for case in cases:
         stage, clipping, accumulation, is_fused = case
         params = {} if is_fused else {"foreach": False}
-        ours, ours_fused = trained(stage, clipping, accumulation, params, True)
-        theirs, theirs_fused = trained(stage, clipping, accumulation, params, False)
+        ours, ours_fused, operations = trained(stage, clipping, accumulation, params, True)
+        theirs, theirs_fused, _ = trained(stage, clipping, accumulation, params, False)
         gaps = [(a - b).abs().max() for a, b in zip(ours, theirs)]
-        results[case] = float(torch.stack(gaps).max()), ours_fused, theirs_fused
+        results[case] = float(torch.stack(gaps).max()), ours_fused, theirs_fused, operations
     return results
 
 
 # stage, clipping (1e-3: of every step, 1e6: of none), accumulation steps, fused
-CASES = [(1, 1e6, 1, False), (2, 1e-3, 1, False), (2, 1e6, 2, False), (2, 1e6, 1, True)]
+CASES = [(1, 1e6, 1, False), (2, 1e-3, 1, False), (2, 1e6, 2, False), (2, 1e6, 1, True),
+         (1, 1e-3, 1, True), (2, 0.0, 2, True)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -82,10 +111,15 @@ def test_what_is_left_out_changes_no_weight(num_ranks):
     Adam divides a gradient by its own size, so where that is tiny, its rounding counts.
     """
     for of_rank in ranks.run(num_ranks, compare_all, CASES):
-        for case, (gap, ours_fused, theirs_fused) in of_rank.items():
+        for case, (gap, ours_fused, theirs_fused, operations) in of_rank.items():
             is_fused = case[-1]
             assert bool(ours_fused) is is_fused and not theirs_fused, case
             assert gap <= (1e-5 if is_fused else 0), (case, gap)
+            # one pass, clipping included; ranks also gather the weights of the others
+            passes = operations - {"_allgather_base_", "allgather_", "allgather_into_tensor_"}
+            assert passes == {"_fused_adamw_"} or not is_fused, (case, operations)
+            if not is_fused:
+                assert "cat" in operations, case  # it sees them
 
 
 def test_the_choice_of_the_configuration_stays():

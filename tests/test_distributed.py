@@ -370,7 +370,7 @@ def one_tokenizer_steps(flags, texts, changes):
     for change in changes:
         cfg = distill.Config(**flags | change)
         setup.loss = build_loss(cfg, inputs.student, setup.encoder, state.device)
-        steps.append([distill.train_step(state, [batch]) for _ in range(2)])
+        steps.append([distill.train_step(state, [batch]).metrics() for _ in range(2)])
     return steps
 
 
@@ -641,7 +641,7 @@ def test_a_run_may_resume_with_offload_and_reports(monkeypatch, tmp_path):
 
 def gather_sums():
     start_distributed()
-    return global_sums([1.0, dist.get_rank()], torch.device("cpu")).tolist()
+    return global_sums([1.0, dist.get_rank()]).tolist()
 
 
 def test_global_sums_are_equal_on_every_rank():

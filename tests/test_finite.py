@@ -96,7 +96,7 @@ def skip_a_step_of(flags, texts, spoiler):
     distill.train_step(state, batches[:2])
     before = state_of(state.engine)
     repair = SPOILERS[spoiler](state) if dist.get_rank() == 1 else lambda: None
-    metrics = distill.train_step(state, batches[2:4])
+    metrics = distill.train_step(state, batches[2:4]).metrics()
     repair()
     skipped = are_equal(before, state_of(state.engine))
     bad_steps = state.bad_steps.count
@@ -154,7 +154,7 @@ def name_the_loss(flags_of_jobs, texts):
         for name, weight in zip(("teacher", "student"), weights, strict=True):
             before = weight[40].clone()
             weight[40] = math.nan
-            metrics = distill.train_step(state, [batch])
+            metrics = distill.train_step(state, [batch]).metrics()
             weight[40] = before
             reports.append((flags, name, metrics["kd"], dataclasses.astuple(state.bad_steps)))
     return reports
@@ -258,18 +258,18 @@ def spoiled_steps(train_step, moments):
         steps.append(None)
         moment = moments.get(len(steps)) if dist.get_rank() == 1 else None
         if moment == "weights":  # after the step
-            metrics = train_step(state, micro_batches)
+            report = train_step(state, micro_batches)
             inner = getattr(state.engine.optimizer, "optimizer", state.engine.optimizer)
             next(iter(inner.state.values()))["exp_avg"][0] = math.nan
-            return metrics
+            return report
         if moment is None:
             return train_step(state, micro_batches)
         if moment == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
         repair = spoil_teacher(state)
-        metrics = train_step(state, micro_batches)
+        report = train_step(state, micro_batches)
         repair()
-        return metrics
+        return report
 
     return step_once
 

@@ -109,7 +109,7 @@ def layout_results(flags, samples, layouts, cases, tile_mib, alternate=False):
             texts = texts_of_rank(samples, layout, state.cfg.sequence_parallel)
             micro_batches = [collator(examples) for examples in texts]
             check_tiles(micro_batches[0], layout, tile_mib)
-            metrics = distill.train_step(state, micro_batches)
+            metrics = distill.train_step(state, micro_batches).metrics()
             kept = dict(gradients) if os.environ["RANK"] == "0" else None
             results.append(StepResult(layout, case, metrics, kept))
         state.engine.destroy()

@@ -144,7 +144,7 @@ def one_step(flags, samples, layouts):
         examples = [as_example(sample, inputs.student) for sample in samples]
         collator = collator_of(state, inputs, AS_FLAGS_SAY, examples, SMALL_TILE_MIB)
         parts = texts_of_rank(examples, layout, state.cfg.sequence_parallel)
-        metrics = distill.train_step(state, [collator(part) for part in parts])
+        metrics = distill.train_step(state, [collator(part) for part in parts]).metrics()
         results.append((layout, metrics, dict(gradients)))
         state.engine.destroy()
     return results

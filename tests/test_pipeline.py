@@ -139,7 +139,7 @@ def take_step(flags, step, samples):
     asked = count_requests(state)
     evaluation = distill.run_evaluation(state, micro_batches)
     asked.clear()
-    metrics = distill.train_step(state, micro_batches)
+    metrics = distill.train_step(state, micro_batches).metrics()
     kept = dict(gradients)
     num_asked = len(asked)
     distill.train_step(state, micro_batches[::-1])
@@ -546,6 +546,7 @@ def clipped_steps(flags, num_stages, texts):
     model = state.engine.module.model
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     for number in range(20):
-        metrics = distill.train_step(state, [collator([texts[2 * number + i]]) for i in (0, 1)])
+        report = distill.train_step(state, [collator([texts[2 * number + i]]) for i in (0, 1)])
+        metrics = report.metrics()
         assert metrics["grad_norm"] > 0.01
     return {name: weight.detach() - before[name] for name, weight in model.named_parameters()}

@@ -8,9 +8,17 @@ import torch
 import torch.distributed as dist
 
 import ranks
+from isogloss import model_teachers
+from isogloss.config import Config
 from isogloss.launch import silence_libraries, start_distributed
 from isogloss.layout import join_ids, join_members, teacher_groups
-from isogloss.model_teachers import Offload, resolve_engine
+from isogloss.model_teachers import (
+    Offload,
+    bucket,
+    check_compilation,
+    load_replicated,
+    resolve_engine,
+)
 from isogloss.specs import TEACHER_OUTPUTS, TeacherSpec
 from isogloss.teachers import load_teacher
 
@@ -415,3 +423,67 @@ def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits,
     assert 0 < error < tolerance
     with pytest.raises(ValueError, match=r"--teacher_offload: .* is quantized"):
         load_replicated(TeacherSpec(path=str(tmp_path / "packed"), vocab=96, offload=True))
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+def test_lengths_fall_into_few_buckets():
+    buckets = [bucket(length) for length in range(1, 8193)]
+    assert len(set(buckets)) == 20 and buckets == sorted(buckets)
+    for length, padded in enumerate(buckets, 1):
+        assert length <= padded and padded % 128 == 0
+        assert bucket(padded) == padded and (length <= 1024 or padded <= 1.25 * length)
+
+
+@pytest.mark.slow
+def test_a_compiled_teacher_gives_the_same_logits(checkpoints, monkeypatch):
+    """Whatever the length, packed or not; the same length is compiled once."""
+    compiled_shapes = []
+
+    def compiler(graph, inputs):
+        compiled_shapes.append([tuple(x.shape) for x in inputs if x.dtype == torch.int64])
+        return graph.forward
+
+    monkeypatch.setattr(model_teachers, "COMPILER", compiler)
+    torch.manual_seed(1)
+    for name in ("llama", "gemma3_text"):
+        plain, compiled = (
+            load_replicated(TeacherSpec(path=str(checkpoints / name), vocab=VOCAB, dtype="float32",
+                                        compile=compile)) for compile in (False, True))
+        packed_positions = torch.cat([torch.arange(9), torch.arange(6)])[None]
+        ids = torch.randint(VOCAB, (1, 15))
+        for given in (ids, torch.stack([ids, packed_positions]), torch.randint(VOCAB, (2, 61))):
+            positions = torch.arange(given.shape[-2:].numel())
+            for output in ("hidden", "logits"):
+                logits = compiled.read(given, output)(positions)
+                expected = plain.read(given, output)(positions)
+                assert logits.shape == expected.shape
+                assert torch.allclose(logits, expected, atol=2e-6), (name, given.shape, output)
+        assert compiled_shapes
+        count = len(compiled_shapes)
+        compiled.read(torch.randint(VOCAB, (1, 40)))
+        assert len(compiled_shapes) == count  # 15 and 40 positions become as many, the context
+        assert any((2, 64) in shapes for shapes in compiled_shapes)
+        compiled_shapes.clear()
+        torch._dynamo.reset()
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama")
+    for engine in ("tensor_parallel", "zero3", "transformers"):
+        with pytest.raises(ValueError, match=f"not with --teacher_engine {engine}"):
+            check_compilation(engine, config)
+    monkeypatch.setattr(model_teachers, "missing_compiler", lambda: "there is no compiler")
+    with pytest.raises(ValueError, match=r"there is no compiler, which torch\.compile needs"):
+        check_compilation("replicated", config)
+    config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match=r"quantized \(gptq\)"):
+        check_compilation("replicated", config)
+    flags = dict(student="s", teacher="t", data="d", teacher_compile=True)
+    with pytest.raises(ValueError, match="reads its weights where they were"):
+        Config(**flags, teacher_offload=True)
+    with pytest.raises(ValueError, match="has no forward pass"):
+        Config(**flags | {"teacher": "", "teacher_cache": "c"})

@@ -1,0 +1,141 @@
+"""Compare a whole training step on a CPU with its parts.
+
+    OMP_NUM_THREADS=1 python benchmarks/step.py ASSETS [--tokens 256] [--layers 8] [--hidden 512]
+        [--warm_up 3] [--repeats 4] [--profile]
+
+ASSETS: a folder with tokenizers/llama3 and text/wikitext2_valid_tokens.txt.  The student is a
+random, untied Llama with 128,256 tokens; a step has one micro-batch, the cross-entropy by tiles,
+ZeRO 2 on one rank in float32 as ds_configs/zero2.json has it, and a gradient that is clipped.  Its
+parts are forward and backward passes of the same model without an engine, and PyTorch's fused
+AdamW, which are run in turn with it.  Seconds are processor time, medians; `over_parts` is the
+median of step over parts of a turn.  Until memory is as large as it will be, which takes two or
+three turns, the kernel adds seconds.
+`--profile` prints what the step spends its time on.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from isogloss.cpu_settings import restart_with_settings
+from projection_tools.flags import tool
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Compare a training step with its parts.
+
+    Args:
+        assets: folder with tokenizers/ and text/.
+        tokens: of a step.
+        layers, hidden: of the student.
+        warm_up: turns that do not count.
+        repeats: turns that count.
+        profile: print a profile of one step.
+    """
+
+    assets: str
+    tokens: int = 256
+    layers: int = 8
+    hidden: int = 512
+    warm_up: int = 3
+    repeats: int = 4
+    profile: bool = False
+
+
+def write_inputs(folder, args):
+    """Write student, data and ds_config; return the flags of a run."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    assets = Path(args.assets)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / "llama3")
+    tokenizer.save_pretrained(folder / "student")
+    AutoConfig.for_model(
+        "llama", vocab_size=128_256, hidden_size=args.hidden, intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=8192, tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"]).save_pretrained(folder / "student")
+    text = (assets / "text" / "wikitext2_valid_tokens.txt").read_text()
+    (folder / "data.jsonl").write_text(json.dumps({"text": text[: 8 * args.tokens]}) + "\n")
+    (folder / "ds.json").write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}}}))
+    return dict(student=str(folder / "student"), from_scratch=True, kd_weight=0.0,
+                data=str(folder / "data.jsonl"), ds_config=str(folder / "ds.json"),
+                max_length=args.tokens, output_dir=str(folder / "run"))
+
+
+class Parts:
+    """Run what a step consists of without an engine: a second model, and PyTorch's AdamW."""
+
+    def __init__(self, cfg, state):
+        import torch
+
+        from isogloss.student import StudentWithLoss, load_student, optimizer_groups
+
+        self.module = StudentWithLoss(load_student(cfg, {}), state.vocab)
+        self.optimizer = torch.optim.AdamW(optimizer_groups(self.module), lr=1e-5, fused=True)
+
+    def run(self, batch, terms):
+        loss, _ = self.module(batch.student, terms)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def seconds_of(run):
+    """Return the processor seconds of run()."""
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
+def main(args):
+    import torch
+
+    import distill
+    from isogloss.inputs import build_collator, check_inputs
+    from isogloss.launch import silence_libraries, start_distributed
+
+    device = start_distributed()
+    silence_libraries()
+    with tempfile.TemporaryDirectory() as name:
+        cfg = distill.Config(**write_inputs(Path(name), args))
+        inputs = check_inputs(cfg, device)
+        state = distill.build_state(cfg, inputs, device)
+        parts = Parts(cfg, state)
+    batch = build_collator(cfg, inputs, device)([inputs.data.train_data[0]["text"]])
+    weights = distill.TermWeights(1 / batch.counts.ce_tokens, [])
+    turns = []
+    for turn in range(args.warm_up + args.repeats):
+        of_step = seconds_of(lambda: distill.train_step(state, [batch]))
+        of_parts = seconds_of(
+            lambda: parts.run(batch, distill.loss_terms(state, batch, [], weights)))
+        if turn >= args.warm_up:
+            turns.append((of_step, of_parts))
+    figures = {"tokens": int(batch.counts.tokens)}
+    figures["parameters"] = sum(weight.numel() for weight in parts.module.parameters())
+    figures["step"] = round(statistics.median(turn[0] for turn in turns), 3)
+    figures["parts"] = round(statistics.median(turn[1] for turn in turns), 3)
+    figures["over_parts"] = round(statistics.median(a / b for a, b in turns), 3)
+    print(json.dumps(figures), flush=True)
+    if args.profile:
+        with torch.profiler.profile() as profiler:
+            distill.train_step(state, [batch])
+        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=16,
+                                            max_name_column_width=60))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    restart_with_settings()
+    tool(Args, main, positional=("assets",))
