@@ -836,7 +836,9 @@ class _HeadGradients:
         self, head: Head, params: Sequence[Tensor], needs: Sequence[bool], device_type: str
     ) -> None:
         """Set up the gradients; `needs` are those of the head's tensors and then of `params`."""
-        self.weight = _WeightGradient(head.weight_VH, head.tokens, device_type) if needs[0] else None
+        self.weight: _WeightGradient | None = None
+        if needs[0]:
+            self.weight = _WeightGradient(head.weight_VH, head.tokens, device_type)
         self.bias_V = _zero_gradient(head.bias_V, needs[1])
         self.down_RH = _zero_gradient(head.down_RH, needs[2])
         self.up_VR = _zero_gradient(head.up_VR, needs[3])
@@ -862,7 +864,7 @@ class _WeightGradient:
     def __init__(self, weight_VH: Tensor, vocab: int, device_type: str) -> None:
         dtype = torch.promote_types(weight_VH.dtype, torch.float32)
         self.sum_VH = torch.empty_like(weight_VH, dtype=dtype)
-        self.sum_VH[vocab:] = 0
+        self.sum_VH[vocab:].zero_()
         self.token_rows = self.sum_VH[:vocab]
         self.mixed_matmul = device_type in MIXED_MATMULS
         self.is_empty = True
@@ -967,7 +969,7 @@ class _TiledLoss(torch.autograd.Function):
             number = len(out) - 1
             gradient = gradients.pop(0)
             if gradient is not None:
-                # In float32 first, so that a loss scale undoes a small weight without rounding to 0.
+                # In float32 first: a loss scale undoes a small weight without rounding to 0.
                 factor = outer[0].float() * ctx.scales[number]
                 gradient = _scaled(gradient, factor.to(gradient), ctx.dtypes[number])
                 gradient = gradient.view(ctx.shapes[number])

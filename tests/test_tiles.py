@@ -535,7 +535,7 @@ class GradientTraffic(TorchDispatchMode):
     Multiplies half precision into float32 where the CPU cannot.
     """
 
-    VIEWS = ("view", "t", "transpose", "permute", "slice", "detach", "alias", "empty", "_unsafe_view")
+    VIEWS = "view", "t", "transpose", "permute", "slice", "detach", "alias", "empty", "_unsafe"
 
     def __init__(self, numel):
         super().__init__()

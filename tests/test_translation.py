@@ -20,6 +20,7 @@ from isogloss.sample import TextEncoder
 from projection_tools import Pair
 from projection_tools.cells import build_translation
 from tiles import StoredLogits, SubTile, TeacherBlocks
+from test_tiles import on_meta
 from toys import EOS, Tokenizer
 from translation import (
     Tables,
@@ -191,16 +192,16 @@ def test_targets_are_distributions_and_divergences_are_not_negative(student, tea
     y = 3 * torch.randn(toy.y.shape, generator=generator).double()
     nodes = list_nodes(*toy.ids)
     rows = y.flatten(0, 1)
-    goes = before_goes_on(rows, nodes.roots, toy.tables)
-    scopes = list_scopes(nodes.choices, toy.tables)
-    target = root_target(rows, nodes.roots, goes, scopes.asked, toy.tables)
+    goes = before_goes_on(rows, nodes, toy.tables)
+    scopes = list_scopes(nodes.choices, toy.tables, nodes.sizes)
+    target = root_target(rows, nodes, goes, scopes.asked, toy.tables)
     x_root = x.flatten(0, 1)[nodes.roots.row_S]
     x_scope = x_root[nodes.choices.root[scopes.node_E], scopes.token_E]
     questions = [
         root_question(x_root, target, toy.tables),
         choice_question(x_scope, rows, rows.logsumexp(-1), target.q_A, goes, scopes, nodes,
                         toy.tables),
-        inside_target(rows, nodes.insides, toy.tables)]
+        inside_target(rows, nodes, toy.tables)]
     for question in questions:
         assert (question.target_KG >= 0).all()
         sums = question.target_KG.sum(1)
@@ -208,6 +209,19 @@ def test_targets_are_distributions_and_divergences_are_not_negative(student, tea
     for divergence in DIVERGENCES.values():
         values, _ = toy.loss(x, y, divergence, reduction="none")
         assert (values > -1e-12).all()
+
+
+def test_nothing_waits_for_the_device():
+    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
+    toy = Toy(COARSE, CROSSING, 1)
+    nodes = list_nodes(*toy.ids)
+    assert len(nodes.choices.root) and len(nodes.insides.row_S) and nodes.count_many
+    nodes, tables, ids = on_meta([nodes, toy.tables, toy.ids[1:3]])
+    for divergence in DIVERGENCES.values():
+        x = on_meta(toy.x.clone().requires_grad_())
+        value, _ = translated(x, on_meta(toy.y), *ids, nodes, tables, divergence)
+        value.backward()
+        assert x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
