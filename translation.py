@@ -391,30 +391,48 @@ def nodes_of_chunks(
 
 
 def _measure(roots: Roots, choices: Choices, insides: Insides, tables: Tables) -> Sizes:
-    """Count what a device will make of the nodes, by making it here of the ids."""
+    """Count what a device will make of the nodes."""
     before = _ranges_before(roots, tables)
     before_N = before.high - before.low
-    join_low, join_high = _join_ranges(roots, tables)
-    _, join_J = expand(join_low, join_high)
-    scopes = list_scopes(choices, tables)
-    steps_K = torch.where(choices.row_T >= 0, choices.level - 1, 0)
-    node_E, place_E = expand(insides.low, insides.high)
-    next_E = next_piece(tables.pieces_W, tables.order_W[place_E], insides.level[node_E])
-    inside_cells, _ = _inside_cells(node_E, next_E, len(insides.row_S), tables)
+    _, join_J = expand(*_join_ranges(roots, tables))
+    longer = torch.searchsorted(
+        tables.longer_rank_F, torch.stack([choices.low, choices.high])
+    ).sum(1).tolist()
+    scope = _count_cells(choices, tables.order_V, tables.pieces_V, least=-1)
+    inside = _count_cells(insides, tables.order_W, tables.pieces_W, least=0)
     return Sizes(
         before_E=int(before_N.sum()),
         join_J=len(join_J),
         joined_E=int((tables.join_high_J[join_J] - tables.join_low_J[join_J]).sum()),
-        scope_E=len(scopes.token_E),
-        scope_G=len(scopes.cells.key_G),
-        scope_width=scopes.cells.width,
-        longer_E=len(scopes.longer_token_E),
-        step_E=int(steps_K.sum()),
+        scope_E=scope[0],
+        scope_G=scope[1],
+        scope_width=max(1, scope[2]),
+        longer_E=longer[1] - longer[0],
+        step_E=int(((choices.level - 1) * (choices.row_T >= 0)).sum()),
         going_E=int(before_N[choices.root].sum()),
-        inside_E=len(node_E),
-        inside_G=len(inside_cells.key_G),
-        inside_width=inside_cells.width,
+        inside_E=inside[0],
+        inside_G=inside[1],
+        inside_width=inside[2] + 1,
     )
+
+
+def _count_cells(
+    nodes: Choices | Insides, order: Tensor, pieces: Tensor, least: int
+) -> tuple[int, int, int]:
+    """Return how many tokens and cells the nodes have, and the most cells of one.
+
+    Args:
+        least: smallest next piece that names a cell; -1 stands for a token that ends.
+    """
+    if not len(nodes.level):
+        return 0, 0, 0
+    node_E, place_E = expand(nodes.low, nodes.high)
+    next_E = next_piece(pieces, order[place_E], nodes.level[node_E])
+    is_new_E = next_E >= least
+    # tokens are sorted by their spelling, so equal ones are neighbors
+    is_new_E[1:] &= (node_E[1:] != node_E[:-1]) | (next_E[1:] != next_E[:-1])
+    cells_K = torch.bincount(node_E[is_new_E], minlength=1)
+    return len(node_E), int(cells_K.sum()), int(cells_K.max())
 
 
 def _list_choices(

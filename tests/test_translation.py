@@ -19,8 +19,8 @@ from isogloss.config import Config
 from isogloss.sample import TextEncoder
 from projection_tools import Pair
 from projection_tools.cells import build_translation
-from tiles import StoredLogits, SubTile, TeacherBlocks
 from test_tiles import on_meta
+from tiles import StoredLogits, SubTile, TeacherBlocks
 from toys import EOS, Tokenizer
 from translation import (
     Tables,
