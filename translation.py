@@ -85,7 +85,8 @@ class Tables(NamedTuple):
     longer_rank_F: (F,) int64, these ranks.
     join_start_V: (V + 1,) int64; behind student token v0 the teacher tokens
         ``order_W[join_low_J[j]:join_high_J[j]]`` cannot come, for j from join_start_V[v0] to
-        join_start_V[v0 + 1].
+        join_start_V[v0 + 1]; no token is in two of them.
+    joined_V: (V,) int64, how many these are.
     """
 
     cell_V: Tensor
@@ -105,6 +106,7 @@ class Tables(NamedTuple):
     join_start_V: Tensor
     join_low_J: Tensor
     join_high_J: Tensor
+    joined_V: Tensor
 
 
 def with_rest(tables: Tables) -> Tables:
@@ -394,7 +396,8 @@ def _measure(roots: Roots, choices: Choices, insides: Insides, tables: Tables) -
     """Count what a device will make of the nodes."""
     before = _ranges_before(roots, tables)
     before_N = before.high - before.low
-    _, join_J = expand(*_join_ranges(roots, tables))
+    join_low, join_high = _join_ranges(roots, tables)
+    joined_N = tables.joined_V[roots.before_S.clamp(min=0)]
     longer = torch.searchsorted(
         tables.longer_rank_F, torch.stack([choices.low, choices.high])
     ).sum(1).tolist()
@@ -402,8 +405,8 @@ def _measure(roots: Roots, choices: Choices, insides: Insides, tables: Tables) -
     inside = _count_cells(insides, tables.order_W, tables.pieces_W, least=0)
     return Sizes(
         before_E=int(before_N.sum()),
-        join_J=len(join_J),
-        joined_E=int((tables.join_high_J[join_J] - tables.join_low_J[join_J]).sum()),
+        join_J=int((join_high - join_low).sum()),
+        joined_E=int((joined_N * (roots.before_S >= 0)).sum()),
         scope_E=scope[0],
         scope_G=scope[1],
         scope_width=max(1, scope[2]),
@@ -1309,6 +1312,8 @@ def translated_in_place(
         teacher_MW: likewise; written to in between, and as it was in the end.
         labels_N: int64, the next tokens, -100 for none; None: no cross-entropy.
         next_S, next_T: int64, the token that each position predicts.
+        tables: of which no two joins of a student token name the same teacher token, as those that
+            spelling.py builds.
         cells: `gpu_kernels.cell_tables` of these tables.
         weight_N: weight of the terms that begin at each student row; None: 1.
     Returns:
@@ -1393,14 +1398,11 @@ def _read_teacher(
     mass_E = goes.mass_K[goes.node_E] * goes.mass_E
     target_RC.view(-1).index_put_((place_E,), mass_E, accumulate=True)  # in a fixed order
 
-    # the logsumexp is that of all tokens; lists of joins may name a token twice
-    key_E, order_E = (row_E * y_MW.shape[1] + token_E).sort()
-    counts_E = torch.ones_like(key_E, dtype=torch.bool)
-    counts_E[1:] = key_E[1:] != key_E[:-1]
-    counts_E &= token_E[order_E] != roots.next_T[root_E[order_E]]
-    logits_E = at_least_float32(joined_E[order_E]) / temperature
-    logits_E = logits_E.masked_fill(~counts_E, -torch.inf)
-    joined_M = Segments.of(row_E[order_E], len(y_MW)).logsumexp(logits_E)
+    # the logsumexp is that of all tokens, and has counted the one that came
+    logits_E = at_least_float32(joined_E) / temperature
+    logits_E = logits_E.masked_fill(token_E == roots.next_T[root_E], -torch.inf)
+    joined_R = Segments.of(root_E, len(roots.row_T)).logsumexp(logits_E)
+    joined_M = torch.full_like(log_rest_M, -torch.inf).index_copy_(0, roots.row_T, joined_R)
     return target_RC, q_A, torch.logaddexp(log_rest_M, joined_M)
 
 
