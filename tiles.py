@@ -844,9 +844,10 @@ class _HeadGradients:
         self.up_VR = _zero_gradient(head.up_VR, needs[3])
         self.params = [_zero_gradient(x, need) for x, need in zip(params, needs[4:])]
 
-    def in_input_order(self) -> list[Tensor | None]:
-        weight_VH = None if self.weight is None else self.weight.result()
-        return [weight_VH, self.bias_V, self.down_RH, self.up_VR, *self.params]
+    def in_input_order(self) -> list[Any]:
+        if self.weight is not None:
+            self.weight.finish()
+        return [self.weight, self.bias_V, self.down_RH, self.up_VR, *self.params]
 
 
 class _WeightGradient:
@@ -859,43 +860,80 @@ class _WeightGradient:
         weight_VH: the weight.
         vocab: rows that are tokens; those of the padding get 0.
         device_type: of the tensors, see MIXED_MATMULS.
+    Attributes:
+        pieces: the sum, cut into blocks of rows; two where `scaled` has to change its precision.
     """
 
     def __init__(self, weight_VH: Tensor, vocab: int, device_type: str) -> None:
         dtype = torch.promote_types(weight_VH.dtype, torch.float32)
-        self.sum_VH = torch.empty_like(weight_VH, dtype=dtype)
-        self.sum_VH[vocab:].zero_()
-        self.token_rows = self.sum_VH[:vocab]
-        self.mixed_matmul = device_type in MIXED_MATMULS
+        self.mixed_matmul = device_type in MIXED_MATMULS and dtype != weight_VH.dtype
+        # on a CPU one matmul is faster than two
+        num_pieces = 2 if self.mixed_matmul else 1
+        self.pieces = []
+        for rows_VH in weight_VH.chunk(num_pieces):
+            self.pieces.append(torch.empty_like(rows_VH, dtype=dtype))
+        self.vocab = vocab
         self.is_empty = True
 
-    def result(self) -> Tensor:
-        if self.is_empty:
-            self.token_rows.zero_()
-        return self.sum_VH
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def finish(self) -> None:
+        """Fill in 0 where no product was written."""
+        first = 0
+        for piece in self.pieces:
+            tokens = 0 if self.is_empty else min(len(piece), max(0, self.vocab - first))
+            piece[tokens:].zero_()
+            first += len(piece)
 
     def add_product(self, d_linear_NV: Tensor, hidden_NH: Tensor, factor: float) -> None:
         """Add factor * d_linear^T hidden."""
-        out = self.token_rows
-        beta = 0 if self.is_empty else 1
+        first = 0
+        for piece in self.pieces:
+            columns = d_linear_NV[:, first : first + len(piece)]
+            if columns.shape[1]:
+                self._add_piece(piece[: columns.shape[1]], columns, hidden_NH, factor)
+            first += len(piece)
         self.is_empty = False
-        if out.dtype == d_linear_NV.dtype:
-            out.addmm_(d_linear_NV.T, hidden_NH, beta=beta, alpha=factor)
-        elif self.mixed_matmul:
+
+    def _add_piece(self, out: Tensor, columns_NV: Tensor, hidden_NH: Tensor, factor: float) -> None:
+        beta = 0 if self.is_empty else 1
+        if out.dtype == columns_NV.dtype:
+            out.addmm_(columns_NV.T, hidden_NH, beta=beta, alpha=factor)
+            return
+        if self.mixed_matmul:
             # the matmul reads and writes the sum itself: 8 bytes a weight, where a product of its
             # own, in half precision, would take 12
             torch.addmm(
-                out, d_linear_NV.T, hidden_NH, out_dtype=out.dtype, beta=beta, alpha=factor, out=out
+                out, columns_NV.T, hidden_NH, out_dtype=out.dtype, beta=beta, alpha=factor, out=out
             )
-        else:
-            # blocks of the vocabulary keep the product small
-            for first in range(0, len(out), GRADIENT_BLOCK):
-                block = d_linear_NV[:, first : first + GRADIENT_BLOCK]
-                target = out[first : first + block.shape[1]]
-                if beta == 0:
-                    torch.mul(block.T @ hidden_NH, factor, out=target)
-                else:
-                    target.add_(block.T @ hidden_NH, alpha=factor)
+            return
+        # blocks of the vocabulary keep the product small
+        for first in range(0, len(out), GRADIENT_BLOCK):
+            block = columns_NV[:, first : first + GRADIENT_BLOCK]
+            target = out[first : first + block.shape[1]]
+            if beta == 0:
+                torch.mul(block.T @ hidden_NH, factor, out=target)
+            else:
+                target.add_(block.T @ hidden_NH, alpha=factor)
+
+    def scaled(self, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sum times a factor in another precision; the pieces are given away.
+
+        Two pieces of float32 are in memory, or one and all of the result, never more: this is when
+        the activations of the whole model wait for their backward pass.
+        """
+        pieces = self.pieces
+        self.pieces = []
+        if len(pieces) == 1:
+            return _scaled(pieces[0], factor.to(pieces[0]), dtype)
+        num_rows = sum(map(len, pieces))
+        first = _scaled(pieces.pop(0), factor, dtype)
+        out = first.new_empty(num_rows, first.shape[1])
+        out[: len(first)] = first
+        torch.mul(pieces[0], factor, out=out[len(first) :])
+        return out
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -971,7 +1009,11 @@ class _TiledLoss(torch.autograd.Function):
             if gradient is not None:
                 # In float32 first: a loss scale undoes a small weight without rounding to 0.
                 factor = outer[0].float() * ctx.scales[number]
-                gradient = _scaled(gradient, factor.to(gradient), ctx.dtypes[number])
+                dtype = ctx.dtypes[number]
+                if isinstance(gradient, _WeightGradient):
+                    gradient = gradient.scaled(factor, dtype)
+                else:
+                    gradient = _scaled(gradient, factor.to(gradient), dtype)
                 gradient = gradient.view(ctx.shapes[number])
             out.append(gradient)
         return tuple(out)
