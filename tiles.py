@@ -914,7 +914,7 @@ class _WeightGradient:
             block = columns_NV[:, first : first + GRADIENT_BLOCK]
             target = out[first : first + block.shape[1]]
             if beta == 0:
-                torch.mul(block.T @ hidden_NH, factor, out=target)
+                target.copy_(block.T @ hidden_NH).mul_(factor)
             else:
                 target.add_(block.T @ hidden_NH, alpha=factor)
 

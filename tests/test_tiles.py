@@ -535,7 +535,7 @@ class GradientTraffic(TorchDispatchMode):
     Multiplies half precision into float32 where the CPU cannot.
     """
 
-    VIEWS = "view", "t", "split", "transpose", "permute", "slice", "detach", "alias", "empty", "_unsafe"
+    VIEWS = "view", "t", "split", "permute", "slice", "detach", "alias", "empty", "_unsafe"
 
     def __init__(self, numels):
         super().__init__()
