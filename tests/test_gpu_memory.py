@@ -1,7 +1,6 @@
 """How much memory a loss takes on a GPU, counted on a CPU from torch's own allocations."""
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 import losses
