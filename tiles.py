@@ -866,9 +866,9 @@ class _WeightGradient:
 
     def __init__(self, weight_VH: Tensor, vocab: int, device_type: str) -> None:
         dtype = torch.promote_types(weight_VH.dtype, torch.float32)
-        self.mixed_matmul = device_type in MIXED_MATMULS and dtype != weight_VH.dtype
+        self.mixed_matmul = device_type in MIXED_MATMULS
         # on a CPU one matmul is faster than two
-        num_pieces = 2 if self.mixed_matmul else 1
+        num_pieces = 2 if self.mixed_matmul and dtype != weight_VH.dtype else 1
         self.pieces = []
         for rows_VH in weight_VH.chunk(num_pieces):
             self.pieces.append(torch.empty_like(rows_VH, dtype=dtype))
