@@ -571,9 +571,10 @@ def going_on(
     """
     kernels = compiled_kernels(y_MW, y_MW) if y_MW.dtype == torch.float32 else None
     if kernels:
-        return GoingOn(*kernels.going_on(
+        fields = kernels.going_on(
             y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W, temperature
-        ), with_ends=False)
+        )
+        return GoingOn(*fields, False)
     node_E, place_E = expand(low, high, num)
     nodes = Segments.of(node_E, len(low))
     token_E = tables.order_W[place_E]
