@@ -47,13 +47,13 @@ VARIATION = tl.constexpr(3)
 
 
 @triton.jit
-def _load(row_ptr, columns, mask):
+def load_logits(row_ptr, columns, mask):
     """Load logits as float32, -inf where the mask is False."""
     return tl.load(row_ptr + columns, mask=mask, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
-def _add_lanes(top, total, x, scale):
+def add_lanes(top, total, x, scale):
     """Return the running maximum, and sum of exp(scale (x - maximum)), of each lane.
 
     NaN and inf make the sum NaN, which then stays.
@@ -66,7 +66,7 @@ def _add_lanes(top, total, x, scale):
 
 
 @triton.jit
-def _join_lanes(top, total, scale):
+def join_lanes(top, total, scale):
     """Return maximum and sum of a row."""
     row_top = tl.max(top, 0)
     reference = tl.where(row_top == -float("inf"), 0.0, row_top)
@@ -74,7 +74,7 @@ def _join_lanes(top, total, scale):
 
 
 @triton.jit
-def _row_sums(row_ptr, V, scale, BLOCK: tl.constexpr):
+def row_sums(row_ptr, V, scale, BLOCK: tl.constexpr):
     """Return maximum, sum of exp(scale (x - maximum)) and sum of exp(x - maximum) of a row."""
     lanes = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -82,17 +82,17 @@ def _row_sums(row_ptr, V, scale, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     plain_total = total
     for start in range(0, V, BLOCK):
-        x = _load(row_ptr, start + lanes, start + lanes < V)
-        top, total = _add_lanes(top, total, x, scale)
-        plain_top, plain_total = _add_lanes(plain_top, plain_total, x, 1.0)
-    row_top, total = _join_lanes(top, total, scale)
-    _, plain_total = _join_lanes(plain_top, plain_total, 1.0)
+        x = load_logits(row_ptr, start + lanes, start + lanes < V)
+        top, total = add_lanes(top, total, x, scale)
+        plain_top, plain_total = add_lanes(plain_top, plain_total, x, 1.0)
+    row_top, total = join_lanes(top, total, scale)
+    _, plain_total = join_lanes(plain_top, plain_total, 1.0)
     return row_top, total, plain_total
 
 
 @triton.jit
 def _cell_row_sums(row_ptr, slot_ptr, num_cells, V, scale, root, BLOCK: tl.constexpr):
-    """Return what `_row_sums` returns, then maximum and sum of the tokens that have a cell.
+    """Return what `row_sums` returns, then maximum and sum of the tokens that have a cell.
 
     The last two are -inf and 0 where root is -1, which spares reading the slots.
     """
@@ -106,20 +106,20 @@ def _cell_row_sums(row_ptr, slot_ptr, num_cells, V, scale, root, BLOCK: tl.const
     linked_total = total
     for start in range(0, V, BLOCK):
         columns = start + lanes
-        x = _load(row_ptr, columns, columns < V)
-        top, total = _add_lanes(top, total, x, scale)
-        plain_top, plain_total = _add_lanes(plain_top, plain_total, x, 1.0)
+        x = load_logits(row_ptr, columns, columns < V)
+        top, total = add_lanes(top, total, x, scale)
+        plain_top, plain_total = add_lanes(plain_top, plain_total, x, 1.0)
         slot = tl.load(slot_ptr + columns, mask=columns < num_slots, other=num_cells)
         linked = tl.where(slot < num_cells, x, -float("inf"))
-        linked_top, linked_total = _add_lanes(linked_top, linked_total, linked, scale)
-    row_top, total = _join_lanes(top, total, scale)
-    _, plain_total = _join_lanes(plain_top, plain_total, 1.0)
-    row_linked_top, linked_total = _join_lanes(linked_top, linked_total, scale)
+        linked_top, linked_total = add_lanes(linked_top, linked_total, linked, scale)
+    row_top, total = join_lanes(top, total, scale)
+    _, plain_total = join_lanes(plain_top, plain_total, 1.0)
+    row_linked_top, linked_total = join_lanes(linked_top, linked_total, scale)
     return row_top, total, plain_total, row_linked_top, linked_total
 
 
 @triton.jit
-def _cross_entropy_slope(x, columns, label, log_total, factor):
+def cross_entropy_slope(x, columns, label, log_total, factor):
     """Return the derivative of factor times the cross-entropy, by logits x; 0 without a label."""
     slope = factor * (tl.exp(x - log_total) - tl.where(columns == label, 1.0, 0.0))
     return tl.where(label >= 0, slope, 0.0)
@@ -177,7 +177,7 @@ def _divergence_kernel(
     x_row = x_ptr + n * x_stride
     d_row = d_ptr + n * d_stride
     lanes = tl.arange(0, BLOCK)
-    top, total, plain_total = _row_sums(x_row, V, scale, BLOCK)
+    top, total, plain_total = row_sums(x_row, V, scale, BLOCK)
     log_total = top * scale + tl.log(total)
     plain_log_total = top + tl.log(plain_total)
     label = -1
@@ -192,7 +192,7 @@ def _divergence_kernel(
         factor = tl.load(factor_ptr + n)
         # a row without a term reads some row of the teacher, and leaves it out below
         y_row = y_ptr + tl.maximum(teacher_row, 0).to(tl.int64) * y_stride
-        top_y, total_y, _ = _row_sums(y_row, V, teacher_scale, BLOCK)
+        top_y, total_y, _ = row_sums(y_row, V, teacher_scale, BLOCK)
         log_total_y = top_y * teacher_scale + tl.log(total_y)
 
     value = tl.zeros([BLOCK], tl.float32)
@@ -201,12 +201,12 @@ def _divergence_kernel(
     for start in range(0, V, BLOCK):
         columns = start + lanes
         inside = columns < V
-        x = _load(x_row, columns, inside)
+        x = load_logits(x_row, columns, inside)
         if HAS_LABELS:
             label_logit += tl.where(columns == label, x, 0.0)
         if HAS_TEACHER:
             raw = x * scale - log_total
-            logq = _load(y_row, columns, inside) * teacher_scale - log_total_y
+            logq = load_logits(y_row, columns, inside) * teacher_scale - log_total_y
             value_here, slope = _compare(
                 _raise(raw, floor), _raise(logq, floor),
                 forward_weight, reverse_weight, log_s, log_not_s, KIND,
@@ -224,11 +224,11 @@ def _divergence_kernel(
     for start in range(0, V, BLOCK):
         columns = start + lanes
         inside = columns < V
-        x = _load(x_row, columns, inside)
+        x = load_logits(x_row, columns, inside)
         d = tl.zeros([BLOCK], tl.float32)
         if HAS_TEACHER:
             raw = x * scale - log_total
-            logq = _load(y_row, columns, inside) * teacher_scale - log_total_y
+            logq = load_logits(y_row, columns, inside) * teacher_scale - log_total_y
             _value, slope = _compare(
                 _raise(raw, floor), _raise(logq, floor),
                 forward_weight, reverse_weight, log_s, log_not_s, KIND,
@@ -236,7 +236,7 @@ def _divergence_kernel(
             slope = tl.where(raw < floor, 0.0, slope) - tl.exp(raw) * row_mean
             d = tl.where(teacher_row >= 0, factor * scale * slope, 0.0)
         if HAS_LABELS:
-            d += _cross_entropy_slope(x, columns, label, plain_log_total, ce_factor)
+            d += cross_entropy_slope(x, columns, label, plain_log_total, ce_factor)
         tl.store(d_row + columns, d.to(d_ptr.dtype.element_ty), mask=inside)
 
 
@@ -304,7 +304,7 @@ def divergence_(
             1 / temperature, 1 / teacher_temperature, forward_weight, reverse_weight, log_s,
             log_not_s, floor, ce_factor,
             KIND=kind, HAS_TEACHER=y_MV is not None, HAS_LABELS=labels_N is not None,
-            BLOCK=_block(V), num_warps=NUM_WARPS,
+            BLOCK=block_of(V), num_warps=NUM_WARPS,
         )
     return value_N, cross_entropy_N
 
@@ -324,7 +324,7 @@ def _kind(
     return OF_BOTH.value, (a, b, log_s, math.log1p(-s))
 
 
-def _block(V: int) -> int:
+def block_of(V: int) -> int:
     return min(BLOCK, triton.next_power_of_2(V))
 
 
@@ -437,7 +437,7 @@ def _short_masses(row_ptr, ids_ptr, base, width, top, scale, shift, SLICE: tl.co
     mass = tl.zeros([SLICE], tl.float32)
     for j in range(0, width):
         token = tl.load(ids_ptr + base + j * SLICE + lanes)
-        x = _load(row_ptr, token, token >= 0)
+        x = load_logits(row_ptr, token, token >= 0)
         mass += tl.exp((x - top) * scale + shift)
     return mass
 
@@ -450,7 +450,7 @@ def _long_mass(row_ptr, ids_ptr, start, end, top, scale, shift, BLOCK: tl.conste
     for first in range(start, end, BLOCK):
         place = first + lanes
         token = tl.load(ids_ptr + place, mask=place < end, other=0)
-        x = _load(row_ptr, token, place < end)
+        x = load_logits(row_ptr, token, place < end)
         mass += tl.exp((x - top) * scale + shift)
     return tl.sum(mass, 0)
 
@@ -514,7 +514,7 @@ def teacher_cells(
             y_MW, y_MW.stride(0), y_MW.shape[1], tables.slot_W, num_cells, root_M, ends_R,
             target_RC, target_RC.stride(0), log_total_M, log_linked_M,
             *_list_arguments(tables.teacher), 1 / temperature,
-            SLICE=_slice_of(tables.teacher), BLOCK=_block(y_MW.shape[1]), num_warps=NUM_WARPS,
+            SLICE=_slice_of(tables.teacher), BLOCK=block_of(y_MW.shape[1]), num_warps=NUM_WARPS,
         )
     return target_RC, log_total_M, log_linked_M
 
@@ -629,7 +629,7 @@ def student_cells_(
             x_NV, x_NV.stride(0), x_NV.shape[1], tables.slot_V, tables.num_cells, root_N,
             target_RC, target_RC.stride(0), value_R, *sums_4N,
             *_list_arguments(tables.student), 1 / temperature, shift,
-            SLICE=_slice_of(tables.student), BLOCK=_block(x_NV.shape[1]), num_warps=NUM_WARPS,
+            SLICE=_slice_of(tables.student), BLOCK=block_of(x_NV.shape[1]), num_warps=NUM_WARPS,
         )
     return StudentCells(value_R, target_RC, *sums_4N)
 
@@ -646,7 +646,7 @@ def _cells_gradient_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < V
     x_row = x_ptr + n * x_stride
-    x = _load(x_row, columns, inside)
+    x = load_logits(x_row, columns, inside)
     d = tl.zeros([BLOCK], tl.float32)
     root = tl.load(root_ptr + n)
     if root >= 0:
@@ -663,7 +663,7 @@ def _cells_gradient_kernel(
     if HAS_LABELS:
         label = tl.load(label_ptr + n)
         plain_log_total = tl.load(plain_log_total_ptr + n)
-        d += _cross_entropy_slope(x, columns, label, plain_log_total, ce_factor)
+        d += cross_entropy_slope(x, columns, label, plain_log_total, ce_factor)
     tl.store(x_row + columns, d.to(x_ptr.dtype.element_ty), mask=inside)
 
 
@@ -685,7 +685,7 @@ def cells_gradient_(
     N, V = x_NV.shape
     if not N:
         return
-    block = _block(V)
+    block = block_of(V)
     with torch.cuda.device_of(x_NV):
         _cells_gradient_kernel[(N, triton.cdiv(V, block))](
             x_NV, x_NV.stride(0), V, tables.slot_V, tables.num_cells, root_N,

@@ -1220,6 +1220,40 @@ def projection_kl(
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
 
 
+def projection_in_place(
+    student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, chunks: Chunks, tables: Any,
+    kept_K: Tensor | None, factors: tuple[float, float], weight_N: Tensor | None = None,
+    temperature: float = 1.0, reverse: bool = False,
+) -> SumAndCount | None:
+    """Compute cross-entropy and `projection_kl`, and write the gradient over the student's logits.
+
+    It takes three launches of gpu_chunks.py.
+
+    Args:
+        tables: `gpu_chunks.projection_tables` of the projection's entries in the kept columns.
+        weight_N: weight of the terms that begin at each student row; None: 1.
+        Others, Returns: see `divergence_in_place` and `projection_kl`.
+    """
+    kernels = chunk_kernels(student_NV, teacher_MW)
+    if kernels is None:
+        return None
+    check_width("student", student_NV, len(tables.start_V) - 1, "the projection", None)
+    if kept_K is None:
+        check_width("teacher", teacher_MW, tables.width, "the projection", None)
+    rows = _rows_of(kernels, chunks, student_NV)
+    totals = kernels.row_totals(student_NV, teacher_MW, temperature, kept_K)
+    cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
+    value_C, slope_CK = kernels.projected(
+        student_NV, teacher_MW, rows, totals, tables, temperature, reverse, kept_K
+    )
+    factor_C = _chunk_factors(weight_N, chunks, temperature)
+    kernels.projected_gradient_(
+        student_NV, rows, totals, tables, slope_CK, factors[1] * factor_C, labels_N, temperature,
+        factors[0],
+    )
+    return cross_entropy, (value_C * factor_C).sum()
+
+
 def _projection_target(
     y_MW: Tensor, chunks: Chunks, kept_K: Tensor | None, teacher_average: str,
     group: ProcessGroup | None,
@@ -1958,6 +1992,81 @@ def gold(
     value_C = temperature**2 * value_C
     shape_BS = student_chunk_BS.shape
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
+
+
+def gold_in_place(
+    student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, chunks: Chunks,
+    common: TokenIds, others: TokenIds, factors: tuple[float, float],
+    weight_N: Tensor | None = None, temperature: float = 1.0, uncommon_topk: int = 8192,
+    reverse: bool = False,
+) -> SumAndCount | None:
+    """Compute cross-entropy and `gold`, and write the gradient over the student's logits.
+
+    The common tokens take three launches of gpu_chunks.py; torch sorts the others.
+
+    Args:
+        common, others: as `gold` gets them: common_V, common_W; rest.
+        weight_N: weight of the terms that begin at each student row; None: 1.
+        Others, Returns: see `divergence_in_place` and `gold`.
+    """
+    kernels = chunk_kernels(student_NV, teacher_MW)
+    if kernels is None:
+        return None
+    check_width("student", student_NV, len(common.student) + len(others.student), "rest", None)
+    check_width("teacher", teacher_MW, len(common.teacher) + len(others.teacher), "rest", None)
+    shift = 0.0 if reverse else SHIFT / max(temperature, 1)
+    unshift = math.exp(-shift)
+    rows = _rows_of(kernels, chunks, student_NV)
+    tokens = kernels.CommonTokens(*common, *others)
+    totals = kernels.row_totals(student_NV, teacher_MW, temperature)
+    cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
+    masses = kernels.common_masses(
+        student_NV, teacher_MW, rows, totals, tokens, temperature, shift, unshift, reverse
+    )
+    num_compared = min(uncommon_topk, len(others.student), len(others.teacher))
+    distance_C, d_other_CA = _sorted_distance(masses.p_CA, masses.q_CB, num_compared)
+    d_other_CA.mul_(unshift).add_(masses.bucket_slope_C[:, None])
+    factor_C = _chunk_factors(weight_N, chunks, temperature)
+    kernels.common_gradient_(
+        student_NV, teacher_MW, rows, totals, tokens, masses, d_other_CA, factors[1] * factor_C,
+        labels_N, temperature, shift, reverse, factors[0],
+    )
+    return cross_entropy, ((masses.value_C + distance_C) * factor_C).sum()
+
+
+def chunk_kernels(*logits_NX: Tensor) -> Any:
+    """Import the module of Triton kernels for chunks if it serves these tensors; else None."""
+    if triton_kernels(*logits_NX) is None or not find_spec("gpu_chunks"):
+        return None
+    import gpu_chunks
+
+    return gpu_chunks
+
+
+def _rows_of(kernels: Any, chunks: Chunks, student_NV: Tensor) -> Any:
+    """Return the `gpu_chunks.ChunkRows` of the chunks."""
+    return kernels.chunk_rows(
+        chunks.row_S, chunks.of_S, chunks.row_T, chunks.of_T, len(chunks.first_S), len(student_NV)
+    )
+
+
+def _cross_entropy_of(
+    logits_NV: Tensor, log_total_N: Tensor, labels_N: Tensor | None
+) -> Tensor:
+    """Return the sum over the rows that have a label; log_total_N: their logsumexp."""
+    if labels_N is None:
+        return log_total_N.new_zeros(())
+    logit_N = logits_NV.gather(1, labels_N.clamp(min=0)[:, None]).squeeze(1)
+    nats_N = log_total_N - at_least_float32(logit_N)
+    return nats_N.masked_fill(labels_N < 0, 0.0).sum()
+
+
+def _chunk_factors(weight_N: Tensor | None, chunks: Chunks, temperature: float) -> Tensor:
+    """Return (C,) float32: tau^2 times the weight of each chunk's first row."""
+    if weight_N is None:
+        shape = chunks.first_S.shape
+        return torch.full(shape, temperature**2, dtype=torch.float32, device=chunks.first_S.device)
+    return weight_N[chunks.first_S].float() * temperature**2
 
 
 def h_kl(

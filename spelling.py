@@ -445,9 +445,25 @@ def _joins(student_bytes, canonical_V, spell_bytes, pieces_WP, low_WP, high_WP):
         bounds = range_of.get(tuple(spelling[y]))
         if bounds:
             joins.add((v0, *bounds))
-    joins = np.array(sorted(joins), np.int64).reshape(-1, 3)
+    joins = np.array(_outermost(joins), np.int64).reshape(-1, 3)
     start = np.searchsorted(joins[:, 0], np.arange(len(student_bytes) + 1))
-    return {"join_start_V": start, "join_low_J": joins[:, 1], "join_high_J": joins[:, 2]}
+    sizes = joins[:, 2] - joins[:, 1]
+    joined = np.bincount(joins[:, 0], weights=sizes, minlength=len(student_bytes))
+    return {"join_start_V": start, "join_low_J": joins[:, 1], "join_high_J": joins[:, 2],
+            "joined_V": joined}
+
+
+def _outermost(ranges):
+    """Return sorted (owner, low, high) without those that lie in another one of their owner.
+
+    Ranges of prefixes are disjoint or lie in one another, so that no place is in two of the rest.
+    """
+    kept = []
+    for owner, low, high in sorted(ranges, key=lambda item: (item[0], item[1], -item[2])):
+        if kept and kept[-1][0] == owner and high <= kept[-1][2]:
+            continue
+        kept.append((owner, low, high))
+    return kept
 
 
 def _ranges_of_prefixes(pieces_WP, low_WP, high_WP):

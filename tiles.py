@@ -56,6 +56,8 @@ KERNEL_SUB_TILES = SubTileBudget(memory_fraction=0.3, live_copies=1)
 TEACHER_ROWS_PER_STUDENT_ROW = 0.75
 # Vocabulary rows of the head's gradient that are added at a time in half precision.  Not tuned.
 GRADIENT_BLOCK = 8192
+# Devices whose matmuls read half precision and add to float32 (torch >= 2.11 has them for CUDA).
+MIXED_MATMULS = ("cuda",)
 
 
 # --- heads ----------------------------------------------------------------------------------------
@@ -743,6 +745,24 @@ class TeacherBlocks:
 # --- the loss -------------------------------------------------------------------------------------
 
 
+class LossPart(NamedTuple):
+    """Describe what one teacher, or the text alone, adds to the loss of a micro-batch.
+
+    student_hidden: (..., H) final hidden states, the input of the head.
+    teacher_logits: source of the teacher's logits; None: there is no teacher.
+    tile_loss: (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> (J,) sums,
+        differentiable in the student logits.
+    tiles: from `plan_tiles`, on the device of the hidden states.
+    weights: J factors; the part of the loss is sum_j weights[j] * sums[j].
+    """
+
+    student_hidden: Tensor
+    teacher_logits: LogitsSource | None
+    tile_loss: TileLoss
+    tiles: Sequence[Tile]
+    weights: Sequence[float]
+
+
 def tiled_loss(
     student_hidden: Tensor,
     student_head: Head,
@@ -755,59 +775,165 @@ def tiled_loss(
     """Compute the weighted sum of some losses over all tiles.
 
     Args:
-        student_hidden: (..., H) final hidden states, the input of the head.
         student_head: Head; frozen tensors in it get no gradient.
-        teacher_logits: source of the teacher's logits; None: there is no teacher.
-        tile_loss: (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> (J,) sums,
-            differentiable in the student logits.
-        tiles: from `plan_tiles`, on the device of the hidden states.
-        weights: J factors; the loss is sum_j weights[j] * sums[j].
         params: further tensors that get a gradient, such as a learned projection.
+        Others: see `LossPart`.
     Returns:
         (loss, sums): () and (J,) float32; `sums` has no gradient.
     Raises:
         RuntimeError: in a second backward pass, because the first one gives the gradients away.
     """
-    run = _Run(
-        head=student_head,
-        teacher_logits=teacher_logits,
-        tile_loss=tile_loss,
-        tiles=tiles,
-        weights=weights,
-        params=params,
-        train=torch.is_grad_enabled(),  # always False inside of `_TiledLoss.forward`
-    )
-    loss, sums_J = _TiledLoss.apply(  # type: ignore[no-untyped-call]
-        run, student_hidden, *student_head.tensors, *params
-    )
+    part = LossPart(student_hidden, teacher_logits, tile_loss, tiles, weights)
+    loss, [sums_J] = tiled_losses(student_head, [part], params)
     return loss, sums_J
 
 
+def tiled_losses(
+    student_head: Head, parts: Sequence[LossPart], params: Sequence[Tensor] = ()
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Compute the sum of several parts of a loss, with one gradient of the head for all of them.
+
+    The gradient of a large head is what a loss reads and writes most: it exists once, however many
+    teachers there are.
+
+    Args:
+        parts: LossParts, at least one.
+        Others, Raises: see `tiled_loss`.
+    Returns:
+        (loss, sums): (), and the (J,) float32 sums of every part, which have no gradient.
+    """
+    run = _Run(
+        head=student_head,
+        parts=parts,
+        params=params,
+        train=torch.is_grad_enabled(),  # always False inside of `_TiledLoss.forward`
+    )
+    hidden = [part.student_hidden for part in parts]
+    loss, *sums = _TiledLoss.apply(  # type: ignore[no-untyped-call]
+        run, *student_head.tensors, *params, *hidden
+    )
+    return loss, tuple(sums)
+
+
 class _Run(NamedTuple):
-    """Carry the arguments of `tiled_loss` past autograd, which looks at tensors alone."""
+    """Carry the arguments of `tiled_losses` past autograd, which looks at tensors alone."""
 
     head: Head
-    teacher_logits: LogitsSource | None
-    tile_loss: TileLoss
-    tiles: Sequence[Tile]
-    weights: Sequence[float]
+    parts: Sequence[LossPart]
     params: Sequence[Tensor]
     train: bool
 
 
-class _Gradients(NamedTuple):
-    """Accumulate the gradients of all inputs; None where an input needs none."""
+class _HeadGradients:
+    """Accumulate the gradients of the head and of `params`; None where an input needs none.
 
-    hidden_SH: Tensor | None
-    weight_VH: Tensor | None
-    bias_V: Tensor | None
-    down_RH: Tensor | None
-    up_VR: Tensor | None
-    params: list[Tensor | None]
+    Attributes:
+        weight: _WeightGradient.
+        bias_V, down_RH, up_VR, params: tensors, in at least float32.
+    """
 
-    def in_input_order(self) -> list[Tensor | None]:
-        head = (self.weight_VH, self.bias_V, self.down_RH, self.up_VR)
-        return [self.hidden_SH, *head, *self.params]
+    def __init__(
+        self, head: Head, params: Sequence[Tensor], needs: Sequence[bool], device_type: str
+    ) -> None:
+        """Set up the gradients; `needs` are those of the head's tensors and then of `params`."""
+        self.weight: _WeightGradient | None = None
+        if needs[0]:
+            self.weight = _WeightGradient(head.weight_VH, head.tokens, device_type)
+        self.bias_V = _zero_gradient(head.bias_V, needs[1])
+        self.down_RH = _zero_gradient(head.down_RH, needs[2])
+        self.up_VR = _zero_gradient(head.up_VR, needs[3])
+        self.params = [_zero_gradient(x, need) for x, need in zip(params, needs[4:])]
+
+    def in_input_order(self) -> list[Any]:
+        if self.weight is not None:
+            self.weight.finish()
+        return [self.weight, self.bias_V, self.down_RH, self.up_VR, *self.params]
+
+
+class _WeightGradient:
+    """Add up the gradient of the head's weight, a product for every tile, in at least float32.
+
+    Half precision would round off what many tiles contribute.  The first product is written, not
+    added, so that memory that nothing has filled yet is not read.
+
+    Args:
+        weight_VH: the weight.
+        vocab: rows that are tokens; those of the padding get 0.
+        device_type: of the tensors, see MIXED_MATMULS.
+    Attributes:
+        pieces: the sum, cut into blocks of rows; two where `scaled` has to change its precision.
+    """
+
+    def __init__(self, weight_VH: Tensor, vocab: int, device_type: str) -> None:
+        dtype = torch.promote_types(weight_VH.dtype, torch.float32)
+        self.mixed_matmul = device_type in MIXED_MATMULS
+        # on a CPU one matmul is faster than two
+        num_pieces = 2 if self.mixed_matmul and dtype != weight_VH.dtype else 1
+        self.pieces = []
+        for rows_VH in weight_VH.chunk(num_pieces):
+            self.pieces.append(torch.empty_like(rows_VH, dtype=dtype))
+        self.vocab = vocab
+        self.is_empty = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def finish(self) -> None:
+        """Fill in 0 where no product was written."""
+        first = 0
+        for piece in self.pieces:
+            tokens = 0 if self.is_empty else min(len(piece), max(0, self.vocab - first))
+            piece[tokens:].zero_()
+            first += len(piece)
+
+    def add_product(self, d_linear_NV: Tensor, hidden_NH: Tensor, factor: float) -> None:
+        """Add factor * d_linear^T hidden."""
+        first = 0
+        for piece in self.pieces:
+            columns = d_linear_NV[:, first : first + len(piece)]
+            if columns.shape[1]:
+                self._add_piece(piece[: columns.shape[1]], columns, hidden_NH, factor)
+            first += len(piece)
+        self.is_empty = False
+
+    def _add_piece(self, out: Tensor, columns_NV: Tensor, hidden_NH: Tensor, factor: float) -> None:
+        beta = 0 if self.is_empty else 1
+        if out.dtype == columns_NV.dtype:
+            out.addmm_(columns_NV.T, hidden_NH, beta=beta, alpha=factor)
+            return
+        if self.mixed_matmul:
+            # the matmul reads and writes the sum itself: 8 bytes a weight, where a product of its
+            # own, in half precision, would take 12
+            torch.addmm(
+                out, columns_NV.T, hidden_NH, out_dtype=out.dtype, beta=beta, alpha=factor, out=out
+            )
+            return
+        # blocks of the vocabulary keep the product small
+        for first in range(0, len(out), GRADIENT_BLOCK):
+            block = columns_NV[:, first : first + GRADIENT_BLOCK]
+            target = out[first : first + block.shape[1]]
+            if beta == 0:
+                target.copy_(block.T @ hidden_NH).mul_(factor)
+            else:
+                target.add_(block.T @ hidden_NH, alpha=factor)
+
+    def scaled(self, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sum times a factor in another precision; the pieces are given away.
+
+        Two pieces of float32 are in memory, or one and all of the result, never more: this is when
+        the activations of the whole model wait for their backward pass.
+        """
+        pieces = self.pieces
+        self.pieces = []
+        if len(pieces) == 1:
+            return _scaled(pieces[0], factor.to(pieces[0]), dtype)
+        num_rows = sum(map(len, pieces))
+        first = _scaled(pieces.pop(0), factor, dtype)
+        out = first.new_empty(num_rows, first.shape[1])
+        out[: len(first)] = first
+        torch.mul(pieces[0], factor, out=out[len(first) :])
+        return out
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -817,48 +943,55 @@ class _TiledLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         run: _Run,
-        hidden: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
         down_RH: Tensor | None,
         up_VR: Tensor | None,
-        *params: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        *others: Tensor,
+    ) -> tuple[Tensor, ...]:
+        params = others[: len(run.params)]
+        all_hidden = others[len(run.params) :]
         # The order of the arguments; the first one, `run`, is no tensor.
-        needs = [run.train and need for need in ctx.needs_input_grad]
-        hidden_SH = hidden.reshape(-1, hidden.shape[-1])
-        gradients = _Gradients(
-            hidden_SH=_zero_gradient(hidden_SH, needs[1]),
-            weight_VH=_zero_gradient(weight_VH, needs[2]),
-            bias_V=_zero_gradient(bias_V, needs[3]),
-            down_RH=_zero_gradient(down_RH, needs[4]),
-            up_VR=_zero_gradient(up_VR, needs[5]),
-            params=[_zero_gradient(x, need) for x, need in zip(params, needs[6:])],
-        )
-        device_type = hidden.device.type
+        needs = [run.train and need for need in ctx.needs_input_grad[1:]]
+        device_type = weight_VH.device.type
+        head = run.head.with_tensors(weight_VH, bias_V, down_RH, up_VR)
+        gradients = _HeadGradients(head, params, needs, device_type)
         # Like torch's own matmuls, compute in the dtype of autocast where it is on.
-        dtype = hidden.dtype
+        dtype = all_hidden[0].dtype
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-        head = run.head.with_tensors(
+        head = head.with_tensors(
             weight_VH.to(dtype), _cast(bias_V, dtype), _cast(down_RH, dtype), _cast(up_VR, dtype)
         )
-        weights_J = torch.tensor(run.weights, device=hidden.device)
         # Weights of about 1 inside: the gradient of the logits may be float16, which holds nothing
         # below 6e-8.  Backward multiplies by the scale again.
-        ctx.scale = max(map(abs, run.weights), default=0.0) or 1.0
-        factors = [weight / ctx.scale for weight in run.weights]
-        tile_pass = _TilePass(run, head, hidden_SH, factors, gradients, any(needs))
-        for tile in run.tiles:
-            tile_pass.add_tile(tile)
-        sums_J = tile_pass.sums_J
-        ctx.mark_non_differentiable(sums_J)
-        inputs = (hidden, weight_VH, bias_V, down_RH, up_VR, *params)
+        scales = [max(map(abs, part.weights), default=0.0) for part in run.parts]
+        scale = max(scales) or 1.0
+        losses = []
+        all_sums = []
+        hidden_gradients = []
+        hidden_needs = needs[len(needs) - len(run.parts) :]
+        for part, hidden, part_scale, need in zip(run.parts, all_hidden, scales, hidden_needs):
+            hidden_SH = hidden.reshape(-1, hidden.shape[-1])
+            d_hidden_SH = _zero_gradient(hidden_SH, need)
+            tile_pass = _TilePass(
+                run, part, head, hidden_SH, part_scale or 1.0, scale, gradients, d_hidden_SH,
+                any(needs),
+            )
+            for tile in part.tiles:
+                tile_pass.add_tile(tile)
+            losses.append(_weighted(tile_pass.sums_J, part.weights))
+            all_sums.append(tile_pass.sums_J)
+            hidden_gradients.append(d_hidden_SH)
+        ctx.mark_non_differentiable(*all_sums)
+        inputs = (weight_VH, bias_V, down_RH, up_VR, *others)
         ctx.shapes = [None if x is None else x.shape for x in inputs]
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        num_shared = len(inputs) - len(run.parts)
+        ctx.scales = [scale] * num_shared + [part_scale or 1.0 for part_scale in scales]
         # Not save_for_backward: backward hands the gradients over instead of copying them.
-        ctx.gradients = gradients.in_input_order()
-        return (sums_J * weights_J).sum(), sums_J
+        ctx.gradients = [*gradients.in_input_order(), *hidden_gradients]
+        return torch.stack(losses).sum(), *all_sums
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -867,16 +1000,40 @@ class _TiledLoss(torch.autograd.Function):
                 "tiled_loss: this is a second backward pass, but the first one gave the gradients "
                 "away; call tiled_loss again"
             )
-        # In float32 first, so that a loss scale undoes a small weight without rounding to 0.
-        factor = outer[0].float() * ctx.scale
         out: list[Tensor | None] = [None]  # of `run`
-        for gradient, shape, dtype in zip(ctx.gradients, ctx.shapes, ctx.dtypes):
-            if gradient is None:
-                out.append(None)
-            else:
-                out.append(gradient.mul_(factor.to(gradient)).view(shape).to(dtype))
+        gradients = ctx.gradients
         ctx.gradients = None
+        while gradients:  # one after the other, so that no two copies of one exist for long
+            number = len(out) - 1
+            gradient = gradients.pop(0)
+            if gradient is not None:
+                # In float32 first: a loss scale undoes a small weight without rounding to 0.
+                factor = outer[0].float() * ctx.scales[number]
+                dtype = ctx.dtypes[number]
+                if isinstance(gradient, _WeightGradient):
+                    gradient = gradient.scaled(factor, dtype)
+                else:
+                    gradient = _scaled(gradient, factor.to(gradient), dtype)
+                gradient = gradient.view(ctx.shapes[number])
+            out.append(gradient)
         return tuple(out)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return gradient * factor in another dtype; may overwrite the gradient."""
+    if gradient.dtype == dtype or gradient.device.type == "cpu":
+        return gradient.mul_(factor).to(dtype)
+    # on a GPU one pass reads one precision and writes the other
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _weighted(sums_J: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return sum_j weights[j] * sums[j]."""
+    # not a tensor of the weights: to copy it to a GPU would wait for that
+    total = sums_J.new_zeros(())
+    for number, weight in enumerate(weights):
+        total = total + sums_J[number] * weight
+    return total
 
 
 def _zero_gradient(x: Tensor | None, needed: bool) -> Tensor | None:
@@ -892,14 +1049,16 @@ def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class _TilePass:
-    """Walk over the tiles; add up the losses and the gradients.
+    """Walk over the tiles of a part; add up the losses and the gradients.
 
     Args:
-        run: arguments of `tiled_loss`.
+        run: arguments of `tiled_losses`; part: the LossPart.
         head: the student's head, in the dtype to compute in.
         hidden_SH: (S, H) the student's hidden states.
-        factors: J factors of the losses.
-        gradients: where gradients are added to.
+        scale: by which the weights are divided, and the gradient of the hidden states with them.
+        common_scale: by which the gradients that all parts share are divided.
+        gradients: where those are added to.
+        d_hidden_SH: where the gradient of the hidden states is written; None: nowhere.
         train: whether any gradient is needed.
     Attributes:
         sums_J: (J,) float32 sums of the losses.
@@ -908,28 +1067,33 @@ class _TilePass:
     def __init__(
         self,
         run: _Run,
+        part: LossPart,
         head: Head,
         hidden_SH: Tensor,
-        factors: Sequence[float],
-        gradients: _Gradients,
+        scale: float,
+        common_scale: float,
+        gradients: _HeadGradients,
+        d_hidden_SH: Tensor | None,
         train: bool,
     ) -> None:
-        self.run = run
+        self.params = run.params
+        self.tile_loss = part.tile_loss
         self.head = head
         self.hidden_SH = hidden_SH
-        self.factors = factors
-        self.weights_J = torch.tensor(factors, device=hidden_SH.device)
-        self.overwrite = getattr(run.tile_loss, "overwrite", None) if train else None
+        self.factors = [weight / scale for weight in part.weights]
+        self.common_factor = scale / common_scale
+        self.overwrite = getattr(part.tile_loss, "overwrite", None) if train else None
         self.gradients = gradients
+        self.d_hidden_SH = d_hidden_SH
         self.train = train
         self.dtype = head.weight_VH.dtype
-        self.sums_J = torch.zeros(len(run.weights), device=hidden_SH.device)
+        self.sums_J = torch.zeros(len(part.weights), device=hidden_SH.device)
         self.teacher: TeacherBlocks | None = None
-        if run.teacher_logits is not None:
-            self.teacher = TeacherBlocks(run.teacher_logits, run.tiles)
+        if part.teacher_logits is not None:
+            self.teacher = TeacherBlocks(part.teacher_logits, part.tiles)
         # All tiles write into one buffer: on a CPU the first touch of fresh memory costs several
         # times what using it does.
-        largest = max([len(tile.student_positions) for tile in run.tiles], default=0)
+        largest = max([len(tile.student_positions) for tile in part.tiles], default=0)
         self.buffer = hidden_SH.new_empty(largest * head.tokens, dtype=self.dtype)
 
     def without_autocast(self) -> torch.autocast:
@@ -969,10 +1133,10 @@ class _TilePass:
         with torch.set_grad_enabled(self.train):
             leaf_NV = linear_NV.detach().requires_grad_(self.train)
             student_logits = self.head.finish(leaf_NV)
-            sums_J = self.run.tile_loss(student_logits, teacher_logits, sub_tile)
+            sums_J = self.tile_loss(student_logits, teacher_logits, sub_tile)
             if sums_J.requires_grad:
-                loss = (sums_J * self.weights_J.to(sums_J)).sum()
-                inputs = [leaf_NV, *self.run.params]
+                loss = _weighted(sums_J, self.factors)
+                inputs = [leaf_NV, *self.params]
                 d_linear_NV, *d_params = torch.autograd.grad(loss, inputs, allow_unused=True)
         if d_linear_NV is not None:
             linear_NV.copy_(d_linear_NV)
@@ -981,11 +1145,11 @@ class _TilePass:
         self.sums_J += sums_J.detach()
         for gradient, d_param in zip(self.gradients.params, d_params):
             if gradient is not None and d_param is not None:
-                gradient += d_param
+                gradient.add_(d_param, alpha=self.common_factor)
 
     def add_hidden_gradient(self, positions: Tensor, d_linear_NV: Tensor) -> None:
         """Write the gradient of the tile's hidden states; every position is in one tile."""
-        if self.gradients.hidden_SH is None:
+        if self.d_hidden_SH is None:
             return  # a frozen body
         head = self.head
         vocab = head.tokens
@@ -993,34 +1157,22 @@ class _TilePass:
         if head.down_RH is not None and head.up_VR is not None:
             d_hidden_NH += d_linear_NV @ head.up_VR[:vocab] @ head.down_RH
         # Positions that no tile contains keep the gradient 0.
-        d_hidden_NH = d_hidden_NH.to(self.gradients.hidden_SH.dtype)
-        self.gradients.hidden_SH.index_copy_(0, positions, d_hidden_NH)
+        d_hidden_NH = d_hidden_NH.to(self.d_hidden_SH.dtype)
+        self.d_hidden_SH.index_copy_(0, positions, d_hidden_NH)
 
     def add_head_gradients(self, hidden_NH: Tensor, d_linear_NV: Tensor) -> None:
         """Add the tile's contribution to the gradients of weight, bias, down and up."""
         head = self.head
         vocab = head.tokens
-        d_weight = self.gradients.weight_VH
+        factor = self.common_factor
         d_bias = self.gradients.bias_V
         d_down = self.gradients.down_RH
         d_up = self.gradients.up_VR
-        if d_weight is not None:
-            _add_product(d_weight[:vocab], d_linear_NV, hidden_NH)
+        if self.gradients.weight is not None:
+            self.gradients.weight.add_product(d_linear_NV, hidden_NH, factor)
         if d_bias is not None:
-            d_bias[:vocab] += d_linear_NV.sum(0, dtype=d_bias.dtype)
+            d_bias[:vocab].add_(d_linear_NV.sum(0, dtype=d_bias.dtype), alpha=factor)
         if d_up is not None and head.down_RH is not None:
-            d_up[:vocab] += d_linear_NV.T @ (hidden_NH @ head.down_RH.T)
+            d_up[:vocab].add_(d_linear_NV.T @ (hidden_NH @ head.down_RH.T), alpha=factor)
         if d_down is not None and head.up_VR is not None:
-            d_down += (d_linear_NV @ head.up_VR[:vocab]).T @ hidden_NH
-
-
-def _add_product(d_weight_VH: Tensor, d_linear_NV: Tensor, hidden_NH: Tensor) -> None:
-    """Add d_linear^T hidden to the gradient of the weight."""
-    if d_weight_VH.dtype == d_linear_NV.dtype:
-        d_weight_VH.addmm_(d_linear_NV.T, hidden_NH)
-        return
-    # In half precision the product is a tensor of its own before it is added in float32; blocks of
-    # the vocabulary keep it small.
-    for first in range(0, len(d_weight_VH), GRADIENT_BLOCK):
-        block = d_linear_NV[:, first : first + GRADIENT_BLOCK]
-        d_weight_VH[first : first + block.shape[1]] += block.T @ hidden_NH
+            d_down.add_((d_linear_NV @ head.up_VR[:vocab]).T @ hidden_NH, alpha=factor)

@@ -85,7 +85,8 @@ class Tables(NamedTuple):
     longer_rank_F: (F,) int64, these ranks.
     join_start_V: (V + 1,) int64; behind student token v0 the teacher tokens
         ``order_W[join_low_J[j]:join_high_J[j]]`` cannot come, for j from join_start_V[v0] to
-        join_start_V[v0 + 1].
+        join_start_V[v0 + 1]; no token is in two of them.
+    joined_V: (V,) int64, how many these are.
     """
 
     cell_V: Tensor
@@ -105,6 +106,7 @@ class Tables(NamedTuple):
     join_start_V: Tensor
     join_low_J: Tensor
     join_high_J: Tensor
+    joined_V: Tensor
 
 
 def with_rest(tables: Tables) -> Tables:
@@ -135,13 +137,92 @@ def next_piece(pieces_XP: Tensor, token_N: Tensor, level_N: Tensor) -> Tensor:
     return torch.where(level_N < width, piece, -1)
 
 
-def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of its range, place) of every place of the ranges low .. high - 1."""
+def expand(low: Tensor, high: Tensor, num: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return (number of its range, place) of every place of the ranges low .. high - 1.
+
+    Args:
+        num: of all places, where it is known; else the device is asked, and waited for.
+    """
     sizes = high - low
-    number = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    number = torch.repeat_interleave(
+        torch.arange(len(sizes), device=sizes.device), sizes, output_size=num
+    )
     begin = sizes.cumsum(0) - sizes
     place = torch.arange(len(number), device=sizes.device) - begin[number] + low[number]
     return number, place
+
+
+# --- sums over segments ---------------------------------------------------------------------------
+
+
+class Segments(NamedTuple):
+    """Tell to which of `num` segments each entry belongs; entries come segment by segment.
+
+    Sums have a fixed order of additions, on a GPU too, in both directions.
+
+    of_E: (E,) int64, sorted.
+    start_K: (num + 1,) int64, the first entry of each segment and, last, E.
+    """
+
+    of_E: Tensor
+    start_K: Tensor
+
+    @classmethod
+    def of(cls, of_E: Tensor, num: int) -> "Segments":
+        numbers = torch.arange(num + 1, device=of_E.device)
+        return cls(of_E, torch.searchsorted(of_E, numbers))
+
+    @property
+    def num(self) -> int:
+        return len(self.start_K) - 1
+
+    def sum(self, x_E: Tensor) -> Tensor:
+        """Return the (num,) sums."""
+        out: Tensor = _SegmentSum.apply(x_E, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def logsumexp(self, x_E: Tensor) -> Tensor:
+        """Return the (num,) logsumexp, -inf for segments without an entry or of -inf alone."""
+        top_K = self.reduce(x_E.detach(), "max")
+        finite_K = top_K.masked_fill(top_K == -torch.inf, 0.0)
+        return self.sum((x_E - finite_K[self.of_E]).exp()).log() + finite_K
+
+    def reduce(self, x_E: Tensor, kind: str) -> Tensor:
+        """Return the (num,) results of a reduction without a gradient: "sum" or "max"."""
+        if not len(x_E) or not self.num:
+            return x_E.new_full((self.num,), 0.0 if kind == "sum" else -torch.inf)
+        # unsafe: the starts are not read back to be checked
+        return torch.segment_reduce(x_E, kind, offsets=self.start_K, unsafe=True)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """Sum up segments; the gradient of a sum is that of each entry."""
+
+    @staticmethod
+    def forward(ctx: Any, x_E: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return segments.reduce(x_E, "sum")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.segments.of_E), None
+
+
+def distinct(key_E: Tensor, counts_E: Tensor, num: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the distinct keys (G,), and the number (E,) of each entry's.
+
+    Args:
+        key_E: int64; equal ones are neighbors.
+        counts_E: bool; other entries may have any number, in order still.
+        num: G, where it is known.
+    """
+    is_new_E = counts_E.clone()
+    is_new_E[1:] &= (key_E[1:] != key_E[:-1]) | ~counts_E[:-1]
+    count_E = is_new_E.cumsum(0)
+    if num is None:
+        num = int(count_E[-1]) if len(count_E) else 0
+    number_G = torch.arange(1, num + 1, device=key_E.device)
+    return key_E[torch.searchsorted(count_E, number_G)], (count_E - 1).clamp(min=0)
 
 
 # --- nodes, from ids ------------------------------------------------------------------------------
@@ -197,6 +278,33 @@ class Insides(NamedTuple):
     level: Tensor
 
 
+class Sizes(NamedTuple):
+    """Count what a device will make of some nodes, so that nothing waits until it has counted.
+
+    before_E: tokens that may have come in place of those in front of the roots.
+    join_J, joined_E: joins that the roots look up, and the tokens in them.
+    scope_E, scope_G, scope_width: tokens in the scopes of the choices, cells of these, and the most
+        cells of one scope.
+    longer_E: longer tokens that say with which token of a scope they begin.
+    step_E: tokens of the paths, but for the first of each.
+    going_E: `before_E` once for every choice of a root.
+    inside_E, inside_G, inside_width: the same of insides, and the slots of a row, one for the rest.
+    """
+
+    before_E: int
+    join_J: int
+    joined_E: int
+    scope_E: int
+    scope_G: int
+    scope_width: int
+    longer_E: int
+    step_E: int
+    going_E: int
+    inside_E: int
+    inside_G: int
+    inside_width: int
+
+
 class Nodes(NamedTuple):
     """List all nodes of some chunks, known from ids alone, before any forward pass.
 
@@ -204,6 +312,7 @@ class Nodes(NamedTuple):
         sides.
     count_many: how many such chunks.
     count_all: () int64, student positions (and n:m rests) that the nodes cover.
+    sizes: Sizes.
     """
 
     roots: Roots
@@ -213,6 +322,7 @@ class Nodes(NamedTuple):
     many_T: Tensor
     count_many: int
     count_all: Tensor
+    sizes: Sizes
 
 
 def list_nodes(
@@ -269,15 +379,63 @@ def nodes_of_chunks(
     is_many = (chunks.count_S > 1) & (chunks.count_T > 1)
     count_many = int(is_many.sum())
     number = torch.where(is_many, is_many.cumsum(0) - 1, -1)
+    choices = _list_choices(roots, student_next, teacher_next, tables, teacher_follows)
     return Nodes(
         roots=roots,
-        choices=_list_choices(roots, student_next, teacher_next, tables, teacher_follows),
+        choices=choices,
         insides=insides,
         many_S=torch.stack([chunks.row_S, number[chunks.of_S]], 1)[is_many[chunks.of_S]],
         many_T=torch.stack([chunks.row_T, number[chunks.of_T]], 1)[is_many[chunks.of_T]],
         count_many=count_many,
         count_all=torch.tensor(len(roots.row_S) + len(insides.row_S) + count_many),
+        sizes=_measure(roots, choices, insides, tables),
     )
+
+
+def _measure(roots: Roots, choices: Choices, insides: Insides, tables: Tables) -> Sizes:
+    """Count what a device will make of the nodes."""
+    before = _ranges_before(roots, tables)
+    before_N = before.high - before.low
+    join_low, join_high = _join_ranges(roots, tables)
+    joined_N = tables.joined_V[roots.before_S.clamp(min=0)]
+    longer = torch.searchsorted(
+        tables.longer_rank_F, torch.stack([choices.low, choices.high])
+    ).sum(1).tolist()
+    scope = _count_cells(choices, tables.order_V, tables.pieces_V, least=-1)
+    inside = _count_cells(insides, tables.order_W, tables.pieces_W, least=0)
+    return Sizes(
+        before_E=int(before_N.sum()),
+        join_J=int((join_high - join_low).sum()),
+        joined_E=int((joined_N * (roots.before_S >= 0)).sum()),
+        scope_E=scope[0],
+        scope_G=scope[1],
+        scope_width=max(1, scope[2]),
+        longer_E=longer[1] - longer[0],
+        step_E=int(((choices.level - 1) * (choices.row_T >= 0)).sum()),
+        going_E=int(before_N[choices.root].sum()),
+        inside_E=inside[0],
+        inside_G=inside[1],
+        inside_width=inside[2] + 1,
+    )
+
+
+def _count_cells(
+    nodes: Choices | Insides, order: Tensor, pieces: Tensor, least: int
+) -> tuple[int, int, int]:
+    """Return how many tokens and cells the nodes have, and the most cells of one.
+
+    Args:
+        least: smallest next piece that names a cell; -1 stands for a token that ends.
+    """
+    if not len(nodes.level):
+        return 0, 0, 0
+    node_E, place_E = expand(nodes.low, nodes.high)
+    next_E = next_piece(pieces, order[place_E], nodes.level[node_E])
+    is_new_E = next_E >= least
+    # tokens are sorted by their spelling, so equal ones are neighbors
+    is_new_E[1:] &= (node_E[1:] != node_E[:-1]) | (next_E[1:] != next_E[:-1])
+    cells_K = torch.bincount(node_E[is_new_E], minlength=1)
+    return len(node_E), int(cells_K.sum()), int(cells_K.max())
 
 
 def _list_choices(
@@ -389,8 +547,9 @@ class GoingOn(NamedTuple):
     mass_K: (K,) lambda, the probability that it does.
     ends_K: (K,) 1 - lambda, summed by itself, for where it is small.
     node_E: (E,) int64, sorted, node.
-    next_E: (E,) int64, the student token that comes next.
+    next_E: (E,) int64, the student token that comes next; -1: the token ends, with mass 0.
     mass_E: (E,) the probability of that token if it goes on.
+    with_ends: tokens that end are listed too.
     """
 
     mass_K: Tensor
@@ -398,41 +557,45 @@ class GoingOn(NamedTuple):
     node_E: Tensor
     next_E: Tensor
     mass_E: Tensor
+    with_ends: bool
 
 
 def going_on(
     y_MW: Tensor, row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables,
-    temperature: float = 1.0,
+    num: int, temperature: float = 1.0,
 ) -> GoingOn:
-    """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces."""
+    """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces.
+
+    Args:
+        num: of these tokens, over all nodes.
+    """
     kernels = compiled_kernels(y_MW, y_MW) if y_MW.dtype == torch.float32 else None
     if kernels:
-        return GoingOn(*kernels.going_on(
+        fields = kernels.going_on(
             y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W, temperature
-        ))
-    node_E, place_E = expand(low, high)
+        )
+        return GoingOn(*fields, False)
+    node_E, place_E = expand(low, high, num)
+    nodes = Segments.of(node_E, len(low))
     token_E = tables.order_W[place_E]
     next_E = next_piece(tables.pieces_W, token_E, level[node_E])
     logits_E = at_least_float32(y_MW[row_K[node_E], token_E]) / temperature
     # finite where all are excluded
-    top_K = logits_E.new_full((len(low),), torch.finfo(logits_E.dtype).min)
-    top_K = top_K.scatter_reduce(0, node_E, logits_E, "amax")
+    top_K = nodes.reduce(logits_E, "max").clamp(min=torch.finfo(logits_E.dtype).min)
     mass_E = (logits_E - top_K[node_E]).exp()
     goes_E = next_E >= 0
-    all_K = _sum_by(node_E, mass_E, len(low))
-    going_K = _sum_by(node_E[goes_E], mass_E[goes_E], len(low))
-    ended_K = _sum_by(node_E[~goes_E], mass_E[~goes_E], len(low))
+    going_E = torch.where(goes_E, mass_E, 0.0)
+    all_K = nodes.sum(mass_E)
+    going_K = nodes.sum(going_E)
+    ended_K = nodes.sum(torch.where(goes_E, 0.0, mass_E))
     return GoingOn(
         mass_K=going_K / _above_zero(all_K),
         ends_K=torch.where(all_K == 0, 1.0, ended_K / _above_zero(all_K)),
-        node_E=node_E[goes_E],
-        next_E=next_E[goes_E],
-        mass_E=(mass_E / _above_zero(going_K)[node_E])[goes_E],
+        node_E=node_E,
+        next_E=next_E,
+        mass_E=going_E / _above_zero(going_K)[node_E],
+        with_ends=True,
     )
-
-
-def _sum_by(number_E: Tensor, value_E: Tensor, num: int) -> Tensor:
-    return value_E.new_zeros(num).index_add(0, number_E, value_E)
 
 
 def _above_zero(mass: Tensor) -> Tensor:
@@ -458,39 +621,47 @@ class RootTarget(NamedTuple):
 
 
 def root_target(
-    y_MW: Tensor, roots: Roots, goes: GoingOn, asked: Asked, tables: Tables,
+    y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, tables: Tables,
     temperature: float = 1.0,
 ) -> RootTarget:
     """Return the teacher's belief at all roots; goes is `before_goes_on` of these."""
-    q_NW = (y_MW[roots.row_T] / temperature).softmax(-1)
-    _mask_joined(q_NW, roots, tables)
+    q_NW = (y_MW[nodes.roots.row_T] / temperature).softmax(-1)
+    _mask_joined(q_NW, nodes, tables)
     # one cell more, for tokens that have none
     mass_NC = q_NW.new_zeros(len(q_NW), tables.num_cells + 1).index_add_(1, tables.cell_W, q_NW)
     total_N1 = _above_zero(mass_NC[:, :-1].sum(1, keepdim=True))
     mass_NC /= total_N1
     q_A = q_NW[asked.root_A, asked.token_A] / total_N1[asked.root_A, 0]
     mass_NC *= goes.ends_K[:, None]
-    place_E = goes.node_E * mass_NC.shape[1] + tables.cell_V[goes.next_E]
-    mass_NC.view(-1).index_add_(0, place_E, goes.mass_K[goes.node_E] * goes.mass_E)
+    place_E = goes.node_E * mass_NC.shape[1] + tables.cell_V[goes.next_E.clamp(min=0)]
+    mass_E = goes.mass_K[goes.node_E] * goes.mass_E
+    mass_NC.view(-1).index_put_((place_E,), mass_E, accumulate=True)
     return RootTarget(mass_NC[:, :-1], q_A)
 
 
-def _mask_joined(q_NW: Tensor, roots: Roots, tables: Tables) -> None:
+def _mask_joined(q_NW: Tensor, nodes: Nodes, tables: Tables) -> None:
     """Set to 0, in place, what the student's tokenizer would have joined to the token before."""
+    roots = nodes.roots
     row_N = torch.arange(len(q_NW), device=q_NW.device)
     came_N = q_NW[row_N, roots.next_T]
-    q_NW[_joined(roots, tables)] = 0
+    q_NW[_joined(nodes, tables)] = 0
     q_NW[row_N, roots.next_T] = came_N  # it did come, whatever the tables say
 
 
-def _joined(roots: Roots, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Return (root, teacher token) of all that a join would have kept from coming."""
+def _join_ranges(roots: Roots, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Return (low, high) of the joins behind the token in front of each root."""
     known = roots.before_S >= 0
     before = roots.before_S.clamp(min=0)
     low = tables.join_start_V[before]
-    high = torch.where(known, tables.join_start_V[before + 1], low)
-    row_J, join_J = expand(low, high)
-    join_E, place_E = expand(tables.join_low_J[join_J], tables.join_high_J[join_J])
+    return low, torch.where(known, tables.join_start_V[before + 1], low)
+
+
+def _joined(nodes: Nodes, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Return (root, teacher token) of all that a join would have kept from coming."""
+    sizes = nodes.sizes
+    row_J, join_J = expand(*_join_ranges(nodes.roots, tables), sizes.join_J)
+    low_J = tables.join_low_J[join_J]
+    join_E, place_E = expand(low_J, tables.join_high_J[join_J], sizes.joined_E)
     return row_J[join_E], tables.order_W[place_E]
 
 
@@ -519,13 +690,21 @@ def merge_rest(x_NC: Tensor, logq_NC: Tensor) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def before_goes_on(
-    y_MW: Tensor, roots: Roots, tables: Tables, temperature: float = 1.0
-) -> GoingOn:
-    """Return how the token in front of each root would have gone on, as the row before says.
+class RangesBefore(NamedTuple):
+    """List what may have come in place of the token in front of each root.
 
-    lambda is 0 where that token is not known.
+    row_T: (N,) int64, the row that predicts that token.
+    low, high: (N,) teacher tokens that begin as it does, ``order_W[low:high]``; none: not known.
+    level: (N,) student tokens that it has.
     """
+
+    row_T: Tensor
+    low: Tensor
+    high: Tensor
+    level: Tensor
+
+
+def _ranges_before(roots: Roots, tables: Tables) -> RangesBefore:
     num_pieces = tables.low_W.shape[1]
     u = roots.ended_T.clamp(min=0)
     level = (tables.pieces_W[u] >= 0).sum(1)
@@ -534,8 +713,18 @@ def before_goes_on(
     column = level.clamp(max=num_pieces - 1)
     low = tables.low_W[u, column]
     high = torch.where(known, tables.high_W[u, column], low)
-    row_T = torch.where(known, roots.row_T - 1, 0)
-    return going_on(y_MW, row_T, low, high, level, tables, temperature)
+    return RangesBefore(torch.where(known, roots.row_T - 1, 0), low, high, level)
+
+
+def before_goes_on(
+    y_MW: Tensor, nodes: Nodes, tables: Tables, temperature: float = 1.0
+) -> GoingOn:
+    """Return how the token in front of each root would have gone on, as the row before says.
+
+    lambda is 0 where that token is not known.
+    """
+    before = _ranges_before(nodes.roots, tables)
+    return going_on(y_MW, *before, tables, nodes.sizes.before_E, temperature)
 
 
 # --- small nodes ----------------------------------------------------------------------------------
@@ -556,13 +745,17 @@ class Cells(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, key_G: Tensor, stride: int, num_nodes: int, first_slot: int = 0) -> "Cells":
-        """Make the slots of a row begin with `first_slot`."""
+    def of(
+        cls, key_G: Tensor, stride: int, num_nodes: int, first_slot: int = 0,
+        width: int | None = None,
+    ) -> "Cells":
+        """Make the slots of a row begin with `first_slot`; a width of None is looked up."""
         node_G = key_G // stride
         first_K = torch.searchsorted(node_G, torch.arange(num_nodes, device=node_G.device))
         number_G = torch.arange(len(node_G), device=node_G.device)
         slot_G = number_G - first_K[node_G] + first_slot
-        width = int(slot_G.max()) + 1 if len(slot_G) else 1
+        if width is None:
+            width = int(slot_G.max()) + 1 if len(slot_G) else 1
         return cls(key_G, node_G, slot_G, num_nodes, width)
 
     def rows(self, value_G: Tensor, padding: float) -> Tensor:
@@ -572,11 +765,18 @@ class Cells(NamedTuple):
 
     def sum_of(self, key_E: Tensor, mass_E: Tensor) -> Tensor:
         """Return the (G,) sums of masses over the cells that their keys name."""
-        return _sum_by(torch.searchsorted(self.key_G, key_E), mass_E, len(self.key_G))
+        # what is in no cell has mass 0, and may count to any
+        cell_E = torch.searchsorted(self.key_G, key_E).clamp(max=max(0, len(self.key_G) - 1))
+        cell_E, order_E = cell_E.sort(stable=True)
+        return Segments.of(cell_E, len(self.key_G)).sum(mass_E[order_E])
+
+    def nodes(self) -> Segments:
+        """Return the nodes as segments of the cells."""
+        return Segments.of(self.node_G, self.num_nodes)
 
     def total(self, mass_G: Tensor) -> Tensor:
         """Return for each cell the sum over its node, above 0."""
-        return _above_zero(_sum_by(self.node_G, mass_G, self.num_nodes))[self.node_G]
+        return _above_zero(self.nodes().sum(mass_G))[self.node_G]
 
 
 class Question(NamedTuple):
@@ -627,18 +827,20 @@ class Scopes(NamedTuple):
     place_A: Tensor
 
 
-def list_scopes(choices: Choices, tables: Tables) -> Scopes:
-    """List the tokens and the cells of choice nodes."""
-    node_E, place_E = expand(choices.low, choices.high)
+def list_scopes(choices: Choices, tables: Tables, sizes: Sizes | None = None) -> Scopes:
+    """List the tokens and the cells of choice nodes; without sizes, they are looked up."""
+    node_E, place_E = expand(choices.low, choices.high, sizes and sizes.scope_E)
     token_E = tables.order_V[place_E]
     # the scope is sorted, so the tokens of a cell are neighbors
     key_E = _choice_keys(node_E, token_E, choices, tables)
-    key_G, cell_E = torch.unique_consecutive(key_E, return_inverse=True)
-    cells = Cells.of(key_G, len(tables.cell_W) + 1, len(choices.root))
+    every_E = torch.ones_like(key_E, dtype=torch.bool)
+    key_G, cell_E = distinct(key_E, every_E, sizes and sizes.scope_G)
+    width = sizes and sizes.scope_width
+    cells = Cells.of(key_G, len(tables.cell_W) + 1, len(choices.root), width=width)
 
     low = torch.searchsorted(tables.longer_rank_F, choices.low)
     high = torch.searchsorted(tables.longer_rank_F, choices.high)
-    longer_node_E, place_E = expand(low, high)
+    longer_node_E, place_E = expand(low, high, sizes and sizes.longer_E)
     longer_token_E = tables.longer_F[place_E]
     rank_E = tables.longer_rank_F[place_E]
     # the token that a longer one begins with is in the scope, whose tokens are listed by rank
@@ -676,14 +878,15 @@ def choice_question(
     cells = scopes.cells
     num = len(choices.root)
     # below any that counts, and finite where a model excludes tokens
-    logits_G = _logsumexp(x_E.clamp(min=10 * FLOOR), scopes.cell_E, len(cells.key_G))
+    tokens = Segments.of(scopes.cell_E, len(cells.key_G))
+    logits_G = tokens.logsumexp(x_E.clamp(min=10 * FLOOR))
 
     # what the longer tokens of the scope begin with, and how the token before would have gone on
     asked_A = torch.empty_like(q_A).index_copy(0, scopes.place_A, q_A)
     mass_E, first_K = torch.split(asked_A, [len(scopes.longer_node_E), num])
-    longer_G = _sum_by(scopes.longer_cell_E, mass_E, len(cells.key_G))
-    longer_K = _sum_by(scopes.longer_node_E, mass_E, num)
-    node_E, next_E, mass_E = _going_on_in_scope(goes, choices, tables)
+    longer_G = Segments.of(scopes.longer_cell_E, len(cells.key_G)).sum(mass_E)
+    longer_K = Segments.of(scopes.longer_node_E, num).sum(mass_E)
+    node_E, next_E, mass_E = _going_on_in_scope(goes, nodes, tables)
     other_G = cells.sum_of(_choice_keys(node_E, next_E, choices, tables), mass_E)
 
     def logq(row: Tensor, token: Tensor) -> Tensor:
@@ -702,12 +905,6 @@ def choice_question(
     return Question(cells.rows(logits_G, FLOOR), cells.rows(mass_G, 0.0))
 
 
-def _logsumexp(x_E: Tensor, segment_E: Tensor, num: int) -> Tensor:
-    """Return the (num,) logsumexp of the entries of each segment, none of which is empty."""
-    top = x_E.new_full((num,), -torch.inf).scatter_reduce(0, segment_E, x_E.detach(), "amax")
-    return _sum_by(segment_E, (x_E - top[segment_E]).exp(), num).log() + top
-
-
 def _split_by_row(
     logq: Callable[[Tensor, Tensor], Tensor], choices: Choices, cells: Cells, stride: int
 ) -> Tensor:
@@ -718,7 +915,7 @@ def _split_by_row(
     q_G = torch.where(goes_on, logq(row_G, token_G.clamp(min=0)).exp(), 0.0)
     # below this the sum's rounding would decide, and the reverse KL takes the rest's logarithm
     least = 16 * torch.finfo(q_G.dtype).eps
-    rest_K = (1 - _sum_by(cells.node_G, q_G, cells.num_nodes)).clamp(min=least)
+    rest_K = (1 - cells.nodes().sum(q_G)).clamp(min=least)
     return torch.where(token_G >= 0, q_G, rest_K[cells.node_G])
 
 
@@ -735,26 +932,30 @@ def _mass_of_path(
     along = choices.row_T >= 0
     # the path's other tokens: few nodes have any
     steps_end = torch.where(along, choices.level, 1)
-    node_E, step_E = expand(torch.ones_like(steps_end), steps_end)
+    node_E, step_E = expand(torch.ones_like(steps_end), steps_end, nodes.sizes.step_E)
     row_E = nodes.roots.row_T[choices.root[node_E]] + step_E
     logq_E = logq(row_E, tables.pieces_V[choices.token[node_E], step_E])
-    mass_K = first_K * _sum_by(node_E, logq_E, len(first_K)).exp()
+    mass_K = first_K * Segments.of(node_E, len(first_K)).sum(logq_E).exp()
     return torch.where(along | (choices.level == 1), mass_K, 0.0)
 
 
 def _going_on_in_scope(
-    goes: GoingOn, choices: Choices, tables: Tables
+    goes: GoingOn, nodes: Nodes, tables: Tables
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (node, student token, mass) of how the token before goes on with a token in scope."""
+    """Return (node, student token, mass) of how the token before each choice goes on.
+
+    Tokens outside of the scope have mass 0.
+    """
+    choices = nodes.choices
     number_N = torch.arange(len(goes.mass_K) + 1, device=goes.node_E.device)
     begin_N = torch.searchsorted(goes.node_E, number_N)
-    node_E, place_E = expand(begin_N[choices.root], begin_N[choices.root + 1])
-    next_E = goes.next_E[place_E]
+    num = nodes.sizes.going_E if goes.with_ends else None
+    node_E, place_E = expand(begin_N[choices.root], begin_N[choices.root + 1], num)
+    next_E = goes.next_E[place_E].clamp(min=0)
     rank_E = tables.rank_V[next_E]
     in_scope = (rank_E >= choices.low[node_E]) & (rank_E < choices.high[node_E])
-    node_E = node_E[in_scope]
-    mass_E = goes.mass_K[choices.root[node_E]] * goes.mass_E[place_E[in_scope]]
-    return node_E, next_E[in_scope], mass_E
+    mass_E = goes.mass_K[choices.root[node_E]] * goes.mass_E[place_E]
+    return node_E, next_E, torch.where(in_scope, mass_E, 0.0)
 
 
 class Openings(NamedTuple):
@@ -771,22 +972,38 @@ class Openings(NamedTuple):
 
 
 def inside_target(
-    y_MW: Tensor, insides: Insides, tables: Tables, temperature: float = 1.0
+    y_MW: Tensor, nodes: Nodes, tables: Tables, temperature: float = 1.0
 ) -> Openings:
     """Return what the teacher says at the inside nodes."""
+    insides = nodes.insides
     goes = going_on(
-        y_MW, insides.row_T, insides.low, insides.high, insides.level, tables, temperature
+        y_MW, insides.row_T, insides.low, insides.high, insides.level, tables,
+        nodes.sizes.inside_E, temperature,
     )
-    stride = len(tables.cell_V)
-    # tokens are sorted by their spelling, so these keys are sorted
-    key_G, cell_E = torch.unique_consecutive(
-        goes.node_E * stride + goes.next_E, return_inverse=True
+    cells, cell_E = _inside_cells(
+        goes.node_E, goes.next_E, len(insides.row_S), tables, nodes.sizes
     )
-    cells = Cells.of(key_G, stride, len(insides.row_S), first_slot=1)
-    mass_G = _sum_by(cell_E, goes.mass_E, len(key_G)) * goes.mass_K[cells.node_G]
-    target_KG = cells.rows(mass_G, 0.0)
+    mass_G = Segments.of(cell_E, len(cells.key_G)).sum(goes.mass_E)
+    target_KG = cells.rows(mass_G * goes.mass_K[cells.node_G], 0.0)
     target_KG[:, 0] = goes.ends_K
-    return Openings(cells, key_G % stride, target_KG)
+    return Openings(cells, cells.key_G % len(tables.cell_V), target_KG)
+
+
+def _inside_cells(
+    node_E: Tensor, next_E: Tensor, num_nodes: int, tables: Tables, sizes: Sizes | None = None
+) -> tuple[Cells, Tensor]:
+    """Return the cells of insides, and the number of the cell of each token that goes on.
+
+    Args:
+        node_E: (E,) int64, sorted; next_E: what comes next, -1 for a token that ends.
+        sizes: None: they are looked up.
+    """
+    stride = len(tables.cell_V)
+    # tokens are sorted by their spelling, so equal keys are neighbors
+    key_E = node_E * stride + next_E
+    key_G, cell_E = distinct(key_E, next_E >= 0, sizes and sizes.inside_G)
+    width = sizes and sizes.inside_width
+    return Cells.of(key_G, stride, num_nodes, first_slot=1, width=width), cell_E
 
 
 def inside_question(x_G: Tensor, rest_K: Tensor, openings: Openings) -> Question:
@@ -855,15 +1072,15 @@ Compare = Callable[[Tensor, Tensor], Tensor]
 
 
 def _compare_roots(
-    x_NV: Tensor, y_MW: Tensor, roots: Roots, goes: GoingOn, asked: Asked, reads: Reads,
+    x_NV: Tensor, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, reads: Reads,
     tables: Tables, temperature: float, compare: Compare,
 ) -> tuple[Tensor, Answers]:
     """Return (the (N,) divergences of the roots, the answers to all else)."""
     # rows are selected once: each selection has a gradient as large as x
     x_RV = at_least_float32(x_NV.index_select(0, reads.row_R)) / temperature
-    num_roots = len(roots.row_S)
+    num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
-    target = root_target(y_MW, roots, goes, asked, tables, temperature)
+    target = root_target(y_MW, nodes, goes, asked, tables, temperature)
     question = root_question(x_root, target, tables)
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
     nothing = x_LV.new_full((len(reads.token_X),), 10 * FLOOR)
@@ -1049,9 +1266,9 @@ def translated(
         return compare(logp_NC, logq_NC)
 
     roots, choices, insides = nodes.roots, nodes.choices, nodes.insides
-    goes = before_goes_on(y_MW, roots, tables, temperature)
-    scopes = list_scopes(choices, tables)
-    openings = inside_target(y_MW, insides, tables, temperature)
+    goes = before_goes_on(y_MW, nodes, tables, temperature)
+    scopes = list_scopes(choices, tables, nodes.sizes)
+    openings = inside_target(y_MW, nodes, tables, temperature)
     reads = list_reads(nodes, scopes, openings, student_next_BS)
     if kernels := compiled_kernels(x_NV, y_MW):
         whole_kl = divergence is forward_kl and set(parameters) <= {"top_k", "support"}
@@ -1062,13 +1279,13 @@ def translated(
         )
     else:
         value_N, answers = _compare_roots(
-            x_NV, y_MW, roots, goes, scopes.asked, reads, tables, temperature, compare_roots
+            x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, temperature, compare_roots
         )
     others = _compare_others(
         answers, y_MW, teacher_next_BT, Listed(nodes, goes, scopes, openings), tables, temperature,
         compare,
     )
-    value_N = value_N.index_add(0, choices.root, others.choice_K)
+    value_N = value_N + Segments.of(choices.root, len(value_N)).sum(others.choice_K)
     values = [value_N, others.inside_K, others.rest_M]
     rows = [roots.row_S, insides.row_S, _second_rows(nodes)]
     row_N = torch.cat(rows)
@@ -1096,6 +1313,8 @@ def translated_in_place(
         teacher_MW: likewise; written to in between, and as it was in the end.
         labels_N: int64, the next tokens, -100 for none; None: no cross-entropy.
         next_S, next_T: int64, the token that each position predicts.
+        tables: of which no two joins of a student token name the same teacher token, as those that
+            spelling.py builds.
         cells: `gpu_kernels.cell_tables` of these tables.
         weight_N: weight of the terms that begin at each student row; None: 1.
     Returns:
@@ -1111,12 +1330,12 @@ def translated_in_place(
         return None
     roots = nodes.roots
     with torch.no_grad():
-        goes = before_goes_on(teacher_MW, roots, tables, temperature)
-        scopes = list_scopes(nodes.choices, tables)
-        openings = inside_target(teacher_MW, nodes.insides, tables, temperature)
+        goes = before_goes_on(teacher_MW, nodes, tables, temperature)
+        scopes = list_scopes(nodes.choices, tables, nodes.sizes)
+        openings = inside_target(teacher_MW, nodes, tables, temperature)
         reads = list_reads(nodes, scopes, openings, next_S)
         target_RC, q_A, log_total_M = _read_teacher(
-            kernels, teacher_MW, roots, goes, scopes.asked, tables, cells, temperature
+            kernels, teacher_MW, nodes, goes, scopes.asked, tables, cells, temperature
         )
         student = _StudentInPlace(kernels, student_NV, labels_N, roots, reads, cells, temperature)
         student.compare_roots(target_RC)
@@ -1152,16 +1371,17 @@ def _weights(weight_N: Tensor | None, row_K: Tensor, temperature: float) -> Tens
 
 
 def _read_teacher(
-    kernels: Any, y_MW: Tensor, roots: Roots, goes: GoingOn, asked: Asked, tables: Tables,
+    kernels: Any, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, tables: Tables,
     cells: Any, temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (masses of the cells by slot (N, C + 1), answers to `asked`, logsumexp of all rows).
 
     What cannot come is -inf in the logits for the time of one kernel.
     """
+    roots = nodes.roots
     root_M = torch.full(y_MW.shape[:1], -1, dtype=torch.int32, device=y_MW.device)
     root_M[roots.row_T] = torch.arange(len(roots.row_T), device=y_MW.device).int()
-    root_E, token_E = _joined(roots, tables)
+    root_E, token_E = _joined(nodes, tables)
     row_E = roots.row_T[root_E]
     joined_E = y_MW[row_E, token_E]
     came_N = y_MW[roots.row_T, roots.next_T]
@@ -1174,27 +1394,17 @@ def _read_teacher(
     logits_A = at_least_float32(y_MW[asked_row, asked.token_A]) / temperature
     q_A = (logits_A - log_linked_M[asked_row]).exp()
     y_MW[row_E, token_E] = joined_E
-    slot_E = cells.slot_C[tables.cell_V[goes.next_E]]
+    slot_E = cells.slot_C[tables.cell_V[goes.next_E.clamp(min=0)]]
     place_E = goes.node_E * target_RC.shape[1] + slot_E
     mass_E = goes.mass_K[goes.node_E] * goes.mass_E
     target_RC.view(-1).index_put_((place_E,), mass_E, accumulate=True)  # in a fixed order
 
-    # the logsumexp is that of all tokens; lists of joins may name a token twice
-    key_E, order_E = (row_E * y_MW.shape[1] + token_E).sort()
-    counts_E = torch.ones_like(key_E, dtype=torch.bool)
-    counts_E[1:] = key_E[1:] != key_E[:-1]
-    counts_E &= token_E[order_E] != roots.next_T[root_E[order_E]]
-    logits_E = at_least_float32(joined_E[order_E]) / temperature
-    logits_E = logits_E.masked_fill(~counts_E, -torch.inf)
-    joined_M = _logsumexp_of_some(logits_E, row_E[order_E], len(y_MW))
+    # the logsumexp is that of all tokens, and has counted the one that came
+    logits_E = at_least_float32(joined_E) / temperature
+    logits_E = logits_E.masked_fill(token_E == roots.next_T[root_E], -torch.inf)
+    joined_R = Segments.of(root_E, len(roots.row_T)).logsumexp(logits_E)
+    joined_M = torch.full_like(log_rest_M, -torch.inf).index_copy_(0, roots.row_T, joined_R)
     return target_RC, q_A, torch.logaddexp(log_rest_M, joined_M)
-
-
-def _logsumexp_of_some(x_E: Tensor, row_E: Tensor, num: int) -> Tensor:
-    """Return the (num,) logsumexp of the entries of each row, -inf for none."""
-    top = x_E.new_full((num,), -torch.inf).scatter_reduce(0, row_E, x_E, "amax")
-    finite = top.masked_fill(top == -torch.inf, 0.0)
-    return _sum_by(row_E, (x_E - finite[row_E]).exp(), num).log() + finite
 
 
 class _StudentInPlace:
@@ -1222,6 +1432,7 @@ class _StudentInPlace:
         self.root_N[roots.row_S] = torch.arange(len(roots.row_S), device=x_NV.device).int()
         self.place_E = reads.row_R[reads.number_E], reads.token_E
         self.row_L = reads.row_R[len(roots.row_S):]
+        self.left_out = Segments.of(reads.number_X, len(self.row_L))
         self.place_X = self.row_L[reads.number_X], reads.token_X
         self.x_E = at_least_float32(x_NV[self.place_E]) / temperature
         self.x_X = at_least_float32(x_NV[self.place_X])
@@ -1237,7 +1448,8 @@ class _StudentInPlace:
             self.x_NV, self.root_N, target_RC, self.cells, self.temperature, SHIFT
         )
         # cross-entropy leaves nothing out
-        left_out_N = _logsumexp_of_some(self.x_X, self.place_X[0], len(self.x_NV))
+        left_out_N = torch.full_like(result.plain_log_total_N, -torch.inf)
+        left_out_N.index_copy_(0, self.row_L, self.left_out.logsumexp(self.x_X))
         plain_N = torch.logaddexp(result.plain_log_total_N, left_out_N)
         self.result = result._replace(plain_log_total_N=plain_N)
         self.rest_L = result.log_total_N[self.row_L]
@@ -1342,7 +1554,7 @@ def cell_coverage(
         q_NW = (at_least_float32(y_MW.index_select(0, roots.row_T)) / temperature).softmax(-1)
         has_cell_W = tables.cell_W < tables.num_cells
         covered = q_NW[:, has_cell_W].sum()
-        _mask_joined(q_NW, roots, tables)
+        _mask_joined(q_NW, nodes, tables)
         num_roots = torch.tensor(len(roots.row_T), device=y_MW.device)
         return {
             "cell_coverage": (covered, num_roots),
@@ -1356,8 +1568,10 @@ def _rests(logp_S: Tensor, logq_T: Tensor, nodes: Nodes) -> Tensor:
     Args:
         logp_S, logq_T: log-probabilities of the next tokens in nodes.many_S and many_T.
     """
-    logp = _sum_by(nodes.many_S[:, 1], logp_S.clamp(min=FLOOR), nodes.count_many)
-    logq = _sum_by(nodes.many_T[:, 1], logq_T.clamp(min=FLOOR), nodes.count_many)
+    chunks_S = Segments.of(nodes.many_S[:, 1].contiguous(), nodes.count_many)
+    chunks_T = Segments.of(nodes.many_T[:, 1].contiguous(), nodes.count_many)
+    logp = chunks_S.sum(logp_S.clamp(min=FLOOR))
+    logq = chunks_T.sum(logq_T.clamp(min=FLOOR))
     return bernoulli_kl(logq, logp)
 
 

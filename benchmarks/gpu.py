@@ -14,6 +14,7 @@ The checks of this file need torch alone, `kernels` triton too; `loss_table` and
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,6 +38,9 @@ MIB = 2**20
 SIZES = 4, MIB, 3 * MIB, 3 * MIB + 4  # bytes that processes share; the last is no power of two
 LEAST_SECONDS = 10  # in which the memory of a killed process has to be free again
 TIMEOUT = 1800  # seconds of a check
+TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl"
+KEPT_COLUMNS = 8192  # of projection_kl, as --projection_topk
+LIVE_COPIES = {"gold": 3, "projection_kl": 2}  # as in isogloss/loss_table.py
 TABLE_POSITIONS = 2048, 8192, 32_768
 DEVICE = "cuda"
 
@@ -276,12 +280,44 @@ def plain_gradient(name, coefficient, x, y, labels):
         losses.HAS_TRITON_KERNELS = available
 
 
+class ChunkTables:
+    """Hold what gold and projection_kl look up: random tables, as in benchmarks/loss.py.
+
+    Attributes:
+        common, others: `losses.TokenIds`.
+        indices, weights: the projection; entries, of_kernels: of its kept columns.
+    """
+
+    def __init__(self, sizes, device, use_kernels):
+        from benchmarks import loss as bench
+
+        common = torch.arange(int(bench.COMMON_PER_TOKEN * sizes.V), device=device)
+        self.common = losses.TokenIds(common, common)
+        self.others = losses.TokenIds(
+            losses.other_tokens(common, sizes.V), losses.other_tokens(common, sizes.W))
+        generator = torch.Generator().manual_seed(0)
+        shape = sizes.V, len(bench.PROJECTION_WEIGHTS)
+        indices = torch.randint(sizes.W, shape, generator=generator)
+        indices[: int(bench.EVENTS_PER_TOKEN * sizes.V), 1:] = -1
+        self.indices = indices.to(device)
+        self.weights = torch.tensor(bench.PROJECTION_WEIGHTS, device=device).expand(shape)
+        kept_K = torch.arange(min(sizes.W, KEPT_COLUMNS), device=device)
+        self.entries = losses.projection_entries(self.indices, self.weights, sizes.W, kept_K)
+        self.of_kernels = None
+        if use_kernels:
+            import gpu_chunks
+
+            self.of_kernels = gpu_chunks.projection_tables(
+                *self.entries, V=sizes.V, most_per_token=shape[1])
+
+
 class Fused:
     """A tile loss of the table: cross-entropy and one distillation loss, as a run computes them.
 
     Args:
-        name: "forward_kl" or "piece_kl".
-        tables: `translation.Tables` of piece_kl, on the device.
+        name: one of TABLE_LOSSES.
+        tables: `translation.Tables` of piece_kl, ChunkTables of gold and projection_kl, on the
+            device.
         use_kernels: False: the plain path, by autograd.
     """
 
@@ -304,11 +340,24 @@ class Fused:
             kd, _ = translation.translated(
                 student[None], teacher[None], labels, sub_tile.teacher_labels[None],
                 sub_tile.terms, self.tables)
+        elif self.name in ("gold", "projection_kl"):
+            kd = self.of_chunks(student[None], teacher[None], sub_tile)
         else:
             chunks = sub_tile.terms
             kd, _ = losses.forward_kl(
                 student[chunks.first_S][None], teacher[chunks.first_T][None], None)
         return torch.stack([ce, kd])
+
+    def of_chunks(self, student, teacher, sub_tile):
+        tables = self.tables
+        chunks = sub_tile.terms
+        ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
+        if self.name == "gold":
+            return losses.gold(
+                student, teacher, *ids, *tables.common, chunks=chunks, rest=tables.others)[0]
+        return losses.projection_kl(
+            student, teacher, *ids, tables.indices, tables.weights, entries=tables.entries,
+            chunks=chunks)[0]
 
     def overwrite(self, student, teacher, sub_tile, factors):
         import translation
@@ -320,6 +369,13 @@ class Fused:
             sums = translation.translated_in_place(
                 student, teacher, labels, labels, sub_tile.teacher_labels, sub_tile.terms,
                 self.tables, self.cells, factors)
+        elif self.name == "gold":
+            sums = losses.gold_in_place(
+                student, teacher, labels, sub_tile.terms, self.tables.common, self.tables.others,
+                factors)
+        elif self.name == "projection_kl":
+            sums = losses.projection_in_place(
+                student, teacher, labels, sub_tile.terms, self.tables.of_kernels, None, factors)
         else:
             chunks = sub_tile.terms
             sums = losses.divergence_in_place(
@@ -340,23 +396,28 @@ class TableRun:
     def __init__(self, name, sizes, path, device=DEVICE):
         from benchmarks import loss as bench
 
-        W = sizes.W if name == "piece_kl" else sizes.V
+        W = sizes.V if name == "forward_kl" else sizes.W
         text = bench.random_text(sizes.tokens, sizes.V, W)
         tables = None
         if name == "piece_kl":
             spelling = bench.random_spelling(sizes.V, W)
             bench.spell_long_chunks(text, sizes.V, spelling)
             tables = bench.random_tables(spelling)
+        elif name != "forward_kl":
+            tables = ChunkTables(sizes, device, path == "kernels")
         losses.HAS_TRITON_KERNELS = losses.HAS_TRITON_KERNELS and path == "kernels"
         budget = tiles.GPU_SUB_TILES
         if path == "kernels":
-            budget = tiles.KERNEL_SUB_TILES._replace(logit_bytes=2)
+            budget = tiles.KERNEL_SUB_TILES._replace(
+                logit_bytes=2, live_copies=LIVE_COPIES.get(name, 1))
         memory_mib = float("inf") if path == "plain" else sizes.memory_mib
         plan = tiles.plan_tiles(*text, (sizes.V, W), memory_mib, budget,
                                 teacher_context=name == "piece_kl")
-        plan = [bench.with_terms(tile, tables) for tile in plan]
+        listed = tables if name == "piece_kl" else None
+        plan = [bench.with_terms(tile, listed) for tile in plan]
         self.plan = [bench.to(tile, device) for tile in plan]
-        self.loss = Fused(name, bench.to(tables, device), path == "kernels")
+        on_device = bench.to(tables, device) if name == "piece_kl" else tables
+        self.loss = Fused(name, on_device, path == "kernels")
 
         def tensor(*shape):
             values = torch.randn(*shape, device=device, dtype=torch.bfloat16)
@@ -365,15 +426,21 @@ class TableRun:
         self.hidden = tensor(sizes.tokens, sizes.H).requires_grad_()
         self.weight = tensor(sizes.V, sizes.H).requires_grad_()
         teacher_hidden = tensor(sizes.tokens, sizes.teacher_H)
-        self.teacher = tiles.HiddenLogits(teacher_hidden, tiles.Head(tensor(W, sizes.teacher_H)))
+        columns = min(W, KEPT_COLUMNS) if name == "projection_kl" else W
+        self.teacher = tiles.HiddenLogits(
+            teacher_hidden, tiles.Head(tensor(columns, sizes.teacher_H)))
 
     def step(self):
         """Compute loss and gradients; nothing here reads them back."""
         self.hidden.grad = None
         self.weight.grad = None
+        self.loss_value().backward()
+
+    def loss_value(self):
+        """Return the loss; its backward pass only scales gradients that exist already."""
         loss, _ = tiles.tiled_loss(
             self.hidden, tiles.Head(self.weight), self.teacher, self.loss, self.plan, [1.0, 1.0])
-        loss.backward()
+        return loss
 
     def matmuls(self, block=1024):
         """Multiply as a loss has to: the student three times, the teacher once, in blocks."""
@@ -419,7 +486,7 @@ def loss_table():
     """Time every loss by every path; passes where the kernels stay within 1.6 of their matmuls."""
     lines = {}
     ratios = []
-    for name in ("forward_kl", "piece_kl"):
+    for name in TABLE_LOSSES:
         for positions in TABLE_POSITIONS:
             for path, memory_mib in (("plain", 512), ("tiled", 512), ("kernels", 512),
                                      ("kernels", 4096)):
@@ -437,8 +504,7 @@ def no_synchronization(tokens=1024):
     from benchmarks.loss import Sizes
 
     figures = {}
-    for name, path in (("forward_kl", "tiled"), ("forward_kl", "kernels"), ("piece_kl", "tiled"),
-                       ("piece_kl", "kernels")):
+    for name, path in itertools.product(TABLE_LOSSES, ("tiled", "kernels")):
         if path == "kernels" and not losses.HAS_TRITON_KERNELS:
             continue
         available = losses.HAS_TRITON_KERNELS

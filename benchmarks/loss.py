@@ -183,7 +183,8 @@ def random_tables(spelling: losses.Spelling) -> translation.Tables:
     num_joined = int(JOINED_FRACTION * W)
     low = torch.randint(W - num_joined, (V,))
     high = low + num_joined
-    joins = {"join_start_V": torch.arange(V + 1), "join_low_J": low, "join_high_J": high}
+    joins = {"join_start_V": torch.arange(V + 1), "join_low_J": low, "join_high_J": high,
+             "joined_V": torch.full((V,), num_joined)}
     return translation.Tables(**tensors | joins)
 
 

@@ -659,7 +659,8 @@ def sub_tile_budget(cfg, setups, device, trains, half):
     if not (trains and in_place):
         return GPU_SUB_TILES
     logit_bytes = 2 if half and cfg.teacher_dtype != "float32" else 4
-    return KERNEL_SUB_TILES._replace(logit_bytes=logit_bytes)
+    live_copies = max([setup.loss.loss_fn.live_copies for setup in setups], default=1)
+    return KERNEL_SUB_TILES._replace(logit_bytes=logit_bytes, live_copies=live_copies)
 
 
 def build_collator(cfg, inputs, device, tile_mib=None, trains=True, half=False):

@@ -13,7 +13,7 @@ import torch
 from isogloss.batch import TeacherBatch
 from isogloss.sequence import SequenceGroup, gather_halo
 from losses import cross_entropy_in_place, next_token_cross_entropy
-from tiles import HiddenLogits, LogitsSource, tiled_loss
+from tiles import HiddenLogits, LogitsSource, LossPart, tiled_loss, tiled_losses
 
 
 @dataclass
@@ -90,17 +90,28 @@ def micro_batch_loss(student_logits, terms):
         weights = [terms.ce_weight, 0.0]
         loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights, ())
         return torch.stack([loss]).sum(), torch.stack([sums])
-    losses = []
-    sums = []
+    sources = []
+    parts = []
     for number, term in enumerate(terms.teachers):
         # hidden states of chunks that a sequence shard's border cuts
-        complete = gather_halo(student_logits, term.batch.halo_index, terms.sequence_group)
-        weights = [0.0 if number else terms.ce_weight, term.weight]
-        loss, pair_sums = pair_loss(complete, term.target.logits, term.target.loss_fn,
-                                    term.batch.tiles, weights, terms.parameters)
-        losses.append(loss)
-        sums.append(pair_sums)
+        source = gather_halo(student_logits, term.batch.halo_index, terms.sequence_group)
+        # the part in rollouts is counted in the second one already
+        weights = [0.0 if number else terms.ce_weight, term.weight, 0.0]
+        tile_loss = PairLoss(term.target.loss_fn, weights[:2])
+        sources.append(source)
+        parts.append(LossPart(source.values, term.target.logits, tile_loss, term.batch.tiles,
+                              weights))
+    if isinstance(student_logits, HiddenLogits):
+        # together: the gradient of the head exists once, however many teachers there are
+        loss, sums = tiled_losses(student_logits.head, parts, terms.parameters)
+        return loss, torch.stack(sums)
+    losses, sums = zip(*map(untiled_part, sources, parts))
     return torch.stack(losses).sum(), torch.stack(sums)
+
+
+def untiled_part(source, part):
+    """Return `untiled_loss` of a LossPart and the StoredLogits that it is of."""
+    return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
 
 
 def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameters):

@@ -11,9 +11,10 @@ from conftest import ROOT
 STANDALONE = {  # file: which of our files it takes where it finds them beside it
     "align.py": set(),
     "align_dp.py": {"align"},
-    "losses.py": {"cpu_kernels", "gpu_kernels", "vocab_parallel"},
+    "losses.py": {"cpu_kernels", "gpu_kernels", "gpu_chunks", "vocab_parallel"},
     "cpu_kernels.py": set(),
     "gpu_kernels.py": set(),
+    "gpu_chunks.py": {"gpu_kernels"},
     "vocab_parallel.py": set(),
     "teacher_mixing.py": set(),
     "translation.py": {"losses", "vocab_parallel"},

@@ -26,10 +26,11 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs/README.md",
          ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md"]
 COPIED = ("align", "losses", "tiles", "teacher_mixing", "ipc", "cpu_kernels", "gpu_kernels",
-          "vocab_parallel", "align_dp", "translation", "rollout", "sandbox", "spelling",
-          "cross_tokenizer")
+          "gpu_chunks", "vocab_parallel", "align_dp", "translation", "rollout", "sandbox",
+          "spelling", "cross_tokenizer")
 # What stands beside a copied module and may be imported by it.
-HELPERS = {"align_dp": {"align"}, "losses": {"cpu_kernels", "gpu_kernels", "vocab_parallel"},
+HELPERS = {"align_dp": {"align"}, "gpu_chunks": {"gpu_kernels"},
+           "losses": {"cpu_kernels", "gpu_kernels", "gpu_chunks", "vocab_parallel"},
            "translation": {"losses", "vocab_parallel"}, "spelling": {"align"},
            "cross_tokenizer": {"align", "losses", "translation", "spelling"}}
 

@@ -186,9 +186,10 @@ def root_targets(batch, tables):
                 block = logits_TW[sub_tile.teacher_positions]
             y_MW = block[sub_tile.teacher_slice]
             roots = sub_tile.terms.roots
-            goes = before_goes_on(y_MW, roots, tables)
+            goes = before_goes_on(y_MW, sub_tile.terms, tables)
             none = torch.zeros(0, dtype=torch.long)
-            cell_NC = root_target(y_MW, roots, goes, Asked(none, none), tables).cell_NC
+            asked = Asked(none, none)
+            cell_NC = root_target(y_MW, sub_tile.terms, goes, asked, tables).cell_NC
             row_S = tile.student_positions[sub_tile.student_slice][roots.row_S]
             sample = teacher.sample_of_student[row_S]
             first = torch.searchsorted(teacher.sample_of_student, sample)

@@ -9,14 +9,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import losses
+import tiles as tiles_module
 from cases import Case, common_of
 from conftest import ROOT
 from tiles import (
     GPU_SUB_TILES,
     Head,
     HiddenLogits,
+    LossPart,
     SelectedColumns,
     ShardedLogits,
     StoredLogits,
@@ -26,6 +29,7 @@ from tiles import (
     head_of,
     plan_tiles,
     tiled_loss,
+    tiled_losses,
 )
 
 H = 6
@@ -493,6 +497,109 @@ def test_gradient_checkpointing_and_evaluation():
     with torch.no_grad():
         evaluated = run(models.hidden)
     assert evaluated == value and not evaluated.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["bias", "capped", "adapter", "frozen"])
+def test_parts_add_up_to_the_sum_of_their_losses(kind):
+    """Of several teachers, one of which weighs little, and one nothing."""
+    models = Models(2, kind=kind)
+    weight = models.case.likelihoods.clone().requires_grad_()
+
+    def learned(x, y, sub_tile):
+        _, _, chunk_S, chunk_T = as_batch(sub_tile)
+        projection = models.case.indices, weight
+        return losses.projection_kl(x[None], y[None], chunk_S, chunk_T, *projection)[0]
+
+    other_hidden = (models.hidden.detach() * 2).requires_grad_()
+    parts = []
+    for hidden, loss, memory, weights in (
+            (models.hidden, loss_of("gold", models.case), 0.002, [0.3, 2.0]),
+            (other_hidden, learned, 0.01, [0.0, 1e-4]),
+            (models.hidden, loss_of("alm", models.case), 0.01, [0.0, 0.0])):
+        parts.append(LossPart(hidden, models.teacher["hidden"], with_cross_entropy(loss),
+                              models.tiles(memory), weights))
+    inputs = [*models.inputs, other_hidden, weight]
+    value, sums = tiled_losses(models.head, parts, [weight])
+    apart = [tiled_loss(part.student_hidden, models.head, *part[1:], [weight]) for part in parts]
+    for ours, (_, expected) in zip(sums, apart, strict=True):
+        assert torch.equal(ours, expected)
+    expected = sum(part_value for part_value, _ in apart)
+    assert torch.allclose(value, expected)
+    for a, b in zip(gradients(3 * value, inputs), gradients(3 * expected, inputs)):
+        assert close(a, b, 1e-6)
+
+
+class GradientTraffic(TorchDispatchMode):
+    """Count the bytes of large tensors that operations read and write, as a GPU would.
+
+    Multiplies half precision into float32 where the CPU cannot.
+    """
+
+    VIEWS = "view", "t", "split", "permute", "slice", "detach", "alias", "empty", "_unsafe"
+
+    def __init__(self, numels):
+        super().__init__()
+        self.numels = numels  # of the tensors to be counted
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        read = [x for x in args if isinstance(x, torch.Tensor)]
+        name = function.overloadpacket.__name__
+        if function is torch.ops.aten.addmm.dtype_out:
+            total, a, b, _ = args
+            result = kwargs["out"]
+            assert a.dtype == b.dtype == torch.bfloat16 and total is result
+            beta = kwargs.get("beta", 1)
+            if beta == 0:
+                read = []
+            product = kwargs.get("alpha", 1) * (a.float() @ b.float())
+            result.copy_(product if beta == 0 else total + product)
+        else:
+            result = function(*args, **kwargs)
+        if not name.startswith(self.VIEWS):
+            for tensor in (*read, result):
+                if isinstance(tensor, torch.Tensor) and tensor.numel() in self.numels:
+                    self.nbytes += tensor.nbytes
+        return result
+
+
+@pytest.mark.parametrize("num_teachers", [1, 3])
+def test_the_matmuls_add_to_one_gradient_of_the_head(num_teachers, monkeypatch):
+    """On a GPU the first tile writes it, 4 bytes a weight, and every other one reads it too."""
+    monkeypatch.setattr(tiles_module, "MIXED_MATMULS", ("cpu",))
+    torch.manual_seed(0)
+    V, n, width = 300, 12, 16
+    chunk = torch.arange(n)[None]
+    tiles = plan_tiles(chunk, chunk, chunk, chunk, (V, V), 0.02)
+    assert len(tiles) > 2
+    teacher_rows = [torch.randn(n, V) for _ in range(num_teachers)]
+
+    def kl(x, y, sub_tile):
+        return losses.forward_kl(x[None], y[None], None)[0][None]
+
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(1)
+        hidden, weight = [torch.randn(size, width).bfloat16().to(dtype) for size in (n, V + 3)]
+        inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+        parts = []
+        for number, y in enumerate(teacher_rows):
+            parts.append(LossPart(hidden, StoredLogits(y), kl, tiles, [0.5**number]))
+        pieces = {-(-(V + 3) // 2) * width, (V + 3) // 2 * width}  # of the gradient
+        padded = V - -(-(V + 3) // 2)  # tokens in the second one
+        with GradientTraffic({V * width, padded * width, *pieces}) as traffic:
+            value, _ = tiled_losses(Head(weight, vocab=V), parts)
+        results.append(gradients(value, inputs))
+        if dtype == torch.bfloat16:
+            num_tiles = num_teachers * len(tiles)
+            of_gradient = 4 + 8 * (num_tiles - 1)
+            of_weight = 2 * 2 * num_tiles  # every tile reads it twice
+            assert traffic.nbytes == (of_gradient + of_weight) * V * width
+    for a, b in zip(*results):
+        assert a.dtype == torch.bfloat16
+        assert (a[V:] == 0).all() or len(a) == n
+        assert close(a.float(), b, 0.02)
 
 
 def test_a_second_backward_is_rejected():

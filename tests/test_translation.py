@@ -19,6 +19,7 @@ from isogloss.config import Config
 from isogloss.sample import TextEncoder
 from projection_tools import Pair
 from projection_tools.cells import build_translation
+from test_tiles import on_meta
 from tiles import StoredLogits, SubTile, TeacherBlocks
 from toys import EOS, Tokenizer
 from translation import (
@@ -191,16 +192,16 @@ def test_targets_are_distributions_and_divergences_are_not_negative(student, tea
     y = 3 * torch.randn(toy.y.shape, generator=generator).double()
     nodes = list_nodes(*toy.ids)
     rows = y.flatten(0, 1)
-    goes = before_goes_on(rows, nodes.roots, toy.tables)
-    scopes = list_scopes(nodes.choices, toy.tables)
-    target = root_target(rows, nodes.roots, goes, scopes.asked, toy.tables)
+    goes = before_goes_on(rows, nodes, toy.tables)
+    scopes = list_scopes(nodes.choices, toy.tables, nodes.sizes)
+    target = root_target(rows, nodes, goes, scopes.asked, toy.tables)
     x_root = x.flatten(0, 1)[nodes.roots.row_S]
     x_scope = x_root[nodes.choices.root[scopes.node_E], scopes.token_E]
     questions = [
         root_question(x_root, target, toy.tables),
         choice_question(x_scope, rows, rows.logsumexp(-1), target.q_A, goes, scopes, nodes,
                         toy.tables),
-        inside_target(rows, nodes.insides, toy.tables)]
+        inside_target(rows, nodes, toy.tables)]
     for question in questions:
         assert (question.target_KG >= 0).all()
         sums = question.target_KG.sum(1)
@@ -210,6 +211,19 @@ def test_targets_are_distributions_and_divergences_are_not_negative(student, tea
         assert (values > -1e-12).all()
 
 
+def test_nothing_waits_for_the_device():
+    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
+    toy = Toy(COARSE, CROSSING, 1)
+    nodes = list_nodes(*toy.ids)
+    assert len(nodes.choices.root) and len(nodes.insides.row_S) and nodes.count_many
+    nodes, tables, ids = on_meta([nodes, toy.tables, toy.ids[1:3]])
+    for divergence in DIVERGENCES.values():
+        x = on_meta(toy.x.clone().requires_grad_())
+        value, _ = translated(x, on_meta(toy.y), *ids, nodes, tables, divergence)
+        value.backward()
+        assert x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
 def test_equal_tokenizers_give_the_plain_divergence(divergence):
     toy = Toy(COARSE, COARSE, 1)
@@ -217,6 +231,7 @@ def test_equal_tokenizers_give_the_plain_divergence(divergence):
     x, y = torch.randn(2, *toy.x.shape, generator=generator).double()
     # what no text holds would be masked, which a plain divergence does not know
     toy.tables.join_start_V.zero_()
+    toy.tables.joined_V.zero_()
     ours, count = toy.loss(x, y, divergence, temperature=2.0)
     plain, positions = divergence(x, y, toy.ids[3] >= 0, temperature=2.0)
     torch.testing.assert_close(ours, plain)

@@ -1,0 +1,268 @@
+"""gpu_chunks.py under Triton's interpreter, on a CPU: against float64, and what it reads."""
+
+
+import re
+
+import pytest
+import torch
+
+import losses
+from cases import Case, common_of
+from interpreted import (  # noqa: F401
+    compiled,
+    drawn,
+    launches,
+    on_cpu,
+    rounding,
+    same,
+    traffic,
+)
+
+pytest.importorskip("triton", reason="triton is not installed")
+gpu_chunks = pytest.importorskip("gpu_chunks")
+gpu_kernels = pytest.importorskip("gpu_kernels")
+
+FACTORS = 0.7, 1.3  # of cross-entropy and distillation loss
+
+
+class Rows:
+    """A batch of one sample: chunks of all shapes, rows without one, rows without a label."""
+
+    def __init__(self, seed, sizes=(37, 53)):
+        case = Case(seed, samples=4, length=14, sizes=sizes)
+        self.case = case
+        self.x, self.y = [drawn((side[..., 0].numel(), size), seed + number)
+                          for number, (side, size) in enumerate(zip((case.x, case.y), sizes))]
+        # of all samples, in one row
+        self.chunk = []
+        for chunk_BX in case.chunk:
+            numbers = torch.where(chunk_BX >= 0, chunk_BX + 100 * torch.arange(4)[:, None], -1)
+            self.chunk.append(numbers.reshape(1, -1))
+        self.chunk[0][0, :2] = -1
+        self.chunks = losses.find_chunks(*self.chunk)
+        self.labels = torch.where(self.chunk[0][0] >= 0, case.next[0].flatten(), -100)
+        self.labels[0] = 5
+        self.labels[4] = -100
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.rand(len(self.x), generator=generator)
+        self.common = losses.TokenIds(*common_of(case))
+        self.others = losses.TokenIds(*[losses.other_tokens(ids, size)
+                                        for ids, size in zip(self.common, sizes)])
+        assert len(self.common.student) and len(self.others.student)
+
+    def shapes(self):
+        return set(zip(self.chunks.count_S.tolist(), self.chunks.count_T.tolist()))
+
+
+def gold(rows, x, y, in_place, tau=1.0, weight=None, labels=True, **options):
+    labels = rows.labels if labels else None
+    if in_place:
+        return losses.gold_in_place(
+            x, y, labels, rows.chunks, rows.common, rows.others, FACTORS, weight, tau, **options)
+    value, _ = losses.gold(
+        x[None], y[None], *rows.chunk, *rows.common, tau, weight_BS=None if weight is None else
+        weight[None], **options)
+    return value
+
+
+def projection(rows, x, y, in_place, tau=1.0, weight=None, labels=True, kept=None, **options):
+    labels = rows.labels if labels else None
+    tables = rows.case.indices, rows.case.likelihoods.float()
+    if in_place:
+        entries = losses.projection_entries(*tables, y.shape[1], kept)
+        for_kernels = gpu_chunks.projection_tables(*entries, x.shape[1], tables[0].shape[1])
+        return losses.projection_in_place(
+            x, y, labels, rows.chunks, for_kernels, kept, FACTORS, weight, tau, **options)
+    value, _ = losses.projection_kl(
+        x[None], y[None], *rows.chunk, *tables, kept, tau, weight_BS=None if weight is None else
+        weight[None], **options)
+    return value
+
+
+def in_place(loss, rows, x, y, **options):
+    """Return (cross-entropy, loss, gradient); y stays as it was."""
+    d = x.clone()
+    before = y.clone()
+    ce, kd = loss(rows, d, y, True, **options)
+    torch.testing.assert_close(y, before, rtol=0, atol=0, equal_nan=True)
+    return ce, kd, d
+
+
+def plain(loss, rows, x, y, labels=True, **options):
+    """Return the same from the plain path, in the precision of x."""
+    leaf = x.clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "TRITON_DEVICES", ())
+        patch.setattr(losses, "HAS_KERNELS", False)
+        kd = loss(rows, leaf, y, False, **options)
+        ce, _ = losses.next_token_cross_entropy(leaf[None], rows.labels[None])
+        if not labels:
+            ce = ce * 0
+        (FACTORS[0] * ce + FACTORS[1] * kd).backward()
+    return ce.detach(), kd.detach(), leaf.grad
+
+
+LOSSES = {"gold": gold, "projection": projection}
+KEPT = torch.tensor([0, 2, 3, 7, 11, 30, 31, 50])
+CASES = [("gold", {}), ("gold", {"reverse": True}), ("gold", {"uncommon_topk": 3}),
+         ("projection", {}), ("projection", {"reverse": True}), ("projection", {"kept": KEPT})]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_chunks_equal_the_plain_path_in_float64(name, options, monkeypatch):
+    """With odd sizes, weights and temperatures; read in one part and in several."""
+    rows = Rows(20)
+    shapes = rows.shapes()
+    assert {(1, 1), (1, 2), (2, 1), (2, 2)} <= shapes
+    arguments = LOSSES[name], rows, rows.x, rows.y
+    for block, tau, weight, labels in ((4096, 1.0, None, True), (16, 2.0, rows.weight, False)):
+        monkeypatch.setattr(gpu_kernels, "BLOCK", block)
+        monkeypatch.setattr(gpu_chunks, "SLICE", min(block, 512))
+        more = options | dict(tau=tau, weight=weight, labels=labels)
+        ours = in_place(*arguments, **more)
+        exact = plain(arguments[0], rows, rows.x.double(), rows.y.double(), **more)
+        for one, other in zip(ours, exact):
+            same(one, other)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_number_in_and_none_out(name):
+    rows = Rows(2)
+    chunk = int((rows.chunks.count_S > 1).nonzero()[0])
+    places = (rows.chunks.first_S[chunk] + 1, rows.chunks.first_T[chunk])
+    of_chunk = rows.chunks.row_S[rows.chunks.of_S == chunk]
+    others = torch.ones(len(rows.x), dtype=torch.bool)
+    others[of_chunk] = False
+    for side, row in enumerate(places):
+        for wrong in (torch.nan, torch.inf):
+            logits = [rows.x.clone(), rows.y.clone()]
+            logits[side][row, 4] = wrong
+            ce, kd, d = in_place(LOSSES[name], rows, *logits)
+            assert kd.isnan()
+            assert ce.isnan() == (side == 0)
+            assert d[of_chunk].isnan().any()
+            assert d[others].isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_that_nothing_reads_may_hold_anything(name):
+    rows = Rows(3)
+    x = rows.x.clone()
+    x[1] = torch.nan
+    y = rows.y.clone()
+    y[rows.chunk[1][0] < 0] = torch.nan
+    rows.labels[1] = -100
+    ce, kd, d = in_place(LOSSES[name], rows, x, y)
+    assert ce.isfinite() and kd.isfinite() and d.isfinite().all()
+    assert (d[1] == 0).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_a_chunk_the_text_is_left(name):
+    rows = Rows(4)
+    none = [torch.full_like(chunk, -1) for chunk in rows.chunk]
+    rows.chunk = none
+    rows.chunks = losses.find_chunks(*none)
+    ce, kd, d = in_place(LOSSES[name], rows, rows.x, rows.y)
+    exact_ce, _, exact = plain(lambda rows, x, *_, **__: x.sum() * 0, rows, rows.x.double(), None)
+    assert kd == 0
+    same(ce, exact_ce)
+    same(d, exact)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_is_as_exact_as_the_plain_path(name, rounding):  # noqa: F811
+    rows = Rows(5)
+    x, y = rows.x.bfloat16(), rows.y.bfloat16()
+    loss = LOSSES[name]
+    _, exact_kd, exact = plain(loss, rows, x.double(), y.double())
+    _, plain_kd, plain_d = plain(loss, rows, x, y)
+    _, kd, d = in_place(loss, rows, x, y)
+    assert d.dtype == torch.bfloat16
+    assert (d - exact).norm() <= 2 * (plain_d - exact).norm()
+    assert abs(kd - exact_kd) <= 2 * abs(plain_kd - exact_kd) + 1e-5 * exact_kd
+
+
+# --- what a GPU would launch, read and write ------------------------------------------------------
+
+V = 128_256
+W = 151_936
+COMMON = 109_000  # tokens of llama3 and qwen2, about
+KEPT_COLUMNS = 8192  # --projection_topk
+LOGIT = 2  # bytes
+MB = 10**6
+
+
+def matmul_bytes(teacher_columns):
+    """Return what the matmuls read and write of the logits of one position on either side."""
+    return LOGIT * (V + teacher_columns + 2 * V)
+
+
+def single_rows(rows):
+    """Cut the rows into chunks of one row on either side."""
+    count = min(len(rows.x), len(rows.y), 5)
+    rows.x = rows.x[:count].half()
+    rows.y = rows.y[:count].half()
+    rows.labels = rows.labels[:count]
+    number = torch.arange(count)[None]
+    rows.chunk = [number, number]
+    rows.chunks = losses.find_chunks(number, number)
+    return count
+
+
+def test_gold_takes_three_launches(traffic):  # noqa: F811
+    """A row that its program has just read counts once.  What sorts the others is not counted."""
+    rows = Rows(6)
+    count = single_rows(rows)
+    num_V, num_W = rows.x.shape[1], rows.y.shape[1]
+    A, B, K = len(rows.others.student), len(rows.others.teacher), len(rows.common.student)
+    in_place(gold, rows, rows.x, rows.y)
+    assert launches(traffic) == {"row_totals": 1, "common_masses": 1, "common_gradient": 1}
+    scalars = 20 * count
+    assert traffic["row_totals", "load", "fp16"] == count * (num_V + num_W)
+    assert traffic["common_masses", "load", "fp16"] == count * (num_V + num_W)
+    assert traffic["common_masses", "store", "fp32"] <= count * (A + B) + scalars
+    assert traffic["common_gradient", "load", "fp16"] == count * (2 * num_V + K)
+    assert traffic["common_gradient", "store", "fp16"] == count * num_V
+    assert traffic["common_gradient", "load", "fp32"] <= count * 2 * A + 10 * scalars
+
+    A, B = V - COMMON, W - COMMON
+    passes = LOGIT * (2 * (V + W) + V + COMMON + V) + 4 * (A + B + A)
+    again = LOGIT * V + 4 * A
+    assert passes + again + matmul_bytes(W) <= 4 * MB
+
+
+def test_projection_takes_three_launches(traffic):  # noqa: F811
+    """Of the teacher the kept columns alone are computed.  Tables of tokens are not counted."""
+    rows = Rows(6)
+    count = single_rows(rows)
+    rows.y = rows.y[:, KEPT]
+    tables = rows.case.indices, rows.case.likelihoods.float()
+    entries = losses.projection_entries(*tables, 53, KEPT)
+    for_kernels = gpu_chunks.projection_tables(*entries, 37, tables[0].shape[1])
+    losses.projection_in_place(
+        rows.x, rows.y, rows.labels, rows.chunks, for_kernels, None, FACTORS)
+    assert launches(traffic) == {"row_totals": 1, "projected": 1, "projected_gradient": 1}
+    num_V, K, E = 37, len(KEPT), len(entries.row_E)
+    scalars = 20 * count
+    assert traffic["row_totals", "load", "fp16"] == count * (num_V + K)
+    assert traffic["projected", "load", "fp16"] == count * (E + K)
+    assert traffic["projected", "store", "fp32"] <= count * 3 * K + scalars
+    assert traffic["projected_gradient", "load", "fp16"] == count * 2 * num_V
+    assert traffic["projected_gradient", "store", "fp16"] == count * num_V
+
+    # the entries of the kept columns name most tokens once; so do the slopes, of kept columns
+    K = KEPT_COLUMNS
+    passes = LOGIT * (V + K + V + K + V + V) + 4 * (3 * K + 4 * K + 2 * K)
+    again = LOGIT * V
+    assert passes + again + matmul_bytes(K) <= 3 * MB
+
+
+def test_triton_compiles_every_kernel_for_sm_90_without_atomics(tmp_path):
+    kernels = {"row_totals": [0], "common_masses": [0, 1], "common_gradient": [0, 1],
+               "projected": [0, 1], "projected_gradient": [0]}
+    of_kernels = compiled(tmp_path, "gpu_chunks", kernels)
+    assert len(of_kernels) == 8
+    for name, ptx in of_kernels.items():
+        assert ".target sm_90" in ptx, name
+        assert not re.search(r"\b(atom|red)\.", ptx), name
