@@ -55,7 +55,7 @@ RECIPE = {
 }
 # Flags of distill.py that all arms have in common.
 DISTILL = {
-    "steps": 72,
+    "steps": 60,
     "learning_rate": 3e-3,
     "max_length": 448,
     "eval_rows": RECIPE["held_out_rows"],
