@@ -403,8 +403,7 @@ def prepare(folder, seeds):
 
         def make_student(scratch, seed=seed):
             tokenizer = load_tokenizer(folder / "equal_teacher")
-            llama(tokenizer, RECIPE["student"], seed).save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
+            save(llama(tokenizer, RECIPE["student"], seed), tokenizer, scratch)
 
         make_once(folder / f"student_{seed}", make_student)
 
@@ -416,16 +415,12 @@ def make_teacher(folder, name, shows_progress):
         folder: of the cache.
         name: key of TEACHERS.
     """
-    from transformers import logging
-
-    logging.disable_progress_bar()  # of writing a file
     train_tokenizer, vocab = TEACHERS[name]
     _, texts = read_corpus(folder / "corpus.jsonl")
 
     def make(scratch):
         tokenizer = train_tokenizer(texts, RECIPE[vocab])
-        train_teacher(tokenizer, texts, shows_progress).save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        save(train_teacher(tokenizer, texts, shows_progress), tokenizer, scratch)
 
     make_once(folder / name, make)
 
@@ -459,6 +454,14 @@ def call_with_threads(threads, function, arguments):
 def num_threads(num_processes):
     """Return the threads of one of several processes that share the cores."""
     return max(1, os.cpu_count() // num_processes)
+
+
+def save(model, tokenizer, path):
+    from transformers import logging
+
+    logging.disable_progress_bar()  # of writing a file
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def load_tokenizer(path):
