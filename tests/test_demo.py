@@ -220,7 +220,7 @@ def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, cap
     # text alone for as long: with a schedule and evaluations that fit its own steps
     metrics = demo_report.read_json_lines(folder / "no_teacher_same_time_0" / "metrics.jsonl")
     rates = [line["lr"] for line in metrics if "lr" in line]
-    assert min(rates[1:]) == rates[-1] and len(rates) == 5
+    assert len(rates) == 5 and rates[-1] < max(rates)  # else it would be in the warm-up still
     assert [line["step"] for line in metrics if demo_report.BITS in line] == [0, 3, 5]
     # the equal tokenizer is equal: every chunk has one token on both sides
     metrics = demo_report.read_json_lines(folder / "equal_tokenizers_0" / "metrics.jsonl")
