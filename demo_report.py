@@ -13,7 +13,7 @@ from pathlib import Path
 
 NO_TEACHER = "no teacher"  # cross-entropy alone: the baseline of every loss
 SAME_TIME = "no teacher, same time"  # the same, trained for as long as a distilled student
-EQUAL_TOKENIZERS = "equal tokenizers"  # the teacher has the student's tokenizer: what can be hoped
+EQUAL_TOKENIZERS = "equal tokenizers"  # the teacher has the student's tokenizer
 BITS = "eval/student_bits_per_byte"
 TEACHER_BITS = "eval/teacher_bits_per_byte"
 
@@ -256,7 +256,7 @@ def plot(runs, path):
         draw(by_seconds, chosen, per_step, f"C{number}")
     for axis in axes:
         for (name, bits), dashes in zip(teachers(runs).items(), ("--", ":")):
-            axis.axhline(bits, color="grey", linestyle=dashes, label=name)
+            axis.axhline(bits, color="black", linestyle=dashes, label=name)
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(ticker.FixedLocator(BITS_TICKS))
         axis.yaxis.set_major_formatter("{x:g}")
