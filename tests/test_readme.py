@@ -127,7 +127,7 @@ def test_the_output_of_the_demo_has_its_form():
     """The numbers that the README shows, given to the functions that print, give its text."""
     shown = code_blocks("text")[1]
     rows = [cells_of(line) for line in shown.splitlines() if line.startswith("|")][2:]
-    teachers = {name: float(bits) for name, _, _, bits, *_ in rows if name.endswith("teacher")}
+    teachers = {name: float(bits) for name, steps, _, bits, *_ in rows if not steps}
     runs = []
     for arm, steps, seconds, bits, *_ in rows[len(teachers):]:
         last = {"eval/student_bits_per_byte": float(bits)}
