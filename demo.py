@@ -3,17 +3,20 @@
     python demo.py                    # what `make demo` runs; SEEDS="0 1 2" for three seeds
 
 The demo makes everything here and downloads nothing.  The corpus is the documentation inside the
-running Python.  Two tokenizers of different kinds are trained on it, then a small teacher.  The
-ordinary `deepspeed distill.py` trains each student: once without a teacher and once per
-distillation loss, from the same weights on the same data.  At last one of them goes on, writes by
-itself, and learns from what the teacher thinks of that.
+running Python.  Two tokenizers of different kinds are trained on it, and a small teacher for each.
+The ordinary `deepspeed distill.py` trains each student, from the same weights on the same data:
+without a teacher, once per distillation loss, and from the teacher with its own tokenizer.  At last
+one of them goes on, writes by itself, and learns from what the teacher thinks of that.
+
+On a CPU two students train side by side, a rank with half of the cores each: a job starts while
+another one computes, and all seconds are measured alike.  demo_report.py shows what came out.
 """
 
 import ast
 import hashlib
 import io
 import json
-import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -23,9 +26,13 @@ import sys
 import sysconfig
 import time
 import warnings
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import align
+import demo_report
+from demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, read_json_lines
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", ".cache"))
 RUNS = Path("runs/demo")
@@ -33,36 +40,42 @@ RUNS = Path("runs/demo")
 # Sizes and rates let the demo end within minutes on two cores; not tuned.  The cache's name is a
 # hash of this dict: raise `version` when the code that makes the cached files changes.
 RECIPE = {
-    "version": 2,
+    "version": 3,
     "passage_bytes": 480,  # a student sequence of about 200 tokens
-    "held_out_rows": 160,
+    "held_out_rows": 96,
     "teacher_vocab": 4096,
     "student_vocab": 1536,
     "teacher": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4,
                     num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=512),
     "student": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=3,
                     num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512),
-    "teacher_steps": 320,
+    "teacher_steps": 240,
     "teacher_batch": 16,
     "teacher_lr": 3e-3,
 }
 # Flags of distill.py that all arms have in common.
 DISTILL = {
-    "steps": 120,
-    "eval_every": 40,
+    "steps": 60,
     "learning_rate": 3e-3,
     "max_length": 448,
     "eval_rows": RECIPE["held_out_rows"],
 }
-NO_TEACHER = "no teacher"  # cross-entropy alone: the baseline of every loss
-# What the table compares: the name of an arm and its flags of distill.py.
+BATCH_SIZE = 8  # samples of a student's step
+NUM_EVALUATIONS = 3  # of a student, after the one before its first step
+# What the table compares: the name of an arm and its flags of distill.py.  The weights are those
+# that did best in docs/LOG.md, on this pair or on stories; they are not tuned here.
 ARMS = {
     NO_TEACHER: {"kd_weight": 0},
-    "piece_kl": {"loss": "piece_kl"},
-    "projection_kl": {"loss": "projection_kl"},
+    SAME_TIME: {"kd_weight": 0},  # its steps are known when WRITER and NO_TEACHER have ended
+    "piece_kl": {"loss": "piece_kl", "kd_weight": 2},
+    "projection_kl": {"loss": "projection_kl", "kd_weight": 1},
+    "gold": {"loss": "gold", "kd_weight": 0.5},
+    "uld": {"loss": "uld", "kd_weight": 0.5},
+    "alm": {"loss": "alm", "kd_weight": 0.5},
+    EQUAL_TOKENIZERS: {"loss": "forward_kl", "kd_weight": 2},
 }
 
-WRITER = "piece_kl"  # the arm whose student goes on
+WRITER = "piece_kl"  # the arm whose student goes on, and whose time SAME_TIME has
 # What changes for it; the other flags of DISTILL stay.
 ON_POLICY = {
     "on_policy": 1,
@@ -75,6 +88,8 @@ ON_POLICY = {
     "rollout_eval": 64,
     "rollout_log": 2,
 }
+SHOWN = "In 2010 the function returned 12.50, which is a float."  # to look at its alignment
+PROMPT = "Return a list of"  # for the exported student
 
 # --- corpus ---------------------------------------------------------------------------------------
 
@@ -170,11 +185,6 @@ def shuffled(texts):
     """Return the passages that are long enough, in the fixed order of their digests."""
     long_enough = filter(lambda text: len(text) > SHORTEST_PASSAGE, texts)
     return sorted(long_enough, key=sha256)
-
-
-def read_json_lines(path):
-    """Return the lines of a .jsonl file as dicts."""
-    return list(map(json.loads, path.read_text().splitlines()))
 
 
 def read_corpus(path):
@@ -299,15 +309,16 @@ def batches_by_length(tokenizer, texts, batch_size):
 
     Sequences that do not fill a last batch, the longest ones, are left out.
     """
-    end = tokenizer.eos_token_id
-    sequences = [[end, *ids, end] for ids in tokenizer(texts)["input_ids"]]
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    sequences = [[bos, *ids, eos] for ids in tokenizer(texts)["input_ids"]]
     sequences.sort(key=len)
     starts = range(0, len(sequences) - batch_size + 1, batch_size)
     return [sequences[start : start + batch_size] for start in starts]
 
 
-def train_teacher(tokenizer, texts):
-    """Train the teacher on the texts and return it on the CPU; AdamW, warm-up, cosine decay."""
+def train_teacher(tokenizer, texts, shows_progress):
+    """Train a teacher on the texts and return it on the CPU; AdamW, warm-up, cosine decay."""
     import torch
     from tqdm import tqdm
 
@@ -324,7 +335,8 @@ def train_teacher(tokenizer, texts):
     generator = torch.Generator().manual_seed(0)
     order = []  # indices of the batches that this epoch has not used yet
     seconds_between_updates = 0.5 if sys.stderr.isatty() else 10
-    bar = tqdm(range(steps), desc="teacher", unit="step", mininterval=seconds_between_updates)
+    bar = tqdm(range(steps), desc="both teachers", unit="step", disable=not shows_progress,
+               mininterval=seconds_between_updates)
     for _ in bar:
         if not order:
             order = torch.randperm(len(batches), generator=generator).tolist()
@@ -375,65 +387,131 @@ def make_once(path, make):
     return path
 
 
+# The folder of a teacher: how its tokenizer is trained, and the vocabulary's size in RECIPE.
+TEACHERS = {
+    "teacher": (byte_level_bpe, "teacher_vocab"),
+    "equal_teacher": (unigram, "student_vocab"),
+}
+
+
 def prepare(folder, seeds):
-    """Make the corpus, the tokenizers, the teacher and a fresh student per seed, unless cached."""
-    corpus = make_once(folder / "corpus.jsonl", make_corpus)
-
-    def make_teacher(scratch):
-        _, texts = read_corpus(corpus)
-        tokenizer = byte_level_bpe(texts, RECIPE["teacher_vocab"])
-        train_teacher(tokenizer, texts).save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-
-    make_once(folder / "teacher", make_teacher)
+    """Make the corpus, two teachers and a fresh student per seed, unless they are cached."""
+    make_once(folder / "corpus.jsonl", make_corpus)
+    missing = [name for name in TEACHERS if not (folder / name).exists()]
+    side_by_side(make_teacher, [(folder, name, name == missing[0]) for name in missing])
     for seed in seeds:
 
         def make_student(scratch, seed=seed):
-            _, texts = read_corpus(corpus)
-            tokenizer = unigram(texts, RECIPE["student_vocab"])
-            llama(tokenizer, RECIPE["student"], seed).save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
+            tokenizer = load_tokenizer(folder / "equal_teacher")
+            save(llama(tokenizer, RECIPE["student"], seed), tokenizer, scratch)
 
         make_once(folder / f"student_{seed}", make_student)
+
+
+def make_teacher(folder, name, shows_progress):
+    """Train a tokenizer and a teacher that has it.
+
+    Args:
+        folder: of the cache.
+        name: key of TEACHERS.
+    """
+    train_tokenizer, vocab = TEACHERS[name]
+    _, texts = read_corpus(folder / "corpus.jsonl")
+
+    def make(scratch):
+        tokenizer = train_tokenizer(texts, RECIPE[vocab])
+        save(train_teacher(tokenizer, texts, shows_progress), tokenizer, scratch)
+
+    make_once(folder / name, make)
+
+
+def side_by_side(function, calls):
+    """Call a function with each tuple of arguments, in processes that share the cores.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
+    context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
+    processes = []
+    for arguments in calls:
+        threads = num_threads(len(calls))
+        process = context.Process(target=call_with_threads, args=(threads, function, arguments))
+        process.start()
+        processes.append(process)
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit(f"demo.py: {function.__name__} failed; see the error above")
+
+
+def call_with_threads(threads, function, arguments):
+    import torch
+
+    torch.set_num_threads(threads)
+    function(*arguments)
+
+
+def num_threads(num_processes):
+    """Return the threads of one of several processes that share the cores."""
+    return max(1, os.cpu_count() // num_processes)
+
+
+def save(model, tokenizer, path):
+    from transformers import logging
+
+    logging.disable_progress_bar()  # of writing a file
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def load_tokenizer(path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
 
 
 # --- runs -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Run:
-    """One trained student.
+class Layout(NamedTuple):
+    """How the students share the machine.
 
-    Attributes:
-        arm: key of ARMS.
-        seed: of the student's weights, the data order and dropout.
-        seconds: wall time of the whole command, start of the ranks included.
-        evaluations: held-out lines of metrics.jsonl by rising step; keys as in docs/metrics.md.
+    ranks: of a student of the table.
+    jobs: how many students train side by side.
+    ranks_alone: of the student that goes on, when no other one trains; two show ZeRO.
     """
 
-    arm: str
-    seed: int
-    seconds: float
-    evaluations: list[dict]
+    ranks: int
+    jobs: int
+    ranks_alone: int
 
 
-def read_metrics(path):
-    """Return the lines of a metrics.jsonl; null, which stands for what is not finite, is NaN."""
-    lines = []
-    for line in read_json_lines(path):
-        lines.append({key: math.nan if value is None else value for key, value in line.items()})
-    return lines
+def choose_layout():
+    """Return the Layout: one student at a time on GPUs, two on a CPU."""
+    # counted in another process: this one needs no CUDA context
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    counted = subprocess.run(command, capture_output=True, text=True, check=True)
+    gpus = min(int(counted.stdout), 2)
+    return Layout(gpus, 1, gpus) if gpus else Layout(ranks=1, jobs=2, ranks_alone=2)
 
 
-def launch(ranks, flags):
-    """Run `deepspeed distill.py` with these flags and return its exit code."""
-    # a free port: several demos may run on one machine
+def launch(ranks, flags, log, threads):
+    """Run `deepspeed distill.py` with these flags and return its exit code.
+
+    Args:
+        log: file for what the command prints.
+        threads: of a rank on a CPU.
+    """
+    # a free port: several jobs may run on one machine
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
     options = ["--quiet", f"--num_gpus={ranks}", f"--master_port={port}"]
-    return subprocess.run([launcher, *options, "distill.py", *flags]).returncode
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+    with log.open("w") as output:
+        return subprocess.run([launcher, *options, "distill.py", *flags], env=environment,
+                              stdout=output, stderr=subprocess.STDOUT).returncode
 
 
 def command_line(values):
@@ -441,29 +519,72 @@ def command_line(values):
     return [f"--{name}={value}" for name, value in values.items()]
 
 
-def distill(folder, arm, seed, ranks):
-    """Train one student by the command line and return its Run.
+def train_arms(folder, seeds, layout):
+    """Train the students of all arms; return their Runs in the order of ARMS.
+
+    Raises:
+        SystemExit: a job failed.
+    """
+    jobs = {}
+    with ThreadPoolExecutor(layout.jobs) as pool:
+
+        def submit(arm, function, *arguments):
+            for seed in seeds:
+                jobs[arm, seed] = pool.submit(function, folder, arm, seed, layout, *arguments)
+
+        for arm in ARMS:
+            if arm != SAME_TIME:
+                submit(arm, distill, DISTILL["steps"])
+        timed = [job for (arm, _), job in jobs.items() if arm in (NO_TEACHER, WRITER)]
+        # the last ones, so those that they wait for have begun before them
+        submit(SAME_TIME, distill_for_same_time, timed)
+        try:
+            return [jobs[arm, seed].result() for arm in ARMS for seed in seeds]
+        except SystemExit:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def distill_for_same_time(folder, arm, seed, layout, timed):
+    """Train a student without a teacher for as long as the jobs of WRITER took."""
+    steps = demo_report.equal_time_steps([job.result() for job in timed], WRITER)
+    return distill(folder, arm, seed, layout, steps)
+
+
+def distill(folder, arm, seed, layout, steps):
+    """Train one student of the table by the command line and return its Run.
 
     Raises:
         SystemExit: the job failed.
     """
-    output = output_of(folder, arm, seed)
-    values = DISTILL | ARMS[arm]
+    values = {
+        "student": folder / f"student_{seed}",
+        "teacher": folder / ("equal_teacher" if arm == EQUAL_TOKENIZERS else "teacher"),
+        "steps": steps,
+        "eval_every": -(-steps // NUM_EVALUATIONS),  # rounded up
+    }
     if arm == WRITER:
-        values = values | {"export": exported(folder, seed)}
-    return train(folder, arm, seed, ranks, output, folder / f"student_{seed}", values)
+        values["export"] = exported(folder, seed)
+    threads = num_threads(layout.ranks * layout.jobs)
+    values = DISTILL | ARMS[arm] | values
+    run, seconds = train(folder, arm, seed, layout.ranks, threads, values)
+    print(f"{arm}, seed {seed}: {run.bits:.3f} bits per byte after {steps} steps, {seconds:.0f} s "
+          "with start and evaluations", flush=True)
+    return run
 
 
-def write_on(folder, seed, ranks):
-    """Let a trained student learn from what it writes itself; return its Run."""
-    output = output_of(folder, "on_policy", seed)
-    return train(folder, "on policy", seed, ranks, output, exported(folder, seed),
-                 DISTILL | ON_POLICY)
+def write_on(folder, seed, layout):
+    """Let a trained student learn from what it writes itself; return its Run and the seconds."""
+    ranks = layout.ranks_alone
+    values = DISTILL | ON_POLICY
+    values |= {"student": exported(folder, seed), "teacher": folder / "teacher"}
+    return train(folder, "on policy", seed, ranks, num_threads(ranks), values)
 
 
 def output_of(folder, arm, seed):
     """Return the directory of a run."""
-    return RUNS / folder.name / f"{arm.replace(' ', '_')}_{seed}"
+    name = f"{arm}_{seed}".replace(",", "").replace(" ", "_")
+    return RUNS / folder.name / name
 
 
 def exported(folder, seed):
@@ -471,161 +592,55 @@ def exported(folder, seed):
     return RUNS / folder.name / f"trained_student_{seed}"
 
 
-def train(folder, arm, seed, ranks, output, student, values):
-    """Run distill.py.
+def train(folder, arm, seed, ranks, threads, values):
+    """Run distill.py, its output into a file beside the directory of the run.
 
     Args:
         folder: of the cache.
-        output: directory of the run, which is made anew.
-        student: directory of a model.
-        values: of further flags.
+        arm, seed: name the run, whose directory is made anew.
+        threads: of a rank on a CPU.
+        values: of flags.
+    Returns:
+        (Run, seconds of the whole command).
     Raises:
         SystemExit: the job failed.
     """
+    output = output_of(folder, arm, seed)
     shutil.rmtree(output, ignore_errors=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
     common = {
-        "ds_config": "ds_configs/zero2.json",
-        "student": student,
+        "ds_config": output.with_suffix(".ds_config.json"),
         "seed": seed,
-        "teacher": folder / "teacher",
         "data": folder / "corpus.jsonl",
         "output_dir": output,
         "teacher_dtype": teacher_dtype(),
     }
+    config = json.loads(Path("ds_configs/zero2.json").read_text())
+    config["train_batch_size"] = BATCH_SIZE
+    common["ds_config"].write_text(json.dumps(config, indent=2))
     flags = command_line(common | values)
+    log = output.with_suffix(".log")
     begin = time.perf_counter()
-    if launch(ranks, flags):
-        raise SystemExit(f"demo.py: the run {output} failed; see the error above. "
+    if launch(ranks, flags, log, threads):
+        raise SystemExit(f"demo.py: the run {output} failed; {log} ends in\n{last_lines(log)}\n"
                          f"Its flags were\n{' '.join(flags)}")
     seconds = time.perf_counter() - begin
-    lines = read_metrics(output / "metrics.jsonl")
-    evaluations = [line for line in lines if "eval/student_bits_per_byte" in line]
-    return Run(arm, seed, seconds, evaluations)
+    return demo_report.read_run(arm, seed, output / "metrics.jsonl"), seconds
 
 
-def final_bits(run):
-    """Return the student's held-out bits per byte after the last step."""
-    return run.evaluations[-1]["eval/student_bits_per_byte"]
+def last_lines(path, count=15):
+    """Return the end of a text file."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
 
 
-def teacher_bits(runs):
-    """Return the teacher's held-out bits per byte, which every run with a teacher measures."""
-    bits = [0]  # for the runs without a teacher
-    for run in runs:
-        for line in run.evaluations:
-            bits.append(line.get("eval/teacher_bits_per_byte", 0))
-    return max(bits)
+# --- main -----------------------------------------------------------------------------------------
 
 
-def markdown_table(rows):
-    """Return rows of strings as an aligned Markdown table; the first row is the head."""
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = map(str.ljust, row, widths)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def table(runs):
-    """Return the results as a Markdown table: a line for the teacher, then one per run."""
-    head = ["seed", "model", "bits per byte", "KL before", "KL after", "aligned", "seconds"]
-    rows = [head, ["", "teacher", f"{teacher_bits(runs):.3f}", "", "", "", ""]]
-    for run in runs:
-        first = run.evaluations[0]
-        last = run.evaluations[-1]
-        divergence = ["", "", ""]
-        if "eval/kd" in last:
-            divergence = [f"{first['eval/kd']:.3f}", f"{last['eval/kd']:.3f}",
-                          f"{last['eval/aligned_bytes']:.1%}"]
-        bits = f"{final_bits(run):.3f}"
-        rows.append([str(run.seed), run.arm, bits, *divergence, f"{run.seconds:.0f}"])
-    return markdown_table(rows)
-
-
-def verdicts(runs):
-    """Yield a line per distillation loss: on how many seeds it beats training without a teacher."""
-    bits = {(run.arm, run.seed): final_bits(run) for run in runs}
-    seeds = sorted({run.seed for run in runs})
-    for arm in ARMS:
-        if arm == NO_TEACHER:
-            continue
-        gains = []
-        num_better = 0
-        for seed in seeds:
-            gain = bits[NO_TEACHER, seed] - bits[arm, seed]
-            gains.append(gain)
-            num_better += gain > 0
-        mean_gain = sum(gains) / len(gains)
-        yield (f"{arm}: better than {NO_TEACHER} for {num_better} of {len(seeds)} seeds, "
-               f"by {mean_gain:+.3f} bits per byte on average")
-
-
-def writing_table(run):
-    """Return what a student learned from its own writing as a Markdown table."""
-    rows = [["on policy", "reverse KL per byte", "bits per byte", "repeated", "seconds"]]
-    for name, line in (("before", run.evaluations[0]), ("after", run.evaluations[-1])):
-        seconds = f"{run.seconds:.0f}" if name == "after" else ""
-        rows.append([name, f"{line['eval/rollout/reverse_kl_per_byte']:.3f}",
-                     f"{line['eval/student_bits_per_byte']:.3f}",
-                     f"{line['eval/rollout/repeated_4grams']:.1%}", seconds])
-    return markdown_table(rows)
-
-
-def completions(path, last_step):
-    """Yield lines that show what a student wrote from held-out prompts, before and after.
-
-    Args:
-        path: of a rollouts.jsonl.
-    """
-    texts = {}
-    for line in read_json_lines(path):
-        if line["held_out"] and line["step"] in (0, last_step):
-            texts.setdefault((line["sample"], line["prompt"]), []).append(line["text"])
-    for (_, prompt), (before, after) in sorted(texts.items()):
-        yield f"prompt  {' '.join(prompt.split())}"
-        yield f"before  {' '.join(before.split())}"
-        yield f"after   {' '.join(after.split())}"
-
-
-def plot(runs, path):
-    """Draw held-out curves, a line per run: bits per byte on the left, divergence on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    from matplotlib import pyplot
-
-    figure, (bits_axis, kd_axis) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    draw_curves(bits_axis, runs, "eval/student_bits_per_byte", "held-out bits per byte")
-    draw_curves(kd_axis, runs, "eval/kd", "held-out KL, nats per term")
-    bits_axis.axhline(teacher_bits(runs), color="grey", linestyle="--", label="teacher")
-    bits_axis.legend()
-    kd_axis.legend()
-    figure.savefig(path, dpi=120)
-
-
-def draw_curves(axis, runs, key, label):
-    """Draw one metric over the steps, a color per arm; runs that lack it are left out."""
-    for run in runs:
-        steps = []
-        values = []
-        # the first evaluation, before any training, is so high that it would flatten the curves
-        for line in run.evaluations[1:]:
-            if key in line:
-                steps.append(line["step"])
-                values.append(line[key])
-        if values:
-            color = f"C{list(ARMS).index(run.arm)}"
-            name = run.arm if run.seed == runs[0].seed else None  # one legend entry for all seeds
-            axis.plot(steps, values, color=color, label=name, marker=".")
-    axis.set(xlabel="step", ylabel=label)
-
-
-def count_gpus():
-    """Return the number of GPUs, counted in another process: this one needs no CUDA context."""
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def show_alignment(folder):
+    """Print how the two tokenizers cut a sentence, as align.py does."""
+    print("The tokens of the student above those of the teacher; a bar is inside of a chunk:")
+    align.main(["--student", str(folder / "equal_teacher"), "--teacher", str(folder / "teacher"),
+                "--show", SHOWN])
 
 
 def main():
@@ -634,25 +649,26 @@ def main():
     folder = recipe_folder()
     prepare(folder, seeds)
     preparation_seconds = time.perf_counter() - begin
+    show_alignment(folder)
 
-    ranks = min(count_gpus() or 2, 2)  # two ranks also on a CPU: the demo shows ZeRO
-    runs = []
-    for seed in seeds:
-        for arm in ARMS:
-            runs.append(distill(folder, arm, seed, ranks))
-
-    written = write_on(folder, seeds[0], ranks)
-
+    layout = choose_layout()
+    runs = train_arms(folder, seeds, layout)
     picture = RUNS / folder.name / "curves.png"
-    plot(runs, picture)
-    print(f"\n{table(runs)}\n")
-    print(*verdicts(runs), sep="\n")
-    print(f"\n{writing_table(written)}\n")
-    path = output_of(folder, "on_policy", seeds[0]) / "rollouts.jsonl"
-    print(*completions(path, ON_POLICY["steps"]), sep="\n")
+    demo_report.plot(runs, picture)
+    print(f"\n{demo_report.table(runs)}\n")
+    print(f"{demo_report.equal_time(runs, WRITER)}\n", flush=True)
+
+    written, seconds = write_on(folder, seeds[0], layout)
+    print(f"{demo_report.writing_table(written, seconds)}\n")
+    path = output_of(folder, "on policy", seeds[0]) / "rollouts.jsonl"
+    print(*demo_report.completions(path, ON_POLICY["steps"]), sep="\n")
+
+    code = demo_report.how_to_use(exported(folder, seeds[0]), PROMPT)
+    print(f"\nThe student of {WRITER}, in your own code:\n\n{code}\n")
+    print(f"It writes: {demo_report.one_line(demo_report.written_by(code))}\n")
     total_seconds = time.perf_counter() - begin
-    print(f"{picture}; {preparation_seconds:.0f} s to make corpus, tokenizers and teacher, "
-          f"{total_seconds:.0f} s in all, {ranks} ranks")
+    print(f"{picture}; {preparation_seconds:.0f} s to make corpus, tokenizers and teachers, "
+          f"{total_seconds:.0f} s in all")
 
 
 if __name__ == "__main__":

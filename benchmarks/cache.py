@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import demo
+import demo_report
 from isogloss import cache
 from isogloss.batch import Collator, PairOptions
 from isogloss.config import Config
@@ -175,7 +175,7 @@ def writing(bench):
         least = min(written)
         rows.append([name, f"{forward:.2f}", f"{least:.2f}", f"{forward / least:.2f}",
                      str(manifest["bytes_per_position"])])
-    print(demo.markdown_table(rows), flush=True)
+    print(demo_report.markdown_table(rows), flush=True)
     return {"hidden": bench.folder / "hidden-0", "top-256": bench.folder / "top-256-0"}
 
 
@@ -204,7 +204,7 @@ def reading(bench, folders):
         read, _ = seconds_of(partial(source.targets, batch.teachers[0]), bench.args.repeats)
         rows.append([f"{name}, loss {value:.6f}", f"{step:.2f}", f"{step / text:.2f}",
                      f"{read:.3f}", f"{read / step:.3f}"])
-    print(demo.markdown_table(rows), flush=True)
+    print(demo_report.markdown_table(rows), flush=True)
 
 
 def bias(bench):
@@ -234,7 +234,7 @@ def bias(bench):
             cosine = (gradient_k * gradient).sum() / gradient_k.norm() / gradient.norm()
             rows.append([name, str(k), f"{kept:.4f}", f"{value_k / value:.4f}", f"{off:.4f}",
                          f"{cosine:.4f}"])
-    print(demo.markdown_table(rows), flush=True)
+    print(demo_report.markdown_table(rows), flush=True)
 
 
 def by_logits(x, source, loss, batch):

@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import demo
+import demo_report
 from align import TokenTable
 from benchmarks.exact_conversion import ExactConverter
 from isogloss.batch import Collator, PairOptions, as_example
@@ -384,7 +385,7 @@ def table(results):
         gain = f"{statistics.mean(gains):.3f} ± {deviation:.3f}" if loss else ""
         seconds = statistics.median(one["seconds"] for one in of_seed)
         rows.append([*row, gain, f"{better} of {len(gains)}" if loss else "", f"{seconds:.0f}"])
-    return demo.markdown_table(rows)
+    return demo_report.markdown_table(rows)
 
 
 def main(args):

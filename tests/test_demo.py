@@ -1,14 +1,23 @@
-"""demo.py: a fixed split of its corpus, tokenizers of different kinds, a run up to the table."""
+"""demo.py: a fixed split of its corpus, tokenizers of different kinds, a run up to its last line.
+
+demo_report.py: the arithmetic of its table, equal time, what is drawn.
+"""
 
 import io
+import json
+import math
 import re
+import threading
 
 import pytest
 import sentencepiece
+from matplotlib import pyplot
 
 import demo
+import demo_report
 import ranks
 from conftest import ROOT
+from demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, Run
 from jobs import run_distill
 
 
@@ -59,55 +68,200 @@ def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, toke
         assert sorted(student(text)["input_ids"]) == sorted(reference.encode(text)), text
 
 
-def test_numbers_that_are_not_finite_are_printed_and_drawn(tmp_path):
-    """A student that diverged has null in its metrics."""
-    metrics = tmp_path / "metrics.jsonl"
-    lines = []
-    for step, bits in ((0, "3.0"), (5, "2.5"), (9, "null")):
-        lines.append(f'{{"step": {step}, "eval/student_bits_per_byte": {bits}, "eval/kd": {bits}, '
-                     '"eval/teacher_bits_per_byte": 1.5, "eval/aligned_bytes": 0.9}\n')
-    metrics.write_text("".join(lines))
-    evaluations = demo.read_metrics(metrics)
-    runs = [demo.Run(arm, 0, 1.0, evaluations) for arm in demo.ARMS]
-    assert demo.final_bits(runs[0]) != demo.final_bits(runs[0])  # NaN
-    assert "nan" in demo.table(runs) and "1.500" in demo.table(runs)
-    assert "better than no teacher for 0 of 1 seeds" in "\n".join(demo.verdicts(runs))
-    demo.plot(runs, tmp_path / "curves.png")
+# --- what is shown of the runs --------------------------------------------------------------------
+
+
+def run_of(arm, seed, bits, step_seconds=(0.5,), teacher=2.0):
+    """Return a Run with these held-out bits per byte at evenly spread steps."""
+    evaluations = []
+    for number, value in enumerate(bits):
+        step = number * len(step_seconds) // max(1, len(bits) - 1)
+        line = {"step": step, "eval/student_bits_per_byte": value}
+        if arm not in (NO_TEACHER, SAME_TIME):
+            line["eval/teacher_bits_per_byte"] = teacher
+        evaluations.append(line)
+    return Run(arm, seed, list(step_seconds), evaluations)
+
+
+def cells_of(table):
+    """Return {model: cells} of a Markdown table."""
+    rows = {}
+    for line in table.splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows[name] = cells
+    return rows
+
+
+def test_equal_time_is_measured_in_training_steps_alone():
+    """Steps without a teacher: those of the other arm, times the ratio of the medians."""
+    slow_start = [30.0] + [0.25] * 9  # it loads compiled code
+    text = run_of(NO_TEACHER, 0, [4, 3], slow_start)
+    distilled = run_of("piece_kl", 0, [4, 3], [60.0] + [0.75] * 11)
+    other = run_of("gold", 0, [4, 3], [9.0] * 10)
+    assert text.seconds == 2.5 and distilled.seconds == 9.0
+    assert demo_report.equal_time_steps([text, other, distilled], "piece_kl") == 36
+    # over seeds: the mean time of the arm over the mean time of a step
+    runs = [text, distilled, run_of(NO_TEACHER, 1, [4, 3], [0.75] * 10),
+            run_of("piece_kl", 1, [4, 3], [0.5] * 12)]
+    assert demo_report.equal_time_steps(runs, "piece_kl") == 15
+
+
+def test_a_run_is_read_without_its_evaluations_in_its_time(tmp_path):
+    """A step has seconds of its own; null is what was not finite."""
+    lines = [{"step": 0, "eval/student_bits_per_byte": 4.0},
+             {"step": 1, "seconds": 2.0, "loss": 1.0}, {"step": 2, "seconds": 3.0, "loss": None},
+             {"step": 2, "eval/student_bits_per_byte": None, "eval/rollout/seconds": 50.0}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    run = demo_report.read_run("gold", 3, path)
+    assert (run.arm, run.seed, run.steps, run.seconds) == ("gold", 3, 2, 5.0)
+    assert [line["step"] for line in run.evaluations] == [0, 2] and math.isnan(run.bits)
+
+
+def test_the_table_compares_each_seed_with_its_own_baseline():
+    runs = [run_of(NO_TEACHER, 0, [4, 2.7]), run_of(NO_TEACHER, 1, [4, 2.5]),
+            run_of(SAME_TIME, 0, [4, 2.6], [0.5] * 3), run_of(SAME_TIME, 1, [4, 2.6], [0.5] * 3),
+            run_of("gold", 0, [4, 2.6], [2.0]), run_of("gold", 1, [4, 2.4], [4.0]),
+            run_of(EQUAL_TOKENIZERS, 0, [4, 2.3], teacher=1.9),
+            run_of(EQUAL_TOKENIZERS, 1, [4, 2.3], teacher=1.9)]
+    rows = cells_of(demo_report.table(runs))
+    assert list(rows)[2:4] == ["teacher", "its teacher"]
+    assert rows["teacher"] == ["", "", "2.000", "", ""]
+    assert rows["its teacher"][2] == "1.900"
+    # the sample deviation of 2.7 and 2.5 is 0.2 / sqrt(2)
+    assert rows[NO_TEACHER] == ["1", "0", "2.600 ± 0.141", "", ""]
+    assert rows["gold"] == ["1", "3", "2.500 ± 0.141", "+0.100 ± 0.000", "2 of 2"]
+    assert rows[SAME_TIME] == ["3", "2", "2.600 ± 0.000", "+0.000 ± 0.141", "1 of 2"]
+    assert "gold against 3 steps of text alone" in demo_report.equal_time(runs, "gold")
+    assert "+0.100 ± 0.141 bits per byte, better for 1 of 2" in demo_report.equal_time(runs, "gold")
+    alone = cells_of(demo_report.table([run for run in runs if run.seed == 0]))
+    assert alone["gold"] == ["1", "2", "2.600", "+0.100", "1 of 1"]
+
+
+def test_both_panels_begin_at_step_0_and_have_a_band_for_several_seeds(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pyplot.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    runs = [run_of(NO_TEACHER, 0, [4, 2.7], [0.5] * 4), run_of(NO_TEACHER, 1, [4, 2.5], [1.5] * 4),
+            run_of("gold", 0, [4, 2.6], [2.0] * 4), run_of("gold", 1, [4, 2.4], [2.0] * 4)]
+    demo_report.plot(runs, tmp_path / "curves.png")
+    by_step, by_seconds = drawn[0].axes
+    for axis, ends in ((by_step, (4, 4)), (by_seconds, (4, 8))):
+        assert axis.get_yscale() == "log"
+        lines = axis.get_lines()
+        for line, end in zip(lines, ends):
+            assert list(line.get_xdata()) == [0, end]
+        assert list(lines[0].get_ydata()) == [4, 2.6]
+        low, high = axis.get_ylim()
+        assert low < 2.0 and high > 4  # the teacher and the untrained student are inside
+        band = axis.collections[0].get_paths()[0].vertices[:, 1]
+        assert band.min() == 2.5 and band.max() == 4
+    pyplot.close(drawn[0])
+
+
+def test_a_student_that_diverged_is_printed_and_drawn(tmp_path):
+    runs = [run_of(arm, 0, [3.0, 2.5, math.nan]) for arm in demo.ARMS]
+    assert cells_of(demo_report.table(runs))["gold"][2:] == ["nan", "+nan", "0 of 1"]
+    demo_report.plot(runs, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_the_demo_runs_up_to_its_table(documents, tmp_path, monkeypatch, capsys):
-    """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
+# --- the demo itself ------------------------------------------------------------------------------
 
-    def launch(world, flags):
-        return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))
+
+def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, capsys):
+    """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
+    launched = []
+    lock = threading.Lock()  # the real launcher starts processes, which run side by side
+
+    def launch(world, flags, log, threads):
+        with lock:
+            launched.append(flags)
+            log.write_text("")
+            return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))
+
+    def one_by_one(function, calls):
+        for arguments in calls:
+            function(*arguments)
 
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
                  num_key_value_heads=2, max_position_embeddings=512)
     recipe = dict(held_out_rows=8, teacher_steps=2, teacher=shape, student=shape,
                   teacher_vocab=600, student_vocab=400)
-    # one arm with a teacher and one without: these are the two kinds of lines in the table
-    arms = {arm: demo.ARMS[arm] for arm in (demo.NO_TEACHER, "piece_kl")}
+    # text alone, equal time, one with other tokenizers, one with equal ones
+    arms = {arm: demo.ARMS[arm] for arm in (NO_TEACHER, SAME_TIME, "piece_kl", EQUAL_TOKENIZERS)}
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(demo, "launch", launch)
+    monkeypatch.setattr(demo, "side_by_side", one_by_one)
     monkeypatch.setattr(demo, "documents", lambda: documents[:60])
     monkeypatch.setattr(demo, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(demo, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(demo, "ARMS", arms)
-    monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 2, "eval_rows": 8})
+    monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 4, "eval_rows": 8})
+    monkeypatch.setattr(demo, "NUM_EVALUATIONS", 2)
     monkeypatch.setattr(demo, "RECIPE", demo.RECIPE | recipe)
+    monkeypatch.setattr(demo_report, "equal_time_steps", lambda runs, arm: 5)
     short = {"steps": 2, "rollout_tokens": 8, "rollout_eval": 8}
     monkeypatch.setattr(demo, "ON_POLICY", demo.ON_POLICY | short)
+    monkeypatch.setenv("SEEDS", "0")
     demo.main()
 
     printed = capsys.readouterr().out
-    # a run without a teacher has bits per byte and seconds, but no divergence
-    number = r"\d\.\d{3} +\| "
-    assert re.search(rf"\| +\| teacher +\| {number}", printed)
-    assert re.search(rf"\| 0 +\| no teacher +\| {number} +\| +\| +\| \d+ +\|", printed)
-    assert re.search(rf"\| 0 +\| piece_kl +\| {number * 3}9\d\.\d% +\| \d+ +\|", printed)
-    verdict = r"piece_kl: better than no teacher for [01] of 1 seeds, by [+-]\d\.\d{3} bits"
-    assert re.search(verdict, printed)
-    assert re.search(rf"\| after +\| {number * 2}", printed)
+    assert len(printed.splitlines()) + len(demo.ARMS) < 60
+    for line in printed.splitlines()[1:3]:  # the tokens of either side spell the sentence
+        assert re.sub("[│ ]", "", line).replace("·", " ").strip().startswith("In 2010 the")
+    assert "\nbytes 100.0%, " in printed
+    folder = demo.RUNS / demo.recipe_folder().name
+    rows = cells_of(printed)
+    assert [rows[arm][0] for arm in arms] == ["4", "5", "4", "4"]
+    for name in ("teacher", "its teacher", *arms):
+        assert re.fullmatch(r"\d\.\d{3}", rows[name][2]), name
+    assert rows[NO_TEACHER][3:] == ["", ""]
+    assert re.fullmatch(r"[+-]\d\.\d{3}", rows[EQUAL_TOKENIZERS][3])
+    # text alone for as long: with a schedule and evaluations that fit its own steps
+    metrics = demo_report.read_json_lines(folder / "no_teacher_same_time_0" / "metrics.jsonl")
+    rates = [line["lr"] for line in metrics if "lr" in line]
+    assert len(rates) == 5 and rates[-1] < max(rates)  # else it would be in the warm-up still
+    assert [line["step"] for line in metrics if demo_report.BITS in line] == [0, 3, 5]
+    # the equal tokenizer is equal: a chunk has as many tokens on both sides, and nothing is lost
+    metrics = demo_report.read_json_lines(folder / "equal_tokenizers_0" / "metrics.jsonl")
+    steps = [line for line in metrics if "chunks_1_1" in line]
+    assert len(steps) == 4
+    for line in steps:
+        assert line["chunks_1_n"] == line["chunks_n_1"] == 0 and line["aligned_bytes"] == 1
+    assert json.loads((folder / "piece_kl_0.ds_config.json").read_text())["train_batch_size"] == 8
+
+    assert re.search(r"\| after +\| \d\.\d{3} +\| \d\.\d{3} ", printed)
     assert printed.count("\nprompt  ") == demo.ON_POLICY["rollout_log"]
-    assert (demo.RUNS / demo.recipe_folder().name / "curves.png").stat().st_size > 10_000
+    assert (folder / "curves.png").stat().st_size > 10_000
+    # the printed code runs, and what it writes was printed
+    code = re.search(r"^from transformers.*?^text = .*?$", printed, re.M | re.S)[0]
+    assert f'from_pretrained("{folder / "trained_student_0"}")' in code
+    assert demo_report.one_line(demo_report.written_by(code)) in printed
+    assert demo.PROMPT in demo_report.written_by(code)
+
+
+def test_processes_side_by_side_share_the_cores_and_report_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo.os, "cpu_count", lambda: 4)
+    demo.side_by_side(note_threads, [(tmp_path / "a",), (tmp_path / "b",)])
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "2"
+    with pytest.raises(SystemExit, match="note_threads failed"):
+        demo.side_by_side(note_threads, [(tmp_path / "no" / "folder",)])
+
+
+def note_threads(path):
+    import torch
+
+    path.write_text(str(torch.get_num_threads()))
+
+
+def test_a_job_that_fails_ends_the_demo_with_the_end_of_its_log(tmp_path, monkeypatch):
+    def launch(world, flags, log, threads):
+        log.write_text("\n".join(f"line {number}" for number in range(30)))
+        return 2
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(demo, "launch", launch)
+    monkeypatch.setattr(demo, "RUNS", tmp_path / "runs")
+    with pytest.raises(SystemExit, match=r"(?s)line 15.*line 29.*--kd_weight=0") as end:
+        demo.train_arms(tmp_path / "cache", [0], demo.Layout(1, 2, 2))
+    assert "line 14" not in str(end.value)

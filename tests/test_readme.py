@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import demo
+import demo_report
 from conftest import ROOT, asset
 from isogloss import export, plot
 from isogloss.config import GROUPS, Config
@@ -153,20 +154,24 @@ def cells_of(line):
 def test_the_output_of_the_demo_has_its_form():
     """The numbers that the README shows, given to the functions that print, give its text."""
     shown = code_blocks("text")[1]
-    lines = [cells_of(line) for line in shown.splitlines() if line.startswith("|")]
-    teacher = float(lines[2][2])
+    rows = [cells_of(line) for line in shown.splitlines() if line.startswith("|")][2:]
+    teachers = {name: float(bits) for name, steps, _, bits, *_ in rows if not steps}
     runs = []
-    for seed, arm, bits, before, after, aligned, seconds in lines[3:]:
-        evaluations = [{"eval/student_bits_per_byte": 4.0},
-                       {"eval/student_bits_per_byte": float(bits)}]
-        if after:
-            for evaluation, kd in zip(evaluations, (before, after)):
-                evaluation |= {"eval/kd": float(kd), "eval/teacher_bits_per_byte": teacher,
-                               "eval/aligned_bytes": float(aligned.strip("%")) / 100}
-        runs.append(demo.Run(arm, int(seed), float(seconds), evaluations))
+    for arm, steps, seconds, bits, *_ in rows[len(teachers):]:
+        last = {"eval/student_bits_per_byte": float(bits)}
+        if arm not in (demo_report.NO_TEACHER, demo_report.SAME_TIME):
+            name = "its teacher" if arm == demo_report.EQUAL_TOKENIZERS else "teacher"
+            last["eval/teacher_bits_per_byte"] = teachers[name]
+        step_seconds = [float(seconds) / int(steps)] * int(steps)
+        runs.append(demo_report.Run(arm, 0, step_seconds, [last]))
     assert [run.arm for run in runs] == list(demo.ARMS)
-    printed = "\n".join([demo.table(runs), "", *demo.verdicts(runs)])
-    assert printed == shown.strip()
+    assert runs[0].steps == demo.DISTILL["steps"]
+    printed = f"{demo_report.table(runs)}\n\n{demo_report.equal_time(runs, demo.WRITER)}"
+    # gains are differences of more digits than are shown
+    gain = r"[+-]\d\.\d{3}"
+    assert re.sub(gain, "", printed) == re.sub(gain, "", shown.strip())
+    for ours, theirs in zip(re.findall(gain, printed), re.findall(gain, shown)):
+        assert abs(float(ours) - float(theirs)) < 0.0011
 
 
 def test_the_last_act_of_the_demo_has_its_form():
@@ -177,8 +182,8 @@ def test_the_last_act_of_the_demo_has_its_form():
         evaluations.append({"eval/rollout/reverse_kl_per_byte": float(reverse_kl),
                             "eval/student_bits_per_byte": float(bits),
                             "eval/rollout/repeated_4grams": float(repeated.strip("%")) / 100})
-    run = demo.Run("on policy", 0, float(rows[-1][-1]), evaluations)
-    assert demo.writing_table(run) == shown.strip()
+    run = demo_report.Run("on policy", 0, [], evaluations)
+    assert demo_report.writing_table(run, float(rows[-1][-1])) == shown.strip()
 
 
 def test_tables_agree_with_the_log():
@@ -189,20 +194,18 @@ def test_tables_agree_with_the_log():
     log += re.sub(r"^\| `piece_kl` ", "| `event_kl` ", log, flags=re.M)
     log_lines = [cells_of(line) for line in log.splitlines() if line.startswith("|")]
     results = README.split("## Results")[1].split("\n## ")[0]
-    losses, seeds = re.findall(r"(?:^\|.*\n)+", results, re.M)
+    [losses] = re.findall(r"(?:^\|.*\n)+", results, re.M)
     for line in losses.splitlines()[2:]:
         name, _, *numbers = cells_of(line)
         name = name.split(",")[0]
         assert any(other[0] == name and other[2:] == numbers for other in log_lines), line
         mean = sum(map(float, numbers[:3])) / 3
         assert abs(mean - float(numbers[3])) < 0.001
-    of_demo = log.split("## 2026-11-23: the demo, three seeds")[1].split("\n## ")[0]
-    for line in seeds.splitlines()[2:]:
-        seed, baseline, piece, projection, teacher = cells_of(line)
-        for arm, bits in (("no teacher (CE only)", baseline), ("piece_kl", piece),
-                          ("projection_kl", projection)):
-            assert re.search(rf"\| {seed} +\| {re.escape(arm)} +\| {bits} ", of_demo), (seed, arm)
-        assert re.search(rf"\| teacher +\| {teacher} ", of_demo)
+    of_demo = (ROOT / "docs" / "LOG.md").read_text().split("## 2026-11-25 the demo")[1]
+    of_demo = of_demo.split("\n## ")[0]
+    shown = code_blocks("text")[1] + code_blocks("text")[2]
+    for line in filter(None, shown.splitlines()):
+        assert line in of_demo, line
 
 
 # --- what exists ----------------------------------------------------------------------------------
@@ -242,8 +245,8 @@ def test_every_file_is_on_a_map():
     for name in tracked_files():
         folder, _, rest = name.partition("/")
         if not rest:
-            is_source = name.endswith(".py")
-            assert not is_source or (name in on_readme and name in on_page | {"demo.py"}), name
+            described = name in on_page or name.startswith("demo")
+            assert not name.endswith(".py") or (name in on_readme and described), name
         elif folder == "isogloss":
             assert name in on_page, name
         elif folder == "docs" and name.endswith(".md"):
@@ -336,11 +339,12 @@ def test_who_imports_whom():
     for path in paths:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         ours[name.removesuffix(".__init__")] = path
-    assert set(COPIED) | {"distill", "demo"} == {name for name in ours if "." not in name} - {
-        "isogloss", "projection_tools"}
+    top_level = {name for name in ours if "." not in name} - {"isogloss", "projection_tools"}
+    assert top_level == {*COPIED, "distill", "demo", "demo_report"}
     allowed = {"isogloss": {*COPIED, "isogloss", "projection_tools"},
                "projection_tools": {*COPIED, "projection_tools"},
-               "distill": {*COPIED, "isogloss", "projection_tools"}, "demo": set()}
+               "distill": {*COPIED, "isogloss", "projection_tools"},
+               "demo": {"align", "demo_report"}, "demo_report": set()}
     graph = {}
     for name, path in ours.items():
         top = name.partition(".")[0]

@@ -1,0 +1,290 @@
+"""What the demo shows of its runs: a table, two curves of each, and what students wrote.
+
+Bits per byte compare students whatever their loss and whoever their teacher; nats of different
+losses do not, so none are shown.  A student without a teacher takes more steps in the same time,
+so the curves are drawn over both.  Tests: tests/test_demo.py.
+"""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+NO_TEACHER = "no teacher"  # cross-entropy alone: the baseline of every loss
+SAME_TIME = "no teacher, same time"  # the same, trained for as long as a distilled student
+EQUAL_TOKENIZERS = "equal tokenizers"  # the teacher has the student's tokenizer
+BITS = "eval/student_bits_per_byte"
+TEACHER_BITS = "eval/teacher_bits_per_byte"
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One trained student.
+
+    Attributes:
+        arm: what it was trained by.
+        seed: of the student's weights, the data order and dropout.
+        step_seconds: wall time of each training step; start and evaluations are no part of it.
+        evaluations: held-out lines of metrics.jsonl by rising step; keys as in docs/metrics.md.
+    """
+
+    arm: str
+    seed: int
+    step_seconds: list[float]
+    evaluations: list[dict]
+
+    @property
+    def steps(self):
+        """Number of optimizer steps."""
+        return len(self.step_seconds)
+
+    @property
+    def seconds_per_step(self):
+        """Median wall time of a step: the first ones, which load compiled code, do not count."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def seconds(self):
+        """Wall time of all steps, each taken as the median one."""
+        return self.steps * self.seconds_per_step
+
+    @property
+    def bits(self):
+        """The student's held-out bits per byte after the last step."""
+        return self.evaluations[-1][BITS]
+
+
+def read_json_lines(path):
+    """Return the lines of a .jsonl file as dicts."""
+    return list(map(json.loads, Path(path).read_text().splitlines()))
+
+
+def read_run(arm, seed, path):
+    """Return the Run that a metrics.jsonl describes; null, for what is not finite, becomes NaN."""
+    step_seconds = []
+    evaluations = []
+    for line in read_json_lines(path):
+        line = {key: math.nan if value is None else value for key, value in line.items()}
+        if BITS in line:
+            evaluations.append(line)
+        elif "seconds" in line:
+            step_seconds.append(line["seconds"])
+    return Run(arm, seed, step_seconds, evaluations)
+
+
+def of_arm(runs, arm):
+    """Return the runs of one arm, in their order."""
+    return [run for run in runs if run.arm == arm]
+
+
+def equal_time_steps(runs, arm):
+    """Return how many steps without a teacher take as long as the whole training of an arm.
+
+    Args:
+        runs: of all seeds, of this arm and of NO_TEACHER at least; seconds are means over seeds.
+        arm: whose time it is.
+    """
+    seconds = statistics.mean(run.seconds for run in of_arm(runs, arm))
+    per_step = statistics.mean(run.seconds_per_step for run in of_arm(runs, NO_TEACHER))
+    return max(1, round(seconds / per_step))
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def spread(values, form):
+    """Return a mean as text, with the standard deviation if there are several values.
+
+    Args:
+        values: floats, one per seed.
+        form: format of a number, as ".3f".
+    """
+    text = format(statistics.fmean(values), form)
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):{form.lstrip('+')}}"
+    return text
+
+
+def gains(runs, arm, baseline):
+    """Return by how many bits per byte an arm is below another one, for each of its seeds."""
+    bits = {run.seed: run.bits for run in of_arm(runs, baseline)}
+    return [bits[run.seed] - run.bits for run in of_arm(runs, arm)]
+
+
+def better_for(values):
+    """Return "n of m": how many gains are above 0."""
+    num_better = sum(value > 0 for value in values)
+    return f"{num_better} of {len(values)}"
+
+
+def markdown_table(rows):
+    """Return rows of strings as an aligned Markdown table; the first row is the head."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def teachers(runs):
+    """Return {name: held-out bits per byte} of the teachers that the runs have met."""
+    bits = {}
+    for run in runs:
+        last = run.evaluations[-1]
+        if TEACHER_BITS in last:
+            name = "its teacher" if run.arm == EQUAL_TOKENIZERS else "teacher"
+            bits[name] = last[TEACHER_BITS]
+    return bits
+
+
+def table(runs):
+    """Return the results as a Markdown table: a line per teacher, then one per arm.
+
+    The gain is over NO_TEACHER after as many steps, in bits per byte; "better" counts seeds.
+    """
+    rows = [["model", "steps", "seconds", "bits per byte", "gain", "better"]]
+    for name, bits in teachers(runs).items():
+        rows.append([name, "", "", f"{bits:.3f}", "", ""])
+    for arm in dict.fromkeys(run.arm for run in runs):
+        chosen = of_arm(runs, arm)
+        seconds = statistics.fmean([run.seconds for run in chosen])
+        gain = ["", ""]
+        if arm != NO_TEACHER:
+            values = gains(runs, arm, NO_TEACHER)
+            gain = [spread(values, "+.3f"), better_for(values)]
+        bits = spread([run.bits for run in chosen], ".3f")
+        rows.append([arm, str(chosen[0].steps), f"{seconds:.0f}", bits, *gain])
+    return markdown_table(rows)
+
+
+def equal_time(runs, arm):
+    """Return a line: what an arm gains over text alone in as many seconds of training."""
+    values = gains(runs, arm, SAME_TIME)
+    steps = of_arm(runs, SAME_TIME)[0].steps
+    return (f"{arm} against {steps} steps of text alone, which take as long: "
+            f"{spread(values, '+.3f')} bits per byte, better for {better_for(values)} seeds")
+
+
+def writing_table(run, seconds):
+    """Return what a student learned from its own writing as a Markdown table.
+
+    Args:
+        seconds: of the whole command.
+    """
+    rows = [["on policy", "reverse KL per byte", "bits per byte", "repeated", "seconds"]]
+    for name, line in (("before", run.evaluations[0]), ("after", run.evaluations[-1])):
+        shown_seconds = f"{seconds:.0f}" if name == "after" else ""
+        rows.append([name, f"{line['eval/rollout/reverse_kl_per_byte']:.3f}", f"{line[BITS]:.3f}",
+                     f"{line['eval/rollout/repeated_4grams']:.1%}", shown_seconds])
+    return markdown_table(rows)
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def one_line(text):
+    """Return a text with every run of white space as one space."""
+    return " ".join(text.split())
+
+
+def completions(path, last_step):
+    """Yield lines that show what a student wrote from held-out prompts, before and after.
+
+    Args:
+        path: of a rollouts.jsonl.
+    """
+    texts = {}
+    for line in read_json_lines(path):
+        if line["held_out"] and line["step"] in (0, last_step):
+            texts.setdefault((line["sample"], line["prompt"]), []).append(line["text"])
+    for (_, prompt), (before, after) in sorted(texts.items()):
+        yield f"prompt  {one_line(prompt)}"
+        yield f"before  {one_line(before)}"
+        yield f"after   {one_line(after)}"
+
+
+def how_to_use(path, prompt):
+    """Return lines of Python that let an exported student continue a prompt into `text`."""
+    return f'''from transformers import AutoModelForCausalLM, AutoTokenizer
+student = AutoModelForCausalLM.from_pretrained("{path}")
+tokenizer = AutoTokenizer.from_pretrained("{path}")
+ids = tokenizer({prompt!r}, return_tensors="pt").input_ids
+ids = student.generate(ids, max_new_tokens=60, do_sample=True, temperature=0.7)
+text = tokenizer.decode(ids[0], skip_special_tokens=True)'''
+
+
+def written_by(code):
+    """Return the `text` of `how_to_use`, the same every time."""
+    import torch
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    names = {}
+    exec(code, names)  # what is printed is what runs
+    return names["text"]
+
+
+# --- picture --------------------------------------------------------------------------------------
+
+# Ticks of a logarithmic axis, on which the untrained student does not flatten the others.
+BITS_TICKS = [1.5, 2, 2.5, 3, 3.5, 4, 5, 6]
+
+
+def plot(runs, path):
+    """Draw held-out bits per byte over steps and over seconds of training, from step 0 on.
+
+    A line is the mean over seeds, its band reaches from the lowest to the highest.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot, ticker
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, constrained_layout=True)
+    by_step, by_seconds = axes
+    for number, arm in enumerate(dict.fromkeys(run.arm for run in runs)):
+        chosen = of_arm(runs, arm)
+        per_step = statistics.fmean([run.seconds_per_step for run in chosen])
+        draw(by_step, chosen, 1, f"C{number}")
+        draw(by_seconds, chosen, per_step, f"C{number}")
+    for axis in axes:
+        for (name, bits), dashes in zip(teachers(runs).items(), ("--", ":")):
+            axis.axhline(bits, color="black", linestyle=dashes, label=name)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(ticker.FixedLocator(BITS_TICKS))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
+    by_step.set(xlabel="step", ylabel="held-out bits per byte")
+    by_seconds.set(xlabel="seconds of training")
+    by_step.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def draw(axis, runs, unit, color):
+    """Draw one arm: the mean over its seeds as a line, the extremes as a band.
+
+    Args:
+        unit: what a step counts on the horizontal axis.
+    """
+    positions = [unit * line["step"] for line in runs[0].evaluations]
+    by_time = list(zip(*(bits_of(run) for run in runs)))
+    means = list(map(statistics.fmean, by_time))
+    # text alone is dashed where it has the same time, so that the two are told apart
+    dashes = "--" if runs[0].arm == SAME_TIME else "-"
+    axis.plot(positions, means, dashes, color=color, label=runs[0].arm, marker=".")
+    if len(runs) > 1:
+        lowest = list(map(min, by_time))
+        highest = list(map(max, by_time))
+        axis.fill_between(positions, lowest, highest, color=color, alpha=0.2, linewidth=0)
+
+
+def bits_of(run):
+    """Return the held-out bits per byte of a student at each of its evaluations."""
+    return [line[BITS] for line in run.evaluations]
