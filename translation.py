@@ -571,10 +571,10 @@ def going_on(
     """
     kernels = compiled_kernels(y_MW, y_MW) if y_MW.dtype == torch.float32 else None
     if kernels:
-        fields = kernels.going_on(
+        mass_K, ends_K, node_E, next_E, mass_E = kernels.going_on(
             y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W, temperature
         )
-        return GoingOn(*fields, False)
+        return GoingOn(mass_K, ends_K, node_E, next_E, mass_E, with_ends=False)
     node_E, place_E = expand(low, high, num)
     nodes = Segments.of(node_E, len(low))
     token_E = tables.order_W[place_E]
