@@ -13,18 +13,24 @@ three turns, the kernel adds seconds.
 `--profile` prints what the step spends its time on.
 """
 
-import json
 import os
-import statistics
 import sys
-import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from isogloss.cpu_settings import restart_with_settings
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    restart_with_settings()  # as distill.py does, before torch is imported
+
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+
 from projection_tools.flags import tool
 
 
@@ -136,6 +142,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    restart_with_settings()
     tool(Args, main, positional=("assets",))
