@@ -85,6 +85,7 @@ from isogloss.sequence import (
 )
 from isogloss.specs import TeacherSpec
 from isogloss.stages import probe_ids
+from isogloss.step_report import StepReport, gradient_norm_of, named
 from isogloss.stream import Places
 from isogloss.student import (
     EngineRunner,
@@ -405,7 +406,7 @@ def train_step(state, micro_batches):
     # 4. what comes of global means, once the device has computed them
     sums = Readback(device_sums(sums.flatten()).view(-1, 3))
     state.bad_steps.note(engine, sums, teacher_names(state))
-    report = StepReport(state, counts, sums)
+    report = StepReport(state, counts, sums, kd_weights(state))
     report.others |= state.student.metrics() | {"lr": lr}
     report.others["grad_norm"] = gradient_norm_of(engine, local_norm)
     report.others["skipped_steps"] = engine.skipped_steps
@@ -496,79 +497,6 @@ def close_teachers(state):
         setup.source.close()
 
 
-class StepReport:
-    """Hold what a step did; its metrics are read once the device has computed them.
-
-    All ranks make a report together, and each reads it alone.
-
-    Attributes:
-        state: TrainState.
-        counts: global Counts.
-        sums: Readback of the global [cross-entropy, distillation loss, its part in rollouts] of
-            every teacher, nats.
-        kd_weights: of each teacher's mean loss in this step.
-        teacher_bytes: memory that the logits of a position of each teacher occupied.
-        others: metrics that do not follow from these, numbers or Readbacks of them.
-    """
-
-    def __init__(self, state, counts, sums):
-        self.state = state
-        self.counts = counts
-        self.sums = sums
-        self.kd_weights = kd_weights(state)
-        bytes_per_token = [setup.bytes_per_token for setup in state.teachers]
-        self.teacher_bytes = state.student.share(bytes_per_token)
-        self.others = {}
-
-    @property
-    def ce(self):
-        """Return the mean cross-entropy of a token."""
-        return self.sums.read()[0][0] / max(self.counts.ce_tokens, 1)
-
-    def kd(self, number):
-        """Return the mean distillation loss of a teacher."""
-        return self.sums.read()[number][1] / max(self.counts.pairs[number].kd_terms, 1)
-
-    def metrics(self):
-        """Return global means, equal on every rank; see docs/metrics.md."""
-        cfg = self.state.cfg
-        metrics = {"loss": cfg.ce_weight * self.ce}
-        if cfg.ce_weight:
-            metrics["ce"] = self.ce
-        for number, setup in enumerate(self.state.teachers):
-            metrics["loss"] += self.kd_weights[number] * self.kd(number)
-            metrics |= named(self.state, setup, self.of_teacher(number))
-        metrics["tokens"] = int(self.counts.tokens)
-        for name, value in self.others.items():
-            metrics[name] = value.read() if isinstance(value, Readback) else value
-        return metrics
-
-    def of_teacher(self, number):
-        """Return the metrics of a teacher, without its name."""
-        pair = self.counts.pairs[number]
-        metrics = {"teacher_bytes_per_token": self.teacher_bytes[number]}
-        if pair.kd_terms:  # a mean over nothing, as of a teacher without a row, is no 0
-            metrics["kd"] = self.kd(number)
-        metrics |= pair.metrics()
-        if len(self.state.teachers) > 1 or self.state.cfg.dynamic_scale:
-            metrics["kd_weight"] = self.kd_weights[number]
-        if self.state.writer:
-            metrics |= kd_by_origin(self.sums.read()[number], pair)
-        return metrics
-
-
-def gradient_norm_of(engine, local_norm):
-    """Return the gradient's norm, or a Readback of it where it is on the device.
-
-    Args:
-        local_norm: see `StudentRunner.train`.
-    """
-    norm = engine.get_global_grad_norm()
-    if torch.is_tensor(norm):  # not asked whether it is 0: that would wait for the device
-        return Readback(norm)
-    return float(norm or local_norm)
-
-
 def follow_scales(state, report):
     """Set the factors of the next step by this one's losses, for which the host has to wait.
 
@@ -581,30 +509,8 @@ def follow_scales(state, report):
             state.scales[setup.name] = float(scale)
 
 
-def kd_by_origin(sums, pair):
-    """Return the mean distillation loss on what the student wrote, and on the data.
-
-    Args:
-        sums: global [cross-entropy, distillation loss, its part in rollouts], nats.
-        pair: global PairCounts.
-    """
-    metrics = {}
-    if pair.rollout_terms:
-        metrics["kd/on"] = sums[2] / pair.rollout_terms
-    if pair.kd_terms > pair.rollout_terms:
-        metrics["kd/off"] = (sums[1] - sums[2]) / (pair.kd_terms - pair.rollout_terms)
-    return metrics
-
-
 def teacher_names(state):
     return [setup.name for setup in state.teachers]
-
-
-def named(state, setup, metrics):
-    """Let metrics end in the name of their teacher where there are several."""
-    if len(state.teachers) == 1:
-        return metrics
-    return {f"{key}/{setup.name}": value for key, value in metrics.items()}
 
 
 # --- on-policy: the student writes ----------------------------------------------------------------
