@@ -66,17 +66,23 @@ def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
     assert tile_memory(Config(**GOOD, loss_memory_mib=7, tiled=False), cuda) == float("inf")
     assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 1024, 8192]
 
-    fused = SimpleNamespace(loss=SimpleNamespace(loss_fn=SimpleNamespace(overwrite=None)))
+    in_place = SimpleNamespace(overwrite=None, live_copies=1)
+    fused = SimpleNamespace(loss=SimpleNamespace(loss_fn=in_place))
+    copying = SimpleNamespace(overwrite=None, live_copies=2)
+    fused_with_copies = SimpleNamespace(loss=SimpleNamespace(loss_fn=copying))
     plain = SimpleNamespace(loss=SimpleNamespace(loss_fn=losses.uld))
     monkeypatch.setattr(losses, "HAS_TRITON_KERNELS", True)
-    small = tiles.KERNEL_SUB_TILES._replace(logit_bytes=2)
+    small = tiles.KERNEL_SUB_TILES._replace(logit_bytes=2, live_copies=1)
     assert sub_tile_budget(cfg, [fused, fused], cuda, True, True) == small
-    assert sub_tile_budget(cfg, [fused], cuda, True, False) == tiles.KERNEL_SUB_TILES
+    most = small._replace(live_copies=2)
+    assert sub_tile_budget(cfg, [fused, fused_with_copies], cuda, True, True) == most
+    in_float32 = small._replace(logit_bytes=4)
+    assert sub_tile_budget(cfg, [fused], cuda, True, False) == in_float32
     assert sub_tile_budget(cfg, [fused], cuda, False, True) == tiles.GPU_SUB_TILES
     assert sub_tile_budget(cfg, [fused, plain], cuda, True, True) == tiles.GPU_SUB_TILES
     assert sub_tile_budget(cfg, [fused], cpu, True, True) == tiles.CPU_SUB_TILES
     wide = Config(**GOOD, teacher_dtype="float32")
-    assert sub_tile_budget(wide, [fused], cuda, True, True) == tiles.KERNEL_SUB_TILES
+    assert sub_tile_budget(wide, [fused], cuda, True, True) == in_float32
     monkeypatch.setattr(losses, "HAS_TRITON_KERNELS", False)
     assert sub_tile_budget(cfg, [fused], cuda, True, True) == tiles.GPU_SUB_TILES
 
