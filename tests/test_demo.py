@@ -44,6 +44,15 @@ def test_the_split_is_fixed_and_no_passage_is_in_both_halves(documents, tmp_path
     assert max(map(len, train)) < 2000
 
 
+def test_students_read_few_of_the_passages(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.write_text("".join(f'{{"text": "passage {i}"}}\n' for i in range(300)))
+    demo.make_student_corpus(corpus, tmp_path / "students")
+    held_out, train = demo.read_corpus(tmp_path / "students")
+    assert held_out == demo.read_corpus(corpus)[0]
+    assert train == demo.read_corpus(corpus)[1][: demo.RECIPE["student_rows"]]
+
+
 def test_the_tokenizers_differ_in_kind_and_in_digits(tokenizers, texts):
     student, teacher = tokenizers
     assert len(student) != len(teacher)
