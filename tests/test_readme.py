@@ -201,7 +201,7 @@ def test_tables_agree_with_the_log():
         assert any(other[0] == name and other[2:] == numbers for other in log_lines), line
         mean = sum(map(float, numbers[:3])) / 3
         assert abs(mean - float(numbers[3])) < 0.001
-    of_demo = (ROOT / "docs" / "LOG.md").read_text().split("## 2026-11-25 the demo")[1]
+    of_demo = (ROOT / "docs" / "LOG.md").read_text().split("## 2026-11-25: the demo")[1]
     of_demo = of_demo.split("\n## ")[0]
     shown = code_blocks("text")[1] + code_blocks("text")[2]
     for line in filter(None, shown.splitlines()):
