@@ -265,11 +265,14 @@ def main(trl=None, nemo_rl=None, losses=None, tokens=64, V=128_256, W=151_936, d
         dtype: of the logits.
         times: number of rounds.
     """
-    folders = {peer: Path(folder) for peer, folder in (("trl", trl), ("nemo_rl", nemo_rl)) if folder}
+    checkouts = {"trl": trl, "nemo_rl": nemo_rl}
+    folders = {peer: Path(folder) for peer, folder in checkouts.items() if folder}
     known = [name for peer in folders for name in PEERS[peer]]
+    if not folders:
+        raise SystemExit("--trl and --nemo_rl are missing; name a checkout of one of them")
     names = known if losses is None else as_list(losses)
-    if not folders or not set(names) <= set(known):
-        raise SystemExit(f"--losses {','.join(names)}: expected --trl or --nemo_rl, and of {known}")
+    if not set(names) <= set(known):
+        raise SystemExit(f"--losses {losses}: expected some of {', '.join(known)}")
     for name in names:
         record = measure(name, folders, tokens, V, W, getattr(torch, dtype), times)
         print(json.dumps(record), flush=True)
