@@ -53,15 +53,15 @@ def load_logits(row_ptr, columns, mask):
 
 
 @triton.jit
-def add_lanes(top, total, x, scale):
-    """Return the running maximum, and sum of exp(scale (x - maximum)), of each lane.
+def add_lanes(top, total, x, scale, weight=1.0):
+    """Return the running maximum, and sum of weight exp(scale (x - maximum)), of each lane.
 
     NaN and inf make the sum NaN, which then stays.
     """
     new_top = tl.maximum(top, x)
     # -inf - -inf would be NaN: nothing has come yet
     reference = tl.where(new_top == -float("inf"), 0.0, new_top)
-    total = total * tl.exp((top - reference) * scale) + tl.exp((x - reference) * scale)
+    total = total * tl.exp((top - reference) * scale) + weight * tl.exp((x - reference) * scale)
     return new_top, total
 
 

@@ -52,6 +52,7 @@ TINY_MASS = 1e-30  # below any mass that matters and above float32's smallest no
 HAS_KERNELS = all(find_spec(name) for name in ("numba", "cpu_kernels"))
 # likewise for a GPU; the devices whose tensors it gets (tests let Triton interpret it on a CPU)
 HAS_TRITON_KERNELS = all(find_spec(name) for name in ("triton", "gpu_kernels"))
+HAS_TRITON_CHUNKS = HAS_TRITON_KERNELS and find_spec("gpu_chunks") is not None
 TRITON_DEVICES = ("cuda",)
 
 
@@ -1241,17 +1242,17 @@ def projection_in_place(
     if kept_K is None:
         check_width("teacher", teacher_MW, tables.width, "the projection", None)
     rows = _rows_of(kernels, chunks, student_NV)
-    totals = kernels.row_totals(student_NV, teacher_MW, temperature, kept_K)
+    totals = kernels.row_totals(student_NV, teacher_MW, temperature, kept_K, tables.mass_V)
     cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
-    value_C, slope_CK = kernels.projected(
+    result = kernels.projected(
         student_NV, teacher_MW, rows, totals, tables, temperature, reverse, kept_K
     )
     factor_C = _chunk_factors(weight_N, chunks, temperature)
     kernels.projected_gradient_(
-        student_NV, rows, totals, tables, slope_CK, factors[1] * factor_C, labels_N, temperature,
+        student_NV, rows, totals, tables, result, factors[1] * factor_C, labels_N, temperature,
         factors[0],
     )
-    return cross_entropy, (value_C * factor_C).sum()
+    return cross_entropy, (result.value_C * factor_C).sum()
 
 
 def _projection_target(
@@ -2036,7 +2037,7 @@ def gold_in_place(
 
 def chunk_kernels(*logits_NX: Tensor) -> Any:
     """Import the module of Triton kernels for chunks if it serves these tensors; else None."""
-    if triton_kernels(*logits_NX) is None or not find_spec("gpu_chunks"):
+    if not HAS_TRITON_CHUNKS or triton_kernels(*logits_NX) is None:
         return None
     import gpu_chunks
 

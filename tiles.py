@@ -20,6 +20,7 @@ License: Apache-2.0 (see LICENSE).
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,7 +57,7 @@ KERNEL_SUB_TILES = SubTileBudget(memory_fraction=0.3, live_copies=1)
 TEACHER_ROWS_PER_STUDENT_ROW = 0.75
 # Vocabulary rows of the head's gradient that are added at a time in half precision.  Not tuned.
 GRADIENT_BLOCK = 8192
-# Devices whose matmuls read half precision and add to float32 (torch >= 2.11 has them for CUDA).
+# Devices whose matmuls may read half precision and add to float32, see `has_mixed_matmul`.
 MIXED_MATMULS = ("cuda",)
 
 
@@ -833,12 +834,17 @@ class _HeadGradients:
     """
 
     def __init__(
-        self, head: Head, params: Sequence[Tensor], needs: Sequence[bool], device_type: str
+        self, head: Head, params: Sequence[Tensor], needs: Sequence[bool], dtype: torch.dtype
     ) -> None:
-        """Set up the gradients; `needs` are those of the head's tensors and then of `params`."""
+        """Set up the gradients.
+
+        Args:
+            needs: of the head's tensors and then of `params`.
+            dtype: of the matmuls.
+        """
         self.weight: _WeightGradient | None = None
         if needs[0]:
-            self.weight = _WeightGradient(head.weight_VH, head.tokens, device_type)
+            self.weight = _WeightGradient(head.weight_VH, head.tokens, dtype)
         self.bias_V = _zero_gradient(head.bias_V, needs[1])
         self.down_RH = _zero_gradient(head.down_RH, needs[2])
         self.up_VR = _zero_gradient(head.up_VR, needs[3])
@@ -850,6 +856,27 @@ class _HeadGradients:
         return [self.weight, self.bias_V, self.down_RH, self.up_VR, *self.params]
 
 
+def has_mixed_matmul(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether torch multiplies half precision and adds to float32 there.
+
+    torch >= 2.11 does for CUDA; older ones have no `out_dtype`, or want the sum in half precision.
+    Without it a product of its own, in half precision, is added block by block.
+    """
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return is_half and device.type in MIXED_MATMULS and _try_mixed_matmul(device, dtype)
+
+
+@cache
+def _try_mixed_matmul(device: torch.device, dtype: torch.dtype) -> bool:
+    factor = torch.zeros(16, 16, device=device, dtype=dtype)
+    total = torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, factor.T, factor, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):  # an argument or a combination of types that is not known
+        return False
+    return True
+
+
 class _WeightGradient:
     """Add up the gradient of the head's weight, a product for every tile, in at least float32.
 
@@ -859,16 +886,17 @@ class _WeightGradient:
     Args:
         weight_VH: the weight.
         vocab: rows that are tokens; those of the padding get 0.
-        device_type: of the tensors, see MIXED_MATMULS.
+        computed: dtype of the matmuls; see `has_mixed_matmul`.
     Attributes:
         pieces: the sum, cut into blocks of rows; two where `scaled` has to change its precision.
     """
 
-    def __init__(self, weight_VH: Tensor, vocab: int, device_type: str) -> None:
+    def __init__(self, weight_VH: Tensor, vocab: int, computed: torch.dtype) -> None:
         dtype = torch.promote_types(weight_VH.dtype, torch.float32)
-        self.mixed_matmul = device_type in MIXED_MATMULS
+        self.mixed_matmul = has_mixed_matmul(weight_VH.device, computed)
         # on a CPU one matmul is faster than two
-        num_pieces = 2 if self.mixed_matmul and dtype != weight_VH.dtype else 1
+        in_pieces = weight_VH.device.type in MIXED_MATMULS and dtype != weight_VH.dtype
+        num_pieces = 2 if in_pieces else 1
         self.pieces = []
         for rows_VH in weight_VH.chunk(num_pieces):
             self.pieces.append(torch.empty_like(rows_VH, dtype=dtype))
@@ -955,11 +983,11 @@ class _TiledLoss(torch.autograd.Function):
         needs = [run.train and need for need in ctx.needs_input_grad[1:]]
         device_type = weight_VH.device.type
         head = run.head.with_tensors(weight_VH, bias_V, down_RH, up_VR)
-        gradients = _HeadGradients(head, params, needs, device_type)
         # Like torch's own matmuls, compute in the dtype of autocast where it is on.
         dtype = all_hidden[0].dtype
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
+        gradients = _HeadGradients(head, params, needs, dtype)
         head = head.with_tensors(
             weight_VH.to(dtype), _cast(bias_V, dtype), _cast(down_RH, dtype), _cast(up_VR, dtype)
         )

@@ -183,19 +183,9 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
                 weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms,
                 has_rest=has_rest)[0]
 
-        kernels = losses.chunk_kernels(likelihoods[:0])
-        if learned or has_rest or kernels is None:
+        if learned or has_rest:
             return loss_fn
-        tables = kernels.projection_tables(
-            *listed, V=len(indices), most_per_token=indices.shape[1])
-
-        def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
-            return losses.projection_in_place(
-                student_logits, teacher_logits, labels, sub_tile.terms, tables, kept_K, factors,
-                sub_tile.weight, cfg.temperature, cfg.reverse_kl)
-
-        # two float32 for each column, beside logits in half precision
-        return FusedLoss(loss_fn, overwrite, live_copies=2)
+        return _fused_projection(cfg, loss_fn, listed, indices, kept_K)
 
     def for_columns(kept_K):
         # once per step, not once per sub-tile: it goes through all V * K entries
@@ -214,6 +204,27 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned)
+
+
+def _fused_projection(cfg, loss_fn, listed, indices, kept_K):
+    """Return a FusedLoss of a projection_kl, or its loss_fn where no kernel serves it.
+
+    Args:
+        listed: `losses.Entries` of the columns kept_K.
+        indices: (V, K) of the projection, on the device.
+    """
+    kernels = losses.chunk_kernels(listed.weight_E[:0, None])
+    if kernels is None:
+        return loss_fn
+    tables = kernels.projection_tables(*listed, V=len(indices), most_per_token=indices.shape[1])
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        return losses.projection_in_place(
+            student_logits, teacher_logits, labels, sub_tile.terms, tables, kept_K, factors,
+            sub_tile.weight, cfg.temperature, cfg.reverse_kl)
+
+    # a float32 for each column, beside logits of both models in half precision
+    return FusedLoss(loss_fn, overwrite, live_copies=1.25)
 
 
 def build_gold(cfg, pair, device, has_rest=False):

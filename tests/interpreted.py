@@ -107,7 +107,8 @@ from triton.compiler import ASTSource
 import importlib
 import sys
 
-CONSTANTS = dict(HAS_TEACHER=True, HAS_LABELS=True, BLOCK=4096, SLICE=512, HAS_KEPT=True)
+CONSTANTS = dict(HAS_TEACHER=True, HAS_LABELS=True, BLOCK=4096, SLICE=512, HAS_KEPT=True,
+                 HAS_MASS=True)
 INTEGERS = "N", "V", "W", "K", "A", "B", "num_cells", "num_slices", "num_long", "num_chunks", "most"
 
 def kind_of(name):

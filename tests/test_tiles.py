@@ -602,6 +602,37 @@ def test_the_matmuls_add_to_one_gradient_of_the_head(num_teachers, monkeypatch):
         assert close(a.float(), b, 0.02)
 
 
+@pytest.mark.parametrize("error", [TypeError("no out_dtype"), RuntimeError("self has to be half")])
+def test_a_torch_without_mixed_matmuls_adds_products(error, monkeypatch):
+    """The same gradient, from blocks in half precision; it is tried once for all calls."""
+    monkeypatch.setattr(tiles_module, "MIXED_MATMULS", ("cpu",))
+    tiles_module._try_mixed_matmul.cache_clear()
+    tries = []
+
+    def refuse(*args, **kwargs):
+        tries.append(kwargs["out_dtype"])
+        raise error
+
+    monkeypatch.setattr(torch, "addmm", refuse)
+    found = []
+    for _ in range(2):
+        weight = torch.zeros(40, 8, dtype=torch.bfloat16)
+        gradient = tiles_module._WeightGradient(weight, 37, torch.bfloat16)
+        generator = torch.Generator().manual_seed(0)
+        d = torch.randn(5, 37, generator=generator).bfloat16()
+        hidden = torch.randn(5, 8, generator=generator).bfloat16()
+        for factor in (1.0, 0.5):
+            gradient.add_product(d, hidden, factor)
+        gradient.finish()
+        assert len(gradient.pieces) == 2
+        exact = 1.5 * d.double().T @ hidden.double()
+        found.append(gradient.scaled(torch.tensor(2.0), torch.float32))
+        assert close(found[-1][:37], 2 * exact, 0.02)
+        assert (found[-1][37:] == 0).all()
+    assert tries == [torch.float32]
+    tiles_module._try_mixed_matmul.cache_clear()
+
+
 def test_a_second_backward_is_rejected():
     models = Models(3)
     loss = loss_of("alm", models.case)
