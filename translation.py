@@ -43,7 +43,8 @@ these files into your own repository.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_translation.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -1247,8 +1248,7 @@ def translated(
     Raises:
         ValueError: logits of more or fewer tokens than the tables.
     """
-    check_width("student", student_logits_BSV, len(tables.cell_V), "cell_V", group)
-    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W", group)
+    _check_widths(student_logits_BSV, teacher_logits_BTW, tables, group)
     x_NV = whole_columns(student_logits_BSV.flatten(0, 1), group)
     y_MW = at_least_float32(whole_columns(teacher_logits_BTW.detach().flatten(0, 1), group))
     if x_NV.device.type == "cpu":  # else the rows that are needed, later
@@ -1323,8 +1323,7 @@ def translated_in_place(
     Raises:
         ValueError: logits of more or fewer tokens than the tables.
     """
-    check_width("student", student_NV, len(tables.cell_V), "cell_V", None)
-    check_width("teacher", teacher_MW, len(tables.cell_W), "cell_W", None)
+    _check_widths(student_NV, teacher_MW, tables)
     kernels = triton_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None
@@ -1334,11 +1333,12 @@ def translated_in_place(
         scopes = list_scopes(nodes.choices, tables, nodes.sizes)
         openings = inside_target(teacher_MW, nodes, tables, temperature)
         reads = list_reads(nodes, scopes, openings, next_S)
-        target_RC, q_A, log_total_M = _read_teacher(
-            kernels, teacher_MW, nodes, goes, scopes.asked, tables, cells, temperature
-        )
         student = _StudentInPlace(kernels, student_NV, labels_N, roots, reads, cells, temperature)
-        student.compare_roots(target_RC)
+        teacher = _TeacherInPlace(teacher_MW, nodes, tables, temperature)
+        with teacher.without_joined():
+            student.compare_roots(teacher, added_masses(kernels, goes, tables, cells), goes.ends_K)
+            q_A = teacher.answers(scopes.asked)
+        log_total_M = teacher.log_total()
     x_E = student.x_E.requires_grad_()
     rest_L = student.rest_L.requires_grad_()
     listed = Listed(nodes, goes, scopes, openings)
@@ -1347,8 +1347,7 @@ def translated_in_place(
             Answers(x_E, rest_L, q_A, log_total_M), teacher_MW, next_T, listed, tables,
             temperature, _forward_kl_of_cells,
         )
-        rows = [roots.row_S[nodes.choices.root], nodes.insides.row_S, _second_rows(nodes)]
-        value_K = torch.cat(others) * _weights(weight_N, torch.cat(rows), temperature)
+        value_K = torch.cat(others) * _weights(weight_N, _rows_of_others(nodes), temperature)
         # the empty sums keep the graph whole where there are roots alone
         others_sum = value_K.sum() + x_E[:0].sum() + rest_L[:0].sum()
         d_E, d_L = torch.autograd.grad(
@@ -1358,6 +1357,20 @@ def translated_in_place(
     student.write_gradient(factors[1] * weight_R, d_E, d_L, factors[0])
     kd = (student.value_R * weight_R).sum() + others_sum.detach()
     return student.cross_entropy(), kd
+
+
+def _check_widths(
+    student_logits: Tensor, teacher_logits: Tensor, tables: Tables,
+    group: ProcessGroup | None = None,
+) -> None:
+    check_width("student", student_logits, len(tables.cell_V), "cell_V", group)
+    check_width("teacher", teacher_logits, len(tables.cell_W), "cell_W", group)
+
+
+def _rows_of_others(nodes: Nodes) -> Tensor:
+    """Return the student rows of choices, insides and rests, in the order of `OtherValues`."""
+    rows = [nodes.roots.row_S[nodes.choices.root], nodes.insides.row_S, _second_rows(nodes)]
+    return torch.cat(rows)
 
 
 def _forward_kl_of_cells(logp_KG: Tensor, logq_KG: Tensor) -> Tensor:
@@ -1370,41 +1383,68 @@ def _weights(weight_N: Tensor | None, row_K: Tensor, temperature: float) -> Tens
     return temperature**2 * (1.0 if weight_N is None else weight_N[row_K].float())
 
 
-def _read_teacher(
-    kernels: Any, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, tables: Tables,
-    cells: Any, temperature: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (masses of the cells by slot (N, C + 1), answers to `asked`, logsumexp of all rows).
-
-    What cannot come is -inf in the logits for the time of one kernel.
-    """
-    roots = nodes.roots
-    root_M = torch.full(y_MW.shape[:1], -1, dtype=torch.int32, device=y_MW.device)
-    root_M[roots.row_T] = torch.arange(len(roots.row_T), device=y_MW.device).int()
-    root_E, token_E = _joined(nodes, tables)
-    row_E = roots.row_T[root_E]
-    joined_E = y_MW[row_E, token_E]
-    came_N = y_MW[roots.row_T, roots.next_T]
-    y_MW[row_E, token_E] = joined_E - torch.inf  # NaN stays
-    y_MW[roots.row_T, roots.next_T] = came_N  # it did come, whatever the tables say
-    target_RC, log_rest_M, log_linked_M = kernels.teacher_cells(
-        y_MW, root_M, goes.ends_K, cells, temperature
-    )
-    asked_row = roots.row_T[asked.root_A]
-    logits_A = at_least_float32(y_MW[asked_row, asked.token_A]) / temperature
-    q_A = (logits_A - log_linked_M[asked_row]).exp()
-    y_MW[row_E, token_E] = joined_E
+def added_masses(kernels: Any, goes: GoingOn, tables: Tables, cells: Any) -> Any:
+    """Return the `gpu_kernels.AddedMasses` of how the token in front of each root goes on."""
     slot_E = cells.slot_C[tables.cell_V[goes.next_E.clamp(min=0)]]
-    place_E = goes.node_E * target_RC.shape[1] + slot_E
+    place_E = goes.node_E * (cells.num_cells + 1) + slot_E
     mass_E = goes.mass_K[goes.node_E] * goes.mass_E
-    target_RC.view(-1).index_put_((place_E,), mass_E, accumulate=True)  # in a fixed order
+    return kernels.AddedMasses.of(place_E, mass_E, len(goes.mass_K), cells.num_cells)
 
-    # the logsumexp is that of all tokens, and has counted the one that came
-    logits_E = at_least_float32(joined_E) / temperature
-    logits_E = logits_E.masked_fill(token_E == roots.next_T[root_E], -torch.inf)
-    joined_R = Segments.of(root_E, len(roots.row_T)).logsumexp(logits_E)
-    joined_M = torch.full_like(log_rest_M, -torch.inf).index_copy_(0, roots.row_T, joined_R)
-    return target_RC, q_A, torch.logaddexp(log_rest_M, joined_M)
+
+class _TeacherInPlace:
+    """Leave out of the teacher's logits what cannot come, for the time of some kernels.
+
+    Args:
+        y_MW: logits; as they were in the end.
+    Attributes:
+        root_M: (M,) int32, number of the root of each row, -1 for none.
+        totals: `gpu_kernels.CellTotals` without what is left out; set from outside.
+    """
+
+    def __init__(self, y_MW: Tensor, nodes: Nodes, tables: Tables, temperature: float) -> None:
+        self.y_MW = y_MW
+        self.roots = nodes.roots
+        self.temperature = temperature
+        self.root_M = _numbers_of_rows(nodes.roots.row_T, len(y_MW))
+        self.root_E, self.token_E = _joined(nodes, tables)
+        self.place_E = nodes.roots.row_T[self.root_E], self.token_E
+        self.joined_E = y_MW[self.place_E]
+
+    @contextmanager
+    def without_joined(self) -> Iterator[None]:
+        """Make -inf of the tokens that a join would have kept from coming."""
+        came = self.roots.row_T, self.roots.next_T
+        came_N = self.y_MW[came]
+        self.y_MW[self.place_E] = self.joined_E - torch.inf  # NaN stays
+        self.y_MW[came] = came_N  # it did come, whatever the tables say
+        try:
+            yield
+        finally:
+            self.y_MW[self.place_E] = self.joined_E
+
+    def answers(self, asked: Asked) -> Tensor:
+        """Return what the rows at the roots say to `asked`."""
+        row_A = self.roots.row_T[asked.root_A]
+        logits_A = at_least_float32(self.y_MW[row_A, asked.token_A])
+        above_top_A = (logits_A - self.totals.top_N[row_A]) / self.temperature
+        return (above_top_A - self.totals.log_linked_N[row_A]).exp()
+
+    def log_total(self) -> Tensor:
+        """Return the (M,) logsumexp of all tokens, of which the one that came is counted."""
+        logits_E = at_least_float32(self.joined_E) / self.temperature
+        is_counted_E = self.token_E == self.roots.next_T[self.root_E]
+        logits_E = logits_E.masked_fill(is_counted_E, -torch.inf)
+        joined_R = Segments.of(self.root_E, len(self.roots.row_T)).logsumexp(logits_E)
+        joined_M = torch.full_like(self.totals.log_total_N, -torch.inf)
+        joined_M.index_copy_(0, self.roots.row_T, joined_R)
+        return torch.logaddexp(self.totals.log_total_N, joined_M)
+
+
+def _numbers_of_rows(row_R: Tensor, num_rows: int) -> Tensor:
+    """Return (num_rows,) int32: the place of each row in the list, -1 for none."""
+    number_N = torch.full((num_rows,), -1, dtype=torch.int32, device=row_R.device)
+    number_R = torch.arange(len(row_R), dtype=torch.int32, device=row_R.device)
+    return number_N.index_copy_(0, row_R, number_R)
 
 
 class _StudentInPlace:
@@ -1428,8 +1468,7 @@ class _StudentInPlace:
         self.row_R = roots.row_S
         self.cells = cells
         self.temperature = temperature
-        self.root_N = torch.full(x_NV.shape[:1], -1, dtype=torch.int32, device=x_NV.device)
-        self.root_N[roots.row_S] = torch.arange(len(roots.row_S), device=x_NV.device).int()
+        self.root_N = _numbers_of_rows(roots.row_S, len(x_NV))
         self.place_E = reads.row_R[reads.number_E], reads.token_E
         self.row_L = reads.row_R[len(roots.row_S):]
         self.left_out = Segments.of(reads.number_X, len(self.row_L))
@@ -1441,25 +1480,33 @@ class _StudentInPlace:
             logit_N1 = x_NV.gather(1, labels_N.clamp(min=0)[:, None])
             self.label_logit_N = at_least_float32(logit_N1.squeeze(1))
 
-    def compare_roots(self, target_RC: Tensor) -> None:
-        """Leave out what a logsumexp leaves out, and compute statistics and roots."""
+    def compare_roots(self, teacher: _TeacherInPlace, added: Any, ends_R: Tensor) -> None:
+        """Leave out what a logsumexp leaves out, and compute statistics and roots.
+
+        Args:
+            teacher: gets its `totals`.
+            added, ends_R: see `gpu_kernels.compare_cells`.
+        """
         self.x_NV[self.place_X] = -torch.inf
-        result = self.kernels.student_cells_(
-            self.x_NV, self.root_N, target_RC, self.cells, self.temperature, SHIFT
+        totals, teacher.totals = self.kernels.cell_totals(
+            self.x_NV, self.root_N, teacher.y_MW, teacher.root_M, self.cells, self.temperature
+        )
+        self.value_R, self.slope_RC = self.kernels.compare_cells(
+            self.x_NV, teacher.y_MW, self.row_R, teacher.roots.row_T, totals, teacher.totals,
+            self.cells, self.temperature, SHIFT, ends_R, added,
         )
         # cross-entropy leaves nothing out
-        left_out_N = torch.full_like(result.plain_log_total_N, -torch.inf)
+        left_out_N = torch.full_like(totals.plain_log_total_N, -torch.inf)
         left_out_N.index_copy_(0, self.row_L, self.left_out.logsumexp(self.x_X))
-        plain_N = torch.logaddexp(result.plain_log_total_N, left_out_N)
-        self.result = result._replace(plain_log_total_N=plain_N)
-        self.rest_L = result.log_total_N[self.row_L]
-        self.value_R: Tensor = result.value_R
+        plain_N = torch.logaddexp(totals.plain_log_total_N, left_out_N)
+        self.totals = totals._replace(plain_log_total_N=plain_N)
+        self.rest_L = totals.log_total_N[self.row_L]
 
     def cross_entropy(self) -> Tensor:
         """Return the sum over the rows that have a label."""
         if self.labels_N is None:
             return self.value_R.new_zeros(())
-        nats_N: Tensor = self.result.plain_log_total_N - self.label_logit_N
+        nats_N: Tensor = self.totals.plain_log_total_N - self.label_logit_N
         return nats_N.masked_fill(self.labels_N < 0, 0.0).sum()
 
     def write_gradient(
@@ -1472,13 +1519,13 @@ class _StudentInPlace:
             d_E, d_L: derivatives by x_E and rest_L.
             ce_factor: of the cross-entropy.
         """
-        factor_N = torch.zeros_like(self.result.log_total_N)
+        factor_N = torch.zeros_like(self.totals.log_total_N)
         factor_N[self.row_R] = factor_R
         rest_factor_N = torch.zeros_like(factor_N)
         rest_factor_N[self.row_L] = d_L
         self.kernels.cells_gradient_(
-            self.x_NV, self.root_N, self.result, factor_N, rest_factor_N, self.labels_N,
-            self.cells, self.temperature, SHIFT, ce_factor,
+            self.x_NV, self.root_N, self.totals, self.slope_RC, factor_N, rest_factor_N,
+            self.labels_N, self.cells, self.temperature, SHIFT, ce_factor,
         )
         d_E = (d_E / self.temperature).to(self.x_NV)
         self.x_NV.index_put_(self.place_E, d_E, accumulate=True)
@@ -1486,7 +1533,7 @@ class _StudentInPlace:
             return
         # the kernel saw -inf where a logsumexp leaves something out
         row_X = self.place_X[0]
-        d_X = ce_factor * (self.x_X - self.result.plain_log_total_N[row_X]).exp()
+        d_X = ce_factor * (self.x_X - self.totals.plain_log_total_N[row_X]).exp()
         d_X = torch.where(self.labels_N[row_X] >= 0, d_X, 0.0)
         self.x_NV.index_put_(self.place_X, d_X.to(self.x_NV), accumulate=True)
 
