@@ -54,6 +54,8 @@ HAS_KERNELS = all(find_spec(name) for name in ("numba", "cpu_kernels"))
 HAS_TRITON_KERNELS = all(find_spec(name) for name in ("triton", "gpu_kernels"))
 HAS_TRITON_CHUNKS = HAS_TRITON_KERNELS and find_spec("gpu_chunks") is not None
 TRITON_DEVICES = ("cuda",)
+# devices whose index_add adds up in the order of the entries; others use atomics
+ORDERED_DEVICES = ("cpu",)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -118,6 +120,110 @@ def next_token_cross_entropy(
     value_N = -vocab_gather(logp_NV, labels_BS[is_labeled][:, None], group).squeeze(1)
     row_N = is_labeled.reshape(-1).nonzero().squeeze(1)
     return reduce_terms(value_N, row_N, labels_BS.shape, weight_BS, reduction)
+
+
+# --- sums in a fixed order ------------------------------------------------------------------------
+
+
+class Segments(NamedTuple):
+    """Tell to which of `num` segments each entry belongs; entries come segment by segment.
+
+    Sums have a fixed order of additions, on a GPU too, in both directions.
+
+    of_E: (E,) int64, sorted.
+    start_K: (num + 1,) int64, the first entry of each segment and, last, E.
+    """
+
+    of_E: Tensor
+    start_K: Tensor
+
+    @classmethod
+    def of(cls, of_E: Tensor, num: int) -> "Segments":
+        numbers = torch.arange(num + 1, device=of_E.device)
+        return cls(of_E, torch.searchsorted(of_E, numbers))
+
+    @property
+    def num(self) -> int:
+        return len(self.start_K) - 1
+
+    def sum(self, x_E: Tensor) -> Tensor:
+        """Return the (num, ...) sums of the entries of the first axis."""
+        out: Tensor = _SegmentSum.apply(x_E, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def logsumexp(self, x_E: Tensor) -> Tensor:
+        """Return the (num,) logsumexp, -inf for segments without an entry or of -inf alone."""
+        top_K = self.reduce(x_E.detach(), "max")
+        finite_K = top_K.masked_fill(top_K == -torch.inf, 0.0)
+        return self.sum((x_E - finite_K[self.of_E]).exp()).log() + finite_K
+
+    def reduce(self, x_E: Tensor, kind: str) -> Tensor:
+        """Return the (num, ...) results of a reduction without a gradient: "sum" or "max"."""
+        if not x_E.numel() or not self.num:
+            shape = (self.num, *x_E.shape[1:])
+            return x_E.new_full(shape, 0.0 if kind == "sum" else -torch.inf)
+        # unsafe: the starts are not read back to be checked
+        return torch.segment_reduce(x_E, kind, offsets=self.start_K, unsafe=True)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """Sum up segments; the gradient of a sum is that of each entry."""
+
+    @staticmethod
+    def forward(ctx: Any, x_E: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return segments.reduce(x_E, "sum")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.segments.of_E), None
+
+
+def row_sums(x_NX: Tensor, of_N: Tensor, num: int) -> Tensor:
+    """Return the (num, ...) sums of the rows of each segment; of_N is sorted."""
+    if x_NX.device.type in ORDERED_DEVICES:
+        return x_NX.new_zeros(num, *x_NX.shape[1:]).index_add(0, of_N, x_NX)
+    return Segments.of(of_N, num).sum(x_NX)
+
+
+def take_rows(x_NX: Tensor, row_R: Tensor) -> Tensor:
+    """Return rows by their numbers; rows that are taken twice have a gradient in a fixed order."""
+    if x_NX.device.type in ORDERED_DEVICES or not x_NX.requires_grad:
+        return x_NX.index_select(0, row_R)
+    return x_NX[row_R]  # its gradient sorts the numbers, where that of index_select has atomics
+
+
+def take_columns(x_NX: Tensor, column_E: Tensor) -> Tensor:
+    """Return columns by their numbers, likewise."""
+    if x_NX.device.type in ORDERED_DEVICES or not x_NX.requires_grad:
+        return x_NX.index_select(1, column_E)
+    return x_NX[:, column_E]
+
+
+def column_sums(x_NX: Tensor, of_X: Tensor, num: int) -> Tensor:
+    """Return the (N, num) sums of the columns of each set.
+
+    Args:
+        of_X: (X,) int64, the set of each column, in any order.
+    """
+    if x_NX.device.type in ORDERED_DEVICES:
+        return x_NX.new_zeros(len(x_NX), num).index_add(1, of_X, x_NX)
+    of_X, order_X = of_X.sort(stable=True)
+    sorted_NX = _Permuted.apply(x_NX, order_X)  # type: ignore[no-untyped-call]
+    return Segments.of(of_X, num).sum(sorted_NX.T).T.contiguous()
+
+
+class _Permuted(torch.autograd.Function):
+    """Select columns, each once; the gradient of a plain selection would be added up by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NX: Tensor, order_X: Tensor) -> Tensor:
+        ctx.order_X = order_X
+        return x_NX.index_select(1, order_X)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.empty_like(grads[0]).index_copy_(1, ctx.order_X, grads[0]), None
 
 
 # --- operations over the vocabulary, whole or sharded (vocab_parallel.py) ------------------------
@@ -873,13 +979,12 @@ def chunk_mean(x_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
     """Return the (C, X) mean of the rows of each chunk; rows come in the order of their chunks."""
     if len(x_NX) == len(count_C):  # every chunk is one row
         return x_NX
-    total_CX = x_NX.new_zeros(len(count_C), x_NX.shape[1]).index_add(0, of_N, x_NX)
-    return total_CX / count_C[:, None]
+    return row_sums(x_NX, of_N, len(count_C)) / count_C[:, None]
 
 
 def _select_rows(logits_NX: Tensor, row_N: Tensor, temperature: float) -> Tensor:
     """Return some rows, by their numbers, divided by the temperature."""
-    return _soften(logits_NX.index_select(0, row_N), temperature)
+    return _soften(take_rows(logits_NX, row_N), temperature)
 
 
 def _chunk_rows(logits_BNX: Tensor, row_N: Tensor, whole: bool, temperature: float) -> Tensor:
@@ -909,7 +1014,7 @@ def chunk_logp(
         logp_NX = vocab_log_softmax(_select_rows(logits_NX, row_N, temperature), group)
         logp_N1 = vocab_gather(logp_NX, next_N1, group).clamp(min=FLOOR)
     logp_N: Tensor = logp_N1.squeeze(1)
-    return logp_N.new_zeros(num_chunks).index_add(0, of_N, logp_N)
+    return row_sums(logp_N, of_N, num_chunks)
 
 
 def bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
@@ -1345,12 +1450,11 @@ def projection_entries(
 
 def _project(p_NV: Tensor, entries: Entries, is_logp: bool = False) -> Tensor:
     """Return (N, K) p @ W, of p or of log p; reads only columns that have an entry."""
-    mass_NE = p_NV.index_select(1, entries.row_E)
+    mass_NE = take_columns(p_NV, entries.row_E)
     if is_logp:
         mass_NE = mass_NE.exp()
     mass_NE = mass_NE * entries.weight_E.to(mass_NE)
-    zeros_NK = mass_NE.new_zeros(len(mass_NE), entries.width)
-    return zeros_NK.index_add(1, entries.column_E, mass_NE)
+    return column_sums(mass_NE, entries.column_E, entries.width)
 
 
 # --- two vocabularies: pieces --------------------------------------------------------------------
@@ -1558,7 +1662,7 @@ def event_kl(
     row_many = terms.many_S[:, 0]
     needed = (terms.inside_teacher.fine_row, terms.inside_student.coarse_row, row_many)
     sizes = [len(row_N) for row_N in needed]
-    x_needed = x_NV.index_select(0, torch.cat(needed))
+    x_needed = take_rows(x_NV, torch.cat(needed))
     x_inside_teacher, x_inside_student, x_many = torch.split(x_needed, sizes)
     if len(terms.inside_teacher.low):
         y_inside_teacher = y_MW.index_select(0, terms.inside_teacher.coarse_row)
@@ -1582,7 +1686,7 @@ def event_kl(
         start_number = torch.zeros(x_NV.shape[0], dtype=torch.long, device=x_NV.device)
         start_number[terms.start_S] = torch.arange(len(terms.start_S), device=x_NV.device)
         term_N = start_number[terms.inside_student.coarse_row]
-        value_N = value_N.index_add(0, term_N, inside_N)
+        value_N = value_N + row_sums(inside_N, term_N, len(value_N))
     order = row_N.argsort()  # reading order
     value_N = temperature**2 * value_N[order]
     return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
@@ -1735,7 +1839,7 @@ def _event_mass(
     smallest = torch.finfo(p_CX.dtype).min  # a row of -inf alone: -inf - -inf would be NaN
     p_CX.sub_(p_CX.amax(-1, keepdim=True).clamp(min=smallest) - shift).exp_()
     tiny = torch.finfo(p_CX.dtype).tiny
-    mass_CE = p_CX.new_full((len(p_CX), num_events + 1), tiny).index_add_(1, event_X, p_CX)
+    mass_CE = column_sums(p_CX, event_X, num_events + 1).add_(tiny)
     mass_CE[:, -1] = tiny
     return p_CX, mass_CE, mass_CE.sum(-1, keepdim=True)
 
@@ -1754,7 +1858,8 @@ class _Continuations(NamedTuple):
 
     term_E, token_E, group_E: (E,) range, coarse token, group.
     goes_on_E: (E,) bool, False for a token that ends here.
-    term_G, next_G: (E,) range and fine token of each group.
+    term_G, next_G: (E,) range, sorted, and fine token of each group.
+    goes_on_G: (E,) bool, False for groups without an entry and of tokens that end.
     """
 
     term_E: Tensor
@@ -1763,6 +1868,7 @@ class _Continuations(NamedTuple):
     goes_on_E: Tensor
     term_G: Tensor
     next_G: Tensor
+    goes_on_G: Tensor
 
 
 def _continuations(ranges: Ranges, order: Tensor, pieces: Tensor) -> _Continuations:
@@ -1776,14 +1882,14 @@ def _continuations(ranges: Ranges, order: Tensor, pieces: Tensor) -> _Continuati
     is_new[1:] = (term_E[1:] != term_E[:-1]) | (next_E[1:] != next_E[:-1])
     group_E = is_new.cumsum(0) - 1
     no_term = torch.full_like(term_E, num_ranges)
-    used_term_E = torch.where(goes_on_E, term_E, num_ranges)
     return _Continuations(
         term_E=term_E,
         token_E=token_E,
         group_E=group_E,
         goes_on_E=goes_on_E,
-        term_G=no_term.scatter(0, group_E, used_term_E),
+        term_G=no_term.scatter(0, group_E, term_E),
         next_G=torch.zeros_like(token_E).scatter(0, group_E, next_E.clamp(min=0)),
+        goes_on_G=torch.zeros_like(goes_on_E).scatter(0, group_E, goes_on_E),
     )
 
 
@@ -1805,16 +1911,22 @@ def _group_logp(
     logits_E = _soften(coarse_NX[ranges.coarse_row[to.term_E], to.token_E], temperature)
     logits_E = torch.where(to.goes_on_E, logits_E, -torch.inf)
     logits_G = _segment_logsumexp(logits_E, to.group_E, ranges.entries)
+    return _normalized(logits_G, to, num_ranges)
+
+
+def _normalized(logits_G: Tensor, to: _Continuations, num_ranges: int) -> Tensor:
+    """Return (E,) log-probabilities of the groups, -inf of those that do not go on."""
+    logits_G = torch.where(to.goes_on_G, logits_G, -torch.inf)
     total_N = _segment_logsumexp(logits_G, to.term_G, num_ranges + 1)
     return logits_G - total_N[to.term_G]
 
 
 def _segment_logsumexp(x_N: Tensor, segment_N: Tensor, num: int) -> Tensor:
-    """Return the (num,) logsumexp of the entries of each segment."""
+    """Return the (num,) logsumexp of the entries of each segment; segment_N is sorted."""
     largest = x_N.new_full((num,), -torch.inf)
     largest = largest.scatter_reduce(0, segment_N, x_N.detach(), "amax")
     largest = torch.where(largest.isfinite(), largest, 0.0)
-    mass = x_N.new_zeros(num).index_add(0, segment_N, (x_N - largest[segment_N]).exp())
+    mass = row_sums((x_N - largest[segment_N]).exp(), segment_N, num)
     # an entry that is the largest has mass 1, so only an empty segment is raised here
     return mass.clamp(min=torch.finfo(mass.dtype).tiny).log() + largest
 
@@ -1845,7 +1957,7 @@ def _inside_teacher_kl(
     logp_G = logp_NV[to.term_G.clamp(max=num_local - 1), to.next_G].clamp(min=FLOOR)
     logq_G = _group_logp(y_NW, ranges, to, temperature)
     kl_G = _kl(logq_G[:, None], logp_G[:, None])
-    kl_N = logp_G.new_zeros(num_local + 1).index_add(0, to.term_G, kl_G)[:num_local]
+    kl_N = row_sums(kl_G, to.term_G, num_local + 1)[:num_local]
     return gather_row_values(kl_N, local, num_ranges, group)
 
 
@@ -1863,10 +1975,9 @@ def _inside_student_kl(
     logp_G = _group_logp(x_NV, ranges, to, temperature)
     # groups without an entry have term N: let it read the first row; the result is cut off
     row_G = torch.cat([ranges.fine_row, ranges.fine_row[:1]])[to.term_G]
-    logits_G = _soften(y_NW[row_G, to.next_G], temperature)
-    logq_G = logits_G - _segment_logsumexp(logits_G, to.term_G, num_local + 1)[to.term_G]
+    logq_G = _normalized(_soften(y_NW[row_G, to.next_G], temperature), to, num_local)
     kl_G = _kl(logq_G[:, None], logp_G[:, None])
-    kl_N = logp_G.new_zeros(num_local + 1).index_add(0, to.term_G, kl_G)[:num_local]
+    kl_N = row_sums(kl_G, to.term_G, num_local + 1)[:num_local]
     return gather_row_values(kl_N, local, num_ranges, group)
 
 

@@ -55,14 +55,17 @@ from losses import (
     FLOOR,
     SHIFT,
     Chunks,
+    Segments,
     SumAndCount,
     at_least_float32,
     bernoulli_kl,
     check_width,
+    column_sums,
     compiled_kernels,
     find_chunks,
     forward_kl,
     reduce_terms,
+    take_rows,
     triton_kernels,
 )
 
@@ -153,60 +156,7 @@ def expand(low: Tensor, high: Tensor, num: int | None = None) -> tuple[Tensor, T
     return number, place
 
 
-# --- sums over segments ---------------------------------------------------------------------------
-
-
-class Segments(NamedTuple):
-    """Tell to which of `num` segments each entry belongs; entries come segment by segment.
-
-    Sums have a fixed order of additions, on a GPU too, in both directions.
-
-    of_E: (E,) int64, sorted.
-    start_K: (num + 1,) int64, the first entry of each segment and, last, E.
-    """
-
-    of_E: Tensor
-    start_K: Tensor
-
-    @classmethod
-    def of(cls, of_E: Tensor, num: int) -> "Segments":
-        numbers = torch.arange(num + 1, device=of_E.device)
-        return cls(of_E, torch.searchsorted(of_E, numbers))
-
-    @property
-    def num(self) -> int:
-        return len(self.start_K) - 1
-
-    def sum(self, x_E: Tensor) -> Tensor:
-        """Return the (num,) sums."""
-        out: Tensor = _SegmentSum.apply(x_E, self)  # type: ignore[no-untyped-call]
-        return out
-
-    def logsumexp(self, x_E: Tensor) -> Tensor:
-        """Return the (num,) logsumexp, -inf for segments without an entry or of -inf alone."""
-        top_K = self.reduce(x_E.detach(), "max")
-        finite_K = top_K.masked_fill(top_K == -torch.inf, 0.0)
-        return self.sum((x_E - finite_K[self.of_E]).exp()).log() + finite_K
-
-    def reduce(self, x_E: Tensor, kind: str) -> Tensor:
-        """Return the (num,) results of a reduction without a gradient: "sum" or "max"."""
-        if not len(x_E) or not self.num:
-            return x_E.new_full((self.num,), 0.0 if kind == "sum" else -torch.inf)
-        # unsafe: the starts are not read back to be checked
-        return torch.segment_reduce(x_E, kind, offsets=self.start_K, unsafe=True)
-
-
-class _SegmentSum(torch.autograd.Function):
-    """Sum up segments; the gradient of a sum is that of each entry."""
-
-    @staticmethod
-    def forward(ctx: Any, x_E: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        return segments.reduce(x_E, "sum")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].index_select(0, ctx.segments.of_E), None
+# --- neighbors that are equal ---------------------------------------------------------------------
 
 
 def distinct(key_E: Tensor, counts_E: Tensor, num: int | None = None) -> tuple[Tensor, Tensor]:
@@ -629,7 +579,7 @@ def root_target(
     q_NW = (y_MW[nodes.roots.row_T] / temperature).softmax(-1)
     _mask_joined(q_NW, nodes, tables)
     # one cell more, for tokens that have none
-    mass_NC = q_NW.new_zeros(len(q_NW), tables.num_cells + 1).index_add_(1, tables.cell_W, q_NW)
+    mass_NC = column_sums(q_NW, tables.cell_W, tables.num_cells + 1)
     total_N1 = _above_zero(mass_NC[:, :-1].sum(1, keepdim=True))
     mass_NC /= total_N1
     q_A = q_NW[asked.root_A, asked.token_A] / total_N1[asked.root_A, 0]
@@ -800,8 +750,7 @@ def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
     top_N1 = x_NV.detach().masked_fill(unlinked_V, -torch.inf).amax(-1, keepdim=True)
     # lifted: float32 then reaches log p = -157; tokens without a cell may be larger than the top
     mass_NV = (x_NV - top_N1 + SHIFT).clamp(max=SHIFT).exp()
-    mass_NC = x_NV.new_zeros(len(x_NV), tables.num_cells + 1)
-    mass_NC = mass_NC.index_add(1, tables.cell_V, mass_NV)[:, :-1]
+    mass_NC = column_sums(mass_NV, tables.cell_V, tables.num_cells + 1)[:, :-1]
     return Question(_above_zero(mass_NC).log(), target.cell_NC)
 
 
@@ -1078,7 +1027,7 @@ def _compare_roots(
 ) -> tuple[Tensor, Answers]:
     """Return (the (N,) divergences of the roots, the answers to all else)."""
     # rows are selected once: each selection has a gradient as large as x
-    x_RV = at_least_float32(x_NV.index_select(0, reads.row_R)) / temperature
+    x_RV = at_least_float32(take_rows(x_NV, reads.row_R)) / temperature
     num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     target = root_target(y_MW, nodes, goes, asked, tables, temperature)
