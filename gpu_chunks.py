@@ -1,8 +1,9 @@
-"""Compute losses of losses.py that compare means of chunks on a GPU, in place of the logits.
+"""Compute losses of losses.py that compare chunks on a GPU, in place of the logits.
 
 A chunk's distribution is the mean of the softmax of its rows.  Three launches for each loss, the
 first of which, `row_totals`, they share:
 
+- `alm`, which reads the realized tokens alone: `tokens_gradient_`, and no third one.
 - `gold`: `common_masses` compares the common tokens and adds up the others, whose sorted
   probabilities torch compares; `common_gradient_`.
 - `projection_kl`: `projected` maps the student's mass into the teacher's columns and compares;
@@ -200,6 +201,55 @@ def _chunk_mass(
         x = load_logits(logits_ptr + row * stride, columns, inside)
         mass += tl.exp(x * scale - tl.load(log_total_ptr + row) + shift)
     return mass / (end - first)
+
+
+# --- alm ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tokens_gradient_kernel(
+    x_ptr, x_stride, V, token_N_ptr, factor_ptr, log_total_ptr, label_ptr, ce_factor,
+    HAS_LABELS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Compute one block of one row of `tokens_gradient_`."""
+    n = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    x_row = x_ptr + n * x_stride
+    x = load_logits(x_row, columns, inside)
+    log_total = tl.load(log_total_ptr + n)
+    token = tl.load(token_N_ptr + n)
+    # log p falls as cross-entropy rises
+    d = cross_entropy_slope(x, columns, token, log_total, -tl.load(factor_ptr + n))
+    if HAS_LABELS:
+        d += cross_entropy_slope(x, columns, tl.load(label_ptr + n), log_total, ce_factor)
+    tl.store(x_row + columns, d.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def tokens_gradient_(
+    x_NV: Tensor, token_N: Tensor, factor_N: Tensor, log_total_N: Tensor, labels_N: Tensor | None,
+    ce_factor: float,
+) -> None:
+    """Write over x the gradient of
+
+        sum over n of factor_N[n] log softmax(x[n])[token_N[n]] + ce_factor CE[n]
+
+    Args:
+        x_NV: logits, of a dtype in `gpu_kernels.DTYPES`; the last axis is contiguous.
+        token_N: (N,) int64, negative for none.
+        factor_N: (N,) float32; log_total_N: (N,) float32 logsumexp(x).
+        labels_N: (N,) int64, the next tokens, negative for none; None: no cross-entropy.
+    """
+    N, V = x_NV.shape
+    if not N:
+        return
+    block = block_of(V)
+    with torch.cuda.device_of(x_NV):
+        _tokens_gradient_kernel[(N, triton.cdiv(V, block))](
+            x_NV, x_NV.stride(0), V, token_N, factor_N, log_total_N,
+            token_N if labels_N is None else labels_N, ce_factor,
+            HAS_LABELS=labels_N is not None, BLOCK=block, num_warps=NUM_WARPS,
+        )
 
 
 # --- gold -----------------------------------------------------------------------------------------

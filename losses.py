@@ -1203,6 +1203,13 @@ def triton_kernels(*logits_NX: Tensor, group: ProcessGroup | None = None) -> Any
     return gpu_kernels
 
 
+def numbers_of_rows(row_R: Tensor, num_rows: int) -> Tensor:
+    """Return (num_rows,) int32, as kernels read it: the place of each row in the list, or -1."""
+    number_N = torch.full((num_rows,), -1, dtype=torch.int32, device=row_R.device)
+    number_R = torch.arange(len(row_R), dtype=torch.int32, device=row_R.device)
+    return number_N.index_copy_(0, row_R, number_R)
+
+
 # --- two vocabularies: projection ----------------------------------------------------------------
 
 
@@ -1692,6 +1699,139 @@ def event_kl(
     return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
 
 
+def event_in_place(
+    student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, next_S: Tensor,
+    next_T: Tensor, terms: EventTerms, spelling: Spelling, cells: Any,
+    factors: tuple[float, float], weight_N: Tensor | None = None, temperature: float = 1.0,
+) -> SumAndCount | None:
+    """Compute cross-entropy and `event_kl`, and write the gradient over the student's logits.
+
+    The starts of chunks take three launches of gpu_kernels.py; the other terms read single logits
+    and the logsumexp of their rows, and autograd knows these alone.
+
+    Args:
+        next_S, next_T: int64, the token that each position predicts.
+        cells: `gpu_kernels.cell_tables` of the events.
+        weight_N: weight of the terms that begin at each student row; None: 1.
+        Others, Returns, Raises: see `divergence_in_place` and `event_kl`.
+    """
+    check_width("student", student_NV, len(spelling.event_V), "event_V", None)
+    check_width("teacher", teacher_MW, len(spelling.event_W), "event_W", None)
+    kernels = triton_kernels(student_NV, teacher_MW)
+    if kernels is None:
+        return None
+    shift = SHIFT / max(temperature, 1)
+    root_N = numbers_of_rows(terms.start_S, len(student_NV))
+    root_M = numbers_of_rows(terms.start_T, len(teacher_MW))
+    totals, teacher_totals = kernels.cell_totals(
+        student_NV, root_N, teacher_MW, root_M, cells, temperature
+    )
+    cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
+    value_C, slope_CE = kernels.compare_cells(
+        student_NV, teacher_MW, terms.start_S, terms.start_T, totals, teacher_totals, cells,
+        temperature, shift,
+    )
+    reads = _event_reads(terms, spelling, next_S)
+    x_E = _soften(student_NV[reads.row_E, reads.token_E], temperature).requires_grad_()
+    rest_L = totals.log_total_N[reads.row_L].requires_grad_()
+    scale_N = torch.full_like(totals.log_total_N, temperature**2)
+    if weight_N is not None:
+        scale_N *= weight_N
+    with torch.enable_grad():
+        values = _compare_other_events(
+            reads, x_E, rest_L, teacher_MW, teacher_totals.log_total_N, next_T, terms, temperature
+        )
+        others = (torch.cat(values) * scale_N[_rows_of_other_events(terms)]).sum()
+        # the empty sums keep the graph whole where there are starts alone
+        others = others + x_E[:0].sum() + rest_L[:0].sum()
+        d_E, d_L = torch.autograd.grad(factors[1] * others, [x_E, rest_L])
+    scale_C = scale_N[terms.start_S]
+    factor_N = torch.zeros_like(scale_N).index_copy_(0, terms.start_S, factors[1] * scale_C)
+    rest_factor_N = torch.zeros_like(scale_N).index_copy_(0, reads.row_L, d_L)
+    kernels.cells_gradient_(
+        student_NV, root_N, totals, slope_CE, factor_N, rest_factor_N, labels_N, cells,
+        temperature, shift, factors[0],
+    )
+    d_E = (d_E / temperature).to(student_NV)
+    student_NV.index_put_((reads.row_E, reads.token_E), d_E, accumulate=True)  # in a fixed order
+    return cross_entropy, (value_C * scale_C).sum() + others.detach()
+
+
+class _EventReads(NamedTuple):
+    """List what the terms of `event_kl` but those of the starts read of the student's logits.
+
+    row_E, token_E: single logits: of the groups inside of teacher tokens, of the tokens inside of
+        student tokens, and of the next tokens in chunks of several.
+    row_L: rows of which they need the logsumexp: inside of teacher tokens, and of those chunks.
+    in_teacher, in_student: _Continuations.
+    """
+
+    row_E: Tensor
+    token_E: Tensor
+    row_L: Tensor
+    in_teacher: "_Continuations"
+    in_student: "_Continuations"
+
+
+def _event_reads(terms: EventTerms, spelling: Spelling, next_S: Tensor) -> _EventReads:
+    in_teacher = _continuations(terms.inside_teacher, spelling.order_W, spelling.pieces_W)
+    in_student = _continuations(terms.inside_student, spelling.order_V, spelling.pieces_V)
+    row_many = terms.many_S[:, 0]
+    fine_row = terms.inside_teacher.fine_row
+    coarse_row_E = terms.inside_student.coarse_row[in_student.term_E]
+    return _EventReads(
+        row_E=torch.cat([_rows_of_groups(fine_row, in_teacher), coarse_row_E, row_many]),
+        token_E=torch.cat([in_teacher.next_G, in_student.token_E, next_S[row_many]]),
+        row_L=torch.cat([fine_row, row_many]),
+        in_teacher=in_teacher,
+        in_student=in_student,
+    )
+
+
+def _compare_other_events(
+    reads: _EventReads, x_E: Tensor, rest_L: Tensor, y_MW: Tensor, log_total_M: Tensor,
+    next_T: Tensor, terms: EventTerms, temperature: float,
+) -> list[Tensor]:
+    """Return the terms inside of teacher tokens, inside of student tokens, and of several tokens.
+
+    Args:
+        x_E, rest_L: logits and logsumexp that `reads` lists, over temperature.
+        log_total_M: logsumexp of the teacher's logits over temperature.
+    """
+    in_teacher, in_student = reads.in_teacher, reads.in_student
+    num_many = len(terms.many_S)
+    sizes = [len(in_teacher.term_G), len(in_student.term_E), num_many]
+    x_teacher, x_student, x_many = torch.split(x_E, sizes)
+    num_inside = len(terms.inside_teacher.level)
+    rest_inside, rest_many = torch.split(rest_L, [num_inside, num_many])
+
+    logp_G = (x_teacher - _rows_of_groups(rest_inside, in_teacher)).clamp(min=FLOOR)
+    ranges = terms.inside_teacher
+    logq_G = _group_logp(_coarse_logits(y_MW, ranges, in_teacher, temperature), ranges, in_teacher)
+    inside_teacher_N = _compare_groups(logp_G, logq_G, in_teacher, num_inside)
+
+    ranges = terms.inside_student
+    logp_G = _group_logp(x_student, ranges, in_student)
+    logits_G = y_MW[_rows_of_groups(ranges.fine_row, in_student), in_student.next_G]
+    logq_G = _normalized(_soften(logits_G, temperature), in_student, len(ranges.level))
+    inside_student_N = _compare_groups(logp_G, logq_G, in_student, len(ranges.level))
+
+    row_T, chunk_T = terms.many_T.unbind(1)
+    logp_C = row_sums((x_many - rest_many).clamp(min=FLOOR), terms.many_S[:, 1], terms.count_many)
+    logq_T = _soften(y_MW[row_T, next_T[row_T]], temperature) - log_total_M[row_T]
+    logq_C = row_sums(logq_T.clamp(min=FLOOR), chunk_T, terms.count_many)
+    return [inside_teacher_N, inside_student_N, bernoulli_kl(logq_C, logp_C)]
+
+
+def _rows_of_other_events(terms: EventTerms) -> Tensor:
+    """Return the student rows where the terms of `_compare_other_events` begin."""
+    return torch.cat([
+        terms.inside_teacher.fine_row,
+        terms.inside_student.coarse_row,
+        _second_rows(terms.many_S, terms.count_many),
+    ])
+
+
 def _start_kl(
     x_NV: Tensor, y_MW: Tensor, terms: EventTerms, spelling: Spelling, temperature: float,
     group: ProcessGroup | None,
@@ -1903,15 +2043,34 @@ def _expand_ranges(ranges: Ranges) -> tuple[Tensor, Tensor]:
     return term_E, ranges.low[term_E] + entry_E - begin[term_E]
 
 
-def _group_logp(
-    coarse_NX: Tensor, ranges: Ranges, to: _Continuations, temperature: float
-) -> Tensor:
-    """Return the coarse side's (E,) log-probability of each group among those of its range."""
+def _group_logp(logits_E: Tensor, ranges: Ranges, to: _Continuations) -> Tensor:
+    """Return the coarse side's (E,) log-probability of each group among those of its range.
+
+    Args:
+        logits_E: its logits over temperature, at the coarse rows of to.term_E and to.token_E.
+    """
     num_ranges = len(ranges.level)
-    logits_E = _soften(coarse_NX[ranges.coarse_row[to.term_E], to.token_E], temperature)
     logits_E = torch.where(to.goes_on_E, logits_E, -torch.inf)
     logits_G = _segment_logsumexp(logits_E, to.group_E, ranges.entries)
     return _normalized(logits_G, to, num_ranges)
+
+
+def _coarse_logits(
+    coarse_NX: Tensor, ranges: Ranges, to: _Continuations, temperature: float
+) -> Tensor:
+    """Return (E,) logits over temperature, as `_group_logp` reads them."""
+    return _soften(coarse_NX[ranges.coarse_row[to.term_E], to.token_E], temperature)
+
+
+def _compare_groups(logp_G: Tensor, logq_G: Tensor, to: _Continuations, num: int) -> Tensor:
+    """Return the (num,) KL(q || p) of all ranges."""
+    kl_G = _kl(logq_G[:, None], logp_G[:, None])
+    return row_sums(kl_G, to.term_G, num + 1)[:num]
+
+
+def _rows_of_groups(row_N: Tensor, to: _Continuations) -> Tensor:
+    """Return (E,) the row of each group's range; groups without an entry have row 0."""
+    return torch.cat([row_N, row_N.new_zeros(1)])[to.term_G]
 
 
 def _normalized(logits_G: Tensor, to: _Continuations, num_ranges: int) -> Tensor:
@@ -1955,9 +2114,8 @@ def _inside_teacher_kl(
     logp_NV = _select_rows(x_NV, ranges.fine_row, temperature).log_softmax(-1)
     # groups without an entry read the last row; their result lands in term N, which is cut off
     logp_G = logp_NV[to.term_G.clamp(max=num_local - 1), to.next_G].clamp(min=FLOOR)
-    logq_G = _group_logp(y_NW, ranges, to, temperature)
-    kl_G = _kl(logq_G[:, None], logp_G[:, None])
-    kl_N = row_sums(kl_G, to.term_G, num_local + 1)[:num_local]
+    logq_G = _group_logp(_coarse_logits(y_NW, ranges, to, temperature), ranges, to)
+    kl_N = _compare_groups(logp_G, logq_G, to, num_local)
     return gather_row_values(kl_N, local, num_ranges, group)
 
 
@@ -1972,12 +2130,10 @@ def _inside_student_kl(
     ranges = _local_ranges(ranges, local, group)
     num_local = len(ranges.level)
     to = _continuations(ranges, spelling.order_V, spelling.pieces_V)
-    logp_G = _group_logp(x_NV, ranges, to, temperature)
-    # groups without an entry have term N: let it read the first row; the result is cut off
-    row_G = torch.cat([ranges.fine_row, ranges.fine_row[:1]])[to.term_G]
+    logp_G = _group_logp(_coarse_logits(x_NV, ranges, to, temperature), ranges, to)
+    row_G = _rows_of_groups(ranges.fine_row, to)
     logq_G = _normalized(_soften(y_NW[row_G, to.next_G], temperature), to, num_local)
-    kl_G = _kl(logq_G[:, None], logp_G[:, None])
-    kl_N = row_sums(kl_G, to.term_G, num_local + 1)[:num_local]
+    kl_N = _compare_groups(logp_G, logq_G, to, num_local)
     return gather_row_values(kl_N, local, num_ranges, group)
 
 
@@ -2480,6 +2636,45 @@ def alm(
     value_C = _alm_value(mode, logp_C, logq_C, temperature)
     shape_BS = student_chunk_BS.shape
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
+
+
+def alm_in_place(
+    student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, next_S: Tensor,
+    next_T: Tensor, chunks: Chunks, factors: tuple[float, float],
+    weight_N: Tensor | None = None, temperature: float = 1.0, mode: str = "binary_kl",
+) -> SumAndCount | None:
+    """Compute cross-entropy and `alm`, and write the gradient over the student's logits.
+
+    It takes two launches of gpu_chunks.py, for the logsumexp of all rows and for the gradient.
+
+    Args:
+        next_S, next_T: int64, the token that each position predicts.
+        weight_N: weight of the terms that begin at each student row; None: 1.
+        Others, Returns: see `divergence_in_place` and `alm`.
+    """
+    kernels = chunk_kernels(student_NV, teacher_MW)
+    if kernels is None:
+        return None
+    num_chunks = len(chunks.first_S)
+    totals = kernels.row_totals(student_NV, teacher_MW, 1.0)
+    cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
+    token_R = next_S[chunks.row_S]
+    logit_R = at_least_float32(student_NV[chunks.row_S, token_R])
+    logp_R = (logit_R - totals.log_total_N[chunks.row_S]).requires_grad_()
+    logit_T = at_least_float32(teacher_MW[chunks.row_T, next_T[chunks.row_T]])
+    logq_T = (logit_T - totals.teacher_log_total_M[chunks.row_T]).clamp(min=FLOOR)
+    logq_C = row_sums(logq_T, chunks.of_T, num_chunks)
+    with torch.enable_grad():
+        logp_C = row_sums(logp_R.clamp(min=FLOOR), chunks.of_S, num_chunks)
+        value_C = _alm_value(mode, logp_C, logq_C, temperature)
+        kd = (value_C * _chunk_factors(weight_N, chunks, 1.0)).sum()
+        [d_R] = torch.autograd.grad(factors[1] * kd, [logp_R])
+    factor_N = torch.zeros_like(totals.log_total_N).index_copy_(0, chunks.row_S, d_R)
+    token_N = torch.full_like(next_S, -1).index_copy_(0, chunks.row_S, token_R)
+    kernels.tokens_gradient_(
+        student_NV, token_N, factor_N, totals.plain_log_total_N, labels_N, factors[0]
+    )
+    return cross_entropy, kd.detach()
 
 
 def _alm_value(mode: str, logp_C: Tensor, logq_C: Tensor, temperature: float) -> Tensor:

@@ -64,6 +64,7 @@ from losses import (
     compiled_kernels,
     find_chunks,
     forward_kl,
+    numbers_of_rows,
     reduce_terms,
     take_rows,
     triton_kernels,
@@ -1354,7 +1355,7 @@ class _TeacherInPlace:
         self.y_MW = y_MW
         self.roots = nodes.roots
         self.temperature = temperature
-        self.root_M = _numbers_of_rows(nodes.roots.row_T, len(y_MW))
+        self.root_M = numbers_of_rows(nodes.roots.row_T, len(y_MW))
         self.root_E, self.token_E = _joined(nodes, tables)
         self.place_E = nodes.roots.row_T[self.root_E], self.token_E
         self.joined_E = y_MW[self.place_E]
@@ -1389,13 +1390,6 @@ class _TeacherInPlace:
         return torch.logaddexp(self.totals.log_total_N, joined_M)
 
 
-def _numbers_of_rows(row_R: Tensor, num_rows: int) -> Tensor:
-    """Return (num_rows,) int32: the place of each row in the list, -1 for none."""
-    number_N = torch.full((num_rows,), -1, dtype=torch.int32, device=row_R.device)
-    number_R = torch.arange(len(row_R), dtype=torch.int32, device=row_R.device)
-    return number_N.index_copy_(0, row_R, number_R)
-
-
 class _StudentInPlace:
     """Read what the nodes need of the student's logits, then write the gradient over them.
 
@@ -1417,7 +1411,7 @@ class _StudentInPlace:
         self.row_R = roots.row_S
         self.cells = cells
         self.temperature = temperature
-        self.root_N = _numbers_of_rows(roots.row_S, len(x_NV))
+        self.root_N = numbers_of_rows(roots.row_S, len(x_NV))
         self.place_E = reads.row_R[reads.number_E], reads.token_E
         self.row_L = reads.row_R[len(roots.row_S):]
         self.left_out = Segments.of(reads.number_X, len(self.row_L))

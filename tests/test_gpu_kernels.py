@@ -329,10 +329,11 @@ def test_a_list_has_every_token_once():
 
 def built(name, pair):
     """Return the distillation loss of a run, for tokenizers that are equal or not."""
-    if name in ("gold", "projection_kl"):
+    if name in ("gold", "projection_kl", "alm", "event_kl"):
         cfg = SimpleNamespace(projection="", temperature=1.5, uncommon_topk=50, reverse_kl=False,
-                              learn_projection=False, projection_columns="all")
-        return getattr(loss_table, f"build_{name}")(cfg, pair, "cpu")
+                              learn_projection=False, projection_columns="all",
+                              alm_mode="binary_kl")
+        return loss_table.LOSSES[name].build(cfg, pair, "cpu")
     divergence, flags = {
         "piece_kl": (losses.forward_kl, {}),
         "jsd": (losses.generalized_jsd, {"beta": 0.3}),
@@ -343,7 +344,8 @@ def built(name, pair):
     return loss_table.build_per_position(divergence, parameters)
 
 
-@pytest.mark.parametrize("name", ["piece_kl", "jsd", "text", "gold", "projection_kl"])
+@pytest.mark.parametrize(
+    "name", ["piece_kl", "jsd", "text", "gold", "projection_kl", "alm", "event_kl"])
 def test_a_micro_batch_equals_the_plain_path(name, tokenizers, tables, texts, monkeypatch):
     """Over several tiles, some without a chunk, with a padded head of any kind, and a rollout.
 
@@ -380,6 +382,7 @@ def test_a_micro_batch_equals_the_plain_path(name, tokenizers, tables, texts, mo
         results = []
         for devices in (("cpu",), ()):
             monkeypatch.setattr(losses, "TRITON_DEVICES", devices)
+            monkeypatch.setattr(losses, "ORDERED_DEVICES", () if devices else ("cpu",))
             loss_fn = None if loss is None else built(name, pair).loss_fn
             head = heads[0]._replace(**kind)
             leaves = [hidden[0].clone().requires_grad_(),
@@ -408,7 +411,11 @@ def without_chunks(tile, loss):
         none = [torch.full_like(ids, -1) for ids in (first.student_chunk, first.teacher_chunk)]
         chunks = losses.find_chunks(none[0][None], none[1][None])
         terms = chunks
-        if loss.spelling is not None:
+        if isinstance(loss.spelling, losses.Spelling):
+            terms = losses.event_terms(
+                first.student_labels[None], first.teacher_labels[None], none[0][None],
+                none[1][None], loss.spelling)
+        elif loss.spelling is not None:
             follows = torch.ones_like(first.teacher_labels, dtype=torch.bool)
             terms = translation.nodes_of_chunks(
                 chunks, first.student_labels, first.student_labels, first.teacher_labels,
