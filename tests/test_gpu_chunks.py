@@ -142,19 +142,24 @@ CASES = [("gold", {}), ("gold", {"reverse": True}), ("gold", {"uncommon_topk": 3
 
 
 def test_events_of_all_kinds_are_compared():
-    rows = Rows(20)
+    rows = Rows(36)
     next_S, next_T = [ids[None] for ids in rows.next]
     terms = losses.event_terms(next_S, next_T, *rows.chunk, rows.case.spelling)
     assert len(terms.inside_teacher.level) and len(terms.inside_student.level) and terms.count_many
     in_student = losses._continuations(
         terms.inside_student, rows.case.spelling.order_V, rows.case.spelling.pieces_V)
     assert not in_student.goes_on_G.all()
+    x = rows.x.index_select(0, terms.inside_student.coarse_row)
+    y = rows.y.index_select(0, terms.inside_student.fine_row)
+    inside_N = losses._inside_student_kl(
+        x, y, terms.inside_student, rows.case.spelling, 1.0, None)
+    assert (inside_N > 0).all()
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_chunks_equal_the_plain_path_in_float64(name, options, monkeypatch):
     """With odd sizes, weights and temperatures; read in one part and in several."""
-    rows = Rows(20)
+    rows = Rows(36)
     shapes = rows.shapes()
     assert {(1, 1), (1, 2), (2, 1), (2, 2)} <= shapes
     for event_X in rows.case.spelling.event_V, rows.case.spelling.event_W:
