@@ -1283,41 +1283,18 @@ def projection_kl(
             log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average, group)
         else:
             log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average, group)
-    local_chunks = slice(0, num_chunks)
-    kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
-    weights = likelihoods_VK if entries is None else entries.weight_E
-    if weights.requires_grad:  # of a learned projection; the kernels know no derivative by them
-        kernels = None
-    if kernels:
-        if entries is None:
-            num_tokens = y_MW.shape[1] - has_rest
-            entries = projection_entries(indices_VK, likelihoods_VK, num_tokens, kept_K)
-        r_NK: Tensor = _Projected.apply(  # type: ignore[no-untyped-call]
-            at_least_float32(student_logits_BSV.flatten(0, 1)), chunks.row_S, kernels, entries,
-            temperature,
+    if entries is None:
+        entries = _entries_of_call(
+            indices_VK, likelihoods_VK, student_logits_BSV, y_MW, kept_K, has_rest, group
         )
-        r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
-    elif kept_K is None and group is not None:
-        # a student column may add to columns of any rank: compare whole rows instead
-        x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
-        p_CV = chunk_mean(vocab_softmax(x_NV, group), chunks.of_S, chunks.count_S)
-        p_CV, local_chunks = columns_to_rows(p_CV, group)
+    kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
+    if entries.weight_E.requires_grad:  # learned; the kernels know no derivative by them
+        kernels = None
+    r_CK, local_chunks = _projected_mass(
+        student_logits_BSV, chunks, entries, kept_K, temperature, kernels, group
+    )
+    if kept_K is None:
         log_target_CK, _ = columns_to_rows(log_target_CK, group)
-        if entries is None:
-            entries = projection_entries(indices_VK, likelihoods_VK, log_target_CK.shape[1])
-        r_CK = _project(p_CV, entries)
-    else:
-        x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
-        if entries is None:
-            first, _ = vocab_range(x_NV, group)
-            end = first + x_NV.shape[1]
-            _, num_columns = vocab_range(y_MW, group)
-            entries = projection_entries(
-                indices_VK[first:end], likelihoods_VK[first:end], num_columns - has_rest, kept_K
-            )
-        logp_NV = vocab_log_softmax(x_NV, group)
-        r_NK = vocab_sum(_project(logp_NV, entries, is_logp=True), group)
-        r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
     # EPSILON last: added before, it would be all that is left of r once the student has moved its
     # mass out of the kept columns, and leaving them would be an optimum
     r_CK = r_CK / (r_CK.sum(-1, keepdim=True) + EPSILON)
@@ -1331,6 +1308,43 @@ def projection_kl(
     value_C = temperature**2 * kl_C
     shape_BS = student_chunk_BS.shape
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
+
+
+def _entries_of_call(
+    indices_VK: Tensor, likelihoods_VK: Tensor, student_logits_BSV: Tensor, y_MW: Tensor,
+    kept_K: Tensor | None, has_rest: bool, group: ProcessGroup | None,
+) -> "Entries":
+    """Return the entries that one call of `projection_kl` needs on this rank."""
+    _, num_columns = vocab_range(y_MW, group)
+    rows = slice(None)
+    if kept_K is not None and group is not None:  # those of this rank's columns of the student
+        first, _ = vocab_range(student_logits_BSV[0], group)
+        rows = slice(first, first + student_logits_BSV.shape[-1])
+    return projection_entries(
+        indices_VK[rows], likelihoods_VK[rows], num_columns - has_rest, kept_K
+    )
+
+
+def _projected_mass(
+    student_logits_BSV: Tensor, chunks: Chunks, entries: "Entries", kept_K: Tensor | None,
+    temperature: float, kernels: Any, group: ProcessGroup | None,
+) -> tuple[Tensor, slice]:
+    """Return (the student's mean mass in the kept columns, which chunks this rank holds)."""
+    all_chunks = slice(0, len(chunks.first_S))
+    if kernels:
+        r_NK: Tensor = _Projected.apply(  # type: ignore[no-untyped-call]
+            at_least_float32(student_logits_BSV.flatten(0, 1)), chunks.row_S, kernels, entries,
+            temperature,
+        )
+        return chunk_mean(r_NK, chunks.of_S, chunks.count_S), all_chunks
+    x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
+    if kept_K is None and group is not None:
+        # a student column may add to columns of any rank: compare whole rows instead
+        p_CV = chunk_mean(vocab_softmax(x_NV, group), chunks.of_S, chunks.count_S)
+        p_CV, local_chunks = columns_to_rows(p_CV, group)
+        return _project(p_CV, entries), local_chunks
+    r_NK = vocab_sum(_project(vocab_log_softmax(x_NV, group), entries, is_logp=True), group)
+    return chunk_mean(r_NK, chunks.of_S, chunks.count_S), all_chunks
 
 
 def projection_in_place(
