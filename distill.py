@@ -58,7 +58,7 @@ from isogloss.launch import (
 )
 from isogloss.layout import split_ranks
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
-from isogloss.objective import LossTerms, TeacherTerm
+from isogloss.objective import LossTerms, TeacherTerm, in_windows
 from isogloss.on_policy import Writer, check_writing, evaluate_rollouts
 from isogloss.pipeline import start_pipeline
 from isogloss.pretrained import load_config
@@ -95,6 +95,7 @@ from isogloss.student import (
     follow_schedule,
     load_student,
     start_engine,
+    window_ends,
 )
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 from isogloss.task_suite import TaskSuite
@@ -401,6 +402,7 @@ def train_step(state, micro_batches):
     # then the optimizer
     terms = (loss_terms(state, batch, batch_targets, weights)
              for batch, batch_targets in zip(micro_batches, targets))
+    terms = in_windows(terms, window_ends(state.cfg.head_gradient, engine, state.device))
     sums, local_norm = state.student.train(micro_batches, terms)
     release_teachers(state)
     # 4. what comes of global means, once the device has computed them

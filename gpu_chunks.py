@@ -1,8 +1,9 @@
-"""Compute losses of losses.py that compare means of chunks on a GPU, in place of the logits.
+"""Compute losses of losses.py that compare chunks on a GPU, in place of the logits.
 
 A chunk's distribution is the mean of the softmax of its rows.  Three launches for each loss, the
 first of which, `row_totals`, they share:
 
+- `alm`, which reads the realized tokens alone: `tokens_gradient_`, and no third one.
 - `gold`: `common_masses` compares the common tokens and adds up the others, whose sorted
   probabilities torch compares; `common_gradient_`.
 - `projection_kl`: `projected` maps the student's mass into the teacher's columns and compares;
@@ -96,16 +97,43 @@ def _listed_sums(row_ptr, ids_ptr, K, scale, HAS_IDS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
+def _projected_row_sums(row_ptr, mass_ptr, V, scale, BLOCK: tl.constexpr):
+    """Return what `row_sums` returns, then the sum of mass[v] exp(scale (x[v] - maximum))."""
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], -float("inf"), tl.float32)
+    plain_top = top
+    total = tl.zeros([BLOCK], tl.float32)
+    plain_total = total
+    kept_total = total
+    for start in range(0, V, BLOCK):
+        columns = start + lanes
+        x = load_logits(row_ptr, columns, columns < V)
+        mass = tl.load(mass_ptr + columns, mask=columns < V, other=0.0)
+        # the same maximum for both sums
+        _, kept_total = add_lanes(top, kept_total, x, scale, mass)
+        top, total = add_lanes(top, total, x, scale)
+        plain_top, plain_total = add_lanes(plain_top, plain_total, x, 1.0)
+    _, kept_total = join_lanes(top, kept_total, scale)
+    row_top, total = join_lanes(top, total, scale)
+    _, plain_total = join_lanes(plain_top, plain_total, 1.0)
+    return row_top, total, plain_total, kept_total
+
+
+@triton.jit
 def _row_totals_kernel(
-    x_ptr, x_stride, N, V, y_ptr, y_stride, K, kept_ptr,
-    log_total_ptr, plain_log_total_ptr, teacher_log_total_ptr, scale,
-    HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_stride, N, V, y_ptr, y_stride, K, kept_ptr, mass_ptr,
+    log_total_ptr, plain_log_total_ptr, kept_mass_ptr, teacher_log_total_ptr, scale,
+    HAS_KEPT: tl.constexpr, HAS_MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Compute one row of `row_totals`: those of the student, then those of the teacher."""
     n = tl.program_id(0)
     if n < N:
         row = x_ptr + n.to(tl.int64) * x_stride
-        top, total, plain_total = row_sums(row, V, scale, BLOCK)
+        if HAS_MASS:
+            top, total, plain_total, kept = _projected_row_sums(row, mass_ptr, V, scale, BLOCK)
+            tl.store(kept_mass_ptr + n, kept / total)
+        else:
+            top, total, plain_total = row_sums(row, V, scale, BLOCK)
         tl.store(log_total_ptr + n, top * scale + tl.log(total))
         tl.store(plain_log_total_ptr + n, top + tl.log(plain_total))
     else:
@@ -116,15 +144,20 @@ def _row_totals_kernel(
 
 
 class RowTotals(NamedTuple):
-    """Hold logsumexp(x / tau), logsumexp(x) (N,), and logsumexp(y / tau) (M,)."""
+    """Hold logsumexp(x / tau), logsumexp(x) (N,), and logsumexp(y / tau) (M,).
+
+    kept_mass_N: mass that a projection maps to a kept column; 0 without a projection.
+    """
 
     log_total_N: Tensor
     plain_log_total_N: Tensor
+    kept_mass_N: Tensor
     teacher_log_total_M: Tensor
 
 
 def row_totals(
-    x_NV: Tensor, y_MW: Tensor, temperature: float, kept_K: Tensor | None = None
+    x_NV: Tensor, y_MW: Tensor, temperature: float, kept_K: Tensor | None = None,
+    mass_V: Tensor | None = None,
 ) -> RowTotals:
     """Compute the logsumexp of all rows of both models, of the teacher over the kept columns.
 
@@ -132,22 +165,28 @@ def row_totals(
         x_NV, y_MW: logits, of a dtype in `gpu_kernels.DTYPES`; the last axis is contiguous.
         temperature: tau, > 0.
         kept_K: int64 columns of y; None: all.
+        mass_V: see `ProjectionTables`; None: there is no projection.
     """
     N, V = x_NV.shape
     M, W = y_MW.shape
-    totals = RowTotals(
-        x_NV.new_zeros(N, dtype=torch.float32), x_NV.new_zeros(N, dtype=torch.float32),
-        x_NV.new_zeros(M, dtype=torch.float32),
-    )
+    of_student_3N = x_NV.new_zeros(3, N, dtype=torch.float32)
+    totals = RowTotals(*of_student_3N, of_student_3N.new_zeros(M))
     if N + M:
         K = W if kept_K is None else len(kept_K)
         with torch.cuda.device_of(x_NV):  # Triton launches on the current device
             _row_totals_kernel[(N + M,)](
                 x_NV, x_NV.stride(0), N, V, y_MW, y_MW.stride(0), K,
-                y_MW if kept_K is None else kept_K, *totals, 1 / temperature,
-                HAS_KEPT=kept_K is not None, BLOCK=block_of(max(V, K)), num_warps=NUM_WARPS,
+                y_MW if kept_K is None else kept_K, of_student_3N if mass_V is None else mass_V,
+                *totals, 1 / temperature, HAS_KEPT=kept_K is not None, HAS_MASS=mass_V is not None,
+                BLOCK=block_of(max(V, K)), num_warps=NUM_WARPS,
             )
     return totals
+
+
+@triton.jit
+def _bounds(start_ptr, c):
+    """Return where the rows of a chunk begin and end in the list of rows."""
+    return tl.load(start_ptr + c), tl.load(start_ptr + c + 1)
 
 
 @triton.jit
@@ -162,6 +201,55 @@ def _chunk_mass(
         x = load_logits(logits_ptr + row * stride, columns, inside)
         mass += tl.exp(x * scale - tl.load(log_total_ptr + row) + shift)
     return mass / (end - first)
+
+
+# --- alm ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tokens_gradient_kernel(
+    x_ptr, x_stride, V, token_N_ptr, factor_ptr, log_total_ptr, label_ptr, ce_factor,
+    HAS_LABELS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Compute one block of one row of `tokens_gradient_`."""
+    n = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    x_row = x_ptr + n * x_stride
+    x = load_logits(x_row, columns, inside)
+    log_total = tl.load(log_total_ptr + n)
+    token = tl.load(token_N_ptr + n)
+    # log p falls as cross-entropy rises
+    d = cross_entropy_slope(x, columns, token, log_total, -tl.load(factor_ptr + n))
+    if HAS_LABELS:
+        d += cross_entropy_slope(x, columns, tl.load(label_ptr + n), log_total, ce_factor)
+    tl.store(x_row + columns, d.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def tokens_gradient_(
+    x_NV: Tensor, token_N: Tensor, factor_N: Tensor, log_total_N: Tensor, labels_N: Tensor | None,
+    ce_factor: float,
+) -> None:
+    """Write over x the gradient of
+
+        sum over n of factor_N[n] log softmax(x[n])[token_N[n]] + ce_factor CE[n]
+
+    Args:
+        x_NV: logits, of a dtype in `gpu_kernels.DTYPES`; the last axis is contiguous.
+        token_N: (N,) int64, negative for none.
+        factor_N: (N,) float32; log_total_N: (N,) float32 logsumexp(x).
+        labels_N: (N,) int64, the next tokens, negative for none; None: no cross-entropy.
+    """
+    N, V = x_NV.shape
+    if not N:
+        return
+    block = block_of(V)
+    with torch.cuda.device_of(x_NV):
+        _tokens_gradient_kernel[(N, triton.cdiv(V, block))](
+            x_NV, x_NV.stride(0), V, token_N, factor_N, log_total_N,
+            token_N if labels_N is None else labels_N, ce_factor,
+            HAS_LABELS=labels_N is not None, BLOCK=block, num_warps=NUM_WARPS,
+        )
 
 
 # --- gold -----------------------------------------------------------------------------------------
@@ -184,6 +272,26 @@ def _mass_kl(p, q, shift, REVERSE: tl.constexpr):
         value = q * (tl.log(ratio) + shift)
         slope = -ratio
     return value, slope
+
+
+@triton.jit
+def _compare_common(
+    x_ptr, x_stride, y_ptr, y_stride, row_S_ptr, row_T_ptr, first_S, end_S, first_T, end_T,
+    log_total_ptr, teacher_log_total_ptr, common_V_ptr, common_W_ptr, places, inside, scale, shift,
+    REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Return the student's ids of some common tokens, their masses, and `_mass_kl` of these."""
+    v = tl.load(common_V_ptr + places, mask=inside, other=0)
+    w = tl.load(common_W_ptr + places, mask=inside, other=0)
+    p = _chunk_mass(
+        x_ptr, x_stride, row_S_ptr, first_S, end_S, log_total_ptr, v, inside, scale, shift, BLOCK
+    )
+    q = _chunk_mass(
+        y_ptr, y_stride, row_T_ptr, first_T, end_T, teacher_log_total_ptr, w, inside, scale, 0.0,
+        BLOCK,
+    )
+    value, slope = _mass_kl(p, q, shift, REVERSE)
+    return v, p, value, slope
 
 
 @triton.jit
@@ -215,26 +323,18 @@ def _common_masses_kernel(
 ):
     """Compute one chunk of `common_masses`."""
     c = tl.program_id(0).to(tl.int64)
-    first_S = tl.load(start_S_ptr + c)
-    end_S = tl.load(start_S_ptr + c + 1)
-    first_T = tl.load(start_T_ptr + c)
-    end_T = tl.load(start_T_ptr + c + 1)
+    first_S, end_S = _bounds(start_S_ptr, c)
+    first_T, end_T = _bounds(start_T_ptr, c)
     lanes = tl.arange(0, BLOCK)
     value = tl.zeros([BLOCK], tl.float32)
     whole_mean = tl.zeros([BLOCK], tl.float32)
     for start in range(0, K, BLOCK):
         inside = start + lanes < K
-        v = tl.load(common_V_ptr + start + lanes, mask=inside, other=0)
-        w = tl.load(common_W_ptr + start + lanes, mask=inside, other=0)
-        p = _chunk_mass(
-            x_ptr, x_stride, row_S_ptr, first_S, end_S, log_total_ptr, v, inside, scale, shift,
-            BLOCK,
+        _v, p, value_here, slope = _compare_common(
+            x_ptr, x_stride, y_ptr, y_stride, row_S_ptr, row_T_ptr, first_S, end_S, first_T, end_T,
+            log_total_ptr, teacher_log_total_ptr, common_V_ptr, common_W_ptr, start + lanes,
+            inside, scale, shift, REVERSE, BLOCK,
         )
-        q = _chunk_mass(
-            y_ptr, y_stride, row_T_ptr, first_T, end_T, teacher_log_total_ptr, w, inside, scale,
-            0.0, BLOCK,
-        )
-        value_here, slope = _mass_kl(p, q, shift, REVERSE)
         value += tl.where(inside, value_here, 0.0)
         whole_mean += tl.where(inside, p * slope, 0.0)
     p_bucket = _other_masses(
@@ -260,17 +360,11 @@ def _common_masses_kernel(
         mean = tl.zeros([BLOCK], tl.float32)
         for start in range(0, K, BLOCK):
             inside = start + lanes < K
-            v = tl.load(common_V_ptr + start + lanes, mask=inside, other=0)
-            w = tl.load(common_W_ptr + start + lanes, mask=inside, other=0)
-            p = _chunk_mass(
-                x_ptr, x_stride, row_S_ptr, first_S, end_S, log_total_ptr, v, inside, scale, shift,
-                BLOCK,
+            v, _p, _value, slope = _compare_common(
+                x_ptr, x_stride, y_ptr, y_stride, row_S_ptr, row_T_ptr, first_S, end_S, first_T,
+                end_T, log_total_ptr, teacher_log_total_ptr, common_V_ptr, common_W_ptr,
+                start + lanes, inside, scale, shift, REVERSE, BLOCK,
             )
-            q = _chunk_mass(
-                y_ptr, y_stride, row_T_ptr, first_T, end_T, teacher_log_total_ptr, w, inside,
-                scale, 0.0, BLOCK,
-            )
-            _value, slope = _mass_kl(p, q, shift, REVERSE)
             x = load_logits(x_ptr + row * x_stride, v, inside)
             mass = tl.exp(x * scale - log_total + shift)
             mean += tl.where(inside, mass * slope, 0.0)
@@ -379,10 +473,8 @@ def _common_gradient_kernel(
     c = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     if c < num_chunks:
-        first_S = tl.load(start_S_ptr + c)
-        end_S = tl.load(start_S_ptr + c + 1)
-        first_T = tl.load(start_T_ptr + c)
-        end_T = tl.load(start_T_ptr + c + 1)
+        first_S, end_S = _bounds(start_S_ptr, c)
+        first_T, end_T = _bounds(start_T_ptr, c)
         d_other_row = d_other_ptr + c * A
         factor = tl.load(factor_ptr + c) * scale / (end_S - first_S)
         # what the other tokens add to the mean slope of each row
@@ -403,17 +495,11 @@ def _common_gradient_kernel(
         tl.debug_barrier()  # and now all see what was written
         for start in range(0, K, BLOCK):
             inside = start + lanes < K
-            v = tl.load(common_V_ptr + start + lanes, mask=inside, other=0)
-            w = tl.load(common_W_ptr + start + lanes, mask=inside, other=0)
-            p = _chunk_mass(
-                x_ptr, x_stride, row_S_ptr, first_S, end_S, log_total_ptr, v, inside, scale, shift,
-                BLOCK,
+            v, _p, _value, slope = _compare_common(
+                x_ptr, x_stride, y_ptr, y_stride, row_S_ptr, row_T_ptr, first_S, end_S, first_T,
+                end_T, log_total_ptr, teacher_log_total_ptr, common_V_ptr, common_W_ptr,
+                start + lanes, inside, scale, shift, REVERSE, BLOCK,
             )
-            q = _chunk_mass(
-                y_ptr, y_stride, row_T_ptr, first_T, end_T, teacher_log_total_ptr, w, inside,
-                scale, 0.0, BLOCK,
-            )
-            _value, slope = _mass_kl(p, q, shift, REVERSE)
             _write_slopes(
                 x_ptr, x_stride, row_S_ptr, first_S, end_S, log_total_ptr, mean_ptr, label_ptr,
                 plain_ptr, v, inside, slope, factor, scale, shift, ce_factor, HAS_LABELS,
@@ -458,7 +544,8 @@ def common_gradient_(
     with torch.cuda.device_of(x_NV):
         _common_gradient_kernel[(rows.num_chunks + N,)](
             x_NV, x_NV.stride(0), V, y_MW, y_MW.stride(0), *rows.pointers, rows.num_chunks,
-            rows.chunk_N, *totals, tokens.common_V, tokens.common_W, len(tokens.common_V),
+            rows.chunk_N, totals.log_total_N, totals.plain_log_total_N,
+            totals.teacher_log_total_M, tokens.common_V, tokens.common_W, len(tokens.common_V),
             tokens.other_V, len(tokens.other_V), d_other_CA, masses.mean_N, factor_C, labels,
             1 / temperature, shift, ce_factor,
             REVERSE=reverse, HAS_LABELS=labels_N is not None, BLOCK=block_of(V),
@@ -475,6 +562,7 @@ class ProjectionTables(NamedTuple):
     token_E, weight_E: int32, float32, sorted by column; start_K: (K + 1,) int32.
     width_S: int32, most entries of a column in each slice of SLICE columns.
     column_F, row_weight_F: the same entries, sorted by student token; start_V: (V + 1,) int32.
+    mass_V: (V,) float32, the sum of each token's weights.
     most_per_token: no token has more entries.
     """
 
@@ -485,6 +573,7 @@ class ProjectionTables(NamedTuple):
     column_F: Tensor
     row_weight_F: Tensor
     start_V: Tensor
+    mass_V: Tensor
     most_per_token: int
 
     @property
@@ -505,18 +594,26 @@ def projection_tables(
     width_S = counts.view(num_slices, SLICE).amax(1)
     return ProjectionTables(
         row_E[order_E].int(), weight_E[order_E].float(), start_K.int(), width_S.int(),
-        column_E.int(), weight_E.float(), start_V.int(), most_per_token,
+        column_E.int(), weight_E.float(), start_V.int(), _segment_sums(weight_E.float(), start_V),
+        most_per_token,
     )
+
+
+def _segment_sums(x_E: Tensor, start_K: Tensor) -> Tensor:
+    """Return the (K,) sums of x between neighboring starts, in a fixed order."""
+    # unsafe: the starts are not read back to be checked
+    return torch.segment_reduce(x_E, "sum", offsets=start_K, unsafe=True)
 
 
 @triton.jit
 def _column_masses(
-    x_ptr, x_stride, row_ptr, first, end, log_total_ptr, token_ptr, weight_ptr, start_ptr, width,
-    columns, inside, scale, SLICE: tl.constexpr,
+    x_ptr, x_stride, row_ptr, first, end, log_total_ptr, token_ptr, weight_ptr, begin, stop, width,
+    scale, SLICE: tl.constexpr,
 ):
-    """Return the mean over a chunk's rows of softmax(x / tau) @ W in some columns."""
-    begin = tl.load(start_ptr + columns, mask=inside, other=0)
-    stop = tl.load(start_ptr + columns + 1, mask=inside, other=0)
+    """Return the mean over a chunk's rows of softmax(x / tau) @ W in some columns.
+
+    begin, stop: where the entries of each column are.
+    """
     mass = tl.zeros([SLICE], tl.float32)
     for j in range(0, width):
         there = begin + j < stop
@@ -545,29 +642,38 @@ def _column_kl(r, q, total, REVERSE: tl.constexpr):
 
 
 @triton.jit
+def _kept_mass(kept_mass_ptr, row_ptr, first, end):
+    """Return the mass that the projection maps to kept columns, the mean of a chunk's rows."""
+    total = 0.0
+    for i in range(first, end):
+        total += tl.load(kept_mass_ptr + tl.load(row_ptr + i))
+    return total / (end - first)
+
+
+@triton.jit
 def _projected_kernel(
     x_ptr, x_stride, y_ptr, y_stride, row_S_ptr, row_T_ptr, start_S_ptr, start_T_ptr,
-    log_total_ptr, teacher_log_total_ptr, token_ptr, weight_ptr, start_ptr, width_ptr, K,
-    kept_ptr, mass_ptr, target_ptr, value_ptr, scale,
+    log_total_ptr, kept_mass_ptr, teacher_log_total_ptr, token_ptr, weight_ptr, start_ptr,
+    width_ptr, K, kept_ptr, slope_ptr, value_ptr, mean_ptr, scale,
     HAS_KEPT: tl.constexpr, REVERSE: tl.constexpr, SLICE: tl.constexpr,
 ):
     """Compute one chunk of `projected`."""
     c = tl.program_id(0).to(tl.int64)
-    first_S = tl.load(start_S_ptr + c)
-    end_S = tl.load(start_S_ptr + c + 1)
-    first_T = tl.load(start_T_ptr + c)
-    end_T = tl.load(start_T_ptr + c + 1)
-    mass_row = mass_ptr + c * K
-    target_row = target_ptr + c * K
-    lanes = tl.arange(0, SLICE)
-    total = tl.zeros([SLICE], tl.float32)
+    first_S, end_S = _bounds(start_S_ptr, c)
+    first_T, end_T = _bounds(start_T_ptr, c)
+    total = _kept_mass(kept_mass_ptr, row_S_ptr, first_S, end_S)
+    slope_row = slope_ptr + c * K
+    value = tl.zeros([SLICE], tl.float32)
+    mean = tl.zeros([SLICE], tl.float32)
     for start in range(0, K, SLICE):
-        columns = start + lanes
+        columns = start + tl.arange(0, SLICE)
         inside = columns < K
+        begin = tl.load(start_ptr + columns, mask=inside, other=0)
+        stop = tl.load(start_ptr + columns + 1, mask=inside, other=0)
         width = tl.load(width_ptr + start // SLICE)
         r = _column_masses(
             x_ptr, x_stride, row_S_ptr, first_S, end_S, log_total_ptr, token_ptr, weight_ptr,
-            start_ptr, width, columns, inside, scale, SLICE,
+            begin, stop, width, scale, SLICE,
         )
         ids = columns
         if HAS_KEPT:
@@ -576,68 +682,61 @@ def _projected_kernel(
             y_ptr, y_stride, row_T_ptr, first_T, end_T, teacher_log_total_ptr, ids, inside, scale,
             0.0, SLICE,
         )
-        total += r
-        tl.store(mass_row + columns, r, mask=inside)
-        tl.store(target_row + columns, q, mask=inside)
-    row_total = tl.sum(total, 0)
-    tl.debug_barrier()  # what one thread wrote another may read
-    value = tl.zeros([SLICE], tl.float32)
-    mean = tl.zeros([SLICE], tl.float32)
-    for start in range(0, K, SLICE):
-        columns = start + lanes
-        inside = columns < K
-        r = tl.load(mass_row + columns, mask=inside, other=0.0)
-        q = tl.load(target_row + columns, mask=inside, other=0.0)
-        value_here, slope = _column_kl(r, q, row_total, REVERSE)
+        value_here, slope = _column_kl(r, q, total, REVERSE)
         value += tl.where(inside, value_here, 0.0)
         mean += tl.where(inside, slope * r, 0.0)
+        # nothing reads the slope of a column to which no token maps
+        tl.store(slope_row + columns, slope, mask=inside & (begin < stop))
     tl.store(value_ptr + c, tl.sum(value, 0))
-    row_mean = tl.sum(mean, 0) / (row_total + EPSILON)
-    tl.debug_barrier()
-    for start in range(0, K, SLICE):
-        columns = start + lanes
-        inside = columns < K
-        r = tl.load(mass_row + columns, mask=inside, other=0.0)
-        q = tl.load(target_row + columns, mask=inside, other=0.0)
-        _value, slope = _column_kl(r, q, row_total, REVERSE)
-        tl.store(mass_row + columns, (slope - row_mean) / (row_total + EPSILON), mask=inside)
+    tl.store(mean_ptr + c, tl.sum(mean, 0) / (total + EPSILON))
+
+
+class Projected(NamedTuple):
+    """Hold what `projected` finds of each chunk.
+
+    value_C: KL in nats.
+    slope_CK: its derivative by the student's normalized mass in each column, anything in columns
+        without an entry.
+    mean_C: the mean of the slopes, which normalizing takes off.
+    """
+
+    value_C: Tensor
+    slope_CK: Tensor
+    mean_C: Tensor
 
 
 def projected(
     x_NV: Tensor, y_MW: Tensor, rows: ChunkRows, totals: RowTotals, tables: ProjectionTables,
     temperature: float, reverse: bool, kept_K: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Projected:
     """Compare the student's mass in the teacher's columns with the teacher's.
 
     Args:
-        totals: `row_totals` of these logits and kept columns.
+        totals: `row_totals` of these logits, kept columns and `tables.mass_V`.
         kept_K: int64 columns of y that the tables are of; None: all.
         reverse: KL(student || teacher).
-    Returns:
-        ((C,) KL in nats, (C, K) its derivative by the student's mass in each column).
     """
     num_chunks = rows.num_chunks
     K = tables.width
     value_C = x_NV.new_zeros(num_chunks, dtype=torch.float32)
-    slope_CK = value_C.new_empty(num_chunks, K)
+    result = Projected(value_C, value_C.new_empty(num_chunks, K), torch.zeros_like(value_C))
     if num_chunks:
-        target_CK = torch.empty_like(slope_CK)
         with torch.cuda.device_of(x_NV):
             _projected_kernel[(num_chunks,)](
                 x_NV, x_NV.stride(0), y_MW, y_MW.stride(0), *rows.pointers, totals.log_total_N,
-                totals.teacher_log_total_M, tables.token_E, tables.weight_E, tables.start_K,
-                tables.width_S, K, rows.row_T if kept_K is None else kept_K, slope_CK, target_CK,
-                value_C, 1 / temperature,
+                totals.kept_mass_N, totals.teacher_log_total_M, tables.token_E, tables.weight_E,
+                tables.start_K, tables.width_S, K, rows.row_T if kept_K is None else kept_K,
+                result.slope_CK, value_C, result.mean_C, 1 / temperature,
                 HAS_KEPT=kept_K is not None, REVERSE=reverse, SLICE=SLICE, num_warps=NUM_WARPS,
             )
-    return value_C, slope_CK
+    return result
 
 
 @triton.jit
 def _token_slopes(
-    slope_row, column_ptr, weight_ptr, start_ptr, tokens, inside, most, BLOCK: tl.constexpr
+    slope_row, column_ptr, weight_ptr, start_ptr, mean, tokens, inside, most, BLOCK: tl.constexpr
 ):
-    """Return the derivative by the mass of each token: its row of W times the slopes."""
+    """Return the derivative by the mass of each token: its row of W times (slope - mean)."""
     begin = tl.load(start_ptr + tokens, mask=inside, other=0)
     stop = tl.load(start_ptr + tokens + 1, mask=inside, other=0)
     slope = tl.zeros([BLOCK], tl.float32)
@@ -646,14 +745,14 @@ def _token_slopes(
         column = tl.load(column_ptr + begin + j, mask=there, other=0)
         weight = tl.load(weight_ptr + begin + j, mask=there, other=0.0)
         here = tl.load(slope_row + column, mask=there, other=0.0)
-        slope += tl.where(there, weight * here, 0.0)
+        slope += tl.where(there, weight * (here - mean), 0.0)
     return slope
 
 
 @triton.jit
 def _projected_gradient_kernel(
-    x_ptr, x_stride, V, start_S_ptr, chunk_ptr, log_total_ptr, plain_ptr,
-    column_ptr, weight_ptr, start_V_ptr, most, slope_ptr, K, factor_ptr, label_ptr,
+    x_ptr, x_stride, V, row_S_ptr, start_S_ptr, chunk_ptr, log_total_ptr, plain_ptr, kept_mass_ptr,
+    column_ptr, weight_ptr, start_V_ptr, most, slope_ptr, mean_ptr, K, factor_ptr, label_ptr,
     scale, ce_factor, HAS_LABELS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Compute one row of `projected_gradient_`."""
@@ -665,25 +764,33 @@ def _projected_gradient_kernel(
     if c < 0:
         _write_cross_entropy(x_row, V, label, plain_log_total, ce_factor, HAS_LABELS, BLOCK)
     else:
-        count = tl.load(start_S_ptr + c + 1) - tl.load(start_S_ptr + c)
-        factor = tl.load(factor_ptr + c) * scale / count
+        first, end = _bounds(start_S_ptr, c)
+        kept = _kept_mass(kept_mass_ptr, row_S_ptr, first, end)
+        factor = tl.load(factor_ptr + c) * scale / ((end - first) * (kept + EPSILON))
         slope_row = slope_ptr + c * K
+        mean_slope = tl.load(mean_ptr + c)
         log_total = tl.load(log_total_ptr + n)
-        mean = tl.zeros([BLOCK], tl.float32)
+        # the mean over the row, which the gradient of a softmax takes off; where the row is the
+        # chunk, that of the slopes has left no more than this
+        row_mean = mean_slope * EPSILON
+        if end - first > 1:
+            mean = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, V, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                inside = columns < V
+                slope = _token_slopes(
+                    slope_row, column_ptr, weight_ptr, start_V_ptr, mean_slope, columns, inside,
+                    most, BLOCK,
+                )
+                x = load_logits(x_row, columns, inside)
+                mean += tl.exp(x * scale - log_total) * slope
+            row_mean = tl.sum(mean, 0)
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < V
             slope = _token_slopes(
-                slope_row, column_ptr, weight_ptr, start_V_ptr, columns, inside, most, BLOCK
-            )
-            x = load_logits(x_row, columns, inside)
-            mean += tl.exp(x * scale - log_total) * slope
-        row_mean = tl.sum(mean, 0)
-        for start in range(0, V, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < V
-            slope = _token_slopes(
-                slope_row, column_ptr, weight_ptr, start_V_ptr, columns, inside, most, BLOCK
+                slope_row, column_ptr, weight_ptr, start_V_ptr, mean_slope, columns, inside, most,
+                BLOCK,
             )
             x = load_logits(x_row, columns, inside)
             d = factor * tl.exp(x * scale - log_total) * (slope - row_mean)
@@ -693,7 +800,7 @@ def _projected_gradient_kernel(
 
 
 def projected_gradient_(
-    x_NV: Tensor, rows: ChunkRows, totals: RowTotals, tables: ProjectionTables, slope_CK: Tensor,
+    x_NV: Tensor, rows: ChunkRows, totals: RowTotals, tables: ProjectionTables, result: Projected,
     factor_C: Tensor, labels_N: Tensor | None, temperature: float, ce_factor: float,
 ) -> None:
     """Write over x the gradient of
@@ -701,7 +808,7 @@ def projected_gradient_(
         sum over c of factor_C[c] KL[c] + ce_factor * sum over n of CE[n]
 
     Args:
-        slope_CK: of `projected`.
+        result: of `projected`.
         labels_N: (N,) int64, the next tokens, negative for none; None: no cross-entropy.
         Others: as `projected` got them.
     """
@@ -711,8 +818,9 @@ def projected_gradient_(
     labels = rows.chunk_N if labels_N is None else labels_N
     with torch.cuda.device_of(x_NV):
         _projected_gradient_kernel[(N,)](
-            x_NV, x_NV.stride(0), V, rows.start_S, rows.chunk_N, totals.log_total_N,
-            totals.plain_log_total_N, tables.column_F, tables.row_weight_F, tables.start_V,
-            tables.most_per_token, slope_CK, tables.width, factor_C, labels, 1 / temperature,
-            ce_factor, HAS_LABELS=labels_N is not None, BLOCK=block_of(V), num_warps=NUM_WARPS,
+            x_NV, x_NV.stride(0), V, rows.row_S, rows.start_S, rows.chunk_N, totals.log_total_N,
+            totals.plain_log_total_N, totals.kept_mass_N, tables.column_F, tables.row_weight_F,
+            tables.start_V, tables.most_per_token, result.slope_CK, result.mean_C, tables.width,
+            factor_C, labels, 1 / temperature, ce_factor,
+            HAS_LABELS=labels_N is not None, BLOCK=block_of(V), num_warps=NUM_WARPS,
         )

@@ -5,8 +5,8 @@ the matmul wrote them and write the gradient over them, in their own precision:
 
 - `divergence_` (one vocabulary): one launch.  A program has a row: maximum and sum of both models,
   then value and mean slope, then the gradient.
-- `teacher_cells`, `student_cells_`, `cells_gradient_` (the roots of a translation, by the forward
-  KL): three launches.  Between them there is one float32 number for each cell of each root.
+- `cell_totals`, `compare_cells`, `cells_gradient_` (the roots of a translation, by the forward KL):
+  three launches.  Between them there is one float32 number for each cell of each root.
 
 Cross-entropy joins in: it reads what is read anyway.  Sums over cells follow a list that is sorted
 once (`cell_tables`): a lane adds up the tokens of its cell, one after the other, so there are no
@@ -53,15 +53,15 @@ def load_logits(row_ptr, columns, mask):
 
 
 @triton.jit
-def add_lanes(top, total, x, scale):
-    """Return the running maximum, and sum of exp(scale (x - maximum)), of each lane.
+def add_lanes(top, total, x, scale, weight=1.0):
+    """Return the running maximum, and sum of weight exp(scale (x - maximum)), of each lane.
 
     NaN and inf make the sum NaN, which then stays.
     """
     new_top = tl.maximum(top, x)
     # -inf - -inf would be NaN: nothing has come yet
     reference = tl.where(new_top == -float("inf"), 0.0, new_top)
-    total = total * tl.exp((top - reference) * scale) + tl.exp((x - reference) * scale)
+    total = total * tl.exp((top - reference) * scale) + weight * tl.exp((x - reference) * scale)
     return new_top, total
 
 
@@ -334,31 +334,30 @@ def block_of(V: int) -> int:
 class CellList(NamedTuple):
     """List the tokens of one vocabulary by cells, for lanes that each sum up one cell.
 
-    Cells of at most LONG tokens are sorted by size and cut into slices of SLICE cells.
-
     ids_E: int32, slice by slice, first tokens first: entry ``base[s] + j * SLICE + lane`` is token
         j of the cell of a lane, -1 behind its end.
     base_S, width_S: int32, where a slice begins; tokens of its largest cell.
-    slot_L: int32, slot of the cell of every lane, -1 for none.
-    long_ids_E, long_start_K, long_slot_K: the tokens of the other cells, cell by cell; where each
-        begins, with one more entry for the end; its slot.
+    long_ids_E, long_start_K: int32, the tokens of long cells, cell by cell; where each begins, with
+        one more entry for the end.
     """
 
     ids_E: Tensor
     base_S: Tensor
     width_S: Tensor
-    slot_L: Tensor
     long_ids_E: Tensor
     long_start_K: Tensor
-    long_slot_K: Tensor
 
 
 class CellTables(NamedTuple):
-    """List the cells of both vocabularies.
+    """List the cells of both vocabularies, in the order of their slots.
+
+    First come cells of at most LONG tokens on either side, those with the most tokens first, cut
+    into slices of `slice_cells`: lane and slice are a slot.  Long cells come last.
 
     slot_V, slot_W: int32, the slot of the cell of each token; num_cells for tokens without one.
     slot_C: (C + 1,) int64, the slot of each cell.
     student, teacher: CellList.
+    num_short: cells that are not long.
     """
 
     slot_V: Tensor
@@ -366,10 +365,19 @@ class CellTables(NamedTuple):
     slot_C: Tensor
     student: CellList
     teacher: CellList
+    num_short: int
+    slice_cells: int
 
     @property
     def num_cells(self) -> int:
         return len(self.slot_C) - 1
+
+    @property
+    def list_arguments(self) -> tuple[Tensor | int, ...]:
+        """Return the arguments of a kernel that describe both lists."""
+        num_long = self.num_cells - self.num_short
+        num_slices = len(self.student.base_S)
+        return *self.student, *self.teacher, num_slices, self.num_short, num_long
 
 
 def cell_tables(
@@ -383,51 +391,46 @@ def cell_tables(
     """
     device = cell_V.device
     cells = []
+    counts = []
     for cell_X in (cell_V.cpu().long(), cell_W.cpu().long()):
         cells.append(torch.where(cell_X < 0, num_cells, cell_X))
-    # slots follow the student's list, so that its lanes write to neighbors
-    count_C = torch.bincount(cells[0], minlength=num_cells + 1)[:num_cells]
+        counts.append(torch.bincount(cells[-1], minlength=num_cells + 1)[:num_cells])
+    count_V, count_W = counts
+    is_long_C = (count_V > long) | (count_W > long)
+    num_short = num_cells - int(is_long_C.sum())
+    # cells of one slice are about as large as each other, on both sides
+    size_C = torch.where(is_long_C, -1, (count_V + count_W) * (long + 1) + count_W)
     slot_C = torch.full((num_cells + 1,), num_cells)
-    slot_C[count_C.argsort(descending=True, stable=True)] = torch.arange(num_cells)
+    slot_C[size_C.argsort(descending=True, stable=True)] = torch.arange(num_cells)
     lists = []
     for cell_X in cells:
-        cell_list = _cell_list(slot_C[cell_X], num_cells, slice_cells, long)
+        cell_list = _cell_list(slot_C[cell_X], num_cells, num_short, slice_cells)
         lists.append(CellList(*(column.int().to(device) for column in cell_list)))
     slot_V, slot_W = (slot_C[cell_X].int().to(device) for cell_X in cells)
-    return CellTables(slot_V, slot_W, slot_C.to(device), *lists)
+    return CellTables(slot_V, slot_W, slot_C.to(device), *lists, num_short, slice_cells)
 
 
-def _cell_list(slot_X: Tensor, num_cells: int, slice_cells: int, long: int) -> CellList:
+def _cell_list(slot_X: Tensor, num_cells: int, num_short: int, slice_cells: int) -> CellList:
     token_E = slot_X.argsort(stable=True)
     token_E = token_E[slot_X[token_E] < num_cells]
     slot_E = slot_X[token_E]
     count_C = torch.bincount(slot_E, minlength=num_cells)
     begin_C = count_C.cumsum(0) - count_C
-    # number of a token in its cell
-    number_E = torch.arange(len(token_E)) - begin_C[slot_E]
 
-    is_long_C = count_C > long
-    long_slot_K = is_long_C.nonzero().squeeze(1)
-    long_start_K = torch.cat([count_C.new_zeros(1), count_C[long_slot_K].cumsum(0)])
-
-    short_L = (~is_long_C).nonzero().squeeze(1)
-    short_L = short_L[count_C[short_L].argsort(descending=True, stable=True)]
-    num_slices = -(-len(short_L) // slice_cells)
-    slot_L = torch.full((num_slices * slice_cells,), -1)
-    slot_L[: len(short_L)] = short_L
-    count_L = torch.where(slot_L >= 0, count_C[slot_L.clamp(min=0)], 0) if num_cells else slot_L
-    width_S = count_L.view(num_slices, slice_cells).amax(1) if num_slices else slot_L
+    num_slices = -(-num_short // slice_cells)
+    count_L = count_C.new_zeros(num_slices * slice_cells)
+    count_L[:num_short] = count_C[:num_short]
+    width_S = count_L.view(num_slices, slice_cells).amax(1)
     base_S = (width_S.cumsum(0) - width_S) * slice_cells
-    lane_C = torch.zeros(num_cells, dtype=torch.int64)
-    lane_C[short_L] = torch.arange(len(short_L))
+    is_short_E = slot_E < num_short
+    slot_S = slot_E[is_short_E]
+    # number of a token in its cell
+    number_S = (torch.arange(len(token_E)) - begin_C[slot_E])[is_short_E]
+    place_S = base_S[slot_S // slice_cells] + number_S * slice_cells + slot_S % slice_cells
     ids_E = torch.full((int(width_S.sum()) * slice_cells,), -1)
-    is_short_E = ~is_long_C[slot_E]
-    lane_E = lane_C[slot_E[is_short_E]]
-    place_E = base_S[lane_E // slice_cells] + lane_E % slice_cells
-    ids_E[place_E + number_E[is_short_E] * slice_cells] = token_E[is_short_E]
-    return CellList(
-        ids_E, base_S, width_S, slot_L, token_E[~is_short_E], long_start_K, long_slot_K
-    )
+    ids_E[place_S] = token_E[is_short_E]
+    long_start_K = torch.cat([count_C.new_zeros(1), count_C[num_short:].cumsum(0)])
+    return CellList(ids_E, base_S, width_S, token_E[~is_short_E], long_start_K)
 
 
 @triton.jit
@@ -456,79 +459,65 @@ def _long_mass(row_ptr, ids_ptr, start, end, top, scale, shift, BLOCK: tl.conste
 
 
 @triton.jit
-def _teacher_cells_kernel(
-    y_ptr, y_stride, W, slot_ptr, num_cells, root_ptr, ends_ptr,
-    target_ptr, target_stride, log_total_ptr, linked_ptr,
-    ids_ptr, base_ptr, width_ptr, lane_slot_ptr, num_slices,
-    long_ids_ptr, long_start_ptr, long_slot_ptr, num_long, scale,
-    SLICE: tl.constexpr, BLOCK: tl.constexpr,
+def _cell_totals_kernel(
+    x_ptr, x_stride, N, V, slot_V_ptr, y_ptr, y_stride, W, slot_W_ptr, num_cells, root_ptr,
+    log_total_ptr, plain_log_total_ptr, top_ptr, log_linked_ptr, scale, BLOCK: tl.constexpr,
 ):
-    """Compute one row of `teacher_cells`."""
-    m = tl.program_id(0).to(tl.int64)
-    y_row = y_ptr + m * y_stride
-    root = tl.load(root_ptr + m)
-    all_top, all_total, _, top, total = _cell_row_sums(
-        y_row, slot_ptr, num_cells, W, scale, root, BLOCK
-    )
-    tl.store(log_total_ptr + m, all_top * scale + tl.log(all_total))
+    """Compute one row of `cell_totals`: those of the student, then those of the teacher."""
+    n = tl.program_id(0).to(tl.int64)
+    root = tl.load(root_ptr + n)
+    if n < N:
+        all_top, all_total, plain_total, top, total = _cell_row_sums(
+            x_ptr + n * x_stride, slot_V_ptr, num_cells, V, scale, root, BLOCK
+        )
+    else:
+        all_top, all_total, plain_total, top, total = _cell_row_sums(
+            y_ptr + (n - N) * y_stride, slot_W_ptr, num_cells, W, scale, root, BLOCK
+        )
+    tl.store(log_total_ptr + n, all_top * scale + tl.log(all_total))
+    tl.store(plain_log_total_ptr + n, all_top + tl.log(plain_total))
     if root >= 0:
-        tl.store(linked_ptr + m, top * scale + tl.log(total))
-        factor = tl.load(ends_ptr + root) / total
-        target_row = target_ptr + root.to(tl.int64) * target_stride
-        for s in range(0, num_slices):
-            base = tl.load(base_ptr + s)
-            width = tl.load(width_ptr + s)
-            mass = _short_masses(y_row, ids_ptr, base, width, top, scale, 0.0, SLICE)
-            slot = tl.load(lane_slot_ptr + s * SLICE + tl.arange(0, SLICE))
-            tl.store(target_row + slot, mass * factor, mask=slot >= 0)
-        for k in range(0, num_long):
-            start = tl.load(long_start_ptr + k)
-            end = tl.load(long_start_ptr + k + 1)
-            total_k = _long_mass(y_row, long_ids_ptr, start, end, top, scale, 0.0, BLOCK)
-            tl.store(target_row + tl.load(long_slot_ptr + k), total_k * factor)
+        tl.store(top_ptr + n, top)
+        tl.store(log_linked_ptr + n, tl.log(total))
 
 
-def teacher_cells(
-    y_MW: Tensor, root_M: Tensor, ends_R: Tensor, tables: CellTables, temperature: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum up softmax(y / tau) over cells, in the rows of roots; tokens without a cell do not count.
+class CellTotals(NamedTuple):
+    """Hold sums over the rows of one model.
+
+    log_total_N: (N,) logsumexp(x / tau).
+    plain_log_total_N: (N,) logsumexp(x).
+    top_N, log_linked_N: (N,) largest logit of a token with a cell, and logsumexp((x - top) / tau)
+        of these; 0 in rows without a root.
+    """
+
+    log_total_N: Tensor
+    plain_log_total_N: Tensor
+    top_N: Tensor
+    log_linked_N: Tensor
+
+
+def cell_totals(
+    x_NV: Tensor, root_N: Tensor, y_MW: Tensor, root_M: Tensor, tables: CellTables,
+    temperature: float,
+) -> tuple[CellTotals, CellTotals]:
+    """Return the sums over the rows of the student and of the teacher.
 
     Args:
-        y_MW: logits, of a dtype in `DTYPES`; the last axis is contiguous.
-        root_M: (M,) int32, number of the root of each row, -1 for none.
-        ends_R: (R,) float32 factor of each root's masses.
+        x_NV, y_MW: logits, of a dtype in `DTYPES`; the last axis is contiguous.
+        root_N, root_M: int32, number of the root of each row, -1 for none.
         temperature: tau, > 0.
-    Returns:
-        (target_RC, log_total_M, log_linked_M), float32: (R, C + 1) masses by slot, the last of
-        which is 0; logsumexp(y / tau) over all tokens, and over those with a cell, which is
-        anything in rows without a root.
     """
-    num_cells = tables.num_cells
-    target_RC = y_MW.new_zeros(len(ends_R), num_cells + 1, dtype=torch.float32)
-    log_total_M = y_MW.new_zeros(len(y_MW), dtype=torch.float32)
-    log_linked_M = torch.zeros_like(log_total_M)
-    if not len(y_MW):
-        return target_RC, log_total_M, log_linked_M
-    with torch.cuda.device_of(y_MW):
-        _teacher_cells_kernel[(len(y_MW),)](
-            y_MW, y_MW.stride(0), y_MW.shape[1], tables.slot_W, num_cells, root_M, ends_R,
-            target_RC, target_RC.stride(0), log_total_M, log_linked_M,
-            *_list_arguments(tables.teacher), 1 / temperature,
-            SLICE=_slice_of(tables.teacher), BLOCK=block_of(y_MW.shape[1]), num_warps=NUM_WARPS,
-        )
-    return target_RC, log_total_M, log_linked_M
-
-
-def _list_arguments(cells: CellList) -> tuple[Tensor | int, ...]:
-    """Return the arguments of a kernel that describe a CellList."""
-    return (
-        cells.ids_E, cells.base_S, cells.width_S, cells.slot_L, len(cells.base_S),
-        cells.long_ids_E, cells.long_start_K, cells.long_slot_K, len(cells.long_slot_K),
-    )
-
-
-def _slice_of(cells: CellList) -> int:
-    return len(cells.slot_L) // max(1, len(cells.base_S)) or 1
+    N, V = x_NV.shape
+    M, W = y_MW.shape
+    sums_4L = x_NV.new_zeros(4, N + M, dtype=torch.float32)
+    if N + M:
+        with torch.cuda.device_of(x_NV):
+            _cell_totals_kernel[(N + M,)](
+                x_NV, x_NV.stride(0), N, V, tables.slot_V, y_MW, y_MW.stride(0), W, tables.slot_W,
+                tables.num_cells, torch.cat([root_N, root_M]), *sums_4L, 1 / temperature,
+                BLOCK=block_of(max(V, W)), num_warps=NUM_WARPS,
+            )
+    return CellTotals(*sums_4L[:, :N]), CellTotals(*sums_4L[:, N:])
 
 
 @triton.jit
@@ -545,93 +534,117 @@ def _cell_kl(mass, q, log_linked, shift):
 
 
 @triton.jit
-def _student_cells_kernel(
-    x_ptr, x_stride, V, slot_ptr, num_cells, root_ptr, target_ptr, target_stride,
-    value_ptr, log_total_ptr, plain_log_total_ptr, top_ptr, log_linked_ptr,
-    ids_ptr, base_ptr, width_ptr, lane_slot_ptr, num_slices,
-    long_ids_ptr, long_start_ptr, long_slot_ptr, num_long, scale, shift,
-    SLICE: tl.constexpr, BLOCK: tl.constexpr,
+def _compare_cells_kernel(
+    x_ptr, x_stride, y_ptr, y_stride, row_S_ptr, row_T_ptr, ends_ptr, slope_ptr, slope_stride,
+    is_added_ptr, top_ptr, log_linked_ptr, teacher_top_ptr, teacher_log_linked_ptr, value_ptr,
+    ids_ptr, base_ptr, width_ptr, long_ids_ptr, long_begin_ptr,
+    teacher_ids_ptr, base_T_ptr, width_T_ptr, long_teacher_ids_ptr, long_begin_T_ptr,
+    num_slices, num_short, num_long, scale, shift,
+    HAS_ADDED: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Compute one row of `student_cells_`."""
-    n = tl.program_id(0).to(tl.int64)
+    """Compute one root of `compare_cells`."""
+    r = tl.program_id(0).to(tl.int64)
+    n = tl.load(row_S_ptr + r)
+    m = tl.load(row_T_ptr + r)
     x_row = x_ptr + n * x_stride
-    root = tl.load(root_ptr + n)
-    all_top, total, plain_total, top, linked_total = _cell_row_sums(
-        x_row, slot_ptr, num_cells, V, scale, root, BLOCK
-    )
-    tl.store(log_total_ptr + n, all_top * scale + tl.log(total))
-    tl.store(plain_log_total_ptr + n, all_top + tl.log(plain_total))
-    if root >= 0:
-        log_linked = tl.log(linked_total)  # above the top
-        tl.store(top_ptr + n, top)
-        tl.store(log_linked_ptr + n, log_linked)
-        target_row = target_ptr + root.to(tl.int64) * target_stride
-        value = tl.zeros([SLICE], tl.float32)
-        for s in range(0, num_slices):
-            base = tl.load(base_ptr + s)
-            width = tl.load(width_ptr + s)
-            mass = _short_masses(x_row, ids_ptr, base, width, top, scale, shift, SLICE)
-            slot = tl.load(lane_slot_ptr + s * SLICE + tl.arange(0, SLICE))
-            q = tl.load(target_row + slot, mask=slot >= 0, other=0.0)
-            value_here, slope = _cell_kl(mass, q, log_linked, shift)
-            value += value_here
-            tl.store(target_row + slot, slope, mask=slot >= 0)
-        row_value = tl.sum(value, 0)
-        for k in range(0, num_long):
-            start = tl.load(long_start_ptr + k)
-            end = tl.load(long_start_ptr + k + 1)
-            total_k = _long_mass(x_row, long_ids_ptr, start, end, top, scale, shift, BLOCK)
-            place = target_row + tl.load(long_slot_ptr + k)
-            value_here, slope = _cell_kl(total_k, tl.load(place), log_linked, shift)
-            row_value += value_here
-            tl.store(place, slope)
-        tl.store(value_ptr + root, row_value)
+    y_row = y_ptr + m * y_stride
+    top = tl.load(top_ptr + n)
+    log_linked = tl.load(log_linked_ptr + n)
+    teacher_top = tl.load(teacher_top_ptr + m)
+    factor = tl.load(ends_ptr + r) * tl.exp(-tl.load(teacher_log_linked_ptr + m))
+    slope_row = slope_ptr + r * slope_stride
+    is_added_row = is_added_ptr + r * slope_stride
+    value = tl.zeros([SLICE], tl.float32)
+    for s in range(0, num_slices):
+        mass = _short_masses(
+            x_row, ids_ptr, tl.load(base_ptr + s), tl.load(width_ptr + s), top, scale, shift, SLICE
+        )
+        q = factor * _short_masses(
+            y_row, teacher_ids_ptr, tl.load(base_T_ptr + s), tl.load(width_T_ptr + s), teacher_top,
+            scale, 0.0, SLICE,
+        )
+        slot = s * SLICE + tl.arange(0, SLICE)
+        inside = slot < num_short
+        if HAS_ADDED:
+            is_added = tl.load(is_added_row + slot, mask=inside, other=0)
+            q += tl.load(slope_row + slot, mask=is_added != 0, other=0.0)
+        value_here, slope = _cell_kl(mass, q, log_linked, shift)
+        value += value_here
+        tl.store(slope_row + slot, slope, mask=inside)
+    row_value = tl.sum(value, 0)
+    for k in range(0, num_long):
+        begin = tl.load(long_begin_ptr + k)
+        end = tl.load(long_begin_ptr + k + 1)
+        mass_k = _long_mass(x_row, long_ids_ptr, begin, end, top, scale, shift, BLOCK)
+        begin = tl.load(long_begin_T_ptr + k)
+        end = tl.load(long_begin_T_ptr + k + 1)
+        q_k = factor * _long_mass(
+            y_row, long_teacher_ids_ptr, begin, end, teacher_top, scale, 0.0, BLOCK
+        )
+        place = slope_row + num_short + k
+        if HAS_ADDED:
+            if tl.load(is_added_row + num_short + k) != 0:
+                q_k += tl.load(place)
+        value_here, slope_k = _cell_kl(mass_k, q_k, log_linked, shift)
+        row_value += value_here
+        tl.store(place, slope_k)
+    tl.store(value_ptr + r, row_value)
 
 
-class StudentCells(NamedTuple):
-    """Hold what `cells_gradient_` needs of the student.
+class AddedMasses(NamedTuple):
+    """Hold what the teacher gives to single cells of roots beside its own tokens.
 
-    value_R: (R,) KL of each root, in nats.
-    slope_RC: (R, C + 1) q / mass of each cell by slot, the last 0.
-    log_total_N: (N,) logsumexp(x / tau).
-    plain_log_total_N: (N,) logsumexp(x).
-    top_N, log_linked_N: (N,) largest logit of a token with a cell, and logsumexp((x - top) / tau)
-        of these; 0 in rows without a root.
+    mass_RC: (R, C + 1) float32 by slot; read where is_added_RC, uint8, is not 0.
     """
 
-    value_R: Tensor
-    slope_RC: Tensor
-    log_total_N: Tensor
-    plain_log_total_N: Tensor
-    top_N: Tensor
-    log_linked_N: Tensor
+    mass_RC: Tensor
+    is_added_RC: Tensor
+
+    @classmethod
+    def of(cls, place_E: Tensor, mass_E: Tensor, num_roots: int, num_cells: int) -> "AddedMasses":
+        """Add up masses by place, root * (C + 1) + slot, in a fixed order."""
+        mass_RC = mass_E.new_empty(num_roots, num_cells + 1)  # most of it stays as it is
+        is_added_RC = torch.zeros_like(mass_RC, dtype=torch.uint8)
+        is_added_RC.view(-1).index_fill_(0, place_E, 1)
+        mass_RC.view(-1).index_fill_(0, place_E, 0.0)
+        mass_RC.view(-1).index_put_((place_E,), mass_E, accumulate=True)
+        return cls(mass_RC, is_added_RC)
 
 
-def student_cells_(
-    x_NV: Tensor, root_N: Tensor, target_RC: Tensor, tables: CellTables, temperature: float,
-    shift: float,
-) -> StudentCells:
-    """Compute KL(target || p) over the cells of each root, p the sums of softmax(x / tau).
+def compare_cells(
+    x_NV: Tensor, y_MW: Tensor, row_S: Tensor, row_T: Tensor, student: CellTotals,
+    teacher: CellTotals, tables: CellTables, temperature: float, shift: float,
+    ends_R: Tensor | None = None, added: AddedMasses | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute KL(q || p) over the cells of each root, p and q sums of softmaxes over tokens.
+
+    Tokens without a cell do not count.
 
     Args:
-        x_NV: logits, of a dtype in `DTYPES`; the last axis is contiguous.
-        root_N: (N,) int32, number of the root of each row, -1 for none.
-        target_RC: (R, C + 1) float32 masses by slot; overwritten by the slopes.
-        temperature: tau, > 0.
+        x_NV, y_MW, temperature: as `cell_totals` got them; student, teacher: what it returned.
+        row_S, row_T: (R,) int64 rows of the roots.
         shift: nats that lift small masses above float32's smallest, see `losses.SHIFT`.
+        ends_R: (R,) float32 factor of the teacher's masses; None: 1.
+        added: what is added to them; overwritten.
+    Returns:
+        ((R,) KL in nats, (R, C + 1) q / (p exp(shift)) by slot, the last one anything).
     """
-    value_R = target_RC.new_zeros(len(target_RC))
-    sums_4N = target_RC.new_zeros(4, len(x_NV))
-    if not len(x_NV):
-        return StudentCells(value_R, target_RC, *sums_4N)
-    with torch.cuda.device_of(x_NV):
-        _student_cells_kernel[(len(x_NV),)](
-            x_NV, x_NV.stride(0), x_NV.shape[1], tables.slot_V, tables.num_cells, root_N,
-            target_RC, target_RC.stride(0), value_R, *sums_4N,
-            *_list_arguments(tables.student), 1 / temperature, shift,
-            SLICE=_slice_of(tables.student), BLOCK=block_of(x_NV.shape[1]), num_warps=NUM_WARPS,
-        )
-    return StudentCells(value_R, target_RC, *sums_4N)
+    num_roots = len(row_S)
+    value_R = student.top_N.new_zeros(num_roots)
+    slope_RC = added.mass_RC if added else value_R.new_empty(num_roots, tables.num_cells + 1)
+    if ends_R is None:
+        ends_R = torch.ones_like(value_R)
+    if num_roots:
+        with torch.cuda.device_of(x_NV):
+            _compare_cells_kernel[(num_roots,)](
+                x_NV, x_NV.stride(0), y_MW, y_MW.stride(0), row_S, row_T, ends_R, slope_RC,
+                slope_RC.stride(0), added.is_added_RC if added else slope_RC, student.top_N,
+                student.log_linked_N, teacher.top_N, teacher.log_linked_N, value_R,
+                *tables.list_arguments, 1 / temperature, shift, HAS_ADDED=added is not None,
+                SLICE=tables.slice_cells, BLOCK=block_of(max(x_NV.shape[1], y_MW.shape[1])),
+                num_warps=NUM_WARPS,
+            )
+    return value_R, slope_RC
 
 
 @triton.jit
@@ -668,17 +681,17 @@ def _cells_gradient_kernel(
 
 
 def cells_gradient_(
-    x_NV: Tensor, root_N: Tensor, cells: StudentCells, factor_N: Tensor, rest_factor_N: Tensor,
-    labels_N: Tensor | None, tables: CellTables, temperature: float, shift: float,
-    ce_factor: float,
+    x_NV: Tensor, root_N: Tensor, student: CellTotals, slope_RC: Tensor, factor_N: Tensor,
+    rest_factor_N: Tensor, labels_N: Tensor | None, tables: CellTables, temperature: float,
+    shift: float, ce_factor: float,
 ) -> None:
     """Write over x the gradient of
 
         sum over n of factor_N[n] KL[n] + rest_factor_N[n] logsumexp(x[n] / tau) + ce_factor CE[n]
 
     Args:
-        x_NV, root_N, temperature, shift: as `student_cells_` got them.
-        cells: what it returned.
+        x_NV, root_N, student, temperature, shift: as `compare_cells` got them.
+        slope_RC: what it returned.
         factor_N, rest_factor_N: (N,) float32.
         labels_N: (N,) int64, the next tokens, negative for none; None: no cross-entropy.
     """
@@ -689,8 +702,8 @@ def cells_gradient_(
     with torch.cuda.device_of(x_NV):
         _cells_gradient_kernel[(N, triton.cdiv(V, block))](
             x_NV, x_NV.stride(0), V, tables.slot_V, tables.num_cells, root_N,
-            cells.slope_RC, cells.slope_RC.stride(0), factor_N, cells.top_N, cells.log_linked_N,
-            rest_factor_N, cells.log_total_N, root_N if labels_N is None else labels_N,
-            cells.plain_log_total_N, 1 / temperature, shift, ce_factor,
+            slope_RC, slope_RC.stride(0), factor_N, student.top_N, student.log_linked_N,
+            rest_factor_N, student.log_total_N, root_N if labels_N is None else labels_N,
+            student.plain_log_total_N, 1 / temperature, shift, ce_factor,
             HAS_LABELS=labels_N is not None, BLOCK=block, num_warps=NUM_WARPS,
         )

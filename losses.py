@@ -52,7 +52,10 @@ TINY_MASS = 1e-30  # below any mass that matters and above float32's smallest no
 HAS_KERNELS = all(find_spec(name) for name in ("numba", "cpu_kernels"))
 # likewise for a GPU; the devices whose tensors it gets (tests let Triton interpret it on a CPU)
 HAS_TRITON_KERNELS = all(find_spec(name) for name in ("triton", "gpu_kernels"))
+HAS_TRITON_CHUNKS = HAS_TRITON_KERNELS and find_spec("gpu_chunks") is not None
 TRITON_DEVICES = ("cuda",)
+# devices whose index_add adds up in the order of the entries; others use atomics
+ORDERED_DEVICES = ("cpu",)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -117,6 +120,110 @@ def next_token_cross_entropy(
     value_N = -vocab_gather(logp_NV, labels_BS[is_labeled][:, None], group).squeeze(1)
     row_N = is_labeled.reshape(-1).nonzero().squeeze(1)
     return reduce_terms(value_N, row_N, labels_BS.shape, weight_BS, reduction)
+
+
+# --- sums in a fixed order ------------------------------------------------------------------------
+
+
+class Segments(NamedTuple):
+    """Tell to which of `num` segments each entry belongs; entries come segment by segment.
+
+    Sums have a fixed order of additions, on a GPU too, in both directions.
+
+    of_E: (E,) int64, sorted.
+    start_K: (num + 1,) int64, the first entry of each segment and, last, E.
+    """
+
+    of_E: Tensor
+    start_K: Tensor
+
+    @classmethod
+    def of(cls, of_E: Tensor, num: int) -> "Segments":
+        numbers = torch.arange(num + 1, device=of_E.device)
+        return cls(of_E, torch.searchsorted(of_E, numbers))
+
+    @property
+    def num(self) -> int:
+        return len(self.start_K) - 1
+
+    def sum(self, x_E: Tensor) -> Tensor:
+        """Return the (num, ...) sums of the entries of the first axis."""
+        out: Tensor = _SegmentSum.apply(x_E, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def logsumexp(self, x_E: Tensor) -> Tensor:
+        """Return the (num,) logsumexp, -inf for segments without an entry or of -inf alone."""
+        top_K = self.reduce(x_E.detach(), "max")
+        finite_K = top_K.masked_fill(top_K == -torch.inf, 0.0)
+        return self.sum((x_E - finite_K[self.of_E]).exp()).log() + finite_K
+
+    def reduce(self, x_E: Tensor, kind: str) -> Tensor:
+        """Return the (num, ...) results of a reduction without a gradient: "sum" or "max"."""
+        if not x_E.numel() or not self.num:
+            shape = (self.num, *x_E.shape[1:])
+            return x_E.new_full(shape, 0.0 if kind == "sum" else -torch.inf)
+        # unsafe: the starts are not read back to be checked
+        return torch.segment_reduce(x_E, kind, offsets=self.start_K, unsafe=True)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """Sum up segments; the gradient of a sum is that of each entry."""
+
+    @staticmethod
+    def forward(ctx: Any, x_E: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return segments.reduce(x_E, "sum")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.segments.of_E), None
+
+
+def row_sums(x_NX: Tensor, of_N: Tensor, num: int) -> Tensor:
+    """Return the (num, ...) sums of the rows of each segment; of_N is sorted."""
+    if x_NX.device.type in ORDERED_DEVICES:
+        return x_NX.new_zeros(num, *x_NX.shape[1:]).index_add(0, of_N, x_NX)
+    return Segments.of(of_N, num).sum(x_NX)
+
+
+def take_rows(x_NX: Tensor, row_R: Tensor) -> Tensor:
+    """Return rows by their numbers; rows that are taken twice have a gradient in a fixed order."""
+    if x_NX.device.type in ORDERED_DEVICES or not x_NX.requires_grad:
+        return x_NX.index_select(0, row_R)
+    return x_NX[row_R]  # its gradient sorts the numbers, where that of index_select has atomics
+
+
+def take_columns(x_NX: Tensor, column_E: Tensor) -> Tensor:
+    """Return columns by their numbers, likewise."""
+    if x_NX.device.type in ORDERED_DEVICES or not x_NX.requires_grad:
+        return x_NX.index_select(1, column_E)
+    return x_NX[:, column_E]
+
+
+def column_sums(x_NX: Tensor, of_X: Tensor, num: int) -> Tensor:
+    """Return the (N, num) sums of the columns of each set.
+
+    Args:
+        of_X: (X,) int64, the set of each column, in any order.
+    """
+    if x_NX.device.type in ORDERED_DEVICES:
+        return x_NX.new_zeros(len(x_NX), num).index_add(1, of_X, x_NX)
+    of_X, order_X = of_X.sort(stable=True)
+    sorted_NX = _Permuted.apply(x_NX, order_X)  # type: ignore[no-untyped-call]
+    return Segments.of(of_X, num).sum(sorted_NX.T).T.contiguous()
+
+
+class _Permuted(torch.autograd.Function):
+    """Select columns, each once; the gradient of a plain selection would be added up by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NX: Tensor, order_X: Tensor) -> Tensor:
+        ctx.order_X = order_X
+        return x_NX.index_select(1, order_X)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.empty_like(grads[0]).index_copy_(1, ctx.order_X, grads[0]), None
 
 
 # --- operations over the vocabulary, whole or sharded (vocab_parallel.py) ------------------------
@@ -872,13 +979,12 @@ def chunk_mean(x_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
     """Return the (C, X) mean of the rows of each chunk; rows come in the order of their chunks."""
     if len(x_NX) == len(count_C):  # every chunk is one row
         return x_NX
-    total_CX = x_NX.new_zeros(len(count_C), x_NX.shape[1]).index_add(0, of_N, x_NX)
-    return total_CX / count_C[:, None]
+    return row_sums(x_NX, of_N, len(count_C)) / count_C[:, None]
 
 
 def _select_rows(logits_NX: Tensor, row_N: Tensor, temperature: float) -> Tensor:
     """Return some rows, by their numbers, divided by the temperature."""
-    return _soften(logits_NX.index_select(0, row_N), temperature)
+    return _soften(take_rows(logits_NX, row_N), temperature)
 
 
 def _chunk_rows(logits_BNX: Tensor, row_N: Tensor, whole: bool, temperature: float) -> Tensor:
@@ -908,7 +1014,7 @@ def chunk_logp(
         logp_NX = vocab_log_softmax(_select_rows(logits_NX, row_N, temperature), group)
         logp_N1 = vocab_gather(logp_NX, next_N1, group).clamp(min=FLOOR)
     logp_N: Tensor = logp_N1.squeeze(1)
-    return logp_N.new_zeros(num_chunks).index_add(0, of_N, logp_N)
+    return row_sums(logp_N, of_N, num_chunks)
 
 
 def bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
@@ -1097,6 +1203,13 @@ def triton_kernels(*logits_NX: Tensor, group: ProcessGroup | None = None) -> Any
     return gpu_kernels
 
 
+def numbers_of_rows(row_R: Tensor, num_rows: int) -> Tensor:
+    """Return (num_rows,) int32, as kernels read it: the place of each row in the list, or -1."""
+    number_N = torch.full((num_rows,), -1, dtype=torch.int32, device=row_R.device)
+    number_R = torch.arange(len(row_R), dtype=torch.int32, device=row_R.device)
+    return number_N.index_copy_(0, row_R, number_R)
+
+
 # --- two vocabularies: projection ----------------------------------------------------------------
 
 
@@ -1170,41 +1283,18 @@ def projection_kl(
             log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average, group)
         else:
             log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average, group)
-    local_chunks = slice(0, num_chunks)
-    kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
-    weights = likelihoods_VK if entries is None else entries.weight_E
-    if weights.requires_grad:  # of a learned projection; the kernels know no derivative by them
-        kernels = None
-    if kernels:
-        if entries is None:
-            num_tokens = y_MW.shape[1] - has_rest
-            entries = projection_entries(indices_VK, likelihoods_VK, num_tokens, kept_K)
-        r_NK: Tensor = _Projected.apply(  # type: ignore[no-untyped-call]
-            at_least_float32(student_logits_BSV.flatten(0, 1)), chunks.row_S, kernels, entries,
-            temperature,
+    if entries is None:
+        entries = _entries_of_call(
+            indices_VK, likelihoods_VK, student_logits_BSV, y_MW, kept_K, has_rest, group
         )
-        r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
-    elif kept_K is None and group is not None:
-        # a student column may add to columns of any rank: compare whole rows instead
-        x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
-        p_CV = chunk_mean(vocab_softmax(x_NV, group), chunks.of_S, chunks.count_S)
-        p_CV, local_chunks = columns_to_rows(p_CV, group)
+    kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
+    if entries.weight_E.requires_grad:  # learned; the kernels know no derivative by them
+        kernels = None
+    r_CK, local_chunks = _projected_mass(
+        student_logits_BSV, chunks, entries, kept_K, temperature, kernels, group
+    )
+    if kept_K is None:
         log_target_CK, _ = columns_to_rows(log_target_CK, group)
-        if entries is None:
-            entries = projection_entries(indices_VK, likelihoods_VK, log_target_CK.shape[1])
-        r_CK = _project(p_CV, entries)
-    else:
-        x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
-        if entries is None:
-            first, _ = vocab_range(x_NV, group)
-            end = first + x_NV.shape[1]
-            _, num_columns = vocab_range(y_MW, group)
-            entries = projection_entries(
-                indices_VK[first:end], likelihoods_VK[first:end], num_columns - has_rest, kept_K
-            )
-        logp_NV = vocab_log_softmax(x_NV, group)
-        r_NK = vocab_sum(_project(logp_NV, entries, is_logp=True), group)
-        r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
     # EPSILON last: added before, it would be all that is left of r once the student has moved its
     # mass out of the kept columns, and leaving them would be an optimum
     r_CK = r_CK / (r_CK.sum(-1, keepdim=True) + EPSILON)
@@ -1218,6 +1308,43 @@ def projection_kl(
     value_C = temperature**2 * kl_C
     shape_BS = student_chunk_BS.shape
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
+
+
+def _entries_of_call(
+    indices_VK: Tensor, likelihoods_VK: Tensor, student_logits_BSV: Tensor, y_MW: Tensor,
+    kept_K: Tensor | None, has_rest: bool, group: ProcessGroup | None,
+) -> "Entries":
+    """Return the entries that one call of `projection_kl` needs on this rank."""
+    _, num_columns = vocab_range(y_MW, group)
+    rows = slice(None)
+    if kept_K is not None and group is not None:  # those of this rank's columns of the student
+        first, _ = vocab_range(student_logits_BSV[0], group)
+        rows = slice(first, first + student_logits_BSV.shape[-1])
+    return projection_entries(
+        indices_VK[rows], likelihoods_VK[rows], num_columns - has_rest, kept_K
+    )
+
+
+def _projected_mass(
+    student_logits_BSV: Tensor, chunks: Chunks, entries: "Entries", kept_K: Tensor | None,
+    temperature: float, kernels: Any, group: ProcessGroup | None,
+) -> tuple[Tensor, slice]:
+    """Return (the student's mean mass in the kept columns, which chunks this rank holds)."""
+    all_chunks = slice(0, len(chunks.first_S))
+    if kernels:
+        r_NK: Tensor = _Projected.apply(  # type: ignore[no-untyped-call]
+            at_least_float32(student_logits_BSV.flatten(0, 1)), chunks.row_S, kernels, entries,
+            temperature,
+        )
+        return chunk_mean(r_NK, chunks.of_S, chunks.count_S), all_chunks
+    x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
+    if kept_K is None and group is not None:
+        # a student column may add to columns of any rank: compare whole rows instead
+        p_CV = chunk_mean(vocab_softmax(x_NV, group), chunks.of_S, chunks.count_S)
+        p_CV, local_chunks = columns_to_rows(p_CV, group)
+        return _project(p_CV, entries), local_chunks
+    r_NK = vocab_sum(_project(vocab_log_softmax(x_NV, group), entries, is_logp=True), group)
+    return chunk_mean(r_NK, chunks.of_S, chunks.count_S), all_chunks
 
 
 def projection_in_place(
@@ -1241,17 +1368,17 @@ def projection_in_place(
     if kept_K is None:
         check_width("teacher", teacher_MW, tables.width, "the projection", None)
     rows = _rows_of(kernels, chunks, student_NV)
-    totals = kernels.row_totals(student_NV, teacher_MW, temperature, kept_K)
+    totals = kernels.row_totals(student_NV, teacher_MW, temperature, kept_K, tables.mass_V)
     cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
-    value_C, slope_CK = kernels.projected(
+    result = kernels.projected(
         student_NV, teacher_MW, rows, totals, tables, temperature, reverse, kept_K
     )
     factor_C = _chunk_factors(weight_N, chunks, temperature)
     kernels.projected_gradient_(
-        student_NV, rows, totals, tables, slope_CK, factors[1] * factor_C, labels_N, temperature,
+        student_NV, rows, totals, tables, result, factors[1] * factor_C, labels_N, temperature,
         factors[0],
     )
-    return cross_entropy, (value_C * factor_C).sum()
+    return cross_entropy, (result.value_C * factor_C).sum()
 
 
 def _projection_target(
@@ -1344,12 +1471,11 @@ def projection_entries(
 
 def _project(p_NV: Tensor, entries: Entries, is_logp: bool = False) -> Tensor:
     """Return (N, K) p @ W, of p or of log p; reads only columns that have an entry."""
-    mass_NE = p_NV.index_select(1, entries.row_E)
+    mass_NE = take_columns(p_NV, entries.row_E)
     if is_logp:
         mass_NE = mass_NE.exp()
     mass_NE = mass_NE * entries.weight_E.to(mass_NE)
-    zeros_NK = mass_NE.new_zeros(len(mass_NE), entries.width)
-    return zeros_NK.index_add(1, entries.column_E, mass_NE)
+    return column_sums(mass_NE, entries.column_E, entries.width)
 
 
 # --- two vocabularies: pieces --------------------------------------------------------------------
@@ -1557,7 +1683,7 @@ def event_kl(
     row_many = terms.many_S[:, 0]
     needed = (terms.inside_teacher.fine_row, terms.inside_student.coarse_row, row_many)
     sizes = [len(row_N) for row_N in needed]
-    x_needed = x_NV.index_select(0, torch.cat(needed))
+    x_needed = take_rows(x_NV, torch.cat(needed))
     x_inside_teacher, x_inside_student, x_many = torch.split(x_needed, sizes)
     if len(terms.inside_teacher.low):
         y_inside_teacher = y_MW.index_select(0, terms.inside_teacher.coarse_row)
@@ -1581,10 +1707,143 @@ def event_kl(
         start_number = torch.zeros(x_NV.shape[0], dtype=torch.long, device=x_NV.device)
         start_number[terms.start_S] = torch.arange(len(terms.start_S), device=x_NV.device)
         term_N = start_number[terms.inside_student.coarse_row]
-        value_N = value_N.index_add(0, term_N, inside_N)
+        value_N = value_N + row_sums(inside_N, term_N, len(value_N))
     order = row_N.argsort()  # reading order
     value_N = temperature**2 * value_N[order]
     return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
+
+
+def event_in_place(
+    student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, next_S: Tensor,
+    next_T: Tensor, terms: EventTerms, spelling: Spelling, cells: Any,
+    factors: tuple[float, float], weight_N: Tensor | None = None, temperature: float = 1.0,
+) -> SumAndCount | None:
+    """Compute cross-entropy and `event_kl`, and write the gradient over the student's logits.
+
+    The starts of chunks take three launches of gpu_kernels.py; the other terms read single logits
+    and the logsumexp of their rows, and autograd knows these alone.
+
+    Args:
+        next_S, next_T: int64, the token that each position predicts.
+        cells: `gpu_kernels.cell_tables` of the events.
+        weight_N: weight of the terms that begin at each student row; None: 1.
+        Others, Returns, Raises: see `divergence_in_place` and `event_kl`.
+    """
+    check_width("student", student_NV, len(spelling.event_V), "event_V", None)
+    check_width("teacher", teacher_MW, len(spelling.event_W), "event_W", None)
+    kernels = triton_kernels(student_NV, teacher_MW)
+    if kernels is None:
+        return None
+    shift = SHIFT / max(temperature, 1)
+    root_N = numbers_of_rows(terms.start_S, len(student_NV))
+    root_M = numbers_of_rows(terms.start_T, len(teacher_MW))
+    totals, teacher_totals = kernels.cell_totals(
+        student_NV, root_N, teacher_MW, root_M, cells, temperature
+    )
+    cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
+    value_C, slope_CE = kernels.compare_cells(
+        student_NV, teacher_MW, terms.start_S, terms.start_T, totals, teacher_totals, cells,
+        temperature, shift,
+    )
+    reads = _event_reads(terms, spelling, next_S)
+    x_E = _soften(student_NV[reads.row_E, reads.token_E], temperature).requires_grad_()
+    rest_L = totals.log_total_N[reads.row_L].requires_grad_()
+    scale_N = torch.full_like(totals.log_total_N, temperature**2)
+    if weight_N is not None:
+        scale_N *= weight_N
+    with torch.enable_grad():
+        values = _compare_other_events(
+            reads, x_E, rest_L, teacher_MW, teacher_totals.log_total_N, next_T, terms, temperature
+        )
+        others = (torch.cat(values) * scale_N[_rows_of_other_events(terms)]).sum()
+        # the empty sums keep the graph whole where there are starts alone
+        others = others + x_E[:0].sum() + rest_L[:0].sum()
+        d_E, d_L = torch.autograd.grad(factors[1] * others, [x_E, rest_L])
+    scale_C = scale_N[terms.start_S]
+    factor_N = torch.zeros_like(scale_N).index_copy_(0, terms.start_S, factors[1] * scale_C)
+    rest_factor_N = torch.zeros_like(scale_N).index_copy_(0, reads.row_L, d_L)
+    kernels.cells_gradient_(
+        student_NV, root_N, totals, slope_CE, factor_N, rest_factor_N, labels_N, cells,
+        temperature, shift, factors[0],
+    )
+    d_E = (d_E / temperature).to(student_NV)
+    student_NV.index_put_((reads.row_E, reads.token_E), d_E, accumulate=True)  # in a fixed order
+    return cross_entropy, (value_C * scale_C).sum() + others.detach()
+
+
+class _EventReads(NamedTuple):
+    """List what the terms of `event_kl` but those of the starts read of the student's logits.
+
+    row_E, token_E: single logits: of the groups inside of teacher tokens, of the tokens inside of
+        student tokens, and of the next tokens in chunks of several.
+    row_L: rows of which they need the logsumexp: inside of teacher tokens, and of those chunks.
+    in_teacher, in_student: _Continuations.
+    """
+
+    row_E: Tensor
+    token_E: Tensor
+    row_L: Tensor
+    in_teacher: "_Continuations"
+    in_student: "_Continuations"
+
+
+def _event_reads(terms: EventTerms, spelling: Spelling, next_S: Tensor) -> _EventReads:
+    in_teacher = _continuations(terms.inside_teacher, spelling.order_W, spelling.pieces_W)
+    in_student = _continuations(terms.inside_student, spelling.order_V, spelling.pieces_V)
+    row_many = terms.many_S[:, 0]
+    fine_row = terms.inside_teacher.fine_row
+    coarse_row_E = terms.inside_student.coarse_row[in_student.term_E]
+    return _EventReads(
+        row_E=torch.cat([_rows_of_groups(fine_row, in_teacher), coarse_row_E, row_many]),
+        token_E=torch.cat([in_teacher.next_G, in_student.token_E, next_S[row_many]]),
+        row_L=torch.cat([fine_row, row_many]),
+        in_teacher=in_teacher,
+        in_student=in_student,
+    )
+
+
+def _compare_other_events(
+    reads: _EventReads, x_E: Tensor, rest_L: Tensor, y_MW: Tensor, log_total_M: Tensor,
+    next_T: Tensor, terms: EventTerms, temperature: float,
+) -> list[Tensor]:
+    """Return the terms inside of teacher tokens, inside of student tokens, and of several tokens.
+
+    Args:
+        x_E, rest_L: logits and logsumexp that `reads` lists, over temperature.
+        log_total_M: logsumexp of the teacher's logits over temperature.
+    """
+    in_teacher, in_student = reads.in_teacher, reads.in_student
+    num_many = len(terms.many_S)
+    sizes = [len(in_teacher.term_G), len(in_student.term_E), num_many]
+    x_teacher, x_student, x_many = torch.split(x_E, sizes)
+    num_inside = len(terms.inside_teacher.level)
+    rest_inside, rest_many = torch.split(rest_L, [num_inside, num_many])
+
+    logp_G = (x_teacher - _rows_of_groups(rest_inside, in_teacher)).clamp(min=FLOOR)
+    ranges = terms.inside_teacher
+    logq_G = _group_logp(_coarse_logits(y_MW, ranges, in_teacher, temperature), ranges, in_teacher)
+    inside_teacher_N = _compare_groups(logp_G, logq_G, in_teacher, num_inside)
+
+    ranges = terms.inside_student
+    logp_G = _group_logp(x_student, ranges, in_student)
+    logits_G = y_MW[_rows_of_groups(ranges.fine_row, in_student), in_student.next_G]
+    logq_G = _normalized(_soften(logits_G, temperature), in_student, len(ranges.level))
+    inside_student_N = _compare_groups(logp_G, logq_G, in_student, len(ranges.level))
+
+    row_T, chunk_T = terms.many_T.unbind(1)
+    logp_C = row_sums((x_many - rest_many).clamp(min=FLOOR), terms.many_S[:, 1], terms.count_many)
+    logq_T = _soften(y_MW[row_T, next_T[row_T]], temperature) - log_total_M[row_T]
+    logq_C = row_sums(logq_T.clamp(min=FLOOR), chunk_T, terms.count_many)
+    return [inside_teacher_N, inside_student_N, bernoulli_kl(logq_C, logp_C)]
+
+
+def _rows_of_other_events(terms: EventTerms) -> Tensor:
+    """Return the student rows where the terms of `_compare_other_events` begin."""
+    return torch.cat([
+        terms.inside_teacher.fine_row,
+        terms.inside_student.coarse_row,
+        _second_rows(terms.many_S, terms.count_many),
+    ])
 
 
 def _start_kl(
@@ -1734,7 +1993,7 @@ def _event_mass(
     smallest = torch.finfo(p_CX.dtype).min  # a row of -inf alone: -inf - -inf would be NaN
     p_CX.sub_(p_CX.amax(-1, keepdim=True).clamp(min=smallest) - shift).exp_()
     tiny = torch.finfo(p_CX.dtype).tiny
-    mass_CE = p_CX.new_full((len(p_CX), num_events + 1), tiny).index_add_(1, event_X, p_CX)
+    mass_CE = column_sums(p_CX, event_X, num_events + 1).add_(tiny)
     mass_CE[:, -1] = tiny
     return p_CX, mass_CE, mass_CE.sum(-1, keepdim=True)
 
@@ -1753,7 +2012,8 @@ class _Continuations(NamedTuple):
 
     term_E, token_E, group_E: (E,) range, coarse token, group.
     goes_on_E: (E,) bool, False for a token that ends here.
-    term_G, next_G: (E,) range and fine token of each group.
+    term_G, next_G: (E,) range, sorted, and fine token of each group.
+    goes_on_G: (E,) bool, False for groups without an entry and of tokens that end.
     """
 
     term_E: Tensor
@@ -1762,6 +2022,7 @@ class _Continuations(NamedTuple):
     goes_on_E: Tensor
     term_G: Tensor
     next_G: Tensor
+    goes_on_G: Tensor
 
 
 def _continuations(ranges: Ranges, order: Tensor, pieces: Tensor) -> _Continuations:
@@ -1775,14 +2036,14 @@ def _continuations(ranges: Ranges, order: Tensor, pieces: Tensor) -> _Continuati
     is_new[1:] = (term_E[1:] != term_E[:-1]) | (next_E[1:] != next_E[:-1])
     group_E = is_new.cumsum(0) - 1
     no_term = torch.full_like(term_E, num_ranges)
-    used_term_E = torch.where(goes_on_E, term_E, num_ranges)
     return _Continuations(
         term_E=term_E,
         token_E=token_E,
         group_E=group_E,
         goes_on_E=goes_on_E,
-        term_G=no_term.scatter(0, group_E, used_term_E),
+        term_G=no_term.scatter(0, group_E, term_E),
         next_G=torch.zeros_like(token_E).scatter(0, group_E, next_E.clamp(min=0)),
+        goes_on_G=torch.zeros_like(goes_on_E).scatter(0, group_E, goes_on_E),
     )
 
 
@@ -1796,24 +2057,49 @@ def _expand_ranges(ranges: Ranges) -> tuple[Tensor, Tensor]:
     return term_E, ranges.low[term_E] + entry_E - begin[term_E]
 
 
-def _group_logp(
-    coarse_NX: Tensor, ranges: Ranges, to: _Continuations, temperature: float
-) -> Tensor:
-    """Return the coarse side's (E,) log-probability of each group among those of its range."""
+def _group_logp(logits_E: Tensor, ranges: Ranges, to: _Continuations) -> Tensor:
+    """Return the coarse side's (E,) log-probability of each group among those of its range.
+
+    Args:
+        logits_E: its logits over temperature, at the coarse rows of to.term_E and to.token_E.
+    """
     num_ranges = len(ranges.level)
-    logits_E = _soften(coarse_NX[ranges.coarse_row[to.term_E], to.token_E], temperature)
     logits_E = torch.where(to.goes_on_E, logits_E, -torch.inf)
     logits_G = _segment_logsumexp(logits_E, to.group_E, ranges.entries)
+    return _normalized(logits_G, to, num_ranges)
+
+
+def _coarse_logits(
+    coarse_NX: Tensor, ranges: Ranges, to: _Continuations, temperature: float
+) -> Tensor:
+    """Return (E,) logits over temperature, as `_group_logp` reads them."""
+    return _soften(coarse_NX[ranges.coarse_row[to.term_E], to.token_E], temperature)
+
+
+def _compare_groups(logp_G: Tensor, logq_G: Tensor, to: _Continuations, num: int) -> Tensor:
+    """Return the (num,) KL(q || p) of all ranges."""
+    kl_G = _kl(logq_G[:, None], logp_G[:, None])
+    return row_sums(kl_G, to.term_G, num + 1)[:num]
+
+
+def _rows_of_groups(row_N: Tensor, to: _Continuations) -> Tensor:
+    """Return (E,) the row of each group's range; groups without an entry have row 0."""
+    return torch.cat([row_N, row_N.new_zeros(1)])[to.term_G]
+
+
+def _normalized(logits_G: Tensor, to: _Continuations, num_ranges: int) -> Tensor:
+    """Return (E,) log-probabilities of the groups, -inf of those that do not go on."""
+    logits_G = torch.where(to.goes_on_G, logits_G, -torch.inf)
     total_N = _segment_logsumexp(logits_G, to.term_G, num_ranges + 1)
     return logits_G - total_N[to.term_G]
 
 
 def _segment_logsumexp(x_N: Tensor, segment_N: Tensor, num: int) -> Tensor:
-    """Return the (num,) logsumexp of the entries of each segment."""
+    """Return the (num,) logsumexp of the entries of each segment; segment_N is sorted."""
     largest = x_N.new_full((num,), -torch.inf)
     largest = largest.scatter_reduce(0, segment_N, x_N.detach(), "amax")
     largest = torch.where(largest.isfinite(), largest, 0.0)
-    mass = x_N.new_zeros(num).index_add(0, segment_N, (x_N - largest[segment_N]).exp())
+    mass = row_sums((x_N - largest[segment_N]).exp(), segment_N, num)
     # an entry that is the largest has mass 1, so only an empty segment is raised here
     return mass.clamp(min=torch.finfo(mass.dtype).tiny).log() + largest
 
@@ -1842,9 +2128,8 @@ def _inside_teacher_kl(
     logp_NV = _select_rows(x_NV, ranges.fine_row, temperature).log_softmax(-1)
     # groups without an entry read the last row; their result lands in term N, which is cut off
     logp_G = logp_NV[to.term_G.clamp(max=num_local - 1), to.next_G].clamp(min=FLOOR)
-    logq_G = _group_logp(y_NW, ranges, to, temperature)
-    kl_G = _kl(logq_G[:, None], logp_G[:, None])
-    kl_N = logp_G.new_zeros(num_local + 1).index_add(0, to.term_G, kl_G)[:num_local]
+    logq_G = _group_logp(_coarse_logits(y_NW, ranges, to, temperature), ranges, to)
+    kl_N = _compare_groups(logp_G, logq_G, to, num_local)
     return gather_row_values(kl_N, local, num_ranges, group)
 
 
@@ -1859,13 +2144,10 @@ def _inside_student_kl(
     ranges = _local_ranges(ranges, local, group)
     num_local = len(ranges.level)
     to = _continuations(ranges, spelling.order_V, spelling.pieces_V)
-    logp_G = _group_logp(x_NV, ranges, to, temperature)
-    # groups without an entry have term N: let it read the first row; the result is cut off
-    row_G = torch.cat([ranges.fine_row, ranges.fine_row[:1]])[to.term_G]
-    logits_G = _soften(y_NW[row_G, to.next_G], temperature)
-    logq_G = logits_G - _segment_logsumexp(logits_G, to.term_G, num_local + 1)[to.term_G]
-    kl_G = _kl(logq_G[:, None], logp_G[:, None])
-    kl_N = logp_G.new_zeros(num_local + 1).index_add(0, to.term_G, kl_G)[:num_local]
+    logp_G = _group_logp(_coarse_logits(x_NV, ranges, to, temperature), ranges, to)
+    row_G = _rows_of_groups(ranges.fine_row, to)
+    logq_G = _normalized(_soften(y_NW[row_G, to.next_G], temperature), to, num_local)
+    kl_N = _compare_groups(logp_G, logq_G, to, num_local)
     return gather_row_values(kl_N, local, num_ranges, group)
 
 
@@ -2036,7 +2318,7 @@ def gold_in_place(
 
 def chunk_kernels(*logits_NX: Tensor) -> Any:
     """Import the module of Triton kernels for chunks if it serves these tensors; else None."""
-    if triton_kernels(*logits_NX) is None or not find_spec("gpu_chunks"):
+    if not HAS_TRITON_CHUNKS or triton_kernels(*logits_NX) is None:
         return None
     import gpu_chunks
 
@@ -2368,6 +2650,45 @@ def alm(
     value_C = _alm_value(mode, logp_C, logq_C, temperature)
     shape_BS = student_chunk_BS.shape
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
+
+
+def alm_in_place(
+    student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, next_S: Tensor,
+    next_T: Tensor, chunks: Chunks, factors: tuple[float, float],
+    weight_N: Tensor | None = None, temperature: float = 1.0, mode: str = "binary_kl",
+) -> SumAndCount | None:
+    """Compute cross-entropy and `alm`, and write the gradient over the student's logits.
+
+    It takes two launches of gpu_chunks.py, for the logsumexp of all rows and for the gradient.
+
+    Args:
+        next_S, next_T: int64, the token that each position predicts.
+        weight_N: weight of the terms that begin at each student row; None: 1.
+        Others, Returns: see `divergence_in_place` and `alm`.
+    """
+    kernels = chunk_kernels(student_NV, teacher_MW)
+    if kernels is None:
+        return None
+    num_chunks = len(chunks.first_S)
+    totals = kernels.row_totals(student_NV, teacher_MW, 1.0)
+    cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
+    token_R = next_S[chunks.row_S]
+    logit_R = at_least_float32(student_NV[chunks.row_S, token_R])
+    logp_R = (logit_R - totals.log_total_N[chunks.row_S]).requires_grad_()
+    logit_T = at_least_float32(teacher_MW[chunks.row_T, next_T[chunks.row_T]])
+    logq_T = (logit_T - totals.teacher_log_total_M[chunks.row_T]).clamp(min=FLOOR)
+    logq_C = row_sums(logq_T, chunks.of_T, num_chunks)
+    with torch.enable_grad():
+        logp_C = row_sums(logp_R.clamp(min=FLOOR), chunks.of_S, num_chunks)
+        value_C = _alm_value(mode, logp_C, logq_C, temperature)
+        kd = (value_C * _chunk_factors(weight_N, chunks, 1.0)).sum()
+        [d_R] = torch.autograd.grad(factors[1] * kd, [logp_R])
+    factor_N = torch.zeros_like(totals.log_total_N).index_copy_(0, chunks.row_S, d_R)
+    token_N = torch.full_like(next_S, -1).index_copy_(0, chunks.row_S, token_R)
+    kernels.tokens_gradient_(
+        student_NV, token_N, factor_N, totals.plain_log_total_N, labels_N, factors[0]
+    )
+    return cross_entropy, kd.detach()
 
 
 def _alm_value(mode: str, logp_C: Tensor, logq_C: Tensor, temperature: float) -> Tensor:

@@ -20,6 +20,7 @@ License: Apache-2.0 (see LICENSE).
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,7 +57,7 @@ KERNEL_SUB_TILES = SubTileBudget(memory_fraction=0.3, live_copies=1)
 TEACHER_ROWS_PER_STUDENT_ROW = 0.75
 # Vocabulary rows of the head's gradient that are added at a time in half precision.  Not tuned.
 GRADIENT_BLOCK = 8192
-# Devices whose matmuls read half precision and add to float32 (torch >= 2.11 has them for CUDA).
+# Devices whose matmuls may read half precision and add to float32, see `has_mixed_matmul`.
 MIXED_MATMULS = ("cuda",)
 
 
@@ -788,8 +789,57 @@ def tiled_loss(
     return loss, sums_J
 
 
+class GradientWindow:
+    """Add up the gradient of a head's weight over the micro-batches of an optimizer step.
+
+    The sum is float32 and goes to autograd once, in the backward pass of the micro-batch for which
+    `hands_over` was set before; in the others the weight takes no part in the graph.  Meanwhile it
+    is in memory, 4 bytes a weight.  What else uses the weight (a tied embedding) has a gradient of
+    its own as ever.
+
+        window = GradientWindow()
+        for number, micro_batch in enumerate(micro_batches):
+            window.hands_over = number == len(micro_batches) - 1
+            loss, _ = tiled_losses(head, parts, window=window)
+            (loss / len(micro_batches)).backward()
+
+    All backward passes have to multiply by the same factor (here 1 / len(micro_batches)); if one
+    does not, or if it is not finite, the gradient is NaN.  Use a new window after an error.
+    """
+
+    def __init__(self) -> None:
+        self.hands_over = False
+        self.gradient: _WeightGradient | None = None
+        self.scale = 1.0  # the gradient is in units of this
+        self.num_calls = 0
+        self.factors: list[Tensor] = []
+
+    def note_factor(self, factor: Tensor) -> None:
+        """Note the factor of a backward pass, a () tensor."""
+        self.factors.append(factor)
+
+    def common_factor(self) -> Tensor:
+        """Return the factor of all backward passes, NaN if they differ; begin anew.
+
+        Raises:
+            RuntimeError: a call had no backward pass, so its part should not be in the sum.
+        """
+        if len(self.factors) != self.num_calls:
+            raise RuntimeError(
+                f"GradientWindow: {self.num_calls} calls of tiled_losses, but {len(self.factors)} "
+                "backward passes; run one after each call, and use a new window after an error"
+            )
+        factor = self.factors[-1]
+        for other in self.factors[:-1]:
+            factor = torch.where(other == factor, factor, torch.nan)
+        self.num_calls = 0
+        self.factors = []
+        return factor
+
+
 def tiled_losses(
-    student_head: Head, parts: Sequence[LossPart], params: Sequence[Tensor] = ()
+    student_head: Head, parts: Sequence[LossPart], params: Sequence[Tensor] = (),
+    window: GradientWindow | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute the sum of several parts of a loss, with one gradient of the head for all of them.
 
@@ -798,7 +848,8 @@ def tiled_losses(
 
     Args:
         parts: LossParts, at least one.
-        Others, Raises: see `tiled_loss`.
+        window: adds up the gradient of the head's weight over several calls; None: this call alone.
+        Others, Raises: see `tiled_loss`, `GradientWindow`.
     Returns:
         (loss, sums): (), and the (J,) float32 sums of every part, which have no gradient.
     """
@@ -807,10 +858,16 @@ def tiled_losses(
         parts=parts,
         params=params,
         train=torch.is_grad_enabled(),  # always False inside of `_TiledLoss.forward`
+        window=window if student_head.weight_VH.requires_grad else None,
     )
     hidden = [part.student_hidden for part in parts]
+    weight_VH, *others = student_head.tensors
+    if window is not None and not window.hands_over:
+        if run.train and not any(x.requires_grad for x in hidden):
+            raise ValueError("a GradientWindow needs hidden states that need a gradient")
+        weight_VH = weight_VH.detach()
     loss, *sums = _TiledLoss.apply(  # type: ignore[no-untyped-call]
-        run, *student_head.tensors, *params, *hidden
+        run, weight_VH, *others, *params, *hidden
     )
     return loss, tuple(sums)
 
@@ -822,32 +879,75 @@ class _Run(NamedTuple):
     parts: Sequence[LossPart]
     params: Sequence[Tensor]
     train: bool
+    window: GradientWindow | None
 
 
 class _HeadGradients:
     """Accumulate the gradients of the head and of `params`; None where an input needs none.
 
     Attributes:
-        weight: _WeightGradient.
+        weight: _WeightGradient; weight_scale: by which it is divided.
+        hands_over: this call returns it.
         bias_V, down_RH, up_VR, params: tensors, in at least float32.
     """
 
     def __init__(
-        self, head: Head, params: Sequence[Tensor], needs: Sequence[bool], device_type: str
+        self, head: Head, params: Sequence[Tensor], needs: Sequence[bool], dtype: torch.dtype,
+        scale: float, window: GradientWindow | None,
     ) -> None:
-        """Set up the gradients; `needs` are those of the head's tensors and then of `params`."""
+        """Set up the gradients.
+
+        Args:
+            needs: of the head's tensors and then of `params`.
+            dtype: of the matmuls.
+            scale: by which all gradients are divided.
+            window: see `tiled_losses`; its gradient has a scale of its own.
+        """
         self.weight: _WeightGradient | None = None
-        if needs[0]:
-            self.weight = _WeightGradient(head.weight_VH, head.tokens, device_type)
+        self.weight_scale = scale
+        if window is not None:
+            if window.gradient is None:
+                window.gradient = _WeightGradient(head.weight_VH, head.tokens, dtype)
+                window.scale = scale
+            self.weight = window.gradient
+            self.weight_scale = window.scale
+            window.num_calls += 1
+        elif needs[0]:
+            self.weight = _WeightGradient(head.weight_VH, head.tokens, dtype)
+        self.hands_over = needs[0]
+        if window is not None and self.hands_over:
+            window.gradient = None
         self.bias_V = _zero_gradient(head.bias_V, needs[1])
         self.down_RH = _zero_gradient(head.down_RH, needs[2])
         self.up_VR = _zero_gradient(head.up_VR, needs[3])
         self.params = [_zero_gradient(x, need) for x, need in zip(params, needs[4:])]
 
     def in_input_order(self) -> list[Any]:
-        if self.weight is not None:
-            self.weight.finish()
-        return [self.weight, self.bias_V, self.down_RH, self.up_VR, *self.params]
+        weight = self.weight if self.hands_over else None
+        if weight is not None:
+            weight.finish()
+        return [weight, self.bias_V, self.down_RH, self.up_VR, *self.params]
+
+
+def has_mixed_matmul(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether torch multiplies half precision and adds to float32 there.
+
+    torch >= 2.11 does for CUDA; older ones have no `out_dtype`, or want the sum in half precision.
+    Without it a product of its own, in half precision, is added block by block.
+    """
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return is_half and device.type in MIXED_MATMULS and _try_mixed_matmul(device, dtype)
+
+
+@cache
+def _try_mixed_matmul(device: torch.device, dtype: torch.dtype) -> bool:
+    factor = torch.zeros(16, 16, device=device, dtype=dtype)
+    total = torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, factor.T, factor, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):  # an argument or a combination of types that is not known
+        return False
+    return True
 
 
 class _WeightGradient:
@@ -859,16 +959,17 @@ class _WeightGradient:
     Args:
         weight_VH: the weight.
         vocab: rows that are tokens; those of the padding get 0.
-        device_type: of the tensors, see MIXED_MATMULS.
+        computed: dtype of the matmuls; see `has_mixed_matmul`.
     Attributes:
         pieces: the sum, cut into blocks of rows; two where `scaled` has to change its precision.
     """
 
-    def __init__(self, weight_VH: Tensor, vocab: int, device_type: str) -> None:
+    def __init__(self, weight_VH: Tensor, vocab: int, computed: torch.dtype) -> None:
         dtype = torch.promote_types(weight_VH.dtype, torch.float32)
-        self.mixed_matmul = device_type in MIXED_MATMULS
+        self.mixed_matmul = has_mixed_matmul(weight_VH.device, computed)
         # on a CPU one matmul is faster than two
-        num_pieces = 2 if self.mixed_matmul and dtype != weight_VH.dtype else 1
+        in_pieces = weight_VH.device.type in MIXED_MATMULS and dtype != weight_VH.dtype
+        num_pieces = 2 if in_pieces else 1
         self.pieces = []
         for rows_VH in weight_VH.chunk(num_pieces):
             self.pieces.append(torch.empty_like(rows_VH, dtype=dtype))
@@ -955,18 +1056,19 @@ class _TiledLoss(torch.autograd.Function):
         needs = [run.train and need for need in ctx.needs_input_grad[1:]]
         device_type = weight_VH.device.type
         head = run.head.with_tensors(weight_VH, bias_V, down_RH, up_VR)
-        gradients = _HeadGradients(head, params, needs, device_type)
         # Like torch's own matmuls, compute in the dtype of autocast where it is on.
         dtype = all_hidden[0].dtype
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-        head = head.with_tensors(
-            weight_VH.to(dtype), _cast(bias_V, dtype), _cast(down_RH, dtype), _cast(up_VR, dtype)
-        )
         # Weights of about 1 inside: the gradient of the logits may be float16, which holds nothing
         # below 6e-8.  Backward multiplies by the scale again.
         scales = [max(map(abs, part.weights), default=0.0) for part in run.parts]
         scale = max(scales) or 1.0
+        window = run.window if run.train else None
+        gradients = _HeadGradients(head, params, needs, dtype, scale, window)
+        head = head.with_tensors(
+            weight_VH.to(dtype), _cast(bias_V, dtype), _cast(down_RH, dtype), _cast(up_VR, dtype)
+        )
         losses = []
         all_sums = []
         hidden_gradients = []
@@ -976,7 +1078,7 @@ class _TiledLoss(torch.autograd.Function):
             d_hidden_SH = _zero_gradient(hidden_SH, need)
             tile_pass = _TilePass(
                 run, part, head, hidden_SH, part_scale or 1.0, scale, gradients, d_hidden_SH,
-                any(needs),
+                any(needs) or window is not None,
             )
             for tile in part.tiles:
                 tile_pass.add_tile(tile)
@@ -989,6 +1091,9 @@ class _TiledLoss(torch.autograd.Function):
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         num_shared = len(inputs) - len(run.parts)
         ctx.scales = [scale] * num_shared + [part_scale or 1.0 for part_scale in scales]
+        ctx.scales[0] = gradients.weight_scale
+        ctx.window = window
+        ctx.hands_over = gradients.hands_over
         # Not save_for_backward: backward hands the gradients over instead of copying them.
         ctx.gradients = [*gradients.in_input_order(), *hidden_gradients]
         return torch.stack(losses).sum(), *all_sums
@@ -1003,12 +1108,18 @@ class _TiledLoss(torch.autograd.Function):
         out: list[Tensor | None] = [None]  # of `run`
         gradients = ctx.gradients
         ctx.gradients = None
+        weight_factor = outer[0]
+        if ctx.window is not None:
+            ctx.window.note_factor(outer[0])
+            if ctx.hands_over:
+                weight_factor = ctx.window.common_factor()
         while gradients:  # one after the other, so that no two copies of one exist for long
             number = len(out) - 1
             gradient = gradients.pop(0)
             if gradient is not None:
                 # In float32 first: a loss scale undoes a small weight without rounding to 0.
-                factor = outer[0].float() * ctx.scales[number]
+                factor = outer[0] if number else weight_factor
+                factor = factor.float() * ctx.scales[number]
                 dtype = ctx.dtypes[number]
                 if isinstance(gradient, _WeightGradient):
                     gradient = gradient.scaled(factor, dtype)
@@ -1082,6 +1193,7 @@ class _TilePass:
         self.hidden_SH = hidden_SH
         self.factors = [weight / scale for weight in part.weights]
         self.common_factor = scale / common_scale
+        self.weight_factor = scale / gradients.weight_scale
         self.overwrite = getattr(part.tile_loss, "overwrite", None) if train else None
         self.gradients = gradients
         self.d_hidden_SH = d_hidden_SH
@@ -1169,7 +1281,7 @@ class _TilePass:
         d_down = self.gradients.down_RH
         d_up = self.gradients.up_VR
         if self.gradients.weight is not None:
-            self.gradients.weight.add_product(d_linear_NV, hidden_NH, factor)
+            self.gradients.weight.add_product(d_linear_NV, hidden_NH, self.weight_factor)
         if d_bias is not None:
             d_bias[:vocab].add_(d_linear_NV.sum(0, dtype=d_bias.dtype), alpha=factor)
         if d_up is not None and head.down_RH is not None:

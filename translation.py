@@ -43,7 +43,8 @@ these files into your own repository.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_translation.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,14 +55,18 @@ from losses import (
     FLOOR,
     SHIFT,
     Chunks,
+    Segments,
     SumAndCount,
     at_least_float32,
     bernoulli_kl,
     check_width,
+    column_sums,
     compiled_kernels,
     find_chunks,
     forward_kl,
+    numbers_of_rows,
     reduce_terms,
+    take_rows,
     triton_kernels,
 )
 
@@ -152,60 +157,7 @@ def expand(low: Tensor, high: Tensor, num: int | None = None) -> tuple[Tensor, T
     return number, place
 
 
-# --- sums over segments ---------------------------------------------------------------------------
-
-
-class Segments(NamedTuple):
-    """Tell to which of `num` segments each entry belongs; entries come segment by segment.
-
-    Sums have a fixed order of additions, on a GPU too, in both directions.
-
-    of_E: (E,) int64, sorted.
-    start_K: (num + 1,) int64, the first entry of each segment and, last, E.
-    """
-
-    of_E: Tensor
-    start_K: Tensor
-
-    @classmethod
-    def of(cls, of_E: Tensor, num: int) -> "Segments":
-        numbers = torch.arange(num + 1, device=of_E.device)
-        return cls(of_E, torch.searchsorted(of_E, numbers))
-
-    @property
-    def num(self) -> int:
-        return len(self.start_K) - 1
-
-    def sum(self, x_E: Tensor) -> Tensor:
-        """Return the (num,) sums."""
-        out: Tensor = _SegmentSum.apply(x_E, self)  # type: ignore[no-untyped-call]
-        return out
-
-    def logsumexp(self, x_E: Tensor) -> Tensor:
-        """Return the (num,) logsumexp, -inf for segments without an entry or of -inf alone."""
-        top_K = self.reduce(x_E.detach(), "max")
-        finite_K = top_K.masked_fill(top_K == -torch.inf, 0.0)
-        return self.sum((x_E - finite_K[self.of_E]).exp()).log() + finite_K
-
-    def reduce(self, x_E: Tensor, kind: str) -> Tensor:
-        """Return the (num,) results of a reduction without a gradient: "sum" or "max"."""
-        if not len(x_E) or not self.num:
-            return x_E.new_full((self.num,), 0.0 if kind == "sum" else -torch.inf)
-        # unsafe: the starts are not read back to be checked
-        return torch.segment_reduce(x_E, kind, offsets=self.start_K, unsafe=True)
-
-
-class _SegmentSum(torch.autograd.Function):
-    """Sum up segments; the gradient of a sum is that of each entry."""
-
-    @staticmethod
-    def forward(ctx: Any, x_E: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        return segments.reduce(x_E, "sum")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].index_select(0, ctx.segments.of_E), None
+# --- neighbors that are equal ---------------------------------------------------------------------
 
 
 def distinct(key_E: Tensor, counts_E: Tensor, num: int | None = None) -> tuple[Tensor, Tensor]:
@@ -628,7 +580,7 @@ def root_target(
     q_NW = (y_MW[nodes.roots.row_T] / temperature).softmax(-1)
     _mask_joined(q_NW, nodes, tables)
     # one cell more, for tokens that have none
-    mass_NC = q_NW.new_zeros(len(q_NW), tables.num_cells + 1).index_add_(1, tables.cell_W, q_NW)
+    mass_NC = column_sums(q_NW, tables.cell_W, tables.num_cells + 1)
     total_N1 = _above_zero(mass_NC[:, :-1].sum(1, keepdim=True))
     mass_NC /= total_N1
     q_A = q_NW[asked.root_A, asked.token_A] / total_N1[asked.root_A, 0]
@@ -799,8 +751,7 @@ def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
     top_N1 = x_NV.detach().masked_fill(unlinked_V, -torch.inf).amax(-1, keepdim=True)
     # lifted: float32 then reaches log p = -157; tokens without a cell may be larger than the top
     mass_NV = (x_NV - top_N1 + SHIFT).clamp(max=SHIFT).exp()
-    mass_NC = x_NV.new_zeros(len(x_NV), tables.num_cells + 1)
-    mass_NC = mass_NC.index_add(1, tables.cell_V, mass_NV)[:, :-1]
+    mass_NC = column_sums(mass_NV, tables.cell_V, tables.num_cells + 1)[:, :-1]
     return Question(_above_zero(mass_NC).log(), target.cell_NC)
 
 
@@ -1077,7 +1028,7 @@ def _compare_roots(
 ) -> tuple[Tensor, Answers]:
     """Return (the (N,) divergences of the roots, the answers to all else)."""
     # rows are selected once: each selection has a gradient as large as x
-    x_RV = at_least_float32(x_NV.index_select(0, reads.row_R)) / temperature
+    x_RV = at_least_float32(take_rows(x_NV, reads.row_R)) / temperature
     num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     target = root_target(y_MW, nodes, goes, asked, tables, temperature)
@@ -1247,8 +1198,7 @@ def translated(
     Raises:
         ValueError: logits of more or fewer tokens than the tables.
     """
-    check_width("student", student_logits_BSV, len(tables.cell_V), "cell_V", group)
-    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W", group)
+    _check_widths(student_logits_BSV, teacher_logits_BTW, tables, group)
     x_NV = whole_columns(student_logits_BSV.flatten(0, 1), group)
     y_MW = at_least_float32(whole_columns(teacher_logits_BTW.detach().flatten(0, 1), group))
     if x_NV.device.type == "cpu":  # else the rows that are needed, later
@@ -1323,8 +1273,7 @@ def translated_in_place(
     Raises:
         ValueError: logits of more or fewer tokens than the tables.
     """
-    check_width("student", student_NV, len(tables.cell_V), "cell_V", None)
-    check_width("teacher", teacher_MW, len(tables.cell_W), "cell_W", None)
+    _check_widths(student_NV, teacher_MW, tables)
     kernels = triton_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None
@@ -1334,11 +1283,12 @@ def translated_in_place(
         scopes = list_scopes(nodes.choices, tables, nodes.sizes)
         openings = inside_target(teacher_MW, nodes, tables, temperature)
         reads = list_reads(nodes, scopes, openings, next_S)
-        target_RC, q_A, log_total_M = _read_teacher(
-            kernels, teacher_MW, nodes, goes, scopes.asked, tables, cells, temperature
-        )
         student = _StudentInPlace(kernels, student_NV, labels_N, roots, reads, cells, temperature)
-        student.compare_roots(target_RC)
+        teacher = _TeacherInPlace(teacher_MW, nodes, tables, temperature)
+        with teacher.without_joined():
+            student.compare_roots(teacher, added_masses(kernels, goes, tables, cells), goes.ends_K)
+            q_A = teacher.answers(scopes.asked)
+        log_total_M = teacher.log_total()
     x_E = student.x_E.requires_grad_()
     rest_L = student.rest_L.requires_grad_()
     listed = Listed(nodes, goes, scopes, openings)
@@ -1347,8 +1297,7 @@ def translated_in_place(
             Answers(x_E, rest_L, q_A, log_total_M), teacher_MW, next_T, listed, tables,
             temperature, _forward_kl_of_cells,
         )
-        rows = [roots.row_S[nodes.choices.root], nodes.insides.row_S, _second_rows(nodes)]
-        value_K = torch.cat(others) * _weights(weight_N, torch.cat(rows), temperature)
+        value_K = torch.cat(others) * _weights(weight_N, _rows_of_others(nodes), temperature)
         # the empty sums keep the graph whole where there are roots alone
         others_sum = value_K.sum() + x_E[:0].sum() + rest_L[:0].sum()
         d_E, d_L = torch.autograd.grad(
@@ -1358,6 +1307,20 @@ def translated_in_place(
     student.write_gradient(factors[1] * weight_R, d_E, d_L, factors[0])
     kd = (student.value_R * weight_R).sum() + others_sum.detach()
     return student.cross_entropy(), kd
+
+
+def _check_widths(
+    student_logits: Tensor, teacher_logits: Tensor, tables: Tables,
+    group: ProcessGroup | None = None,
+) -> None:
+    check_width("student", student_logits, len(tables.cell_V), "cell_V", group)
+    check_width("teacher", teacher_logits, len(tables.cell_W), "cell_W", group)
+
+
+def _rows_of_others(nodes: Nodes) -> Tensor:
+    """Return the student rows of choices, insides and rests, in the order of `OtherValues`."""
+    rows = [nodes.roots.row_S[nodes.choices.root], nodes.insides.row_S, _second_rows(nodes)]
+    return torch.cat(rows)
 
 
 def _forward_kl_of_cells(logp_KG: Tensor, logq_KG: Tensor) -> Tensor:
@@ -1370,41 +1333,61 @@ def _weights(weight_N: Tensor | None, row_K: Tensor, temperature: float) -> Tens
     return temperature**2 * (1.0 if weight_N is None else weight_N[row_K].float())
 
 
-def _read_teacher(
-    kernels: Any, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, tables: Tables,
-    cells: Any, temperature: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (masses of the cells by slot (N, C + 1), answers to `asked`, logsumexp of all rows).
-
-    What cannot come is -inf in the logits for the time of one kernel.
-    """
-    roots = nodes.roots
-    root_M = torch.full(y_MW.shape[:1], -1, dtype=torch.int32, device=y_MW.device)
-    root_M[roots.row_T] = torch.arange(len(roots.row_T), device=y_MW.device).int()
-    root_E, token_E = _joined(nodes, tables)
-    row_E = roots.row_T[root_E]
-    joined_E = y_MW[row_E, token_E]
-    came_N = y_MW[roots.row_T, roots.next_T]
-    y_MW[row_E, token_E] = joined_E - torch.inf  # NaN stays
-    y_MW[roots.row_T, roots.next_T] = came_N  # it did come, whatever the tables say
-    target_RC, log_rest_M, log_linked_M = kernels.teacher_cells(
-        y_MW, root_M, goes.ends_K, cells, temperature
-    )
-    asked_row = roots.row_T[asked.root_A]
-    logits_A = at_least_float32(y_MW[asked_row, asked.token_A]) / temperature
-    q_A = (logits_A - log_linked_M[asked_row]).exp()
-    y_MW[row_E, token_E] = joined_E
+def added_masses(kernels: Any, goes: GoingOn, tables: Tables, cells: Any) -> Any:
+    """Return the `gpu_kernels.AddedMasses` of how the token in front of each root goes on."""
     slot_E = cells.slot_C[tables.cell_V[goes.next_E.clamp(min=0)]]
-    place_E = goes.node_E * target_RC.shape[1] + slot_E
+    place_E = goes.node_E * (cells.num_cells + 1) + slot_E
     mass_E = goes.mass_K[goes.node_E] * goes.mass_E
-    target_RC.view(-1).index_put_((place_E,), mass_E, accumulate=True)  # in a fixed order
+    return kernels.AddedMasses.of(place_E, mass_E, len(goes.mass_K), cells.num_cells)
 
-    # the logsumexp is that of all tokens, and has counted the one that came
-    logits_E = at_least_float32(joined_E) / temperature
-    logits_E = logits_E.masked_fill(token_E == roots.next_T[root_E], -torch.inf)
-    joined_R = Segments.of(root_E, len(roots.row_T)).logsumexp(logits_E)
-    joined_M = torch.full_like(log_rest_M, -torch.inf).index_copy_(0, roots.row_T, joined_R)
-    return target_RC, q_A, torch.logaddexp(log_rest_M, joined_M)
+
+class _TeacherInPlace:
+    """Leave out of the teacher's logits what cannot come, for the time of some kernels.
+
+    Args:
+        y_MW: logits; as they were in the end.
+    Attributes:
+        root_M: (M,) int32, number of the root of each row, -1 for none.
+        totals: `gpu_kernels.CellTotals` without what is left out; set from outside.
+    """
+
+    def __init__(self, y_MW: Tensor, nodes: Nodes, tables: Tables, temperature: float) -> None:
+        self.y_MW = y_MW
+        self.roots = nodes.roots
+        self.temperature = temperature
+        self.root_M = numbers_of_rows(nodes.roots.row_T, len(y_MW))
+        self.root_E, self.token_E = _joined(nodes, tables)
+        self.place_E = nodes.roots.row_T[self.root_E], self.token_E
+        self.joined_E = y_MW[self.place_E]
+
+    @contextmanager
+    def without_joined(self) -> Iterator[None]:
+        """Make -inf of the tokens that a join would have kept from coming."""
+        came = self.roots.row_T, self.roots.next_T
+        came_N = self.y_MW[came]
+        self.y_MW[self.place_E] = self.joined_E - torch.inf  # NaN stays
+        self.y_MW[came] = came_N  # it did come, whatever the tables say
+        try:
+            yield
+        finally:
+            self.y_MW[self.place_E] = self.joined_E
+
+    def answers(self, asked: Asked) -> Tensor:
+        """Return what the rows at the roots say to `asked`."""
+        row_A = self.roots.row_T[asked.root_A]
+        logits_A = at_least_float32(self.y_MW[row_A, asked.token_A])
+        above_top_A = (logits_A - self.totals.top_N[row_A]) / self.temperature
+        return (above_top_A - self.totals.log_linked_N[row_A]).exp()
+
+    def log_total(self) -> Tensor:
+        """Return the (M,) logsumexp of all tokens, of which the one that came is counted."""
+        logits_E = at_least_float32(self.joined_E) / self.temperature
+        is_counted_E = self.token_E == self.roots.next_T[self.root_E]
+        logits_E = logits_E.masked_fill(is_counted_E, -torch.inf)
+        joined_R = Segments.of(self.root_E, len(self.roots.row_T)).logsumexp(logits_E)
+        joined_M = torch.full_like(self.totals.log_total_N, -torch.inf)
+        joined_M.index_copy_(0, self.roots.row_T, joined_R)
+        return torch.logaddexp(self.totals.log_total_N, joined_M)
 
 
 class _StudentInPlace:
@@ -1428,8 +1411,7 @@ class _StudentInPlace:
         self.row_R = roots.row_S
         self.cells = cells
         self.temperature = temperature
-        self.root_N = torch.full(x_NV.shape[:1], -1, dtype=torch.int32, device=x_NV.device)
-        self.root_N[roots.row_S] = torch.arange(len(roots.row_S), device=x_NV.device).int()
+        self.root_N = numbers_of_rows(roots.row_S, len(x_NV))
         self.place_E = reads.row_R[reads.number_E], reads.token_E
         self.row_L = reads.row_R[len(roots.row_S):]
         self.left_out = Segments.of(reads.number_X, len(self.row_L))
@@ -1441,25 +1423,33 @@ class _StudentInPlace:
             logit_N1 = x_NV.gather(1, labels_N.clamp(min=0)[:, None])
             self.label_logit_N = at_least_float32(logit_N1.squeeze(1))
 
-    def compare_roots(self, target_RC: Tensor) -> None:
-        """Leave out what a logsumexp leaves out, and compute statistics and roots."""
+    def compare_roots(self, teacher: _TeacherInPlace, added: Any, ends_R: Tensor) -> None:
+        """Leave out what a logsumexp leaves out, and compute statistics and roots.
+
+        Args:
+            teacher: gets its `totals`.
+            added, ends_R: see `gpu_kernels.compare_cells`.
+        """
         self.x_NV[self.place_X] = -torch.inf
-        result = self.kernels.student_cells_(
-            self.x_NV, self.root_N, target_RC, self.cells, self.temperature, SHIFT
+        totals, teacher.totals = self.kernels.cell_totals(
+            self.x_NV, self.root_N, teacher.y_MW, teacher.root_M, self.cells, self.temperature
+        )
+        self.value_R, self.slope_RC = self.kernels.compare_cells(
+            self.x_NV, teacher.y_MW, self.row_R, teacher.roots.row_T, totals, teacher.totals,
+            self.cells, self.temperature, SHIFT, ends_R, added,
         )
         # cross-entropy leaves nothing out
-        left_out_N = torch.full_like(result.plain_log_total_N, -torch.inf)
+        left_out_N = torch.full_like(totals.plain_log_total_N, -torch.inf)
         left_out_N.index_copy_(0, self.row_L, self.left_out.logsumexp(self.x_X))
-        plain_N = torch.logaddexp(result.plain_log_total_N, left_out_N)
-        self.result = result._replace(plain_log_total_N=plain_N)
-        self.rest_L = result.log_total_N[self.row_L]
-        self.value_R: Tensor = result.value_R
+        plain_N = torch.logaddexp(totals.plain_log_total_N, left_out_N)
+        self.totals = totals._replace(plain_log_total_N=plain_N)
+        self.rest_L = totals.log_total_N[self.row_L]
 
     def cross_entropy(self) -> Tensor:
         """Return the sum over the rows that have a label."""
         if self.labels_N is None:
             return self.value_R.new_zeros(())
-        nats_N: Tensor = self.result.plain_log_total_N - self.label_logit_N
+        nats_N: Tensor = self.totals.plain_log_total_N - self.label_logit_N
         return nats_N.masked_fill(self.labels_N < 0, 0.0).sum()
 
     def write_gradient(
@@ -1472,13 +1462,13 @@ class _StudentInPlace:
             d_E, d_L: derivatives by x_E and rest_L.
             ce_factor: of the cross-entropy.
         """
-        factor_N = torch.zeros_like(self.result.log_total_N)
+        factor_N = torch.zeros_like(self.totals.log_total_N)
         factor_N[self.row_R] = factor_R
         rest_factor_N = torch.zeros_like(factor_N)
         rest_factor_N[self.row_L] = d_L
         self.kernels.cells_gradient_(
-            self.x_NV, self.root_N, self.result, factor_N, rest_factor_N, self.labels_N,
-            self.cells, self.temperature, SHIFT, ce_factor,
+            self.x_NV, self.root_N, self.totals, self.slope_RC, factor_N, rest_factor_N,
+            self.labels_N, self.cells, self.temperature, SHIFT, ce_factor,
         )
         d_E = (d_E / self.temperature).to(self.x_NV)
         self.x_NV.index_put_(self.place_E, d_E, accumulate=True)
@@ -1486,7 +1476,7 @@ class _StudentInPlace:
             return
         # the kernel saw -inf where a logsumexp leaves something out
         row_X = self.place_X[0]
-        d_X = ce_factor * (self.x_X - self.result.plain_log_total_N[row_X]).exp()
+        d_X = ce_factor * (self.x_X - self.totals.plain_log_total_N[row_X]).exp()
         d_X = torch.where(self.labels_N[row_X] >= 0, d_X, 0.0)
         self.x_NV.index_put_(self.place_X, d_X.to(self.x_NV), accumulate=True)
 

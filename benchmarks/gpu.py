@@ -40,7 +40,7 @@ LEAST_SECONDS = 10  # in which the memory of a killed process has to be free aga
 TIMEOUT = 1800  # seconds of a check
 TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl"
 KEPT_COLUMNS = 8192  # of projection_kl, as --projection_topk
-LIVE_COPIES = {"gold": 3, "projection_kl": 2}  # as in isogloss/loss_table.py
+LIVE_COPIES = {"gold": 3, "projection_kl": 1.25}  # as in isogloss/loss_table.py
 TABLE_POSITIONS = 2048, 8192, 32_768
 DEVICE = "cuda"
 

@@ -1,15 +1,16 @@
 """Compare a whole training step on a CPU with its parts.
 
     OMP_NUM_THREADS=1 python benchmarks/step.py ASSETS [--tokens 256] [--layers 8] [--hidden 512]
-        [--warm_up 3] [--repeats 4] [--profile]
+        [--micro_batches 1] [--warm_up 3] [--repeats 4] [--profile]
 
 ASSETS: a folder with tokenizers/llama3 and text/wikitext2_valid_tokens.txt.  The student is a
-random, untied Llama with 128,256 tokens; a step has one micro-batch, the cross-entropy by tiles,
-ZeRO 2 on one rank in float32 as ds_configs/zero2.json has it, and a gradient that is clipped.  Its
+random, untied Llama with 128,256 tokens; a step has the cross-entropy by tiles, ZeRO 2 on one rank in float32 as ds_configs/zero2.json has it, and a gradient that is clipped.  Its
 parts are forward and backward passes of the same model without an engine, and PyTorch's fused
 AdamW, which are run in turn with it.  Seconds are processor time, medians; `over_parts` is the
 median of step over parts of a turn.  Until memory is as large as it will be, which takes two or
 three turns, the kernel adds seconds.
+With several micro-batches `step_micro_batch` is a step in which each hands over a gradient of the
+head (`--head_gradient micro_batch`), and `over_micro_batch` compares `step` with it.
 `--profile` prints what the step spends its time on.
 """
 
@@ -42,6 +43,7 @@ class Args:
         assets: folder with tokenizers/ and text/.
         tokens: of a step.
         layers, hidden: of the student.
+        micro_batches: of a step, all with the same text.
         warm_up: turns that do not count.
         repeats: turns that count.
         profile: print a profile of one step.
@@ -51,6 +53,7 @@ class Args:
     tokens: int = 256
     layers: int = 8
     hidden: int = 512
+    micro_batches: int = 1
     warm_up: int = 3
     repeats: int = 4
     profile: bool = False
@@ -71,7 +74,7 @@ def write_inputs(folder, args):
     text = (assets / "text" / "wikitext2_valid_tokens.txt").read_text()
     (folder / "data.jsonl").write_text(json.dumps({"text": text[: 8 * args.tokens]}) + "\n")
     (folder / "ds.json").write_text(json.dumps({
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": args.micro_batches,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}}}))
@@ -91,9 +94,10 @@ class Parts:
         self.module = StudentWithLoss(load_student(cfg, {}), state.vocab)
         self.optimizer = torch.optim.AdamW(optimizer_groups(self.module), lr=1e-5, fused=True)
 
-    def run(self, batch, terms):
-        loss, _ = self.module(batch.student, terms)
-        loss.backward()
+    def run(self, batch, all_terms):
+        for terms in all_terms:
+            loss, _ = self.module(batch.student, terms)
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -121,18 +125,25 @@ def main(args):
         parts = Parts(cfg, state)
     batch = build_collator(cfg, inputs, device)([inputs.data.train_data[0]["text"]])
     weights = distill.TermWeights(1 / batch.counts.ce_tokens, [])
+    batches = [batch] * args.micro_batches
     turns = []
     for turn in range(args.warm_up + args.repeats):
-        of_step = seconds_of(lambda: distill.train_step(state, [batch]))
-        of_parts = seconds_of(
-            lambda: parts.run(batch, distill.loss_terms(state, batch, [], weights)))
+        of_step = []
+        for state.cfg.head_gradient in ("window", "micro_batch"):
+            of_step.append(seconds_of(lambda: distill.train_step(state, batches)))
+        all_terms = [distill.loss_terms(state, batch, [], weights) for _ in batches]
+        of_parts = seconds_of(lambda: parts.run(batch, all_terms))
         if turn >= args.warm_up:
-            turns.append((of_step, of_parts))
+            turns.append((*of_step, of_parts))
     figures = {"tokens": int(batch.counts.tokens)}
     figures["parameters"] = sum(weight.numel() for weight in parts.module.parameters())
     figures["step"] = round(statistics.median(turn[0] for turn in turns), 3)
-    figures["parts"] = round(statistics.median(turn[1] for turn in turns), 3)
-    figures["over_parts"] = round(statistics.median(a / b for a, b in turns), 3)
+    figures["parts"] = round(statistics.median(turn[2] for turn in turns), 3)
+    figures["over_parts"] = round(statistics.median(turn[0] / turn[2] for turn in turns), 3)
+    if args.micro_batches > 1:
+        figures["step_micro_batch"] = round(statistics.median(turn[1] for turn in turns), 3)
+        over = statistics.median(turn[0] / turn[1] for turn in turns)
+        figures["over_micro_batch"] = round(over, 3)
     print(json.dumps(figures), flush=True)
     if args.profile:
         with torch.profiler.profile() as profiler:

@@ -142,6 +142,10 @@ class Config:
         loss_memory_mib: MiB for the logits of a tile and what the loss makes of them. auto (or 0):
             at most a sixteenth of the GPU's memory that is free before the first step, 512 to 8192;
             512 on a CPU.
+        head_gradient: how often autograd gets the gradient of the output layer: window (once per
+            step, a float32 sum of its micro-batches until then), or micro_batch. auto takes window,
+            but on a GPU not where that sum, 4 bytes a weight, takes more than a twentieth of its
+            memory.
         temperature: softens both models in the distillation loss, 0.001 to 1000.
         projection: file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is
             built in flight and cached.
@@ -293,6 +297,7 @@ class Config:
     rollout_eval: int = 32
     tiled: bool = True
     loss_memory_mib: int = 512
+    head_gradient: str = "auto"
     temperature: float = 1.0
     projection: str = ""
     learn_projection: bool = False
@@ -639,7 +644,7 @@ FREE_ON_RESUME = {
     "sequence_parallel", "pipeline_parallel", "teacher_tp", "teacher_ranks", "teacher_engine",
     "teacher_offload", "teacher_compile", "teacher_timeout", "teacher_connections",
     "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
-    "tiled", "attention",
+    "tiled", "attention", "head_gradient",
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
     "rollout_eval", "max_logp_gap", "rollout_command", "eval_tasks", "eval_task_every",
     "eval_task_data", "eval_task_shots", "eval_task_limit", "eval_task_batch", "eval_task_samples",
@@ -654,7 +659,7 @@ GROUPS = {
              "split", "streaming", "train_on", "max_length", "teacher_max_length", "pack",
              "aligner", "eval_rows", "eval_data", "eval_split", "num_workers"],
     "loss": ["loss", "kd_weight", "ce_weight", "dynamic_scale", *loss_flags(), "learn_projection",
-             "projection_learning_rate", "tiled", "loss_memory_mib"],
+             "projection_learning_rate", "tiled", "loss_memory_mib", "head_gradient"],
     "on-policy": ["on_policy", "prompt_key", "prompt_tokens", "rollout_tokens",
                   "rollouts_per_prompt", "rollout_every", "ratio", "max_ratio",
                   "rollout_temperature", "rollout_top_p", "rollout_batch", "rollout_replica",
@@ -680,6 +685,7 @@ def choices_of_flags():
         "aligner": ALIGNERS,
         "attention": ATTENTIONS,
         "projection_columns": ("all", "reachable"),
+        "head_gradient": ("auto", "window", "micro_batch"),
         "train_on": ("assistant", "all"),
         "txt_samples": tuple(TXT_SAMPLES),
         "alm_mode": ALM_MODES,

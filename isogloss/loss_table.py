@@ -148,6 +148,17 @@ def build_event_kl(cfg, pair, device, has_rest=False):
     def coverage(teacher_logits, sub_tile):
         return event_coverage(teacher_logits[None], sub_tile.terms, on_device, cfg.temperature)
 
+    kernels = losses.triton_kernels(on_device.event_V.new_zeros(0, 0, dtype=torch.float32))
+    if kernels is not None:
+        cells = kernels.cell_tables(on_device.event_V, on_device.event_W, on_device.num_events)
+
+        def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+            return losses.event_in_place(
+                student_logits, teacher_logits, labels, sub_tile.student_labels,
+                sub_tile.teacher_labels, sub_tile.terms, on_device, cells, factors,
+                sub_tile.weight, cfg.temperature)
+
+        loss_fn = FusedLoss(loss_fn, overwrite)
     return DistillationLoss(loss_fn, spelling, coverage=coverage,
                             coverage_names=("event_coverage", "prefix_coverage"))
 
@@ -183,19 +194,9 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
                 weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms,
                 has_rest=has_rest)[0]
 
-        kernels = losses.chunk_kernels(likelihoods[:0])
-        if learned or has_rest or kernels is None:
+        if learned or has_rest:
             return loss_fn
-        tables = kernels.projection_tables(
-            *listed, V=len(indices), most_per_token=indices.shape[1])
-
-        def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
-            return losses.projection_in_place(
-                student_logits, teacher_logits, labels, sub_tile.terms, tables, kept_K, factors,
-                sub_tile.weight, cfg.temperature, cfg.reverse_kl)
-
-        # two float32 for each column, beside logits in half precision
-        return FusedLoss(loss_fn, overwrite, live_copies=2)
+        return _fused_projection(cfg, loss_fn, listed, indices, kept_K)
 
     def for_columns(kept_K):
         # once per step, not once per sub-tile: it goes through all V * K entries
@@ -214,6 +215,27 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned)
+
+
+def _fused_projection(cfg, loss_fn, listed, indices, kept_K):
+    """Return a FusedLoss of a projection_kl, or its loss_fn where no kernel serves it.
+
+    Args:
+        listed: `losses.Entries` of the columns kept_K.
+        indices: (V, K) of the projection, on the device.
+    """
+    kernels = losses.chunk_kernels(listed.weight_E[:0, None])
+    if kernels is None:
+        return loss_fn
+    tables = kernels.projection_tables(*listed, V=len(indices), most_per_token=indices.shape[1])
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        return losses.projection_in_place(
+            student_logits, teacher_logits, labels, sub_tile.terms, tables, kept_K, factors,
+            sub_tile.weight, cfg.temperature, cfg.reverse_kl)
+
+    # a float32 for each column, beside logits of both models in half precision
+    return FusedLoss(loss_fn, overwrite, live_copies=1.25)
 
 
 def build_gold(cfg, pair, device, has_rest=False):
@@ -268,12 +290,13 @@ def build_hybrid_uld(cfg, pair, device, has_rest=False):
     return DistillationLoss(loss_fn, indices_VK=indices)
 
 
-def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of):
+def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of, in_place=None):
     """Build a loss that compares whole chunks and needs nothing but their ids.
 
     Args:
         loss: such as `losses.uld`.
         flag_of: {parameter of the loss: flag}.
+        in_place: such as `losses.alm_in_place`, or None; it serves no truncated rows.
     """
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
 
@@ -284,7 +307,14 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of):
             ids.student_chunk, ids.teacher_chunk, chunks=sub_tile.terms, weight_BS=ids.weight,
             **parameters)[0]
 
-    return DistillationLoss(loss_fn)
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        return in_place(
+            student_logits, teacher_logits, labels, sub_tile.student_labels,
+            sub_tile.teacher_labels, sub_tile.terms, factors, sub_tile.weight, **parameters)
+
+    if in_place is None or has_rest:
+        return DistillationLoss(loss_fn)
+    return DistillationLoss(FusedLoss(loss_fn, overwrite))
 
 
 def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
@@ -421,15 +451,16 @@ class LossSpec:
     truncated: str = ""
 
 
-def per_chunk(loss, truncated="", **flag_of):
+def per_chunk(loss, truncated="", in_place=None, **flag_of):
     """Return the entry of a loss with the parameters of `losses.uld`.
 
     Args:
         truncated: see LossSpec.
+        in_place: see `build_per_chunk`.
         flag_of: {parameter of the loss: flag} beside the temperature.
     """
     flag_of = {"temperature": "temperature"} | flag_of
-    build = partial(build_per_chunk, loss=loss, flag_of=flag_of)
+    build = partial(build_per_chunk, loss=loss, flag_of=flag_of, in_place=in_place)
     return LossSpec(build, "chunks", tuple(flag_of.values()), truncated=truncated)
 
 
@@ -456,7 +487,7 @@ LOSSES: dict[str, LossSpec] = {
     "uld": per_chunk(losses.uld),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
-    "alm": per_chunk(losses.alm, truncated="plain", mode="alm_mode"),
+    "alm": per_chunk(losses.alm, "plain", losses.alm_in_place, mode="alm_mode"),
     "forward_kl": divergence_loss(losses.forward_kl),
     "reverse_kl": divergence_loss(losses.reverse_kl),
     "generalized_jsd": divergence_loss(losses.generalized_jsd, beta="jsd_beta"),

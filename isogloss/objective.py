@@ -1,7 +1,7 @@
 """Compute the loss of a micro-batch: cross-entropy and the distillation loss of every teacher.
 
 Every term is a sum over the sub-tiles of a micro-batch, times a weight that makes it part of the
-mean over the whole step on all ranks.  Sums and gradients come from `tiles.tiled_loss`; without
+mean over the whole step on all ranks.  Sums and gradients come from `tiles.tiled_losses`; without
 tiling from the logits of the whole micro-batch.
 """
 
@@ -13,7 +13,7 @@ import torch
 from isogloss.batch import TeacherBatch
 from isogloss.sequence import SequenceGroup, gather_halo
 from losses import cross_entropy_in_place, next_token_cross_entropy
-from tiles import HiddenLogits, LogitsSource, LossPart, tiled_loss, tiled_losses
+from tiles import GradientWindow, HiddenLogits, LogitsSource, LossPart, tiled_losses
 
 
 @dataclass
@@ -61,6 +61,7 @@ class LossTerms:
         tiles: for the cross-entropy where there is no teacher, else None.
         sequence_group: ranks that hold the other shards of the sequences, or None.
         parameters: what the loss trains beside the student's model.
+        window: adds up the gradient of the head over the micro-batches of a step, or None.
     """
 
     ce_weight: float
@@ -68,10 +69,27 @@ class LossTerms:
     tiles: list | None = None
     sequence_group: SequenceGroup | None = None
     parameters: list = ()
+    window: GradientWindow | None = None
 
     def reduce(self, student_logits):
         """Return (loss, sums), see `micro_batch_loss`."""
         return micro_batch_loss(student_logits, self)
+
+
+def in_windows(terms, window_ends):
+    """Yield the LossTerms of the micro-batches of a step; a GradientWindow spans several of them.
+
+    Each is to be computed, and its backward pass run, before the next one is asked for.
+
+    Args:
+        terms: an iterable of LossTerms.
+        window_ends: bool for each micro-batch, whether autograd gets the head's gradient there.
+    """
+    window = GradientWindow()
+    for of_batch, ends in zip(terms, window_ends):
+        window.hands_over = ends
+        of_batch.window = window
+        yield of_batch
 
 
 def micro_batch_loss(student_logits, terms):
@@ -88,7 +106,7 @@ def micro_batch_loss(student_logits, terms):
     """
     if not terms.teachers:  # the text alone
         weights = [terms.ce_weight, 0.0]
-        loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights, ())
+        loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights, (), terms.window)
         return torch.stack([loss]).sum(), torch.stack([sums])
     sources = []
     parts = []
@@ -103,7 +121,7 @@ def micro_batch_loss(student_logits, terms):
                               weights))
     if isinstance(student_logits, HiddenLogits):
         # together: the gradient of the head exists once, however many teachers there are
-        loss, sums = tiled_losses(student_logits.head, parts, terms.parameters)
+        loss, sums = tiled_losses(student_logits.head, parts, terms.parameters, terms.window)
         return loss, torch.stack(sums)
     losses, sums = zip(*map(untiled_part, sources, parts))
     return torch.stack(losses).sum(), torch.stack(sums)
@@ -114,7 +132,7 @@ def untiled_part(source, part):
     return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
 
 
-def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameters):
+def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameters, window=None):
     """Compute cross-entropy and distillation loss over some tiles.
 
     Args:
@@ -122,14 +140,16 @@ def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameter
         teacher_logits: LogitsSource; None, with kd_loss None, for the cross-entropy alone.
         weights: of the two; what has weight 0 is not computed.
         parameters: what the loss trains beside the student's model.
+        window: see LossTerms.
     Returns:
         (loss, sums): (), the weighted sum with its gradient, and (3,) sums, see `micro_batch_loss`.
     """
     tile_loss = PairLoss(kd_loss, weights)
     weights = [*weights, 0.0]  # the part in rollouts is counted already
     if isinstance(student_logits, HiddenLogits):
-        return tiled_loss(student_logits.hidden_TH, student_logits.head, teacher_logits, tile_loss,
-                          tiles, weights, parameters)
+        part = LossPart(student_logits.hidden_TH, teacher_logits, tile_loss, tiles, weights)
+        loss, [sums] = tiled_losses(student_logits.head, [part], parameters, window)
+        return loss, sums
     return untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights)
 
 

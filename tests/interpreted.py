@@ -107,23 +107,27 @@ from triton.compiler import ASTSource
 import importlib
 import sys
 
-CONSTANTS = dict(HAS_TEACHER=True, HAS_LABELS=True, BLOCK=4096, SLICE=512, HAS_KEPT=True)
-INTEGERS = "N", "V", "W", "K", "A", "B", "num_cells", "num_slices", "num_long", "num_chunks", "most"
+CONSTANTS = dict(HAS_TEACHER=True, HAS_LABELS=True, BLOCK=4096, SLICE=512, HAS_KEPT=True,
+                 HAS_MASS=True, HAS_ADDED=True)
+INTEGERS = "N", "V", "W", "K", "A", "B", "most"
 
 def kind_of(name):
     if name in CONSTANTS or name in ("KIND", "REVERSE"):
         return "constexpr"
     if name in ("x_ptr", "y_ptr", "d_ptr"):
         return "*bf16"
+    if name.startswith("is_"):
+        return "*u8"
     if name.startswith(("label_", "teacher_row", "row_", "start_S", "start_T", "chunk_", "common_",
                         "other_", "kept_")):
         return "*i64"
-    if name.startswith(("slot", "root_", "ids", "base", "width", "lane_slot", "long_", "token_",
+    if name.startswith(("slot", "root_", "ids", "teacher_ids", "base", "width", "long_", "token_",
                         "column_", "start_")):
         return "*i32"
     if name.endswith("_ptr"):
         return "*fp32"
-    return "i32" if name in INTEGERS or name.endswith("stride") else "fp32"
+    is_integer = name in INTEGERS or name.startswith("num_") or name.endswith("stride")
+    return "i32" if is_integer else "fp32"
 
 result = {}
 module, kernels = json.loads(sys.argv[1])

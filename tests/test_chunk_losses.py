@@ -1,5 +1,6 @@
 """losses.py with two vocabularies: gold, h_kl, uld, alm against their definitions, at extremes."""
 
+import contextlib
 import itertools
 import random
 
@@ -14,6 +15,7 @@ import ranks
 from cases import Case, close, common_of, gradient, padded, shard_error, shards
 from spelling import translation_tables
 from translation import Tables, list_nodes, translated
+from waiting import FixedOrder
 
 F64 = torch.float64
 
@@ -49,6 +51,22 @@ def losses_of(case, tau=1.0):
 
         by_name[mode] = alm
     return by_name
+
+
+@pytest.mark.parametrize("name", ["gold", "uld", "event_kl", "projection_kl", "binary_kl"])
+def test_sums_have_a_fixed_order_where_index_add_has_none(name, monkeypatch):
+    """On a GPU: the plain path repeats itself, forward and backward."""
+    case = Case(20, samples=4, length=14)
+    results = []
+    for ordered in (("cpu",), ()):
+        monkeypatch.setattr(losses, "ORDERED_DEVICES", ordered)
+        leaf = case.x.double().requires_grad_()
+        with contextlib.nullcontext() if ordered else FixedOrder():
+            value, _ = losses_of(case)[name](leaf, case.y.double())
+            value.backward()
+        results.append((value.detach(), leaf.grad))
+    for ours, expected in zip(results[1], results[0]):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def definition(name, case, tau=1.0):

@@ -502,6 +502,20 @@ def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path)
         check_steps(expected, 2, flags | {"tiled": False}, samples, untiled, cases, math.inf)
 
 
+WINDOWS = [Layout(stage, 1, 4, {"head_gradient": choice})
+           for stage in ALL_STAGES for choice in ("window", "micro_batch")]
+
+
+def test_the_gradient_of_the_head_is_handed_over_once_a_step(models, untied, texts, tmp_path):
+    """Of a head that is the embedding too, or not; the step before leaves nothing in the next."""
+    samples = uneven_samples(texts)
+    for student in (models[0], untied):
+        flags = flags_for(models, texts, tmp_path, student=str(student))
+        expected = references_of(flags, ["gold", "alm"], samples)
+        cases = [Case("alm"), Case("gold")]
+        check_steps(expected, 2, flags, samples, WINDOWS, cases, SMALL_TILE_MIB)
+
+
 class LargestTensor(TorchDispatchMode):
     """Note the numbers of the largest tensor that any operation makes."""
 

@@ -602,6 +602,111 @@ def test_the_matmuls_add_to_one_gradient_of_the_head(num_teachers, monkeypatch):
         assert close(a.float(), b, 0.02)
 
 
+class Window:
+    """Three micro-batches of a head that is tied to what makes the hidden states, on one window."""
+
+    WEIGHTS = 1.0, 1e-3, 3.0
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.V, self.n, self.width = 30, 12, 16
+        chunk = torch.arange(self.n)[None]
+        self.tiles = plan_tiles(chunk, chunk, chunk, chunk, (self.V, self.V), 0.002)
+        assert len(self.tiles) > 2
+        self.rows = torch.randn(3, self.n, self.V)
+        self.ids = torch.randint(self.V, (3, self.n))
+        self.weight = torch.randn(self.V + 2, self.width).requires_grad_()
+        self.other = torch.randn(self.width, self.width).requires_grad_()
+
+    def loss(self, number, window):
+        hidden = (self.weight[self.ids[number]] @ self.other).tanh()
+
+        def kl(x, y, sub_tile):
+            return losses.forward_kl(x[None], y[None], None)[0][None]
+
+        weights = [self.WEIGHTS[number]]
+        part = LossPart(hidden, StoredLogits(self.rows[number]), kl, self.tiles, weights)
+        return tiled_losses(Head(self.weight, vocab=self.V), [part], window=window)[0]
+
+    def gradients(self, hands_over, factors=(0.5, 0.5, 0.5)):
+        """Return the gradients after each backward pass; hands_over None: without a window."""
+        self.weight.grad = self.other.grad = None
+        window = tiles_module.GradientWindow() if hands_over else None
+        found = []
+        for number, factor in enumerate(factors):
+            if window:
+                window.hands_over = hands_over[number]
+            (factor * self.loss(number, window)).backward()
+            found.append((self.weight.grad.clone(), self.other.grad.clone()))
+        return found
+
+
+@pytest.mark.parametrize("hands_over", [(0, 0, 1), (1, 0, 1), (1, 1, 1)])
+def test_a_window_hands_the_gradient_of_the_head_over_once(hands_over):
+    """Whatever the weights of the micro-batches; the embedding adds its own in each."""
+    models = Window()
+    plain = models.gradients(None)
+    ours = models.gradients(hands_over)
+    assert all(close(a, b, 2e-6) for a, b in zip(ours[-1], plain[-1]))
+    for number, (weight, other) in enumerate(ours):
+        assert close(other, plain[number][1], 2e-6)
+        read = torch.zeros(len(weight), dtype=torch.bool)
+        read[models.ids[: number + 1]] = True
+        if not any(hands_over[: number + 1]):  # what no text reads has no gradient yet
+            assert (weight[~read] == 0).all() and (weight[read] != 0).any()
+
+
+@pytest.mark.parametrize("factors", [(0.5, 0.25, 0.5), (0.5, math.nan, 0.5), (0.5, 0.5, math.nan)])
+def test_a_window_of_several_factors_has_no_gradient(factors):
+    """A loss that is not finite anywhere spoils the step, as it does without a window."""
+    [*_, (weight, _)] = Window().gradients((0, 0, 1), factors)
+    assert weight[:30].isnan().all()
+
+
+def test_a_window_refuses_a_call_without_its_backward_pass():
+    models = Window()
+    window = tiles_module.GradientWindow()
+    models.loss(0, window)
+    window.hands_over = True
+    with pytest.raises(RuntimeError, match="2 calls of tiled_losses, but 1 backward"):
+        models.loss(1, window).backward()
+    window = tiles_module.GradientWindow()
+    with pytest.raises(ValueError, match="hidden states that need a gradient"):
+        part = LossPart(models.rows[0][:, :16], StoredLogits(models.rows[0]), None, [], [1.0])
+        tiled_losses(Head(models.weight), [part], window=window)
+
+
+@pytest.mark.parametrize("error", [TypeError("no out_dtype"), RuntimeError("self has to be half")])
+def test_a_torch_without_mixed_matmuls_adds_products(error, monkeypatch):
+    """The same gradient, from blocks in half precision; it is tried once for all calls."""
+    monkeypatch.setattr(tiles_module, "MIXED_MATMULS", ("cpu",))
+    tiles_module._try_mixed_matmul.cache_clear()
+    tries = []
+
+    def refuse(*args, **kwargs):
+        tries.append(kwargs["out_dtype"])
+        raise error
+
+    monkeypatch.setattr(torch, "addmm", refuse)
+    found = []
+    for _ in range(2):
+        weight = torch.zeros(40, 8, dtype=torch.bfloat16)
+        gradient = tiles_module._WeightGradient(weight, 37, torch.bfloat16)
+        generator = torch.Generator().manual_seed(0)
+        d = torch.randn(5, 37, generator=generator).bfloat16()
+        hidden = torch.randn(5, 8, generator=generator).bfloat16()
+        for factor in (1.0, 0.5):
+            gradient.add_product(d, hidden, factor)
+        gradient.finish()
+        assert len(gradient.pieces) == 2
+        exact = 1.5 * d.double().T @ hidden.double()
+        found.append(gradient.scaled(torch.tensor(2.0), torch.float32))
+        assert close(found[-1][:37], 2 * exact, 0.02)
+        assert (found[-1][37:] == 0).all()
+    assert tries == [torch.float32]
+    tiles_module._try_mixed_matmul.cache_clear()
+
+
 def test_a_second_backward_is_rejected():
     models = Models(3)
     loss = loss_of("alm", models.case)
