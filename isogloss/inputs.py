@@ -298,7 +298,7 @@ def cached_encoder(cfg, encoder, roles):
     manifest = check_cache(folder, encoder, cfg.teacher_max_length)
     check_truncated(cfg, f"--teacher_cache {folder}, which keeps {manifest.top_k} tokens,",
                     manifest.output == "topk")
-    check_rest(folder, manifest, rest_temperature(cfg))
+    check_rest(folder, manifest, rest_temperature(cfg), LOSSES[cfg.loss].reads_draws(cfg))
     if manifest.dtype == SERVED and cfg.teacher_weights == "entropy":
         raise ValueError(f"--teacher_cache {folder}: was written from a server, which does not say "
                          "its entropy; use another --teacher_weights than entropy, such as ce")
@@ -513,6 +513,9 @@ def plan_ensemble(cfg, student, encoders, configs, device):
     encoder = replace(encoders[first], max_length=shortest)
     ensemble_cfg = replace(configs[first], kd_weight=cfg.kd_weight)
     members = [teacher_spec(member, encoders[name], device) for name, member in configs.items()]
+    for member in members:
+        # a mean of logits is not linear in probabilities
+        member.reads_draws = member.reads_draws and cfg.teacher_weights == "mean_p"
     spec = TeacherSpec(
         path="mean", vocab=len(encoder.table), engine="ensemble", members=members,
         weights=[member.kd_weight for member in configs.values()],
@@ -534,7 +537,8 @@ def teacher_spec(cfg, encoder, device):
         return TeacherSpec(
             path=cfg.teacher_path, vocab=len(encoder.table), engine="cache", device=device,
             output=Manifest.read("teacher_cache", cfg.teacher_cache).output,
-            rest_temperature=rest_temperature(cfg), cache=cfg.teacher_cache)
+            rest_temperature=rest_temperature(cfg), reads_draws=LOSSES[cfg.loss].reads_draws(cfg),
+            cache=cfg.teacher_cache)
     if cfg.is_served:
         return TeacherSpec(
             path=cfg.teacher, vocab=len(encoder.table), engine="served", device=device,
