@@ -176,7 +176,7 @@ def test_a_stream_that_changes_is_no_cache(models, texts, tmp_path):
 def test_same_loss_and_gradient_from_a_cache_in_every_layout(models, texts, caches, tmp_path):
     flags = flags_for(models, texts, tmp_path)
     samples = uneven_samples(texts)
-    cases = [Case("piece_kl"), Case("projection_kl", packed=True)]
+    cases = [Case("piece_kl"), Case("projection_kl", packed=True), Case("alm")]
     expected = references_of(flags, [case.loss for case in cases], samples)
     for num_ranks, sequence_parallel in ((1, 1), (2, 2)):
         layouts = []
@@ -184,7 +184,9 @@ def test_same_loss_and_gradient_from_a_cache_in_every_layout(models, texts, cach
             layouts.append(Layout(0, 4, 2, {
                 "teacher_cache": str(caches[kind]), "teacher": "",
                 "sequence_parallel": sequence_parallel}))
-        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB)
+        # float32 leaves 4e-7 at most
+        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB,
+                    tolerance=1e-6)
 
 
 @pytest.mark.slow
