@@ -254,14 +254,18 @@ def load_teacher_encoders(cfg, roles=None):
         num_ranks = num_ranks // roles.student_ranks * roles.teacher_ranks
         ranks_per_node = roles.teacher_ranks
     encoders = {}
-    for name, teacher_cfg in configs_by_teacher(cfg).items():
+    configs = configs_by_teacher(cfg)
+    if roles and all(of_teacher.teacher_cache for of_teacher in configs.values()):
+        raise ValueError(f"--teacher_ranks {cfg.teacher_ranks}: a cache needs no ranks, and there "
+                         "is no other teacher; leave it out")
+    for name, teacher_cfg in configs.items():
         if teacher_cfg.teacher_cache:  # before its tokenizer is looked for there
             Manifest.read("teacher_cache", teacher_cfg.teacher_cache)
         encoders[name], config = load_text_encoder(
             "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
             teacher_cfg.trust_remote_code, template_kwargs(cfg))
         if teacher_cfg.teacher_cache:
-            encoders[name] = cached_encoder(teacher_cfg, encoders[name], roles)
+            encoders[name] = cached_encoder(teacher_cfg, encoders[name])
             continue
         if teacher_cfg.is_served:
             encoders[name] = served_encoder(teacher_cfg, encoders[name], config.vocab_size)
@@ -282,7 +286,7 @@ def load_teacher_encoders(cfg, roles=None):
     return encoders
 
 
-def cached_encoder(cfg, encoder, roles):
+def cached_encoder(cfg, encoder):
     """Return the TextEncoder of a cached teacher, which reads no more than the cache holds.
 
     Args:
@@ -292,9 +296,6 @@ def cached_encoder(cfg, encoder, roles):
         ValueError: the cache is damaged, or does not fit.
     """
     folder = cfg.teacher_cache
-    if roles:
-        raise ValueError(f"--teacher_cache {folder}: does not run on ranks of its own; leave out "
-                         "--teacher_ranks")
     manifest = check_cache(folder, encoder, cfg.teacher_max_length)
     check_truncated(cfg, f"--teacher_cache {folder}, which keeps {manifest.top_k} tokens,",
                     manifest.output == "topk")

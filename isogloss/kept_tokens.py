@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from isogloss.text_scores import ScoredLogits, scores_of_rows
 from tiles import TopKLogits
@@ -115,8 +114,11 @@ def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, unifor
     """
     best_N, likeliest_N = logits_NW.max(-1)
     whole = scores_of_rows(logits_NW, best_N, labels_N, likeliest_N == labels_N)
-    mass_NW = ((logits_NW[:, order.ids_W] - best_N[:, None]) / temperature).exp_()
-    relevance_NW = mass_NW * relevance_of_mass(mass_NW, labels_N, order)
+    mass_NW = whole.mass_NW
+    if temperature != 1:
+        mass_NW = ((logits_NW - best_N[:, None]) / temperature).exp_()
+    mass_NW = mass_NW.index_select(1, order.ids_W)
+    relevance_NW = relevance_of_mass(mass_NW, labels_N, order).mul_(mass_NW)
     label_N1 = order.place_W[labels_N][:, None]
     relevance_NW.scatter_(1, label_N1, 0)
     top_NK, place_NK = relevance_NW.topk(min(num_entries, relevance_NW.shape[1]))
@@ -149,8 +151,11 @@ def relevance_of_mass(mass_NW, labels_N, order):
     """Return (N, W) float32 by which the masses of tokens, in byte order, are relevant."""
     low_NP = order.low_WP[labels_N]
     high_NP = order.high_WP[labels_N]
-    ends_NW = F.pad(mass_NW.cumsum(-1, dtype=torch.float64), (1, 0))
-    total_N1 = ends_NW[:, -1:]
+    num_rows, num_tokens = mass_NW.shape
+    ends_NW = mass_NW.new_zeros(num_rows, num_tokens + 1, dtype=torch.float64)
+    ends_NW[:, 1:] = mass_NW
+    ends_NW.cumsum_(-1)
+    total_N1 = ends_NW[:, -1:].clone()
     of_beginning_NP = ends_NW.gather(1, high_NP) - ends_NW.gather(1, low_NP)
     label_N1 = mass_NW.gather(1, order.place_W[labels_N][:, None])
     # rounding may leave nothing of a difference
@@ -160,7 +165,7 @@ def relevance_of_mass(mass_NW, labels_N, order):
     factor_NP = total_N1 / of_beginning_NP / num_N1 * is_there_NP
     steps_NW = ends_NW.zero_().scatter_add_(1, low_NP, factor_NP)
     steps_NW.scatter_add_(1, high_NP, -factor_NP)
-    return steps_NW.cumsum(-1)[:, :-1].clamp(min=0).float() + 1
+    return steps_NW.cumsum_(-1)[:, :-1].float().clamp_(min=0).add_(1)
 
 
 def is_to_be_drawn(top_NK, relevance_NW):
@@ -193,14 +198,14 @@ def draw(mass_NW, relevance_NW, is_drawn_NK, uniform_N):
     K = is_drawn_NK.shape[1]
     first_N1 = K - num_N1
     cut_NK1 = (torch.arange(K + 1, device=num_N1.device) - first_N1) / num_N1.clamp(min=1)
-    ends_NW = relevance_NW.cumsum(-1, dtype=torch.float64)
+    ends_NW = relevance_NW.double().cumsum_(-1)
     cut_NK1 = cut_NK1.clamp(0, 1) * ends_NW[:, -1:]
     # the tokens that are cut, and how much of each lies before
     token_NK1 = torch.searchsorted(ends_NW, cut_NK1).clamp(max=ends_NW.shape[1] - 1)
     size_NK1 = relevance_NW.gather(1, token_NK1).double()
     behind_NK1 = (ends_NW.gather(1, token_NK1) - cut_NK1) / size_NK1
     behind_NK1 = torch.where(size_NK1 > 0, behind_NK1, 0).clamp(0, 1)
-    ends_NW = mass_NW.cumsum(-1, dtype=torch.float64)
+    ends_NW = mass_NW.double().cumsum_(-1)
     bound_NK1 = ends_NW.gather(1, token_NK1) - behind_NK1 * mass_NW.gather(1, token_NK1)
     interval_NK = bound_NK1.diff().clamp(min=0)
     point_NK = bound_NK1[:, :-1] + uniform_N[:, None] * interval_NK

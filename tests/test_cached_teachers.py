@@ -24,7 +24,7 @@ from isogloss.launch import start_distributed
 from isogloss.model_teachers import load_replicated
 from isogloss.text_scores import batch_texts
 from isogloss.watch import end_together
-from jobs import ds_config, write_corpus
+from jobs import ds_config, losses_of, run_distill, write_corpus
 from projection_tools.flags import parse_flags
 from test_layouts import (
     AS_FLAGS_SAY,
@@ -201,6 +201,39 @@ def test_caches_and_live_teachers_mix(models, texts, caches, tmp_path):
         cached = {"cache": str(caches[kind]), "loss": "piece_kl", "weight": 2}
         layouts.append(Layout(0, 4, 2, {"teachers": json.dumps([cached, live])}))
     check_steps({AS_FLAGS_SAY.loss: expected}, 1, flags, samples, layouts, [AS_FLAGS_SAY], 8)
+
+
+@pytest.mark.slow
+def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_path):
+    """One is read by the student's ranks, the other is asked; alone and as members of a mean."""
+    live = {"model": str(models[1]), "name": "live"}
+    cached = {"cache": str(caches["all"]), "weight": 2}
+    argv = [f"--student={models[0]}", data[0], f"--ds_config={ds_config(tmp_path / 'd', 2, 2, 2)}",
+            "--steps=3", "--max_length=60", "--eval_rows=2", "--eval_every=2",
+            f"--teachers={json.dumps([cached, live])}"]
+    for weights in ("fixed", "mean_p"):
+        curves = []
+        for num_ranks, flags in ((1, []), (2, ["--teacher_ranks=1"])):
+            output = tmp_path / f"{weights}{num_ranks}"
+            line = [*argv, *flags, f"--teacher_weights={weights}", f"--output_dir={output}"]
+            assert ranks.run(num_ranks, run_distill, [line]) == [[0]] * num_ranks
+            curves.append(losses_of(output))
+        for expected, line in zip(*curves, strict=True):
+            assert expected.keys() == line.keys()
+            for key, value in expected.items():
+                assert abs(line[key] - value) <= 1e-4 * abs(value) + 1e-6, (weights, key)
+    alone = [*argv[:-1], f"--teacher_cache={caches['20']}", "--teacher_ranks=1",
+             f"--output_dir={tmp_path / 'none'}"]
+    line = "".join(ranks.run(2, end_with_ranks_for_nothing, alone))
+    assert "a cache needs no ranks" in line
+
+
+def end_with_ranks_for_nothing(argv):
+    """Return the line that a run ends with."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        run_distill([argv])
+    return said.getvalue()
 
 
 class Reading:
