@@ -548,7 +548,7 @@ class ShardWriter:
         plain = drawn = None
         if self.manifest.temperature != 1:
             plain = torch.cat([block.plain_rest_N for block in blocks])
-        if uniform is not None:
+        if self.manifest.sampled:
             drawn = torch.cat([block.num_drawn_N for block in blocks])
         scored = ScoredLogits.joined([block.scored for block in blocks])
         return top_k_columns(scored, self.manifest.vocab, self.manifest.logp_bits, plain, drawn)

@@ -93,12 +93,12 @@ class KeptRows(NamedTuple):
         before the label, the log-probability is an estimate at the temperature of the draws (see
         `estimated`).  The rest is the mass of all that is not kept as it is.
     plain_rest_N: (N,) log-probability of the rest at temperature 1.
-    num_drawn_N: (N,) int32; None: nothing is drawn.
+    num_drawn_N: (N,) int32.
     """
 
     scored: ScoredLogits
     plain_rest_N: torch.Tensor
-    num_drawn_N: torch.Tensor | None
+    num_drawn_N: torch.Tensor
 
 
 def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, uniform_N=None):
@@ -117,34 +117,50 @@ def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, unifor
     mass_NW = whole.mass_NW
     if temperature != 1:
         mass_NW = ((logits_NW - best_N[:, None]) / temperature).exp_()
-    mass_NW = mass_NW.index_select(1, order.ids_W)
+    choice = choose(mass_NW.index_select(1, order.ids_W), num_entries, labels_N, order, uniform_N)
+    label_N1 = labels_N[:, None]
+    chosen_NK = order.ids_W[choice.place_NK]
+    ids_NK = torch.cat([chosen_NK, label_N1], 1)
+    logp_NK = logits_NW.gather(1, ids_NK) - whole.total_N[:, None]
+    logp_NK[:, :-1] = torch.where(choice.is_drawn_NK, choice.share_NK.log(), logp_NK[:, :-1])
+    no_rest_NK = torch.cat([torch.where(choice.is_drawn_NK, label_N1, chosen_NK), label_N1], 1)
+    plain_rest_N = rest_N = whole.rest(logits_NW, no_rest_NK, 1.0)
+    if temperature != 1:
+        rest_N = whole.rest(logits_NW, no_rest_NK, temperature)
+    rows = TopKLogits(ids_NK.int(), logp_NK, logits_NW.shape[1], rest_N, whole.total_N)
+    num_drawn_N = choice.is_drawn_NK.sum(-1).int()
+    return KeptRows(ScoredLogits(rows, whole.scores), plain_rest_N, num_drawn_N)
+
+
+class Choice(NamedTuple):
+    """Name the tokens of K entries by their places in byte order.
+
+    place_NK: (N, K) int64; is_drawn_NK: (N, K) bool, the last ones of a row.
+    share_NK: (N, K) float32, what a drawn one stands for, of all mass.
+    """
+
+    place_NK: torch.Tensor
+    is_drawn_NK: torch.Tensor
+    share_NK: torch.Tensor
+
+
+def choose(mass_NW, num_entries, labels_N, order, uniform_N):
+    """Return the Choice of rows, of which the masses are in byte order and may be written over."""
     relevance_NW = relevance_of_mass(mass_NW, labels_N, order).mul_(mass_NW)
     label_N1 = order.place_W[labels_N][:, None]
     relevance_NW.scatter_(1, label_N1, 0)
     top_NK, place_NK = relevance_NW.topk(min(num_entries, relevance_NW.shape[1]))
-    is_drawn_NK = None
-    if uniform_N is not None:
-        is_drawn_NK = is_to_be_drawn(top_NK, relevance_NW)
-        kept_NK = torch.where(is_drawn_NK, label_N1, place_NK)
-        total_N1 = mass_NW.sum(-1, keepdim=True, dtype=torch.float64)
-        for of_tokens_NW in (mass_NW, relevance_NW):
-            of_tokens_NW.scatter_(1, label_N1, 0).scatter_(1, kept_NK, 0)
-        drawn_NK, estimate_NK = draw(mass_NW, relevance_NW, is_drawn_NK, uniform_N)
-        place_NK = torch.where(is_drawn_NK, drawn_NK, place_NK)
-    ids_NK = torch.cat([order.ids_W[place_NK], labels_N[:, None]], 1)
-    logp_NK = logits_NW.gather(1, ids_NK) - whole.total_N[:, None]
-    left_out_NK = ids_NK  # of the rest
-    if uniform_N is not None:
-        estimate_NK = (estimate_NK / total_N1).log().float()
-        logp_NK[:, :-1] = torch.where(is_drawn_NK, estimate_NK, logp_NK[:, :-1])
-        left_out_NK = ids_NK.clone()
-        left_out_NK[:, :-1] = torch.where(is_drawn_NK, labels_N[:, None], ids_NK[:, :-1])
-    plain_rest_N = rest_N = whole.rest(logits_NW, left_out_NK, 1.0)
-    if temperature != 1:
-        rest_N = whole.rest(logits_NW, left_out_NK, temperature)
-    rows = TopKLogits(ids_NK.int(), logp_NK, logits_NW.shape[1], rest_N, whole.total_N)
-    num_drawn_N = None if uniform_N is None else is_drawn_NK.sum(-1).int()
-    return KeptRows(ScoredLogits(rows, whole.scores), plain_rest_N, num_drawn_N)
+    if uniform_N is None:
+        nothing_NK = torch.zeros_like(top_NK)
+        return Choice(place_NK, nothing_NK.bool(), nothing_NK)
+    is_drawn_NK = is_to_be_drawn(top_NK, relevance_NW)
+    total_N1 = mass_NW.sum(-1, keepdim=True, dtype=torch.float64)
+    for of_tokens_NW in (mass_NW, relevance_NW):
+        of_tokens_NW.scatter_(1, torch.where(is_drawn_NK, label_N1, place_NK), 0)
+        of_tokens_NW.scatter_(1, label_N1, 0)
+    drawn_NK, of_draw_NK = draw(mass_NW, relevance_NW, is_drawn_NK, uniform_N)
+    place_NK = torch.where(is_drawn_NK, drawn_NK, place_NK)
+    return Choice(place_NK, is_drawn_NK, (of_draw_NK / total_N1).float())
 
 
 def relevance_of_mass(mass_NW, labels_N, order):
