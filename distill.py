@@ -136,7 +136,7 @@ def train_student(cfg, roles, device):
     with fail_together(roles, "inputs"):
         inputs = check_inputs(cfg, device, roles)
     if roles and roles.local_rank == 0:
-        specs = [spec.to_plain() for spec in single_specs(inputs.teachers)]
+        specs = [spec.to_plain() for spec in remote_specs(inputs.teachers)]
         roles.publish("teacher specs", specs)
     # of dropout, different on every rank; the order of the data has a seed of its own
     transformers.set_seed(cfg.seed + dist.get_rank())
@@ -695,6 +695,11 @@ def single_specs(setups):
 # --- teachers on ranks of their own ---------------------------------------------------------------
 
 
+def remote_specs(setups):
+    """List the TeacherSpecs that the teachers' ranks load: caches are read by the student's."""
+    return [spec for spec in single_specs(setups) if not spec.cache]
+
+
 def connect(state, roles):
     """Reach the teachers of this node, where this rank computes a loss."""
     if not state.student.computes_loss:
@@ -702,7 +707,7 @@ def connect(state, roles):
             setup.source = SilentTeacher([])
         return
     roles = client_roles(roles, state.cfg.pipeline_parallel)
-    specs = single_specs(state.teachers)
+    specs = remote_specs(state.teachers)
     # this step and the next one
     num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
     tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)

@@ -134,7 +134,8 @@ def common_events(logits_M: list[Tensor], W: int) -> list[Tensor]:
     is_common = torch.ones_like(with_rest[0], dtype=torch.bool)
     is_common[..., W] = False
     for x in with_rest:
-        is_common &= x > -torch.inf
+        # a row without a rest says of every token what it has, as one of draws does
+        is_common[..., :W] &= (x[..., :W] > -torch.inf) | (x[..., W:] == -torch.inf)
     events = []
     for x in with_rest:
         rest = x.masked_fill(is_common, -torch.inf).logsumexp(-1, keepdim=True)

@@ -10,11 +10,16 @@ writing  seconds of the teacher's forward passes alone (of top-k with its logits
          the writer does
 reading  seconds of the student's forward and backward pass of 8 texts: with the text alone, with
          the teacher asked live, with a cache; and of reading the cache
-bias     of the gradient by the student's logits, trained stories260K: its distance from that of the
-         whole teacher, relative to the norm of that, and its cosine, by the tokens kept
+bias     of the gradient by the student's logits, trained stories260K, by the tokens kept: its
+         distance from that of the whole teacher, relative to the norm of that, where the most
+         likely tokens are kept, or what a cache keeps; and where tokens are drawn, as many as are
+         kept there, by --sampled or with replacement in proportion to their masses: the distance
+         (root of the mean square), its part that a mean over --draws leaves (bias, 0 where it is
+         below its standard error) and the standard deviation
 """
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -32,17 +37,18 @@ from isogloss import cache
 from isogloss.batch import Collator, PairOptions
 from isogloss.config import Config
 from isogloss.inputs import load_text_encoder, teacher_spec
+from isogloss.kept_tokens import byte_order, estimated, keep_tokens
 from isogloss.launch import silence_libraries, start_distributed
 from isogloss.loss_table import build_loss
-from isogloss.model_teachers import load_replicated, most_likely
+from isogloss.model_teachers import load_replicated, truncate
 from isogloss.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
 from isogloss.teachers import load_teacher
 from isogloss.watch import end_together
 from projection_tools.flags import parse_flags, tool
-from tiles import HiddenLogits, head_of
+from tiles import HiddenLogits, TopKLogits, head_of
 
 BATCH = 8
-KEPT = 16, 64, 256, 1024
+KEPT = 16, 64, 256
 LOSSES = ("piece_kl", "generalized_jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation",
           "projection_kl", "alm")
 
@@ -59,6 +65,7 @@ class Args:
         student: directory below models/ of the student's tokenizer, and of the student of bias.
         teacher: directory below models/ of the teacher.
         bias: measure the bias alone.
+        draws: of each gradient whose bias is measured.
     """
 
     assets: str
@@ -69,6 +76,7 @@ class Args:
     student: str = "stories260K"
     teacher: str = "tinytalk_neo_3M"
     bias: bool = False
+    draws: int = 16
 
 
 def seconds_of(run, repeats):
@@ -165,7 +173,8 @@ class Bench:
 
 def writing(bench):
     rows = [["cache", "forward", "writer", "forward / writer", "bytes a token"]]
-    for name, flags in (("hidden", ["--hidden"]), ("top-256", ["--top_k=256"])):
+    for name, flags in (("hidden", ["--hidden"]), ("top-256", ["--top_k=256"]),
+                        ("sampled-256", ["--top_k=256", "--sampled"])):
         forward, _ = seconds_of(partial(bench.forward, name != "hidden"), bench.args.repeats)
         written = []
         for repeat in range(bench.args.repeats):
@@ -176,7 +185,7 @@ def writing(bench):
         rows.append([name, f"{forward:.2f}", f"{least:.2f}", f"{forward / least:.2f}",
                      str(manifest["bytes_per_position"])])
     print(demo_report.markdown_table(rows), flush=True)
-    return {"hidden": bench.folder / "hidden-0", "top-256": bench.folder / "top-256-0"}
+    return {name: bench.folder / f"{name}-0" for name in ("hidden", "top-256", "sampled-256")}
 
 
 def reading(bench, folders):
@@ -208,37 +217,88 @@ def reading(bench, folders):
 
 
 def bias(bench):
-    model = AutoModelForCausalLM.from_pretrained(bench.cfg.student).eval()
-    head = head_of(model, len(bench.student.table))
-    rows = [["loss", "k", "kept mass", "loss / whole loss", "gradient off by", "cosine"]]
+    rows = [["loss", "k", "likely", "cache", "sampled", "its bias", "its deviation", "replaced",
+             "its bias", "its deviation"]]
+    order = byte_order(bench.teacher.table)
     for name in LOSSES:
-        cfg = Config(student=bench.cfg.student, teacher=bench.cfg.teacher, data="-", loss=name,
-                     projection_topk=2**20)
-        whole = build_loss(cfg, bench.student, bench.teacher, "cpu")
-        truncated = build_loss(cfg, bench.student, bench.teacher, "cpu", True)
-        collator = Collator(bench.student, [PairOptions(bench.teacher, whole.spelling)])
-        batch = collator(bench.stories[:BATCH])
-        of_teacher = batch.teachers[0]
-        live = bench.source.targets(of_teacher)
-        with torch.no_grad():
-            hidden = model.base_model(input_ids=batch.student.ids)[0].flatten(0, 1)
-            x = HiddenLogits(hidden, head)(torch.arange(len(hidden)))
-        value, gradient = by_logits(x, live, whole, of_teacher)
+        gradients = Gradients(bench, name, order)
         for k in KEPT:
-            if k > len(bench.teacher.table):
-                continue
-            rows_of_k = most_likely(live, k, of_teacher.labels.flatten())
-            kept = 1 - rows_of_k.logits.rest_T[of_teacher.labels.flatten() >= 0].exp().mean()
-            value_k, gradient_k = by_logits(x, rows_of_k, truncated, of_teacher)
-            off = (gradient_k - gradient).norm() / gradient.norm()
-            cosine = (gradient_k * gradient).sum() / gradient_k.norm() / gradient.norm()
-            rows.append([name, str(k), f"{kept:.4f}", f"{value_k / value:.4f}", f"{off:.4f}",
-                         f"{cosine:.4f}"])
+            row = [name, str(k)]
+            for kept in (gradients.likely(k), gradients.kept(k, None)):
+                row.append(f"{gradients.distance(kept):.4f}")
+            for drawn in (gradients.kept, gradients.replaced):
+                generator = torch.Generator().manual_seed(0)
+                samples = [drawn(k, generator) for _ in range(bench.args.draws)]
+                row += [f"{value:.4f}" for value in gradients.moments(torch.stack(samples))]
+            rows.append(row)
     print(demo_report.markdown_table(rows), flush=True)
 
 
+class Gradients:
+    """Compute gradients of a loss by the student's logits from rows of which K tokens are kept."""
+
+    def __init__(self, bench, name, order):
+        cfg = Config(student=bench.cfg.student, teacher=bench.cfg.teacher, data="-", loss=name,
+                     projection_topk=2**20)
+        whole = build_loss(cfg, bench.student, bench.teacher, "cpu")
+        self.truncated = build_loss(cfg, bench.student, bench.teacher, "cpu", True)
+        collator = Collator(bench.student, [PairOptions(bench.teacher, whole.spelling)])
+        batch = collator(bench.stories[:BATCH])
+        self.batch = batch.teachers[0]
+        self.order = order
+        model = AutoModelForCausalLM.from_pretrained(bench.cfg.student).eval()
+        head = head_of(model, len(bench.student.table))
+        live = bench.source.targets(self.batch)
+        with torch.no_grad():
+            hidden = model.base_model(input_ids=batch.student.ids)[0].flatten(0, 1)
+            self.student = HiddenLogits(hidden, head)(torch.arange(len(hidden)))
+            self.logits = live(torch.arange(self.batch.labels.numel())).float()
+        self.whole = by_logits(self.student, live, whole, self.batch)
+        # positions without a label are in no term
+        self.labels = self.batch.labels.flatten().clamp(min=0)
+
+    def of(self, source):
+        return by_logits(self.student, source, self.truncated, self.batch)
+
+    def likely(self, k):
+        """Keep the most likely tokens."""
+        return self.of(truncate(self.logits, k, self.labels))
+
+    def kept(self, k, generator):
+        """Keep what a cache keeps; with a generator one of --sampled."""
+        if generator is None:
+            return self.of(keep_tokens(self.logits, k, self.labels, self.order).scored)
+        uniform = torch.rand(len(self.labels), dtype=torch.float64, generator=generator)
+        kept = keep_tokens(self.logits, k, self.labels, self.order, 1.0, uniform)
+        return self.of(estimated(kept.scored, kept.num_drawn_N))
+
+    def replaced(self, k, generator):
+        """Draw with replacement in proportion to masses; a token counts as often as it is drawn."""
+        drawn = self.logits.softmax(-1).multinomial(k, replacement=True, generator=generator)
+        counts = torch.zeros_like(self.logits).scatter_add_(1, drawn, torch.ones(drawn.shape))
+        logp = (counts.gather(1, drawn) / k).log()
+        nothing = torch.full((len(drawn),), -torch.inf)
+        return self.of(TopKLogits(drawn, logp, self.logits.shape[1], nothing))
+
+    def distance(self, gradient):
+        """Return the distance from the whole teacher's gradient, relative to its norm."""
+        return (gradient - self.whole).norm() / self.whole.norm()
+
+    def moments(self, gradients):
+        """Return the root mean square distance, bias and standard deviation, likewise."""
+        num = len(gradients)
+        mean = gradients.mean(0)
+        variance = (gradients - mean).square().sum() / (num - 1)
+        square = (mean - self.whole).square().sum() - variance / num
+        # of the estimate of what is no bias, about
+        if square < 3 * variance / num / math.sqrt(len(self.labels)):
+            square = torch.zeros(())
+        return [value.sqrt() / self.whole.norm()
+                for value in (square + variance, square, variance)]
+
+
 def by_logits(x, source, loss, batch):
-    """Return (value, gradient by the student's logits) of a loss of one tile."""
+    """Return the gradient by the student's logits of a loss of one tile."""
     leaf = x.detach().requires_grad_()
     [tile] = batch.tiles
     [sub_tile] = tile.sub_tiles
@@ -246,7 +306,7 @@ def by_logits(x, source, loss, batch):
     teacher = source(sub_tile.teacher_positions)[sub_tile.teacher_slice]
     value = loss.loss_fn(student, teacher, sub_tile)
     gradient, = torch.autograd.grad(value, leaf)
-    return float(value.detach()), gradient
+    return gradient
 
 
 def main(args):

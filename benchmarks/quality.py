@@ -17,7 +17,9 @@ equal      forward KL from a teacher with the student's tokenizer: bitstories_1M
 exact      forward KL from the pair's own teacher, exactly converted (exact_conversion.py), with
            branches of less than --threshold by chance
 
-A loss with a number, as piece_kl@256, learns from a teacher of which so many tokens are kept.
+A loss with a number, as piece_kl@256, learns from a teacher of which so many tokens are kept, the
+most likely ones; piece_kl@256-cache from what a cache keeps, piece_kl@256-sampled from one that was
+written with --sampled.
 
 All runs of a pair have one learning rate, the same batches and, per seed, the same first student.
 They use the job's own alignment, tables and losses, in one process and without DeepSpeed.  Results
@@ -50,7 +52,9 @@ import demo_report
 from align import TokenTable
 from benchmarks.exact_conversion import ExactConverter
 from isogloss.batch import Collator, PairOptions, as_example
+from isogloss.cache_files import text_key
 from isogloss.config import Config
+from isogloss.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
 from isogloss.loss_table import build_loss
 from isogloss.model_teachers import truncate
 from isogloss.sample import TextEncoder
@@ -100,6 +104,8 @@ class Teacher:
     """Hold a teacher, its loss, and the hidden states of the stories that it has read.
 
     top_k: tokens of it that are kept; 0: all.
+    kept: "" the most likely ones; "cache", "sampled": as caches keep them.
+    order: ByteOrder of its tokens, once it is needed.
     """
 
     model: object
@@ -107,6 +113,8 @@ class Teacher:
     loss: object
     hidden: dict
     top_k: int = 0
+    kept: str = ""
+    order: object = None
 
     def logits(self, batch, stories, collator):
         """Return (B * T, W) logits of a batch; every story is read once."""
@@ -122,8 +130,23 @@ class Teacher:
         logits = torch.stack(rows).flatten(0, 1) @ weight.T
         if not self.top_k:
             return logits
-        scored = truncate(logits, self.top_k, batch.labels.flatten())
+        labels = batch.labels.flatten()
+        if self.kept:
+            scored = self.kept_tokens(logits, labels, stories, width)
+        else:
+            scored = truncate(logits, self.top_k, labels)
         return scored(torch.arange(len(logits)))
+
+    def kept_tokens(self, logits, labels, stories, width):
+        """Return the ScoredLogits that a cache would give."""
+        if self.order is None:
+            self.order = byte_order(self.encoder.table)
+        labels = labels.clamp(min=0)  # positions without a label are in no term
+        if self.kept == "cache":
+            return keep_tokens(logits, self.top_k, labels, self.order).scored
+        numbers = [uniform_numbers(0, text_key(story), width) for _, story in stories]
+        kept = keep_tokens(logits, self.top_k, labels, self.order, 1.0, torch.cat(numbers))
+        return estimated(kept.scored, kept.num_drawn_N)
 
 
 class ModelPair:
@@ -168,12 +191,13 @@ class ModelPair:
         model, encoder = self.load(name)
         # the limits compare by forward KL; exact uses its alignment only
         kind, _, top_k = loss.partition("@")
+        top_k, _, kept = top_k.partition("-")
         if kind in ("equal", "exact"):
             kind = "forward_kl"
         cfg = Config(student=str(self.student_folder), teacher=str(self.models / name), data="-",
                      loss=kind)
         kd = build_loss(cfg, self.student, encoder, "cpu", bool(top_k))
-        return Teacher(model, encoder, kd, self.hidden[name], int(top_k or 0))
+        return Teacher(model, encoder, kd, self.hidden[name], int(top_k or 0), kept)
 
     def fresh_student(self, seed):
         """Return a student with random weights."""

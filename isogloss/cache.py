@@ -12,6 +12,7 @@ ended goes on with those that are missing.  The format is in cache_files.py.
 
 import fcntl
 import hashlib
+import itertools
 import shutil
 import sys
 import time
@@ -42,8 +43,10 @@ from isogloss.cache_files import (
 from isogloss.cached_teachers import head_tensors, template_digest
 from isogloss.chat import SkippedChat, render
 from isogloss.config import Config, template_kwargs
+from isogloss.data_checks import explained
 from isogloss.files import check_shared, size_and_checksum
 from isogloss.inputs import load_text_encoder, open_rows, served_encoder, teacher_spec
+from isogloss.kept_tokens import byte_order, keep_tokens, uniform_numbers
 from isogloss.launch import fail, fail_together, join_store, silence_libraries, start_distributed
 from isogloss.layout import node_size, teacher_groups
 from isogloss.model_teachers import (
@@ -51,7 +54,6 @@ from isogloss.model_teachers import (
     head_gives_own_logits,
     local_folder,
     resolve_engine,
-    truncate,
 )
 from isogloss.open_data import holds_chats
 from isogloss.pretrained import check_weights, load_config
@@ -68,7 +70,8 @@ from tiles import HiddenLogits
 
 SHARD_BYTES = 256 * 2**20  # of a shard, about
 MOST_TEXTS = 4096  # in a shard
-TRIED_TEXTS = 1000  # from which the size is estimated, spread over the data
+TRIED_TEXTS = 1000  # from which the size is estimated, or up to twice as many
+ROWS_AT_A_TIME = BLOCK // 4  # of logits, as choosing tokens takes four times their memory
 GIB = 2**30
 
 
@@ -83,11 +86,15 @@ class Args:
         output: directory of the cache. A command that was ended goes on there.
         eval_data: further texts, such as held-out ones, named likewise. Empty: none.
         split, eval_split: splits of data and of eval_data.
+        streaming: read the data as a stream, once before the teacher is loaded, then for each rank.
         text_key, completion_key, prompt_key, tools_key, template_kwargs, txt_samples: as of
             distill.py.
-        hidden: keep final hidden states, from which every loss is exact. Else the most likely
-            tokens, the text's own, and all others as one event.
-        top_k: most likely tokens of each position.
+        hidden: keep final hidden states, from which every loss is exact. Else some tokens, and all
+            others as one event.
+        top_k: tokens of each position, beside the text's own: the most likely ones, and those that
+            begin as the text's own does.
+        sampled: draw some of these tokens from all others, for which they stand without bias.
+        seed: of the draws, which depend on it and the text alone.
         logp_bits: bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32.
         temperature: of the losses that will read the cache: the mass of all other tokens is kept at
             this temperature and at 1.
@@ -108,6 +115,7 @@ class Args:
     eval_data: str = ""
     split: str = "train"
     eval_split: str = "train"
+    streaming: bool = False
     text_key: str = "text"
     completion_key: str = ""
     prompt_key: str = ""
@@ -116,6 +124,8 @@ class Args:
     txt_samples: str = "line"
     hidden: bool = False
     top_k: int = 256
+    sampled: bool = False
+    seed: int = 0
     logp_bits: int = 16
     temperature: float = 1.0
     teacher_max_length: int = 0
@@ -135,9 +145,24 @@ class Args:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected 1 or more")
         if self.logp_bits not in (16, 32):
             raise ValueError(f"--logp_bits {self.logp_bits}: expected 16 or 32")
-        if self.run_config().is_served and self.hidden:
-            raise ValueError(f"--hidden with --teacher {self.teacher}: a server gives its most "
-                             "likely tokens alone; leave it out")
+        if self.seed < 0:
+            raise ValueError(f"--seed {self.seed}: expected 0 or more")
+        self._check_what_is_kept()
+
+    def _check_what_is_kept(self):
+        """Raise a ValueError where flags do not go together."""
+        is_served = self.run_config().is_served
+        for name in ("hidden", "sampled"):
+            if is_served and getattr(self, name):
+                raise ValueError(f"--{name} with --teacher {self.teacher}: a server gives its most "
+                                 "likely tokens alone; leave it out")
+        for name in ("top_k", "sampled", "logp_bits", "temperature"):
+            value = getattr(self, name)
+            if self.hidden and value != getattr(Args, name):
+                raise ValueError(f"--hidden with --{name} {value}: hidden states say all of every "
+                                 "token, at any temperature; leave out one of them")
+        if self.seed and not self.sampled:
+            raise ValueError(f"--seed {self.seed}: is of --sampled, which is not set; leave it out")
 
     @property
     def teacher_path(self):
@@ -148,7 +173,7 @@ class Args:
         """Return the Config of a run with this teacher, which checks the flags that both have."""
         names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data",
                  "split", "text_key", "completion_key", "prompt_key", "tools_key",
-                 "template_kwargs", "txt_samples", "temperature", "teacher_max_length",
+                 "template_kwargs", "txt_samples", "streaming", "temperature", "teacher_max_length",
                  "teacher_dtype", "teacher_engine", "teacher_tp", "teacher_offload",
                  "teacher_compile", "trust_remote_code")
         shared = {name: getattr(self, name) for name in names}
@@ -157,6 +182,39 @@ class Args:
 
 
 # --- texts ----------------------------------------------------------------------------------------
+
+
+class StreamedRows:
+    """Give the rows of a stream by their numbers; a lower one than the last begins it anew.
+
+    Attributes:
+        num: of all rows; None until they have been counted.
+    """
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.num = None
+        self.rows = iter(dataset)
+        self.next = 0
+
+    def __len__(self):
+        if self.num is None:
+            self.num = sum(1 for _ in self.dataset)
+        return self.num
+
+    def __iter__(self):
+        num = 0
+        for num, row in enumerate(self.dataset, 1):
+            yield row
+        self.num = num
+
+    def __getitem__(self, number):
+        if number < self.next:
+            self.rows = iter(self.dataset)
+            self.next = 0
+        skipped = number - self.next
+        self.next = number + 1
+        return next(itertools.islice(self.rows, skipped, None))
 
 
 @dataclass
@@ -173,31 +231,33 @@ class Texts:
     encoder: object
     holds_chats: bool
 
-    def __len__(self):
-        return sum(len(dataset) for dataset, _ in self.parts)
+    def all(self):
+        """Yield the Example of every row."""
+        first_row = 0
+        for dataset, reader in self.parts:
+            number = -1
+            with explained(reader.source):
+                for number, row in enumerate(dataset):
+                    yield reader(row, first_row + number)
+            first_row += number + 1
 
-    def example(self, number):
-        """Return the Example of a row."""
+    def examples(self, numbers):
+        """Return the Examples of rows."""
+        return [self._example(number) for number in numbers]
+
+    def _example(self, number):
         for dataset, reader in self.parts:
             if number < len(dataset):
-                return reader(dataset[number], number)
+                with explained(reader.source):
+                    return reader(dataset[number], number)
             number -= len(dataset)
         raise IndexError(number)
 
-    def keys(self, numbers):
-        """Return (n, 2) int64 keys of rows."""
-        keys = np.zeros((len(numbers), 2), np.int64)
-        for place, number in enumerate(numbers):
-            example = self.example(number)
-            keys[place] = text_key(example.content, example.tools)
-        return keys
-
-    def tokens(self, numbers):
-        """Return int64 arrays of the tokens of rows, cut to the teacher's length.
+    def tokens(self, examples):
+        """Return int64 arrays of the tokens of Examples, cut to the teacher's length.
 
         Of a chat that its template refuses there are none.
         """
-        examples = [self.example(number) for number in numbers]
         limit = self.encoder.max_length + 1  # n positions predict the tokens 1 .. n
         if not self.holds_chats:
             # an empty row has no text
@@ -212,6 +272,44 @@ class Texts:
         return arrays
 
 
+def keys_of(examples):
+    """Return (n, 2) int64 keys of Examples."""
+    keys = [text_key(example.content, example.tools) for example in examples]
+    return np.array(keys, np.int64).reshape(-1, 2)
+
+
+@dataclass
+class Survey:
+    """Hold what one pass over all texts tells.
+
+    Attributes:
+        num_texts: of all.
+        digest: of their keys, in order.
+        tried: some Examples, spread evenly.
+    """
+
+    num_texts: int
+    digest: str
+    tried: list
+
+
+def survey(texts):
+    """Return the Survey of Texts."""
+    digest = hashlib.sha256()
+    tried = []
+    num_texts = 0
+    step = 1  # between those that are tried
+    for example in texts.all():
+        digest.update(text_key(example.content, example.tools).tobytes())
+        if num_texts % step == 0:
+            tried.append(example)
+        if len(tried) == 2 * TRIED_TEXTS:
+            del tried[1::2]
+            step *= 2
+        num_texts += 1
+    return Survey(num_texts, digest.hexdigest()[:32], tried)
+
+
 def open_texts(args, encoder):
     """Return the Texts that the flags name."""
     cfg = args.run_config()
@@ -220,6 +318,8 @@ def open_texts(args, encoder):
     if args.eval_data:
         parts.append(open_rows(cfg, args.eval_data, args.eval_split, encoders))
     kinds = {holds_chats(dataset, reader.text_key) for dataset, reader in parts}
+    if args.streaming:
+        parts = [(StreamedRows(dataset), reader) for dataset, reader in parts]
     if len(kinds) > 1:
         raise ValueError(f"--eval_data {args.eval_data}: texts and chats do not go together; write "
                          "a cache of each")
@@ -250,16 +350,18 @@ def digest_of_weights(args):
 def plan(args, texts, encoder, config, dtype):
     """Return (Manifest of what is to be written, estimated positions in all)."""
     cfg = args.run_config()
-    numbers = np.linspace(0, len(texts) - 1, min(TRIED_TEXTS, len(texts))).astype(int).tolist()
-    tried = [max(len(ids) - 1, 0) for ids in texts.tokens(numbers)]
-    positions = round(sum(tried) / len(tried) * len(texts))
+    surveyed = survey(texts)
+    num_texts = surveyed.num_texts
+    if not num_texts:
+        raise ValueError(f"--data {args.data}: no row in it")
+    lengths = [max(len(ids) - 1, 0) for ids in texts.tokens(surveyed.tried)]
+    positions = round(sum(lengths) / len(lengths) * num_texts)
     output = "hidden" if args.hidden else "topk"
     softened = args.temperature != 1
     size = bytes_per_position(output, len(encoder.table), args.top_k, args.logp_bits,
-                              config.hidden_size * dtype.itemsize, softened)
-    bytes_per_text = max(1, size * positions // len(texts))
+                              config.hidden_size * dtype.itemsize, softened, args.sampled)
+    bytes_per_text = max(1, size * positions // num_texts)
     texts_per_shard = min(max(1, SHARD_BYTES // bytes_per_text), MOST_TEXTS)
-    digest = hashlib.sha256(texts.keys(range(len(texts))).tobytes()).hexdigest()[:32]
     data = " and ".join(filter(None, [args.data, args.eval_data]))
     manifest = Manifest(
         teacher=args.teacher, weights=digest_of_weights(args),
@@ -269,9 +371,10 @@ def plan(args, texts, encoder, config, dtype):
         output=output,
         top_k=0 if args.hidden else min(args.top_k, len(encoder.table)),
         logp_bits=0 if args.hidden else args.logp_bits,
-        temperature=1.0 if args.hidden else cfg.temperature, data=data, data_digest=digest,
-        holds_chats=texts.holds_chats, num_texts=len(texts), texts_per_shard=texts_per_shard,
-        bytes_per_position=size, format=FORMAT)
+        temperature=1.0 if args.hidden else cfg.temperature, data=data,
+        data_digest=surveyed.digest, holds_chats=texts.holds_chats, num_texts=num_texts,
+        texts_per_shard=texts_per_shard, bytes_per_position=size, sampled=args.sampled,
+        seed=args.seed, format=FORMAT)
     return manifest, positions
 
 
@@ -359,6 +462,7 @@ class ShardWriter:
         source: `ModelTeacher`, which all ranks of its replica ask with the same ids.
         batch_tokens: see Args.
         is_first: this rank writes what its replica computes.
+        order: ByteOrder of the teacher's tokens, where some are chosen.
     """
 
     def __init__(self, folder, manifest, texts, source, batch_tokens, is_first):
@@ -369,14 +473,20 @@ class ShardWriter:
         self.batch_tokens = batch_tokens
         self.is_first = is_first
         self.positions = 0
+        self.order = None
+        if manifest.output == "topk" and manifest.dtype != SERVED:
+            self.order = byte_order(texts.encoder.table).to(source.spec.device)
 
     def write(self, number):
         """Write a shard; None: take part in the other ranks' forward passes alone."""
         numbers = []
         if number is not None:
             first = number * self.manifest.texts_per_shard
-            numbers = range(first, min(first + self.manifest.texts_per_shard, len(self.texts)))
-        tokens = self.texts.tokens(numbers) if numbers else []
+            numbers = range(first, min(first + self.manifest.texts_per_shard,
+                                       self.manifest.num_texts))
+        examples = self.texts.examples(numbers)
+        keys = keys_of(examples)
+        tokens = self.texts.tokens(examples) if examples else []
         lengths = [max(len(ids) - 1, 0) for ids in tokens]
         batches = batches_of(lengths, self.batch_tokens)
         num_passes = len(batches)
@@ -385,28 +495,29 @@ class ShardWriter:
         columns = [None] * len(tokens)
         for batch in range(num_passes):
             members = batches[batch] if batch < len(batches) else []
-            for member, of_text in zip(members, self._read([tokens[n] for n in members])):
+            of_members = self._read([tokens[n] for n in members], keys[members])
+            for member, of_text in zip(members, of_members):
                 columns[member] = of_text
         if number is not None and self.is_first:
-            self._save(number, numbers, tokens, lengths, columns)
+            self._save(number, keys, tokens, lengths, columns)
         self.positions += sum(lengths)
 
     @torch.no_grad()
-    def _read(self, arrays):
+    def _read(self, arrays, keys):
         """Return the tensors of some texts, as a shard holds them."""
         lengths = [len(array) - 1 for array in arrays]
         if self.manifest.dtype == SERVED:
             scored = self.source.score(list(map(torch.from_numpy, arrays)))
             columns = top_k_columns(scored, self.manifest.vocab, self.manifest.logp_bits)
         else:
-            columns = self._run(arrays, lengths)
+            columns = self._run(arrays, keys, lengths)
         of_texts = [{} for _ in arrays]
         for name, tensor in columns.items():
             for of_text, piece in zip(of_texts, tensor.split(lengths)):
                 of_text[name] = piece
         return of_texts
 
-    def _run(self, arrays, lengths):
+    def _run(self, arrays, keys, lengths):
         """Return the tensors of all positions of some texts, which a model reads side by side."""
         width = max([len(ids) - 1 for ids in arrays], default=1)
         ids = np.full((max(len(arrays), 1), width), pad_id(self.texts.encoder.table))
@@ -420,25 +531,33 @@ class ShardWriter:
         if self.manifest.output == "hidden":
             return hidden_columns(rows)
         labels = torch.from_numpy(np.concatenate([array[1:] for array in arrays])).to(device)
-        return self._top_k(HiddenLogits(rows, self.source.head), labels)
+        uniform = None
+        if self.manifest.sampled:
+            numbers = [uniform_numbers(self.manifest.seed, key, length)
+                       for key, length in zip(keys, lengths)]
+            uniform = torch.cat(numbers).to(device)
+        return self._top_k(HiddenLogits(rows, self.source.head), labels, uniform)
 
-    def _top_k(self, logits, labels):
-        """Return the tensors of some positions."""
+    def _top_k(self, logits, labels, uniform):
+        """Return the tensors of some positions; uniform: see `keep_tokens`."""
         blocks = []
-        plain = []
-        for block in torch.arange(len(labels), device=labels.device).split(BLOCK):
-            arguments = logits(block).float(), self.manifest.top_k, labels[block]
-            blocks.append(truncate(*arguments, self.manifest.temperature))
-            if self.manifest.temperature != 1:
-                plain.append(truncate(*arguments).logits.rest_T)
-        return top_k_columns(ScoredLogits.joined(blocks), self.manifest.vocab,
-                             self.manifest.logp_bits, torch.cat(plain) if plain else None)
+        for block in torch.arange(len(labels), device=labels.device).split(ROWS_AT_A_TIME):
+            blocks.append(keep_tokens(
+                logits(block).float(), self.manifest.top_k, labels[block], self.order,
+                self.manifest.temperature, None if uniform is None else uniform[block]))
+        plain = drawn = None
+        if self.manifest.temperature != 1:
+            plain = torch.cat([block.plain_rest_N for block in blocks])
+        if self.manifest.sampled:
+            drawn = torch.cat([block.num_drawn_N for block in blocks])
+        scored = ScoredLogits.joined([block.scored for block in blocks])
+        return top_k_columns(scored, self.manifest.vocab, self.manifest.logp_bits, plain, drawn)
 
-    def _save(self, number, numbers, tokens, lengths, columns):
+    def _save(self, number, keys, tokens, lengths, columns):
         starts = torch.tensor([0, *lengths]).cumsum(0)
         # a text without a position has one token or none, which stands for nothing
         padded = [ids if len(ids) else np.zeros(1, np.int64) for ids in tokens]
-        tensors = {"keys": torch.from_numpy(self.texts.keys(numbers)), "starts": starts,
+        tensors = {"keys": torch.from_numpy(keys), "starts": starts,
                    "tokens": torch.from_numpy(np.concatenate(padded).astype(np.int32))}
         present = [of_text for of_text in columns if of_text is not None]
         for name in present[0] if present else ():

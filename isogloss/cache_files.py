@@ -30,7 +30,8 @@ from isogloss.text_scores import ScoredLogits, TextScores
 from isogloss.workers import DataError
 from tiles import TopKLogits
 
-FORMAT = 1
+FORMAT = 2
+READABLE = 1, FORMAT  # of version 1 nothing was drawn, and the likeliest tokens are kept
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 HEAD = "head.safetensors"
@@ -102,14 +103,15 @@ def hidden_columns(hidden_NH):
     return {"hidden": hidden_NH.cpu().contiguous()}
 
 
-def top_k_columns(scored, vocab, logp_bits, plain_rest_N=None):
+def top_k_columns(scored, vocab, logp_bits, plain_rest_N=None, num_drawn_N=None):
     """Return the tensors of a ScoredLogits.
 
-    The label, which the logits keep behind the most likely tokens, follows from the text.
+    The label, which the logits keep behind the other tokens, follows from the text.
 
     Args:
         plain_rest_N: log-probability of the rest at temperature 1, where that of the logits is at
             another one.
+        num_drawn_N: see `kept_tokens.KeptRows`.
     """
     logits = scored.logits
     logp = logits.logp_TK[:, :-1].float().cpu()
@@ -120,6 +122,8 @@ def top_k_columns(scored, vocab, logp_bits, plain_rest_N=None):
     columns["scores"] = scored.scores.packed().cpu().contiguous()
     if plain_rest_N is not None:
         columns["plain_rest"] = plain_rest_N.float().cpu()
+    if num_drawn_N is not None:
+        columns["drawn"] = num_drawn_N.int().cpu()
     return columns
 
 
@@ -144,19 +148,20 @@ def scored_logits(columns, labels_N, vocab, plain=False):
     return ScoredLogits(TopKLogits(ids_NK, logp_NK, vocab, rest, columns["total"]), scores)
 
 
-def bytes_per_position(output, vocab, top_k=0, logp_bits=16, hidden_bytes=0, softened=False):
+def bytes_per_position(output, vocab, top_k=0, logp_bits=16, hidden_bytes=0, softened=False,
+                       sampled=False):
     """Return the bytes that a shard holds of one position, its id included.
 
     Args:
         output: "hidden" or "topk"; hidden_bytes: of one hidden state.
-        softened: the rest is stored at two temperatures.
+        softened: the rest is stored at two temperatures; sampled: see Manifest.
     """
     if output == "hidden":
         return 4 + hidden_bytes
     num_high = max((vocab - 1).bit_length() - LOW_BITS, 0)
     kept = min(top_k, vocab)
     of_ids = 2 * kept + num_high * -(-kept // 8)
-    return 4 + of_ids + kept * logp_bits // 8 + 4 * (2 + softened) + 16
+    return 4 + of_ids + kept * logp_bits // 8 + 4 * (2 + softened + sampled) + 16
 
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -176,6 +181,7 @@ class Manifest:
         dtype: in which the teacher computed; SERVED: not known, nor are whole entropies.
         output: "hidden" or "topk".
         top_k, logp_bits, temperature: of "topk"; of "hidden" 0, 0 and 1.
+        sampled: some of the tokens were drawn; seed: of the draws, else 0.
         data: what the writer was told, for messages.
         data_digest: of the keys of all its texts, in order.
         holds_chats: the texts are chats.
@@ -202,6 +208,8 @@ class Manifest:
     num_texts: int
     texts_per_shard: int
     bytes_per_position: int
+    sampled: bool = False
+    seed: int = 0
     files: dict = field(default_factory=dict)
     format: int = FORMAT
 
@@ -229,7 +237,10 @@ class Manifest:
         except ValueError:
             plain = None
         names = {entry.name for entry in fields(cls)}
-        if not isinstance(plain, dict) or plain.get("format") != FORMAT or set(plain) != names:
+        if isinstance(plain, dict) and plain.get("format") == 1:
+            plain = {"sampled": False, "seed": 0} | plain
+        is_readable = isinstance(plain, dict) and plain.get("format") in READABLE
+        if not is_readable or set(plain) != names:
             raise ValueError(f"--{flag} {folder}: its {MANIFEST} is damaged, or of another version "
                              f"(expected format {FORMAT}); write the cache anew")
         return cls(**plain)
@@ -263,7 +274,7 @@ def complete(folder, manifest, before):
     Args:
         before: `Manifest.files` of an earlier manifest, whose files are the same again.
     Raises:
-        ValueError: a file is not what it was.
+        ValueError: a file is not what it was, or the texts are not those of the manifest.
     """
     keys = []
     shards = []
@@ -278,6 +289,9 @@ def complete(folder, manifest, before):
         starts.append(start[:-1])
         sizes.append(start.diff().int())
     keys = torch.cat(keys).numpy()
+    if hashlib.sha256(keys.tobytes()).hexdigest()[:32] != manifest.data_digest:
+        raise ValueError(f"--output {folder}: the data was another one while it was read; delete "
+                         "this directory and write the cache of data that stays the same")
     # stable: of a text that occurs twice, the first one counts
     order = torch.from_numpy(np.lexsort((keys[:, 1], keys[:, 0])))
     text_number = torch.cat([torch.arange(len(shard)) for shard in shards])

@@ -22,6 +22,7 @@ from isogloss.cache_files import (
     scored_logits,
     text_key,
 )
+from isogloss.kept_tokens import estimated, without_draws
 from isogloss.text_scores import ScoredLogits, batch_texts
 from isogloss.workers import DataError
 from projection_tools import fingerprint
@@ -70,12 +71,17 @@ def check_cache(folder, encoder, max_length):
     return manifest
 
 
-def check_rest(folder, manifest, temperature):
+def check_rest(folder, manifest, temperature, reads_draws):
     """Raise a ValueError where a cache has the rest of its rows at other temperatures than asked.
 
     Args:
         temperature: at which the loss reads it.
+        reads_draws: see `specs.TeacherSpec`.
     """
+    if manifest.sampled and reads_draws and temperature != manifest.temperature:
+        raise ValueError(f"--temperature {temperature}: {folder} holds tokens that were drawn at "
+                         f"{manifest.temperature}, as --sampled says; use that, or write the cache "
+                         "anew with this --temperature")
     if manifest.output == "topk" and temperature not in (1.0, manifest.temperature):
         raise ValueError(f"--temperature {temperature}: {folder} holds the mass of all tokens that "
                          f"it does not keep at {manifest.temperature} and 1; use one of them, or "
@@ -154,9 +160,18 @@ class CachedTeacher:
         # a rank may be without a text
         blocks = [ScoredLogits.empty(self.manifest.top_k + 1, self.spec.vocab)]
         for of_text, labels_N in zip(columns, labels):
-            blocks.append(scored_logits(of_text, labels_N, self.spec.vocab, self.is_plain))
+            blocks.append(self._scored(of_text, labels_N))
         scored = ScoredLogits.joined(blocks).spread(positions, num_positions)
         return scored.to(self.spec.device)
+
+    def _scored(self, columns, labels_N):
+        """Return the ScoredLogits of some positions, as the loss reads them."""
+        scored = scored_logits(columns, labels_N, self.spec.vocab, self.is_plain)
+        if not self.manifest.sampled:
+            return scored
+        if self.spec.reads_draws:
+            return estimated(scored, columns["drawn"], self.manifest.temperature)
+        return without_draws(scored, columns["drawn"])
 
     def _find(self, key, tokens):
         """Return the place in the index of a text, of which the run reads some tokens.

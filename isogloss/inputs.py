@@ -254,14 +254,18 @@ def load_teacher_encoders(cfg, roles=None):
         num_ranks = num_ranks // roles.student_ranks * roles.teacher_ranks
         ranks_per_node = roles.teacher_ranks
     encoders = {}
-    for name, teacher_cfg in configs_by_teacher(cfg).items():
+    configs = configs_by_teacher(cfg)
+    if roles and all(of_teacher.teacher_cache for of_teacher in configs.values()):
+        raise ValueError(f"--teacher_ranks {cfg.teacher_ranks}: a cache needs no ranks, and there "
+                         "is no other teacher; leave it out")
+    for name, teacher_cfg in configs.items():
         if teacher_cfg.teacher_cache:  # before its tokenizer is looked for there
             Manifest.read("teacher_cache", teacher_cfg.teacher_cache)
         encoders[name], config = load_text_encoder(
             "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
             teacher_cfg.trust_remote_code, template_kwargs(cfg))
         if teacher_cfg.teacher_cache:
-            encoders[name] = cached_encoder(teacher_cfg, encoders[name], roles)
+            encoders[name] = cached_encoder(teacher_cfg, encoders[name])
             continue
         if teacher_cfg.is_served:
             encoders[name] = served_encoder(teacher_cfg, encoders[name], config.vocab_size)
@@ -282,7 +286,7 @@ def load_teacher_encoders(cfg, roles=None):
     return encoders
 
 
-def cached_encoder(cfg, encoder, roles):
+def cached_encoder(cfg, encoder):
     """Return the TextEncoder of a cached teacher, which reads no more than the cache holds.
 
     Args:
@@ -292,13 +296,10 @@ def cached_encoder(cfg, encoder, roles):
         ValueError: the cache is damaged, or does not fit.
     """
     folder = cfg.teacher_cache
-    if roles:
-        raise ValueError(f"--teacher_cache {folder}: does not run on ranks of its own; leave out "
-                         "--teacher_ranks")
     manifest = check_cache(folder, encoder, cfg.teacher_max_length)
     check_truncated(cfg, f"--teacher_cache {folder}, which keeps {manifest.top_k} tokens,",
                     manifest.output == "topk")
-    check_rest(folder, manifest, rest_temperature(cfg))
+    check_rest(folder, manifest, rest_temperature(cfg), LOSSES[cfg.loss].reads_draws(cfg))
     if manifest.dtype == SERVED and cfg.teacher_weights == "entropy":
         raise ValueError(f"--teacher_cache {folder}: was written from a server, which does not say "
                          "its entropy; use another --teacher_weights than entropy, such as ce")
@@ -513,6 +514,9 @@ def plan_ensemble(cfg, student, encoders, configs, device):
     encoder = replace(encoders[first], max_length=shortest)
     ensemble_cfg = replace(configs[first], kd_weight=cfg.kd_weight)
     members = [teacher_spec(member, encoders[name], device) for name, member in configs.items()]
+    for member in members:
+        # a mean of logits is not linear in probabilities
+        member.reads_draws = member.reads_draws and cfg.teacher_weights == "mean_p"
     spec = TeacherSpec(
         path="mean", vocab=len(encoder.table), engine="ensemble", members=members,
         weights=[member.kd_weight for member in configs.values()],
@@ -534,7 +538,8 @@ def teacher_spec(cfg, encoder, device):
         return TeacherSpec(
             path=cfg.teacher_path, vocab=len(encoder.table), engine="cache", device=device,
             output=Manifest.read("teacher_cache", cfg.teacher_cache).output,
-            rest_temperature=rest_temperature(cfg), cache=cfg.teacher_cache)
+            rest_temperature=rest_temperature(cfg), reads_draws=LOSSES[cfg.loss].reads_draws(cfg),
+            cache=cfg.teacher_cache)
     if cfg.is_served:
         return TeacherSpec(
             path=cfg.teacher, vocab=len(encoder.table), engine="served", device=device,

@@ -442,6 +442,8 @@ class LossSpec:
         columns: it compares only the `--projection_topk` most important teacher columns.
         truncated: how it reads truncated rows: "softened" by --temperature, "plain", or "": it is
             not defined on them.
+        linear_unless: a flag; where it is not set, the gradient is linear in the teacher's
+            probabilities, so that estimates of these without bias will do. "": it never is.
     """
 
     build: Callable
@@ -449,6 +451,11 @@ class LossSpec:
     flags: tuple = ("temperature",)
     columns: bool = False
     truncated: str = ""
+    linear_unless: str = ""
+
+    def reads_draws(self, cfg):
+        """Tell whether it takes tokens that were drawn for all others."""
+        return bool(self.linear_unless) and not getattr(cfg, self.linear_unless)
 
 
 def per_chunk(loss, truncated="", in_place=None, **flag_of):
@@ -469,7 +476,9 @@ def divergence_loss(divergence, **flag_of):
     shared = {"temperature": "temperature", "top_k": "loss_topk", "support": "loss_topk_of"}
     flag_of = shared | flag_of
     build = partial(build_divergence, divergence=divergence, flag_of=flag_of)
-    return LossSpec(build, "spellings", tuple(flag_of.values()), truncated="softened")
+    linear_unless = "loss_topk" if divergence is losses.forward_kl else ""
+    return LossSpec(build, "spellings", tuple(flag_of.values()), truncated="softened",
+                    linear_unless=linear_unless)
 
 
 # of the losses that compare common tokens by KL and the rest by rank
@@ -481,7 +490,7 @@ LOSSES: dict[str, LossSpec] = {
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
-        columns=True, truncated="softened"),
+        columns=True, truncated="softened", linear_unless="reverse_kl"),
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS),
     "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
     "uld": per_chunk(losses.uld),

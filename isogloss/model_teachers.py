@@ -29,9 +29,8 @@ from isogloss.layout import Replica, node_size
 from isogloss.pretrained import load_config, load_model, quantization_of
 from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec, attention_options
-from isogloss.text_scores import ScoredLogits, TextScores
+from isogloss.text_scores import ScoredLogits, scores_of_rows
 from projection_tools.model_names import read_model_name
-from teacher_mixing import FLOOR
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
 # Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
@@ -295,28 +294,15 @@ def most_likely(logits, top_k, labels_T, temperature=1.0):
 def truncate(logits_NW, top_k, labels_N, temperature=1.0):
     """Return the ScoredLogits of some rows of float32 logits; see `most_likely`."""
     top = logits_NW.topk(min(top_k, logits_NW.shape[1]))
-    best_N1 = top.values[:, :1]
-    mass_NW = (logits_NW - best_N1).exp_()  # the one pass with exponentials
-    Z_N = mass_NW.sum(-1)
-    total_N = best_N1[:, 0] + Z_N.log()
     # a position without a label repeats its most likely token
-    last_N = torch.where(labels_N >= 0, labels_N, top.indices[:, 0])[:, None]
-    label_logp = logits_NW.gather(1, last_N)[:, 0] - total_N
-    # tokens that never come have logits of -inf and add nothing
-    finite_NW = logits_NW.clamp(min=float(best_N1.min()) + FLOOR) if len(logits_NW) else logits_NW
-    scores = TextScores(
-        logp_T=label_logp.clamp(min=FLOOR),
-        entropy_T=total_N - torch.einsum("nw,nw->n", mass_NW, finite_NW) / Z_N,
-        max_logp_T=-Z_N.log(),
-        correct_T=(top.indices[:, 0] == labels_N).float())
-    ids_NK = torch.cat([top.indices, last_N], 1)
-    if temperature != 1:
-        mass_NW = ((logits_NW - best_N1) / temperature).exp_()
-    rest_N = mass_NW.scatter_(1, ids_NK, 0).sum(-1).log() * temperature
-    logp_NK = torch.cat([top.values - total_N[:, None], label_logp[:, None]], 1)
-    rows = TopKLogits(ids_NK.int(), logp_NK, logits_NW.shape[1],
-                      rest_N + best_N1[:, 0] - total_N, total_N)
-    return ScoredLogits(rows, scores)
+    last_N = torch.where(labels_N >= 0, labels_N, top.indices[:, 0])
+    whole = scores_of_rows(logits_NW, top.values[:, 0], last_N, top.indices[:, 0] == labels_N)
+    ids_NK = torch.cat([top.indices, last_N[:, None]], 1)
+    logp_NK = torch.cat([top.values, logits_NW.gather(1, last_N[:, None])], 1)
+    rest_N = whole.rest(logits_NW, ids_NK, temperature)
+    total_N = whole.total_N
+    rows = TopKLogits(ids_NK.int(), logp_NK - total_N[:, None], logits_NW.shape[1], rest_N, total_N)
+    return ScoredLogits(rows, whole.scores)
 
 
 def model_input(batch):

@@ -32,6 +32,7 @@ class TeacherSpec:
         output: what is kept until a loss reads it: final "hidden" states, "logits", or "topk".
         output_topk: tokens of the output "topk"; all others together are one event.
         rest_temperature: by which the loss divides such logits.
+        reads_draws: of a cached teacher, the loss takes tokens that were drawn for all others.
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
         trust_remote_code: run the Python code that comes with the model.
@@ -55,6 +56,7 @@ class TeacherSpec:
     output: str = "hidden"
     output_topk: int = 256
     rest_temperature: float = 1.0
+    reads_draws: bool = False
     same_ids: bool = False
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from teacher_mixing import FLOOR
 from tiles import LogitsSource, TopKLogits
 
 
@@ -40,6 +41,49 @@ class TextScores(NamedTuple):
     def unpacked(cls, packed_T4):
         """Return what `packed` was called on."""
         return cls(*packed_T4.unbind(1))
+
+
+class WholeRows(NamedTuple):
+    """Hold what is computed of whole rows before tokens are left out.
+
+    scores: TextScores.
+    best_N: (N,) the largest logit; total_N: (N,) logsumexp of the logits.
+    mass_NW: (N, W) exp(logits - best).
+    """
+
+    scores: TextScores
+    best_N: torch.Tensor
+    total_N: torch.Tensor
+    mass_NW: torch.Tensor
+
+    def rest(self, logits_NW, ids_NK, temperature):
+        """Return (N,) log-probabilities, softened, of all tokens but (N, K) some; masses end."""
+        mass_NW = self.mass_NW
+        if temperature != 1:
+            mass_NW = ((logits_NW - self.best_N[:, None]) / temperature).exp_()
+        rest_N = mass_NW.scatter_(1, ids_NK, 0).sum(-1).log() * temperature
+        return rest_N + self.best_N - self.total_N
+
+
+def scores_of_rows(logits_NW, best_N, labels_N, correct_N):
+    """Return the WholeRows of some rows of float32 logits.
+
+    Args:
+        best_N: (N,) the largest of them.
+        labels_N: (N,) int64 token of each; correct_N: (N,) bool, it is the most likely one.
+    """
+    mass_NW = (logits_NW - best_N[:, None]).exp_()  # the one pass with exponentials
+    Z_N = mass_NW.sum(-1)
+    total_N = best_N + Z_N.log()
+    # tokens that never come have logits of -inf and add nothing
+    finite_NW = logits_NW.clamp(min=float(best_N.min()) + FLOOR) if len(logits_NW) else logits_NW
+    label_logp_N = logits_NW.gather(1, labels_N[:, None])[:, 0] - total_N
+    scores = TextScores(
+        logp_T=label_logp_N.clamp(min=FLOOR),
+        entropy_T=total_N - torch.einsum("nw,nw->n", mass_NW, finite_NW) / Z_N,
+        max_logp_T=-Z_N.log(),
+        correct_T=correct_N.float())
+    return WholeRows(scores, best_N, total_N, mass_NW)
 
 
 class BatchText(NamedTuple):

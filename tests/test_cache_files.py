@@ -70,11 +70,13 @@ def test_rows_come_back_with_their_labels(logp_bits):
 def test_the_stated_bytes_are_those_of_the_file(vocab, top_k, logp_bits, temperature):
     scored, _ = scored_rows(vocab, top_k, temperature)
     plain = None if temperature == 1 else torch.zeros(6)
-    columns = top_k_columns(scored, vocab, logp_bits, plain)
-    size = sum(tensor.nbytes for tensor in columns.values()) / 6 + 4  # an id
-    assert size == bytes_per_position("topk", vocab, top_k, logp_bits, 0, temperature != 1)
-    if top_k == 256:
-        assert size <= 1200
+    for drawn in (None, torch.zeros(6)):
+        columns = top_k_columns(scored, vocab, logp_bits, plain, drawn)
+        size = sum(tensor.nbytes for tensor in columns.values()) / 6 + 4  # an id
+        assert size == bytes_per_position("topk", vocab, top_k, logp_bits, 0, temperature != 1,
+                                          drawn is not None)
+        if top_k == 256:
+            assert size <= 1200
     hidden = hidden_columns(torch.zeros(6, 8, dtype=torch.bfloat16))
     assert hidden["hidden"].nbytes / 6 + 4 == bytes_per_position("hidden", vocab, hidden_bytes=16)
     assert save(columns)

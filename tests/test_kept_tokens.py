@@ -1,0 +1,213 @@
+"""Which tokens a cache keeps, and that draws stand for the others without bias."""
+
+import numpy as np
+import pytest
+import torch
+
+import losses
+from align import TokenTable
+from conftest import asset
+from isogloss.cache_files import text_key
+from isogloss.kept_tokens import (
+    byte_order,
+    estimated,
+    keep_tokens,
+    relevance_of_mass,
+    uniform_numbers,
+    without_draws,
+)
+from isogloss.model_teachers import truncate
+
+SPELLED = [b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff", b"\xff\xff", b"abcab",
+           b"<s>", b"c", b"ca", b"cab", b"cabbage", b"x" * 40, b"x" * 39, b"x" * 15]
+
+
+def table_of(spelled):
+    """Return the TokenTable of some tokens."""
+    lengths = [len(token) for token in spelled]
+    return TokenTable(np.frombuffer(b"".join(spelled), np.uint8), np.cumsum([0, *lengths]),
+                      np.zeros(len(spelled), bool), [""] * len(spelled), "plain")
+
+
+@pytest.fixture(scope="module")
+def real_table():
+    from transformers import AutoTokenizer
+
+    folder = asset("models", "tinytalk_neo_3M")
+    return TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(folder))
+
+
+def logits_of(num, vocab, spread=3.0):
+    generator = torch.Generator().manual_seed(vocab)
+    return spread * torch.randn(num, vocab, generator=generator)
+
+
+def beginnings(token):
+    return [token[: end + 1] for end in range(min(len(token), 16))]
+
+
+def test_tokens_that_begin_alike_lie_side_by_side(real_table):
+    for table in (table_of(SPELLED), real_table):
+        spelled = [table.bytes_of(token) for token in range(len(table))]
+        order = byte_order(table)
+        assert torch.equal(order.ids_W[order.place_W], torch.arange(len(table)))
+        for token in range(0, len(table), max(1, len(table) // 50)):
+            for p, begin in enumerate(beginnings(spelled[token])):
+                ids = order.ids_W[order.low_WP[token, p] : order.high_WP[token, p]]
+                alike = [other for other, text in enumerate(spelled) if text.startswith(begin)]
+                assert sorted(ids.tolist()) == alike
+            for p in range(len(beginnings(spelled[token])), 16):
+                assert order.low_WP[token, p] == order.high_WP[token, p]
+
+
+def test_relevance_is_the_mass_and_the_share_among_tokens_that_begin_as_the_label():
+    order = byte_order(table_of(SPELLED))
+    p_NW = logits_of(len(SPELLED), len(SPELLED)).softmax(-1)
+    labels_N = torch.arange(len(SPELLED))
+    factor_NW = relevance_of_mass(p_NW[:, order.ids_W], labels_N, order)[:, order.place_W]
+    for label, begins in enumerate(map(beginnings, SPELLED)):
+        for token, text in enumerate(SPELLED):
+            shares = []
+            for begin in begins:
+                alike = [other.startswith(begin) for other in SPELLED]
+                share = p_NW[label, token] / p_NW[label, torch.tensor(alike)].sum()
+                shares.append(float(share) if text.startswith(begin) else 0.0)
+            expected = float(p_NW[label, token]) + sum(shares) / max(len(shares), 1)
+            relevance = float(p_NW[label, token] * factor_NW[label, token])
+            assert relevance == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("num_entries", [3, 7, 12])
+@pytest.mark.parametrize("label", [3, 16, 0])
+def test_the_expected_row_is_the_row(temperature, num_entries, label):
+    order = byte_order(table_of(SPELLED))
+    logits = logits_of(1, len(SPELLED), 1.5)
+    logits[0, 8] = -torch.inf  # a token that never comes
+    num = 20_000
+    uniform_N = (torch.arange(num, dtype=torch.float64) + 0.5) / num
+    kept = keep_tokens(logits.expand(num, -1), num_entries, torch.full((num,), label), order,
+                       temperature, uniform_N)
+    assert kept.num_drawn_N[0] > 0
+    rows = estimated(kept.scored, kept.num_drawn_N, temperature)(torch.arange(num))
+    assert (rows[:, -1] == -torch.inf).all()
+    assert (rows > -torch.inf).sum(-1).max() <= num_entries + 1
+    sums = (rows / temperature).logsumexp(-1)
+    torch.testing.assert_close(sums, (logits / temperature).logsumexp(-1).expand(num))
+    mean = (rows / temperature).softmax(-1).double().mean(0)[:-1]
+    expected = (logits[0] / temperature).softmax(-1).double()
+    torch.testing.assert_close(mean, expected, rtol=2e-3, atol=2e-5)
+
+
+def test_draws_of_a_real_vocabulary_are_tokens_that_are_not_kept(real_table):
+    order = byte_order(real_table)
+    logits = logits_of(40, len(real_table))
+    logits[:20] *= 3  # rows with one or few likely tokens
+    logits[0, 5] = 300  # float32 holds nothing beside this one
+    labels = logits.topk(9).indices[:, 8]
+    labels[10:] = 77
+    uniform = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    uniform[:3] = torch.tensor([0.0, 1 - 2**-53, 0.0])
+    kept = keep_tokens(logits, 64, labels, order, 1.0, uniform)
+    for row, ids in enumerate(kept.scored.logits.ids_TK.tolist()):
+        if row != 0:
+            assert len(set(ids)) >= 60  # two intervals may draw the token between them
+    rows = estimated(kept.scored, kept.num_drawn_N)(torch.arange(40))
+    p = logits.softmax(-1)
+    torch.testing.assert_close(rows.logsumexp(-1), logits.logsumexp(-1))
+    # all that begin with the same bytes: off by the intervals at both ends, at most
+    q = rows.softmax(-1)[:, :-1]
+    largest = (q - p).clamp(min=0).amax(-1)
+    for begin in (b" ", b" t", b" the", b"e", b"S"):
+        alike = [real_table.bytes_of(token).startswith(begin) for token in range(len(real_table))]
+        error = (q - p)[:, torch.tensor(alike)].sum(-1).abs()
+        assert (error <= 2 * largest + 1e-6).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_what_is_not_drawn_is_one_event(temperature):
+    order = byte_order(table_of(SPELLED))
+    logits = logits_of(4, len(SPELLED))
+    labels = torch.tensor([3, 1, 16, 10])
+    for uniform in (None, torch.full((4,), 0.3, dtype=torch.float64)):
+        kept = keep_tokens(logits, 5, labels, order, temperature, uniform)
+        scored = kept.scored
+        if uniform is not None:
+            scored = without_draws(scored, kept.num_drawn_N)
+        rows = scored(torch.arange(4))
+        is_kept = rows[:, :-1] > -torch.inf
+        torch.testing.assert_close(rows[:, :-1][is_kept], logits[is_kept])
+        rest = logits.masked_fill(is_kept, -torch.inf)
+        torch.testing.assert_close(rows[:, -1],
+                                   (rest / temperature).logsumexp(-1) * temperature)
+        torch.testing.assert_close(kept.plain_rest_N + logits.logsumexp(-1), rest.logsumexp(-1))
+        whole = truncate(logits, 5, labels)
+        for score, expected in zip(scored.scores, whole.scores):
+            torch.testing.assert_close(score, expected)
+
+
+def test_all_tokens_kept_is_the_whole_row():
+    order = byte_order(table_of(SPELLED))
+    logits = logits_of(4, len(SPELLED))
+    labels = torch.tensor([3, 1, 16, 10])
+    for num_entries in (len(SPELLED) - 1, len(SPELLED), 600):
+        kept = keep_tokens(logits, num_entries, labels, order, 1.0,
+                           torch.zeros(4, dtype=torch.float64))
+        assert not kept.num_drawn_N.any()
+        rows = estimated(kept.scored, kept.num_drawn_N)(torch.arange(4))
+        torch.testing.assert_close(rows[:, :-1], logits)
+        assert (rows[:, -1] == -torch.inf).all()
+
+
+def test_random_numbers_depend_on_the_seed_and_the_text_alone():
+    numbers = uniform_numbers(0, text_key("a"), 2000)
+    assert torch.equal(numbers[:7], uniform_numbers(0, text_key("a"), 7))
+    assert not torch.equal(numbers, uniform_numbers(1, text_key("a"), 2000))
+    assert not torch.equal(numbers, uniform_numbers(0, text_key("b"), 2000))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert abs(float(numbers.mean()) - 0.5) < 0.03
+    # of record: caches that go on in another version stay the same
+    assert numbers[:2].tolist() == [0.2302312529265429, 0.5098834967949619]
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def mean_gradient(logits, num_entries, order, loss):
+    """Return the gradient of a loss by the student's logits, and its mean over what is drawn."""
+    num = 4000
+    uniform_N = (torch.arange(num, dtype=torch.float64) + 0.5) / num
+    labels_N = torch.full((num,), 12)
+    kept = keep_tokens(logits.expand(num, -1), num_entries, labels_N, order, 1.0, uniform_N)
+    rows = estimated(kept.scored, kept.num_drawn_N)(torch.arange(num))
+    gradients = []
+    student = logits_of(1, len(SPELLED), 1.0).roll(3)
+    for teacher, has_rest in ((logits, False), (rows, True)):
+        leaf = student.expand(len(teacher), -1).clone().requires_grad_()
+        loss(leaf, teacher, has_rest).backward()
+        gradients.append(leaf.grad.double().mean(0))
+    return gradients
+
+
+def forward_kl_of(student_NV, teacher_NV, has_rest):
+    if has_rest:
+        student_NV = losses.merge_unkept(student_NV[None], teacher_NV[None])[0]
+    return losses.forward_kl(student_NV[None], teacher_NV[None], None)[0]
+
+
+def projection_kl_of(student_NV, teacher_NV, has_rest):
+    vocab = student_NV.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.stack([torch.arange(vocab), torch.randperm(vocab, generator=generator)], 1)
+    chunk_BS = torch.arange(len(student_NV))[None]
+    return losses.projection_kl(
+        student_NV[None], teacher_NV[None], chunk_BS, chunk_BS, indices,
+        torch.tensor([0.75, 0.25]).expand(vocab, 2), has_rest=has_rest)[0]
+
+
+@pytest.mark.parametrize("loss", [forward_kl_of, projection_kl_of])
+@pytest.mark.parametrize("num_entries", [4, 10])
+def test_the_expected_gradient_of_what_is_linear_is_that_of_the_whole_teacher(loss, num_entries):
+    expected, mean = mean_gradient(logits_of(1, len(SPELLED), 1.5), num_entries,
+                                   byte_order(table_of(SPELLED)), loss)
+    assert (mean - expected).norm() < 2e-3 * expected.norm()
