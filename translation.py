@@ -1359,6 +1359,7 @@ class _TeacherInPlace:
         self.root_E, self.token_E = _joined(nodes, tables)
         self.place_E = nodes.roots.row_T[self.root_E], self.token_E
         self.joined_E = y_MW[self.place_E]
+        self.totals: Any = None
 
     @contextmanager
     def without_joined(self) -> Iterator[None]:
@@ -1377,7 +1378,8 @@ class _TeacherInPlace:
         row_A = self.roots.row_T[asked.root_A]
         logits_A = at_least_float32(self.y_MW[row_A, asked.token_A])
         above_top_A = (logits_A - self.totals.top_N[row_A]) / self.temperature
-        return (above_top_A - self.totals.log_linked_N[row_A]).exp()
+        q_A: Tensor = (above_top_A - self.totals.log_linked_N[row_A]).exp()
+        return q_A
 
     def log_total(self) -> Tensor:
         """Return the (M,) logsumexp of all tokens, of which the one that came is counted."""
@@ -1448,7 +1450,7 @@ class _StudentInPlace:
     def cross_entropy(self) -> Tensor:
         """Return the sum over the rows that have a label."""
         if self.labels_N is None:
-            return self.value_R.new_zeros(())
+            return torch.zeros((), device=self.x_NV.device)
         nats_N: Tensor = self.totals.plain_log_total_N - self.label_logit_N
         return nats_N.masked_fill(self.labels_N < 0, 0.0).sum()
 

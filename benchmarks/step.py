@@ -4,11 +4,12 @@
         [--micro_batches 1] [--warm_up 3] [--repeats 4] [--profile]
 
 ASSETS: a folder with tokenizers/llama3 and text/wikitext2_valid_tokens.txt.  The student is a
-random, untied Llama with 128,256 tokens; a step has the cross-entropy by tiles, ZeRO 2 on one rank in float32 as ds_configs/zero2.json has it, and a gradient that is clipped.  Its
-parts are forward and backward passes of the same model without an engine, and PyTorch's fused
-AdamW, which are run in turn with it.  Seconds are processor time, medians; `over_parts` is the
-median of step over parts of a turn.  Until memory is as large as it will be, which takes two or
-three turns, the kernel adds seconds.
+random, untied Llama with 128,256 tokens; a step has the cross-entropy by tiles, ZeRO 2 on one rank
+in float32 as ds_configs/zero2.json has it, and a gradient that is clipped.  Its parts are forward
+and backward passes of the same model without an engine, and PyTorch's fused AdamW, which are run in
+turn with it.  Seconds are processor time, medians; `over_parts` is the median of step over parts of
+a turn.  Until memory is as large as it will be, which takes two or three turns, the kernel adds
+seconds.
 With several micro-batches `step_micro_batch` is a step in which each hands over a gradient of the
 head (`--head_gradient micro_batch`), and `over_micro_batch` compares `step` with it.
 `--profile` prints what the step spends its time on.
@@ -126,20 +127,21 @@ def main(args):
     batch = build_collator(cfg, inputs, device)([inputs.data.train_data[0]["text"]])
     weights = distill.TermWeights(1 / batch.counts.ce_tokens, [])
     batches = [batch] * args.micro_batches
+    kinds = ["window", "micro_batch"] if args.micro_batches > 1 else ["window"]
     turns = []
     for turn in range(args.warm_up + args.repeats):
         of_step = []
-        for state.cfg.head_gradient in ("window", "micro_batch"):
+        for state.cfg.head_gradient in kinds:
             of_step.append(seconds_of(lambda: distill.train_step(state, batches)))
-        all_terms = [distill.loss_terms(state, batch, [], weights) for _ in batches]
-        of_parts = seconds_of(lambda: parts.run(batch, all_terms))
+        of_parts = seconds_of(lambda: parts.run(batch, [
+            distill.loss_terms(state, batch, [], weights) for _ in batches]))
         if turn >= args.warm_up:
             turns.append((*of_step, of_parts))
     figures = {"tokens": int(batch.counts.tokens)}
     figures["parameters"] = sum(weight.numel() for weight in parts.module.parameters())
     figures["step"] = round(statistics.median(turn[0] for turn in turns), 3)
-    figures["parts"] = round(statistics.median(turn[2] for turn in turns), 3)
-    figures["over_parts"] = round(statistics.median(turn[0] / turn[2] for turn in turns), 3)
+    figures["parts"] = round(statistics.median(turn[-1] for turn in turns), 3)
+    figures["over_parts"] = round(statistics.median(turn[0] / turn[-1] for turn in turns), 3)
     if args.micro_batches > 1:
         figures["step_micro_batch"] = round(statistics.median(turn[1] for turn in turns), 3)
         over = statistics.median(turn[0] / turn[1] for turn in turns)
@@ -147,7 +149,7 @@ def main(args):
     print(json.dumps(figures), flush=True)
     if args.profile:
         with torch.profiler.profile() as profiler:
-            distill.train_step(state, [batch])
+            distill.train_step(state, batches)
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=16,
                                             max_name_column_width=60))
 

@@ -204,7 +204,8 @@ class StreamedRows:
 
     def __iter__(self):
         num = 0
-        for num, row in enumerate(self.dataset, 1):
+        for row in self.dataset:
+            num += 1
             yield row
         self.num = num
 

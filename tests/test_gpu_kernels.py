@@ -3,6 +3,7 @@
 conftest.py asks for the interpreter.  Nothing here shows speed, or what a GPU computes.
 """
 
+import itertools
 import re
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -315,7 +316,7 @@ def test_a_list_has_every_token_once():
                     else:
                         assert set(ids) <= {-1}
             bounds = cells.long_start_K.tolist()
-            for k, (start, end) in enumerate(zip(bounds, bounds[1:])):
+            for k, (start, end) in enumerate(itertools.pairwise(bounds)):
                 members[tables.num_short + k] = cells.long_ids_E[start:end].tolist()
             expected = {}
             for cell in range(num_cells):

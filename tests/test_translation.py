@@ -228,7 +228,7 @@ def test_nothing_waits_for_the_device():
 
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_sums_have_a_fixed_order_where_index_add_has_none(top_k, monkeypatch):
-    """On a GPU: the plain path, which other divergences than the forward KL take, repeats itself."""
+    """On a GPU the plain path repeats itself; other divergences than the forward KL take it."""
     toy = Toy(COARSE, CROSSING, 1)
     x, y = random_logits(toy, 0, 3)
     results = []
