@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import demo
 import demo_report
 from conftest import ROOT, asset
-from isogloss import export, plot
+from isogloss import cache, export, plot
 from isogloss.config import GROUPS, Config
 from projection_tools import build, cells, show, spell
 from projection_tools.flags import OLD_NAMES, parse_flags
@@ -128,7 +128,7 @@ def test_every_command_of_a_page_is_understood(page, monkeypatch):
 
 def test_flags_that_the_text_names_exist():
     known = {*Config.__dataclass_fields__, "help"}
-    for tool in (build, show, spell, cells, export, plot):
+    for tool in (build, show, spell, cells, cache, export, plot):
         known |= set(tool.Args.__dataclass_fields__)
     known |= {"show", "html"}  # of align.py
     for flag in re.findall(r"`--([a-z]\w*)", README + ARCHITECTURE):
