@@ -19,7 +19,7 @@ from isogloss.config import configs_by_teacher
 from isogloss.inputs import build_collator, load_text_encoder, plan_teachers
 from isogloss.launch import start_distributed
 from isogloss.loss_table import LOSSES, build_loss
-from jobs import ds_config, job_for, write_corpus
+from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from losses import next_token_cross_entropy, teacher_importance
 from teacher_mixing import teacher_scores
 
@@ -516,6 +516,32 @@ def test_the_gradient_of_the_head_is_handed_over_once_a_step(models, untied, tex
         expected = references_of(flags, ["gold", "alm"], samples)
         cases = [Case("alm"), Case("gold")]
         check_steps(expected, 2, flags, samples, WINDOWS, cases, SMALL_TILE_MIB)
+
+
+@pytest.mark.parametrize("more, tolerance", [
+    ({"zero_force_ds_cpu_optimizer": False,
+      "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, 2e-5),
+    ({"bf16": {"enabled": True}}, 2e-3)])
+def test_a_window_with_an_optimizer_in_host_memory_and_in_bfloat16(
+        more, tolerance, models, untied, texts, tmp_path):
+    """The same curve over several steps as when each micro-batch hands its gradient over."""
+    config = ds_config(tmp_path / "ds.json", 2, 2, 4, **more)
+    flags = ["--steps=3", "--max_length=96", "--num_workers=0", f"--ds_config={config}",
+             f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 60)}"]
+    jobs = {}
+    for student in (models[0], untied):
+        for choice in ("window", "micro_batch"):
+            output = tmp_path / f"{student.name}-{choice}"
+            jobs[output] = [*flags, f"--student={student}", f"--head_gradient={choice}",
+                            f"--output_dir={output}"]
+    assert ranks.run(2, run_distill, list(jobs.values())) == [[0] * 4] * 2
+    curves = []
+    for output in jobs:
+        lines = [line for line in losses_of(output) if "loss" in line]
+        curves.append([value for line in lines for value in (line["loss"], line["grad_norm"])])
+    assert len(curves[0]) == 6
+    for window, micro_batch in (curves[:2], curves[2:]):
+        assert window == pytest.approx(micro_batch, rel=tolerance)
 
 
 class LargestTensor(TorchDispatchMode):
