@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from isogloss.text_scores import ScoredLogits, scores_of_rows
+from isogloss.text_scores import ScoredLogits, largest, scores_of_rows
 from tiles import TopKLogits
 
 MOST_BEGINNINGS = 16  # bytes; few tokens are longer and have others that begin so; not tuned
@@ -149,7 +149,7 @@ def choose(mass_NW, num_entries, labels_N, order, uniform_N):
     relevance_NW = relevance_of_mass(mass_NW, labels_N, order).mul_(mass_NW)
     label_N1 = order.place_W[labels_N][:, None]
     relevance_NW.scatter_(1, label_N1, 0)
-    top_NK, place_NK = relevance_NW.topk(min(num_entries, relevance_NW.shape[1]))
+    top_NK, place_NK = largest(relevance_NW, min(num_entries, relevance_NW.shape[1]))
     if uniform_N is None:
         nothing_NK = torch.zeros_like(top_NK)
         return Choice(place_NK, nothing_NK.bool(), nothing_NK)

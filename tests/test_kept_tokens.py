@@ -17,6 +17,7 @@ from isogloss.kept_tokens import (
     without_draws,
 )
 from isogloss.model_teachers import truncate
+from isogloss.text_scores import largest
 
 SPELLED = [b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff", b"\xff\xff", b"abcab",
            b"<s>", b"c", b"ca", b"cab", b"cabbage", b"x" * 40, b"x" * 39, b"x" * 15]
@@ -211,3 +212,29 @@ def test_the_expected_gradient_of_what_is_linear_is_that_of_the_whole_teacher(lo
     expected, mean = mean_gradient(logits_of(1, len(SPELLED), 1.5), num_entries,
                                    byte_order(table_of(SPELLED)), loss)
     assert (mean - expected).norm() < 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("k", [1, 16, 64, 256])
+@pytest.mark.parametrize("width", [300, 14_019])
+def test_the_largest_entries_of_a_row_are_those_of_a_sort(k, width):
+    """Rows that have many equal entries, few that are not 0, -inf, NaN; each as if it was alone."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, width, generator=generator)
+    rows[1] = rows[1].bfloat16().float()  # many are equal
+    rows[2] = (8 * rows[2]).exp()
+    rows[3, 5:] = 0
+    rows[4] = -torch.inf
+    rows[4, :40] = 1
+    rows[5, 7] = torch.nan
+    rows[6, ::2] = -torch.inf
+    rows[7] = rows[7].sort(descending=True).values  # all candidates are in the first group
+    rows[8] = 0
+    values, index = largest(rows, k)
+    assert torch.equal(rows.gather(1, index).nan_to_num(9), values.nan_to_num(9))
+    assert torch.equal(values.nan_to_num(9), rows.topk(k).values.nan_to_num(9))
+    assert all(len(set(of_row.tolist())) == k for of_row in index)
+    for number, row in enumerate(rows):
+        assert torch.equal(largest(row[None], k)[1][0], index[number])
+    if 4 * 2 * k <= width:  # else torch chooses among equal ones
+        first = rows[1].sort(descending=True, stable=True).indices[:k]
+        assert torch.equal(index[1], first)
