@@ -1076,9 +1076,10 @@ def _compare_roots_compiled(
         asked_token=asked.token_A,
     )
     student = StudentRows(roots.row_S, reads, cell_V, tables.num_cells, temperature)
-    value, logq_NC, x_E, rest_L, q_A, log_total_N = _ReadStudent.apply(  # type: ignore[no-untyped-call]
+    read = _ReadStudent.apply(  # type: ignore[no-untyped-call]
         x_NV, kernels, student, belief, compare is None
     )
+    value, logq_NC, x_E, rest_L, q_A, log_total_N = read
     value_N = compare(value, logq_NC) if compare else value
     log_total_M = y_MW.new_full((len(y_MW),), torch.nan).index_copy(0, roots.row_T, log_total_N)
     # rows inside of chunks are not those of a root

@@ -242,7 +242,9 @@ def window_ends(choice, engine, device):
     num = engine.gradient_accumulation_steps()
     if choice == "auto" and device.type == "cuda":
         head = engine.module.model.get_output_embeddings()
-        num_weights = 0 if head is None else getattr(head.weight, "ds_numel", head.weight.numel())
+        weight = getattr(head, "weight", None)  # stages before the last one have none
+        # ZeRO-3 leaves an empty tensor of a weight and notes its size
+        num_weights = 0 if weight is None else getattr(weight, "ds_numel", weight.numel())
         memory = torch.cuda.get_device_properties(device).total_memory
         if 4 * num_weights > WINDOW_FRACTION * memory:
             choice = "micro_batch"

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +20,8 @@ from isogloss.config import configs_by_teacher
 from isogloss.inputs import build_collator, load_text_encoder, plan_teachers
 from isogloss.launch import start_distributed
 from isogloss.loss_table import LOSSES, build_loss
+from isogloss.stages import NoWeights
+from isogloss.student import window_ends
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from losses import next_token_cross_entropy, teacher_importance
 from teacher_mixing import teacher_scores
@@ -542,6 +545,32 @@ def test_a_window_with_an_optimizer_in_host_memory_and_in_bfloat16(
     assert len(curves[0]) == 6
     for window, micro_batch in (curves[:2], curves[2:]):
         assert window == pytest.approx(micro_batch, rel=tolerance)
+
+
+@pytest.mark.parametrize("choice, memory_mib, stage, expected", [
+    ("auto", 20, 1, (False, False, True)),  # the sum takes a twentieth of this memory
+    ("auto", 19, 1, (True, True, True)),
+    ("window", 19, 2, (False, False, True)),
+    ("micro_batch", 20, 2, (True, True, True)),
+    ("auto", 20, 3, (True, False, True)),
+])
+def test_where_a_gpu_ends_its_windows(choice, memory_mib, stage, expected, monkeypatch):
+    """A head of 2^18 weights, whole or emptied by ZeRO-3; a stage of a pipeline has no head."""
+    properties = SimpleNamespace(total_memory=memory_mib * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    weight = torch.nn.Parameter(torch.zeros(2**18))
+    if stage == 3:
+        weight = torch.nn.Parameter(torch.zeros(0))
+        weight.ds_numel = 2**18
+    heads = [(SimpleNamespace(weight=weight), expected)]
+    if choice == "auto" and stage == 1:
+        heads += [(NoWeights(), (False, False, True)), (None, (False, False, True))]
+    for head, ends in heads:
+        model = SimpleNamespace(get_output_embeddings=lambda head=head: head)
+        engine = SimpleNamespace(
+            module=SimpleNamespace(model=model), optimizer=None,
+            gradient_accumulation_steps=lambda: 3, zero_optimization_stage=lambda: stage)
+        assert tuple(window_ends(choice, engine, torch.device("cuda"))) == ends
 
 
 class LargestTensor(TorchDispatchMode):
