@@ -52,7 +52,14 @@ from isogloss.data_checks import explained
 from isogloss.files import check_shared, size_and_checksum
 from isogloss.inputs import load_text_encoder, open_rows, served_encoder, teacher_spec
 from isogloss.kept_tokens import byte_order, keep_tokens, uniform_numbers
-from isogloss.launch import fail, fail_together, join_store, silence_libraries, start_distributed
+from isogloss.launch import (
+    fail,
+    fail_alone,
+    fail_together,
+    join_store,
+    silence_libraries,
+    start_distributed,
+)
 from isogloss.layout import node_size, teacher_groups
 from isogloss.model_teachers import (
     BLOCK,
@@ -68,6 +75,7 @@ from isogloss.teachers import load_teacher
 from isogloss.text_scores import ScoredLogits
 from isogloss.text_server import TextServer, api_key, is_address
 from isogloss.watch import end_together, end_with_launchers, signal_handlers_restored
+from isogloss.workers import DataError
 from projection_tools import fingerprint
 from projection_tools.flags import check_types, parse_flags
 from projection_tools.model_names import read_model_name
@@ -220,7 +228,9 @@ class StreamedRows:
             self.next = 0
         skipped = number - self.next
         self.next = number + 1
-        return next(itertools.islice(self.rows, skipped, None))
+        for row in itertools.islice(self.rows, skipped, None):
+            return row
+        raise ValueError(f"the stream had {self.num} rows, and ends before row {number} now")
 
 
 @dataclass
@@ -656,7 +666,8 @@ def run(args, device):
             if manifest.output == "hidden" and is_first:
                 write_tensors(folder / HEAD, head_tensors(source.head))
         set_timeout(TRAINING_TIMEOUT)
-        write_shards(args, folder, manifest, texts, source)
+        with fail_alone(DataError):  # of a stream, whose rows come now
+            write_shards(args, folder, manifest, texts, source)
         with fail_together(what=f"index of {folder}"):
             if is_first:
                 complete(folder, manifest, existing.files if existing else {})

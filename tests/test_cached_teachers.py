@@ -144,14 +144,18 @@ def test_a_stream_is_cached_as_other_data_are(models, data, caches, tmp_path):
     assert bytes_of(tmp_path / "streamed") == bytes_of(caches["20"])
 
 
-def end_of_changed_data(argv, path):
-    """Return the line with which a writer ends whose stream is another one when it is read again.
+def end_of_changed_data(argv, path, change):
+    """Return the line with which a writer ends whose data change after it has seen all of them.
+
+    Args:
+        change: "letters" or "length".
     """
     survey = cache.survey
 
     def survey_and_change(texts):
         surveyed = survey(texts)
-        path.write_text(path.read_text().replace("a", "e"))
+        text = path.read_text()
+        path.write_text(text.replace("a", "e") if change == "letters" else text.split("\n")[0])
         return surveyed
 
     cache.survey = survey_and_change
@@ -161,12 +165,14 @@ def end_of_changed_data(argv, path):
     return said.getvalue()
 
 
-def test_a_stream_that_changes_is_no_cache(models, texts, tmp_path):
+@pytest.mark.parametrize("change, complaint", [
+    ("letters", "the data was another one"), ("length", "the stream had 5 rows, and ends before")])
+def test_a_stream_that_changes_is_no_cache(change, complaint, models, texts, tmp_path):
     path = Path(write_corpus(tmp_path, texts, 5))
     argv = [f"--teacher={models[1]}", f"--data={path}", f"--output={tmp_path / 'cache'}",
             "--streaming", "--top_k=5"]
-    [line] = ranks.run(1, end_of_changed_data, argv, path)
-    assert "the data was another one" in line and line.count("\n") == 1
+    [line] = ranks.run(1, end_of_changed_data, argv, path, change)
+    assert complaint in line and line.count("\n") == 1
 
 
 # --- reading --------------------------------------------------------------------------------------
