@@ -115,7 +115,7 @@ def event_kl(
     _check_side(y_MW, teacher_row_C, event_W, num_events)
     value_C = x_NV.new_empty(len(row_C))
     d_NV = _new_derivative(x_NV, row_C)
-    _over_rows(
+    over_rows(
         _event_chunk, lambda: _event_scratch(num_events), len(row_C),
         x_NV, row_C, y_MW, teacher_row_C, event_V, event_W,
         f32(1 / temperature), f32(shift), value_C, d_NV,
@@ -195,8 +195,8 @@ def translated_kl(
     d_NV = _new_derivative(x_NV, row_N)
     answers = _new_answers(belief)
     W = belief.logits.shape[1]
-    size = _rows_at_once(x_NV.shape[1] + W)
-    _over_rows(
+    size = rows_at_once(x_NV.shape[1] + W)
+    over_rows(
         _translated_rows, lambda: _belief_scratch(belief.cell, num_cells), -(-num_roots // size),
         size, x_NV, row_N, cell_V, belief,
         f32(1 / temperature), f32(shift), value_N, d_NV, answers,
@@ -222,8 +222,8 @@ def translated_cells(
     masses = CellMasses(torch.empty_like(logp_NC), x_NV.new_empty(num_roots))
     answers = _new_answers(belief)
     W = belief.logits.shape[1]
-    size = _rows_at_once(x_NV.shape[1] + W)
-    _over_rows(
+    size = rows_at_once(x_NV.shape[1] + W)
+    over_rows(
         _cell_rows, lambda: _belief_scratch(belief.cell, num_cells), -(-num_roots // size),
         size, x_NV, row_N, cell_V, belief,
         f32(1 / temperature), f32(shift), logp_NC, logq_NC, masses, answers,
@@ -238,8 +238,8 @@ def cells_derivative(
     """Return the (N, V) derivative by x of the sum of grad_NC times `translated_cells`."""
     d_NV = _new_derivative(x_NV, row_N)
     num_roots, num_cells = grad_NC.shape
-    size = _rows_at_once(2 * x_NV.shape[1])
-    _over_rows(
+    size = rows_at_once(2 * x_NV.shape[1])
+    over_rows(
         _cell_back_rows, lambda: (np.empty(num_cells + 1, f32),), -(-num_roots // size),
         size, x_NV, row_N, cell_V, masses, grad_NC, f32(1 / temperature), f32(shift), d_NV,
     )
@@ -274,7 +274,7 @@ def going_on(
     count_K = torch.empty_like(row_K)
     next_E = torch.empty(int(start_K1[-1]), dtype=torch.int64)
     share_E = y_MW.new_empty(len(next_E))
-    _over_rows(
+    over_rows(
         _going_on_nodes, lambda: (np.empty(largest, f32),), -(-num_nodes // NODES_AT_ONCE),
         y_MW, row_K, low_K, high_K, level_K, order_W, pieces_W, f32(1 / temperature),
         start_K1, going_K, ends_K, count_K, next_E, share_E,
@@ -301,8 +301,8 @@ def logsumexp_without(
     _check(token_X, 0, x_NV.shape[1], "tokens")
     out_L = x_NV.new_empty(len(row_L))
     V = x_NV.shape[1]
-    size = _rows_at_once(V)
-    _over_rows(
+    size = rows_at_once(V)
+    over_rows(
         _logsumexp_rows, lambda: (np.empty(V, f32),), -(-len(row_L) // size),
         size, x_NV, row_L, start_L1, token_X, f32(1 / temperature), out_L,
     )
@@ -315,8 +315,8 @@ def add_softmax_without(
 ) -> None:
     """Add grad_L times the derivative of `logsumexp_without` to d_NV; no row occurs twice."""
     V = x_NV.shape[1]
-    size = _rows_at_once(V)
-    _over_rows(
+    size = rows_at_once(V)
+    over_rows(
         _softmax_rows, lambda: (np.empty(V, f32),), -(-len(row_L) // size),
         size, x_NV, row_L, start_L1, token_X, f32(1 / temperature), logsumexp_L, grad_L, d_NV,
     )
@@ -328,7 +328,7 @@ def _new_answers(belief: Belief) -> Answers:
     )
 
 
-def _rows_at_once(entries: int) -> int:
+def rows_at_once(entries: int) -> int:
     """Return how many rows of so many entries a thread takes at a time."""
     return max(1, ENTRIES_AT_ONCE // max(1, entries))
 
@@ -423,7 +423,7 @@ def mixture_distance(
     value_C = x_NV.new_empty(len(student_rows.start) - 1)
     d_NV = _new_derivative(x_NV, row_R)
     d_weight_R = torch.empty_like(weight_R)
-    _over_rows(
+    over_rows(
         _mixture_chunk, lambda: _mixture_scratch(V, W, num_rest_x, num_rest_y), len(value_C),
         student_rows, teacher_rows, tokens,
         k, reverse, f32(shift), f32(1 / temperature), value_C, d_NV, d_weight_R,
@@ -445,7 +445,7 @@ def sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> tuple[Tensor, Tensor]
     sign_NV = torch.empty_like(p_NV)
     V = p_NV.shape[1]
     W = q_NW.shape[1]
-    _over_rows(
+    over_rows(
         _distance_row, lambda: _distance_scratch(V, W), len(p_NV),
         p_NV, q_NW, k, value_N, sign_NV,
     )
@@ -482,7 +482,7 @@ def divergence(
     d_NV = torch.empty_like(x_NV)
     a, b, s = mixture or TOTAL_VARIATION
     V = x_NV.shape[1]
-    _over_rows(
+    over_rows(
         _divergence_row, lambda: _divergence_scratch(V), len(x_NV),
         x_NV, y_NV, f32(a), f32(b), f32(s),
         f32(1 / temperature), f32(1 / teacher_temperature), f32(floor), value_N, d_NV,
@@ -527,8 +527,8 @@ def kept_logp(
         log_sum_R=x_NV.new_empty(num_rows),
     )
     V = x_NV.shape[1]
-    size = _rows_at_once(V)
-    _over_rows(
+    size = rows_at_once(V)
+    over_rows(
         _kept_rows, lambda: (np.empty(V, f32),), -(-num_rows // size),
         size, x_NV, row_R, ids_RK, f32(1 / temperature), f32(floor), with_tail, result,
     )
@@ -546,8 +546,8 @@ def kept_derivative(
         grad_RK, grad_tail_R: those by kept_RK and tail_R.
     """
     d_NV = _new_derivative(x_NV, row_R)
-    size = _rows_at_once(2 * x_NV.shape[1])
-    _over_rows(
+    size = rows_at_once(2 * x_NV.shape[1])
+    over_rows(
         _kept_back_rows, lambda: (), -(-len(row_R) // size),
         size, x_NV, row_R, ids_RK, result, grad_RK, grad_tail_R,
         f32(1 / temperature), f32(floor), d_NV,
@@ -600,7 +600,7 @@ def projected(
         top_R=x_NV.new_empty(num_rows),
         log_sum_R=x_NV.new_empty(num_rows),
     )
-    _over_rows(
+    over_rows(
         _projected_row, lambda: (np.empty(V, f32),), num_rows,
         x_NV, row_R, entries, f32(1 / temperature), result,
     )
@@ -614,7 +614,7 @@ def projected_derivative(
     """Return the (N, V) derivative by x of the sum of grad_RK times out_RK; no row occurs twice."""
     d_NV = _new_derivative(x_NV, row_R)
     V = x_NV.shape[1]
-    _over_rows(
+    over_rows(
         _projected_back_row, lambda: (np.empty(V, f32),), len(row_R),
         x_NV, row_R, entries, result, grad_RK, f32(1 / temperature), d_NV,
     )
@@ -668,7 +668,7 @@ def _new_derivative(x_NV: Tensor, row_R: Tensor) -> Tensor:
     return torch.empty_like(x_NV).index_fill_(0, unlisted_rows, 0.0)
 
 
-def _over_rows(
+def over_rows(
     kernel: Callable[..., None], new_scratch: Callable[[], Any], count: int, *args: Any
 ) -> None:
     """Call kernel(row, scratch fields, *args) for rows 0, ..., count - 1.

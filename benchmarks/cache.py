@@ -258,6 +258,7 @@ class Gradients:
             hidden = model.base_model(input_ids=batch.student.ids)[0].flatten(0, 1)
             self.student = HiddenLogits(hidden, head)(torch.arange(len(hidden)))
             self.logits = live(torch.arange(self.batch.labels.numel())).float()
+        self.in_byte_order = self.logits[:, order.ids_W]
         self.whole = by_logits(self.student, live, whole, self.batch)
         # positions without a label are in no term
         self.labels = self.batch.labels.flatten().clamp(min=0)
@@ -272,9 +273,9 @@ class Gradients:
     def kept(self, k, generator):
         """Keep what a cache keeps; with a generator one of --sampled."""
         if generator is None:
-            return self.of(keep_tokens(self.logits, k, self.labels, self.order).scored)
+            return self.of(keep_tokens(self.in_byte_order, k, self.labels, self.order).scored)
         uniform = torch.rand(len(self.labels), dtype=torch.float64, generator=generator)
-        kept = keep_tokens(self.logits, k, self.labels, self.order, 1.0, uniform)
+        kept = keep_tokens(self.in_byte_order, k, self.labels, self.order, 1.0, uniform)
         return self.of(estimated(kept.scored, kept.num_drawn_N))
 
     def replaced(self, k, generator):

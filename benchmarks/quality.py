@@ -142,6 +142,7 @@ class Teacher:
         if self.order is None:
             self.order = byte_order(self.encoder.table)
         labels = labels.clamp(min=0)  # positions without a label are in no term
+        logits = logits[:, self.order.ids_W]
         if self.kept == "cache":
             return keep_tokens(logits, self.top_k, labels, self.order).scored
         numbers = [uniform_numbers(0, text_key(story), width) for _, story in stories]

@@ -478,7 +478,8 @@ class ShardWriter:
         source: `ModelTeacher`, which all ranks of its replica ask with the same ids.
         batch_tokens: see Args.
         is_first: this rank writes what its replica computes.
-        order: ByteOrder of the teacher's tokens, where some are chosen.
+        order, head: ByteOrder of the teacher's tokens, and its head with the rows in this order,
+            where some tokens are chosen.
     """
 
     def __init__(self, folder, manifest, texts, source, batch_tokens, is_first):
@@ -490,8 +491,10 @@ class ShardWriter:
         self.is_first = is_first
         self.positions = 0
         self.order = None
+        self.head = None
         if manifest.output == "topk" and manifest.dtype != SERVED:
             self.order = byte_order(texts.encoder.table).to(source.spec.device)
+            self.head = source.head.columns(self.order.ids_W)
 
     def write(self, number):
         """Write a shard; None: take part in the other ranks' forward passes alone."""
@@ -552,7 +555,8 @@ class ShardWriter:
             numbers = [uniform_numbers(self.manifest.seed, key, length)
                        for key, length in zip(keys, lengths)]
             uniform = torch.cat(numbers).to(device)
-        return self._top_k(HiddenLogits(rows, self.source.head), labels, uniform)
+        logits = HiddenLogits(rows, self.head).with_buffer(min(ROWS_AT_A_TIME, len(rows)))
+        return self._top_k(logits, labels, uniform)
 
     def _top_k(self, logits, labels, uniform):
         """Return the tensors of some positions; uniform: see `keep_tokens`."""

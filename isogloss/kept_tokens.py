@@ -26,12 +26,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from isogloss.text_scores import ScoredLogits, largest, scores_of_rows
+from isogloss.kept_rows import LAST_POINT, LEAST_SHARE, RowResults, choose_rows
+from isogloss.text_scores import ScoredLogits, TextScores, largest, scores_of_rows
+from teacher_mixing import FLOOR
 from tiles import TopKLogits
 
 MOST_BEGINNINGS = 16  # bytes; few tokens are longer and have others that begin so; not tuned
-LEAST_SHARE = 1e-12  # of all mass; what begins with rarer bytes is as relevant as what has this
-LAST_POINT = 1 - 1e-12  # where the last draw may be, of all mass
 
 # --- tokens by their bytes ------------------------------------------------------------------------
 
@@ -105,31 +105,49 @@ def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, unifor
     """Return the KeptRows of some rows.
 
     Args:
-        logits_NW: float32.
+        logits_NW: float32, in byte order: column i is token ``order.ids_W[i]``.
         num_entries: K, or more than all tokens.
         labels_N: (N,) int64, the text's own tokens.
         order: ByteOrder.
         temperature: by which the loss will divide: masses are exp(logits / temperature).
         uniform_N: (N,) float64 in [0, 1), one random number of each row; None: draw nothing.
     """
+    make_choice = choose_rows if logits_NW.device.type == "cpu" else choose_by_passes
+    chosen = make_choice(logits_NW, num_entries, labels_N, order, temperature, uniform_N)
+    label_N1 = labels_N[:, None]
+    label_logp_N1 = logits_NW.gather(1, order.place_W[label_N1]) - chosen.total_N[:, None]
+    ids_NK = torch.cat([order.ids_W[chosen.place_NK], label_N1], 1).int()
+    logp_NK = torch.cat([chosen.logp_NK, label_logp_N1], 1)
+    scores = TextScores(label_logp_N1[:, 0].clamp(min=FLOOR), chosen.entropy_N, chosen.max_logp_N,
+                        chosen.correct_N.float())
+    rows = TopKLogits(ids_NK, logp_NK, logits_NW.shape[1], chosen.rest_N, chosen.total_N)
+    return KeptRows(ScoredLogits(rows, scores), chosen.plain_rest_N, chosen.num_drawn_N)
+
+
+def choose_by_passes(logits_NW, num_entries, labels_N, order, temperature, uniform_N):
+    """Return the RowResults of some rows, on any device; `choose_rows` does the same on a CPU."""
     best_N, likeliest_N = logits_NW.max(-1)
-    whole = scores_of_rows(logits_NW, best_N, labels_N, likeliest_N == labels_N)
+    label_place_N = order.place_W[labels_N]
+    whole = scores_of_rows(logits_NW, best_N, label_place_N, likeliest_N == label_place_N)
     mass_NW = whole.mass_NW
     if temperature != 1:
         mass_NW = ((logits_NW - best_N[:, None]) / temperature).exp_()
-    choice = choose(mass_NW.index_select(1, order.ids_W), num_entries, labels_N, order, uniform_N)
-    label_N1 = labels_N[:, None]
-    chosen_NK = order.ids_W[choice.place_NK]
-    ids_NK = torch.cat([chosen_NK, label_N1], 1)
-    logp_NK = logits_NW.gather(1, ids_NK) - whole.total_N[:, None]
-    logp_NK[:, :-1] = torch.where(choice.is_drawn_NK, choice.share_NK.log(), logp_NK[:, :-1])
-    no_rest_NK = torch.cat([torch.where(choice.is_drawn_NK, label_N1, chosen_NK), label_N1], 1)
-    plain_rest_N = rest_N = whole.rest(logits_NW, no_rest_NK, 1.0)
+    # draws write over it
+    of_draws_NW = mass_NW if uniform_N is None else mass_NW.clone()
+    choice = choose(of_draws_NW, num_entries, labels_N, order, uniform_N)
+    label_N1 = label_place_N[:, None]
+    no_rest_NK = torch.where(choice.is_drawn_NK, label_N1, choice.place_NK)
+    no_rest_NK = torch.cat([no_rest_NK, label_N1], 1)
+    plain_rest_N = whole.rest(logits_NW, no_rest_NK, 1.0)
+    rest_N = plain_rest_N
     if temperature != 1:
         rest_N = whole.rest(logits_NW, no_rest_NK, temperature)
-    rows = TopKLogits(ids_NK.int(), logp_NK, logits_NW.shape[1], rest_N, whole.total_N)
-    num_drawn_N = choice.is_drawn_NK.sum(-1).int()
-    return KeptRows(ScoredLogits(rows, whole.scores), plain_rest_N, num_drawn_N)
+    logp_NK = logits_NW.gather(1, choice.place_NK) - whole.total_N[:, None]
+    logp_NK = torch.where(choice.is_drawn_NK, choice.share_NK.log(), logp_NK)
+    return RowResults(
+        choice.place_NK, logp_NK, choice.is_drawn_NK.sum(-1).int(), whole.total_N,
+        whole.scores.entropy_T, whole.scores.max_logp_T, whole.scores.correct_T.bool(), rest_N,
+        plain_rest_N)
 
 
 class Choice(NamedTuple):
@@ -175,7 +193,8 @@ def relevance_of_mass(mass_NW, labels_N, order):
     of_beginning_NP = ends_NW.gather(1, high_NP) - ends_NW.gather(1, low_NP)
     label_N1 = mass_NW.gather(1, order.place_W[labels_N][:, None])
     # rounding may leave nothing of a difference
-    of_beginning_NP = torch.maximum(of_beginning_NP, label_N1).clamp(min=LEAST_SHARE)
+    of_beginning_NP = torch.maximum(of_beginning_NP, label_N1)
+    of_beginning_NP = torch.maximum(of_beginning_NP, LEAST_SHARE * total_N1)
     is_there_NP = high_NP > low_NP
     num_N1 = is_there_NP.sum(-1, keepdim=True).clamp(min=1)
     factor_NP = total_N1 / of_beginning_NP / num_N1 * is_there_NP
@@ -246,16 +265,16 @@ def uniform_numbers(seed, key, num):
 # --- what a loss reads ----------------------------------------------------------------------------
 
 
-def drawn_entries(scored, num_drawn_N):
-    """Return (N, K + 1) bool: which entries of rows were drawn."""
-    num_entries = scored.logits.ids_TK.shape[1] - 1
+def drawn_entries(logp_NK, num_drawn_N):
+    """Return (N, K + 1) bool: which entries of rows, the last of which is the label, were drawn."""
+    num_entries = logp_NK.shape[1] - 1
     slot_K = torch.arange(num_entries + 1, device=num_drawn_N.device)
     return (slot_K >= num_entries - num_drawn_N[:, None]) & (slot_K < num_entries)
 
 
 def without_draws(scored, num_drawn_N):
     """Return the ScoredLogits of the tokens that are kept as they are, all others as the rest."""
-    is_drawn_NK = drawn_entries(scored, num_drawn_N)
+    is_drawn_NK = drawn_entries(scored.logits.logp_TK, num_drawn_N)
     logp_NK = scored.logits.logp_TK.masked_fill(is_drawn_NK, -torch.inf)
     return ScoredLogits(scored.logits._replace(logp_TK=logp_NK), scored.scores)
 
@@ -271,7 +290,7 @@ def estimated(scored, num_drawn_N, temperature=1.0):
         temperature: of the draws.
     """
     logits = scored.logits
-    is_drawn_NK = drawn_entries(scored, num_drawn_N)
+    is_drawn_NK = drawn_entries(logits.logp_TK, num_drawn_N)
     is_repeated_NK = logits.ids_TK == logits.ids_TK[:, -1:]
     is_repeated_NK[:, -1] = False
     kept_NK = logits.logp_TK.masked_fill(is_drawn_NK | is_repeated_NK, -torch.inf)

@@ -74,15 +74,16 @@ def scores_of_rows(logits_NW, best_N, labels_N, correct_N):
         best_N: (N,) the largest of them.
         labels_N: (N,) int64 token of each; correct_N: (N,) bool, it is the most likely one.
     """
-    mass_NW = (logits_NW - best_N[:, None]).exp_()  # the one pass with exponentials
+    # tokens that never come have logits of -inf and add nothing
+    distance_NW = (logits_NW - best_N[:, None]).clamp_(min=FLOOR)
+    mass_NW = distance_NW.exp()  # the one pass with exponentials
     Z_N = mass_NW.sum(-1)
     total_N = best_N + Z_N.log()
-    # tokens that never come have logits of -inf and add nothing
-    finite_NW = logits_NW.clamp(min=float(best_N.min()) + FLOOR) if len(logits_NW) else logits_NW
     label_logp_N = logits_NW.gather(1, labels_N[:, None])[:, 0] - total_N
     scores = TextScores(
         logp_T=label_logp_N.clamp(min=FLOOR),
-        entropy_T=total_N - torch.einsum("nw,nw->n", mass_NW, finite_NW) / Z_N,
+        # by distances, which are small where masses are large
+        entropy_T=Z_N.log() - torch.einsum("nw,nw->n", mass_NW, distance_NW) / Z_N,
         max_logp_T=-Z_N.log(),
         correct_T=correct_N.float())
     return WholeRows(scores, best_N, total_N, mass_NW)

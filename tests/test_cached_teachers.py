@@ -299,8 +299,8 @@ class Reading:
         num_rows = 0
         for text in batch_texts(batch):
             uniform = uniform_numbers(seed, batch.keys[text.sample].numpy(), len(text.positions))
-            kept = keep_tokens(live(text.positions).float(), source.manifest.top_k, text.tokens[1:],
-                               order, 1.0, uniform)
+            logits = live(text.positions).float()[:, order.ids_W]
+            kept = keep_tokens(logits, source.manifest.top_k, text.tokens[1:], order, 1.0, uniform)
             expected = estimated(kept.scored, kept.num_drawn_N)(torch.arange(len(text.positions)))
             rows = rows_of_cache(text.positions)
             torch.testing.assert_close(rows.logsumexp(-1), expected.logsumexp(-1), atol=1e-4,

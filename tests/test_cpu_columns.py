@@ -158,8 +158,8 @@ def test_bfloat16_takes_the_compiled_rows(name, low, monkeypatch):
     """Bit for bit what the same numbers give in float32; of the teacher alone, or of both sides."""
     case = Case(3, samples=3)
     rows_of = []
-    over_rows = cpu_kernels._over_rows
-    monkeypatch.setattr(cpu_kernels, "_over_rows",
+    over_rows = cpu_kernels.over_rows
+    monkeypatch.setattr(cpu_kernels, "over_rows",
                         lambda kernel, *args: rows_of.append(kernel) or over_rows(kernel, *args))
     sides = [case.x.detach().bfloat16(), case.y.bfloat16()]
     loss = loss_of(name, case, 1.5)

@@ -7,9 +7,12 @@ import torch
 import losses
 from align import TokenTable
 from conftest import asset
+from isogloss import kept_rows, kept_tokens
 from isogloss.cache_files import text_key
+from isogloss.kept_rows import choose_rows
 from isogloss.kept_tokens import (
     byte_order,
+    choose_by_passes,
     estimated,
     keep_tokens,
     relevance_of_mass,
@@ -28,6 +31,18 @@ def table_of(spelled):
     lengths = [len(token) for token in spelled]
     return TokenTable(np.frombuffer(b"".join(spelled), np.uint8), np.cumsum([0, *lengths]),
                       np.zeros(len(spelled), bool), [""] * len(spelled), "plain")
+
+
+@pytest.fixture(params=["compiled", "passes"])
+def choice(request, monkeypatch):
+    """Run a test with either way to choose."""
+    if request.param == "passes":
+        monkeypatch.setattr(kept_tokens, "choose_rows", choose_by_passes)
+
+
+def keep(logits_NW, num_entries, labels_N, order, *more):
+    """Call keep_tokens with logits in the order of ids."""
+    return keep_tokens(logits_NW[:, order.ids_W], num_entries, labels_N, order, *more)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +96,13 @@ def test_relevance_is_the_mass_and_the_share_among_tokens_that_begin_as_the_labe
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("num_entries", [3, 7, 12])
 @pytest.mark.parametrize("label", [3, 16, 0])
-def test_the_expected_row_is_the_row(temperature, num_entries, label):
+def test_the_expected_row_is_the_row(choice, temperature, num_entries, label):
     order = byte_order(table_of(SPELLED))
     logits = logits_of(1, len(SPELLED), 1.5)
     logits[0, 8] = -torch.inf  # a token that never comes
     num = 20_000
     uniform_N = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    kept = keep_tokens(logits.expand(num, -1), num_entries, torch.full((num,), label), order,
+    kept = keep(logits.expand(num, -1), num_entries, torch.full((num,), label), order,
                        temperature, uniform_N)
     assert kept.num_drawn_N[0] > 0
     rows = estimated(kept.scored, kept.num_drawn_N, temperature)(torch.arange(num))
@@ -100,7 +115,7 @@ def test_the_expected_row_is_the_row(temperature, num_entries, label):
     torch.testing.assert_close(mean, expected, rtol=2e-3, atol=2e-5)
 
 
-def test_draws_of_a_real_vocabulary_are_tokens_that_are_not_kept(real_table):
+def test_draws_of_a_real_vocabulary_are_tokens_that_are_not_kept(choice, real_table):
     order = byte_order(real_table)
     logits = logits_of(40, len(real_table))
     logits[:20] *= 3  # rows with one or few likely tokens
@@ -109,7 +124,7 @@ def test_draws_of_a_real_vocabulary_are_tokens_that_are_not_kept(real_table):
     labels[10:] = 77
     uniform = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     uniform[:3] = torch.tensor([0.0, 1 - 2**-53, 0.0])
-    kept = keep_tokens(logits, 64, labels, order, 1.0, uniform)
+    kept = keep(logits, 64, labels, order, 1.0, uniform)
     for row, ids in enumerate(kept.scored.logits.ids_TK.tolist()):
         if row != 0:
             assert len(set(ids)) >= 60  # two intervals may draw the token between them
@@ -126,12 +141,12 @@ def test_draws_of_a_real_vocabulary_are_tokens_that_are_not_kept(real_table):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_what_is_not_drawn_is_one_event(temperature):
+def test_what_is_not_drawn_is_one_event(choice, temperature):
     order = byte_order(table_of(SPELLED))
     logits = logits_of(4, len(SPELLED))
     labels = torch.tensor([3, 1, 16, 10])
     for uniform in (None, torch.full((4,), 0.3, dtype=torch.float64)):
-        kept = keep_tokens(logits, 5, labels, order, temperature, uniform)
+        kept = keep(logits, 5, labels, order, temperature, uniform)
         scored = kept.scored
         if uniform is not None:
             scored = without_draws(scored, kept.num_drawn_N)
@@ -147,12 +162,120 @@ def test_what_is_not_drawn_is_one_event(temperature):
             torch.testing.assert_close(score, expected)
 
 
-def test_all_tokens_kept_is_the_whole_row():
+def awkward_rows(width):
+    """Return rows with one likely token, with many equal ones, and with tokens that never come."""
+    rows = logits_of(12, width)
+    rows[1] = rows[1].bfloat16().float()
+    rows[2, 3] = 300  # float32 holds nothing beside this one
+    rows[3, 5:] = -torch.inf
+    rows[4] = 0
+    rows[5, ::2] = -200
+    rows[6] *= 30
+    rows[7] = rows[7].sort().values
+    rows[8, width // 2] = -1e30
+    return rows
+
+
+def check_rest(result, logits_NW, labels_N, order, temperature):
+    """Compare the mass of what is neither kept as it is nor the label with a sum in float64."""
+    for row, logits in enumerate(logits_NW.double()):
+        num_kept = result.place_NK.shape[1] - int(result.num_drawn_N[row])
+        others = logits.clone()
+        others[order.ids_W[result.place_NK[row, :num_kept]]] = -torch.inf
+        others[labels_N[row]] = -torch.inf
+        for rest_N, tau in ((result.rest_N, temperature), (result.plain_rest_N, 1.0)):
+            expected = float((others / tau).logsumexp(-1) * tau - logits.logsumexp(-1))
+            if expected > -80:  # masses below 1e-38 of the largest one are 0
+                assert float(rest_N[row]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("num_entries", [1, 16, 256, 14_018, 20_000])
+@pytest.mark.parametrize("draws", [False, True])
+def test_compiled_rows_are_those_of_passes_over_memory(
+    real_table, temperature, num_entries, draws
+):
+    order = byte_order(real_table)
+    logits = awkward_rows(len(real_table))
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(len(real_table), (len(logits),), generator=generator)
+    labels[9] = logits[9].argmax()
+    uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator) if draws else None
+    arguments = logits[:, order.ids_W], num_entries, labels, order, temperature, uniform
+    compiled = choose_rows(*arguments)
+    expected = choose_by_passes(*arguments)
+    assert torch.equal(compiled.correct_N, expected.correct_N)
+    for name in ("total_N", "entropy_N", "max_logp_N"):
+        torch.testing.assert_close(getattr(compiled, name), getattr(expected, name), rtol=2e-6,
+                                   atol=2e-4)
+    check_rest(compiled, logits, labels, order, temperature)
+    either = {1, 3, 4, 5}  # rows of which equal tokens may be taken
+    if draws:
+        either.add(6)  # what is not kept has less than float32's last digit
+    for row in set(range(len(logits))) - either:
+        kept = []
+        for way in (compiled, expected):
+            has_mass = way.logp_NK[row] > -80
+            kept.append(set(way.place_NK[row][has_mass].tolist()))
+        # rounding may draw a neighbor
+        assert len(kept[0] ^ kept[1]) <= 0.02 * len(kept[0]), row
+
+
+@pytest.mark.parametrize("num_entries", [1, 5, 100])
+def test_a_row_is_chosen_as_if_it_was_alone(real_table, num_entries):
+    order = byte_order(real_table)
+    logits = awkward_rows(len(real_table))
+    labels = torch.arange(len(logits))
+    uniform = torch.full((len(logits),), 0.7, dtype=torch.float64)
+    together = choose_rows(logits, num_entries, labels, order, 1.0, uniform)
+    for row in range(len(logits)):
+        one = slice(row, row + 1)
+        alone = choose_rows(logits[one], num_entries, labels[one], order, 1.0, uniform[one])
+        for value, expected in zip(alone, together):
+            assert torch.equal(value, expected[one])
+
+
+@pytest.mark.parametrize("width", [500, 611, 1000])
+def test_sums_do_not_depend_on_where_a_row_lies(width):
+    """A compiler may take another loop where what is read and what is written lie side by side."""
+    row = logits_of(1, width)[0].numpy()
+    seen = set()
+    for gap in (0, 4, 64, 256, 600, 5000):
+        memory = np.zeros(3 * width + 2 * gap, np.float32)
+        for start in (0, 2 * (width + gap)):
+            x = memory[start : start + width]
+            x[:] = row
+            seen.add(kept_rows._masses(x, row.max(), memory[width + gap :][:width]))
+    assert len(seen) == 1
+
+
+def test_a_row_that_is_no_distribution_says_nothing():
+    order = byte_order(table_of(SPELLED))
+    logits = logits_of(4, len(SPELLED))
+    logits[0, 3] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 7] = torch.inf
+    for uniform in (None, torch.full((4,), 0.3, dtype=torch.float64)):
+        kept = keep(logits, 5, torch.arange(4), order, 1.0, uniform).scored
+        assert kept.logits.logp_TK[:3].isnan().all()
+        assert kept.scores.entropy_T[:3].isnan().all()
+        assert kept.logits.logp_TK[3].isfinite().all()
+
+
+def test_wrong_numbers_are_refused():
+    order = byte_order(table_of(SPELLED))
+    with pytest.raises(ValueError, match="labels from 0 to 99, of 19 tokens"):
+        keep_tokens(logits_of(2, len(SPELLED)), 5, torch.tensor([0, 99]), order)
+    with pytest.raises(ValueError, match="20 logits of 19 tokens"):
+        keep_tokens(logits_of(2, 20), 5, torch.tensor([0, 1]), order)
+
+
+def test_all_tokens_kept_is_the_whole_row(choice):
     order = byte_order(table_of(SPELLED))
     logits = logits_of(4, len(SPELLED))
     labels = torch.tensor([3, 1, 16, 10])
     for num_entries in (len(SPELLED) - 1, len(SPELLED), 600):
-        kept = keep_tokens(logits, num_entries, labels, order, 1.0,
+        kept = keep(logits, num_entries, labels, order, 1.0,
                            torch.zeros(4, dtype=torch.float64))
         assert not kept.num_drawn_N.any()
         rows = estimated(kept.scored, kept.num_drawn_N)(torch.arange(4))
@@ -179,7 +302,7 @@ def mean_gradient(logits, num_entries, order, loss):
     num = 4000
     uniform_N = (torch.arange(num, dtype=torch.float64) + 0.5) / num
     labels_N = torch.full((num,), 12)
-    kept = keep_tokens(logits.expand(num, -1), num_entries, labels_N, order, 1.0, uniform_N)
+    kept = keep(logits.expand(num, -1), num_entries, labels_N, order, 1.0, uniform_N)
     rows = estimated(kept.scored, kept.num_drawn_N)(torch.arange(num))
     gradients = []
     student = logits_of(1, len(SPELLED), 1.0).roll(3)
