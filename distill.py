@@ -29,6 +29,7 @@ import torch.distributed as dist
 import transformers
 
 from isogloss.checkpoint import (
+    CannotSave,
     checkpoint_name,
     load_checkpoint,
     save_checkpoint,
@@ -180,7 +181,7 @@ def train_student(cfg, roles, device):
             cfg, inputs, state.engine, device, start,
             state.places.before(start * samples_per_step(cfg, state.engine)),
             lambda: bool(signals.received))
-        with fail_alone(DataError):
+        with fail_alone(DataError), fail_alone(CannotSave, code=1):
             train(state, batches, held_out, start, inputs.ds_config, signals)
     if cfg.learn_projection or cfg.export:
         end_unless_finite(state, cfg.steps)
@@ -608,8 +609,12 @@ def save(state, step, log):
     extra["place"] = state.places.before(good_step * samples_per_step(cfg, state.engine))
     if state.writer:
         extra["rollouts"] = state.writer.state()
-    save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
-                    extra)
+    try:
+        save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
+                        extra)
+    except CannotSave as error:
+        raise CannotSave(f"{error}; {describe_last_checkpoint(state)}; once this is repaired the "
+                         "same command goes on") from None
     state.last_checkpoint = folder / checkpoint_name(good_step)
 
 

@@ -38,7 +38,8 @@ MIB = 2**20
 SIZES = 4, MIB, 3 * MIB, 3 * MIB + 4  # bytes that processes share; the last is no power of two
 LEAST_SECONDS = 10  # in which the memory of a killed process has to be free again
 TIMEOUT = 1800  # seconds of a check
-TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl"
+TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl", "alm", "event_kl"
+SPELLED = "piece_kl", "event_kl"  # those that need to know how one vocabulary spells the other
 KEPT_COLUMNS = 8192  # of projection_kl, as --projection_topk
 LIVE_COPIES = {"gold": 3, "projection_kl": 1.25}  # as in isogloss/loss_table.py
 TABLE_POSITIONS = 2048, 8192, 32_768
@@ -316,8 +317,8 @@ class Fused:
 
     Args:
         name: one of TABLE_LOSSES.
-        tables: `translation.Tables` of piece_kl, ChunkTables of gold and projection_kl, on the
-            device.
+        tables: `translation.Tables` of piece_kl, `losses.Spelling` of event_kl, ChunkTables of gold
+            and projection_kl, on the device; None for the others.
         use_kernels: False: the plain path, by autograd.
     """
 
@@ -326,10 +327,12 @@ class Fused:
         self.tables = tables
         self.use_kernels = use_kernels
         self.cells = None
-        if name == "piece_kl" and use_kernels:
+        if name in SPELLED and use_kernels:
             import gpu_kernels
 
-            self.cells = gpu_kernels.cell_tables(tables.cell_V, tables.cell_W, tables.num_cells)
+            cells = (tables.cell_V, tables.cell_W, tables.num_cells) if name == "piece_kl" else \
+                (tables.event_V, tables.event_W, tables.num_events)
+            self.cells = gpu_kernels.cell_tables(*cells)
 
     def __call__(self, student, teacher, sub_tile):
         import translation
@@ -340,12 +343,16 @@ class Fused:
             kd, _ = translation.translated(
                 student[None], teacher[None], labels, sub_tile.teacher_labels[None],
                 sub_tile.terms, self.tables)
-        elif self.name in ("gold", "projection_kl"):
-            kd = self.of_chunks(student[None], teacher[None], sub_tile)
-        else:
+        elif self.name == "event_kl":
+            kd, _ = losses.event_kl(
+                student[None], teacher[None], labels, sub_tile.teacher_labels[None],
+                sub_tile.terms, self.tables)
+        elif self.name == "forward_kl":
             chunks = sub_tile.terms
             kd, _ = losses.forward_kl(
                 student[chunks.first_S][None], teacher[chunks.first_T][None], None)
+        else:
+            kd = self.of_chunks(student[None], teacher[None], sub_tile)
         return torch.stack([ce, kd])
 
     def of_chunks(self, student, teacher, sub_tile):
@@ -355,6 +362,9 @@ class Fused:
         if self.name == "gold":
             return losses.gold(
                 student, teacher, *ids, *tables.common, chunks=chunks, rest=tables.others)[0]
+        if self.name == "alm":
+            next_ids = sub_tile.student_labels[None], sub_tile.teacher_labels[None]
+            return losses.alm(student, teacher, *next_ids, *ids, chunks=chunks)[0]
         return losses.projection_kl(
             student, teacher, *ids, tables.indices, tables.weights, entries=tables.entries,
             chunks=chunks)[0]
@@ -369,6 +379,13 @@ class Fused:
             sums = translation.translated_in_place(
                 student, teacher, labels, labels, sub_tile.teacher_labels, sub_tile.terms,
                 self.tables, self.cells, factors)
+        elif self.name == "event_kl":
+            sums = losses.event_in_place(
+                student, teacher, labels, labels, sub_tile.teacher_labels, sub_tile.terms,
+                self.tables, self.cells, factors)
+        elif self.name == "alm":
+            sums = losses.alm_in_place(
+                student, teacher, labels, labels, sub_tile.teacher_labels, sub_tile.terms, factors)
         elif self.name == "gold":
             sums = losses.gold_in_place(
                 student, teacher, labels, sub_tile.terms, self.tables.common, self.tables.others,
@@ -399,11 +416,12 @@ class TableRun:
         W = sizes.V if name == "forward_kl" else sizes.W
         text = bench.random_text(sizes.tokens, sizes.V, W)
         tables = None
-        if name == "piece_kl":
-            spelling = bench.random_spelling(sizes.V, W)
-            bench.spell_long_chunks(text, sizes.V, spelling)
-            tables = bench.random_tables(spelling)
-        elif name != "forward_kl":
+        if name in SPELLED:
+            tables = bench.random_spelling(sizes.V, W)
+            bench.spell_long_chunks(text, sizes.V, tables)
+            if name == "piece_kl":
+                tables = bench.random_tables(tables)
+        elif name in ("gold", "projection_kl"):
             tables = ChunkTables(sizes, device, path == "kernels")
         losses.HAS_TRITON_KERNELS = losses.HAS_TRITON_KERNELS and path == "kernels"
         budget = tiles.GPU_SUB_TILES
@@ -413,10 +431,10 @@ class TableRun:
         memory_mib = float("inf") if path == "plain" else sizes.memory_mib
         plan = tiles.plan_tiles(*text, (sizes.V, W), memory_mib, budget,
                                 teacher_context=name == "piece_kl")
-        listed = tables if name == "piece_kl" else None
+        listed = tables if name in SPELLED else None
         plan = [bench.with_terms(tile, listed) for tile in plan]
         self.plan = [bench.to(tile, device) for tile in plan]
-        on_device = bench.to(tables, device) if name == "piece_kl" else tables
+        on_device = bench.to(tables, device) if name in SPELLED else tables
         self.loss = Fused(name, on_device, path == "kernels")
 
         def tensor(*shape):

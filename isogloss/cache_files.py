@@ -28,6 +28,7 @@ from safetensors.torch import save
 from isogloss.files import scratch_of, size_and_checksum, sync, write_atomically
 from isogloss.text_scores import ScoredLogits, TextScores
 from isogloss.workers import DataError
+from projection_tools import reason_of
 from tiles import TopKLogits
 
 FORMAT = 2
@@ -260,12 +261,21 @@ def shard_name(number):
 
 
 def write_tensors(path, tensors):
-    """Write a safetensors file that is complete or absent."""
+    """Write a safetensors file that is complete or absent.
+
+    Raises:
+        DataError: it cannot be written, as on a full disk.
+    """
     scratch = scratch_of(path)
-    scratch.write_bytes(save(tensors))  # save_file would let the owner alone read it
-    sync(scratch)
-    scratch.rename(path)
-    sync(path.parent)
+    try:
+        scratch.write_bytes(save(tensors))  # save_file would let the owner alone read it
+        sync(scratch)
+        scratch.rename(path)
+        sync(path.parent)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise DataError(f"--output {path}: cannot be written ({reason_of(error)}); once this is "
+                        "repaired the same command goes on") from None
 
 
 def complete(folder, manifest, before):

@@ -21,6 +21,7 @@ import shutil
 import sys
 import time
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -39,15 +40,42 @@ from isogloss.files import (
 )
 from isogloss.rendezvous import values_of_ranks
 from isogloss.unpickle import known_classes_only
+from projection_tools import reason_of
 
 POSITION = "position.json"
 CHECKSUM = "checksum"  # key of position.json
+TORCH_WRITER = "inline_container", "iostream"  # in the RuntimeErrors of torch's writer of files
 
 # --- save -----------------------------------------------------------------------------------------
 
 
 def checkpoint_name(step):
     return f"step_{step:07d}"
+
+
+class CannotSave(Exception):
+    """Report a checkpoint that cannot be written; those before it stay."""
+
+
+@contextmanager
+def write_errors_named(target):
+    """Raise a CannotSave where a file of a checkpoint cannot be written, as on a full disk.
+
+    Other errors pass: a RuntimeError or a missing file may say that another rank is gone.
+
+    Args:
+        target: Path of the checkpoint.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        is_of_torch = any(word in str(error) for word in TORCH_WRITER)
+        is_of_peers = isinstance(error, (RuntimeError, FileNotFoundError, ConnectionError))
+        if is_of_peers and not is_of_torch:
+            raise
+        free = shutil.disk_usage(target.parent).free
+        raise CannotSave(f"{target} cannot be written ({reason_of(error)}; {free / 2**20:.0f} MiB "
+                         "are free there)") from None
 
 
 def save_checkpoint(engine, folder, step, identity, layout, keep, state):
@@ -63,30 +91,40 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
     scratch = scratch_of(target)
     rank = dist.get_rank()
     if rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove_half_written(folder)  # a full disk may have ended the save before
     dist.barrier()
-    engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False,
-                           exclude_frozen_parameters=has_frozen_weights(engine))
-    torch.save(random_state(), scratch / f"random_{rank}.pt")
-    dist.barrier()  # every rank has written its files
-    files = _seal(scratch)
-    if rank == 0:
-        position = {
-            "step": step,
-            "run": identity,
-            "layout": layout,
-            "state": state,
-            "written": time.time(),
-            "files": files,
-        }
-        position[CHECKSUM] = _checksum_of(position)
-        write_atomically(scratch / POSITION, json.dumps(position, indent=1))
-        sync(scratch)
-        # The target exists if the run saved this step before and went back to an earlier one.  The
-        # old one stays a checkpoint until the new one is in its place.
-        replace_folder(scratch, target, target.with_name(target.name + "_before"))
-        _remove_old_checkpoints(folder, keep)
+    with write_errors_named(target):
+        engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False,
+                               exclude_frozen_parameters=has_frozen_weights(engine))
+        torch.save(random_state(), scratch / f"random_{rank}.pt")
+        dist.barrier()  # every rank has written its files
+        files = _seal(scratch)
+        if rank == 0:
+            position = {
+                "step": step,
+                "run": identity,
+                "layout": layout,
+                "state": state,
+                "written": time.time(),
+                "files": files,
+            }
+            _complete(scratch, target, position)
+            _remove_old_checkpoints(folder, keep)
     dist.barrier()
+
+
+def _complete(scratch, target, position):
+    """Write position.json and give a checkpoint its final name.
+
+    Args:
+        position: what it holds, without its own checksum.
+    """
+    position[CHECKSUM] = _checksum_of(position)
+    write_atomically(scratch / POSITION, json.dumps(position, indent=1))
+    sync(scratch)
+    # The target exists if the run saved this step before and went back to an earlier one.  The old
+    # one stays a checkpoint until the new one is in its place.
+    replace_folder(scratch, target, target.with_name(target.name + "_before"))
 
 
 def _seal(folder):
@@ -122,16 +160,18 @@ def _checksum_of(position):
 
 
 def _remove_old_checkpoints(folder, keep):
-    """Remove all but the last `keep` checkpoints, and what a killed run has left half-written.
-
-    One that has lost files does not count.
-    """
+    """Remove all but the last `keep` checkpoints; one that has lost files does not count."""
     num_whole = 0
     for checkpoint in reversed(complete_checkpoints(folder)):
         if num_whole >= keep:
             os.rename(checkpoint, scratch_of(checkpoint))  # so that nothing half-deleted counts
         elif not _missing_or_cut(checkpoint):
             num_whole += 1
+    _remove_half_written(folder)
+
+
+def _remove_half_written(folder):
+    """Remove what a killed run has left half-written or half-deleted."""
     for incomplete in Path(folder).glob(".step_*.incomplete"):
         shutil.rmtree(incomplete, ignore_errors=True)
 

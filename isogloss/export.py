@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from isogloss.adapters import (
@@ -38,6 +39,7 @@ from isogloss.files import (
     files_in,
     replace_folder,
     scratch_of,
+    size_and_checksum,
     sync_tree,
     write_atomically,
 )
@@ -64,7 +66,7 @@ def check_results(cfg):
     """
     if cfg.export:
         _check_overlap(cfg)
-        _check_replaceable(cfg.export)
+        _check_on_rank_0(_check_replaceable, cfg.export)  # which reads all of an earlier export
     projection = projection_path(cfg)
     if cfg.learn_projection and projection.is_dir():
         raise ValueError(f"--output_dir {cfg.output_dir}: {projection.name} is a directory "
@@ -144,15 +146,31 @@ def _check_replaceable(export, flag="--export"):
     if not target.is_dir():
         raise ValueError(f"{flag} {export}: is a file; name a directory")
     others = files_in(target)
-    if MANIFEST in others:
-        try:
-            written = json.loads((target / MANIFEST).read_text())["files"]
-        except (OSError, ValueError, KeyError, TypeError):
-            written = []
-        others = [name for name in others if name != MANIFEST and name not in written]
-    if others:
-        raise ValueError(f"{flag} {export}: holds {others[0]}, which no export of ours wrote and "
-                         "which would be lost; name another directory or remove it")
+    written = _written_files(target)
+    if written is not None:
+        others = [name for name in others if name != MANIFEST]
+    for name in others:
+        if name not in (written or {}):
+            raise ValueError(f"{flag} {export}: holds {name}, which no export of ours wrote and "
+                             "which would be lost; name another directory or remove it")
+        if written[name] and size_and_checksum(target / name) != written[name]:
+            raise ValueError(f"{flag} {export}: its {name} was changed after it was exported, and "
+                             "the change would be lost; name another directory, or remove that "
+                             "file")
+
+
+def _written_files(target):
+    """Return {name: [bytes, CRC-32]} of what an export wrote; None: no manifest is there.
+
+    Exports of earlier versions list the names alone, and have None for each.
+    """
+    try:
+        written = json.loads((target / MANIFEST).read_text())["files"]
+        return written if isinstance(written, dict) else dict.fromkeys(written)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 # --- write ----------------------------------------------------------------------------------------
@@ -237,14 +255,27 @@ def _write_model(save, tokenizer, export, write_card, flag="--export"):
     target = _real_path(export)
     scratch = scratch_of(target)
     shutil.rmtree(scratch, ignore_errors=True)
-    save(scratch)
-    tokenizer.save_pretrained(scratch)
-    make_readable_for_transformers_4(scratch)
-    write_card(scratch)
-    write_atomically(scratch / MANIFEST, json.dumps({"files": files_in(scratch)}, indent=1))
-    sync_tree(scratch)
-    _check_replaceable(export, flag)  # again: something may have been put there meanwhile
-    replace_folder(scratch, target, target.with_name(f".{target.name}.before"))
+    try:
+        save(scratch)
+        tokenizer.save_pretrained(scratch)
+        make_readable_for_transformers_4(scratch)
+        write_card(scratch)
+        write_manifest(scratch)
+        sync_tree(scratch)
+        _check_replaceable(export, flag)  # again: something may have been put there meanwhile
+        replace_folder(scratch, target, target.with_name(f".{target.name}.before"))
+    except BaseException:  # half a model would fill a disk that is full already
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def write_manifest(folder):
+    """List all files of an export in it, and let those read them who may read the list."""
+    files = {name: size_and_checksum(folder / name) for name in files_in(folder)}
+    write_atomically(folder / MANIFEST, json.dumps({"files": files}, indent=1))
+    mode = (folder / MANIFEST).stat().st_mode
+    for name in files:
+        (folder / name).chmod(mode)  # safetensors lets the owner alone read its files
 
 
 # What transformers 5 calls a tokenizer that is all in its tokenizer.json; both versions know the
@@ -371,7 +402,7 @@ def export_checkpoint(args):
     card = partial(write_card, folder=folder, step=step)
     try:
         _write_model(save, tokenizer, output, card, "--output")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"--output {output}: cannot be written ({reason_of(error)})") from None
     return Path(output)
 

@@ -150,19 +150,20 @@ def fail_together(roles=None, what="checks"):
 
 
 @contextmanager
-def fail_alone(kind):
-    """End all ranks, with one line and code 2, when the block raises such an error on one of them.
+def fail_alone(kind, code=2):
+    """End all ranks, with one line, when the block raises such an error on one of them.
 
     For blocks in which the others wait for this rank; they end soon after it.
 
     Args:
         kind: type of error.
+        code: exit code; 2 stands for wrong input.
     """
     try:
         yield
     except kind as error:
-        current_watch().announce(str(error), 2, said=True)
-        fail(str(error), loud=True)
+        current_watch().announce(str(error), code, said=True)
+        fail(str(error), loud=True, code=code)
 
 
 def fail(message, loud=None, code=2):

@@ -194,7 +194,7 @@ def picture(panels, path):
     """Draw panels side by side, at most three in a row, a color per run.
 
     Raises:
-        ValueError: no such format, or it cannot be written there.
+        OSError: it cannot be written there.
     """
     import matplotlib
 
@@ -217,8 +217,6 @@ def picture(panels, path):
         axis.set_visible(False)
     try:
         figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ValueError(f"--png {path}: cannot be written ({error.strerror})") from None
     finally:
         pyplot.close(figure)
 
@@ -263,7 +261,10 @@ def main(folders, args):
     for panel in panels:
         print(*text_panel(panel), "", sep="\n")
     if args.png:
-        picture(panels, args.png)
+        try:
+            picture(panels, args.png)
+        except OSError as error:
+            raise ValueError(f"--png {args.png}: cannot be written ({error.strerror})") from None
         print(args.png)
 
 

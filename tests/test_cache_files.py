@@ -1,6 +1,7 @@
 """Numbers in few bits, the bytes they take, and looking texts up."""
 
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from isogloss.cache_files import (
     top_k_columns,
     unpack_ids,
     unpack_logp,
+    write_tensors,
 )
 from isogloss.model_teachers import truncate
+from isogloss.workers import DataError
 
 
 @pytest.mark.parametrize("vocab", [2, 300, 65_536, 65_537, 151_646, 262_144])
@@ -88,3 +91,17 @@ def test_texts_are_told_apart_by_all_that_a_teacher_reads():
             text_key([{"role": "system", "content": "a"}]), text_key("\ud800")]
     assert len({key.tobytes() for key in keys}) == len(keys)
     assert np.array_equal(text_key("a"), keys[0])
+
+
+def test_a_shard_that_a_disk_has_no_room_for_is_named_and_takes_none(tmp_path):
+    path = tmp_path / "shard-00000.safetensors"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"shard-00000.*cannot be written .*File too large"):
+            write_tensors(path, {"logp": torch.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+    write_tensors(path, {"logp": torch.zeros(1000)})
+    assert path.exists()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 from contextlib import redirect_stderr
 from io import StringIO
@@ -117,6 +118,28 @@ def saved_beside_damage(folder):
 def test_a_damaged_checkpoint_does_not_displace_a_whole_one(tmp_path):
     [names] = ranks.run(1, saved_beside_damage, str(tmp_path))
     assert names == ["step_0000003", "step_0000004", "step_0000005"]
+
+
+class FilesAlone(Files):
+    """Writes where nothing half-written takes room."""
+
+    def save_checkpoint(self, folder, tag, save_latest, exclude_frozen_parameters):
+        assert not list(Path(folder).glob(".step_*"))
+        super().save_checkpoint(folder, tag, save_latest, exclude_frozen_parameters)
+
+
+def saved_after_a_killed_save(folder):
+    """Save step 2 where a save of step 3 was killed before."""
+    start_distributed()
+    half = Path(folder) / ".step_0000003.incomplete"
+    half.mkdir()
+    (half / "weights_0.pt").write_bytes(b"half")
+    save_checkpoint(FilesAlone(), folder, 2, {}, {}, 2, {})
+    return sorted(os.listdir(folder))
+
+
+def test_what_a_killed_save_left_makes_room_for_the_next(tmp_path):
+    assert ranks.run(1, saved_after_a_killed_save, str(tmp_path)) == [["step_0000002"]]
 
 
 # --- commands in pickles --------------------------------------------------------------------------
@@ -254,6 +277,39 @@ def test_nodes_that_do_not_share_a_folder(flags, tmp_path):
     assert not list(tmp_path.glob("of_node*"))
     for error in ranks.run(2, start_apart, str(tmp_path)):
         assert "rank 0 would start from ['step_0000001', None, 0], rank 1 from" in error
+
+
+def with_small_disk(folder, flags, changes):
+    """`outcomes`; in the second run rank 1 can write no file as large as a checkpoint's."""
+    ended = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number, change in enumerate(changes):
+        if number and os.environ["RANK"] == "1":
+            shards = Path(folder).glob("run/checkpoints/step_*/zero_pp_rank_1_*")
+            size = min(path.stat().st_size for path in shards)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
+        ended += outcomes(folder, flags, [change])
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ended
+
+
+def test_a_full_disk_ends_a_job_with_one_line_and_loses_nothing(flags, tmp_path):
+    """torch's own error says nothing of a disk: "unexpected pos 64 vs 0"."""
+    output = tmp_path / "run"
+    flags = [*flags, f"--ds_config={tmp_path / 'zero2.json'}", f"--output_dir={output}",
+             "--save_every=1"]
+    on_ranks = ranks.run(2, with_small_disk, tmp_path, flags, ["--steps=1", "--steps=2"])
+    begun, full = zip(*on_ranks, strict=True)
+    assert [outcome.exit_code for outcome in begun] == [0, 0]
+    assert [outcome.exit_code for outcome in full] == [1, 1]
+    printed = "".join(outcome.stderr for outcome in full)
+    [line] = [line for line in printed.splitlines() if line.startswith("distill.py: ")]
+    assert "step_0000002 cannot be written (" in line and "MiB are free there" in line
+    assert f"the last good checkpoint is {output}/checkpoints/step_0000001" in line
+    assert "Traceback" not in printed
+    [[again], _] = ranks.run(2, outcomes, tmp_path, flags, ["--steps=2"])
+    assert again.exit_code == 0
+    assert [line["step"] for line in losses_of(output)] == [1, 2]
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import inspect
 import json
 import os
+import resource
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -109,6 +111,13 @@ def test_what_an_export_may_replace(tmp_path):
         (target / name).unlink()
     assert refused(target)  # an empty folder .git
     (target / ".git").rmdir()
+    sizes = {name: export.size_and_checksum(target / name) for name in manifest["files"]}
+    (target / export.MANIFEST).write_text(json.dumps({"files": sizes}))
+    assert not refused(target)
+    (target / "a.json").write_text("[]")  # as long as before
+    assert refused(target)
+    (target / "a.json").unlink()
+    assert not refused(target)
     (target / export.MANIFEST).write_text("no JSON")
     assert refused(target)
     (tmp_path / "dead").symlink_to(tmp_path / "nowhere")
@@ -211,7 +220,8 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
     of_command = run / "export_0000002"
     assert sorted(os.listdir(of_command)) == sorted(os.listdir(of_job))
     for file in os.listdir(of_job):
-        if file not in ("README.md", "curves.png", "adapter_config.json"):
+        # the manifest has checksums of the other three
+        if file not in ("README.md", "curves.png", "adapter_config.json", export.MANIFEST):
             assert (of_command / file).read_bytes() == (of_job / file).read_bytes(), file
     if name == "adapter":
         assert "adapter_model.safetensors" in os.listdir(of_job)
@@ -229,6 +239,40 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
         for key, weight in first.items():
             assert torch.equal(weight, saved[f"model.{key}"]), key
     assert "| steps | 1 of 2 |" in (run / "first" / "README.md").read_text()
+
+
+@contextmanager
+def no_larger_files(size):
+    """Let every write that makes a file larger than `size` bytes fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "curves.png"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(exported, file, capsys):
+    """The command fails as the job's own export does, and the disk is no fuller than before."""
+    output = exported / f"full {file}"
+    command = [str(exported / "zero 0"), f"--output={output}"]
+    size = (exported / "zero 0" / "student" / file).stat().st_size
+    with no_larger_files(size - 1), pytest.raises(SystemExit) as end:
+        export.cli(command)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert f"isogloss.export: --output {output}: cannot be written (" in error
+    assert "File too large" in error and error.count("\n") == 1
+    assert not [path.name for path in exported.iterdir() if output.name in path.name]
+    export.cli(command)
+    assert (output / file).exists()
+
+
+def test_all_files_of_an_export_are_read_by_the_same_people(exported):
+    folder = exported / "zero 0" / "student"
+    modes = {path.name: oct(path.stat().st_mode) for path in folder.iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, modes
 
 
 def test_the_card_says_what_it_was_made_of_and_no_path(exported):
