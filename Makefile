@@ -6,7 +6,9 @@ export OMP_WAIT_POLICY ?= $(shell $(PYTHON) isogloss/cpu_settings.py OMP_WAIT_PO
 export GLIBC_TUNABLES ?= $(shell $(PYTHON) isogloss/cpu_settings.py GLIBC_TUNABLES)
 
 PIP_INSTALL = .venv/bin/pip install --disable-pip-version-check --quiet --no-compile
-PYTEST = .venv/bin/python -m pytest -q -n 2 --dist=loadgroup
+# A file runs in one worker, so that what its tests share is set up once.  In the order of their
+# names: by their numbers of tests, the few that take longest would come last, with one worker idle.
+PYTEST = .venv/bin/python -m pytest -q -n 2 --dist=loadfile --no-loadscope-reorder
 
 demo: .venv/installed
 	.venv/bin/python demo.py

@@ -33,13 +33,6 @@ def asset(*parts):
     return path
 
 
-def pytest_collection_modifyitems(items):
-    """Run a file in one worker, and all files that start ranks in the same: they share a server."""
-    for item in items:
-        group = "ranks" if hasattr(item.module, "ranks") else item.module.__name__
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """Projections and spelling tables of this session stay out of the user's cache."""
