@@ -3,11 +3,11 @@
 torch makes some thirty passes over a row for it, this makes eight, most of them vectorized:
 
 - Masses lie in the order of the tokens' bytes, so those that begin alike lie side by side.
-- An entry that is larger than the K-th of the largest of all GROUPs is a candidate.  Only
+- An entry that is not below the K-th of the largest entries of all combs is a candidate.  Only
   candidates are sorted, by their bits, which as integers have the order of positive numbers.
 - Where a draw lies is found by sums of GROUPs; only the entries of one GROUP are added up singly.
 
-What comes of a row depends on that row alone.  Of equally relevant tokens the first ones are kept.
+What comes of a row depends on that row alone, equally relevant tokens included.
 
 Shapes: N rows, W vocabulary, K entries.  Tests: tests/test_kept_tokens.py.
 """
