@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from isogloss.cpu_attention import causal_blocks
 from isogloss.task_passes import plan_passes, plan_rows, shares_contexts
 from rollout import Prompt, write
 
@@ -252,7 +251,7 @@ def score(model, requests, batch_size=16, agree=bool, on_scored=int):
     """
     scores = Scores(requests, on_scored)
     waiting = plan_passes(plan_rows(requests, shares_contexts(model)), model, batch_size)
-    with torch.no_grad(), causal_blocks():
+    with torch.no_grad():
         while agree(bool(waiting)):
             if not waiting:
                 idle_ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
