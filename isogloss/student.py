@@ -17,7 +17,6 @@ from transformers.integrations.deepspeed import (
 
 from isogloss.activations import offload_activations, tile_mlps
 from isogloss.adapters import adapter_of, add_adapter, describe_adapter, student_adapter
-from isogloss.cpu_engine import fuse_optimizer, leave_out_passes
 from isogloss.ds_engine import start_deepspeed
 from isogloss.finite import (
     gradient_norm,
@@ -323,9 +322,7 @@ def start_engine(module, ds_config, path, projection_learning_rate=0.0):
         projection_learning_rate: of a learned projection; 0: the student's.
     """
     groups = optimizer_groups(module, projection_learning_rate)
-    config = fuse_optimizer(ds_config)
-    engine = start_deepspeed(path, model=module, model_parameters=groups, config=config)
-    leave_out_passes(engine)
+    engine = start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
     let_overflow_skip_steps(engine)
     return engine
 
