@@ -26,12 +26,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from isogloss.kept_rows import LAST_POINT, LEAST_SHARE, RowResults, choose_rows
-from isogloss.text_scores import ScoredLogits, TextScores, largest, scores_of_rows
+from isogloss.text_scores import ScoredLogits, TextScores, scores_of_rows
 from teacher_mixing import FLOOR
 from tiles import TopKLogits
 
 MOST_BEGINNINGS = 16  # bytes; few tokens are longer and have others that begin so; not tuned
+LEAST_SHARE = 1e-12  # of all mass; what begins with rarer bytes is as relevant as what has this
+LAST_POINT = 1 - 1e-12  # where the last draw may be, of all mass
 
 # --- tokens by their bytes ------------------------------------------------------------------------
 
@@ -112,8 +113,7 @@ def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, unifor
         temperature: by which the loss will divide: masses are exp(logits / temperature).
         uniform_N: (N,) float64 in [0, 1), one random number of each row; None: draw nothing.
     """
-    make_choice = choose_rows if logits_NW.device.type == "cpu" else choose_by_passes
-    chosen = make_choice(logits_NW, num_entries, labels_N, order, temperature, uniform_N)
+    chosen = choose_rows(logits_NW, num_entries, labels_N, order, temperature, uniform_N)
     label_N1 = labels_N[:, None]
     label_logp_N1 = logits_NW.gather(1, order.place_W[label_N1]) - chosen.total_N[:, None]
     ids_NK = torch.cat([order.ids_W[chosen.place_NK], label_N1], 1).int()
@@ -124,8 +124,35 @@ def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, unifor
     return KeptRows(ScoredLogits(rows, scores), chosen.plain_rest_N, chosen.num_drawn_N)
 
 
-def choose_by_passes(logits_NW, num_entries, labels_N, order, temperature, uniform_N):
-    """Return the RowResults of some rows, on any device; `choose_rows` does the same on a CPU."""
+class RowResults(NamedTuple):
+    """Hold what is chosen of rows and known of them.
+
+    place_NK: (N, K) int64, tokens by their places in byte order, the drawn ones last.
+    logp_NK: (N, K) float32, their log-probabilities at temperature 1; of a drawn one the logarithm
+        of what it stands for, of all mass.
+    num_drawn_N: (N,) int32.
+    total_N, entropy_N, max_logp_N: (N,) float32, of the whole row at temperature 1, in nats:
+        logsumexp of the logits, entropy, log-probability of the most likely token.
+    correct_N: (N,) bool, the label is that token.
+    rest_N, plain_rest_N: (N,) float32, the log-probability of what is neither kept as it is nor the
+        label, at the temperature and at 1.
+    """
+
+    place_NK: torch.Tensor
+    logp_NK: torch.Tensor
+    num_drawn_N: torch.Tensor
+    total_N: torch.Tensor
+    entropy_N: torch.Tensor
+    max_logp_N: torch.Tensor
+    correct_N: torch.Tensor
+    rest_N: torch.Tensor
+    plain_rest_N: torch.Tensor
+
+
+def choose_rows(logits_NW, num_entries, labels_N, order, temperature, uniform_N):
+    """Return the RowResults of some rows; see `keep_tokens`."""
+    if logits_NW.shape[1] != len(order.ids_W):
+        raise ValueError(f"{logits_NW.shape[1]} logits of {len(order.ids_W)} tokens")
     best_N, likeliest_N = logits_NW.max(-1)
     label_place_N = order.place_W[labels_N]
     whole = scores_of_rows(logits_NW, best_N, label_place_N, likeliest_N == label_place_N)
@@ -167,7 +194,7 @@ def choose(mass_NW, num_entries, labels_N, order, uniform_N):
     relevance_NW = relevance_of_mass(mass_NW, labels_N, order).mul_(mass_NW)
     label_N1 = order.place_W[labels_N][:, None]
     relevance_NW.scatter_(1, label_N1, 0)
-    top_NK, place_NK = largest(relevance_NW, min(num_entries, relevance_NW.shape[1]))
+    top_NK, place_NK = relevance_NW.topk(min(num_entries, relevance_NW.shape[1]))
     if uniform_N is None:
         nothing_NK = torch.zeros_like(top_NK)
         return Choice(place_NK, nothing_NK.bool(), nothing_NK)

@@ -29,7 +29,7 @@ from isogloss.layout import Replica, node_size
 from isogloss.pretrained import load_config, load_model, quantization_of
 from isogloss.rendezvous import broadcast_value
 from isogloss.specs import BLOCK, TeacherSpec, attention_options
-from isogloss.text_scores import ScoredLogits, largest, scores_of_rows
+from isogloss.text_scores import ScoredLogits, scores_of_rows
 from projection_tools.model_names import read_model_name
 from tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
@@ -293,7 +293,7 @@ def most_likely(logits, top_k, labels_T, temperature=1.0):
 
 def truncate(logits_NW, top_k, labels_N, temperature=1.0):
     """Return the ScoredLogits of some rows of float32 logits; see `most_likely`."""
-    top_NK, top_ids_NK = largest(logits_NW, min(top_k, logits_NW.shape[1]))
+    top_NK, top_ids_NK = logits_NW.topk(min(top_k, logits_NW.shape[1]))
     # a position without a label repeats its most likely token
     last_N = torch.where(labels_N >= 0, labels_N, top_ids_NK[:, 0])
     whole = scores_of_rows(logits_NW, top_NK[:, 0], last_N, top_ids_NK[:, 0] == labels_N)

@@ -14,8 +14,6 @@ import torch
 from teacher_mixing import FLOOR
 from tiles import LogitsSource, TopKLogits
 
-LEAST_OF_GROUP = 4  # entries, from which groups are worth it; see `largest`
-
 
 class TextScores(NamedTuple):
     """Hold what whole distributions say of the text, (T,) float32 each.
@@ -74,7 +72,8 @@ def scores_of_rows(logits_NW, best_N, labels_N, correct_N):
         best_N: (N,) the largest of them.
         labels_N: (N,) int64 token of each; correct_N: (N,) bool, it is the most likely one.
     """
-    # tokens that never come have logits of -inf and add nothing
+    # tokens that never come have logits of -inf and add nothing; sums by row, not by a matmul,
+    # which adds up in an order that depends on the other rows
     distance_NW = (logits_NW - best_N[:, None]).clamp_(min=FLOOR)
     mass_NW = distance_NW.exp()  # the one pass with exponentials
     Z_N = mass_NW.sum(-1)
@@ -83,45 +82,10 @@ def scores_of_rows(logits_NW, best_N, labels_N, correct_N):
     scores = TextScores(
         logp_T=label_logp_N.clamp(min=FLOOR),
         # by distances, which are small where masses are large
-        entropy_T=Z_N.log() - torch.einsum("nw,nw->n", mass_NW, distance_NW) / Z_N,
+        entropy_T=Z_N.log() - distance_NW.mul_(mass_NW).sum(-1) / Z_N,
         max_logp_T=-Z_N.log(),
         correct_T=correct_N.float())
     return WholeRows(scores, best_N, total_N, mass_NW)
-
-
-def largest(x_NW, k):
-    """Return (values, indices), both (N, k), of the k largest entries of rows, in falling order.
-
-    On a CPU this takes half the time of torch.topk where k is much less than W: only entries count
-    that are not below the k-th of the largest ones of 2 k groups.  What comes of a row depends on
-    that row alone; of equal entries the first ones are taken, but as torch.topk does where most
-    entries are candidates, or one is NaN.
-    """
-    num_rows, num_columns = x_NW.shape
-    num_groups = 2 * k
-    size = num_columns // num_groups
-    if x_NW.device.type != "cpu" or size < LEAST_OF_GROUP or not num_rows:
-        return tuple(x_NW.topk(k))
-    group_NG = x_NW[:, : size * num_groups].view(num_rows, size, num_groups).amax(1)
-    top_NK = group_NG.topk(k).values
-    is_candidate_NW = x_NW >= top_NK[:, -1:]
-    count_N = is_candidate_NW.sum(-1)
-    is_few_N = (count_N <= num_columns // 2) & ~top_NK[:, 0].isnan()  # NaN is the largest
-    if not is_few_N.all():
-        values_NK = x_NW.new_empty(num_rows, k)
-        index_NK = torch.empty(num_rows, k, dtype=torch.long)
-        values_NK[~is_few_N], index_NK[~is_few_N] = x_NW[~is_few_N].topk(k)
-        values_NK[is_few_N], index_NK[is_few_N] = largest(x_NW[is_few_N], k)
-        return values_NK, index_NK
-    row_E, column_E = is_candidate_NW.nonzero(as_tuple=True)
-    slot_E = torch.arange(len(row_E)) - (count_N.cumsum(0) - count_N)[row_E]
-    candidate_NC = x_NW.new_full((num_rows, int(count_N.max())), -torch.inf)
-    candidate_NC[row_E, slot_E] = x_NW[row_E, column_E]
-    column_NC = torch.zeros(candidate_NC.shape, dtype=torch.long)
-    column_NC[row_E, slot_E] = column_E
-    # stable: which of equal entries are taken must not depend on the other rows
-    in_order = candidate_NC.sort(dim=-1, descending=True, stable=True)
-    return in_order.values[:, :k], column_NC.gather(1, in_order.indices[:, :k])
 
 
 class BatchText(NamedTuple):
