@@ -1,9 +1,10 @@
 PYTHON ?= python3
 # what is imported is compiled then, and kept; pip would compile five times as much
 unexport PYTHONDONTWRITEBYTECODE
-# torch and glibc read these when a process starts
-export OMP_WAIT_POLICY ?= $(shell $(PYTHON) isogloss/cpu_settings.py OMP_WAIT_POLICY)
-export GLIBC_TUNABLES ?= $(shell $(PYTHON) isogloss/cpu_settings.py GLIBC_TUNABLES)
+# for a CPU: idle threads of torch sleep, and glibc keeps what a step frees, in large pages, for the
+# next one; both are read when a process starts
+export OMP_WAIT_POLICY ?= passive
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592
 
 PIP_INSTALL = .venv/bin/pip install --disable-pip-version-check --quiet --no-compile
 # A file runs in one worker, so that what its tests share is set up once.  In the order of their

@@ -11,12 +11,6 @@ flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs 
 """
 
 import sys
-
-from isogloss.cpu_settings import restart_with_settings
-
-if __name__ == "__main__":
-    restart_with_settings()  # on a CPU, before torch is imported
-
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial

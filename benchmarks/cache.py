@@ -29,10 +29,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from isogloss.cpu_settings import restart_with_settings
-
-if __name__ == "__main__":
-    restart_with_settings()  # as isogloss.cache does, before torch is imported
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

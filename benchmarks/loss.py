@@ -37,10 +37,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from isogloss.cpu_settings import restart_with_settings
-
-if __name__ == "__main__":
-    restart_with_settings()
 
 import fire
 import numpy as np

@@ -22,10 +22,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from isogloss.cpu_settings import restart_with_settings
-
-if __name__ == "__main__":
-    restart_with_settings()
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig

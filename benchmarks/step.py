@@ -21,11 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from isogloss.cpu_settings import restart_with_settings
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    restart_with_settings()  # as distill.py does, before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import json
 import statistics

@@ -10,11 +10,6 @@ into shards, whose content does not depend on the ranks; each appears whole, and
 ended goes on with those that are missing.  The format is in cache_files.py.
 """
 
-from isogloss.cpu_settings import restart_with_settings
-
-if __name__ == "__main__":
-    restart_with_settings()  # on a CPU, before torch is imported
-
 import fcntl
 import hashlib
 import itertools

@@ -21,7 +21,6 @@ from tqdm import tqdm
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from isogloss.config import configs_by_teacher
-from isogloss.cpu_settings import current_settings
 from isogloss.files import write_atomically
 from projection_tools.model_names import read_model_name
 
@@ -322,7 +321,6 @@ def run_record(cfg, start_step, ds_config):
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "cpu_settings": current_settings(),
         "projection_sha256": projection_sha256,
     }
     return json.dumps(record, indent=1)

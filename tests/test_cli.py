@@ -13,7 +13,6 @@ import pytest
 import ranks
 from conftest import ROOT, asset
 from ipc import is_running
-from isogloss.cpu_settings import MARK, SETTINGS
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from projection_tools import Pair, as_tables, save_atomically
 from projection_tools.build import build_projection
@@ -221,18 +220,6 @@ def start_launcher(num_ranks, *flags):
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
-def without_cpu_settings():
-    """Return an environment in which ranks on a CPU start once more."""
-    unset = {*SETTINGS, MARK}
-    return {name: value for name, value in os.environ.items() if name not in unset}
-
-
-def check_cpu_settings(record):
-    """Check that a rank has set them itself, in the process that its launcher started."""
-    for name, setting in record["cpu_settings"].items():
-        assert setting == {"value": SETTINGS[name], "set_by": "program"}
-
-
 @pytest.mark.slow
 def test_real_models_through_the_launcher(tmp_path):
     """GPT-Neo with 14k byte-level tokens teaches Llama with 512 SentencePiece pieces."""
@@ -249,7 +236,7 @@ def test_real_models_through_the_launcher(tmp_path):
         f"--data={asset('text', 'tinystories_1000.json')}",
         f"--ds_config={config}", "--steps=12", "--eval_rows=16", "--max_length=128",
         f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
-    done = launch(2, *flags, environment=without_cpu_settings())
+    done = launch(2, *flags)
     assert done.returncode == 0, done.stderr
     assert "piece_kl: 100%" in done.stderr and "kd=" in done.stderr and "tok/s=" in done.stderr
     first, *steps, last = losses_of(tmp_path, start=-1)
@@ -275,7 +262,6 @@ def test_real_models_through_the_launcher(tmp_path):
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["ranks"] == 2 and record["config"]["steps"] == 12
     assert record["versions"]["deepspeed"]
-    check_cpu_settings(record)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
     assert model.config.vocab_size == len(tokenizer) == 512
@@ -381,12 +367,10 @@ def test_two_nodes(models, texts, tmp_path, flag, num_ranks):
         command = [Path(sys.executable).with_name("torchrun"), "--nnodes=2", "--nproc_per_node=2",
                    "--master_addr=127.0.0.1", f"--master_port={port}", f"--node_rank={number}",
                    "distill.py", *flags, flag, f"--output_dir={tmp_path / 'nodes'}"]
-        nodes.append(subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE,
-                                      env=without_cpu_settings()))
+        nodes.append(subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE))
     for node in nodes:
         message = node.communicate(timeout=600)[1]
         assert node.returncode == 0, message
-    check_cpu_settings(json.loads((tmp_path / "nodes" / "run.json").read_text()))
     one_node = [[*flags, f"--output_dir={tmp_path / 'one'}"]]
     assert ranks.run(num_ranks, run_distill, one_node) == [[0]] * num_ranks
     curves = losses_of(tmp_path / "nodes", -1), losses_of(tmp_path / "one", -1)
