@@ -36,6 +36,10 @@ READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parqu
            ".arrow": "arrow", ".csv": "csv"}
 
 
+class BadLine(ValueError):
+    """Say which line of which file is no row, and why."""
+
+
 def _open_zstd(file, mode):
     return io.BufferedReader(zstandard.open(file, mode))  # which knows lines
 
@@ -248,16 +252,14 @@ def explained(source):
 
 def explain(source, error):
     """Return why data cannot be read: the first bad line of its files, or what the reader said."""
+    cause = error.__cause__ or error
+    if isinstance(cause, BadLine):
+        return f"--data {source}: {cause}"
     problem = find_problem(source)
     if problem:
         return problem
     if "corresponds to no data" in str(error):
         return f"--data {source}: {EMPTY_DATA}"
-    cause = error.__cause__ or error
-    if type(cause).__name__ in ("CastError", "DatasetGenerationCastError"):
-        what = " ".join(str(cause).split())
-        return (f"--data {source}: its files do not have the same columns and types ({what:.300}); "
-                "write them alike, or name one --data")
     return f"--data {source}: cannot be read ({type(cause).__name__}: {_first_line(cause)})"
 
 
@@ -280,7 +282,7 @@ def _problem_inside(file, deadline):
     if kind == "parquet":
         return _problem_inside_parquet(file, deadline)
     if kind == "arrow":
-        return _problem_of_batches(_arrow_batches(file), deadline)
+        return _problem_of_batches(arrow_batches(file), deadline)
     if kind == "json":
         return _problem_of_json(file, deadline)
     with open_bytes(file) as stream:
@@ -304,7 +306,7 @@ def _problem_inside_parquet(file, deadline):
     return twins or _problem_of_batches(parquet.iter_batches(), deadline)
 
 
-def _arrow_batches(file):
+def arrow_batches(file):
     """Yield the record batches of an Arrow file, or of an Arrow stream in a file."""
     with pa.memory_map(file) as stream:
         if stream.read(6) == b"ARROW1":
@@ -441,8 +443,7 @@ def name_of_type(feature):
 def check_column(source, dataset, text_key):
     """Raise a DataError where a column of texts or chats of a data set in files has a bad row."""
     column = dataset.data.column(text_key)
-    _refuse(source, text_key, _find(column, pc.is_null), "is null, expected text; remove it"
-            + _csv_note(source))
+    _refuse(source, text_key, _find(column, pc.is_null), "is null, expected text; remove it")
     _check_utf8(source, column, text_key)
     if not has_text(dataset, 0, len(dataset), text_key):
         raise DataError(f"--data {source}: all {len(dataset)} rows of {text_key!r} are empty; "
@@ -492,12 +493,6 @@ def _find(column, condition):
 def _refuse(source, text_key, row, problem):
     if row >= 0:
         raise DataError(f"--data {source}: row {row} of {text_key!r} {problem}")
-
-
-def _csv_note(source):
-    if ".csv" in source:
-        return " (empty cells of a .csv, and NA, null, None or nan in them, are null)"
-    return ""
 
 
 def _check_utf8(source, column, text_key):
@@ -555,4 +550,4 @@ def check_content(source, number, text_key, content):
     problem = problem_of(content)
     if problem:
         raise DataError(f"--data {source}: row {number} of {text_key!r}{problem}; repair or "
-                        f"remove it{_csv_note(source) if content is None else ''}")
+                        "remove it")

@@ -1,6 +1,6 @@
 """Open a data set, wherever it is: files, folders, addresses, directories of save_to_disk, the hub.
 
-`datasets` reads it, but for chats in JSON files, of which json_rows.py keeps every message's keys.
+`datasets` reads .txt and .parquet files; file_rows.py reads the others, as what they say.
 
 Tests: tests/test_open_data.py, tests/test_wrong_data.py.
 """
@@ -31,12 +31,20 @@ from isogloss.data_checks import (
     name_of_type,
     split_suffix,
 )
-from isogloss.json_rows import features_of, file_keys, holds_nested, open_chats
+from isogloss.file_rows import (
+    feature_of,
+    file_keys,
+    first_values,
+    header_of,
+    open_rows_of_files,
+    schema_of,
+)
 from isogloss.workers import DataError
 
 STRINGS = ("string", "large_string")
 ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
 # What --txt_samples says -> what `datasets` calls it.
+READERS_OF_HUB = {"Json": "json", "Csv": "csv"}
 TXT_SAMPLES = {"line": "line", "paragraph": "paragraph", "file": "document"}
 
 
@@ -52,6 +60,10 @@ class Request:
     json_keys: tuple
     optional_keys: tuple
     txt_samples: str
+
+    def keys(self):
+        """Return the names of all columns that are read."""
+        return {self.text_key, *self.json_keys, *self.plain_keys, *self.optional_keys}
 
 
 def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys=(),
@@ -167,12 +179,18 @@ def _open_files(request, splits):
     if request.txt_samples != "line" and kind != "text":
         raise DataError(f"--txt_samples {request.txt_samples}: is for .txt files, and {source} "
                         "holds none; leave it out")
-    if kind == "json":
-        keys = file_keys(files)
-        if holds_nested(keys, request.text_key):
-            return _open_chats(request, {name: file_keys(wanted[name]) for name in wanted})
-    options = _options_of(kind, files, request.txt_samples) if is_local else {}
-    if is_local:  # brackets and stars in the names of files that are there are meant as such
+    if kind == "text":
+        options = _options_of_text(files, request.txt_samples) if is_local else {}
+        return _read_files(request, kind, wanted, options)
+    features = _features_of(request, kind, files, is_local)
+    if kind == "parquet":
+        return _read_files(request, kind, wanted, {"columns": list(features)})
+    return _open_rows(request, kind, features, wanted)
+
+
+def _read_files(request, kind, wanted, options):
+    """Let `datasets` read the files of splits."""
+    if "://" not in request.source:  # brackets and stars in the names of files are meant as such
         wanted = {name: list(map(glob.escape, wanted[name])) for name in wanted}
     return datasets.load_dataset(kind, data_files=wanted, split=request.split,
                                  streaming=request.streaming, **options)
@@ -212,14 +230,10 @@ def _kind_of(source, files):
     return kinds.pop()
 
 
-def _options_of(kind, files, txt_samples):
-    """Return what the reader of a kind is told."""
-    if kind == "text":
-        encoding = "utf-8-sig" if _mark_is_text(files) else "utf-8"
-        return {"encoding": encoding, "sample_by": TXT_SAMPLES[txt_samples]}
-    if kind == "json":  # rows may have the columns of an agent's log without being one
-        return {"parse_agent_traces": False}
-    return {}
+def _options_of_text(files, txt_samples):
+    """Return what the reader of .txt files is told."""
+    encoding = "utf-8-sig" if _mark_is_text(files) else "utf-8"
+    return {"encoding": encoding, "sample_by": TXT_SAMPLES[txt_samples]}
 
 
 def _mark_is_text(files):
@@ -232,20 +246,111 @@ def _mark_is_text(files):
     return False
 
 
-def _open_chats(request, splits):
-    """Open JSON files of chats.
+def _features_of(request, kind, files, is_local):
+    """Return the types of the columns that are read.
+
+    Raises:
+        DataError: the files lack one, or differ in its type; others may differ.
+    """
+    needed = (request.text_key, *request.json_keys, *request.plain_keys)
+    columns_of_files = {}
+    for file in files if is_local else files[:1]:
+        columns = _columns_of(kind, [file], needed)
+        if columns:  # else it is empty
+            columns_of_files[file] = columns
+    first = next(iter(columns_of_files.values()), {})
+    if kind == "json":  # more rows tell more
+        first = _columns_of(kind, files)
+    if not first:
+        raise DataError(f"--data {request.source}: {EMPTY_DATA}")
+    for name in needed:
+        if name not in first:
+            raise DataError(_lacks(request, request.source, name, first))
+    _check_alike(request, columns_of_files, kind == "json")
+    if kind == "json" and not isinstance(first[request.text_key], datasets.Json):
+        _check_dtype(request.source, first[request.text_key], request.text_key)
+    features = datasets.Features({name: first[name] for name in needed})
+    for name in request.optional_keys:
+        if kind == "json":  # it may first come in a late row
+            features[name] = datasets.Json()
+        elif name in first:
+            features[name] = first[name]
+    return features
+
+
+def _lacks(request, place, name, columns):
+    """Return the line that says which column a file lacks."""
+    hint = "; name one of them with --text_key" if name == request.text_key else ""
+    return f"--data {place}: no column {name!r}; it has {', '.join(columns)}{hint}"
+
+
+def _check_alike(request, columns_of_files, is_json):
+    """Raise a DataError where a file differs from the first in a column that is read.
 
     Args:
-        splits: {name: files}, see `json_rows.file_keys`.
+        columns_of_files: {file: {column: type}}.
     """
-    files = list(itertools.chain.from_iterable(splits.values()))
-    features = features_of(files, (request.text_key, *request.json_keys), request.plain_keys,
-                           request.optional_keys)
+    (first_file, first), *others = columns_of_files.items()
+    for file, columns in others:
+        for name in (request.text_key, *request.json_keys, *request.plain_keys):
+            if name not in columns:
+                raise DataError(_lacks(request, f"{request.source}: {file}", name, columns))
+        for name in () if is_json else request.optional_keys:
+            if (name in columns) != (name in first):
+                place = file if name in first else first_file
+                raise DataError(f"--data {request.source}: {place}: no column {name!r}, which "
+                                "other files have; write them alike")
+        for name in columns.keys() & first.keys() & request.keys():
+            if not _are_alike(columns[name], first[name], is_json):
+                raise DataError(
+                    f"--data {request.source}: {file}: column {name!r} holds "
+                    f"{name_of_type(columns[name])}, but {name_of_type(first[name])} in "
+                    f"{first_file}; write them alike, or name one --data")
+
+
+def _are_alike(feature, of_first, is_json):
+    """Tell whether values of a type can be read as those of the first file."""
+    families = {_family(feature), _family(of_first)} - {"null"}
+    if families != {"objects"} or is_json:  # of JSON, each row tells
+        return len(families) <= 1
+    nothing = datasets.Features({"": feature}).arrow_schema.empty_table()
+    try:
+        datasets.table.table_cast(nothing, datasets.Features({"": of_first}).arrow_schema)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _family(feature):
+    """Return what types have in common that are read as one."""
+    if not isinstance(feature, datasets.Value):
+        return "objects"
+    if feature.dtype in STRINGS:
+        return "string"
+    return "number" if feature.dtype.startswith(("int", "uint", "float")) else feature.dtype
+
+
+def _columns_of(kind, files, wanted=()):
+    """Return {column: type} of files, of JSON from their first rows; {} of empty files."""
+    if kind == "json":
+        return {name: feature_of(values) for name, values in first_values(files, wanted).items()}
+    if kind == "csv":
+        return {name: datasets.Value("string") for name in header_of(files[0])}
+    return datasets.Features.from_arrow_schema(schema_of(kind, files[0]))
+
+
+def _open_rows(request, kind, features, splits):
+    """Open files as `file_rows.named_rows` reads them.
+
+    Args:
+        splits: {name: files}.
+    """
     if request.streaming:
-        return open_chats(files, features, streaming=True)
+        files = file_keys(itertools.chain.from_iterable(splits.values()))
+        return open_rows_of_files(kind, files, features, streaming=True)
     by_split = {}
-    for name, of_split in splits.items():
-        by_split[name] = open_chats(of_split, features, streaming=False)
+    for name, files in splits.items():
+        by_split[name] = open_rows_of_files(kind, file_keys(files), features, streaming=False)
     sizes = {name: len(dataset) for name, dataset in by_split.items()}
     parts = []
     for part in datasets.ReadInstruction.from_spec(request.split).to_absolute(sizes):
@@ -273,17 +378,20 @@ def _open_saved(request, path):
 
 
 def _open_hub(request):
-    """Open a data set of the hub; chats in its JSON files as those of local ones."""
+    """Open a data set of the hub; its JSON and CSV files as local ones."""
     name, _, config = request.source.partition(":")
     builder = datasets.load_dataset_builder(name, config or None)
     files = getattr(builder.config, "data_files", None)
-    is_json = type(builder).__name__.startswith("Json") and builder.info.features is None
-    if files and is_json:
+    kind = next((READERS_OF_HUB[prefix] for prefix in READERS_OF_HUB
+                 if type(builder).__name__.startswith(prefix)), None)
+    # a card may say more of the files than that they are there
+    is_plain = builder.info.features is None and not getattr(builder.config, "field", None)
+    if files and kind and is_plain and getattr(builder.config, "sep", ",") == ",":
         splits = {str(split): list(files[split]) for split in files}
-        names = _names_of_splits(request, splits)
-        wanted = {split: file_keys(splits[split]) for split in names}
-        if holds_nested(list(itertools.chain.from_iterable(wanted.values())), request.text_key):
-            return _open_chats(request, wanted)
+        wanted = {split: splits[split] for split in _names_of_splits(request, splits)}
+        of_all = list(itertools.chain.from_iterable(wanted.values()))
+        features = _features_of(request, kind, of_all, is_local=False)
+        return _open_rows(request, kind, features, wanted)
     return datasets.load_dataset(name, config or None, split=request.split,
                                  streaming=request.streaming)
 
@@ -344,11 +452,11 @@ def _check_type(source, dataset, text_key):
     if feature is None:
         first_rows(dataset, 1, text_key, source)
     elif not holds_chats(dataset, text_key):
-        dtype = getattr(feature, "dtype", None)
-        if dtype not in STRINGS:
-            if dtype == "null" and not list(dataset.take(1)):  # a .csv of a header alone
-                raise DataError(f"--data {source}: {EMPTY_DATA}")
-            raise DataError(
-                f"--data {source}: column {text_key!r} holds {name_of_type(feature)}, expected "
-                "text or chats as lists of role and content; repair it or name another column "
-                "with --text_key")
+        _check_dtype(source, feature, text_key)
+
+
+def _check_dtype(source, feature, text_key):
+    if getattr(feature, "dtype", None) not in STRINGS:
+        raise DataError(
+            f"--data {source}: column {text_key!r} holds {name_of_type(feature)}, expected text or "
+            "chats as lists of role and content; repair it or name another column with --text_key")

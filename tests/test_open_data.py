@@ -10,6 +10,8 @@ import threading
 
 import datasets
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -17,8 +19,9 @@ import ranks
 from distill import Config
 from isogloss import open_data
 from isogloss.data import ExampleReader
+from isogloss.data_checks import explained
+from isogloss.file_rows import ROWS_TO_PEEK
 from isogloss.inputs import load_data
-from isogloss.json_rows import ROWS_TO_PEEK
 from isogloss.open_data import Request, filled_columns, holds_chats, load_dataset
 from isogloss.sample import TextEncoder
 from isogloss.stream import StreamedExamples
@@ -128,18 +131,15 @@ def test_other_columns_come_along_where_they_are_named(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", rows)
     for streaming in (False, True):
         dataset = load_dataset(source, "chat", streaming=streaming, plain_keys=("to",),
-                               json_keys=("then",), optional_keys=("tools",))
+                               optional_keys=("tools",))
         *_, last = dataset
         # a column that the first rows lack is there if it may be missing
         assert last == {"chat": WITH_CALL, "to": None, "tools": [TOOL]}
-    assert dataset_columns(source) == ["chat", "tools", "to"]
-
-
-def dataset_columns(source):
-    dataset = load_dataset(source, "chat", plain_keys=("to",), json_keys=("then",),
-                           optional_keys=("tools",))
+        with pytest.raises(DataError, match="no column 'then'; it has chat, to"):
+            load_dataset(source, "chat", streaming=streaming, json_keys=("then",))
+    dataset = load_dataset(source, "chat", plain_keys=("to",), optional_keys=("tools",))
     assert dataset.features["to"].dtype == "string"
-    return dataset.column_names
+    assert sorted(dataset.column_names) == ["chat", "to", "tools"]
 
 
 def test_types_of_tables_do_not_add_keys(tmp_path):
@@ -149,7 +149,8 @@ def test_types_of_tables_do_not_add_keys(tmp_path):
     frame = datasets.Dataset.from_dict({"chat": chats[:2], "tools": list(tools)})
     frame.to_parquet(tmp_path / "a.parquet")
     for streaming in (False, True):
-        dataset = load_dataset(str(tmp_path / "a.parquet"), "chat", streaming=streaming)
+        dataset = load_dataset(str(tmp_path / "a.parquet"), "chat", streaming=streaming,
+                               optional_keys=("tools",))
         reader = ExampleReader("chat", tools_key="tools", filled=filled_columns(dataset))
         first, second = [reader(row) for row in dataset]
         for example, expected in ((first, chats[0]), (second, chats[1])):
@@ -182,6 +183,107 @@ def test_a_bad_line_of_chats_is_named(tmp_path, streaming):
             dataset = load_dataset(str(path), "chat", streaming=streaming)
             reader = ExampleReader("chat", source=str(path))
             StreamedExamples(dataset, reader, 3).example(0)
+
+
+# --- what stands in a file ------------------------------------------------------------------------
+
+DATES = ["2024-01-31", "2024-01-31 10:00:00", "2024-01-31T10:00:00Z", "1999-12-31T23:59:59.123Z"]
+CELLS = ["6", "3.50", "007", "1e5", "NA", "null", "", "nan", "None", "True", "-0", " 7 ", "1_000",
+         "0x10", "2024-01-31", "1,000", 'say "a"', "a\nb", "+1", "9" * 30]
+AS_CELLS = ["6", "3.50", "007", "1e5", "NA", "null", "", "nan", "None", "True", "-0", " 7 ",
+            "1_000", "0x10", "2024-01-31", '"1,000"', '"say ""a"""', '"a\nb"', "+1", "9" * 30]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".jsonl.gz"])
+def test_text_that_looks_like_a_date_stays_text(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    lines = [json.dumps({"text": date}) for date in DATES]
+    text = f"[{', '.join(lines)}]" if ending == ".json" else "\n".join(lines)
+    path.write_bytes(gzip.compress(text.encode()) if ending.endswith(".gz") else text.encode())
+    assert texts(path) == DATES
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f'{{"q": "{date}", "text": "{date}"}}\n' for date in DATES))
+    for streaming in (False, True):
+        dataset = load_dataset(str(path), "text", streaming=streaming, json_keys=("q",))
+        assert [(row["q"], row["text"]) for row in dataset] == [(date, date) for date in DATES]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_cells_of_a_csv_are_what_stands_there(tmp_path, end):
+    path = tmp_path / "a.csv"
+    # the last column is of several types, and nobody asks for it
+    lines = [f"{cell},{cell},{number if number % 2 else 'x'}"
+             for number, cell in enumerate(AS_CELLS)]
+    path.write_bytes("".join(line + end for line in ["text,q,other", *lines, ""]).encode())
+    for streaming in (False, True):
+        dataset = load_dataset(str(path), "text", streaming=streaming, plain_keys=("q",))
+        assert [row["text"] for row in dataset] == CELLS
+        assert [row["q"] for row in dataset] == CELLS
+    compressed = tmp_path / "b.csv.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    assert texts(compressed) == CELLS
+
+
+def write_pair(folder, kind, first, second):
+    """Write a file for each of two {column: value}, by what people have beside `datasets`."""
+    folder.mkdir()
+    for name, row in zip("ab", (first, second)):
+        path = folder / f"{name}{kind}"
+        frame = pa.table({column: [value] for column, value in row.items()})
+        if kind == ".parquet":
+            pq.write_table(frame, path)
+        elif kind == ".arrow":
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, frame.schema) as writer:
+                writer.write_table(frame)
+        elif kind == ".csv":
+            path.write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
+        else:
+            path.write_text(json.dumps(row) + "\n")
+    return folder
+
+
+KINDS = [".jsonl", ".csv", ".parquet", ".arrow"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_may_differ_in_columns_that_nobody_named(tmp_path, kind):
+    second = {"id": "x", "text": "b", "more": "c"}
+    assert texts(write_pair(tmp_path / "a", kind, {"text": "a", "id": 1}, second)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_lacks_a_needed_column_is_named(tmp_path, kind, streaming):
+    folder = write_pair(tmp_path / "a", kind, {"text": "a", "to": "x"}, {"text": "a", "id": 1})
+    with pytest.raises(DataError, match=rf"b\{kind}: no column 'to'; it has text, id"):
+        load_dataset(str(folder), "text", streaming=streaming, plain_keys=("to",))
+    if kind != ".csv":
+        folder = write_pair(tmp_path / "b", kind, {"text": "a"}, {"text": 3})
+        message = rf"b\{kind}: column 'text' holds int64, but string in .*a\{kind}; write them"
+        with pytest.raises(DataError, match=message):
+            load_dataset(str(folder), "text", streaming=streaming)
+
+
+def test_chats_whose_keys_differ_from_file_to_file_are_named(tmp_path):
+    """Tables have one type for all messages; a later file may have fewer keys, but no more."""
+    named = [[dict(message, name="x") for message in PLAIN]]
+    for kind in (".parquet", ".arrow"):
+        folder = write_pair(tmp_path / kind, kind, {"text": named[0]}, {"text": PLAIN})
+        assert [len(chat) for chat in texts(folder)] == [2, 2]
+        folder = write_pair(tmp_path / f"more{kind}", kind, {"text": PLAIN}, {"text": named[0]})
+        for streaming in (False, True):
+            with pytest.raises(DataError, match=rf"b\{kind}: column 'text' holds lists of obj"):
+                load_dataset(str(folder), "text", streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_late_row_of_another_type_is_named(tmp_path, streaming):
+    rows = [{"text": "a", "to": "x"}] * (2 * ROWS_TO_PEEK) + [{"text": "a", "to": 3}]
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    message = rf"a\.jsonl: 'to' of line {len(rows)} holds a number, but rows before have the type s"
+    with explained(source), pytest.raises(ValueError, match=message):
+        for _ in load_dataset(source, "text", streaming=streaming, plain_keys=("to",)):
+            pass
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -167,9 +167,12 @@ FILES = {
     "no_header.csv": ("a,b\nc,d\n", "no column 'text'; it has a, b"),
     "semicolons.csv": ("text;label\na;b\n", "no column 'text'; it has text;label"),
     "twice.csv": ("text,text\na,b\n", "the column 'text' is there twice"),
-    "empty_cell.csv": ("text,label\na,1\n,2\n", "row 1 of 'text' is null"),
+    "no_cells.csv": ("text,label\n,1\n,2\n", "all 2 rows of 'text' are empty"),
+    "short_row.csv": ("label,text\n1,a\n2\n", "row 1 of 'text' is null"),
     "header.csv": ("text\n", "the data set is empty"),
-    "numbers.csv": ("text\n1\n2\n", "holds int64, expected text"),
+    "after_quotes.csv": ('text\n"a" b\n', "after_quotes.csv: line 2 is no CSV"),
+    "nested.jsonl": ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+                     "nested.jsonl: line 1 is nested too deep"),
     # chats
     "sharegpt.jsonl": (rows([{"from": "robot", "value": "a"}]),
                        "row 0 of 'text': message 0 is from 'robot', expected one of human"),
@@ -218,7 +221,7 @@ MID_RUN = {
     "a null, in a data worker": Wrong(
         "--data={folder}/one_null.jsonl --num_workers=1", "row 2 of 'text' is null"),
     "a null in parquet": Wrong("--data={folder}/null.parquet", "row 1 of 'text' is null"),
-    "an empty cell": Wrong("--data={folder}/empty_cell.csv", "row 1 of 'text' is null"),
+    "a short row": Wrong("--data={folder}/short_row.csv", "row 1 of 'text' is null"),
     "a missing key": Wrong("--data={folder}/missing.jsonl", "row 1 of 'text' is null"),
     "a bad chat": Wrong("--data={folder}/late_chat.jsonl", "row 9 of 'text': message 1 has no"),
     "empty texts": Wrong("--data={folder}/empties.txt", "all rows of 'text' are empty"),
@@ -257,8 +260,8 @@ PLACES = {
     "a broken file among good ones": Wrong("--data={folder}/one_broken", "b.jsonl: line 2 "),
     "a file of Latin-1 among good ones": Wrong("--data={folder}/one_latin", "b.jsonl: line 1 "),
     "an empty table among good ones": Wrong("--data={folder}/one_empty", "b.parquet: is empty"),
-    "files of other columns": Wrong("--data={folder}/columns", "do not have the same columns"),
-    "files of other types": Wrong("--data={folder}/types", "do not have the same columns"),
+    "files of other columns": Wrong("--data={folder}/columns", "columns/b.jsonl: no column 'text'"),
+    "files of other types": Wrong("--data={folder}/types", "types/b.parquet: no column 'text'; it has x"),
     "not compressed by zstd": Wrong("--data={folder}/a.jsonl.zst", "is no .zst file, or damaged"),
     "cut off by zstd": Wrong("--data={folder}/b.jsonl.zst", "is compressed and holds nothing"),
     # hub
@@ -293,7 +296,7 @@ PLACES = {
         "--data={folder}/good.jsonl --txt_samples=file", "--txt_samples file: is for .txt files"),
     # prompts and completions
     "no such prompts": Wrong("--data={folder}/pairs.jsonl --prompt_key=p --completion_key=chat",
-                             "--prompt_key p: no such column; it has "),
+                             "no column 'p'; it has q, a, n, chat"),
     "no such completions": Wrong("--data={folder}/pairs.jsonl --prompt_key=q --completion_key=b",
                                  "no column 'b'"),
     "a text before a chat": Wrong(
@@ -316,7 +319,7 @@ PLACES = {
     "no such column": Wrong("--data={folder}/good.jsonl --text_key=words",
                             "no column 'words'; it has text"),
     "all held out": Wrong("--data={folder}/good.jsonl --eval_rows=5", "the data has 5 rows"),
-    "no such route": Wrong(TEACHERS + "domain", "--route_key domain: no such column; it has text"),
+    "no such route": Wrong(TEACHERS + "domain", "no column 'domain'; it has text"),
     "routes of lists": Wrong(TEACHERS + "lists", "--route_key lists: the column holds lists of"),
     "routes of objects": Wrong(TEACHERS + "objects", "the column holds objects of a, expected"),
     "routes of mixed types": Wrong(TEACHERS + "mixed", "the column holds mixed types"),
