@@ -32,7 +32,7 @@ from isogloss.data import Draft
 from isogloss.inputs import build_collator, check_inputs
 from isogloss.launch import silence_libraries, start_distributed
 from isogloss.watch import end_together
-from isogloss.whole_student import refresh
+from isogloss.whole_student import WholeStudent, refresh
 from projection_tools.flags import tool
 from rollout import Prompt, write
 
@@ -113,6 +113,7 @@ def state_of(args, folder, student, stage, **flags):
     device = start_distributed()
     inputs = check_inputs(cfg, device)
     state = distill.build_state(cfg, inputs, device)
+    state.whole_student = WholeStudent(state.engine, None, device, cfg.rollout_replica)
     state.writer = distill.build_writer(state, inputs)
     return state, inputs
 
@@ -127,13 +128,13 @@ def measure_zero3(args, folder):
     tokenizer = AutoTokenizer.from_pretrained(student)
     starts = prompts_of(tokenizer)
     state, _ = state_of(args, folder, student, 3)
-    replica = state.writer.replica
+    replica = state.whole_student.replica
     model = state.engine.module.model
 
     def by_hooks():
-        state.writer.replica = None
+        state.whole_student.replica = None
         write_with(state, starts)
-        state.writer.replica = replica
+        state.whole_student.replica = replica
 
     seconds = least_seconds(
         [lambda: write_with(state, starts), by_hooks,
@@ -155,7 +156,7 @@ def measure_refresh(args, folder):
     tokenizer.save_pretrained(student)
     state, _ = state_of(args, folder, student, 3)
     starts = prompts_of(tokenizer)
-    copies = dict(state.writer.replica.named_parameters())
+    copies = dict(state.whole_student.replica.named_parameters())
     both, alone = least_seconds(
         [lambda: write_with(state, starts),
          lambda: refresh(copies, state.engine.module.model)], args.repeats)

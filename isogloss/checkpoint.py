@@ -317,7 +317,8 @@ def check_identity(choice, checkpoint, identity):
     Raises:
         ValueError: it does not; the line says what to do.
     """
-    saved = position_of(checkpoint)["run"]
+    # what checkpoints of earlier versions lack was off
+    saved = {"join_rows": 0} | position_of(checkpoint)["run"]
     differing = [key for key, value in identity.items() if saved.get(key) != value]
     if not differing:
         return

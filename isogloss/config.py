@@ -81,6 +81,9 @@ class Config:
         template_kwargs: what every chat template is told besides, as a JSON object:
             {"enable_thinking": false}.
         txt_samples: what a sample of a .txt file is: line, paragraph (between empty lines) or file.
+        join_rows: characters that a sample of text has at least: neighboring rows are joined, whole
+            and with a newline between them, until they have as many. Attention and loss reach
+            across. 0: every row is a sample. See docs/data.md.
         train_on: what to learn of a chat. assistant: what the assistant says, and to end its turn.
             all: the whole rendering.
         split: split of a hub data set, of a directory whose files or folders are named train, test
@@ -264,6 +267,7 @@ class Config:
     tools_key: str = "tools"
     template_kwargs: str = ""
     txt_samples: str = "line"
+    join_rows: int = 0
     train_on: str = "assistant"
     split: str = "train"
     streaming: bool = False
@@ -415,6 +419,15 @@ class Config:
         if self.completion_key and self.text_key != "text":
             raise ValueError(f"--completion_key {self.completion_key} with --text_key "
                              f"{self.text_key}: both name what is learned; drop one")
+        if self.join_rows:
+            unfit = {"on_policy": "which writes from the beginning of one row",
+                     "prompt_key": "whose rows are one prompt each",
+                     "route_key": "which chooses teachers for one row",
+                     "teacher_cache": "which holds what is said of one row"}
+            for name, reason in unfit.items():
+                if getattr(self, name):
+                    raise ValueError(f"--join_rows {self.join_rows} with --{name} "
+                                     f"{getattr(self, name)}, {reason}; leave out one of them")
         if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
             raise ValueError("--eval_data or --eval_split with --streaming: a stream may have no "
                              "end; say by --eval_rows how many rows of it are used")
@@ -608,7 +621,7 @@ LOWEST_TEMPERATURE = 1e-3
 # The smallest value of a flag.
 LOWEST = dict(
     lora_r=0, lora_alpha=0, eval_samples=0,
-    eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
+    join_rows=0, eval_rows=0, steps=1, max_length=2, teacher_max_length=0, kd_weight=0, ce_weight=0,
     projection_topk=1, uncommon_topk=1, loss_topk=0, learning_rate=0, seed=0, eval_every=0,
     save_every=0, keep_checkpoints=1, num_workers=0, loss_memory_mib=0, projection_learning_rate=0,
     teacher_timeout=1, teacher_connections=1,
@@ -627,8 +640,9 @@ HIGHEST = dict(
     teacher_timeout=1500, teacher_connections=1024,
     teacher_alpha=1e6, learning_rate=1e3, projection_learning_rate=1e3, num_workers=512,
     lora_r=2**20, lora_alpha=1e6,
-    max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20, rollout_temperature=1e3,
-    rollout_every=2**20, rollouts_per_prompt=2**20, max_ratio=1e6, eval_task_temperature=1e3)
+    join_rows=2**30, max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20,
+    rollout_temperature=1e3, rollout_every=2**20, rollouts_per_prompt=2**20, max_ratio=1e6,
+    eval_task_temperature=1e3)
 
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
@@ -656,6 +670,7 @@ GROUPS = {
               "trust_remote_code", "attention", "sequence_parallel",
               "pipeline_parallel", "activation_checkpointing", "activation_offload", "mlp_tiles"],
     "data": ["data", "text_key", "completion_key", "tools_key", "template_kwargs", "txt_samples",
+             "join_rows",
              "split", "streaming", "train_on", "max_length", "teacher_max_length", "pack",
              "aligner", "eval_rows", "eval_data", "eval_split", "num_workers"],
     "loss": ["loss", "kd_weight", "ce_weight", "dynamic_scale", *loss_flags(), "learn_projection",

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 
 from isogloss.batch import Collator, Example
 from isogloss.chat import SkippedChat, render
@@ -19,7 +20,7 @@ from isogloss.chat_rows import as_messages, as_tools, problem_of, problem_of_too
 from isogloss.data_checks import EMPTY_DATA, has_text, name_of_type
 from isogloss.open_data import STRINGS, column_names, first_rows
 from isogloss.rollouts import OldRollout, Prompter, SkippedPrompt
-from isogloss.stream import StreamedExamples
+from isogloss.stream import StreamedExamples, take_sample
 from isogloss.workers import DataError, Loader, worker_of
 
 CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
@@ -113,6 +114,7 @@ class ExampleReader:
         is_completion: text_key holds what follows the prompt.
         tools_key: column of what the assistant of a chat may call; empty: there is none.
         filled: columns in which null stands for what a value does not have.
+        join: characters that joined rows have at least; 0: every row is a sample.
     """
 
     text_key: str
@@ -122,6 +124,20 @@ class ExampleReader:
     is_completion: bool = False
     tools_key: str = ""
     filled: frozenset = frozenset()
+    join: int = 0
+
+    def sample(self, rows, number=None):
+        """Return the Example of a row, or of several that are joined.
+
+        Args:
+            number: of the first row, for messages alone.
+        """
+        if not self.join:
+            return self(rows[0], number)
+        texts = []
+        for offset, row in enumerate(rows):
+            texts.append(self(row, None if number is None else number + offset).content)
+        return Example("\n".join(filter(None, texts)))
 
     def __call__(self, row, number=None):
         """Return the Example of a row, whose number is for messages alone."""
@@ -166,7 +182,22 @@ class ExampleReader:
             problem = problem_of_tools(row.get(self.tools_key))
             if problem:
                 return f": {self.tools_key!r}{problem}"
+        if self.join and isinstance(content, list):
+            return " is a chat, and --join_rows joins texts"
         return problem_of(content)
+
+
+def joined_rows(dataset, reader):
+    """Return a row for every sample that held-out rows give."""
+    if not reader.join:
+        return dataset
+    joined = []
+    number = 0
+    unread = iter(dataset)
+    while rows := take_sample(unread, reader):
+        joined.append({reader.text_key: reader.sample(rows, number).content})
+        number += len(rows)
+    return joined
 
 
 class ShuffledExamples:
@@ -179,19 +210,39 @@ class ShuffledExamples:
         self.first_row = first_row  # of the whole data, in messages
         self.reader = reader
         self.seed = seed
+        # sample i consists of the rows from bounds[i] up to bounds[i + 1]
+        self.bounds = sample_bounds(dataset, reader)
         # two: a micro-batch may cross from one epoch into the next
         self.order_of_epoch = lru_cache(2)(self._order_of_epoch)
 
     def _order_of_epoch(self, epoch):
         # Computed from (seed, epoch) alone, so every rank and worker finds the same order and a
         # resumed run goes on in it.
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.bounds) - 1)
 
     def example(self, position):
         """Return the Example at a position of the stream."""
-        epoch, offset = divmod(position, len(self.dataset))
-        row = int(self.order_of_epoch(epoch)[offset])
-        return self.reader(self.dataset[row], self.first_row + row)
+        epoch, offset = divmod(position, len(self.bounds) - 1)
+        number = int(self.order_of_epoch(epoch)[offset])
+        numbers = range(self.bounds[number], self.bounds[number + 1])
+        rows = [self.dataset[row] for row in numbers]
+        return self.reader.sample(rows, self.first_row + numbers[0])
+
+
+def sample_bounds(dataset, reader):
+    """Return the number of the first row of every sample, and then the number of rows."""
+    if not reader.join:
+        return range(len(dataset) + 1)
+    lengths = []
+    for table in dataset.select_columns(reader.text_key).with_format("arrow").iter(10_000):
+        lengths.append(pc.utf8_length(table[reader.text_key]).to_numpy())
+    ends = np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    bounds = [0]
+    while bounds[-1] < len(ends):
+        before = ends[bounds[-1] - 1] if bounds[-1] else 0
+        last = int(np.searchsorted(ends, before + reader.join))
+        bounds.append(min(last + 1, len(ends)))
+    return bounds
 
 
 # --- micro-batches --------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from isogloss.data import (
     StreamedExamples,
     check_routes,
     check_templates,
+    joined_rows,
     loader,
     split_dataset,
 )
@@ -374,7 +375,7 @@ def load_data(cfg, student, encoders):
         check_prompts(cfg, train, reader, student)
     if not (cfg.eval_data or cfg.eval_split):
         train, held_out = split_dataset(train, cfg.eval_rows, reader.text_key, cfg.data)
-        return RunData(train, held_out, reader, reader, cfg.eval_rows)
+        return RunData(train, joined_rows(held_out, reader), reader, reader, cfg.eval_rows)
     try:
         rows, held_out_reader = open_rows(
             cfg, cfg.eval_data or cfg.data, cfg.eval_split or "train",
@@ -383,7 +384,7 @@ def load_data(cfg, student, encoders):
         raise DataError(_of_held_out_rows(str(error))) from None
     held_out = first_of_eval_data(cfg, rows, held_out_reader)
     train, _ = split_dataset(train, 0, reader.text_key, cfg.data)
-    return RunData(train, held_out, reader, held_out_reader)
+    return RunData(train, joined_rows(held_out, held_out_reader), reader, held_out_reader)
 
 
 def _of_held_out_rows(line):
@@ -414,7 +415,11 @@ def open_rows(cfg, source, split, encoders):
                         f"{', '.join(columns)}")
     tools_key = cfg.tools_key if cfg.tools_key in columns else ""
     reader = ExampleReader(text_key, cfg.route_key, source, cfg.prompt_key,
-                           bool(cfg.completion_key), tools_key, filled_columns(dataset))
+                           bool(cfg.completion_key), tools_key, filled_columns(dataset),
+                           cfg.join_rows)
+    if cfg.join_rows and holds_chats(dataset, text_key):
+        raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
+                         "holds chats; leave it out")
     if cfg.prompt_key and not cfg.streaming:  # as `load_dataset` has checked the other column
         check_column(source, dataset, cfg.prompt_key)
     for number, row in enumerate(first_rows(dataset, ROWS_TO_TRY, text_key, source)):

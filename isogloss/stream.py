@@ -27,11 +27,29 @@ class Block:
     Attributes:
         place: JSON-able dict, from which the stream goes on with this block: the position of its
             first sample, its epoch, its number within that, and the state of the data set.
-        rows: shuffled.
+        samples: lists of the rows of each, shuffled.
     """
 
     place: dict
-    rows: list
+    samples: list
+
+
+def take_sample(unread, reader):
+    """Return the next rows of an iterator that make up a sample; at its end, those that are left.
+
+    Args:
+        reader: `data.ExampleReader`, which says up to how many characters rows are joined.
+    """
+    rows = []
+    num_characters = 0
+    for row in unread:
+        rows.append(row)
+        content = row.get(reader.text_key)
+        # the reader refuses what is no text
+        num_characters += len(content) if isinstance(content, str) else 0
+        if num_characters >= reader.join:
+            break
+    return rows
 
 
 class StreamedExamples:
@@ -56,11 +74,11 @@ class StreamedExamples:
             self.blocks = self._all_blocks(self.place)
             self._next_block()
         # rows of other ranks are read and dropped
-        while position >= self.block.place["position"] + len(self.block.rows):
+        while position >= self.block.place["position"] + len(self.block.samples):
             self._next_block()
-        row = self.block.rows[position - self.block.place["position"]]
+        rows = self.block.samples[position - self.block.place["position"]]
         try:
-            return self.reader(row)
+            return self.reader.sample(rows)
         except DataError:
             self._name_bad_row()
             raise
@@ -75,7 +93,7 @@ class StreamedExamples:
         position = place["position"]
         while True:
             for block in self._blocks_of_epoch(place, position):
-                position += len(block.rows)
+                position += len(block.samples)
                 yield block
             place = {"epoch": place["epoch"] + 1, "number": 0, "rows": None}
 
@@ -90,18 +108,28 @@ class StreamedExamples:
         with explained(self.reader.source):
             unread = iter(self.dataset)
             for number in itertools.count(place["number"]):
-                rows = list(itertools.islice(unread, BLOCK_ROWS))
-                if not rows:
+                samples = self._next_samples(unread)
+                if not samples:
                     break
-                has_text = has_text or any(row.get(self.reader.text_key) for row in rows)
+                for row in itertools.chain(*samples):
+                    has_text = has_text or bool(row.get(self.reader.text_key))
                 start = {"position": position, "epoch": epoch, "number": number, "rows": state}
                 state = self.dataset.state_dict()
-                position += len(rows)
-                order = np.random.default_rng([self.seed, epoch, number]).permutation(len(rows))
-                yield Block(start, [rows[index] for index in order])
+                position += len(samples)
+                order = np.random.default_rng([self.seed, epoch, number]).permutation(len(samples))
+                yield Block(start, [samples[index] for index in order])
         if not has_text:
             raise DataError(f"--data {self.reader.source}: all rows of {self.reader.text_key!r} "
                             "are empty; expected text; name another column with --text_key")
+
+    def _next_samples(self, unread):
+        """Return the samples of the next BLOCK_ROWS rows; the last one is whole."""
+        samples = []
+        num_rows = 0
+        while num_rows < BLOCK_ROWS and (rows := take_sample(unread, self.reader)):
+            samples.append(rows)
+            num_rows += len(rows)
+        return samples
 
     def _order_of_files(self, epoch):
         """Return the number by which `datasets` orders the files of an epoch; 0 would not."""

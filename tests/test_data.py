@@ -17,12 +17,14 @@ from isogloss.data import (
     ShuffledExamples,
     StreamedExamples,
     check_templates,
+    joined_rows,
     loader,
     split_dataset,
 )
 from isogloss.flat import FlatSequence
 from isogloss.open_data import holds_chats, load_dataset
 from isogloss.sample import TextEncoder
+from isogloss.workers import DataError
 from test_chat import CHAT, refuse_chats_of, with_templates
 
 READER = ExampleReader("text")
@@ -161,9 +163,9 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
 
 
 def steps_of(dataset, num_ranks, micro_batch_size, grad_accum_steps, workers=0, start=0, steps=6,
-             seed=3):
+             seed=3, reader=READER):
     """Return the (text, sample id) of each step, sorted by id: what the optimizer sees."""
-    stream = ShuffledExamples(dataset, READER, seed)
+    stream = ShuffledExamples(dataset, reader, seed)
     iterators = []
     for rank in range(num_ranks):
         batches = MicroBatches(stream, Texts(), micro_batch_size, grad_accum_steps, rank,
@@ -188,6 +190,57 @@ def test_order_depends_on_the_seed_alone(dataset):
     flat = [text for step in steps_of(dataset, 1, 1, 1, steps=14) for text, _ in step]
     assert sorted(flat[:7]) == sorted(flat[7:]) == sorted(dataset["text"])  # epochs
     assert flat[:7] != flat[7:]
+
+
+# lengths in characters: 3, 2 (6 bytes), 0, 4, 9, 1, 1, 1
+UNEQUAL = ["one", "\u65e5\u672c", "", "four", "long line", "a", "b", "c"]
+# rows of UNEQUAL in a sample of at least so many characters
+JOINED = {
+    1: [[0], [1], [2, 3], [4], [5], [6], [7]],
+    5: [[0, 1], [2, 3, 4], [5, 6, 7]],
+    9: [[0, 1, 2, 3], [4], [5, 6, 7]],
+    99: [[0, 1, 2, 3, 4, 5, 6, 7]],
+}
+
+
+@pytest.mark.parametrize("characters", JOINED)
+def test_neighboring_rows_are_joined_whole_up_to_so_many_characters(characters):
+    reader = ExampleReader("text", join=characters)
+    texts = ["\n".join(UNEQUAL[row] for row in rows if UNEQUAL[row])
+             for rows in JOINED[characters]]
+    size = len(texts)
+    dataset = datasets.Dataset.from_dict({"text": ["held out", *UNEQUAL, "x"]})
+    dataset = dataset.select(range(1, 9))
+    mapped = ShuffledExamples(dataset, reader, 3)
+    epochs = [[mapped.example(position).content for position in range(first, first + size)]
+              for first in range(0, 4 * size, size)]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(texts)
+    assert size == 1 or len(set(map(tuple, epochs))) > 1  # an order of its own
+    stream = StreamedExamples(dataset.to_iterable_dataset(), reader, 3)
+    assert sorted(stream.example(position).content for position in range(size)) == sorted(texts)
+    for rows in (dataset, list(dataset)):
+        assert [row["text"] for row in joined_rows(rows, reader)] == texts
+
+
+def test_joined_rows_do_not_depend_on_ranks_and_workers():
+    dataset = datasets.Dataset.from_dict({"text": [f"row {i} " + "x" * (i % 7) for i in range(40)]})
+    reader = ExampleReader("text", join=20)
+    one = steps_of(dataset, 1, 4, 1, reader=reader)
+    assert "\n" in one[0][0][0]
+    for layout in ((2, 2, 1), (4, 1, 1), (2, 1, 2)):
+        assert steps_of(dataset, *layout, reader=reader) == one, layout
+    assert steps_of(dataset, 2, 1, 2, workers=2, start=2, reader=reader) == one[2:]
+
+
+def test_what_is_joined_is_text():
+    reader = ExampleReader("text", source="d", join=9)
+    chat = {"text": [{"role": "user", "content": "a"}]}
+    with pytest.raises(DataError, match="row 6 of 'text' is a chat, and --join_rows joins texts"):
+        reader.sample([{"text": "a"}, chat], 5)
+    rows = datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}, {"text": 3}]))
+    with pytest.raises(DataError, match="row 1 of 'text' holds 3, expected text"):
+        StreamedExamples(rows, ExampleReader("text", join=9), 0).example(0)
 
 
 def test_sample_ids_are_positions_in_the_stream(dataset):

@@ -64,11 +64,11 @@ def dataset(request, tmp_path_factory):
     return load_dataset(write_files(folder, request.param), "text", streaming=True)
 
 
-def read(dataset, begin, end, place=None, skipped=0, seed=3):
+def read(dataset, begin, end, place=None, skipped=0, seed=3, reader=READER):
     """Return ([text], StreamedExamples) of some positions."""
     # skip and select make a data set with a state of its own
     fresh = dataset.skip(skipped) if skipped else dataset.select_columns(["text"])
-    examples = StreamedExamples(fresh, READER, seed, skipped, place)
+    examples = StreamedExamples(fresh, reader, seed, skipped, place)
     return [text_in(examples.example(position)) for position in range(begin, end)], examples
 
 
@@ -105,6 +105,27 @@ def test_a_stream_goes_on_from_the_place_of_any_position(dataset, skipped):
         place = json.loads(json.dumps(examples.place))
         assert position - stream_module.BLOCK_ROWS < place["position"] <= position
         texts, _ = read(dataset, position, end, place, skipped)
+        assert texts == whole[position:], position
+
+
+def test_a_stream_of_joined_rows_goes_on_from_the_place_of_any_position(tmp_path):
+    """Whole samples: none is begun before the place, or cut at the end of a block or a file."""
+    reader = ExampleReader("text", join=50)  # 4 or 5 rows of 12 or 13 characters
+    dataset = load_dataset(write_files(tmp_path, ".jsonl.gz"), "text", streaming=True)
+    whole, _ = read(dataset, 0, 65, reader=reader)
+    num_short = 0
+    for text in whole:
+        *others, last = text.split("\n")
+        assert sum(map(len, others)) < 50
+        num_short += sum(map(len, [*others, last])) < 50
+    assert num_short <= 2  # what is left at the end of an epoch
+    seen = "\n".join(whole).split("\n")
+    assert set(seen[: len(ALL)]) == ALL  # each row once, then the next epoch
+    for position in (0, 3, 4, 28, 29, 30, 47, 64):
+        _, examples = read(dataset, 0, position + 1, reader=reader)
+        place = json.loads(json.dumps(examples.place))
+        assert position - stream_module.BLOCK_ROWS < place["position"] <= position
+        texts, _ = read(dataset, position, 65, place, reader=reader)
         assert texts == whole[position:], position
 
 
@@ -162,7 +183,8 @@ def test_places_are_found_by_position():
 
 
 @pytest.mark.slow
-def test_a_streamed_run_resumes_bit_by_bit(models, texts, tmp_path):
+@pytest.mark.parametrize("joined", [(), ("--join_rows=300",)])
+def test_a_streamed_run_resumes_bit_by_bit(models, texts, tmp_path, joined):
     """For any number of workers and ranks; the checkpoint knows the place of its next sample."""
     folder = tmp_path / "data"
     folder.mkdir()
@@ -170,7 +192,7 @@ def test_a_streamed_run_resumes_bit_by_bit(models, texts, tmp_path):
         rows = [json.dumps({"text": text}) for text in texts[20 * file : 20 * file + 20]]
         (folder / f"{file}.jsonl").write_text("\n".join(rows))
     argv = [f"--student={models[0]}", "--kd_weight=0", "--max_length=40", f"--data={folder}",
-            "--streaming", "--save_every=3"]
+            "--streaming", "--save_every=3", *joined]
 
     def line(num_ranks, output, steps, num_workers):
         config = ds_config(tmp_path / f"ds{num_ranks}.json", 1, 8 // num_ranks, 1)

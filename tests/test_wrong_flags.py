@@ -175,6 +175,18 @@ FLAGS = {
     "an engine that ends": Wrong("--on_policy=1 --rollout_tokens=20 --rollout_command=false",
                                  "--rollout_command false: ended with exit code 1"),
     "scaled by nothing": Wrong("--on_policy=1 --dynamic_scale", "there is no cross-entropy"),
+    # joined rows
+    "joined to nothing": Wrong("--join_rows=-1", "--join_rows -1: expected 0 or more"),
+    "joined rollouts": Wrong("--join_rows=99 --on_policy=1 --rollout_tokens=20",
+                             "--join_rows 99 with --on_policy 1.0, which writes from"),
+    "joined completions": Wrong("--join_rows=99 --prompt_key=prompt --completion_key=text",
+                                "--join_rows 99 with --prompt_key prompt, whose rows are"),
+    "joined caches": Wrong('--join_rows=99 --teacher= --teachers=[{"cache":"a"}]',
+                           "--join_rows 99 with --teacher_cache a, which holds"),
+    "joined routes": Wrong('--join_rows=99 --teacher= --teachers=[{"model":"a","routes":["x"]}] '
+                           "--route_key=to", "--join_rows 99 with --route_key to, which chooses"),
+    "joined chats": Wrong("--join_rows=99 --data={folder}/chats.jsonl",
+                          "--join_rows 99: joins texts, and 'text' of"),
     # pipelines
     "a pipeline of three": Wrong("--pipeline_parallel=3", "--pipeline_parallel 3: does not divide"),
     "a pipeline of none": Wrong("--pipeline_parallel=0", "--pipeline_parallel 0: expected 1 or"),
