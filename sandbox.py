@@ -8,7 +8,8 @@ accident as well as by intent.  `run` starts it in bubblewrap (https://github.co
 bubblewrap, Debian and Ubuntu: `apt install bubblewrap`), as root or as any user, where it finds
 
 - the interpreter, its standard library and the shared libraries of both, read-only;
-- a /tmp of its own, empty, of at most 16 MiB; no other file can be written;
+- a /tmp of its own, empty, of at most 16 MiB and some thousands of files; no other file can be
+  written;
 - no environment, no /proc, no devices but null and urandom;
 - namespaces of its own: no network, no processes of others, no shared memory of others;
 - a filter of system calls: no new process or thread, no socket, no tracing, no memory outside of
@@ -26,6 +27,7 @@ Needs Linux on x86-64 or arm64, and bubblewrap.  Copy this file into your own re
 Apache-2.0 (see LICENSE).  Tests: tests/test_sandbox.py.
 """
 
+import fcntl
 import functools
 import math
 import os
@@ -44,6 +46,8 @@ from typing import BinaryIO, Literal, NamedTuple
 
 MIB = 1 << 20
 TMP_MIB = 16
+TMP_FILES = 4096  # a file system in memory counts their names for nothing
+LOOK_EVERY = 0.05  # seconds, at the number of files
 NOBODY = "65534"
 INSTALL = "apt install bubblewrap"
 
@@ -53,7 +57,7 @@ class Result(NamedTuple):
 
     Attributes:
         status: "ok": it ended with exit code 0; "error": with another one, or by a signal;
-            "timeout": its time was up; "output": it printed too much.
+            "timeout": its time was up; "output": it printed too much, or made too many files.
         stdout: what it printed; what is not UTF-8 is replaced.
     """
 
@@ -114,7 +118,8 @@ def run(
             env={"PYTHONHASHSEED": "0"}, pass_fds=files, start_new_session=True)
         there.close()
         try:
-            return _watch(process, here, time.monotonic() + wall_seconds, int(output_mib * MIB))
+            deadline = time.monotonic() + wall_seconds
+            return _watch(process, here, deadline, int(output_mib * MIB), is_boxed=not unsafe)
         finally:
             _end(process)
 
@@ -179,7 +184,8 @@ def _box() -> tuple[str, ...]:
         box += ["--ro-bind", path, path]
         for packages in ("site-packages", "dist-packages"):
             if (Path(path) / packages).is_dir():
-                box += ["--perms", "0555", "--size", "4096", "--tmpfs", f"{path}/{packages}"]
+                box += ["--size", "4096", "--tmpfs", f"{path}/{packages}",
+                        "--remount-ro", f"{path}/{packages}"]
     for path in [_interpreter(), *_shared_libraries()]:
         box += ["--ro-bind", path, path]
     for path in ("/dev/null", "/dev/urandom"):
@@ -298,15 +304,18 @@ CHUNK = 1 << 16
 
 
 def _memory_file(content: bytes) -> BinaryIO:
-    """Return an open file that has no name, at its beginning."""
-    file = os.fdopen(os.memfd_create("sandbox"), "w+b")
+    """Return an open file that has no name, at its beginning; nobody can write to it any more."""
+    file = os.fdopen(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
     file.write(content)
     file.seek(0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS,
+                fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return file
 
 
 def _watch(
-    process: subprocess.Popen[bytes], box: socket.socket, deadline: float, most_output: int
+    process: subprocess.Popen[bytes], box: socket.socket, deadline: float, most_output: int, *,
+    is_boxed: bool,
 ) -> Result:
     """Read what a program prints, until it ends or may not go on.
 
@@ -314,20 +323,28 @@ def _watch(
         box: on which it asks whether to begin.
         deadline: of time.monotonic().
         most_output: bytes.
+        is_boxed: it has a /tmp of its own.
     """
     assert process.stdout
     output = bytearray()
     is_open = True
+    tmp = ""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         selector.register(box, selectors.EVENT_READ)
         while is_open:
             remaining = deadline - time.monotonic()
-            ready = selector.select(remaining) if remaining > 0 else []
-            if not ready:
+            if remaining <= 0:
                 return Result("timeout", _text(output))
+            ready = selector.select(min(remaining, LOOK_EVERY))
+            if _num_files(tmp) > TMP_FILES:
+                return Result("output", _text(output))
+            if not ready:
+                continue
             if any(key.fileobj is box for key, _ in ready):
                 selector.unregister(box)
+                for child in _children(process.pid) if is_boxed else ():
+                    tmp = f"/proc/{child}/root/tmp"  # from now on its root is the box
                 with suppress(ConnectionError):
                     box.send(b"!")
                 continue
@@ -336,10 +353,15 @@ def _watch(
             if len(output) > most_output:
                 return Result("output", _text(output[:most_output]))
             is_open = bool(chunk)
-    try:
-        code = process.wait(max(deadline - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:
-        return Result("timeout", _text(output))
+    while True:
+        try:
+            code = process.wait(min(max(deadline - time.monotonic(), 0), LOOK_EVERY))
+            break
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= deadline:
+                return Result("timeout", _text(output))
+            if _num_files(tmp) > TMP_FILES:
+                return Result("output", _text(output))
     # without a box the signal is the process' own, as a negative number
     used_up = code in (SIGNAL_BASE + SIGXCPU, -SIGXCPU, SIGNAL_BASE + SIGKILL, -SIGKILL)
     status: Literal["ok", "error", "timeout"] = "error"
@@ -348,6 +370,15 @@ def _watch(
     elif used_up:
         status = "timeout"
     return Result(status, _text(output))
+
+
+def _num_files(folder: str) -> int:
+    """Return how many files and folders a file system holds; 0: it is gone, or is not named."""
+    try:
+        counts = os.statvfs(folder)
+    except OSError:
+        return 0
+    return counts.f_files - counts.f_ffree
 
 
 def _text(output: bytes | bytearray) -> str:

@@ -42,7 +42,7 @@ from isogloss.cache_files import (
 )
 from isogloss.cached_teachers import head_tensors, template_digest
 from isogloss.chat import SkippedChat, render
-from isogloss.config import Config, template_kwargs
+from isogloss.config import HIGHEST, Config, template_kwargs
 from isogloss.data_checks import explained
 from isogloss.files import check_shared, size_and_checksum
 from isogloss.inputs import load_text_encoder, open_rows, served_encoder, teacher_spec
@@ -72,7 +72,7 @@ from isogloss.text_server import TextServer, api_key, is_address
 from isogloss.watch import end_together, end_with_launchers, signal_handlers_restored
 from isogloss.workers import DataError
 from projection_tools import fingerprint
-from projection_tools.flags import check_types, parse_flags
+from projection_tools.flags import check_range, check_types, parse_flags
 from projection_tools.model_names import read_model_name
 from tiles import HiddenLogits
 
@@ -148,13 +148,11 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        for name in ("top_k", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected 1 or more")
+        check_range(self, dict(top_k=1, batch_tokens=1, seed=0),
+                    dict(top_k=HIGHEST["teacher_output_topk"], batch_tokens=2**24,
+                         seed=HIGHEST["seed"]))
         if self.logp_bits not in (16, 32):
             raise ValueError(f"--logp_bits {self.logp_bits}: expected 16 or 32")
-        if self.seed < 0:
-            raise ValueError(f"--seed {self.seed}: expected 0 or more")
         self._check_what_is_kept()
 
     def _check_what_is_kept(self):

@@ -41,6 +41,7 @@ from isogloss.files import (
 from isogloss.rendezvous import values_of_ranks
 from isogloss.unpickle import known_classes_only
 from projection_tools import reason_of
+from projection_tools.flags import PATH_FLAGS
 
 POSITION = "position.json"
 CHECKSUM = "checksum"  # key of position.json
@@ -319,6 +320,9 @@ def check_identity(choice, checkpoint, identity):
     """
     # what checkpoints of earlier versions lack was off
     saved = {"join_rows": 0} | position_of(checkpoint)["run"]
+    for key in PATH_FLAGS & saved.keys():  # earlier versions kept `~` as it was written
+        if isinstance(saved[key], str):
+            saved[key] = os.path.expanduser(saved[key])
     differing = [key for key, value in identity.items() if saved.get(key) != value]
     if not differing:
         return

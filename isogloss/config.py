@@ -1,7 +1,6 @@
 """Define the flags of distill.py: their meaning, their checks, their values for each teacher."""
 
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from isogloss.sample import ALIGNERS
 from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
 from isogloss.teachers import engine_names
 from isogloss.text_server import Address, is_address
-from projection_tools.flags import check_types
+from projection_tools.flags import check_range, check_types
 
 
 @dataclass(kw_only=True)
@@ -377,19 +376,11 @@ class Config:
 
     def _check_values(self):
         """Check each flag by itself."""
-        for name, low in LOWEST.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected {low} or more")
-        for name, high in HIGHEST.items():
-            if getattr(self, name) > high:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected {high} or less")
+        check_range(self, LOWEST, HIGHEST)
         for name, choices in choices_of_flags().items():
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"--{name} {getattr(self, name)}: expected one of {', '.join(choices)}")
-        for name, value in vars(self).items():  # NaN passes every comparison above
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"--{name} {value}: expected a number")
         for name in ("jsd_beta", "skew_lambda", "akl_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
@@ -641,8 +632,15 @@ HIGHEST = dict(
     teacher_alpha=1e6, learning_rate=1e3, projection_learning_rate=1e3, num_workers=512,
     lora_r=2**20, lora_alpha=1e6,
     join_rows=2**30, max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20,
-    rollout_temperature=1e3, rollout_every=2**20, rollouts_per_prompt=2**20, max_ratio=1e6,
-    eval_task_temperature=1e3)
+    rollout_temperature=1e3,
+    rollout_every=2**20, rollouts_per_prompt=2**20, max_ratio=1e6, eval_task_temperature=1e3,
+    projection_topk=2**20, uncommon_topk=2**20, loss_topk=2**20, teacher_output_topk=2**20,
+    loss_memory_mib=2**20, eval_rows=10**9, eval_every=10**12, save_every=10**12,
+    eval_task_every=10**12, max_bad_steps=10**12, keep_checkpoints=2**20, eval_samples=2**20,
+    prompt_tokens=2**20, rollout_tokens=2**20, rollout_batch=2**16, rollout_log=2**20,
+    rollout_eval=2**20, max_logp_gap=1e6, eval_task_shots=1024, eval_task_limit=10**9,
+    eval_task_batch=2**16, eval_task_samples=2**16, teacher_tp=2**16, teacher_ranks=2**16,
+    sequence_parallel=2**16, pipeline_parallel=2**16)
 
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"

@@ -8,6 +8,7 @@ lists what may be "auto".  Needs no torch.  Tests: tests/test_ds_config.py.
 import copy
 import difflib
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -156,7 +157,7 @@ def _resolve_learning_rate(config, cfg):
 
 
 def _fill_auto(section, auto_values, path, prefix=""):
-    """Replace every "auto" of a section, and of the sections inside it, in place.
+    """Replace every "auto" and `~` of a section, and of the sections inside it, in place.
 
     Args:
         auto_values: {dotted name: value}.
@@ -173,6 +174,8 @@ def _fill_auto(section, auto_values, path, prefix=""):
                     f"{', '.join(auto_values)} and the batch sizes; write a value"
                 )
             section[key] = auto_values[name]
+        elif isinstance(value, str) and value.startswith("~/"):  # DeepSpeed would make a folder `~`
+            section[key] = os.path.expanduser(value)
 
 
 def batch_sizes(config, num_ranks, path):

@@ -32,7 +32,7 @@ from isogloss.adapters import (
 )
 from isogloss.checkpoint import position_of
 from isogloss.checkpoint_weights import checkpoint_of_step, weights_of_checkpoint
-from isogloss.config import configs_by_teacher
+from isogloss.config import HIGHEST, configs_by_teacher
 from isogloss.files import (
     check_shared,
     check_writable,
@@ -49,7 +49,7 @@ from isogloss.rendezvous import values_of_ranks
 from isogloss.run_identity import checkpoint_folder
 from isogloss.student import gathered
 from projection_tools import load_tokenizer, reason_of, save_atomically
-from projection_tools.flags import check_types, tool
+from projection_tools.flags import check_range, check_types, tool
 from projection_tools.model_names import ADAPTER_CONFIG
 
 MANIFEST = "isogloss_export.json"
@@ -367,8 +367,7 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        if self.step < 0:
-            raise ValueError(f"--step {self.step}: expected 0 or more")
+        check_range(self, dict(step=0), dict(step=HIGHEST["steps"]))
         if self.push_to_hub.count("/") != bool(self.push_to_hub):
             raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
         if self.private and not self.push_to_hub:

@@ -43,7 +43,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isogloss.config import Config, configs_by_teacher
 from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.pretrained import load_config
-from projection_tools.flags import check_types, parse_flags, tool
+from projection_tools.flags import check_range, check_types, parse_flags, tool
 from projection_tools.model_names import read_model_name
 
 GIB = 2**30
@@ -432,9 +432,7 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        for name, low in (("gpus", 1), ("per_node", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected {low} or more")
+        check_range(self, dict(gpus=1, per_node=0), dict(gpus=2**20, per_node=2**20, gpu_gib=1e6))
         if not self.gpu_gib > 0:
             raise ValueError(f"--gpu_gib {self.gpu_gib}: expected more than 0")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from projection_tools import check_picture
-from projection_tools.flags import check_types, parse_flags
+from projection_tools.flags import check_types, expanded, parse_flags
 
 FIRST = "eval/student_bits_per_byte"  # what a run is judged by
 DEFAULT = f"{FIRST},eval/kd,loss"
@@ -274,6 +274,7 @@ def cli(argv=None):
     while words and not words[0].startswith("-"):
         folders.append(words.pop(0))
     try:
+        folders = [expanded("run", folder) for folder in folders]
         args = parse_flags(Args, words)
         if not folders:
             raise ValueError("expected one or more runs, as in python -m isogloss.plot runs/a")

@@ -20,6 +20,7 @@ Tests: tests/test_writer_process.py.
 
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -31,9 +32,14 @@ import ipc
 from rollout import Completion
 
 
+def words_of(command):
+    """Return the words of a command, as a shell reads them, with home directories for `~`."""
+    return [os.path.expanduser(word) for word in shlex.split(command)]
+
+
 def check_command(command):
     """Raise a ValueError where a command names no program."""
-    words = shlex.split(command)
+    words = words_of(command)
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"--rollout_command {command}: no such program; give an interpreter and "
                          "what it runs, as \"/env/bin/python -m isogloss.vllm_writer\"")
@@ -54,7 +60,7 @@ class WriterProcess:
         self.command = command
         self.is_loaded = False
         self.process = subprocess.Popen(
-            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            words_of(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             start_new_session=True)
         self.handles = {}
         self.tied = []  # names of the same weight

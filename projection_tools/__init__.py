@@ -29,7 +29,7 @@ from align import TokenTable, fingerprint
 from projection_tools.model_names import read_model_name
 from spelling import ROLES
 
-CACHE = Path(os.environ.get("ISOGLOSS_CACHE", Path.home() / ".cache" / "isogloss"))
+CACHE = Path(os.environ.get("ISOGLOSS_CACHE", "~/.cache/isogloss")).expanduser()
 
 # A row's sum may be off by this much: bfloat16 rounds a row of four to a few thousandths.
 SUM_TOLERANCE = 1e-2

@@ -17,7 +17,7 @@ import numpy as np
 from projection_tools import Pair, as_tables, cached, check_output, fill_empty, finish
 from projection_tools.cut import cut_rows
 from projection_tools.exact import exact_pairs, pin_exact
-from projection_tools.flags import OLD_NAMES, check_types, tool
+from projection_tools.flags import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 from projection_tools.generate import Embedder, similar_rows
 from projection_tools.multitoken import multitoken_rows
 from spelling import spell
@@ -143,11 +143,8 @@ class Args(Recipe):
 
     def __post_init__(self):
         check_types(self)
-        for name in ("top_k", "max_pieces"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected 1 or more")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"--threshold {self.threshold}: expected 0 to 1")
+        check_range(self, dict(top_k=1, max_pieces=1, threshold=0, special_threshold=0),
+                    dict(top_k=MOST_SLOTS, max_pieces=MOST_SLOTS, threshold=1, special_threshold=1))
 
 
 def main(args):

@@ -20,7 +20,7 @@ from projection_tools import (
     save_atomically,
     tokenizer_metadata,
 )
-from projection_tools.flags import OLD_NAMES, check_types, tool
+from projection_tools.flags import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 from spelling import build_translation_tables
 
 VERSION = 3  # of the tables; raise it when they change for the same two tokenizers
@@ -85,8 +85,7 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        if self.max_pieces < 1:
-            raise ValueError(f"--max_pieces {self.max_pieces}: expected 1 or more")
+        check_range(self, dict(max_pieces=1), dict(max_pieces=MOST_SLOTS))
 
 
 def main(args):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from projection_tools import Pair, entries, load_arrays
-from projection_tools.flags import OLD_NAMES, check_types, tool
+from projection_tools.flags import OLD_NAMES, check_range, check_types, tool
 from projection_tools.show import byte_explained, row_text
 
 SAME = 1e-6  # rows at this distance or less are the same; float32 in a file rounds to 6e-8
@@ -89,8 +89,7 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        if self.num_examples < 0:
-            raise ValueError(f"--num_examples {self.num_examples}: expected 0 or more")
+        check_range(self, dict(num_examples=0), dict(num_examples=10**6))
 
 
 def main(args):

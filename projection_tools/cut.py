@@ -7,7 +7,7 @@
 from dataclasses import dataclass
 
 from projection_tools import Pair, check_output, entries, finish, load_arrays, pack
-from projection_tools.flags import OLD_NAMES, check_types, tool
+from projection_tools.flags import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 
 
 def cut_rows(projection, top_k, threshold=0.0):
@@ -53,10 +53,7 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        if self.top_k < 1:
-            raise ValueError(f"--top_k {self.top_k}: expected 1 or more")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"--threshold {self.threshold}: expected 0 to 1")
+        check_range(self, dict(top_k=1, threshold=0), dict(top_k=MOST_SLOTS, threshold=1))
 
 
 def main(args):

@@ -11,6 +11,8 @@ Fire reads the values.  The words around them are read here, because fire alone
 
 import difflib
 import inspect
+import math
+import os
 import re
 import shutil
 import sys
@@ -24,6 +26,18 @@ from projection_tools.flag_file import read_flag_file
 
 # Names of flags that public recipes use, and what they are called here.
 OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
+
+# Flags of any command line that name a file, a directory, or a model by its directory.
+PATH_FLAGS = frozenset("""assets config data ds_config embedding_model eval_data eval_task_data
+    export golden model other output output_dir png projection recipe resume run student teacher
+    teacher_cache teacher_tokenizer texts""".split())
+# Those that are written, over a scratch file beside them with a longer name.
+WRITTEN = frozenset(("export", "output", "output_dir", "png"))
+LONGEST_NAME = 255  # bytes, of Linux's file systems
+SCRATCH_BYTES = 32
+
+# Slots of a row of a table: 250,000 rows of so many take 4 GB.
+MOST_SLOTS = 1024
 
 # Columns of the help: below 60 a description becomes a ribbon, above 120 the eye loses its line.
 NARROWEST = 60
@@ -55,14 +69,60 @@ def typed(name, value, kind):
 
 
 def check_types(config):
-    """Convert every field of a dataclass to its type; for its __post_init__.
+    """Convert every field of a dataclass to its type, and expand paths; for its __post_init__.
 
     Raises:
-        ValueError: a value is of another type.
+        ValueError: a value is of another type, not finite, or a path that cannot be one.
     """
     for field in fields(config):
-        value = getattr(config, field.name)
-        setattr(config, field.name, typed(field.name, value, field.type))
+        value = typed(field.name, getattr(config, field.name), field.type)
+        if field.type is float and not math.isfinite(value):
+            raise ValueError(f"--{field.name} {value}: expected a number")
+        if field.name in PATH_FLAGS and value != field.default:
+            value = expanded(f"--{field.name}", value, field.name in WRITTEN)
+        setattr(config, field.name, value)
+
+
+def check_range(config, lowest, highest):
+    """Check numbers of a dataclass.
+
+    Args:
+        lowest, highest: {field name: smallest or largest value}.
+    Raises:
+        ValueError: one is beyond them.
+    """
+    for name, low in lowest.items():
+        if getattr(config, name) < low:
+            raise ValueError(f"--{name} {getattr(config, name)}: expected {low} or more")
+    for name, high in highest.items():
+        if getattr(config, name) > high:
+            raise ValueError(f"--{name} {getattr(config, name)}: expected {high} or less")
+
+
+def expanded(flag, path, is_written=False):
+    """Return a path with a home directory in place of `~`; shells leave it in ``--flag=~/x``.
+
+    Args:
+        flag: that names the path, for errors.
+        path: it, a hub id, or an address.
+        is_written: a file or a directory of this name will be made.
+    Raises:
+        ValueError: no file can have this name.
+    """
+    if not path.strip():
+        raise ValueError(f"{flag}={path}: is empty; expected a path")
+    full = os.path.expanduser(path)
+    if full.startswith("~"):
+        raise ValueError(f"{flag} {path}: there is no such user; for a name that begins with ~ "
+                         f"write ./{path}")
+    if "\0" in full:
+        raise ValueError(f"{flag} {path!r}: holds a zero byte; expected a path")
+    limit = LONGEST_NAME - SCRATCH_BYTES * is_written
+    longest = max(len(os.fsencode(name)) for name in full.split("/"))
+    if longest > limit and "://" not in full:
+        raise ValueError(f"{flag} {path}: a name in it has {longest} bytes; expected {limit} or "
+                         "fewer")
+    return full
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -92,6 +152,7 @@ def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=
     given = _assignments(kind, list(argv), positional, aliases)
     of_file = {}
     if given.get(file_flag):
+        given[file_flag] = expanded(f"--{file_flag}", given[file_flag])
         of_file = _assignments_of_file(kind, given[file_flag], file_flag, aliases)
     try:
         return _instance(kind, of_file | given)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from projection_tools import Pair, check_output, finish, load_tokenizer, pack, reading
-from projection_tools.flags import OLD_NAMES, check_types, tool
+from projection_tools.flags import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 from projection_tools.model_names import read_model_name
 
 FLOATS_PER_MIB = 2**18  # of float32
@@ -180,8 +180,7 @@ class Args:
         check_types(self)
         if self.pooling not in ("input", "output"):
             raise ValueError(f"--pooling {self.pooling}: expected input or output")
-        if self.top_k < 1:
-            raise ValueError(f"--top_k {self.top_k}: expected 1 or more")
+        check_range(self, dict(top_k=1), dict(top_k=MOST_SLOTS, sharpness=1e6))
         if self.sharpness <= 0:
             raise ValueError(f"--sharpness {self.sharpness}: expected more than 0")
 

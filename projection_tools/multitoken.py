@@ -21,7 +21,7 @@ from projection_tools import (
     load_arrays,
     pack,
 )
-from projection_tools.flags import OLD_NAMES, check_types, tool
+from projection_tools.flags import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 from spelling import link_special_tokens, spell
 
 # Weight of the first piece, and of each further piece relative to the one before it.  Not tuned.
@@ -131,9 +131,8 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        for name in ("top_k", "max_pieces"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected 1 or more")
+        check_range(self, dict(top_k=1, max_pieces=1, special_threshold=0),
+                    dict(top_k=MOST_SLOTS, max_pieces=MOST_SLOTS, special_threshold=1))
 
 
 def main(args):

@@ -12,7 +12,7 @@ import numpy as np
 
 from projection_tools import Pair, check_picture, describe, load_arrays
 from projection_tools.build import empty_row_reasons
-from projection_tools.flags import OLD_NAMES, check_types, tool
+from projection_tools.flags import OLD_NAMES, check_range, check_types, tool
 from spelling import all_bytes, link_special_tokens
 
 # Top weight from which on a row takes part in the relaxed common set, as in the loss h_kl.
@@ -282,8 +282,7 @@ class Args:
 
     def __post_init__(self):
         check_types(self)
-        if self.num_examples < 0:
-            raise ValueError(f"--num_examples {self.num_examples}: expected 0 or more")
+        check_range(self, dict(num_examples=0), dict(num_examples=10**6))
 
 
 def example_rows(indices, num_examples):

@@ -90,6 +90,64 @@ for folder in ("/tmp", "/dev", "/dev/shm", "/"):
 if written > 1 << 25:
     print("escaped", written)
 """,
+    "fills its standard input": """
+import mmap, os
+for fd in (0, *range(3, 64)):  # 1 is a pipe that is counted, 2 is /dev/null
+    try:
+        written = 0
+        while written < 1 << 28:
+            written += os.pwrite(fd, bytes(1 << 20), written)
+        print("escaped", fd)
+    except OSError:
+        pass
+    try:
+        os.ftruncate(fd, 1 << 28)
+        print("escaped", fd)
+    except OSError:
+        pass
+    try:
+        mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        print("escaped", fd)
+    except (OSError, ValueError):
+        pass
+""",
+    "opens its standard input anew": """
+import os
+for fd in range(64):
+    for path in (f"/dev/fd/{fd}", f"/proc/self/fd/{fd}"):
+        try:
+            os.open(path, os.O_RDWR)
+            print("escaped", path)
+        except OSError:
+            pass
+""",
+    "makes files without an end": """
+import os
+os.close(1)
+for number in range(1 << 16):
+    os.close(os.open(f"/tmp/{number}", os.O_CREAT | os.O_WRONLY))
+""",
+    "makes folders without an end": """
+import os
+for number in range(1 << 16):
+    os.mkdir(f"/tmp/{number}")
+print("escaped")
+""",
+    "writes where packages would be": """
+import os, sys, sysconfig
+for name in ("site-packages", "dist-packages"):
+    path = os.path.join(sysconfig.get_path("stdlib"), name)
+    try:
+        os.chmod(path, 0o777)
+        print("escaped", path)
+    except OSError:
+        pass
+    try:
+        open(path + "/x", "w")
+        print("escaped", path)
+    except OSError:
+        pass
+""",
     "never ends": """
 import signal
 signal.signal(signal.SIGXCPU, signal.SIG_IGN)
@@ -170,7 +228,8 @@ while True:
 """,
 }
 # What becomes of those that do not simply fail.
-STATUS = {"never ends": "timeout", "prints without an end": "output"}
+STATUS = {"never ends": "timeout", "prints without an end": "output",
+          "makes files without an end": "output", "makes folders without an end": "output"}
 MIB = 331  # no other test uses as much; the processes' command lines hold it in bytes
 
 

@@ -184,6 +184,13 @@ def test_every_auto_of_the_ready_made_files_is_filled():
         assert resolved["optimizer"]["params"]["lr"] == 1e-3
 
 
+def test_a_home_directory_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/a")
+    board = {"enabled": True, "output_path": "~/b", "job_name": "~c"}
+    resolved = resolve({"train_batch_size": 8, "tensorboard": board})
+    assert resolved["tensorboard"] == board | {"output_path": "/a/b"}
+
+
 def test_auto_values_are_those_of_the_readme():
     zero = {
         "stage": 3,

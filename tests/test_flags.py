@@ -1,16 +1,39 @@
 """The command line of a dataclass: typed values, errors in one line, a help without gaps."""
 
+import json
+import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
 import pytest
 
-from isogloss.config import Config
-from projection_tools import build, compare, cut, exact, flags, generate, multitoken, show, spell
-from projection_tools.flags import check_types, descriptions, help_text, parse_flags, undescribed
+from isogloss import cache, export, plan, plot, tasks
+from isogloss.config import Config, configs_by_teacher
+from projection_tools import (
+    build,
+    cells,
+    compare,
+    cut,
+    exact,
+    flags,
+    generate,
+    multitoken,
+    show,
+    spell,
+)
+from projection_tools.flags import (
+    PATH_FLAGS,
+    check_types,
+    descriptions,
+    expanded,
+    help_text,
+    parse_flags,
+    undescribed,
+)
 
 TOOLS = (build, compare, cut, exact, generate, multitoken, show, spell)
 KINDS = {tool.__name__: tool.Args for tool in TOOLS} | {"distill": Config}
+COMMANDS = KINDS | {tool.__name__: tool.Args for tool in (cells, cache, export, plan, plot, tasks)}
 
 
 @dataclass(kw_only=True)
@@ -154,6 +177,108 @@ def test_the_class_is_not_called_when_a_flag_is_unknown():
 
     with pytest.raises(ValueError, match="did you mean --steps"):
         parse_flags(Counted, ["--stps=1"])
+
+
+# --- paths ----------------------------------------------------------------------------------------
+
+# Flags whose descriptions speak of files, but whose values are none.
+NO_PATHS = {"split", "txt_samples", "teacher_dtype", "teachers", "rollout_command", "dtype",
+            "push_to_hub", "loss", "eval_split", "train_on", "lora_targets"}
+
+
+def words_for(kind, **given):
+    """Return a command line with these flags and every required one."""
+    for entry in fields(kind):
+        if entry.default is MISSING and entry.default_factory is MISSING:
+            given.setdefault(entry.name, "a")
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+def path_flags(kind):
+    return sorted(PATH_FLAGS & {entry.name for entry in fields(kind)})
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_that_names_a_file_is_known_as_one(name):
+    about = descriptions(COMMANDS[name])
+    for entry in fields(COMMANDS[name]):
+        text = " ".join(about.get(entry.name, []))
+        if entry.type is str and re.search(r"\b(hub id|directory|file|folder|picture)\b", text):
+            assert entry.name in PATH_FLAGS | NO_PATHS, entry.name
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "distill"])
+def test_a_home_directory_is_expanded_in_every_path(name, monkeypatch, tmp_path):
+    kind = COMMANDS[name]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for flag in path_flags(kind):
+        for path in ("~/x.pt", "~"):
+            if flag != "teacher_tokenizer" and not (flag == "png" and path == "~"):
+                args = parse_flags(kind, words_for(kind, **{flag: path}))
+                assert getattr(args, flag) == path.replace("~", str(tmp_path))
+
+
+def test_a_home_directory_is_expanded_wherever_distill_reads_a_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x").mkdir()
+    (tmp_path / "f.yaml").write_text("eval_data: ~/x\n")
+    of_teacher = dict(teacher="~/x", teacher_tokenizer="", teacher_cache="")
+    groups = [of_teacher, of_teacher | dict(teacher="", teacher_cache="~/x"),
+              dict(teacher="http://a:1", teacher_tokenizer="~/x")]
+    for teacher in groups:
+        given = {flag: "~/x" for flag in path_flags(Config) if flag not in of_teacher}
+        given |= {"config": "~/f.yaml", "eval_tasks": "mmlu", **teacher}
+        del given["eval_data"]  # of the file
+        cfg = parse_flags(Config, words_for(Config, **given), file_flag="config")
+        for flag in path_flags(Config):
+            assert "~" not in getattr(cfg, flag), flag
+        assert cfg.eval_data == cfg.output_dir == str(tmp_path / "x")
+    entries = [{"model": "~/x"}, {"cache": "~/x", "name": "b"},
+               {"model": "http://a:1", "tokenizer": "~/x", "name": "c"}]
+    cfg = Config(student="s", data="d", teachers=json.dumps(entries))
+    assert [of.teacher_path.split("/teacher")[0] for of in configs_by_teacher(cfg).values()] == [
+        str(tmp_path / "x")] * 3
+
+
+@pytest.mark.parametrize("path, message", [
+    ("", "--output=: is empty; expected a path"),
+    ("  ", "--output=  : is empty"),
+    ("~no_such_user/x", "--output ~no_such_user/x: there is no such user"),
+    ("a/" + 300 * "b", "a name in it has 300 bytes; expected 223 or fewer"),
+    ("a/" + 100 * "語" + "/b", "a name in it has 300 bytes"),
+    ("a\0b", "holds a zero byte"),
+])
+def test_what_can_be_no_path_is_refused(path, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        parse_flags(exact.Args, ["--student=a", "--teacher=b", f"--output={path}"])
+    assert "\n" not in str(error.value)
+
+
+def test_names_that_can_be_files_pass():
+    expanded("--output", "a/" + 220 * "b", is_written=True)
+    expanded("--data", "a/" + 255 * "b")
+    expanded("--data", "https://a/b?" + 300 * "c")
+    assert expanded("--data", "./~a") == "./~a" and expanded("--data", "a/~/b") == "a/~/b"
+    assert os.path.expanduser("~") == expanded("--data", "~")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_empty_path_is_refused_where_it_says_nothing(name):
+    kind = COMMANDS[name]
+    for entry in fields(kind):
+        if entry.name in PATH_FLAGS and entry.default:  # an empty default has a meaning
+            with pytest.raises(ValueError, match=f"--{entry.name}=: is empty"):
+                parse_flags(kind, words_for(kind, **{entry.name: ""}))
+
+
+def test_every_number_has_bounds():
+    for kind in COMMANDS.values():
+        for entry in fields(kind):
+            is_number = entry.type in (int, float) and entry.name != "local_rank"
+            if is_number and kind is not tasks.Args:
+                for value in (-1e300, 1e300) if entry.type is float else (-10**30, 10**30):
+                    with pytest.raises(ValueError, match=entry.name):
+                        parse_flags(kind, words_for(kind, **{entry.name: value}))
 
 
 # --- the help -------------------------------------------------------------------------------------

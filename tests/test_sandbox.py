@@ -1,4 +1,4 @@
-"""sandbox.py lets nothing out: eighteen programs try, as this user and as one without rights."""
+"""sandbox.py lets nothing out: hostile programs try, as this user and as one without rights."""
 
 import json
 import os

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ranks
-from isogloss.writer_process import WriterProcess, prompt_as_plain
+from isogloss.writer_process import WriterProcess, check_command, prompt_as_plain
 from jobs import losses_of, run_distill
 from rollout import Prompt
 from test_on_policy import (
@@ -86,6 +86,14 @@ def run_with_message(flags):
 def test_a_command_that_does_not_exist():
     with pytest.raises(ValueError, match="no such program"):
         WriterProcess("/no/such/python rollout_vllm.py")
+
+
+def test_a_command_may_lie_in_a_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "python").symlink_to(sys.executable)
+    check_command("~/python -m writer")
+    with pytest.raises(ValueError, match="no such program"):
+        check_command("~/no_python -m writer")
 
 
 def test_too_many_tokens_are_refused(tmp_path):
