@@ -57,6 +57,7 @@ BLOCK = 512
 # Share of the mass below which the tokens that have an event are scaled by themselves.  The ratios
 # that underflow otherwise belong to shares of 3e-8 or less, so 3e-5 of what this share leaves.
 SMALL_SHARE = 1e-3
+MOST_MASS = 80.0  # nats, of a mass that others are added to: float32 ends at e^88
 # Mass of the tokens that are not kept, beside a largest of 1, below which they are summed by
 # themselves: float32 ends at 1e-38, and 1e8 of them may be there.
 SMALL_REST = 1e-30
@@ -91,10 +92,9 @@ summing = njit(nogil=True, error_model="numpy", cache=True, fastmath={"contract"
 def event_kl(
     x_NV: Tensor, row_C: Tensor,
     y_MW: Tensor, teacher_row_C: Tensor,
-    event_V: Tensor, event_W: Tensor, num_events: int,
-    temperature: float, shift: float,
+    event_V: Tensor, event_W: Tensor, num_events: int, shift: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute KL(q || p) over events, one value per chunk: losses._event_kl.
+    """Compute KL(q || p) over events, one value per chunk: losses._kl_over_events.
 
     p(e) is the probability of event e after tokens without an event are left out; q likewise.
 
@@ -103,7 +103,6 @@ def event_kl(
         row_C, teacher_row_C: (C,) int64, the row in which a chunk begins.
         event_V, event_W: (V,) and (W,) integer, the event of each token, -1 for none.
         num_events: all events are smaller.
-        temperature: > 0, of both sides.
         shift: nats >= 0 and < 88.  The student's softmax is computed times exp(shift), so that
             float32 reaches smaller probabilities.
     Returns:
@@ -117,8 +116,7 @@ def event_kl(
     d_NV = _new_derivative(x_NV, row_C)
     over_rows(
         _event_chunk, lambda: _event_scratch(num_events), len(row_C),
-        x_NV, row_C, y_MW, teacher_row_C, event_V, event_W,
-        f32(1 / temperature), f32(shift), value_C, d_NV,
+        x_NV, row_C, y_MW, teacher_row_C, event_V, event_W, f32(shift), value_C, d_NV,
     )
     return value_C, d_NV
 
@@ -154,8 +152,8 @@ class Belief(NamedTuple):
 class Answers(NamedTuple):
     """Hold what the teacher's rows at the roots say beside the cells.
 
-    asked_A: probabilities of the tokens asked for, among those that can come.
-    log_total_N: logsumexp of logits / temperature over all tokens.
+    asked_A: probabilities of the tokens asked for, 0 of those that cannot come.
+    log_total_N: logsumexp of the logits over all tokens.
     """
 
     asked_A: Tensor
@@ -163,7 +161,7 @@ class Answers(NamedTuple):
 
 
 class CellMasses(NamedTuple):
-    """Hold the student's masses of cells, exp(logits / temperature - top_N) summed.
+    """Hold the student's masses of cells, exp(logits - top_N) summed.
 
     top_N is `shift` below the largest logit.
     """
@@ -173,8 +171,7 @@ class CellMasses(NamedTuple):
 
 
 def translated_kl(
-    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, belief: Belief, num_cells: int,
-    temperature: float, shift: float,
+    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, belief: Belief, num_cells: int, shift: float
 ) -> tuple[Tensor, Tensor, Answers]:
     """Compute KL(q || p) over the cells of the roots of a translation.
 
@@ -183,7 +180,7 @@ def translated_kl(
         row_N: (N,) int64, its row at each root.
         cell_V: (V,) int32, cell of each student token, -1 for none.
         num_cells: all cells are smaller.
-        temperature, shift: see `event_kl`.
+        shift: see `event_kl`.
     Returns:
         ((N,) values in nats, (N, V) derivative by x; 0 in rows without a root; the Answers).
     Raises:
@@ -198,15 +195,13 @@ def translated_kl(
     size = rows_at_once(x_NV.shape[1] + W)
     over_rows(
         _translated_rows, lambda: _belief_scratch(belief.cell, num_cells), -(-num_roots // size),
-        size, x_NV, row_N, cell_V, belief,
-        f32(1 / temperature), f32(shift), value_N, d_NV, answers,
+        size, x_NV, row_N, cell_V, belief, f32(shift), value_N, d_NV, answers,
     )
     return value_N, d_NV, answers
 
 
 def translated_cells(
-    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, belief: Belief, num_cells: int,
-    temperature: float, shift: float,
+    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, belief: Belief, num_cells: int, shift: float
 ) -> tuple[Tensor, Tensor, CellMasses, Answers]:
     """Compute what both models give to the cells of the roots of a translation.
 
@@ -225,15 +220,13 @@ def translated_cells(
     size = rows_at_once(x_NV.shape[1] + W)
     over_rows(
         _cell_rows, lambda: _belief_scratch(belief.cell, num_cells), -(-num_roots // size),
-        size, x_NV, row_N, cell_V, belief,
-        f32(1 / temperature), f32(shift), logp_NC, logq_NC, masses, answers,
+        size, x_NV, row_N, cell_V, belief, f32(shift), logp_NC, logq_NC, masses, answers,
     )
     return logp_NC, logq_NC, masses, answers
 
 
 def cells_derivative(
-    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, masses: CellMasses, grad_NC: Tensor,
-    temperature: float, shift: float,
+    x_NV: Tensor, row_N: Tensor, cell_V: Tensor, masses: CellMasses, grad_NC: Tensor, shift: float
 ) -> Tensor:
     """Return the (N, V) derivative by x of the sum of grad_NC times `translated_cells`."""
     d_NV = _new_derivative(x_NV, row_N)
@@ -241,14 +234,14 @@ def cells_derivative(
     size = rows_at_once(2 * x_NV.shape[1])
     over_rows(
         _cell_back_rows, lambda: (np.empty(num_cells + 1, f32),), -(-num_roots // size),
-        size, x_NV, row_N, cell_V, masses, grad_NC, f32(1 / temperature), f32(shift), d_NV,
+        size, x_NV, row_N, cell_V, masses, grad_NC, f32(shift), d_NV,
     )
     return d_NV
 
 
 def going_on(
     y_MW: Tensor, row_K: Tensor, low_K: Tensor, high_K: Tensor, level_K: Tensor, order_W: Tensor,
-    pieces_W: Tensor, temperature: float,
+    pieces_W: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Ask how the teacher tokens ``order_W[low:high]`` go on: translation.going_on.
 
@@ -276,7 +269,7 @@ def going_on(
     share_E = y_MW.new_empty(len(next_E))
     over_rows(
         _going_on_nodes, lambda: (np.empty(largest, f32),), -(-num_nodes // NODES_AT_ONCE),
-        y_MW, row_K, low_K, high_K, level_K, order_W, pieces_W, f32(1 / temperature),
+        y_MW, row_K, low_K, high_K, level_K, order_W, pieces_W,
         start_K1, going_K, ends_K, count_K, next_E, share_E,
     )
     # every node has room for all of its tokens; keep what was filled
@@ -287,9 +280,9 @@ def going_on(
 
 
 def logsumexp_without(
-    x_NV: Tensor, row_L: Tensor, start_L1: Tensor, token_X: Tensor, temperature: float
+    x_NV: Tensor, row_L: Tensor, start_L1: Tensor, token_X: Tensor
 ) -> Tensor:
-    """Return the (L,) logsumexp of rows of x / temperature without some of their tokens.
+    """Return the (L,) logsumexp of rows of x without some of their tokens.
 
     Args:
         row_L: (L,) int64, of x.
@@ -304,21 +297,21 @@ def logsumexp_without(
     size = rows_at_once(V)
     over_rows(
         _logsumexp_rows, lambda: (np.empty(V, f32),), -(-len(row_L) // size),
-        size, x_NV, row_L, start_L1, token_X, f32(1 / temperature), out_L,
+        size, x_NV, row_L, start_L1, token_X, out_L,
     )
     return out_L
 
 
 def add_softmax_without(
-    x_NV: Tensor, row_L: Tensor, start_L1: Tensor, token_X: Tensor, temperature: float,
-    logsumexp_L: Tensor, grad_L: Tensor, d_NV: Tensor,
+    x_NV: Tensor, row_L: Tensor, start_L1: Tensor, token_X: Tensor, logsumexp_L: Tensor,
+    grad_L: Tensor, d_NV: Tensor,
 ) -> None:
     """Add grad_L times the derivative of `logsumexp_without` to d_NV; no row occurs twice."""
     V = x_NV.shape[1]
     size = rows_at_once(V)
     over_rows(
         _softmax_rows, lambda: (np.empty(V, f32),), -(-len(row_L) // size),
-        size, x_NV, row_L, start_L1, token_X, f32(1 / temperature), logsumexp_L, grad_L, d_NV,
+        size, x_NV, row_L, start_L1, token_X, logsumexp_L, grad_L, d_NV,
     )
 
 
@@ -1121,21 +1114,21 @@ def _event_scratch(num_events):
 
 
 @elementwise
-def _event_mass(x, event, over_temperature, shift, out, mass):
-    """Write exp(x over_temperature - top) into `out`, its sums over events into `mass`.
+def _event_mass(x, event, shift, out, mass):
+    """Write exp(x - top) into `out`, its sums over events into `mass`.
 
     top is the largest - shift.  `out` has the length of x, or that of one block where the caller
     needs only the sums.  Returns (top, the sum of `mass`, TINY per event included, and the
-    logsumexp of x over_temperature over all tokens).
+    logsumexp of x over all tokens).
     """
-    top = largest(x) * over_temperature - shift
+    top = largest(x) - shift
     mass[:] = TINY  # no event has mass 0, so all ratios of masses are finite
     for start in range(0, len(x), BLOCK):
         block_x = x[start : start + BLOCK]
         block_event = event[start : start + BLOCK]
         block_out = out[start : start + BLOCK] if len(out) == len(x) else out[: len(block_x)]
         for i in range(len(block_x)):
-            block_out[i] = exp(block_x[i] * over_temperature - top)
+            block_out[i] = exp(block_x[i] - top)
         # a loop by itself: additions to chosen places are not vectorized, but the exponentials are
         for i in range(len(block_x)):
             mass[block_event[i]] += block_out[i]  # event -1, none, is the last entry of mass
@@ -1144,12 +1137,12 @@ def _event_mass(x, event, over_temperature, shift, out, mass):
     Z = total(mass)
     log_total = top + np.log(Z + without_event)
     if Z < SMALL_SHARE * np.exp(shift):
-        top, Z = _small_event_mass(x, event, over_temperature, shift, out, mass)
+        top, Z = _small_event_mass(x, event, shift, out, mass)
     return top, Z, log_total
 
 
 @elementwise
-def _small_event_mass(x, event, over_temperature, shift, out, mass):
+def _small_event_mass(x, event, shift, out, mass):
     """Do what `_event_mass` does, with the largest entry among the tokens that have an event.
 
     Returns (top, the sum of `mass`).
@@ -1159,13 +1152,13 @@ def _small_event_mass(x, event, over_temperature, shift, out, mass):
     top = -np.finfo(f32).max
     for i in range(len(x)):
         if event[i] >= 0:
-            top = max(top, x[i] * over_temperature)
+            top = max(top, x[i])
     top -= shift
     mass[:] = TINY
     for i in range(len(x)):
         probability = f32(0)
         if event[i] >= 0:
-            probability = exp(x[i] * over_temperature - top)
+            probability = exp(x[i] - top)
             mass[event[i]] += probability
         if len(out) == len(x):
             out[i] = probability
@@ -1197,8 +1190,7 @@ def _event_value(q, mass, log_ratio, over_z, over_teacher_z):
 @elementwise
 def _event_chunk(
     c, scratch_fields,
-    x, row, y, teacher_row, event_V, event_W,
-    over_temperature, shift, value, d,
+    x, row, y, teacher_row, event_V, event_W, shift, value, d,
 ):
     """Compute chunk c of `event_kl`."""
     scratch = EventScratch(*scratch_fields)
@@ -1207,11 +1199,11 @@ def _event_chunk(
     x_c = x[row[c]]
     y_c = y[teacher_row[c]]
     d_c = d[row[c]]  # holds exp(x) first, then the derivative
-    _, Z, _ = _event_mass(x_c, event_V, over_temperature, shift, d_c, mass)
-    _, teacher_Z, _ = _event_mass(y_c, event_W, over_temperature, f32(0), scratch.block, q)
+    _, Z, _ = _event_mass(x_c, event_V, shift, d_c, mass)
+    _, teacher_Z, _ = _event_mass(y_c, event_W, f32(0), scratch.block, q)
     log_ratio = np.log(Z) - np.log(teacher_Z)
-    over_z = f32(over_temperature / Z)
-    over_teacher_z = f32(over_temperature / teacher_Z)
+    over_z = f32(1 / Z)
+    over_teacher_z = f32(1 / teacher_Z)
     value[c] = _event_value(q, mass, log_ratio, over_z, over_teacher_z) / teacher_Z
     for v in range(len(d_c)):
         d_c[v] *= mass[event_V[v]]
@@ -1251,7 +1243,7 @@ def _set_joined(n, belief, to, cell):
 
 
 @elementwise
-def _believe(n, belief, over_temperature, scratch, asked, log_total):
+def _believe(n, belief, scratch, asked, log_total):
     """Write the teacher's masses of the cells at root n into the scratch; return their sum."""
     q = scratch.teacher_mass
     cell = scratch.cell
@@ -1259,11 +1251,10 @@ def _believe(n, belief, over_temperature, scratch, asked, log_total):
     _set_joined(n, belief, np.int32(-1), cell)
     # it did come, whatever the tables say
     cell[belief.next[n]] = belief.cell[belief.next[n]]
-    top, Z, log_total[n] = _event_mass(y, cell, over_temperature, f32(0), scratch.block, q)
+    top, Z, log_total[n] = _event_mass(y, cell, f32(0), scratch.block, q)
     for a in range(belief.asked_start[n], belief.asked_start[n + 1]):
         w = belief.asked_token[a]
-        can_come = cell[w] >= 0
-        asked[a] = exp(y[w] * over_temperature - top) / f32(Z) if can_come else f32(0)
+        asked[a] = exp(y[w] - f32(log_total[n])) if cell[w] >= 0 else f32(0)
     _set_joined(n, belief, None, cell)
 
     going = belief.going_mass[n]
@@ -1273,10 +1264,12 @@ def _believe(n, belief, over_temperature, scratch, asked, log_total):
     stays = belief.going_ends[n]
     for e in range(len(q)):
         q[e] = q[e] * stays + TINY
+    # the whole of q, beside which what can come may be very small
+    whole = np.exp(min(np.float64(log_total[n]) - top, MOST_MASS))
     total_mass = Z * stays
     for i in range(belief.going_start[n], belief.going_start[n + 1]):
         if belief.going_cell[i] >= 0:
-            more = f32(going * belief.going_share[i] * Z)
+            more = f32(going * belief.going_share[i] * whole)
             q[belief.going_cell[i]] += more
             total_mass += more
     return total_mass + len(q) * np.float64(TINY)
@@ -1285,8 +1278,7 @@ def _believe(n, belief, over_temperature, scratch, asked, log_total):
 @elementwise
 def _translated_rows(
     b, scratch_fields, size,
-    x, row, cell_V, belief_fields,
-    over_temperature, shift, value, d, answers,
+    x, row, cell_V, belief_fields, shift, value, d, answers,
 ):
     """Compute `size` rows of `translated_kl`."""
     scratch = BeliefScratch(*scratch_fields)
@@ -1295,12 +1287,12 @@ def _translated_rows(
     mass = scratch.student_mass
     q = scratch.teacher_mass
     for n in range(b * size, min((b + 1) * size, len(row))):
-        teacher_Z = _believe(n, belief, over_temperature, scratch, asked, log_total)
+        teacher_Z = _believe(n, belief, scratch, asked, log_total)
         d_n = d[row[n]]  # holds exp(x) first, then the derivative
-        _, Z, _ = _event_mass(x[row[n]], cell_V, over_temperature, shift, d_n, mass)
+        _, Z, _ = _event_mass(x[row[n]], cell_V, shift, d_n, mass)
         log_ratio = np.log(Z) - np.log(teacher_Z)
-        over_z = f32(over_temperature / Z)
-        over_teacher_z = f32(over_temperature / teacher_Z)
+        over_z = f32(1 / Z)
+        over_teacher_z = f32(1 / teacher_Z)
         cut = _cut_value(q, mass)
         value[n] = (_event_value(q, mass, log_ratio, over_z, over_teacher_z) + cut) / teacher_Z
         for v in range(len(d_n)):
@@ -1344,8 +1336,7 @@ def _log_masses(mass, Z, lowest, out):
 @elementwise
 def _cell_rows(
     b, scratch_fields, size,
-    x, row, cell_V, belief_fields,
-    over_temperature, shift, logp, logq, masses, answers,
+    x, row, cell_V, belief_fields, shift, logp, logq, masses, answers,
 ):
     """Compute `size` rows of `translated_cells`."""
     scratch = BeliefScratch(*scratch_fields)
@@ -1354,10 +1345,10 @@ def _cell_rows(
     mass_out, top_out = masses
     mass = scratch.student_mass
     for n in range(b * size, min((b + 1) * size, len(row))):
-        teacher_Z = _believe(n, belief, over_temperature, scratch, asked, log_total)
+        teacher_Z = _believe(n, belief, scratch, asked, log_total)
         _log_masses(scratch.teacher_mass, teacher_Z, LOG_TINY, logq[n])
         x_n = x[row[n]]
-        top_out[n], Z, _ = _event_mass(x_n, cell_V, over_temperature, shift, scratch.block, mass)
+        top_out[n], Z, _ = _event_mass(x_n, cell_V, shift, scratch.block, mass)
         mass_out[n] = mass[:-1]
         lowest = f32(np.log(np.float64(TINY)) - np.log(Z))
         _log_masses(mass, Z, lowest, logp[n])
@@ -1366,21 +1357,20 @@ def _cell_rows(
 @elementwise
 def _cell_back_rows(
     b, scratch_fields, size,
-    x, row, cell_V, masses, grad,
-    over_temperature, shift, d,
+    x, row, cell_V, masses, grad, shift, d,
 ):
     """Compute `size` rows of `cells_derivative`."""
     (factor,) = scratch_fields
     mass, top = masses
     for n in range(b * size, min((b + 1) * size, len(row))):
         for c in range(len(factor) - 1):
-            slope = over_temperature * grad[n, c] / mass[n, c]
+            slope = grad[n, c] / mass[n, c]
             factor[c] = min(max(slope, -HUGE), HUGE)
         factor[-1] = f32(0)  # no derivative for tokens without a cell
         x_n = x[row[n]]
         d_n = d[row[n]]
         for v in range(len(d_n)):
-            z = x_n[v] * over_temperature - top[n]
+            z = x_n[v] - top[n]
             # a token without a cell may lie above those that have one
             d_n[v] = exp(shift + f32(1) if z > shift + f32(1) else z)
         for v in range(len(d_n)):
@@ -1397,7 +1387,7 @@ def _above_zero(x):
 @elementwise
 def _going_on_nodes(
     b, scratch_fields,
-    y, row, low, high, level, order, pieces, over_temperature,
+    y, row, low, high, level, order, pieces,
     start, going, ends, count, next_token, share,
 ):
     """Compute the nodes of a block of `going_on`."""
@@ -1407,7 +1397,7 @@ def _going_on_nodes(
         num = high[k] - low[k]
         top = -np.finfo(f32).max
         for i in range(num):
-            mass[i] = y_k[order[low[k] + i]] * over_temperature
+            mass[i] = y_k[order[low[k] + i]]
             top = max(top, mass[i])
         for i in range(num):
             mass[i] = exp(mass[i] - top)
@@ -1438,11 +1428,11 @@ def _going_on_nodes(
 
 
 @elementwise
-def _logsumexp_rows(b, scratch_fields, size, x, row, start, token, over_temperature, out):
+def _logsumexp_rows(b, scratch_fields, size, x, row, start, token, out):
     """Compute `size` rows of `logsumexp_without`."""
     (kept,) = scratch_fields
     for n in range(b * size, min((b + 1) * size, len(row))):
-        kept[:] = x[row[n]] * over_temperature
+        kept[:] = x[row[n]]
         for i in range(start[n], start[n + 1]):
             kept[token[i]] = -np.inf
         top, Z = _exps(kept, f32(1), f32(0), kept)
@@ -1451,7 +1441,7 @@ def _logsumexp_rows(b, scratch_fields, size, x, row, start, token, over_temperat
 
 @elementwise
 def _softmax_rows(
-    b, scratch_fields, size, x, row, start, token, over_temperature, logsumexp, grad, d
+    b, scratch_fields, size, x, row, start, token, logsumexp, grad, d
 ):
     """Compute `size` rows of `add_softmax_without`."""
     (kept,) = scratch_fields
@@ -1462,9 +1452,9 @@ def _softmax_rows(
         for i in range(start[n], start[n + 1]):
             kept[token[i]] = -np.inf
         d_n = d[row[n]]
-        factor = grad[n] * over_temperature
+        factor = grad[n]
         for v in range(len(d_n)):
-            d_n[v] += factor * exp(kept[v] * over_temperature - logsumexp[n])
+            d_n[v] += factor * exp(kept[v] - logsumexp[n])
 
 
 # --- sorted distance ------------------------------------------------------------------------------

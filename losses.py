@@ -47,6 +47,7 @@ SHIFT = 70.0  # nats; exp(SHIFT) lifts small masses above float32's smallest, se
 EPSILON = 1e-10  # added to projected probability, so that no token costs more than about 23 nats
 FLOOR = -1e4  # nats; stands for log 0, so that what a model excludes costs a finite amount
 MARGIN = 1e-6  # nats that a log-probability stays below 0, so that log(1 - p) is finite
+LOG_ZERO = math.log(2.0**-126)  # nats, -87.3: float32's smallest normal mass, which stands for 0
 TINY_MASS = 1e-30  # below any mass that matters and above float32's smallest normal number, 1e-38
 # the file of compiled kernels is optional: it is used if it and numba can be imported
 HAS_KERNELS = all(find_spec(name) for name in ("numba", "cpu_kernels"))
@@ -1026,6 +1027,29 @@ def bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
     return logq.exp() * (logq - logp) - torch.expm1(logq) * (log_not_q - log_not_p)
 
 
+def softened(log_KG: Tensor, log_zero: float, temperature: float) -> Tensor:
+    """Return log-probabilities of masses to the power 1 / temperature, normalized in every row.
+
+    Args:
+        log_KG: logarithms of masses, up to a constant of the row.
+        log_zero: log-probability that stands for a mass of 0, which stays 0.
+    """
+    if temperature == 1:
+        return log_KG
+    logp_KG = log_KG.log_softmax(-1)
+    is_zero_KG = logp_KG <= log_zero + 1  # rounding, and what is added to a mass to be above 0
+    logp_KG = (logp_KG / temperature).masked_fill(is_zero_KG, -torch.inf)
+    return logp_KG.log_softmax(-1).clamp(min=log_zero)
+
+
+def soften_bernoulli(logp: Tensor, temperature: float) -> Tensor:
+    """Return log p' where p' : 1 - p' is p^(1 / temperature) : (1 - p)^(1 / temperature)."""
+    if temperature == 1:
+        return logp
+    logp = logp.clamp(max=-MARGIN)
+    return F.logsigmoid((logp - torch.log(-torch.expm1(logp))) / temperature)
+
+
 def check_width(
     side: str, logits_BNX: Tensor, num_tokens: int, table: str, group: ProcessGroup | None
 ) -> None:
@@ -1643,9 +1667,8 @@ def event_kl(
 ) -> SumAndCount:
     """Compute KL(teacher || student) on events that both vocabularies can express.
 
-    Needs no projection.  With p = softmax(student / tau), q = softmax(teacher / tau), A[w] the
-    student's spelling of teacher token w and B[v] the teacher's of student token v, the sum, times
-    tau^2, of
+    Needs no projection.  With p the student's distribution, q the teacher's, A[w] the student's
+    spelling of teacher token w and B[v] the teacher's of student token v, the sum, times tau^2, of
       1. at the start of every chunk: KL over events, the connected components of w -- A[w][0],
          v -- B[v][0];
       2. inside one teacher token, after k student tokens: KL(T_k || p_k), where T_k(v) is the
@@ -1656,6 +1679,8 @@ def event_kl(
          goes on with w, and q_k is restricted to the w that occur;
       4. in chunks of several tokens on both sides: KL between the chunk's two probabilities, each
          by the chain rule.
+    What is compared is softened: the masses that either side of a KL is made of, at temperature 1,
+    to the power 1 / tau, and normalized again.  (A softmax of logits / tau is that of tokens.)
     Every term is >= 0; equal tokenizers give the forward KL exactly.  T_k knows that the teacher's
     token goes on, and the start of the next chunk knows that it stopped: over the data the two
     average to the teacher's belief.
@@ -1716,9 +1741,11 @@ def event_kl(
 def event_in_place(
     student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, next_S: Tensor,
     next_T: Tensor, terms: EventTerms, spelling: Spelling, cells: Any,
-    factors: tuple[float, float], weight_N: Tensor | None = None, temperature: float = 1.0,
+    factors: tuple[float, float], weight_N: Tensor | None = None,
 ) -> SumAndCount | None:
     """Compute cross-entropy and `event_kl`, and write the gradient over the student's logits.
+
+    The temperature is 1.
 
     The starts of chunks take three launches of gpu_kernels.py; the other terms read single logits
     and the logsumexp of their rows, and autograd knows these alone.
@@ -1734,26 +1761,25 @@ def event_in_place(
     kernels = triton_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None
-    shift = SHIFT / max(temperature, 1)
     root_N = numbers_of_rows(terms.start_S, len(student_NV))
     root_M = numbers_of_rows(terms.start_T, len(teacher_MW))
     totals, teacher_totals = kernels.cell_totals(
-        student_NV, root_N, teacher_MW, root_M, cells, temperature
+        student_NV, root_N, teacher_MW, root_M, cells, 1.0
     )
     cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
     value_C, slope_CE = kernels.compare_cells(
         student_NV, teacher_MW, terms.start_S, terms.start_T, totals, teacher_totals, cells,
-        temperature, shift,
+        1.0, SHIFT,
     )
     reads = _event_reads(terms, spelling, next_S)
-    x_E = _soften(student_NV[reads.row_E, reads.token_E], temperature).requires_grad_()
+    x_E = at_least_float32(student_NV[reads.row_E, reads.token_E]).requires_grad_()
     rest_L = totals.log_total_N[reads.row_L].requires_grad_()
-    scale_N = torch.full_like(totals.log_total_N, temperature**2)
+    scale_N = torch.ones_like(totals.log_total_N)
     if weight_N is not None:
         scale_N *= weight_N
     with torch.enable_grad():
         values = _compare_other_events(
-            reads, x_E, rest_L, teacher_MW, teacher_totals.log_total_N, next_T, terms, temperature
+            reads, x_E, rest_L, teacher_MW, teacher_totals.log_total_N, next_T, terms
         )
         others = (torch.cat(values) * scale_N[_rows_of_other_events(terms)]).sum()
         # the empty sums keep the graph whole where there are starts alone
@@ -1764,10 +1790,10 @@ def event_in_place(
     rest_factor_N = torch.zeros_like(scale_N).index_copy_(0, reads.row_L, d_L)
     kernels.cells_gradient_(
         student_NV, root_N, totals, slope_CE, factor_N, rest_factor_N, labels_N, cells,
-        temperature, shift, factors[0],
+        1.0, SHIFT, factors[0],
     )
-    d_E = (d_E / temperature).to(student_NV)
-    student_NV.index_put_((reads.row_E, reads.token_E), d_E, accumulate=True)  # in a fixed order
+    place_E = reads.row_E, reads.token_E
+    student_NV.index_put_(place_E, d_E.to(student_NV), accumulate=True)  # in a fixed order
     return cross_entropy, (value_C * scale_C).sum() + others.detach()
 
 
@@ -1804,13 +1830,13 @@ def _event_reads(terms: EventTerms, spelling: Spelling, next_S: Tensor) -> _Even
 
 def _compare_other_events(
     reads: _EventReads, x_E: Tensor, rest_L: Tensor, y_MW: Tensor, log_total_M: Tensor,
-    next_T: Tensor, terms: EventTerms, temperature: float,
+    next_T: Tensor, terms: EventTerms,
 ) -> list[Tensor]:
     """Return the terms inside of teacher tokens, inside of student tokens, and of several tokens.
 
     Args:
-        x_E, rest_L: logits and logsumexp that `reads` lists, over temperature.
-        log_total_M: logsumexp of the teacher's logits over temperature.
+        x_E, rest_L: logits and logsumexp that `reads` lists.
+        log_total_M: logsumexp of the teacher's logits.
     """
     in_teacher, in_student = reads.in_teacher, reads.in_student
     num_many = len(terms.many_S)
@@ -1821,18 +1847,18 @@ def _compare_other_events(
 
     logp_G = (x_teacher - _rows_of_groups(rest_inside, in_teacher)).clamp(min=FLOOR)
     ranges = terms.inside_teacher
-    logq_G = _group_logp(_coarse_logits(y_MW, ranges, in_teacher, temperature), ranges, in_teacher)
+    logq_G = _group_logp(_coarse_logits(y_MW, ranges, in_teacher), ranges, in_teacher)
     inside_teacher_N = _compare_groups(logp_G, logq_G, in_teacher, num_inside)
 
     ranges = terms.inside_student
     logp_G = _group_logp(x_student, ranges, in_student)
     logits_G = y_MW[_rows_of_groups(ranges.fine_row, in_student), in_student.next_G]
-    logq_G = _normalized(_soften(logits_G, temperature), in_student, len(ranges.level))
+    logq_G = _normalized(at_least_float32(logits_G), in_student, len(ranges.level))
     inside_student_N = _compare_groups(logp_G, logq_G, in_student, len(ranges.level))
 
     row_T, chunk_T = terms.many_T.unbind(1)
     logp_C = row_sums((x_many - rest_many).clamp(min=FLOOR), terms.many_S[:, 1], terms.count_many)
-    logq_T = _soften(y_MW[row_T, next_T[row_T]], temperature) - log_total_M[row_T]
+    logq_T = at_least_float32(y_MW[row_T, next_T[row_T]]) - log_total_M[row_T]
     logq_C = row_sums(logq_T.clamp(min=FLOOR), chunk_T, terms.count_many)
     return [inside_teacher_N, inside_student_N, bernoulli_kl(logq_C, logp_C)]
 
@@ -1879,18 +1905,14 @@ def _many_kl(
     """
     every_row = torch.arange(len(x_MV), device=x_MV.device)
     logp_C = chunk_logp(
-        x_MV, student_next_M, every_row, terms.many_S[:, 1], terms.count_many, temperature, group
+        x_MV, student_next_M, every_row, terms.many_S[:, 1], terms.count_many, 1.0, group
     )
     logq_C = chunk_logp(
-        y_NW,
-        teacher_next_BT,
-        terms.many_T[:, 0],
-        terms.many_T[:, 1],
-        terms.count_many,
-        temperature,
-        group,
+        y_NW, teacher_next_BT, terms.many_T[:, 0], terms.many_T[:, 1], terms.count_many, 1.0, group
     )
-    return bernoulli_kl(logq_C, logp_C)
+    return bernoulli_kl(
+        soften_bernoulli(logq_C, temperature), soften_bernoulli(logp_C, temperature)
+    )
 
 
 def _second_rows(row_and_chunk_N2: Tensor, num_chunks: int) -> Tensor:
@@ -1901,7 +1923,7 @@ def _second_rows(row_and_chunk_N2: Tensor, num_chunks: int) -> Tensor:
 
 
 def event_coverage(
-    teacher_logits_BTW: Tensor, terms: EventTerms, spelling: Spelling, temperature: float = 1.0
+    teacher_logits_BTW: Tensor, terms: EventTerms, spelling: Spelling
 ) -> dict[str, SumAndCount]:
     """Measure what the terms of `event_kl` cover, each as (sum, count).
 
@@ -1915,14 +1937,14 @@ def event_coverage(
     with torch.no_grad():
         y_NW = teacher_logits_BTW.detach().flatten(0, 1)
         ranges = terms.inside_teacher
-        q_CW = _select_rows(y_NW, terms.start_T, temperature).softmax(-1)
+        q_CW = _select_rows(y_NW, terms.start_T, 1.0).softmax(-1)
         event_mass = q_CW[:, spelling.event_W >= 0].sum()
         prefix_mass = y_NW.new_zeros((), dtype=q_CW.dtype)
         if len(ranges.low):
             term_E, offset_E = _expand_ranges(ranges)
             token_E = spelling.order_W[offset_E]
             goes_on = spelling.pieces_W[token_E, ranges.level[term_E]] >= 0
-            q_NW = _select_rows(y_NW, ranges.coarse_row, temperature).softmax(-1)
+            q_NW = _select_rows(y_NW, ranges.coarse_row, 1.0).softmax(-1)
             prefix_mass = torch.where(goes_on, q_NW[term_E, token_E], 0.0).sum()
         num_chunks = torch.tensor(len(terms.start_S), device=y_NW.device)
         num_ranges = torch.tensor(len(ranges.low), device=y_NW.device)
@@ -1951,33 +1973,39 @@ def _kl_over_events(
     this is where the time goes: the plain form has three times as many passes over [C, V].  With m
     the mass of an event before it is divided by Z, dKL / dx_v = p_v - q_e exp(x_v) / m_e.
     """
-    shift = SHIFT / max(temperature, 1)  # float32 then reaches log p = -157 at temperature 1
     num_events = spelling.num_events
-    if kernels := compiled_kernels(x_NV, y_MW):
+    kernels = compiled_kernels(x_NV, y_MW)
+    if kernels and temperature == 1:
         result: ValueAndDerivative = kernels.event_kl(
-            x_NV, row_C, y_MW, teacher_row_C, spelling.event_V, spelling.event_W, num_events,
-            temperature, shift,
+            x_NV, row_C, y_MW, teacher_row_C, spelling.event_V, spelling.event_W, num_events, SHIFT
         )
         return result
     # one event more collects the tokens that have none
     event_V = torch.where(spelling.event_V < 0, num_events, spelling.event_V)
     event_W = torch.where(spelling.event_W < 0, num_events, spelling.event_W)
-    p_CV, mass_CE, p_Z = _event_mass(x_NV, row_C, event_V, num_events, temperature, shift)
-    _, q_CE, q_Z = _event_mass(y_MW, teacher_row_C, event_W, num_events, temperature, 0)
+    p_CV, mass_CE, p_Z = _event_mass(x_NV, row_C, event_V, num_events, SHIFT)
+    _, q_CE, q_Z = _event_mass(y_MW, teacher_row_C, event_W, num_events, 0)
+    if temperature != 1:
+        logp_CE = softened(mass_CE.log(), LOG_ZERO - SHIFT, temperature)
+        logq_CE = softened(q_CE.log(), LOG_ZERO, temperature)
+        factor_CE = (logp_CE.exp() - logq_CE.exp()) / (mass_CE * temperature)
+        factor_CE.masked_fill_(logp_CE == LOG_ZERO - SHIFT, 0)
+        d_CV = factor_CE.to(p_CV.dtype).index_select(1, event_V).mul_(p_CV)
+        value_C = _kl(logq_CE, logp_CE).to(d_CV.dtype)
+        return value_C, torch.zeros_like(x_NV).index_copy_(0, row_C, d_CV)
     # in the precision of the wider side
     ratio_CE = _clamp_ratio_(torch.div(q_CE, mass_CE), mass_CE.dtype)
     log_ratio_CE = ratio_CE.log().add_(p_Z.log() - q_Z.log())
     value_C = log_ratio_CE.mul_(q_CE).sum(-1).div_(q_Z.squeeze(1))
     del mass_CE, q_CE, log_ratio_CE  # [C, E] each: let the next lines have their memory
-    factor_CE = (1 / p_Z - ratio_CE / q_Z).to(p_CV.dtype).div_(temperature)
+    factor_CE = (1 / p_Z - ratio_CE / q_Z).to(p_CV.dtype)
     factor_CE[:, -1] = 0
     d_CV = factor_CE.index_select(1, event_V).mul_(p_CV)
     return value_C.to(d_CV.dtype), torch.zeros_like(x_NV).index_copy_(0, row_C, d_CV)
 
 
 def _event_mass(
-    logits_NX: Tensor, row_C: Tensor, event_X: Tensor, num_events: int, temperature: float,
-    shift: float,
+    logits_NX: Tensor, row_C: Tensor, event_X: Tensor, num_events: int, shift: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (exp(logits + shift - the largest), its sums over events, their sum).
 
@@ -1985,8 +2013,6 @@ def _event_mass(
     normal number.
     """
     p_CX = logits_NX.index_select(0, row_C)
-    if temperature != 1:
-        p_CX.div_(temperature)
     # before the largest is sought: where tokens without an event hold almost all of the mass, the
     # others would fall below float32's smallest number
     p_CX.masked_fill_(event_X == num_events, -torch.inf)
@@ -2057,23 +2083,24 @@ def _expand_ranges(ranges: Ranges) -> tuple[Tensor, Tensor]:
     return term_E, ranges.low[term_E] + entry_E - begin[term_E]
 
 
-def _group_logp(logits_E: Tensor, ranges: Ranges, to: _Continuations) -> Tensor:
+def _group_logp(
+    logits_E: Tensor, ranges: Ranges, to: _Continuations, temperature: float = 1.0
+) -> Tensor:
     """Return the coarse side's (E,) log-probability of each group among those of its range.
 
     Args:
-        logits_E: its logits over temperature, at the coarse rows of to.term_E and to.token_E.
+        logits_E: its logits at the coarse rows of to.term_E and to.token_E.
+        temperature: softens the groups.
     """
     num_ranges = len(ranges.level)
     logits_E = torch.where(to.goes_on_E, logits_E, -torch.inf)
     logits_G = _segment_logsumexp(logits_E, to.group_E, ranges.entries)
-    return _normalized(logits_G, to, num_ranges)
+    return _normalized(_soften(logits_G, temperature), to, num_ranges)
 
 
-def _coarse_logits(
-    coarse_NX: Tensor, ranges: Ranges, to: _Continuations, temperature: float
-) -> Tensor:
-    """Return (E,) logits over temperature, as `_group_logp` reads them."""
-    return _soften(coarse_NX[ranges.coarse_row[to.term_E], to.token_E], temperature)
+def _coarse_logits(coarse_NX: Tensor, ranges: Ranges, to: _Continuations) -> Tensor:
+    """Return (E,) logits, as `_group_logp` reads them."""
+    return at_least_float32(coarse_NX[ranges.coarse_row[to.term_E], to.token_E])
 
 
 def _compare_groups(logp_G: Tensor, logq_G: Tensor, to: _Continuations, num: int) -> Tensor:
@@ -2128,7 +2155,7 @@ def _inside_teacher_kl(
     logp_NV = _select_rows(x_NV, ranges.fine_row, temperature).log_softmax(-1)
     # groups without an entry read the last row; their result lands in term N, which is cut off
     logp_G = logp_NV[to.term_G.clamp(max=num_local - 1), to.next_G].clamp(min=FLOOR)
-    logq_G = _group_logp(_coarse_logits(y_NW, ranges, to, temperature), ranges, to)
+    logq_G = _group_logp(_coarse_logits(y_NW, ranges, to), ranges, to, temperature)
     kl_N = _compare_groups(logp_G, logq_G, to, num_local)
     return gather_row_values(kl_N, local, num_ranges, group)
 
@@ -2144,7 +2171,7 @@ def _inside_student_kl(
     ranges = _local_ranges(ranges, local, group)
     num_local = len(ranges.level)
     to = _continuations(ranges, spelling.order_V, spelling.pieces_V)
-    logp_G = _group_logp(_coarse_logits(x_NV, ranges, to, temperature), ranges, to)
+    logp_G = _group_logp(_coarse_logits(x_NV, ranges, to), ranges, to, temperature)
     row_G = _rows_of_groups(ranges.fine_row, to)
     logq_G = _normalized(_soften(y_NW[row_G, to.next_G], temperature), to, num_local)
     kl_N = _compare_groups(logp_G, logq_G, to, num_local)

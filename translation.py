@@ -43,6 +43,7 @@ these files into your own repository.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_translation.py.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ from torch.distributed import ProcessGroup
 
 from losses import (
     FLOOR,
+    LOG_ZERO,
     SHIFT,
     Chunks,
     Segments,
@@ -66,11 +68,13 @@ from losses import (
     forward_kl,
     numbers_of_rows,
     reduce_terms,
+    soften_bernoulli,
+    softened,
     take_rows,
     triton_kernels,
 )
 
-LOG_NOTHING = -86.0  # nats; a cell's mass below this is 0: float32 ends at e^-87.3
+LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
 
 # --- tables ---------------------------------------------------------------------------------------
 
@@ -513,8 +517,7 @@ class GoingOn(NamedTuple):
 
 
 def going_on(
-    y_MW: Tensor, row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables,
-    num: int, temperature: float = 1.0,
+    y_MW: Tensor, row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables, num: int
 ) -> GoingOn:
     """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces.
 
@@ -524,14 +527,14 @@ def going_on(
     kernels = compiled_kernels(y_MW, y_MW) if y_MW.dtype == torch.float32 else None
     if kernels:
         mass_K, ends_K, node_E, next_E, mass_E = kernels.going_on(
-            y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W, temperature
+            y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W
         )
         return GoingOn(mass_K, ends_K, node_E, next_E, mass_E, with_ends=False)
     node_E, place_E = expand(low, high, num)
     nodes = Segments.of(node_E, len(low))
     token_E = tables.order_W[place_E]
     next_E = next_piece(tables.pieces_W, token_E, level[node_E])
-    logits_E = at_least_float32(y_MW[row_K[node_E], token_E]) / temperature
+    logits_E = at_least_float32(y_MW[row_K[node_E], token_E])
     # finite where all are excluded
     top_K = nodes.reduce(logits_E, "max").clamp(min=torch.finfo(logits_E.dtype).min)
     mass_E = (logits_E - top_K[node_E]).exp()
@@ -565,7 +568,7 @@ class RootTarget(NamedTuple):
     """Hold the teacher's belief at the roots.
 
     cell_NC: (N, C) mass of each cell.
-    q_A: (A,) probabilities of the tokens asked for, what cannot come left out.
+    q_A: (A,) the teacher's probabilities of the tokens asked for, 0 of what cannot come.
     """
 
     cell_NC: Tensor
@@ -573,22 +576,24 @@ class RootTarget(NamedTuple):
 
 
 def root_target(
-    y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, tables: Tables,
-    temperature: float = 1.0,
+    y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, tables: Tables
 ) -> RootTarget:
-    """Return the teacher's belief at all roots; goes is `before_goes_on` of these."""
-    q_NW = (y_MW[nodes.roots.row_T] / temperature).softmax(-1)
+    """Return the teacher's belief at all roots; goes is `before_goes_on` of these.
+
+    It is (1 - lambda) q + lambda T, of which what cannot come is left out, normalized in the end:
+    that its token goes on is the likelier, the more of q cannot come.
+    """
+    q_NW = y_MW[nodes.roots.row_T].softmax(-1)
     _mask_joined(q_NW, nodes, tables)
+    q_A = q_NW[asked.root_A, asked.token_A]
     # one cell more, for tokens that have none
     mass_NC = column_sums(q_NW, tables.cell_W, tables.num_cells + 1)
-    total_N1 = _above_zero(mass_NC[:, :-1].sum(1, keepdim=True))
-    mass_NC /= total_N1
-    q_A = q_NW[asked.root_A, asked.token_A] / total_N1[asked.root_A, 0]
     mass_NC *= goes.ends_K[:, None]
     place_E = goes.node_E * mass_NC.shape[1] + tables.cell_V[goes.next_E.clamp(min=0)]
     mass_E = goes.mass_K[goes.node_E] * goes.mass_E
     mass_NC.view(-1).index_put_((place_E,), mass_E, accumulate=True)
-    return RootTarget(mass_NC[:, :-1], q_A)
+    cell_NC = mass_NC[:, :-1]
+    return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), q_A)
 
 
 def _mask_joined(q_NW: Tensor, nodes: Nodes, tables: Tables) -> None:
@@ -633,13 +638,16 @@ def merge_rest(x_NC: Tensor, logq_NC: Tensor) -> tuple[Tensor, Tensor]:
     is_empty_NC = logq_NC <= LOG_NOTHING
     # with all tokens kept there is no event: an empty cell then is one that does not come
     merged = is_empty_NC & ~is_empty_NC[:, -1:]
+    # nor is there one where it would hold no student token, as every cell has a kept one
+    no_event_N = ~merged[:, :-1].any(1)
     merged[:, -1] = True
     both = []
     for log_NC in (x_NC.log_softmax(-1), logq_NC):
         rest_N = log_NC.masked_fill(~merged, 10 * FLOOR).logsumexp(-1).clamp(min=FLOOR)
+        rest_N = rest_N.masked_fill(no_event_N, FLOOR)
         kept_NC = log_NC.masked_fill(merged, FLOOR)
         both.append(torch.cat([kept_NC[:, :-1], rest_N[:, None]], 1))
-    return both[0], both[1]
+    return both[0], both[1].log_softmax(-1)
 
 
 class RangesBefore(NamedTuple):
@@ -668,15 +676,13 @@ def _ranges_before(roots: Roots, tables: Tables) -> RangesBefore:
     return RangesBefore(torch.where(known, roots.row_T - 1, 0), low, high, level)
 
 
-def before_goes_on(
-    y_MW: Tensor, nodes: Nodes, tables: Tables, temperature: float = 1.0
-) -> GoingOn:
+def before_goes_on(y_MW: Tensor, nodes: Nodes, tables: Tables) -> GoingOn:
     """Return how the token in front of each root would have gone on, as the row before says.
 
     lambda is 0 where that token is not known.
     """
     before = _ranges_before(nodes.roots, tables)
-    return going_on(y_MW, *before, tables, nodes.sizes.before_E, temperature)
+    return going_on(y_MW, *before, tables, nodes.sizes.before_E)
 
 
 # --- small nodes ----------------------------------------------------------------------------------
@@ -742,11 +748,12 @@ class Question(NamedTuple):
     target_KG: Tensor
 
     def logq_KG(self) -> Tensor:
-        return _above_zero(self.target_KG).log()
+        """Return the logarithms; a mass of 0 costs the same in any precision."""
+        return self.target_KG.clamp(min=math.exp(LOG_ZERO)).log()
 
 
 def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
-    """Return the root nodes; x_NV are the student's logits in these rows, over temperature."""
+    """Return the root nodes; x_NV are the student's logits in these rows."""
     unlinked_V = tables.cell_V == tables.num_cells
     top_N1 = x_NV.detach().masked_fill(unlinked_V, -torch.inf).amax(-1, keepdim=True)
     # lifted: float32 then reaches log p = -157; tokens without a cell may be larger than the top
@@ -815,13 +822,13 @@ def _choice_keys(node_E: Tensor, token_E: Tensor, choices: Choices, tables: Tabl
 
 def choice_question(
     x_E: Tensor, y_MW: Tensor, log_total_M: Tensor, q_A: Tensor, goes: GoingOn, scopes: Scopes,
-    nodes: Nodes, tables: Tables, temperature: float = 1.0,
+    nodes: Nodes, tables: Tables,
 ) -> Question:
     """Return the choice nodes.
 
     Args:
-        x_E: the student's logits of the tokens in the scopes, over temperature.
-        log_total_M: logsumexp of the teacher's logits over temperature, in the rows that count.
+        x_E: the student's logits of the tokens in the scopes.
+        log_total_M: logsumexp of the teacher's logits, in the rows that count.
         q_A: what the teacher's rows at the roots say to `scopes.asked`.
         goes: `before_goes_on` of the roots.
     """
@@ -841,7 +848,7 @@ def choice_question(
     other_G = cells.sum_of(_choice_keys(node_E, next_E, choices, tables), mass_E)
 
     def logq(row: Tensor, token: Tensor) -> Tensor:
-        return at_least_float32(y_MW[row, token]) / temperature - log_total_M[row]
+        return at_least_float32(y_MW[row, token]) - log_total_M[row]
 
     along_G = (choices.row_T >= 0)[cells.node_G]
     said_G = _split_by_row(logq, choices, cells, len(tables.cell_W) + 1)
@@ -922,14 +929,12 @@ class Openings(NamedTuple):
     target_KG: Tensor
 
 
-def inside_target(
-    y_MW: Tensor, nodes: Nodes, tables: Tables, temperature: float = 1.0
-) -> Openings:
+def inside_target(y_MW: Tensor, nodes: Nodes, tables: Tables) -> Openings:
     """Return what the teacher says at the inside nodes."""
     insides = nodes.insides
     goes = going_on(
         y_MW, insides.row_T, insides.low, insides.high, insides.level, tables,
-        nodes.sizes.inside_E, temperature,
+        nodes.sizes.inside_E,
     )
     cells, cell_E = _inside_cells(
         goes.node_E, goes.next_E, len(insides.row_S), tables, nodes.sizes
@@ -961,7 +966,7 @@ def inside_question(x_G: Tensor, rest_K: Tensor, openings: Openings) -> Question
     """Return the inside nodes.
 
     Args:
-        x_G: the student's logits of the cells' tokens, over temperature.
+        x_G: the student's logits of the cells' tokens.
         rest_K: logsumexp of all others in the row.
     """
     logits_KG = openings.cells.rows(x_G.clamp(min=10 * FLOOR), FLOOR)
@@ -1007,9 +1012,9 @@ def list_reads(
 class Answers(NamedTuple):
     """Hold what both models answer.
 
-    x_E, rest_L: the student's logits over temperature, and logsumexp, that `Reads` lists.
+    x_E, rest_L: the student's logits, and logsumexp, that `Reads` lists.
     q_A: the teacher's answer to `Scopes.asked`.
-    log_total_M: logsumexp of the teacher's logits over temperature, in the rows that count.
+    log_total_M: logsumexp of the teacher's logits, in the rows that count.
     """
 
     x_E: Tensor
@@ -1024,14 +1029,14 @@ Compare = Callable[[Tensor, Tensor], Tensor]
 
 def _compare_roots(
     x_NV: Tensor, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, reads: Reads,
-    tables: Tables, temperature: float, compare: Compare,
+    tables: Tables, compare: Compare,
 ) -> tuple[Tensor, Answers]:
     """Return (the (N,) divergences of the roots, the answers to all else)."""
     # rows are selected once: each selection has a gradient as large as x
-    x_RV = at_least_float32(take_rows(x_NV, reads.row_R)) / temperature
+    x_RV = at_least_float32(take_rows(x_NV, reads.row_R))
     num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
-    target = root_target(y_MW, nodes, goes, asked, tables, temperature)
+    target = root_target(y_MW, nodes, goes, asked, tables)
     question = root_question(x_root, target, tables)
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
     nothing = x_LV.new_full((len(reads.token_X),), 10 * FLOOR)
@@ -1041,14 +1046,14 @@ def _compare_roots(
         # from the other tokens: 1 - sum would lose a small rest, and its gradient
         rest_L=x_LV.index_put((reads.number_X, reads.token_X), nothing).logsumexp(-1),
         q_A=target.q_A,
-        log_total_M=(y_MW / temperature).logsumexp(-1),
+        log_total_M=y_MW.logsumexp(-1),
     )
     return compare(question.logits_KG, question.logq_KG()), answers
 
 
 def _compare_roots_compiled(
     kernels: Any, x_NV: Tensor, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked,
-    reads: Reads, tables: Tables, temperature: float, compare: Compare | None,
+    reads: Reads, tables: Tables, compare: Compare | None,
 ) -> tuple[Tensor, Answers]:
     """Do what `_compare_roots` does by the kernels of cpu_kernels.py; compare None: forward KL."""
     roots = nodes.roots
@@ -1075,7 +1080,7 @@ def _compare_roots_compiled(
         asked_start=torch.searchsorted(asked.root_A, numbers),
         asked_token=asked.token_A,
     )
-    student = StudentRows(roots.row_S, reads, cell_V, tables.num_cells, temperature)
+    student = StudentRows(roots.row_S, reads, cell_V, tables.num_cells)
     read = _ReadStudent.apply(  # type: ignore[no-untyped-call]
         x_NV, kernels, student, belief, compare is None
     )
@@ -1089,7 +1094,7 @@ def _compare_roots_compiled(
     other_M[roots.row_T] = False
     row_L = other_M.nonzero().squeeze(1)
     none = torch.zeros(len(row_L) + 1, dtype=torch.int64)
-    total_L = kernels.logsumexp_without(y_MW, row_L, none, none[:0], temperature)
+    total_L = kernels.logsumexp_without(y_MW, row_L, none, none[:0])
     return value_N, Answers(x_E, rest_L, q_A, log_total_M.index_copy(0, row_L, total_L))
 
 
@@ -1100,16 +1105,15 @@ class StudentRows(NamedTuple):
     reads: Reads
     cell_V: Tensor
     num_cells: int
-    temperature: float
 
     def of_roots(self) -> tuple[Tensor, Tensor]:
         return self.row_N, self.cell_V
 
-    def left_out(self) -> tuple[Tensor, Tensor, Tensor, float]:
-        """Return rows, starts, tokens and temperature, as `logsumexp_without` takes them."""
+    def left_out(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows, starts and tokens, as `logsumexp_without` takes them."""
         row_L = self.reads.row_R[len(self.row_N):]
         start_L1 = torch.searchsorted(self.reads.number_X, torch.arange(len(row_L) + 1))
-        return row_L, start_L1, self.reads.token_X, self.temperature
+        return row_L, start_L1, self.reads.token_X
 
 
 class _ReadStudent(torch.autograd.Function):
@@ -1124,9 +1128,7 @@ class _ReadStudent(torch.autograd.Function):
         ctx: Any, x_NV: Tensor, kernels: Any, student: StudentRows, belief: Any, whole_kl: bool
     ) -> tuple[Tensor, ...]:
         reads = student.reads
-        roots = (
-            x_NV, *student.of_roots(), belief, student.num_cells, student.temperature, SHIFT
-        )
+        roots = x_NV, *student.of_roots(), belief, student.num_cells, SHIFT
         ctx.kernels = kernels
         ctx.student = student
         ctx.roots = roots[1:]
@@ -1136,7 +1138,7 @@ class _ReadStudent(torch.autograd.Function):
             logq_NC = value[:0]
         else:
             value, logq_NC, ctx.masses, answers = kernels.translated_cells(*roots)
-        x_E = x_NV[reads.row_R[reads.number_E], reads.token_E] / student.temperature
+        x_E = x_NV[reads.row_R[reads.number_E], reads.token_E]
         rest_L = kernels.logsumexp_without(x_NV, *student.left_out())
         ctx.save_for_backward(x_NV, rest_L)
         ctx.mark_non_differentiable(logq_NC, answers.asked_A, answers.log_total_N)
@@ -1159,10 +1161,10 @@ class _ReadStudent(torch.autograd.Function):
                 d_NV *= factor_N[:, None]
         else:
             d_NV = ctx.kernels.cells_derivative(
-                x_NV, *student.of_roots(), ctx.masses, grad, student.temperature, SHIFT
+                x_NV, *student.of_roots(), ctx.masses, grad, SHIFT
             )
         place_E = reads.row_R[reads.number_E] * d_NV.shape[1] + reads.token_E
-        d_NV.view(-1).index_add_(0, place_E, grad_E / student.temperature)
+        d_NV.view(-1).index_add_(0, place_E, grad_E)
         ctx.kernels.add_softmax_without(x_NV, *student.left_out(), rest_L, grad_L, d_NV)
         return d_NV, None, None, None, None
 
@@ -1179,9 +1181,11 @@ def translated(
 ) -> SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
 
-    The sum, times tau^2, of D(teacher, student) over all nodes, with student logits / tau and
-    teacher logits / tau.  A choice weighs as its root does, and is not counted.  D = `forward_kl`
-    makes the sum, in expectation over the text, KL(belief || student).
+    The sum, times tau^2, of D(teacher, student) over all nodes.  Both models' masses of the cells
+    are those at temperature 1, to the power 1 / tau and normalized in the scope: softened before,
+    a cell's mass would grow with the number of its tokens.  A choice weighs as its root does, and
+    is not counted.  The rest of an n:m chunk is a forward KL whatever D is.  D = `forward_kl` makes
+    the sum, in expectation over the text, KL(belief || student).
 
     Args:
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient.
@@ -1205,7 +1209,9 @@ def translated(
     if x_NV.device.type == "cpu":  # else the rows that are needed, later
         x_NV = at_least_float32(x_NV)
 
-    def compare(logp_KG: Tensor, logq_KG: Tensor) -> Tensor:
+    def compare(logits_KG: Tensor, logq_KG: Tensor) -> Tensor:
+        logp_KG = softened(logits_KG, LOG_ZERO - SHIFT, temperature)
+        logq_KG = softened(logq_KG, LOG_ZERO, temperature)
         value_K, _ = divergence(
             logp_KG[None], logq_KG[None], None, reduction="none", **parameters
         )
@@ -1217,24 +1223,24 @@ def translated(
         return compare(logp_NC, logq_NC)
 
     roots, choices, insides = nodes.roots, nodes.choices, nodes.insides
-    goes = before_goes_on(y_MW, nodes, tables, temperature)
+    goes = before_goes_on(y_MW, nodes, tables)
     scopes = list_scopes(choices, tables, nodes.sizes)
-    openings = inside_target(y_MW, nodes, tables, temperature)
+    openings = inside_target(y_MW, nodes, tables)
     reads = list_reads(nodes, scopes, openings, student_next_BS)
     if kernels := compiled_kernels(x_NV, y_MW):
         whole_kl = divergence is forward_kl and set(parameters) <= {"top_k", "support"}
-        whole_kl = whole_kl and not parameters.get("top_k") and not has_rest
+        whole_kl = whole_kl and not parameters.get("top_k") and not has_rest and temperature == 1
         value_N, answers = _compare_roots_compiled(
-            kernels, x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, temperature,
+            kernels, x_NV, y_MW, nodes, goes, scopes.asked, reads, tables,
             None if whole_kl else compare_roots,
         )
     else:
         value_N, answers = _compare_roots(
-            x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, temperature, compare_roots
+            x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, compare_roots
         )
     others = _compare_others(
-        answers, y_MW, teacher_next_BT, Listed(nodes, goes, scopes, openings), tables, temperature,
-        compare,
+        answers, y_MW, teacher_next_BT, Listed(nodes, goes, scopes, openings), tables, compare,
+        temperature,
     )
     value_N = value_N + Segments.of(choices.root, len(value_N)).sum(others.choice_K)
     values = [value_N, others.inside_K, others.rest_M]
@@ -1251,9 +1257,11 @@ def translated(
 def translated_in_place(
     student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, next_S: Tensor,
     next_T: Tensor, nodes: Nodes, tables: Tables, cells: Any, factors: tuple[float, float],
-    weight_N: Tensor | None = None, temperature: float = 1.0,
+    weight_N: Tensor | None = None,
 ) -> SumAndCount | None:
     """Compute cross-entropy and `translated` forward KL; write the gradient over the logits.
+
+    The temperature is 1.
 
     The gradient is that of factors[0] * cross-entropy + factors[1] * divergence.  For tensors that
     gpu_kernels.py serves.  The roots take three passes over the logits; the other nodes read single
@@ -1280,31 +1288,31 @@ def translated_in_place(
         return None
     roots = nodes.roots
     with torch.no_grad():
-        goes = before_goes_on(teacher_MW, nodes, tables, temperature)
+        goes = before_goes_on(teacher_MW, nodes, tables)
         scopes = list_scopes(nodes.choices, tables, nodes.sizes)
-        openings = inside_target(teacher_MW, nodes, tables, temperature)
+        openings = inside_target(teacher_MW, nodes, tables)
         reads = list_reads(nodes, scopes, openings, next_S)
-        student = _StudentInPlace(kernels, student_NV, labels_N, roots, reads, cells, temperature)
-        teacher = _TeacherInPlace(teacher_MW, nodes, tables, temperature)
+        student = _StudentInPlace(kernels, student_NV, labels_N, roots, reads, cells)
+        teacher = _TeacherInPlace(teacher_MW, nodes, tables)
         with teacher.without_joined():
-            student.compare_roots(teacher, added_masses(kernels, goes, tables, cells), goes.ends_K)
+            student.read_totals(teacher)
+            student.compare_roots(teacher, *teacher.belief(kernels, goes, cells))
             q_A = teacher.answers(scopes.asked)
-        log_total_M = teacher.log_total()
     x_E = student.x_E.requires_grad_()
     rest_L = student.rest_L.requires_grad_()
     listed = Listed(nodes, goes, scopes, openings)
     with torch.enable_grad():
         others = _compare_others(
-            Answers(x_E, rest_L, q_A, log_total_M), teacher_MW, next_T, listed, tables,
-            temperature, _forward_kl_of_cells,
+            Answers(x_E, rest_L, q_A, teacher.log_total_M), teacher_MW, next_T, listed, tables,
+            _forward_kl_of_cells,
         )
-        value_K = torch.cat(others) * _weights(weight_N, _rows_of_others(nodes), temperature)
+        value_K = torch.cat(others) * _weights(weight_N, _rows_of_others(nodes))
         # the empty sums keep the graph whole where there are roots alone
         others_sum = value_K.sum() + x_E[:0].sum() + rest_L[:0].sum()
         d_E, d_L = torch.autograd.grad(
             others_sum * factors[1], [x_E, rest_L], materialize_grads=True
         )
-    weight_R = _weights(weight_N, roots.row_S, temperature)
+    weight_R = _weights(weight_N, roots.row_S)
     student.write_gradient(factors[1] * weight_R, d_E, d_L, factors[0])
     kd = (student.value_R * weight_R).sum() + others_sum.detach()
     return student.cross_entropy(), kd
@@ -1329,17 +1337,9 @@ def _forward_kl_of_cells(logp_KG: Tensor, logq_KG: Tensor) -> Tensor:
     return value_K
 
 
-def _weights(weight_N: Tensor | None, row_K: Tensor, temperature: float) -> Tensor | float:
+def _weights(weight_N: Tensor | None, row_K: Tensor) -> Tensor | float:
     """Return the factors of the terms that begin in these rows."""
-    return temperature**2 * (1.0 if weight_N is None else weight_N[row_K].float())
-
-
-def added_masses(kernels: Any, goes: GoingOn, tables: Tables, cells: Any) -> Any:
-    """Return the `gpu_kernels.AddedMasses` of how the token in front of each root goes on."""
-    slot_E = cells.slot_C[tables.cell_V[goes.next_E.clamp(min=0)]]
-    place_E = goes.node_E * (cells.num_cells + 1) + slot_E
-    mass_E = goes.mass_K[goes.node_E] * goes.mass_E
-    return kernels.AddedMasses.of(place_E, mass_E, len(goes.mass_K), cells.num_cells)
+    return 1.0 if weight_N is None else weight_N[row_K].float()
 
 
 class _TeacherInPlace:
@@ -1349,18 +1349,21 @@ class _TeacherInPlace:
         y_MW: logits; as they were in the end.
     Attributes:
         root_M: (M,) int32, number of the root of each row, -1 for none.
-        totals: `gpu_kernels.CellTotals` without what is left out; set from outside.
+        totals: `gpu_kernels.CellTotals` without what is left out.
+        log_total_M: (M,) logsumexp of all tokens, of which the one that came is counted once.
     """
 
-    def __init__(self, y_MW: Tensor, nodes: Nodes, tables: Tables, temperature: float) -> None:
+    totals: Any
+    log_total_M: Tensor
+
+    def __init__(self, y_MW: Tensor, nodes: Nodes, tables: Tables) -> None:
         self.y_MW = y_MW
         self.roots = nodes.roots
-        self.temperature = temperature
+        self.tables = tables
         self.root_M = numbers_of_rows(nodes.roots.row_T, len(y_MW))
         self.root_E, self.token_E = _joined(nodes, tables)
         self.place_E = nodes.roots.row_T[self.root_E], self.token_E
         self.joined_E = y_MW[self.place_E]
-        self.totals: Any = None
 
     @contextmanager
     def without_joined(self) -> Iterator[None]:
@@ -1374,23 +1377,42 @@ class _TeacherInPlace:
         finally:
             self.y_MW[self.place_E] = self.joined_E
 
+    def set_totals(self, totals: Any) -> None:
+        """Take the sums over the rows as they are without what is left out."""
+        self.totals = totals
+        logits_E = at_least_float32(self.joined_E)
+        is_counted_E = self.token_E == self.roots.next_T[self.root_E]
+        logits_E = logits_E.masked_fill(is_counted_E, -torch.inf)
+        joined_R = Segments.of(self.root_E, len(self.roots.row_T)).logsumexp(logits_E)
+        joined_M = torch.full_like(totals.log_total_N, -torch.inf)
+        joined_M.index_copy_(0, self.roots.row_T, joined_R)
+        self.log_total_M = torch.logaddexp(totals.log_total_N, joined_M)
+
+    def belief(self, kernels: Any, goes: GoingOn, cells: Any) -> tuple[Tensor, Any]:
+        """Return what `gpu_kernels.compare_cells` takes as ends_R and added.
+
+        Args:
+            goes: how the token in front of each root goes on.
+        """
+        row_R = self.roots.row_T
+        log_linked_R = self.totals.top_N[row_R] + self.totals.log_linked_N[row_R]
+        ends_R = goes.ends_K * (log_linked_R - self.log_total_M[row_R]).exp()
+        cell_E = self.tables.cell_V[goes.next_E.clamp(min=0)]
+        mass_E = goes.mass_K[goes.node_E] * goes.mass_E
+        linked_E = torch.where(cell_E < self.tables.num_cells, mass_E, 0.0)
+        total_R = _above_zero(ends_R + Segments.of(goes.node_E, len(row_R)).sum(linked_E))
+        place_E = goes.node_E * (cells.num_cells + 1) + cells.slot_C[cell_E]
+        added = kernels.AddedMasses.of(
+            place_E, mass_E / total_R[goes.node_E], len(row_R), cells.num_cells
+        )
+        return ends_R / total_R, added
+
     def answers(self, asked: Asked) -> Tensor:
         """Return what the rows at the roots say to `asked`."""
         row_A = self.roots.row_T[asked.root_A]
         logits_A = at_least_float32(self.y_MW[row_A, asked.token_A])
-        above_top_A = (logits_A - self.totals.top_N[row_A]) / self.temperature
-        q_A: Tensor = (above_top_A - self.totals.log_linked_N[row_A]).exp()
+        q_A: Tensor = (logits_A - self.log_total_M[row_A]).exp()
         return q_A
-
-    def log_total(self) -> Tensor:
-        """Return the (M,) logsumexp of all tokens, of which the one that came is counted."""
-        logits_E = at_least_float32(self.joined_E) / self.temperature
-        is_counted_E = self.token_E == self.roots.next_T[self.root_E]
-        logits_E = logits_E.masked_fill(is_counted_E, -torch.inf)
-        joined_R = Segments.of(self.root_E, len(self.roots.row_T)).logsumexp(logits_E)
-        joined_M = torch.full_like(self.totals.log_total_N, -torch.inf)
-        joined_M.index_copy_(0, self.roots.row_T, joined_R)
-        return torch.logaddexp(self.totals.log_total_N, joined_M)
 
 
 class _StudentInPlace:
@@ -1406,40 +1428,39 @@ class _StudentInPlace:
 
     def __init__(
         self, kernels: Any, x_NV: Tensor, labels_N: Tensor | None, roots: Roots, reads: Reads,
-        cells: Any, temperature: float,
+        cells: Any,
     ) -> None:
         self.kernels = kernels
         self.x_NV = x_NV
         self.labels_N = labels_N
         self.row_R = roots.row_S
         self.cells = cells
-        self.temperature = temperature
         self.root_N = numbers_of_rows(roots.row_S, len(x_NV))
         self.place_E = reads.row_R[reads.number_E], reads.token_E
         self.row_L = reads.row_R[len(roots.row_S):]
         self.left_out = Segments.of(reads.number_X, len(self.row_L))
         self.place_X = self.row_L[reads.number_X], reads.token_X
-        self.x_E = at_least_float32(x_NV[self.place_E]) / temperature
+        self.x_E = at_least_float32(x_NV[self.place_E])
         self.x_X = at_least_float32(x_NV[self.place_X])
         self.label_logit_N = None
         if labels_N is not None:
             logit_N1 = x_NV.gather(1, labels_N.clamp(min=0)[:, None])
             self.label_logit_N = at_least_float32(logit_N1.squeeze(1))
 
-    def compare_roots(self, teacher: _TeacherInPlace, added: Any, ends_R: Tensor) -> None:
-        """Leave out what a logsumexp leaves out, and compute statistics and roots.
-
-        Args:
-            teacher: gets its `totals`.
-            added, ends_R: see `gpu_kernels.compare_cells`.
-        """
+    def read_totals(self, teacher: _TeacherInPlace) -> None:
+        """Leave out what a logsumexp leaves out, and compute the sums over both models' rows."""
         self.x_NV[self.place_X] = -torch.inf
-        totals, teacher.totals = self.kernels.cell_totals(
-            self.x_NV, self.root_N, teacher.y_MW, teacher.root_M, self.cells, self.temperature
+        self.totals, totals = self.kernels.cell_totals(
+            self.x_NV, self.root_N, teacher.y_MW, teacher.root_M, self.cells, 1.0
         )
+        teacher.set_totals(totals)
+
+    def compare_roots(self, teacher: _TeacherInPlace, ends_R: Tensor, added: Any) -> None:
+        """Compute the roots; see `gpu_kernels.compare_cells`."""
+        totals = self.totals
         self.value_R, self.slope_RC = self.kernels.compare_cells(
             self.x_NV, teacher.y_MW, self.row_R, teacher.roots.row_T, totals, teacher.totals,
-            self.cells, self.temperature, SHIFT, ends_R, added,
+            self.cells, 1.0, SHIFT, ends_R, added,
         )
         # cross-entropy leaves nothing out
         left_out_N = torch.full_like(totals.plain_log_total_N, -torch.inf)
@@ -1471,10 +1492,9 @@ class _StudentInPlace:
         rest_factor_N[self.row_L] = d_L
         self.kernels.cells_gradient_(
             self.x_NV, self.root_N, self.totals, self.slope_RC, factor_N, rest_factor_N,
-            self.labels_N, self.cells, self.temperature, SHIFT, ce_factor,
+            self.labels_N, self.cells, 1.0, SHIFT, ce_factor,
         )
-        d_E = (d_E / self.temperature).to(self.x_NV)
-        self.x_NV.index_put_(self.place_E, d_E, accumulate=True)
+        self.x_NV.index_put_(self.place_E, d_E.to(self.x_NV), accumulate=True)
         if self.labels_N is None:
             return
         # the kernel saw -inf where a logsumexp leaves something out
@@ -1503,7 +1523,7 @@ class OtherValues(NamedTuple):
 
 def _compare_others(
     answers: Answers, y_MW: Tensor, teacher_next_BT: Tensor, listed: Listed, tables: Tables,
-    temperature: float, compare: Compare,
+    compare: Compare, temperature: float = 1.0,
 ) -> OtherValues:
     """Compare all nodes but the roots."""
     nodes, goes, scopes, openings = listed
@@ -1515,8 +1535,7 @@ def _compare_others(
     choice_K = inside_K = rest_M = answers.x_E.new_zeros(0)
     if len(nodes.choices.root):
         question = choice_question(
-            x_scope, y_MW, answers.log_total_M, answers.q_A, goes, scopes, nodes, tables,
-            temperature,
+            x_scope, y_MW, answers.log_total_M, answers.q_A, goes, scopes, nodes, tables
         )
         choice_K = compare(question.logits_KG, question.logq_KG())
     if num_insides:
@@ -1526,13 +1545,13 @@ def _compare_others(
         row_T = nodes.many_T[:, 0]
         next_T = teacher_next_BT.reshape(-1)[row_T]
         logits_M = at_least_float32(y_MW[row_T, next_T])
-        logq_M = logits_M / temperature - answers.log_total_M[row_T]
-        rest_M = _rests(x_many - rest_many, logq_M, nodes)
+        rest_M = _rests(x_many - rest_many, logits_M - answers.log_total_M[row_T], nodes,
+                        temperature)
     return OtherValues(choice_K, inside_K, rest_M)
 
 
 def cell_coverage(
-    teacher_logits_BTW: Tensor, nodes: Nodes, tables: Tables, temperature: float = 1.0
+    teacher_logits_BTW: Tensor, nodes: Nodes, tables: Tables
 ) -> dict[str, SumAndCount]:
     """Measure the teacher's belief at the roots, each as (sum of probabilities, roots).
 
@@ -1544,7 +1563,7 @@ def cell_coverage(
     with torch.no_grad():
         y_MW = teacher_logits_BTW.detach().flatten(0, 1)
         roots = nodes.roots
-        q_NW = (at_least_float32(y_MW.index_select(0, roots.row_T)) / temperature).softmax(-1)
+        q_NW = at_least_float32(y_MW.index_select(0, roots.row_T)).softmax(-1)
         has_cell_W = tables.cell_W < tables.num_cells
         covered = q_NW[:, has_cell_W].sum()
         _mask_joined(q_NW, nodes, tables)
@@ -1555,7 +1574,7 @@ def cell_coverage(
         }
 
 
-def _rests(logp_S: Tensor, logq_T: Tensor, nodes: Nodes) -> Tensor:
+def _rests(logp_S: Tensor, logq_T: Tensor, nodes: Nodes, temperature: float) -> Tensor:
     """Return the KL between two Bernoulli variables, "the text goes on so", of each n:m chunk.
 
     Args:
@@ -1565,7 +1584,7 @@ def _rests(logp_S: Tensor, logq_T: Tensor, nodes: Nodes) -> Tensor:
     chunks_T = Segments.of(nodes.many_T[:, 1].contiguous(), nodes.count_many)
     logp = chunks_S.sum(logp_S.clamp(min=FLOOR))
     logq = chunks_T.sum(logq_T.clamp(min=FLOOR))
-    return bernoulli_kl(logq, logp)
+    return bernoulli_kl(soften_bernoulli(logq, temperature), soften_bernoulli(logp, temperature))
 
 
 def _second_rows(nodes: Nodes) -> Tensor:

@@ -146,17 +146,17 @@ def build_event_kl(cfg, pair, device, has_rest=False):
             sub_tile.terms, on_device, cfg.temperature, ids.weight)[0]
 
     def coverage(teacher_logits, sub_tile):
-        return event_coverage(teacher_logits[None], sub_tile.terms, on_device, cfg.temperature)
+        return event_coverage(teacher_logits[None], sub_tile.terms, on_device)
 
     kernels = losses.triton_kernels(on_device.event_V.new_zeros(0, 0, dtype=torch.float32))
-    if kernels is not None:
+    if kernels is not None and cfg.temperature == 1:
         cells = kernels.cell_tables(on_device.event_V, on_device.event_W, on_device.num_events)
 
         def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
             return losses.event_in_place(
                 student_logits, teacher_logits, labels, sub_tile.student_labels,
                 sub_tile.teacher_labels, sub_tile.terms, on_device, cells, factors,
-                sub_tile.weight, cfg.temperature)
+                sub_tile.weight)
 
         loss_fn = FusedLoss(loss_fn, overwrite)
     return DistillationLoss(loss_fn, spelling, coverage=coverage,
@@ -371,17 +371,17 @@ def build_translated(pair, device, divergence, parameters, has_rest=False):
             **parameters)[0]
 
     def coverage(teacher_logits, sub_tile):
-        temperature = parameters["temperature"]
-        return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows, temperature)
+        return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
 
-    # the kernels know the forward KL of whole cells
-    if divergence is losses.forward_kl and not parameters.get("top_k") and not has_rest:
-        loss_fn = _fused_translation(loss_fn, on_device, parameters["temperature"])
+    # the kernels know the forward KL of whole cells at temperature 1
+    is_plain = parameters["temperature"] == 1 and not parameters.get("top_k") and not has_rest
+    if divergence is losses.forward_kl and is_plain:
+        loss_fn = _fused_translation(loss_fn, on_device)
     return DistillationLoss(loss_fn, tables, coverage=coverage,
                             coverage_names=("cell_coverage", "joined_mass"))
 
 
-def _fused_translation(loss_fn, tables, temperature):
+def _fused_translation(loss_fn, tables):
     """Return the FusedLoss of a translation, where the kernels serve its device."""
     kernels = losses.triton_kernels(tables.cell_V.new_zeros(0, 0, dtype=torch.float32))
     if kernels is None:
@@ -391,8 +391,7 @@ def _fused_translation(loss_fn, tables, temperature):
     def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
         return translated_in_place(
             student_logits, teacher_logits, labels, sub_tile.student_labels,
-            sub_tile.teacher_labels, sub_tile.terms, tables, cells, factors, sub_tile.weight,
-            temperature)
+            sub_tile.teacher_labels, sub_tile.terms, tables, cells, factors, sub_tile.weight)
 
     return FusedLoss(loss_fn, overwrite)
 

@@ -4,9 +4,12 @@ Nothing is shared with losses.py.  Probabilities are lists of 0-dim tensors, so 
 the gradients.
 """
 
+import math
+
 import torch
 
 ZERO = torch.zeros((), dtype=torch.float64)
+LOG_ZERO = math.log(2.0**-126)  # nats, of the smallest normal float32
 
 
 def softmax(logits, tau=1.0):
@@ -25,6 +28,11 @@ def kl(q, p):
 def normalized(masses):
     total = sum(masses)
     return [mass / total for mass in masses]
+
+
+def softened(masses, tau):
+    """Return masses to the power 1 / tau, normalized; 0 stays 0."""
+    return normalized([mass ** (1 / tau) if mass > 0 else mass for mass in masses])
 
 
 def cross_entropy(logits, labels):
@@ -168,10 +176,10 @@ def event_masses(p, side, event, names):
     return masses
 
 
-def start_term(p, q, event):
+def start_term(p, q, event, tau):
     names = sorted(set(event.values()))
-    q_events = normalized(event_masses(q, "t", event, names))
-    p_events = normalized(event_masses(p, "s", event, names))
+    q_events = softened(event_masses(q, "t", event, names), tau)
+    p_events = softened(event_masses(p, "s", event, names), tau)
     return kl(q_events, p_events)
 
 
@@ -185,27 +193,27 @@ def continuation_mass(p, spellings, seen):
     return mass
 
 
-def inside_teacher_terms(p, q, student_ids, spelled, A):
+def inside_teacher_terms(p, q, student_ids, spelled, A, tau):
     """Return KL(T_k || p_k) for every k inside one teacher token, which A spells as `spelled`."""
     terms = []
     for k in range(1, len(student_ids)):
         if spelled[: k + 1] != student_ids[: k + 1]:
             break
         mass = continuation_mass(q[0], A, student_ids[:k])
-        target = normalized([mass.get(v, ZERO) for v in range(len(p[k]))])
-        terms.append(kl(target, list(p[k])))
+        target = softened([mass.get(v, ZERO) for v in range(len(p[k]))], tau)
+        terms.append(kl(target, softened(list(p[k]), tau)))
     return terms
 
 
-def inside_student_terms(p, q, teacher_ids, spelled, B):
+def inside_student_terms(p, q, teacher_ids, spelled, B, tau):
     """Return KL(q_k || S_k) for every k inside one student token, which B spells as `spelled`."""
     terms = []
     for k in range(1, len(teacher_ids)):
         if spelled[: k + 1] != teacher_ids[: k + 1]:
             break
         mass = continuation_mass(p[0], B, teacher_ids[:k])
-        teacher = normalized([q[k][w] for w in mass])
-        terms.append(kl(teacher, normalized(list(mass.values()))))
+        teacher = softened([q[k][w] for w in mass], tau)
+        terms.append(kl(teacher, softened(list(mass.values()), tau)))
     return terms
 
 
@@ -217,24 +225,188 @@ def event_kl(
     result = ZERO
     count = 0
     for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
-        p = [softmax(x[b, t], tau) for t in student_positions]
-        q = [softmax(y[b, t], tau) for t in teacher_positions]
+        p = [softmax(x[b, t]) for t in student_positions]
+        q = [softmax(y[b, t]) for t in teacher_positions]
         student_ids = student_next[b, student_positions].tolist()
         teacher_ids = teacher_next[b, teacher_positions].tolist()
-        result = result + start_term(p[0], q[0], event)
+        result = result + start_term(p[0], q[0], event, tau)
         count += 1
         if len(teacher_ids) == 1:
-            terms = inside_teacher_terms(p, q, student_ids, A[teacher_ids[0]], A)
+            terms = inside_teacher_terms(p, q, student_ids, A[teacher_ids[0]], A, tau)
             count += len(terms)
         elif len(student_ids) == 1:  # these terms belong to the start and are not counted
-            terms = inside_student_terms(p, q, teacher_ids, B[student_ids[0]], B)
+            terms = inside_student_terms(p, q, teacher_ids, B[student_ids[0]], B, tau)
         else:
-            p_chunk = chunk_logp(x, student_next, b, student_positions, tau).exp()
-            q_chunk = chunk_logp(y, teacher_next, b, teacher_positions, tau).exp()
-            terms = [kl([q_chunk, 1 - q_chunk], [p_chunk, 1 - p_chunk])]
+            p_chunk = chunk_logp(x, student_next, b, student_positions).exp()
+            q_chunk = chunk_logp(y, teacher_next, b, teacher_positions).exp()
+            both = [softened([mass, 1 - mass], tau) for mass in (q_chunk, p_chunk)]
+            terms = [kl(*both)]
             count += 1
         result = result + sum(terms)
     return tau**2 * result, count
+
+
+# --- translation ----------------------------------------------------------------------------------
+
+
+class Translation:
+    """Write the nodes of translation.py as loops over the tokens of both vocabularies.
+
+    Args:
+        A, B: lists of ids, [] for a token without a spelling; B of unwritten tokens does not count.
+        unwritten: student tokens that no text has.
+        joined: {student token: teacher tokens that its tokenizer would have joined to it}.
+        log_zero: nats that stand for log 0.
+        soften_tokens, normalize_first: True: as the definition was, tokens softened before they are
+            summed, and what can come at a root normalized before it is mixed.
+    """
+
+    def __init__(self, A, B, unwritten, joined, log_zero=LOG_ZERO,
+                 soften_tokens=False, normalize_first=False):
+        self.A = A
+        self.B = [[] if v in unwritten else spelled for v, spelled in enumerate(B)]
+        self.joined = joined
+        self.log_zero = log_zero
+        self.soften_tokens = soften_tokens
+        self.normalize_first = normalize_first
+        heads = {spelled[0] for spelled in self.B if spelled}
+        self.cell_of_student = {v: spelled[0] for v, spelled in enumerate(self.B) if spelled}
+        self.cell_of_student |= dict.fromkeys(unwritten, "unwritten")
+        self.cell_of_teacher = {w: w for w in heads}
+        self.longer = {}
+        for w, spelled in enumerate(A):
+            if w not in heads and spelled and spelled[0] in self.cell_of_student:
+                self.cell_of_teacher[w] = self.cell_of_student[spelled[0]]
+                self.longer[w] = spelled[0]
+
+    def compare(self, p, q):
+        """Return the divergence of two dicts of masses with the same keys, in their scope."""
+        tau = 1.0 if self.soften_tokens else self.tau
+        p, q = [softened([side[cell] for cell in p], tau) for side in (p, q)]
+        nothing = torch.tensor(self.log_zero, dtype=torch.float64).exp()
+        return divergence(self.name, p, [max(mass, nothing) for mass in q], self.coefficient)
+
+    def going_on(self, q, seen):
+        """Return (lambda, {student token: its mass} of how tokens that begin so go on)."""
+        alike = sum((q[w] for w, spelled in enumerate(self.A) if spelled[:len(seen)] == seen), ZERO)
+        mass = continuation_mass(q, self.A, seen)
+        return sum(mass.values(), ZERO) / alike, {v: one / alike for v, one in mass.items()}
+
+    def possible(self, q, before, came):
+        """Return {teacher token: its mass} of those that have a cell and that no join forbids."""
+        out = self.joined.get(before, set()) - {came}
+        q = {w: ZERO if w in out else q[w] for w in self.cell_of_teacher}
+        if self.normalize_first:
+            total = sum(q.values())
+            q = {w: mass / total for w, mass in q.items()}
+        return q
+
+    def root(self, p, q, going, goes_on):
+        cells = sorted(set(self.cell_of_student.values()), key=str)
+        student = dict.fromkeys(cells, ZERO)
+        teacher = dict.fromkeys(cells, ZERO)
+        for v, cell in self.cell_of_student.items():
+            student[cell] = student[cell] + p[v]
+        for w, cell in self.cell_of_teacher.items():
+            teacher[cell] = teacher[cell] + (1 - going) * q[w]
+        for v, mass in goes_on.items():
+            if v in self.cell_of_student:
+                cell = self.cell_of_student[v]
+                teacher[cell] = teacher[cell] + mass
+        return self.compare(student, teacher)
+
+    def choices(self, p, q, rows, came, v, going, goes_on):
+        """Return the terms inside of the cell of student token v.
+
+        Args:
+            q: of `possible`; rows: the teacher's distributions from the root on, in the same text;
+            came: the tokens that these rows predict.
+        """
+        path = self.B[v]
+        begun = path and self.longer.get(came[0]) is not None
+        begun = begun and self.cell_of_teacher[came[0]] == self.cell_of_student[v]
+        for k in range(1, len(path) + 1):
+            scope = [u for u, spelled in enumerate(self.B) if spelled[:k] == path[:k]]
+            along = came[:k] == path[:k] and k < len(rows)
+            if len(scope) == 1 or not (along or begun):
+                continue
+            cell_of = {u: tuple(self.B[u][k : k + 1]) for u in scope}
+            longer = {w: u for w, u in self.longer.items() if u in scope}
+            split = dict.fromkeys(cell_of.values(), ZERO)
+            weight = sum((q[w] for w in longer), ZERO)
+            if along:
+                weight = weight + q[path[0]] * math.prod(rows[i][path[i]] for i in range(1, k))
+                split |= {cell: rows[k][cell[0]] for cell in split if cell}
+                if () in split:
+                    split[()] = 1 - sum(mass for cell, mass in split.items() if cell)
+            else:
+                weight = weight + (q[path[0]] if k == 1 else 0)
+                for w, u in longer.items():
+                    split[cell_of[u]] = split[cell_of[u]] + q[w]
+            total = sum(split.values())
+            target = {cell: (1 - going) * weight * mass / total for cell, mass in split.items()}
+            student = dict.fromkeys(split, ZERO)
+            for u, cell in cell_of.items():
+                student[cell] = student[cell] + p[u]
+                target[cell] = target[cell] + goes_on.get(u, ZERO)
+            yield self.compare(student, target)
+
+    def insides(self, p, q, student_ids, spelled):
+        """Yield the terms behind the first token of a chunk of one teacher token."""
+        for k in range(1, len(student_ids)):
+            if spelled[: k + 1] != student_ids[: k + 1]:
+                return
+            going, mass = self.going_on(q, student_ids[:k])
+            student = {v: p[k][v] for v in mass}
+            student["rest"] = 1 - sum(student.values())
+            yield self.compare(student, mass | {"rest": 1 - going})
+
+    def ended(self, student_next, teacher_next, found, b, positions):
+        """Return the teacher token in front of a chunk, if the student knows its bytes, or None."""
+        for other, before_S, before_T in found:
+            adjacent = before_S[-1] + 1 == positions[0][0] and before_T[-1] + 1 == positions[1][0]
+            if other == b and adjacent and len(before_T) == 1:
+                u = int(teacher_next[b, before_T[0]])
+                if student_next[b, before_S].tolist() == self.A[u]:
+                    return u
+        return None
+
+    def terms(self, x, y, student_ids, student_next, teacher_next, student_chunk, teacher_chunk,
+              name, tau=1.0, coefficient=0.0):
+        """Return [(sample, student position, counts, term)]."""
+        self.name, self.tau, self.coefficient = name, tau, coefficient
+        at = tau if self.soften_tokens else 1.0
+        found = chunks(student_chunk, teacher_chunk)
+        terms = []
+        for b, rows_S, rows_T in found:
+            p = [softmax(x[b, t], at) for t in rows_S]
+            # the row behind a text's last token is one of its own, and predicts nothing that came
+            end = min(last_position(teacher_chunk[b]) + 2, y.shape[1])
+            q = [softmax(y[b, t], at) for t in range(rows_T[0], end)]
+            came = teacher_next[b, rows_T[0] : rows_T[0] + len(q)].tolist()
+            written = student_next[b, rows_S].tolist()
+            going, goes_on = ZERO, {}
+            u = self.ended(student_next, teacher_next, found, b, (rows_S, rows_T))
+            if u is not None:
+                going, goes_on = self.going_on(softmax(y[b, rows_T[0] - 1], at), self.A[u])
+            possible = self.possible(q[0], int(student_ids[b, rows_S[0]]), came[0])
+            terms.append((b, rows_S[0], 1, self.root(p[0], possible, going, goes_on)))
+            for term in self.choices(p[0], possible, q, came, written[0], going, goes_on):
+                terms.append((b, rows_S[0], 0, term))
+            if len(rows_T) == 1:
+                insides = self.insides(p, q[0], written, self.A[came[0]])
+                terms.extend((b, rows_S[k], 1, term) for k, term in enumerate(insides, 1))
+            elif len(rows_S) > 1:
+                sides = [chunk_logp(*side, at).exp() for side in (
+                    (x, student_next, b, rows_S), (y, teacher_next, b, rows_T))]
+                p_all, q_all = [softened([mass, 1 - mass], tau / at) for mass in sides]
+                terms.append((b, rows_S[1], 1, kl(q_all, p_all)))
+        return [(b, t, counts, tau**2 * term) for b, t, counts, term in terms]
+
+
+def last_position(chunk):
+    """Return the last position of a text that has a chunk."""
+    return max(t for t, number in enumerate(chunk.tolist()) if number >= 0)
 
 
 # --- one vocabulary -------------------------------------------------------------------------------

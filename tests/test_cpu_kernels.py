@@ -471,7 +471,7 @@ def test_what_would_read_beyond_memory_is_refused():
     event = torch.tensor([0, 1, 2, -1, 0, 1])
 
     def event_kl(row_C=row, event_V=event, num_events=3):
-        cpu_kernels.event_kl(x, row_C, x, row, event_V, event, num_events, 1.0, 0.0)
+        cpu_kernels.event_kl(x, row_C, x, row, event_V, event, num_events, 0.0)
 
     event_kl()
     with pytest.raises(ValueError, match="rows from 1 to 2, expected 0 to 1"):
@@ -514,7 +514,7 @@ def test_a_belief_that_would_read_beyond_memory_is_refused():
     )
 
     def translated_kl(cell_V=cell, row_N=row, **fields):
-        arguments = row_N, cell_V, belief._replace(**fields), 2, 1.0, 0.0
+        arguments = row_N, cell_V, belief._replace(**fields), 2, 0.0
         return cpu_kernels.translated_kl(logits, *arguments)
 
     value, _, _ = translated_kl()

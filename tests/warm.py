@@ -30,7 +30,7 @@ logits = torch.zeros(1, 3)
 rows = torch.zeros(1, dtype=torch.long)
 chunks = logits, torch.ones(1), rows, rows
 events = torch.zeros(3, dtype=torch.int32)
-cpu_kernels.event_kl(logits, rows, logits, rows, events, events, 1, 1.0, 0.0)
+cpu_kernels.event_kl(logits, rows, logits, rows, events, events, 1, 0.0)
 cpu_kernels.mixture_distance(chunks, chunks, None, None, 3, 1.0)
 cpu_kernels.divergence(logits, logits, (1.0, 0.0, 1.0), 1.0, 1.0, -1e4)
 kept = cpu_kernels.kept_logp(logits, rows, rows[:, None], 1.0, -1e4, False)
