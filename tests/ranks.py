@@ -71,12 +71,28 @@ def kill(group):
         process.join()
 
 
+def as_in_a_fresh_process(rank):
+    """Take back what differs from a process that a launcher starts, as far as it is known.
+
+    Without it a forked rank would pass where a user's run ends with a traceback.
+    """
+    import numpy as np
+    import torch
+
+    # torch's compiler, which the server's imports start, switches these checks off
+    torch.distributions.Distribution.set_default_validate_args(True)
+    mp.set_start_method(None, force=True)  # the forkserver's; the default is another one
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(rank + 1)  # states that no seed has set are not equal on the ranks
+
+
 def _rank(rank, world, port, pipe, function, args):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import torch
 
     torch.set_num_threads(1)
+    as_in_a_fresh_process(rank)
     try:
         answer = "result", function(*args)
     except BaseException:

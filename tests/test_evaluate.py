@@ -112,6 +112,37 @@ def test_a_model_agrees_with_itself(models, texts, tmp_path):
     assert metrics["eval/top1_agreement"] > 0.9  # a most likely eos spells nothing
 
 
+def evaluated_beside_nothing(flags_list, texts):
+    """Evaluate texts alone, between batches of no text, and no text, for some flags.
+
+    Returns:
+        [(metrics of each)].
+    """
+    answers = []
+    for flags in flags_list:
+        state, inputs = job_for(flags)
+        collator = build_collator(state.cfg, inputs, state.device)
+        batch = collator(texts)
+        nothing = collator([None, None])
+        for batches in ([batch], [nothing, batch, nothing], [collator(["", None]), nothing]):
+            answers.append(distill.run_evaluation(state, batches))
+    return [answers[first : first + 3] for first in range(0, len(answers), 3)]
+
+
+def test_a_batch_with_nothing_to_judge_adds_nothing(models, texts, tmp_path):
+    """As of the rank that has no row in the last round, and of empty texts."""
+    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=90, eval_rows=2,
+                 data=write_corpus(tmp_path, texts, 9), output_dir=str(tmp_path),
+                 ds_config=ds_config(tmp_path / "ds.json", 0, 2, 1))
+    of_top_k = flags | {"teacher_output": "topk", "teacher_output_topk": 20}
+    whole = flags | {"tiled": False, "loss": "gold", "teacher_output": "logits"}
+    [of_kinds] = ranks.run(1, evaluated_beside_nothing, [flags, of_top_k, whole], TEXTS)
+    for alone, beside_nothing, nothing in of_kinds:
+        assert beside_nothing == alone and alone["eval/student_entropy"] > 1
+        # of an empty text the end is learned, which is no text
+        assert not nothing["eval/student_entropy"] and math.isfinite(nothing["eval/kd"])
+
+
 # --- top-k teacher outputs ------------------------------------------------------------------------
 
 TEACHER_METRICS = "teacher_bits_per_byte", "teacher_accuracy", "teacher_entropy"
