@@ -199,7 +199,7 @@ def write_results(state, inputs):
         learned = inputs.teachers[0].loss.learned_projection
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
-        end_if_failed(export_model(state.engine, inputs.student.tokenizer, cfg))
+        end_if_failed(export_model(state.engine, inputs.student, cfg))
 
 
 def end_if_failed(error):

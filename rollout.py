@@ -25,6 +25,7 @@ Tests: tests/test_rollout.py.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,7 @@ def write(
     pad_id: int = 0,
     agree: Callable[[bool], bool] = bool,
     on_written: Callable[[int], Any] = int,
+    equal_lengths: bool = False,
 ) -> list[Completion]:
     """Let a model complete prompts.
 
@@ -165,6 +167,8 @@ def write(
         pad_id: any token.
         agree: (this process has work) -> some process has work.
         on_written: called with the number of completions of each batch when it is written.
+        equal_lengths: prompts share a batch with others of their length alone, for models with
+            layers that read padding.
     Returns:
         a Completion for each prompt, in their order.
     Raises:
@@ -175,7 +179,11 @@ def write(
             raise ValueError("a prompt has no token; give at least bos")
     sampler = _Sampler(model, list(stop_ids), vocab, temperature, top_p, pad_id)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
-    waiting = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    waiting = []
+    for _, group in itertools.groupby(
+            order, lambda number: len(prompts[number].ids) if equal_lengths else 0):
+        numbers = list(group)
+        waiting += [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
     completions: dict[int, Completion] = {}
     was_training = model.training
     model.eval()
@@ -196,6 +204,18 @@ def write(
                 batch = None
     model.train(was_training)
     return [completions[number] for number in range(len(prompts))]
+
+
+def _can_select_rows(cache: Any) -> bool:
+    """Tell whether keys and values are all that a cache holds of its rows.
+
+    Caches of layers that are no attention have states beside, which `batch_select_indices` fails
+    on or leaves as they are.
+    """
+    layers = getattr(cache, "layers", [])
+    names = {type(layer).__name__ for layer in layers}
+    return type(cache).__name__ == "DynamicCache" and all(
+        name.startswith("Dynamic") for name in names)
 
 
 # --- one batch ------------------------------------------------------------------------------------
@@ -340,7 +360,7 @@ class _Batch:
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
         # Rows that have ended cost as much as others; leaving them out copies the cache.
-        if num_active <= len(self.rows) // 2 and hasattr(self.cache, "batch_select_indices"):
+        if num_active <= len(self.rows) // 2 and _can_select_rows(self.cache):
             kept = self.active.nonzero().squeeze(1)
             self.cache.batch_select_indices(kept)
             self.next_ids = self.next_ids[kept]

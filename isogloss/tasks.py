@@ -38,8 +38,10 @@ from isogloss.code_tasks import (
     read_mbpp_plus,
 )
 from isogloss.counts import global_sums
+from isogloss.ends import load_generation, stop_ids
 from isogloss.pretrained import load_config, load_model
 from isogloss.rendezvous import values_of_ranks
+from isogloss.sample import TextEncoder
 from isogloss.task_items import (
     GSM8K_NEW_TOKENS,
     ScoredItem,
@@ -612,9 +614,11 @@ def main(args):
         data=args.data, shots=args.shots, limit=args.limit, batch_size=args.batch_size,
         max_new_tokens=args.max_new_tokens, samples=args.samples, temperature=args.temperature,
         seed=args.seed, allow_unsafe_code=args.allow_unsafe_code)
-    tokenizer, _ = load_tokenizer("model", args.model, args.trust_remote_code)
+    tokenizer, table = load_tokenizer("model", args.model, args.trust_remote_code)
     config = load_config("model", args.model, args.trust_remote_code)
-    encoder = TaskEncoder(tokenizer, config)
+    generation = load_generation("model", args.model, config, tokenizer)
+    writer = TextEncoder(tokenizer, table, max_length=0, generation=generation)
+    encoder = TaskEncoder(tokenizer, config, stop_ids(writer))
     tasks = load_tasks(args.tasks.split(","), options, encoder, rank, size)
     model = load_model("model", args.model, args.trust_remote_code, dtype=args.dtype).to(device)
     sums = global_sums if size > 1 else torch.as_tensor
