@@ -218,6 +218,70 @@ def _can_select_rows(cache: Any) -> bool:
         name.startswith("Dynamic") for name in names)
 
 
+# --- which prompts a model can complete side by side ----------------------------------------------
+
+# Nats by which the log-probability of a token may differ by how it was computed.
+LIMIT_NATS = {torch.bfloat16: 0.5, torch.float16: 0.5}
+LIMIT_NATS_FLOAT32 = 0.01
+PROBE_LENGTHS = (12, 12, 3)
+PROBE_NEW_TOKENS = (2, 6, 6)  # one ends before the others
+
+
+def needs_equal_lengths(
+    model: Any, vocab: int | None = None, agree: Callable[[bool], bool] = bool
+) -> bool:
+    """Ask a model whether prompts of unequal lengths disturb each other in one batch.
+
+    What it says of tokens that it wrote must be what a forward pass over their text alone says,
+    without padding and without a cache.  Some layers that are no attention read the padding.
+
+    Args:
+        model, vocab, agree: see `write`; all processes take part.
+    Returns:
+        whether `write` needs equal_lengths.
+    Raises:
+        ValueError: with equal lengths it is wrong too.
+    """
+    vocab = vocab or model.config.get_text_config().vocab_size
+    prompts = []
+    for number, length in enumerate(PROBE_LENGTHS):
+        ids = [(vocab // 2 + 7 * place + 3 * number) % vocab for place in range(length)]
+        prompts.append(Prompt(ids, (number,), PROBE_NEW_TOKENS[number]))
+    limit = LIMIT_NATS.get(model.dtype, LIMIT_NATS_FLOAT32)
+    reason = ""
+    for equal_lengths in (False, True):
+        try:
+            completions = write(model, prompts, [], vocab, temperature=0, agree=agree,
+                                equal_lengths=equal_lengths)
+        except Exception as error:  # of the model's own code, which may raise anything
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            continue
+        error = _largest_error(model, prompts, completions, vocab)
+        if error <= limit:
+            return equal_lengths
+        reason = f"the log-probabilities of what it writes are off by up to {error:.3g} nats"
+    raise ValueError(f"cannot write token by token with its cache ({reason})")
+
+
+def _largest_error(
+    model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion], vocab: int
+) -> float:
+    """Return how far, in nats, `logp` of completions is from that of a forward pass for each."""
+    was_training = model.training
+    model.eval()
+    largest = 0.0
+    for prompt, completion in zip(prompts, completions):
+        ids = torch.cat([torch.tensor(prompt.ids), completion.ids]).to(model.device)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, :, :vocab]
+        logp = logits.float().log_softmax(-1)[len(prompt.ids) - 1 :]
+        expected = logp.gather(1, ids[len(prompt.ids) :, None]).squeeze(1).cpu()
+        error = float((completion.logp - expected).abs().max())
+        largest = max(largest, error if error == error else torch.inf)  # NaN: not equal
+    model.train(was_training)
+    return largest
+
+
 # --- one batch ------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,12 @@ class TaskSuite:
     rank: int = 0
     size: int = 1
 
+    @property
+    def writes(self):
+        """Whether the model has to write answers."""
+        return any(not task.is_scored for task in self.tasks) or any(
+            task.writes for task in self.harness_tasks)
+
     def run(self, model, sums, agree=bool, stop=lambda: False):
         """Return (metrics, records of this rank's items); all ranks take part.
 

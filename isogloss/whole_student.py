@@ -35,7 +35,7 @@ class WholeStudent:
         device: of this rank.
         copies: of a student that ZeRO-3 has partitioned, make a copy.
         replica: that copy, or None.
-        equal_lengths: prompts of unequal lengths would disturb each other, see `checks.check_writing`.
+        equal_lengths: prompts of unequal lengths would disturb each other in one batch.
     """
 
     engine: deepspeed.DeepSpeedEngine

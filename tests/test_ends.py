@@ -1,4 +1,4 @@
-"""A student stops at the ends that it came with and at those that it is taught, wherever it writes."""
+"""A student stops at the ends that it came with and at those that it is taught."""
 
 import copy
 import json
