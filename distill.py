@@ -28,7 +28,12 @@ from isogloss.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from isogloss.checks import check_logits, check_packing, check_sequence_shards
+from isogloss.checks import (
+    check_logits,
+    check_packing,
+    check_sequence_shards,
+    check_side_by_side,
+)
 from isogloss.config import GROUPS, Config
 from isogloss.counts import device_sums, global_sums
 from isogloss.eval_samples import EvalSamples, load_samples
@@ -153,6 +158,8 @@ def train_student(cfg, roles, device):
             if inputs.tasks or cfg.eval_samples or writes:
                 state.whole_student = WholeStudent(
                     state.engine, state.sequence_group, device, cfg.rollout_replica)
+            if writes or cfg.eval_samples or (inputs.tasks and inputs.tasks.writes):
+                check_side_by_side(state)
             if cfg.eval_samples:
                 state.samples = load_samples(cfg, inputs, state.whole_student)
             if cfg.on_policy:
@@ -193,7 +200,7 @@ def write_results(state, inputs):
         learned = inputs.teachers[0].loss.learned_projection
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
-        end_if_failed(export_model(state.engine, inputs.student.tokenizer, cfg))
+        end_if_failed(export_model(state.engine, inputs.student, cfg))
 
 
 def end_if_failed(error):

@@ -25,6 +25,7 @@ Tests: tests/test_rollout.py.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,7 @@ def write(
     pad_id: int = 0,
     agree: Callable[[bool], bool] = bool,
     on_written: Callable[[int], Any] = int,
+    equal_lengths: bool = False,
 ) -> list[Completion]:
     """Let a model complete prompts.
 
@@ -165,6 +167,8 @@ def write(
         pad_id: any token.
         agree: (this process has work) -> some process has work.
         on_written: called with the number of completions of each batch when it is written.
+        equal_lengths: prompts share a batch with others of their length alone, for models with
+            layers that read padding.
     Returns:
         a Completion for each prompt, in their order.
     Raises:
@@ -175,7 +179,11 @@ def write(
             raise ValueError("a prompt has no token; give at least bos")
     sampler = _Sampler(model, list(stop_ids), vocab, temperature, top_p, pad_id)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
-    waiting = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    waiting = []
+    for _, group in itertools.groupby(
+            order, lambda number: len(prompts[number].ids) if equal_lengths else 0):
+        numbers = list(group)
+        waiting += [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
     completions: dict[int, Completion] = {}
     was_training = model.training
     model.eval()
@@ -196,6 +204,82 @@ def write(
                 batch = None
     model.train(was_training)
     return [completions[number] for number in range(len(prompts))]
+
+
+def _can_select_rows(cache: Any) -> bool:
+    """Tell whether keys and values are all that a cache holds of its rows.
+
+    Caches of layers that are no attention have states beside, which `batch_select_indices` fails
+    on or leaves as they are.
+    """
+    layers = getattr(cache, "layers", [])
+    names = {type(layer).__name__ for layer in layers}
+    return type(cache).__name__ == "DynamicCache" and all(
+        name.startswith("Dynamic") for name in names)
+
+
+# --- which prompts a model can complete side by side ----------------------------------------------
+
+# Nats by which the log-probability of a token may differ by how it was computed.
+LIMIT_NATS = {torch.bfloat16: 0.5, torch.float16: 0.5}
+LIMIT_NATS_FLOAT32 = 0.01
+PROBE_LENGTHS = (12, 12, 3)
+PROBE_NEW_TOKENS = (2, 6, 6)  # one ends before the others
+
+
+def needs_equal_lengths(
+    model: Any, vocab: int | None = None, agree: Callable[[bool], bool] = bool
+) -> bool:
+    """Ask a model whether prompts of unequal lengths disturb each other in one batch.
+
+    What it says of tokens that it wrote must be what a forward pass over their text alone says,
+    without padding and without a cache.  Some layers that are no attention read the padding.
+
+    Args:
+        model, vocab, agree: see `write`; all processes take part.
+    Returns:
+        whether `write` needs equal_lengths.
+    Raises:
+        ValueError: with equal lengths it is wrong too.
+    """
+    vocab = vocab or model.config.get_text_config().vocab_size
+    prompts = []
+    for number, length in enumerate(PROBE_LENGTHS):
+        ids = [(vocab // 2 + 7 * place + 3 * number) % vocab for place in range(length)]
+        prompts.append(Prompt(ids, (number,), PROBE_NEW_TOKENS[number]))
+    limit = LIMIT_NATS.get(model.dtype, LIMIT_NATS_FLOAT32)
+    reason = ""
+    for equal_lengths in (False, True):
+        try:
+            completions = write(model, prompts, [], vocab, temperature=0, agree=agree,
+                                equal_lengths=equal_lengths)
+        except Exception as error:  # of the model's own code, which may raise anything
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            continue
+        error = _largest_error(model, prompts, completions, vocab)
+        if error <= limit:
+            return equal_lengths
+        reason = f"the log-probabilities of what it writes are off by up to {error:.3g} nats"
+    raise ValueError(f"cannot write token by token with its cache ({reason})")
+
+
+def _largest_error(
+    model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion], vocab: int
+) -> float:
+    """Return how far, in nats, `logp` of completions is from that of a forward pass for each."""
+    was_training = model.training
+    model.eval()
+    largest = 0.0
+    for prompt, completion in zip(prompts, completions):
+        ids = torch.cat([torch.tensor(prompt.ids), completion.ids]).to(model.device)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, :, :vocab]
+        logp = logits.float().log_softmax(-1)[len(prompt.ids) - 1 :]
+        expected = logp.gather(1, ids[len(prompt.ids) :, None]).squeeze(1).cpu()
+        error = float((completion.logp - expected).abs().max())
+        largest = max(largest, error if error == error else torch.inf)  # NaN: not equal
+    model.train(was_training)
+    return largest
 
 
 # --- one batch ------------------------------------------------------------------------------------
@@ -340,7 +424,7 @@ class _Batch:
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
         # Rows that have ended cost as much as others; leaving them out copies the cache.
-        if num_active <= len(self.rows) // 2 and hasattr(self.cache, "batch_select_indices"):
+        if num_active <= len(self.rows) // 2 and _can_select_rows(self.cache):
             kept = self.active.nonzero().squeeze(1)
             self.cache.batch_select_indices(kept)
             self.next_ids = self.next_ids[kept]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from isogloss.batch import StudentBatch
 from isogloss.model_teachers import head_gives_own_logits
 from isogloss.teachers import model_teachers
+from rollout import needs_equal_lengths
 
 # Relative difference between two computations of the same logits: what one layer too many or too
 # few changes is far above it.  Half precision rounds at 0.4 %.
@@ -114,6 +115,24 @@ def check_logits(state, student_ids):
                    "tiled; use --tiled=false")
     _refuse(truncated, "its logits are not those of its output embeddings, of which "
                        "--teacher_output topk keeps some; use --teacher_output logits")
+
+
+def check_side_by_side(state):
+    """Let the student write only such texts side by side as do not disturb each other.
+
+    Raises:
+        ValueError: what it writes is wrong whatever stands beside it.
+    """
+    with state.whole_student.model() as (model, agree):
+        try:
+            equal_lengths = needs_equal_lengths(model, state.vocab, agree)
+        except ValueError as error:
+            raise ValueError(f"--student {state.cfg.student}: {error}, as rollouts, samples and "
+                             "tasks with written answers need it; leave these out, or let a "
+                             "--rollout_command write") from None
+    state.whole_student.equal_lengths = equal_lengths
+    if state.tasks:
+        state.tasks.encoder.equal_lengths = equal_lengths
 
 
 def check_packing(state):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from isogloss.ends import stop_ids
 from isogloss.inputs import build_prompter
 from isogloss.rendezvous import values_of_ranks
 from isogloss.rollouts import SkippedPrompt, completed
@@ -49,10 +50,10 @@ class EvalSamples:
             prompt = self.prompts[number]
             starts.append(Prompt(prompt.ids, prompt.key, prompt.max_new_tokens))
         table = self.encoder.table
-        stop_ids = sorted({table.eos, table.end_of_turn} - {-1})
         with self.student.model() as (model, agree):
-            completions = write(model, starts, stop_ids, len(table), temperature=0,
-                                batch_size=self.batch_size, pad_id=max(table.pad, 0), agree=agree)
+            completions = write(model, starts, stop_ids(self.encoder), len(table), temperature=0,
+                                batch_size=self.batch_size, pad_id=max(table.pad, 0), agree=agree,
+                                equal_lengths=self.student.equal_lengths)
         records = []
         for number, completion in zip(numbers, completions):
             written = completed(self.prompts[number], completion, self.encoder)

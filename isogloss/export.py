@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from isogloss.adapters import (
     adapter_of,
@@ -32,7 +33,8 @@ from isogloss.adapters import (
 )
 from isogloss.checkpoint import position_of
 from isogloss.checkpoint_weights import checkpoint_of_step, weights_of_checkpoint
-from isogloss.config import HIGHEST, configs_by_teacher
+from isogloss.config import HIGHEST, configs_by_teacher, template_kwargs
+from isogloss.ends import load_generation, write_generation
 from isogloss.files import (
     check_shared,
     check_writable,
@@ -47,6 +49,7 @@ from isogloss.model_card import read_record, write_card
 from isogloss.pretrained import load_config
 from isogloss.rendezvous import values_of_ranks
 from isogloss.run_identity import checkpoint_folder
+from isogloss.sample import TextEncoder
 from isogloss.student import gathered
 from projection_tools import load_tokenizer, reason_of, save_atomically
 from projection_tools.flags import check_range, check_types, tool
@@ -176,13 +179,14 @@ def _written_files(target):
 # --- write ----------------------------------------------------------------------------------------
 
 
-def export_model(engine, tokenizer, cfg):
+def export_model(engine, encoder, cfg):
     """Write the student as a Hugging Face directory, from any layout; all ranks take part.
 
     A student that was trained by an adapter leaves the adapter alone, as peft writes it.
 
     Args:
         engine: whose module holds the Hugging Face model as `.model`.
+        encoder: TextEncoder of the student.
         cfg: of the run: export (a directory, replaced if it is an earlier export), merge (write
             the whole model with its adapter's products), trust_remote_code, output_dir, steps.
     Returns:
@@ -200,7 +204,7 @@ def export_model(engine, tokenizer, cfg):
     if dist.get_rank() == 0:
         card = partial(write_card, folder=cfg.output_dir, step=cfg.steps)
         try:
-            _write_model(save, tokenizer, cfg.export, card)
+            _write_model(save, encoder, cfg.export, card)
         except Exception as failure:  # safetensors has errors of its own for a full disk
             reason = f"{type(failure).__name__}: {failure}"
             error = f"--export {cfg.export}: cannot be written ({reason})"
@@ -217,7 +221,10 @@ def _save_whole(student, weights, trust_remote_code, folder):
     if adapter_of(student):
         weights = merged_weights(student, weights)
     student.config.use_cache = True  # training switched it off
-    model_of_weights(student.config, weights, trust_remote_code).save_pretrained(folder)
+    model = model_of_weights(student.config, weights, trust_remote_code)
+    # the student's comes as a file; what a config says may be nothing that may be saved
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder)
 
 
 def model_of_weights(config, weights, trust_remote_code=False):
@@ -244,11 +251,12 @@ def _of_rank_0(value):
     return values_of_ranks(value)[0]
 
 
-def _write_model(save, tokenizer, export, write_card, flag="--export"):
+def _write_model(save, encoder, export, write_card, flag="--export"):
     """Write an export, which appears when it is complete.
 
     Args:
         save: function that writes the weights to a folder.
+        encoder: TextEncoder of the student.
         write_card: (folder) -> writes the card into it.
         flag: that named the folder, for errors.
     """
@@ -257,7 +265,8 @@ def _write_model(save, tokenizer, export, write_card, flag="--export"):
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         save(scratch)
-        tokenizer.save_pretrained(scratch)
+        encoder.tokenizer.save_pretrained(scratch)
+        write_generation(encoder, scratch)
         make_readable_for_transformers_4(scratch)
         write_card(scratch)
         write_manifest(scratch)
@@ -390,7 +399,7 @@ def export_checkpoint(args):
     _check_replaceable(output, "--output")
     check_writable(f"--output {output}", _real_path(output).parent)
     student = empty_student(cfg, args.trust_remote_code)
-    tokenizer, _ = load_tokenizer("student", cfg.student, args.trust_remote_code)
+    encoder = student_encoder(cfg, student.config, args.trust_remote_code)
     weights = weights_of_checkpoint(checkpoint)
     adapter = adapter_of(student)
     if adapter:  # checkpoints hold no frozen weights, so there is nothing here to merge it into
@@ -400,7 +409,7 @@ def export_checkpoint(args):
         save = partial(_save_whole, student, weights, args.trust_remote_code)
     card = partial(write_card, folder=folder, step=step)
     try:
-        _write_model(save, tokenizer, output, card, "--output")
+        _write_model(save, encoder, output, card, "--output")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--output {output}: cannot be written ({reason_of(error)})") from None
     return Path(output)
@@ -415,6 +424,17 @@ def empty_student(cfg, trust_remote_code):
     if adapter:
         add_adapter(f"lora_r {cfg.lora_r}", student, adapter)
     return student
+
+
+def student_encoder(cfg, config, trust_remote_code):
+    """Return the TextEncoder of a run's student, of any length.
+
+    Args:
+        config: AutoConfig of the student.
+    """
+    tokenizer, table = load_tokenizer("student", cfg.student, trust_remote_code)
+    generation = load_generation("student", cfg.student, config, tokenizer)
+    return TextEncoder(tokenizer, table, sys.maxsize, template_kwargs(cfg), generation)
 
 
 def check_base_is_public(folder, repository):

@@ -36,6 +36,11 @@ class HarnessTask:
     loaded: dict
     limit: int = 0
 
+    @property
+    def writes(self):
+        """Whether the model has to write answers."""
+        return any(task.OUTPUT_TYPE == "generate_until" for task in self.loaded["tasks"].values())
+
 
 def load_harness_task(name, folder="", shots=None, limit=0):
     """Return a HarnessTask; its data is loaded.

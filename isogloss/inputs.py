@@ -41,6 +41,7 @@ from isogloss.data import (
 from isogloss.data_checks import check_column, has_text
 from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.ds_engine import check_with_deepspeed
+from isogloss.ends import load_generation, stop_ids
 from isogloss.evaluate import SpellingIds
 from isogloss.export import check_results
 from isogloss.layout import is_last_stage, node_size, teacher_groups
@@ -67,6 +68,7 @@ from isogloss.served_teachers import check_server
 from isogloss.specs import TeacherSpec
 from isogloss.stages import check_pipeline_layout
 from isogloss.targets import TeacherSetup
+from isogloss.task_model import TaskEncoder
 from isogloss.task_suite import TaskSuite, load_suite
 from isogloss.tasks import TaskOptions
 from isogloss.teachers import MODEL_ENGINES
@@ -201,7 +203,10 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
         raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, but its "
                          f"tokenizer {len(table)} ids; use the tokenizer that the model was "
                          "trained with")
-    return TextEncoder(tokenizer, table, max_length or context, template_kwargs or {}), config
+    generation = load_generation(role, path, config, tokenizer) if role == "student" else {}
+    encoder = TextEncoder(
+        tokenizer, table, max_length or context, template_kwargs or {}, generation)
+    return encoder, config
 
 
 def check_language_model(role, path, config):
@@ -239,8 +244,9 @@ def load_student_tasks(cfg, student, config):
             batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
             temperature=cfg.eval_task_temperature, seed=cfg.seed,
             allow_unsafe_code=cfg.allow_unsafe_code)
-        return load_suite(cfg.eval_tasks.split(","), options, student.tokenizer, config,
-                          dist.get_rank(), dist.get_world_size())
+        encoder = TaskEncoder(student.tokenizer, config, stop_ids(student))
+        return load_suite(cfg.eval_tasks.split(","), options, encoder, rank=dist.get_rank(),
+                          size=dist.get_world_size())
     except ValueError as error:
         raise ValueError(f"--eval_tasks {cfg.eval_tasks}: {error}") from None
 

@@ -21,6 +21,7 @@ from isogloss.batch import Collator, Example
 from isogloss.config import Config
 from isogloss.counts import Counts, PairCounts, global_sums
 from isogloss.data import ExampleReader
+from isogloss.ends import stop_ids
 from isogloss.flat import to_device
 from isogloss.rendezvous import values_of_ranks
 from isogloss.rollout_ratio import current_logp
@@ -178,9 +179,10 @@ class Writer:
         else:
             with self.student.model() as (model, agree):
                 completions = write(
-                    model, starts, self.stop_ids(), len(self.encoder.table),
+                    model, starts, stop_ids(self.encoder), len(self.encoder.table),
                     self.cfg.rollout_temperature, self.cfg.rollout_top_p, self.cfg.rollout_batch,
-                    max(self.encoder.table.pad, 0), agree)
+                    max(self.encoder.table.pad, 0), agree,
+                    equal_lengths=self.student.equal_lengths)
         written = []
         for prompt, completion in zip(shard, completions):
             written.append(completed(prompt, completion, self.encoder))
@@ -191,10 +193,6 @@ class Writer:
         for rank, of_rank in enumerate(values_of_ranks(plain, group.group)):
             rollouts[rank :: group.size] = [Rollout.from_plain(entry) for entry in of_rank]
         return rollouts
-
-    def stop_ids(self):
-        """List the tokens that end a rollout."""
-        return sorted({self.encoder.table.eos, self.encoder.table.end_of_turn} - {-1})
 
     def close(self):
         """End the process that writes, if there is one."""
@@ -244,7 +242,7 @@ class Writer:
             if node == node_name():
                 of_node += [(rank, prompt) for prompt in prompts]
         completions = self.process.write(
-            [prompt for _, prompt in of_node], self.stop_ids(), len(self.encoder.table),
+            [prompt for _, prompt in of_node], stop_ids(self.encoder), len(self.encoder.table),
             self.cfg.rollout_temperature, self.cfg.rollout_top_p)
         by_rank = {}
         for (rank, _), completion in zip(of_node, completions):

@@ -31,12 +31,14 @@ class TextEncoder:
         table: its TokenTable.
         max_length: positions per sample, at most.
         template_kwargs: what its chat template is told beside a chat.
+        generation: of the student, what its generation_config.json says; see `ends`.
     """
 
     tokenizer: object
     table: TokenTable
     max_length: int
     template_kwargs: dict = field(default_factory=dict)
+    generation: dict = field(default_factory=dict)
 
     @cached_property
     def splits_at_spaces(self):

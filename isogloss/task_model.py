@@ -59,17 +59,21 @@ class TaskEncoder:
         prefix: tokens that the tokenizer puts in front of a text.
         stop_ids: tokens that end a written answer.
         vocab: tokens of the tokenizer; the model's head may have more rows.
+        equal_lengths: prompts of unequal lengths disturb each other in this model.
     """
 
-    def __init__(self, tokenizer, config):
+    def __init__(self, tokenizer, config, stop_ids=()):
         """Read what a tokenizer and the config of its model say.
 
+        Args:
+            stop_ids: of `ends.stop_ids`; none: eos alone.
         Raises:
             ValueError: the tokenizer has neither bos nor eos.
         """
         self.tokenizer = tokenizer
         self.window = window_of(config, tokenizer)
         self.vocab = len(tokenizer)
+        self.equal_lengths = False
         self.prefix = self._added_in_front()
         bos = tokenizer.bos_token_id
         self.first_token = tokenizer.eos_token_id if bos is None else bos
@@ -78,7 +82,7 @@ class TaskEncoder:
                              "a context has no beginning; name one in its tokenizer_config.json")
         self.first_text = tokenizer.decode([self.first_token])
         eos = tokenizer.eos_token_id
-        self.stop_ids = [] if eos is None else [eos]
+        self.stop_ids = list(stop_ids) or ([] if eos is None else [eos])
 
     def _added_in_front(self):
         """Return the tokens that the tokenizer by itself puts in front of a text."""
@@ -327,7 +331,8 @@ def write_answers(model, encoder, items, keys, options, agree=bool, on_written=i
         prompts.append(Prompt(ids, key, max_new_tokens, stop if item.stops else None))
     completions = write(
         model, prompts, encoder.stop_ids, encoder.vocab, options.temperature,
-        batch_size=options.batch_size, agree=agree, on_written=on_written)
+        batch_size=options.batch_size, agree=agree, on_written=on_written,
+        equal_lengths=encoder.equal_lengths)
     answers = []
     for stop, completion in zip(stops, completions):
         answers.append(stop.cut(encoder.decode(completion.ids.tolist())))

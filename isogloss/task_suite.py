@@ -41,6 +41,12 @@ class TaskSuite:
     rank: int = 0
     size: int = 1
 
+    @property
+    def writes(self):
+        """Whether the model has to write answers."""
+        return any(not task.is_scored for task in self.tasks) or any(
+            task.writes for task in self.harness_tasks)
+
     def run(self, model, sums, agree=bool, stop=lambda: False):
         """Return (metrics, records of this rank's items); all ranks take part.
 
@@ -96,20 +102,19 @@ def random_states_restored():
         np.random.set_state(of_numpy)
 
 
-def load_suite(names, options, tokenizer, config, rank=0, size=1):
+def load_suite(names, options, encoder, rank=0, size=1):
     """Return the TaskSuite of some names.
 
     Args:
         names: of tasks; those of lm-evaluation-harness begin with "lm_eval:".
         options: TaskOptions.
-        tokenizer, config: of the model.
+        encoder: TaskEncoder of the model.
         rank, size: item i belongs to rank i mod size.
     Raises:
         ValueError: see `tasks.load_tasks` and `harness.load_harness_task`.
     """
     of_harness = [name for name in names if name.startswith(PREFIX)]
     own = [name for name in names if not name.startswith(PREFIX)]
-    encoder = TaskEncoder(tokenizer, config)
     tasks = load_tasks(own, options, encoder, rank, size) if own else []
     harness_tasks = []
     for name in of_harness:

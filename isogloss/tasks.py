@@ -38,8 +38,10 @@ from isogloss.code_tasks import (
     read_mbpp_plus,
 )
 from isogloss.counts import global_sums
+from isogloss.ends import load_generation, stop_ids
 from isogloss.pretrained import load_config, load_model
 from isogloss.rendezvous import values_of_ranks
+from isogloss.sample import TextEncoder
 from isogloss.task_items import (
     GSM8K_NEW_TOKENS,
     ScoredItem,
@@ -52,6 +54,7 @@ from isogloss.task_items import (
 from isogloss.task_model import GaveUp, Request, TaskEncoder, evaluation_mode, score, write_answers
 from projection_tools import load_tokenizer
 from projection_tools.flags import check_types, tool
+from rollout import needs_equal_lengths
 
 DTYPES = "auto", "float32", "bfloat16", "float16"
 
@@ -605,6 +608,18 @@ def _start_ranks():
     return rank, size, device
 
 
+def writes_equal_lengths(name, model, encoder):
+    """Return whether a model's answers need prompts of equal lengths in a batch.
+
+    Raises:
+        ValueError: it cannot write.
+    """
+    try:
+        return needs_equal_lengths(model, encoder.vocab)
+    except ValueError as error:
+        raise ValueError(f"--model {name}: {error}; choose tasks without written answers") from None
+
+
 def main(args):
     """Evaluate a model on tasks, print a table and write the records."""
     rank, size, device = _start_ranks()
@@ -612,11 +627,15 @@ def main(args):
         data=args.data, shots=args.shots, limit=args.limit, batch_size=args.batch_size,
         max_new_tokens=args.max_new_tokens, samples=args.samples, temperature=args.temperature,
         seed=args.seed, allow_unsafe_code=args.allow_unsafe_code)
-    tokenizer, _ = load_tokenizer("model", args.model, args.trust_remote_code)
+    tokenizer, table = load_tokenizer("model", args.model, args.trust_remote_code)
     config = load_config("model", args.model, args.trust_remote_code)
-    encoder = TaskEncoder(tokenizer, config)
+    generation = load_generation("model", args.model, config, tokenizer)
+    writer = TextEncoder(tokenizer, table, max_length=0, generation=generation)
+    encoder = TaskEncoder(tokenizer, config, stop_ids(writer))
     tasks = load_tasks(args.tasks.split(","), options, encoder, rank, size)
     model = load_model("model", args.model, args.trust_remote_code, dtype=args.dtype).to(device)
+    if any(not task.is_scored for task in tasks):
+        encoder.equal_lengths = writes_equal_lengths(args.model, model, encoder)
     sums = global_sums if size > 1 else torch.as_tensor
     metrics, records = run_tasks(
         tasks, model, encoder, options, sums=sums, bar=rank == 0)

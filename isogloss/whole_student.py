@@ -35,6 +35,7 @@ class WholeStudent:
         device: of this rank.
         copies: of a student that ZeRO-3 has partitioned, make a copy.
         replica: that copy, or None.
+        equal_lengths: prompts of unequal lengths would disturb each other in one batch.
     """
 
     engine: deepspeed.DeepSpeedEngine
@@ -42,6 +43,7 @@ class WholeStudent:
     device: torch.device
     copies: bool = True
     replica: torch.nn.Module | None = None
+    equal_lengths: bool = False
 
     def __post_init__(self):
         if self.is_staged() or (self.is_partitioned() and self.copies):

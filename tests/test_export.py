@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import ranks
 from conftest import asset
@@ -191,18 +192,28 @@ LAYOUTS = {
 }
 
 
+# What a published model may say: several ends, settings that transformers itself would refuse to
+# save, and keys that it does not know.
+GENERATION = {"bos_token_id": 1, "eos_token_id": [7, 9], "pad_token_id": 0, "do_sample": False,
+              "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 77, "chat_format": "chatml",
+              "transformers_version": "4.37.0"}
+
+
 @pytest.fixture(scope="module")
 def exported(models, texts, tmp_path_factory):
     """A folder with a run of two steps in each of LAYOUTS, checkpoints and exports kept."""
     pytest.importorskip("peft")  # of the adapter
     folder = tmp_path_factory.mktemp("layouts")
     corpus = write_corpus(folder, texts, 20)
+    student = folder / "models" / "student"
+    shutil.copytree(models[0], student)
+    (student / "generation_config.json").write_text(json.dumps(GENERATION))
     argv = []
     for name, (stage, more, flags) in LAYOUTS.items():
         config = ds_config(folder / f"{name}.json", stage, 2, 1, **more)
         output = folder / name
         argv.append([
-            f"--student={models[0]}", f"--teacher={models[1]}", f"--data={corpus}",
+            f"--student={student}", f"--teacher={models[1]}", f"--data={corpus}",
             f"--ds_config={config}", "--max_length=40", "--num_workers=0", "--steps=2",
             "--save_every=1", "--eval_rows=4", f"--output_dir={output}",
             f"--export={output / 'student'}", *flags])
@@ -239,6 +250,15 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
         for key, weight in first.items():
             assert torch.equal(weight, saved[f"model.{key}"]), key
     assert "| steps | 1 of 2 |" in (run / "first" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_export_keeps_the_generation_settings_and_adds_what_was_taught(exported, name):
+    """The student's own file, whole; eos ends every text that it learns from."""
+    eos = AutoTokenizer.from_pretrained(exported / name / "student").eos_token_id
+    assert eos not in GENERATION["eos_token_id"]
+    kept = json.loads((exported / name / "student" / "generation_config.json").read_text())
+    assert kept == GENERATION | {"eos_token_id": [7, 9, eos]}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import asset
 from isogloss.harness import load_harness_task
+from isogloss.task_model import TaskEncoder
 from isogloss.task_suite import load_suite
 from isogloss.tasks import TaskOptions
 
@@ -88,7 +89,7 @@ def test_values_are_those_of_the_harness_own_model_class(folder, model):
     student.train()
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     suite = load_suite([f"lm_eval:{name}" for name in names], TaskOptions(data=str(folder)),
-                       tokenizer, student.config)
+                       TaskEncoder(tokenizer, student.config))
     metrics, records = suite.run(student, torch.as_tensor)
     assert student.training
     assert torch.equal(before[0], torch.random.get_rng_state())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rollout
-from rollout import Prompt, gumbel_noise, hash_counters, uniform, write
+from rollout import Prompt, gumbel_noise, hash_counters, needs_equal_lengths, uniform, write
 
 VOCAB = 11
 STOP = 3
@@ -124,15 +124,74 @@ def test_a_completion_does_not_depend_on_its_batch(model, batch_size):
         torch.testing.assert_close(first.logp, second.logp, rtol=0, atol=5e-5)
 
 
-def test_the_probabilities_are_those_of_a_forward_pass(model):
-    starts = prompts(9)
-    for start, completion in zip(starts, write(model, starts, [STOP], VOCAB), strict=True):
+def check_probabilities(model, starts, completions):
+    for start, completion in zip(starts, completions, strict=True):
         ids = torch.cat([torch.tensor(start.ids), completion.ids])
         with torch.no_grad():
             logp = model(input_ids=ids[None]).logits[0, :, :VOCAB].log_softmax(-1)
         first = len(start.ids)
         expected = logp[first - 1 : -1].gather(1, completion.ids[:, None]).squeeze(1)
         torch.testing.assert_close(completion.logp, expected, rtol=0, atol=5e-5)
+
+
+def test_the_probabilities_are_those_of_a_forward_pass(model):
+    starts = prompts(9)
+    check_probabilities(model, starts, write(model, starts, [STOP], VOCAB))
+
+
+# Layers that are no attention keep a state of a text, not a key and a value of each token.
+SHAPE = dict(
+    vocab_size=VOCAB + 2, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    initializer_range=0.3, pad_token_id=0)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
+# model_type: (needs equal lengths, more of its config)
+WITH_STATES = {
+    "minimax": (True, dict(layer_types=["linear_attention", "full_attention"], head_dim=8,
+                           num_local_experts=2, num_experts_per_tok=1, block_size=16)),
+    "lfm2": (False, dict(layer_types=["conv", "full_attention"], head_dim=8)),
+    "bamba": (False, dict(attn_layer_indices=[1], **MAMBA)),
+    "falcon_h1": (False, dict(mamba_d_ssm=32, head_dim=8, **MAMBA | {"mamba_n_heads": 4})),
+    "gemma3_text": (False, dict(head_dim=8, sliding_window=4)),
+}
+
+
+def model_of(kind, **more):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SHAPE | more)).eval()
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_layers_that_are_no_attention_write_what_they_say_alone(kind):
+    """Prompts of all lengths, of which some end before others."""
+    expected, more = WITH_STATES[kind]
+    model = model_of(kind, **more)
+    equal_lengths = needs_equal_lengths(model, VOCAB)
+    assert equal_lengths == expected
+    starts = prompts(12, longest=4, limit=6)
+    completions = write(model, starts, [STOP], VOCAB, equal_lengths=equal_lengths)
+    assert len({len(completion.ids) for completion in completions}) > 2
+    check_probabilities(model, starts, completions)
+
+
+def test_a_model_that_cannot_write_says_so_in_one_line():
+    with pytest.raises(ValueError, match=r"cannot write .* returns no key/value cache") as error:
+        needs_equal_lengths(model_of("mamba", state_size=8), VOCAB)
+    assert "\n" not in str(error.value)
+
+    class Wrong(Fixed):
+        """One whose cache is read wrongly, whatever stands beside a text."""
+
+        dtype = torch.float32
+
+        def forward(self, input_ids, use_cache=True, **_):
+            return super().forward(input_ids) if use_cache else SimpleNamespace(
+                logits=-self.logits.expand(*input_ids.shape, -1))
+
+    with pytest.raises(ValueError, match="off by up to 4 nats"):
+        needs_equal_lengths(Wrong(torch.tensor([2.0, -2.0])), 2)
 
 
 def test_a_completion_ends_at_a_stop_token_or_at_its_limit(model):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
 from conftest import asset
+from isogloss.task_model import TaskEncoder
 from isogloss.task_suite import load_suite
 from isogloss.tasks import TaskOptions
 from jobs import ds_config, losses_of, run_distill, write_corpus
@@ -120,7 +121,7 @@ def test_an_evaluation_gives_up_where_the_job_ends(data):
     model = AutoModelForCausalLM.from_pretrained(path)
     model.train()
     suite = load_suite(["lambada", "gsm8k"], TaskOptions(data=str(data), limit=4),
-                       AutoTokenizer.from_pretrained(path), model.config)
+                       TaskEncoder(AutoTokenizer.from_pretrained(path), model.config))
     asked = []
 
     def stop():

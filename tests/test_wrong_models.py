@@ -284,7 +284,10 @@ MODELS = {
     "an eos that is a number": (edited("tokenizer_config.json", eos_token=5), TOKENIZER),
     "a chat template that is a list": (
         edited("tokenizer_config.json", chat_template=[1, 2]), TOKENIZER),
-    "generation settings that are a list": (written("generation_config.json", "[]"), WEIGHTS),
+    "generation settings that are a list": (
+        written("generation_config.json", "[]"), "cannot be loaded ("),
+    "generation settings of another model": (
+        edited("generation_config.json", eos_token_id=[2, 151645]), "says eos_token_id 151645"),
     "a tokenizer with more ids than the head": (config(vocab_size=300), "its lm_head has 300"),
 }
 
@@ -296,7 +299,8 @@ FROM_SCRATCH = [
     "a negative size", "negative layers", "an activation that is none", "a rope that is none",
     "no such dtype", "an encoder", "an encoder and a decoder", "a model of images"]
 # What a teacher may be.
-ONLY_STUDENTS = {"fp8"}  # transformers turns it into bfloat16 on a CPU
+# transformers turns the first into bfloat16 on a CPU; a teacher does not write
+ONLY_STUDENTS = {"fp8", "generation settings of another model"}
 # Command lines that name no folder of MODELS.
 PATHS = {
     "a file for a model": Wrong("--student={folder}/corpus20.jsonl", "no such directory"),
