@@ -41,6 +41,7 @@ from isogloss.files import (
 from isogloss.rendezvous import values_of_ranks
 from isogloss.unpickle import known_classes_only
 from projection_tools import reason_of
+from projection_tools.model_names import without_secrets
 
 POSITION = "position.json"
 CHECKSUM = "checksum"  # key of position.json
@@ -317,7 +318,7 @@ def check_identity(choice, checkpoint, identity):
     Raises:
         ValueError: it does not; the line says what to do.
     """
-    saved = position_of(checkpoint)["run"]
+    saved = without_secrets(position_of(checkpoint)["run"])
     differing = [key for key, value in identity.items() if saved.get(key) != value]
     if not differing:
         return
