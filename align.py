@@ -270,6 +270,32 @@ UNENCODABLE = 3
 SPACE_BYTE = 32  # b" "
 
 
+# What follows a token that begins the turns of a chat template, in the same piece of it: a role.
+ROLE = r"(?:(?!\{%|<).){0,30}?\b(?:role|system|user|assistant)\b"
+
+
+def adds_bos(tokenizer, bos):
+    """Return whether a plain text begins with bos: where a model has learned it so.
+
+    A tokenizer that adds none by itself may have it for use all the same, but not where the token
+    is the header of a chat's turns, as ``<|im_start|>`` of SmolLM2.
+
+    Args:
+        tokenizer: a Hugging Face fast tokenizer.
+        bos: its id; -1: it has none.
+    """
+    # Llama-like tokenizers say so by this key
+    if bos < 0 or getattr(tokenizer, "init_kwargs", {}).get("add_bos_token") is False:
+        return False
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, dict):
+        template = "\n".join(template.values())
+    name = re.escape(tokenizer.convert_ids_to_tokens(bos))
+    if not re.search(name + ROLE, template):
+        return True
+    return tokenizer("a")["input_ids"][:1] == [bos]
+
+
 class Located(NamedTuple):
     """Places of the tokens of one side in a text.
 

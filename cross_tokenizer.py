@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 import losses
-from align import TokenTable, align, common_cut, fingerprint
+from align import TokenTable, adds_bos, align, common_cut, fingerprint
 
 IGNORED = -100  # label of positions that predict nothing, as in transformers
 
@@ -402,9 +402,7 @@ class CutPair(NamedTuple):
 
 def _encode(texts, tokenizer, table):
     """Return an EncodedText `[bos] text eos` for each text, as far as the tokenizer has these."""
-    # Llama-like tokenizers say by this key whether bos is for use
-    adds_bos = getattr(tokenizer, "init_kwargs", {}).get("add_bos_token") is not False
-    prefix = [table.bos] if table.bos >= 0 and adds_bos else []
+    prefix = [table.bos] if adds_bos(tokenizer, table.bos) else []
     suffix = [table.eos] if table.eos >= 0 else []
     # not truncated: where to cut depends on the other tokenizer
     coded = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False,

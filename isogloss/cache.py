@@ -73,7 +73,7 @@ from isogloss.watch import end_together, end_with_launchers, signal_handlers_res
 from isogloss.workers import DataError
 from projection_tools import fingerprint
 from projection_tools.flags import check_range, check_types, parse_flags
-from projection_tools.model_names import read_model_name
+from projection_tools.model_names import read_model_name, without_secrets
 from tiles import HiddenLogits
 
 SHARD_BYTES = 256 * 2**20  # of a shard, about
@@ -373,14 +373,14 @@ def plan(args, texts, encoder, config, dtype):
     texts_per_shard = min(max(1, SHARD_BYTES // bytes_per_text), MOST_TEXTS)
     data = " and ".join(filter(None, [args.data, args.eval_data]))
     manifest = Manifest(
-        teacher=args.teacher, weights=digest_of_weights(args),
+        teacher=without_secrets(args.teacher), weights=digest_of_weights(args),
         tokenizer=fingerprint(encoder.tokenizer), template=template_digest(encoder),
         vocab=len(encoder.table), max_length=encoder.max_length,
         dtype=SERVED if is_address(args.teacher) else str(dtype).removeprefix("torch."),
         output=output,
         top_k=0 if args.hidden else min(args.top_k, len(encoder.table)),
         logp_bits=0 if args.hidden else args.logp_bits,
-        temperature=1.0 if args.hidden else cfg.temperature, data=data,
+        temperature=1.0 if args.hidden else cfg.temperature, data=without_secrets(data),
         data_digest=surveyed.digest, holds_chats=texts.holds_chats, num_texts=num_texts,
         texts_per_shard=texts_per_shard, bytes_per_position=size, sampled=args.sampled,
         seed=args.seed, format=FORMAT)

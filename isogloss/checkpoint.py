@@ -42,6 +42,7 @@ from isogloss.rendezvous import values_of_ranks
 from isogloss.unpickle import known_classes_only
 from projection_tools import reason_of
 from projection_tools.flags import PATH_FLAGS
+from projection_tools.model_names import without_secrets
 
 POSITION = "position.json"
 CHECKSUM = "checksum"  # key of position.json
@@ -319,7 +320,7 @@ def check_identity(choice, checkpoint, identity):
         ValueError: it does not; the line says what to do.
     """
     # what checkpoints of earlier versions lack was off
-    saved = {"join_rows": 0} | position_of(checkpoint)["run"]
+    saved = {"join_rows": 0} | without_secrets(position_of(checkpoint)["run"])
     for key in PATH_FLAGS & saved.keys():  # earlier versions kept `~` as it was written
         if isinstance(saved[key], str):
             saved[key] = os.path.expanduser(saved[key])

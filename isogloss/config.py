@@ -19,6 +19,7 @@ from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
 from isogloss.teachers import engine_names
 from isogloss.text_server import Address, is_address
 from projection_tools.flags import check_range, check_types
+from projection_tools.model_names import without_secrets
 
 
 @dataclass(kw_only=True)
@@ -772,7 +773,8 @@ def teacher_entries(cfg):
 
 def teacher_name(entry):
     """Return what metrics call the teacher of an entry of --teachers."""
-    return entry.get("name", Path(str(entry.get("model") or entry.get("cache", ""))).name)
+    path = without_secrets(str(entry.get("model") or entry.get("cache", "")))
+    return entry.get("name", Path(path).name)
 
 
 def routes_by_teacher(cfg):

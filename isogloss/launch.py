@@ -28,6 +28,7 @@ from isogloss.rendezvous import (
     set_timeout,
 )
 from isogloss.watch import current_watch, program_name
+from projection_tools.model_names import without_secrets
 
 # Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
 MAX_OPEN_FILES = 1 << 16
@@ -176,7 +177,7 @@ def fail(message, loud=None, code=2):
     if loud is None:
         loud = int(os.environ.get("RANK", 0)) == 0
     if loud:
-        one_line = " ".join(message.split())
+        one_line = " ".join(without_secrets(message).split())
         print(f"{program_name()}: {one_line}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 

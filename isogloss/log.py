@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from isogloss.config import configs_by_teacher
 from isogloss.files import write_atomically
-from projection_tools.model_names import read_model_name
+from projection_tools.model_names import read_model_name, without_secrets
 
 
 def speed_metrics(num_parameters, device, tokens, seconds):
@@ -109,7 +109,7 @@ class Log:
         if not self.is_active:
             return
         if description:
-            print(f"distill.py: {description}", file=sys.stderr, flush=True)
+            print(f"distill.py: {without_secrets(description)}", file=sys.stderr, flush=True)
         folder = Path(cfg.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
@@ -292,7 +292,7 @@ def _start_wandb(cfg, folder, start_step):
         project=cfg.wandb_project,
         name=folder.name,
         dir=folder,
-        config=asdict(cfg),
+        config=without_secrets(asdict(cfg)),
         id=id_path.read_text(),
         resume="allow",
     )
@@ -323,7 +323,7 @@ def run_record(cfg, start_step, ds_config):
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "projection_sha256": projection_sha256,
     }
-    return json.dumps(record, indent=1)
+    return json.dumps(without_secrets(record), indent=1)
 
 
 def model_versions(cfg):

@@ -5,12 +5,14 @@ Tests: tests/test_export.py.
 """
 
 import json
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.plot import DEFAULT, available, panels_of, picture, read_run
+from projection_tools.model_names import without_secrets
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 PICTURE = "curves.png"
@@ -26,7 +28,7 @@ MEASURED = {
 LEFT_OUT = {
     "student", "teacher", "teachers", "data", "eval_data", "output_dir", "export", "ds_config",
     "resume", "wandb_project", "local_rank", "loss", "projection", "eval_task_data",
-    "rollout_command", "trust_remote_code", "config"}
+    "rollout_command", "trust_remote_code", "config", "teacher_cache", "teacher_tokenizer"}
 
 
 def read_record(folder):
@@ -111,9 +113,10 @@ def hub_ids(names):
 
 
 def public_name(name):
-    """Return a hub id or an address as it is, and of a path its last part."""
-    if "://" in name or hub_ids([name.partition(":")[0]]):
-        return name
+    """Return a hub id, an address without what is secret in it, and of a path its last part."""
+    is_local = name.startswith(("file:", "local:"))
+    if not is_local and ("://" in name or hub_ids([name.partition(":")[0]])):
+        return without_secrets(name)
     return Path(name).name or name
 
 
@@ -176,8 +179,14 @@ def flags_text(cfg):
     for field in fields(Config):
         value = getattr(cfg, field.name)
         if field.name not in LEFT_OUT and value != field.default:
-            words.append(f"--{field.name} {value}")
+            if isinstance(value, str) and _is_path(value):
+                value = public_name(value)
+            words.append(f"--{field.name} {without_secrets(value)}")
     return "    " + " ".join(words) if words else "    none"
+
+
+def _is_path(value):
+    return value.startswith(("/", "~", "./", "../", "file:")) or os.path.lexists(value)
 
 
 def table(head, entries):

@@ -14,6 +14,7 @@ from isogloss.ds_config import (
     schedule_lengths,
 )
 from isogloss.text_server import is_address
+from projection_tools.model_names import without_secrets
 
 
 def checkpoint_folder(cfg):
@@ -53,7 +54,7 @@ def run_identity(cfg):
     for key, value in ds_config.items():
         if key not in (*BATCH_KEYS, *RESUMABLE_KEYS):
             identity["ds_config"][key] = value
-    return identity
+    return without_secrets(identity)  # a checkpoint holds it, and a signature may change
 
 
 def _without_free_keys(entry):

@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from align import Alignment, Located, TokenTable, align_located, common_cut, locate
+from align import (
+    Alignment,
+    Located,
+    TokenTable,
+    adds_bos,
+    align_located,
+    common_cut,
+    locate,
+)
 from align_dp import align_dp
 from isogloss.long_texts import splits_at_spaces
 
@@ -53,9 +61,9 @@ class TextEncoder:
     def encode(self, texts):
         """Return an int64 array `[bos] text eos` for each text.
 
-        bos is added only if the tokenizer has one and does not refuse it; eos whenever it has one.
+        bos is added where `align.adds_bos` says so; eos whenever the tokenizer has one.
         """
-        prefix = [self.table.bos] if self._adds_bos() else []
+        prefix = [self.table.bos] if self._adds_bos else []
         suffix = [self.table.eos] if self.table.eos >= 0 else []
         # Never truncated here: where to cut depends on the other side, see `cut_sample`.
         coded = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)
@@ -68,19 +76,17 @@ class TextEncoder:
             located = locate(ids, self.table, text, self._offsets(text))
         return located
 
+    @cached_property
     def _adds_bos(self):
-        """Return whether `encode` begins with bos."""
-        if self.table.bos < 0:
-            return False
-        # Llama-like tokenizers say so by this key; where it is absent, the bos id is there for use.
-        return getattr(self.tokenizer, "init_kwargs", {}).get("add_bos_token") is not False
+        """Whether `encode` begins with bos."""
+        return adds_bos(self.tokenizer, self.table.bos)
 
     def _offsets(self, text):
         """Return (tokens, 2) characters of the text for each token of `encode`."""
         coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
                                verbose=False)
         nowhere = [(0, 0)]  # bos and eos stand for no characters
-        prefix = nowhere if self._adds_bos() else []
+        prefix = nowhere if self._adds_bos else []
         suffix = nowhere if self.table.eos >= 0 else []
         return np.array([*prefix, *coded["offset_mapping"], *suffix]).reshape(-1, 2)
 

@@ -27,6 +27,7 @@ from ipc import is_running
 from isogloss.counts import global_sums
 from isogloss.layout import place_in_job
 from isogloss.rendezvous import gather_values, job_store, read_value, run_store, write_value
+from projection_tools.model_names import without_secrets
 
 PERIOD = 1.0  # seconds between looks
 # Seconds for a rank to end by itself, when its collectives fail or all ranks refuse an input.  Not
@@ -322,7 +323,7 @@ class Watch:
         """Print the line of an Ending, once, and tell the ranks of other nodes."""
         if not self.said.acquire(blocking=False) or not ending.speaks:
             return
-        one_line = " ".join(ending.line.split())
+        one_line = " ".join(without_secrets(ending.line).split())
         print(f"{program_name()}: {one_line}", file=sys.stderr, flush=True)
         with contextlib.suppress(dist.DistError):
             self.post_failure(ending.line, ending.code, said=True)

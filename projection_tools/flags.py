@@ -23,6 +23,7 @@ from pathlib import Path
 import fire
 
 from projection_tools.flag_file import read_flag_file
+from projection_tools.model_names import without_secrets
 
 # Names of flags that public recipes use, and what they are called here.
 OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
@@ -459,6 +460,6 @@ def tool(kind, main, positional=(), aliases=None, argv=None):
     except ValueError as error:
         # The source file, because the module is called __main__ when it runs as a program.
         source = Path(main.__code__.co_filename)
-        message = " ".join(str(error).split())
+        message = " ".join(without_secrets(str(error)).split())
         print(f"{source.parent.name}.{source.stem}: {message}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,19 +1,63 @@
-"""Read what a user names a model by: a hub id, one revision of it, a directory, an adapter.
+"""Read what a user names a model by, and say names where others read them.
 
     Qwen/Qwen3-0.6B            the newest version on the hub
     Qwen/Qwen3-0.6B@v1.0       a branch, a tag or a commit of it
     runs/a/student             a directory with config.json
     runs/b/adapter             one with adapter_config.json, which names the model below it
 
-Tests: tests/test_adapters.py.
+What leaves the process, in a line, a record or a model card, goes through `without_secrets`.
+
+Tests: tests/test_adapters.py, tests/test_export.py.
 """
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+# Of an address: the scheme, a name and a password (which may hold a slash, as those of S3 do), and
+# what stands behind a question mark.
+ADDRESS = re.compile(
+    r"([A-Za-z][\w+.-]*://)([^\s\"<>/]*@|[^\s\"<>/:@]*:(?!\d+/)[^\s\"<>]*@)?([^\s\"<>?]*)"
+    r"(\?[^\s\"<>]*?(?=[:;,.)\]']*(?:[\s\"<>]|$)))?")
+SECRET_NAME = (r"(?:\w*_)?(?:api_?key|access_token|auth_token|hf_token|password|passwd|"
+               r"secret(?:_key)?)")
+ASSIGNED = re.compile(rf"(?i)(\b{SECRET_NAME}[\"']?\s*[:=]\s*[\"']?)[^\s\"',}}]+")
+SECRET_KEY = re.compile(rf"(?i){SECRET_NAME}|token")
+TOKEN = re.compile(r"\b(hf_|sk-|ghp_|github_pat_)[A-Za-z0-9]{16,}[\w-]*")
+SECRET_VARIABLE = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD)$")
+HIDDEN = "***"
+
+
+def without_secrets(value):
+    """Return a text, or lists and dicts of them, in which stars stand for what is secret.
+
+    That is a name and a password in an address, and its query, which may be signed; a token of the
+    hub; the value of a key or a variable of the environment that is named after a secret.
+    """
+    if isinstance(value, dict):
+        clean = {}
+        for key, item in value.items():
+            is_secret = isinstance(item, str) and item and SECRET_KEY.fullmatch(str(key))
+            clean[without_secrets(key)] = HIDDEN if is_secret else without_secrets(item)
+        return clean
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    for name, secret in os.environ.items():
+        if len(secret) >= 8 and SECRET_VARIABLE.search(name):
+            value = value.replace(secret, HIDDEN)
+    value = ADDRESS.sub(_public_address, value)
+    return TOKEN.sub(rf"\g<1>{HIDDEN}", ASSIGNED.sub(rf"\g<1>{HIDDEN}", value))
+
+
+def _public_address(match):
+    scheme, user, rest, query = match.groups()
+    return scheme + (f"{HIDDEN}@" if user else "") + rest + (f"?{HIDDEN}" if query else "")
 
 
 class ModelName(NamedTuple):

@@ -5,8 +5,11 @@ import json
 import os
 import resource
 import shutil
+import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -15,9 +18,10 @@ from transformers import AutoTokenizer
 
 import ranks
 from conftest import asset
-from isogloss import export, model_card
+from isogloss import export, launch, log, model_card, run_identity
 from isogloss.config import Config
 from jobs import ds_config, losses_of, run_distill, write_corpus
+from projection_tools import model_names
 from wrong_input import Wrong, check_one_line, outcomes, run_wrong
 
 
@@ -305,7 +309,8 @@ def test_the_card_says_what_it_was_made_of_and_no_path(exported):
                  "| data | corpus20.jsonl |", "| steps | 2 of 2 |", "| ranks | 2 |",
                  "--max_length 40", "![Curves of the run](curves.png)"):
         assert text in body, text
-    assert str(exported) not in card
+    for path in folder.iterdir():  # of none of the files
+        assert str(exported).encode() not in path.read_bytes(), path
     lines = losses_of(exported / "zero 3", -1)
     bits = [line["eval/student_bits_per_byte"] for line in lines if "eval/kd" in line]
     assert f"| bits per byte, student | {bits[0]:.4g} | {bits[-1]:.4g} |" in body
@@ -319,6 +324,73 @@ def test_the_card_says_what_it_was_made_of_and_no_path(exported):
     assert "base_model:" not in text and "| base model | org/base (shape only) |" in text
     assert "| teacher | org/one: loss `piece_kl`, weight 1 |" in text
     assert "| teacher | two: loss `alm`, weight 2 |" in text and "/root" not in text
+
+
+SECRETS = ("pa55", "s1gn", "hf_AbCdEf0123456789", "k3y", "pr0ject-key")
+# {what a line says: what of it may be read by others}
+PUBLIC = {
+    "--data https://me:pa55@host/a.jsonl?sig=s1gn: cannot be read":
+        "--data https://***@host/a.jsonl?***: cannot be read",
+    "(https://host/a.jsonl?sig=s1gn).": "(https://host/a.jsonl?***).",
+    "https://me:pa55@pa55@host:80/x": "https://***@host:80/x",
+    "s3://AKIA:pa55/pa55@bucket/x": "s3://***@bucket/x",
+    "filecache::https://me@host/a?s1gn and b@c": "filecache::https://***@host/a?*** and b@c",
+    "hf://datasets/org/name@main/a.jsonl": "hf://datasets/org/name@main/a.jsonl",
+    "http://host:8000/v1#model": "http://host:8000/v1#model",
+    '[{"model": "http://host:80", "routes": ["a@b"]}]':
+        '[{"model": "http://host:80", "routes": ["a@b"]}]',
+    "the token hf_AbCdEf0123456789 is not valid": "the token hf_*** is not valid",
+    'comet: {"api_key": "k3y", "mode": "x"}': 'comet: {"api_key": "***", "mode": "x"}',
+    "COMET_API_KEY=k3y python": "COMET_API_KEY=*** python",
+    "the server says: no pr0ject-key here": "the server says: no *** here",
+    "eos_token: </s>, org/name?": "eos_token: </s>, org/name?",
+}
+
+
+@pytest.fixture
+def secret_variable(monkeypatch):
+    monkeypatch.setenv("TEACHER_API_KEY", "pr0ject-key")
+
+
+@pytest.mark.parametrize("line", PUBLIC)
+def test_stars_stand_for_what_is_secret(line, secret_variable, capsys):
+    with pytest.raises(SystemExit):
+        launch.fail(line, loud=True)
+    assert capsys.readouterr().err.endswith(f": {PUBLIC[line]}\n")
+    assert model_names.without_secrets([{"a": line}]) == [{"a": PUBLIC[line]}]
+
+
+def test_no_record_of_a_run_holds_a_secret(models, tmp_path, monkeypatch, secret_variable):
+    """Run.json, what wandb is told, the card, a checkpoint's identity, a cache's manifest."""
+    address = "https://me:pa55@host/{}.jsonl?sig=s1gn"
+    ds_path = tmp_path / "ds.json"
+    ds_path.write_text(json.dumps({"train_batch_size": 1, "comet": {"api_key": "k3y"}}))
+    flags = {"student": str(models[0]), "teacher_cache": "/home/me/caches/of_teacher",
+             "data": address.format("a"), "eval_data": address.format("b"),
+             "ds_config": str(ds_path), "wandb_project": "p"}
+    cfg = Config(**flags)
+    monkeypatch.setattr(sys, "argv", [f"--{name}={value}" for name, value in flags.items()])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(log, "model_versions", lambda cfg: {cfg.data: {}})
+    monkeypatch.setattr(log, "_git", lambda *arguments: None)  # the diff may hold this file
+    told = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **all: told.append(all)))
+    log._start_wandb(cfg, tmp_path, 0)
+    record = json.loads(log.run_record(cfg, 0, json.loads(ds_path.read_text())))
+    assert record["config"]["data"] == "https://***@host/a.jsonl?***"
+    assert record["config"]["student"] == str(models[0])  # with which it is run again
+    served = Config(**flags | {"teacher_cache": "", "teacher": "http://host:80",
+                               "teacher_tokenizer": "/home/me/models/of_server"})
+    cards = [model_card.card_text(record, each, [], 3, False) for each in (cfg, served)]
+    assert "/home/me" not in "".join(cards) and str(tmp_path) not in "".join(cards)
+    assert "| teacher | of_teacher: " in cards[0] and "| teacher | of_server: " in cards[1]
+    assert "| data | https://***@host/a.jsonl?*** |" in cards[0]
+    identity = run_identity.run_identity(cfg)
+    other = run_identity.run_identity(replace(cfg, data=cfg.data.replace("s1gn", "an0ther")))
+    assert identity == other  # a signature is no other data
+    for what in (told, record, cards, identity):
+        for secret in SECRETS:
+            assert secret not in str(what), (secret, what)
 
 
 class StandInHub:

@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 import pytest
-from tokenizers import normalizers
+from tokenizers import normalizers, processors
 
 import demo
 from align import TokenTable
@@ -98,6 +98,38 @@ def test_bos_and_eos_are_added_where_the_tokenizer_has_them(encoders, texts):
         refusing.init_kwargs["add_bos_token"] = False
         ids = changed(encoder, refusing).encode(texts[:1])[0]
         assert ids.tolist() == [*plain, table.eos]
+
+
+# {chat template: bos begins a plain text}, bos being <|im_start|>, which the tokenizer adds not
+BOS_OF_TEMPLATES = {
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] }}{% endfor %}": False,
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}": False,
+    "{{ '<|im_start|>assistant\n' }}": False,
+    "{% for m in messages %}{{ '<|im_start|>' ~ m.role }}{% endfor %}": False,
+    "{{ '<|im_start|>' }}{% for m in messages %}{{ '[' + m['role'] + ']' }}{% endfor %}": True,
+    "<|im_start|>{% if messages[0]['role'] == 'system' %}{{ messages[0] }}{% endif %}": True,
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}": True,
+}
+
+
+@pytest.mark.parametrize("template", BOS_OF_TEMPLATES)
+def test_the_header_of_a_turn_does_not_begin_a_plain_text(encoders, template):
+    tokenizer = copy.deepcopy(encoders[0].tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
+    tokenizer.chat_template = template
+    bos = tokenizer.bos_token_id
+    plain = tokenizer("a b", add_special_tokens=False)["input_ids"]
+    assert tokenizer("a b")["input_ids"][:1] != [bos]
+    table = TokenTable.from_tokenizer(tokenizer)
+    assert table.bos == bos
+    prefix = [bos] if BOS_OF_TEMPLATES[template] else []
+    encoder = TextEncoder(tokenizer, table, 9)
+    assert encoder.encode(["a b"])[0].tolist() == [*prefix, *plain, table.eos]
+    assert len(encoder.locate(encoder.encode(["a b"])[0], "a b").begin) == len(prefix + plain) + 1
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    encoder = TextEncoder(tokenizer, table, 9)
+    assert encoder.encode(["a b"])[0].tolist() == [bos, *plain, table.eos]  # it adds one itself
 
 
 def test_a_text_is_encoded_whole_whatever_the_maximum_length(encoders, texts):

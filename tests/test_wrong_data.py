@@ -261,7 +261,7 @@ PLACES = {
     "a file of Latin-1 among good ones": Wrong("--data={folder}/one_latin", "b.jsonl: line 1 "),
     "an empty table among good ones": Wrong("--data={folder}/one_empty", "b.parquet: is empty"),
     "files of other columns": Wrong("--data={folder}/columns", "columns/b.jsonl: no column 'text'"),
-    "files of other types": Wrong("--data={folder}/types", "types/b.parquet: no column 'text'; it has x"),
+    "files of other types": Wrong("--data={folder}/types", "b.parquet: no column 'text'; it has x"),
     "not compressed by zstd": Wrong("--data={folder}/a.jsonl.zst", "is no .zst file, or damaged"),
     "cut off by zstd": Wrong("--data={folder}/b.jsonl.zst", "is compressed and holds nothing"),
     # hub
