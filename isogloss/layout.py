@@ -62,6 +62,15 @@ class Roles(NamedTuple):
         return read_value(self.store, f"node {self.node}: {key}")
 
 
+def check_teacher_ranks(teacher_ranks, ranks_per_node):
+    """Raise a ValueError where a node has no rank left for the student."""
+    if teacher_ranks >= ranks_per_node:
+        raise ValueError(
+            f"--teacher_ranks {teacher_ranks}: a node of this job has {ranks_per_node} ranks, and "
+            "at least one is for the student; start more ranks or leave the flag out"
+        )
+
+
 def split_ranks(teacher_ranks):
     """Split the job into two worlds: the last `teacher_ranks` ranks of every node, and the others.
 
@@ -78,11 +87,7 @@ def split_ranks(teacher_ranks):
     job_size = int(environ.get("WORLD_SIZE", 1))
     # node_size() cannot be used here: there is no process group to ask yet.
     ranks_per_node = int(environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or job_size)
-    if teacher_ranks >= ranks_per_node:
-        raise ValueError(
-            f"--teacher_ranks {teacher_ranks}: a node of this job has {ranks_per_node} ranks, and "
-            "at least one is for the student; start more ranks or leave the flag out"
-        )
+    check_teacher_ranks(teacher_ranks, ranks_per_node)
     store = job_store()
     node, local_rank = divmod(job_rank, ranks_per_node)
     student_ranks = ranks_per_node - teacher_ranks

@@ -25,14 +25,21 @@ unmeasured on GPUs.  docs/LOG.md has the errors measured on CPU ranks.
 
 A rank sends, in a step, with f = (N - 1) / N: gradients 2 f b Pt (stages 0, 1); stage 2 f b Pt m,
 and f b Pt for the new weights; stage 3 f b (2 P + Pt) m.  In a micro-batch a sharded teacher sends
-4 n_t h_t b_t (degree - 1) / degree a layer, sequence shards 2 b n (q + kv) (size - 1) / size a
-layer in each of two passes (three with checkpointing), a pipeline 2 b n h.
+4 n_t h_t b_t (degree - 1) / degree a layer for the samples of each of its readers, because all of
+its ranks run all of them (of ZeRO-3: f b_t of all weights); sequence shards 2 b n (q + kv)
+(size - 1) / size a layer in each of two passes (three with checkpointing), a pipeline 2 b n h.
 
-Sizes of models come from their config.json, or from recipes/architectures.yaml where there is none.
+What leaves a node goes by the network, the rest by NVLink.  Gradients and weights go around in
+rings, which leave a node once for all of its ranks: of a rank's bytes, 1 / (ranks of the node).
+
+What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
+from their config.json, or from recipes/architectures.yaml where there is none.
 Tests: tests/test_plan.py.
 """
 
-from dataclasses import dataclass, replace
+import math
+import re
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +49,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
+from isogloss.layout import Roles, check_teacher_ranks, teacher_groups
+from isogloss.model_teachers import check_compilation, resolve_engine
 from isogloss.pretrained import load_config
+from isogloss.sequence import check_sequence_layout
+from isogloss.stages import check_pipeline_layout
+from isogloss.teachers import MODEL_ENGINES
 from projection_tools.flags import check_range, check_types, parse_flags, tool
 from projection_tools.model_names import read_model_name
 
@@ -51,6 +63,10 @@ ARCHITECTURES = Path(__file__).resolve().parent.parent / "recipes" / "architectu
 OF_THE_GPU = 2 * GIB  # context, NCCL, fragmentation: not measured
 TABLES = 280  # bytes a token, of piece_kl's tables; measured with vocabularies of 512 and 14,019
 USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
+# An H100's NVLink moves 450 GB/s, a network card of 400 Gbit/s 50 GB/s; one card for each GPU.
+NVLINK_PER_NETWORK = 9
+# The comment of a recipe that says what it is for.
+GPUS = re.compile(r"^# GPUs: (\d+) of ([\d.]+) GiB(?:, (\d+) on a node)?$", re.MULTILINE)
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -67,6 +83,7 @@ class Shape:
         layers: their number.
         vocab: rows of the head.
         names: {name of a linear layer: [(out, in)]}, for adapters.
+        config: of the whole model.
     """
 
     weights: int
@@ -80,6 +97,7 @@ class Shape:
     layers: int
     vocab: int
     names: dict
+    config: object
 
 
 @cache
@@ -105,7 +123,7 @@ def shape_of(role, path, trust_remote_code=False):
         head=head.weight.numel(), tied=head.weight is model.get_input_embeddings().weight,
         hidden=config.hidden_size, inner=inner, heads=heads * head_size,
         kv_heads=kv_heads * head_size, layers=config.num_hidden_layers,
-        vocab=head.weight.shape[0], names=names)
+        vocab=head.weight.shape[0], names=names, config=model.config)
 
 
 def _empty_model(role, path, trust_remote_code):
@@ -160,6 +178,7 @@ class Layout:
     Attributes:
         cfg: Config; stage: of ZeRO; bytes: of a weight in training.
         ranks: of the student; teachers have ranks of their own where cfg says so.
+        per_node: ranks of the student on a node.
         micro_batch, micro_batches: samples of one, and how many a step has.
         bucket: elements that are reduced at a time.
         on_gpu: the ranks are GPUs.
@@ -169,6 +188,7 @@ class Layout:
     stage: int
     bytes: int
     ranks: int
+    per_node: int
     micro_batch: int
     micro_batches: int
     bucket: int
@@ -184,16 +204,43 @@ class Layout:
         """Positions of a micro-batch on a rank."""
         return self.micro_batch * self.cfg.max_length // self.cfg.sequence_parallel
 
+    def beyond_node(self, size, stride=1):
+        """Return which part of what a rank sends to its neighbors in a group leaves the node.
 
-def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None):
+        Groups are blocks of `size` neighbors; a rank sends as much to every other one of its group
+        (stride 0), or to the next one.
+        """
+        total = 0
+        outside = 0
+        for rank in range(self.ranks):
+            first = rank // size * size
+            others = range(first, first + size) if stride == 0 else range(rank + 1, rank + 2)
+            for other in others:
+                if other != rank and other < first + size:
+                    total += 1
+                    outside += other // self.per_node != rank // self.per_node
+        return outside / max(total, 1)
+
+    def beyond_node_of_ring(self, group_size):
+        """Return the same of a ring around ranks of all nodes."""
+        if self.ranks <= self.per_node:
+            return 0.0
+        return 1 / max(group_size * self.per_node // self.ranks, 1)
+
+
+def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None, per_node=0):
     """Return the Layout of a run.
 
     Args:
         num_ranks: of the job; stage: another one than the ds_config says, or None.
+        per_node: ranks of a node; 0: all.
     Raises:
         ValueError: see `read_ds_config`, `resolve_ds_config`.
     """
-    ranks = num_ranks
+    per_node = per_node or num_ranks
+    check_teacher_ranks(cfg.teacher_ranks, per_node)
+    teacher_groups(num_ranks, per_node, 1)  # nodes are alike
+    ranks = num_ranks // per_node * (per_node - cfg.teacher_ranks)
     raw = read_ds_config(cfg.ds_config)
     config = resolve_ds_config(raw, cfg, ranks, hidden_size, on_gpu)
     sizes = batch_sizes(raw, ranks // cfg.ranks_per_reader, cfg.ds_config)
@@ -201,19 +248,24 @@ def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None):
     half = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
     return Layout(
         cfg, zero.get("stage", 0) if stage is None else stage, 2 if half else 4, ranks,
-        sizes.micro_batch_size, sizes.grad_accum_steps,
+        per_node - cfg.teacher_ranks, sizes.micro_batch_size, sizes.grad_accum_steps,
         int(zero.get("reduce_bucket_size", 5e8)), on_gpu)
 
 
 @dataclass
 class Need:
-    """Hold the bytes of a rank: what stays, what comes and goes, and what it sends in a step."""
+    """Hold the bytes of a rank: what stays, what comes and goes, and what it sends in a step.
+
+    Attributes:
+        network: which of `sends` leave the node.
+    """
 
     stays: dict
     backward: dict
     teacher_pass: int
     step: int
     sends: dict
+    network: dict = field(default_factory=dict)
 
     @property
     def state(self):
@@ -227,34 +279,82 @@ class Need:
     def sent(self):
         return sum(self.sends.values())
 
+    @property
+    def sent_to_nodes(self):
+        return sum(self.network.values())
 
-def plan(cfg, num_ranks, on_gpu=True, stage=None):
+    def add_sent(self, name, sent, beyond_node):
+        """Add what is sent, of which a part leaves the node."""
+        self.sends[name] = sent
+        self.network[name] = sent * beyond_node
+
+
+def plan(cfg, num_ranks, on_gpu=True, stage=None, per_node=0):
     """Return the Need of a rank of a run.
 
     Args:
         cfg: Config; num_ranks: of the job; on_gpu: false as on CPU ranks.
         stage: of ZeRO, if another one than the ds_config says.
+        per_node: ranks of a node; 0: all.
+    Raises:
+        ValueError: what distill.py refuses of the layout too.
     """
     student = shape_of("student", cfg.student, cfg.trust_remote_code)
-    layout = layout_of(cfg, num_ranks, student.hidden, on_gpu, stage)
+    layout = layout_of(cfg, num_ranks, student.hidden, on_gpu, stage, per_node)
+    check_student_layout(layout, student)
     teachers = []
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
             shape = shape_of("teacher", teacher_cfg.teacher_path, cfg.trust_remote_code)
-            teachers.append((teacher_cfg, shape))
+            engine = engine_of(layout, teacher_cfg, shape) if teacher_cfg.loads_teacher else ""
+            teachers.append((teacher_cfg, shape, engine))
     return need_of(layout, student, teachers)
+
+
+def check_student_layout(layout, shape):
+    """Refuse what distill.py refuses of the student's layout."""
+    cfg = layout.cfg
+    config = shape.config.get_text_config()
+    if cfg.sequence_parallel > 1:
+        check_sequence_layout(cfg.sequence_parallel, layout.ranks, config)
+    if cfg.pipeline_parallel > 1:
+        roles = None
+        if cfg.teacher_ranks:
+            roles = Roles("student", 0, 0, layout.per_node, cfg.teacher_ranks, None)
+        raw = read_ds_config(cfg.ds_config)
+        raw["zero_optimization"] = raw.get("zero_optimization", {}) | {"stage": layout.stage}
+        check_pipeline_layout(cfg, config, raw, layout.ranks, roles)
+
+
+def engine_of(layout, cfg, shape):
+    """Return the engine of a teacher, whose layout is one that distill.py takes.
+
+    Args:
+        cfg: Config of a run with this teacher alone.
+    """
+    per_node = layout.cfg.teacher_ranks or layout.per_node
+    num_ranks = layout.ranks // layout.per_node * per_node
+    teacher_groups(num_ranks, per_node, cfg.teacher_tp)
+    if cfg.teacher_engine not in ("auto", *MODEL_ENGINES):
+        return cfg.teacher_engine
+    is_adapter = read_model_name("teacher", cfg.teacher).adapter is not None
+    engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, shape.config, num_ranks,
+                            is_adapter)
+    if cfg.teacher_compile:
+        check_compilation(engine, shape.config)
+    return engine
 
 
 def need_of(layout, student, teachers):
     """Return the Need of a rank.
 
     Args:
-        teachers: list of (Config of its values, Shape).
+        teachers: list of (Config of its values, Shape, engine).
     """
     need = Need({}, {}, 0, 0, {})
     _add_student(need, layout, student)
-    for teacher_cfg, shape in teachers:
-        _add_teacher(need, layout, teacher_cfg, shape)
+    for teacher_cfg, shape, engine in teachers:
+        _add_teacher(need, layout, teacher_cfg, shape=shape, engine=engine)
         need.stays["tables of vocabularies"] = need.stays.get("tables of vocabularies", 0) \
             + TABLES * (student.vocab + shape.vocab)
     if layout.on_gpu:
@@ -293,7 +393,7 @@ def _add_student(need, layout, shape):
     need.step = gradients + (12 * trained // sharers if is_sharded else 8 * trained)
     if cfg.on_policy and layout.stage == 3 and cfg.rollout_replica:
         need.stays["replica that writes"] = b * shape.weights
-    need.sends |= student_sends(layout, shape, weights, trained)
+    add_student_sends(need, layout, shape, weights=weights, trained=trained)
 
 
 def activation_bytes(layout, shape):
@@ -311,8 +411,8 @@ def activation_bytes(layout, shape):
     return layout.positions * (layer + kept)
 
 
-def student_sends(layout, shape, weights, trained):
-    """Return {what: bytes that a rank sends in a step} of the student."""
+def add_student_sends(need, layout, shape, *, weights, trained):
+    """Add what a rank sends in a step for the student."""
     cfg = layout.cfg
     b = layout.bytes
     m = layout.micro_batches
@@ -324,17 +424,43 @@ def student_sends(layout, shape, weights, trained):
         sends = {"gradients": m * gradients, "new weights": gradients}
     else:
         sends = {"gradients": m * gradients, "weights": 2 * m * fraction * b * weights}
+    for name, sent in sends.items():
+        need.add_sent(name, sent, layout.beyond_node_of_ring(layout.sharers))
     size = cfg.sequence_parallel
     if size > 1:
         passes = 3 if cfg.activation_checkpointing else 2
         per_position = b * 2 * (shape.heads + shape.kv_heads) * (size - 1) / size
-        sends["sequence shards"] = passes * m * shape.layers * layout.positions * per_position
+        sent = passes * m * shape.layers * layout.positions * per_position
+        need.add_sent("sequence shards", sent, layout.beyond_node(size, 0))
     if cfg.pipeline_parallel > 1:
-        sends["stages"] = 2 * b * m * layout.positions * shape.hidden
-    return sends
+        sent = 2 * b * m * layout.positions * shape.hidden
+        need.add_sent("stages", sent, layout.beyond_node(cfg.pipeline_parallel))
 
 
-def _add_teacher(need, layout, cfg, shape):
+def teacher_sends(layout, cfg, shape, engine):
+    """Return (bytes that a rank sends in a step for a sharded teacher, part that leaves the node).
+
+    Args:
+        cfg: Config of a run with this teacher alone.
+    """
+    b = 4 if cfg.teacher_dtype == "float32" else 2
+    degree = cfg.teacher_tp
+    per_node = layout.cfg.teacher_ranks or layout.per_node
+    num_ranks = layout.ranks // layout.per_node * per_node
+    if engine == "zero3":
+        sent = layout.micro_batches * b * shape.weights * (num_ranks - 1) / num_ranks
+        return sent, 1 / per_node if num_ranks > per_node else 0.0
+    # all ranks of a replica run the samples of all of its readers
+    if layout.cfg.teacher_ranks:
+        readers = layout.per_node * degree / (cfg.ranks_per_reader * per_node)
+    else:
+        readers = degree / math.gcd(cfg.ranks_per_reader, degree)
+    positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
+    per_layer = 4 * positions * shape.hidden * b * (degree - 1) / degree
+    return layout.micro_batches * readers * shape.layers * per_layer, 0.0
+
+
+def _add_teacher(need, layout, cfg, *, shape, engine):
     """Add what one teacher takes and sends.
 
     Args:
@@ -352,7 +478,9 @@ def _add_teacher(need, layout, cfg, shape):
     degree = cfg.teacher_tp
     outer = shape.head * (1 if shape.tied else 2)
     weights = b * ((shape.weights - outer) // degree + outer)
-    if degree > 1:  # the head is sharded, and whole beside that for the loss
+    if engine == "zero3":
+        weights = b * (shape.weights // layout.ranks + shape.head)
+    elif degree > 1:  # the head is sharded, and whole beside that for the loss
         weights += b * shape.head // degree
     if cfg.teacher_offload:
         need.backward[f"head of {cfg.teacher}"] = b * shape.head
@@ -361,17 +489,24 @@ def _add_teacher(need, layout, cfg, shape):
     widest = b * positions * (4 * shape.hidden + 3 * shape.inner) + 4 * b * positions * shape.heads
     offloaded = weights if cfg.teacher_offload else 0
     need.teacher_pass = max(need.teacher_pass, widest + offloaded)
-    if degree > 1:
-        per_layer = 4 * positions * shape.hidden * b * (degree - 1) / degree
-        sent = layout.micro_batches * shape.layers * per_layer
-        need.sends[f"teacher {cfg.teacher}"] = sent
+    if degree > 1 or engine == "zero3":
+        need.add_sent(f"teacher {cfg.teacher}", *teacher_sends(layout, cfg, shape, engine))
 
 
 # --- what to choose -------------------------------------------------------------------------------
 
 
+def words_of(cfg, stage):
+    """Say of a layout what there is to choose."""
+    words = [f"ZeRO {stage}"]
+    words += ["--activation_checkpointing"] * cfg.activation_checkpointing
+    words += ["--activation_offload"] * cfg.activation_offload
+    words += [f"--teacher_tp {cfg.teacher_tp}"] * (cfg.teacher_tp > 1)
+    return ", ".join(words)
+
+
 def choices(cfg, num_ranks, per_node):
-    """List (words, Need) of layouts to choose from.
+    """List (words, Need) of layouts to choose from, none of which distill.py refuses.
 
     Args:
         per_node: ranks of a node.
@@ -393,22 +528,28 @@ def choices(cfg, num_ranks, per_node):
                     other = replace(other, teacher_tp=degree)
                 elif degree > 1:
                     continue
-                words = [f"ZeRO {stage}"]
-                words += ["--activation_checkpointing"] * checkpointing
-                words += [f"--teacher_tp {degree}"] * (degree > 1)
-                needs.append((", ".join(words), plan(other, num_ranks, stage=stage)))
+                try:
+                    need = plan(other, num_ranks, stage=stage, per_node=per_node)
+                except ValueError:
+                    continue
+                needs.append((words_of(other, stage), need))
     return needs
 
 
 def advice(needs, gpu_gib):
-    """Return the words and the Need of the choice that fits and sends least, or None.
+    """Return the words and the Need of the choice that fits and sends in the least time, or None.
 
     Args:
         needs: list of (words, Need).
     """
     fitting = [entry for entry in needs if entry[1].peak <= USABLE * gpu_gib * GIB]
     # of equal ones the first, which shards and recomputes least
-    return min(fitting, key=lambda entry: round(entry[1].sent / GIB, 1), default=None)
+    return min(fitting, key=lambda entry: round(sending_cost(entry[1]) / GIB, 1), default=None)
+
+
+def sending_cost(need):
+    """Return the bytes by NVLink that take as long as all that a rank sends."""
+    return need.sent + (NVLINK_PER_NETWORK - 1) * need.sent_to_nodes
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -420,21 +561,30 @@ class Args:
 
     Args:
         recipe: YAML file of flags of distill.py.
-        gpus: of the job, 1 or more.
-        per_node: of one node; 0: as many, at most 8.
-        gpu_gib: memory of one, GiB.
+        gpus: of the job. 0: as many as the recipe is for, by its comment "# GPUs: 16 of 80 GiB, 8
+            on a node"; 8 without one.
+        per_node: of one node. 0: as the recipe says, or as many, at most 8.
+        gpu_gib: memory of one, GiB. 0: as the recipe says, or 80.
     """
 
     recipe: str
-    gpus: int = 8
+    gpus: int = 0
     per_node: int = 0
-    gpu_gib: float = 80.0
+    gpu_gib: float = 0.0
 
     def __post_init__(self):
         check_types(self)
-        check_range(self, dict(gpus=1, per_node=0), dict(gpus=2**20, per_node=2**20, gpu_gib=1e6))
-        if not self.gpu_gib > 0:
-            raise ValueError(f"--gpu_gib {self.gpu_gib}: expected more than 0")
+        limits = dict(gpus=2**20, per_node=2**20, gpu_gib=2**20)
+        check_range(self, dict.fromkeys(limits, 0), limits)
+
+
+def gpus_of(args):
+    """Return (GPUs, GPUs of a node, GiB of one), where flags win over the recipe's comment."""
+    stated = GPUS.search(Path(args.recipe).read_text())
+    gpus, gib, per_node = stated.groups() if stated else (8, 80, None)
+    num_gpus = args.gpus or int(gpus)
+    per_node = args.per_node or min(num_gpus, int(per_node or 8))
+    return num_gpus, per_node, args.gpu_gib or float(gib)
 
 
 def lines_of(need, gpu_gib):
@@ -450,25 +600,37 @@ def lines_of(need, gpu_gib):
               line("the optimizer's step", need.step)]
     verdict = "fits" if need.peak <= USABLE * gpu_gib * GIB else "DOES NOT FIT"
     lines += [f"  {need.peak / GIB:8.2f}  at most; {verdict} {USABLE:.0%} of {gpu_gib:g} GiB"]
-    lines += ["GiB that a rank sends in a step:"]
-    lines += [line(name, value) for name, value in need.sends.items() if value] or ["  nothing"]
-    return lines
+    lines += ["GiB that a rank sends in a step, in its node and to others:"]
+    for name, value in need.sends.items():
+        network = need.network.get(name, 0)
+        if value:
+            lines.append(f"  {(value - network) / GIB:8.2f}  {network / GIB:8.2f}  {name}")
+    return lines if need.sent else [*lines, "  nothing"]
 
 
 def main(args):
     """Print what a recipe needs, and what to choose."""
     cfg = parse_flags(Config, [f"--config={args.recipe}"], file_flag="config")
-    print(f"{args.recipe} on {args.gpus} GPUs of {args.gpu_gib:g} GiB")
-    print("\n".join(lines_of(plan(cfg, args.gpus), args.gpu_gib)))
-    needs = choices(cfg, args.gpus, args.per_node or min(args.gpus, 8))
-    best = advice(needs, args.gpu_gib)
+    num_gpus, per_node, gpu_gib = gpus_of(args)
+    print(f"{args.recipe} on {num_gpus} GPUs of {gpu_gib:g} GiB, {per_node} on a node")
+    stated = plan(cfg, num_gpus, per_node=per_node)
+    print("\n".join(lines_of(stated, gpu_gib)))
+    best = advice(choices(cfg, num_gpus, per_node), gpu_gib)
     if best is None:
         print("choose: nothing here fits; more GPUs, --teacher_offload, --sequence_parallel, a "
               "smaller micro-batch or an adapter (--lora_r) would need less")
         return
     words, need = best
-    print(f"choose: {words} ({need.peak / GIB:.1f} GiB at most, {need.sent / GIB:.1f} sent in a "
-          "step); of the layouts that fit it sends least")
+    print(f"choose: {words} ({summary_of(need)}); of the layouts that fit its sending takes least "
+          "time")
+    stage = read_ds_config(cfg.ds_config).get("zero_optimization", {}).get("stage", 0)
+    if words != words_of(cfg, stage):
+        print(f"the recipe has {words_of(cfg, stage)} ({summary_of(stated)})")
+
+
+def summary_of(need):
+    return (f"{need.peak / GIB:.1f} GiB at most, {(need.sent - need.sent_to_nodes) / GIB:.1f} sent "
+            f"in its node and {need.sent_to_nodes / GIB:.1f} to others in a step")
 
 
 if __name__ == "__main__":

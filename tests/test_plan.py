@@ -1,17 +1,23 @@
 """The calculator: its sizes are those of the models, its bytes those that real jobs allocate."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ranks
 from benchmarks.memory import flags_of, measure, prepare
 from conftest import ROOT, asset
 from isogloss import plan as planning
 from isogloss.config import Config
-from isogloss.plan import GIB, Need, advice, lines_of, plan, shape_of
+from isogloss.launch import start_distributed
+from isogloss.layout import Replica
+from isogloss.plan import GIB, Args, Need, advice, gpus_of, lines_of, plan, shape_of
+from projection_tools.flags import parse_flags
 
 MEASURED = "zero 1, bf16", "zero 3"  # layouts of benchmarks/memory.py
 
@@ -111,8 +117,128 @@ def test_flags_change_what_they_are_for(cfg):
     assert need(teacher_output="logits").backward[outputs] == 2 * student.vocab * positions
     assert need(teacher_output="topk", teacher_output_topk=9).backward[outputs] == 72 * positions
     assert need(teacher_offload=True).state < plain.state
-    assert need(teacher_tp=2).sends[f"teacher {cfg.teacher}"] == 4 * positions * 32 * 2 / 2 * 2
     assert sum(need(kd_weight=0.0).backward.values()) < sum(plain.backward.values())
+
+
+def positions_run(num_rows, width):
+    """Return how many positions this rank runs when each of two ranks asks for its own.
+
+    Returns:
+        (with other ids on every rank, with the same of a sequence group).
+    """
+    start_distributed()
+    replica = Replica(2)
+    counted = []
+
+    def run(ids):
+        counted[-1] += ids.numel()
+        return ids[..., None].float()
+
+    for sequence_parallel in (1, 2):
+        counted.append(0)
+        ids = torch.ones(num_rows, width, dtype=torch.long)
+        replica.run_for_each_member(run, ids, sequence_parallel)
+    return counted
+
+
+def bytes_of_a_ring(ranks_in_order, per_node, size):
+    """Return {rank: [bytes to its node, to others]} of an all-reduce, step by step.
+
+    Every rank of a node is once the one that sends to the next node: as many rings, each with its
+    part, and in each 2 (N - 1) steps of an N-th of that.
+    """
+    num_ranks = len(ranks_in_order)
+    sent = {rank: [0.0, 0.0] for rank in ranks_in_order}
+    for turn in range(per_node):
+        ring = []
+        for first in range(0, num_ranks, per_node):
+            node = ranks_in_order[first : first + per_node]
+            ring += node[turn:] + node[:turn]
+        for _ in range(2 * (num_ranks - 1)):
+            for place, rank in enumerate(ring):
+                other = ring[(place + 1) % num_ranks]
+                leaves = other // per_node != rank // per_node
+                sent[rank][leaves] += size / per_node / num_ranks
+    return sent
+
+
+def test_what_is_sent_is_what_is_counted(cfg):
+    """For a sharded teacher and for gradients, on one node and on two."""
+    shape = shape_of("teacher", cfg.teacher)
+    student = shape_of("student", cfg.student)
+    counted = ranks.run(2, positions_run, 2, 80)
+    assert counted == [[2 * 160, 160]] * 2  # all that both ask for, on either
+    for sequence_parallel, positions in zip((1, 2), counted[0]):
+        sharded = plan(replace(cfg, teacher_tp=2, sequence_parallel=sequence_parallel), 2, stage=1)
+        # after attention and after the MLP partial sums are added, 32 halves for each position
+        ring = bytes_of_a_ring([0, 1], 2, positions * 32 * 2)
+        micro_batches = 2 * sequence_parallel  # of 2 samples, of the 8 of a step
+        expected = micro_batches * shape.layers * 2 * ring[0][0]
+        assert sharded.sends[f"teacher {cfg.teacher}"] == pytest.approx(expected)
+        assert sharded.network[f"teacher {cfg.teacher}"] == 0
+    for per_node in (1, 2, 4):
+        need = plan(cfg, 4, stage=1, per_node=per_node)
+        ring = bytes_of_a_ring([0, 1, 2, 3], per_node, 2 * student.weights)
+        for inside, outside in ring.values():
+            assert need.sends["gradients"] == pytest.approx(inside + outside)
+            assert need.network["gradients"] == pytest.approx(outside)
+
+
+def test_seventy_billion_sharded_over_eight(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = parse_flags(Config, ["--config=recipes/llama_3.1_70b_to_8b.yaml"], file_flag="config")
+    need = plan(cfg, 32, per_node=8)
+    # 8 ranks ask for 2 x 4,096 positions in each of 2 micro-batches; 80 layers add up 8,192 halves
+    # twice, of which a ring of 8 sends 7/4
+    expected = 8 * 2 * 4096 * 2 * 80 * 2 * 8192 * 2 * 7 / 4
+    assert need.sends[f"teacher {cfg.teacher}"] == expected
+    assert need.sent / GIB == pytest.approx(589, abs=0.5)
+
+
+def test_teachers_of_zero3_gather_their_weights(cfg):
+    shape = shape_of("teacher", cfg.teacher)
+    need = plan(replace(cfg, teacher_engine="zero3"), 4, per_node=2)
+    assert need.sends[f"teacher {cfg.teacher}"] == 2 * shape.weights * 3 / 4
+    assert need.network[f"teacher {cfg.teacher}"] == 2 * shape.weights * 3 / 4 / 2
+
+
+# what distill.py refuses -> (flags, ranks, ranks of a node)
+REFUSED = {
+    "--teacher_tp 8: does not divide the 4 ranks": ({"teacher_tp": 8}, 4, 4),
+    "4 ranks on nodes of 3": ({}, 4, 3),
+    "--teacher_ranks 2: a node of this job has 2 ranks": ({"teacher_ranks": 2}, 4, 2),
+    "--teacher_engine transformers: it takes all of the 4 ranks":
+        ({"teacher_tp": 2, "teacher_engine": "transformers"}, 4, 4),
+    "--sequence_parallel 4: does not divide the 6 ranks": ({"sequence_parallel": 4}, 6, 6),
+    "--sequence_parallel 8": ({"sequence_parallel": 8}, 8, 8),
+    "--pipeline_parallel 2: --ds_config": ({"pipeline_parallel": 2}, 4, 4),
+    "--teacher_compile: not with": ({"teacher_tp": 2, "teacher_compile": True}, 4, 4),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_distill_refuses_is_not_approved(cfg, message):
+    flags, num_ranks, per_node = REFUSED[message]
+    if num_ranks == 6:  # a batch that 6 ranks divide but for this
+        config = json.loads(Path(cfg.ds_config).read_text()) | {"train_batch_size": 12}
+        Path(cfg.ds_config).write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(replace(cfg, **flags), num_ranks, per_node=per_node)
+
+
+def test_ranks_of_teachers_are_none_of_the_student(cfg):
+    weights = shape_of("student", cfg.student).weights
+    need = plan(replace(cfg, teacher_ranks=2), 6, stage=1, per_node=6)
+    assert need.sends["gradients"] == 2 * 2 * weights * 3 / 4  # 4 ranks
+
+
+def test_a_recipe_says_for_which_gpus_it_is(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("# GPUs: 16 of 40 GiB, 4 on a node\nsteps: 1\n")
+    assert gpus_of(Args(recipe=str(path))) == (16, 4, 40)
+    assert gpus_of(Args(recipe=str(path), gpus=2, gpu_gib=80.0)) == (2, 2, 80)
+    path.write_text("steps: 1\n")
+    assert gpus_of(Args(recipe=str(path))) == (8, 8, 80)
 
 
 def test_the_peak_is_what_stays_and_the_largest_of_three():
@@ -132,6 +258,9 @@ def test_the_choice_fits_and_sends_least():
     assert advice(needs, 100)[0] == "large"
     assert advice(needs, 12)[0] == "small"
     assert advice(needs, 5) is None
+    # a network is slower than NVLink
+    far = replace(need(60, 2), network={"all": 2 * GIB})
+    assert advice([("far", far), ("near", need(70, 10))], 80)[0] == "near"
     assert "DOES NOT FIT" in "\n".join(lines_of(need(90, 1), 80))
 
 
@@ -142,9 +271,13 @@ def test_the_command_says_what_to_choose(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "DOES NOT FIT 95% of 24 GiB" in printed
     # 16.4 GB of teacher leave no room, over two ranks they do
-    assert "choose: ZeRO" in printed and "--teacher_tp" in printed.splitlines()[-1]
+    *_, choice, stated = printed.splitlines()
+    assert "choose: ZeRO" in choice and "--teacher_tp" in choice
+    assert stated.startswith("the recipe has ZeRO 1, --activation_checkpointing (")
     for argv, message in ((["recipes/none.yaml"], "cannot be read"),
-                          (["recipes/on_policy_maths.yaml", "--gpus=0"], "--gpus 0: expected 1")):
+                          (["recipes/on_policy_maths.yaml", "--gpus=-1"], "--gpus -1: expected 0"),
+                          (["recipes/on_policy_maths.yaml", "--gpu_gib=-1"], "--gpu_gib -1"),
+                          (["recipes/llama_3.1_70b_to_8b.yaml", "--gpus=4"], "--teacher_tp 8: d")):
         with pytest.raises(SystemExit):
             planning.tool(planning.Args, planning.main, positional=("recipe",), argv=argv)
         assert message in capsys.readouterr().err

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from deepspeed.runtime.lr_schedules import WarmupCosineLR
 
 import ranks
 from conftest import ROOT
@@ -51,6 +53,46 @@ def test_a_large_recipe_says_that_it_has_not_run(path):
     assert f"--config recipes/{path.name}" in text
     row = rf"\| \[{re.escape(path.stem)}\]\({re.escape(path.name)}\) \|.*not yet run"
     assert re.search(row, README)
+
+
+@pytest.mark.parametrize("path", LARGE, ids=name_of)
+def test_the_readme_says_what_a_recipe_needs(path, monkeypatch):
+    from isogloss.plan import GIB, Args, gpus_of, plan
+
+    monkeypatch.chdir(ROOT)
+    cfg = parse_flags(Config, [f"--config={path}"], file_flag="config")
+    row = re.search(rf"\| \[{re.escape(path.stem)}\]\(.*?\) \|(.*)\|.*\n", README)[1]
+    gpus, memory, sent, *_ = row.split("|")
+    num_gpus, per_node, _ = gpus_of(Args(recipe=str(path)))
+    assert "# GPUs: " in path.read_text() and num_gpus == int(re.search("[0-9]+", gpus)[0])
+    need = plan(cfg, num_gpus, per_node=per_node)
+    assert float(memory) == pytest.approx(need.peak / GIB, abs=0.5)
+    inside, outside = map(float, sent.split(","))
+    assert inside == pytest.approx((need.sent - need.sent_to_nodes) / GIB, abs=0.05)
+    assert outside == pytest.approx(need.sent_to_nodes / GIB, abs=0.05)
+
+
+def test_recipes_of_published_runs_are_those_runs():
+    """NeMo RL's xtoken_off_policy_distillation.yaml: 250 steps of warm-up from 0.02, 4,750 down."""
+    config = json.loads((ROOT / "recipes" / "ds_96.json").read_text())
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=5e-5)
+    schedule = WarmupCosineLR(optimizer, **config["scheduler"]["params"])
+    rates = []
+    for _ in range(100):
+        optimizer.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    expected = [5e-5 * (0.02 + 0.98 * step / 250) for step in range(100)]
+    assert rates == pytest.approx(expected)
+    assert sum(rates) / 100 == pytest.approx(1.1e-5, abs=5e-7)
+    published = {"qwen3_4b_to_llama_3.2_1b": "39.23 after, 4.07 s a step, 29.5 GB",
+                 "phi4_mini_llama_3b_to_llama_3.2_1b": "40.24\n# after, 6.65 s a step"}
+    for name, words in published.items():
+        text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+        flags = yaml.safe_load(text)
+        assert words in text
+        assert (flags["join_rows"], flags["max_length"], flags["steps"]) == (16384, 2048, 100)
+        assert flags["ds_config"] == "recipes/ds_96.json" and flags["eval_task_shots"] == 3
 
 
 def test_the_readme_lists_every_tiny_recipe():
