@@ -6,7 +6,6 @@ Tests: tests/test_cli.py, tests/test_launch.py.
 import os
 import resource
 import socket
-import sys
 import warnings
 from contextlib import contextmanager
 
@@ -27,7 +26,7 @@ from isogloss.rendezvous import (
     part,
     set_timeout,
 )
-from isogloss.watch import current_watch, program_name
+from isogloss.watch import current_watch, print_line
 
 # Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
 MAX_OPEN_FILES = 1 << 16
@@ -176,8 +175,7 @@ def fail(message, loud=None, code=2):
     if loud is None:
         loud = int(os.environ.get("RANK", 0)) == 0
     if loud:
-        one_line = " ".join(message.split())
-        print(f"{program_name()}: {one_line}", file=sys.stderr, flush=True)
+        print_line(message)
     raise SystemExit(code)
 
 
