@@ -507,8 +507,8 @@ def follow_scales(state, report):
     A step without a term of one of the two has no ratio, nor has one that was skipped.
     """
     for number, setup in enumerate(state.teachers):
-        kd = report.kd(number)
-        if kd > 0 and report.ce > 0 and state.engine.was_step_applied():
+        kd = report.kd(number) or 0  # None: no term
+        if kd > 0 and (report.ce or 0) > 0 and state.engine.was_step_applied():
             scale = dynamic_scale(torch.tensor(report.ce), torch.tensor(kd))
             state.scales[setup.name] = float(scale)
 
@@ -538,7 +538,7 @@ def weigh_rollouts(state, micro_batches):
     if state.writer.has_other_weights():
         metrics = state.writer.gap(micro_batches)
         gap = metrics["rollout/logp_gap"]
-        if gap > state.cfg.max_logp_gap:
+        if gap is not None and gap > state.cfg.max_logp_gap:
             fail(f"what writes has other weights than the student: the log-probabilities of its "
                  f"tokens differ by {gap:.3g} nats on average (--max_logp_gap "
                  f"{state.cfg.max_logp_gap}); {describe_last_checkpoint(state)}", code=1)

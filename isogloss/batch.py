@@ -228,6 +228,8 @@ class Collator:
             count_tokens(counts, self._plan_cross_entropy(student), student.logp)
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts
             counts.text_bytes = 0
+        elif self.computes_loss:
+            count_samples(counts, samples)
         if self.sequence_size > 1:
             self._keep_shard(student)
         sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
@@ -591,6 +593,13 @@ def count_tokens(counts, labels, logp):
     if logp is not None:
         is_label = is_label & logp.isnan()
     counts.ce_tokens = int(is_label.sum())
+
+
+def count_samples(counts, samples):
+    """Count in Counts the samples of which something is learned, or would be if none was cut."""
+    for sample in samples:
+        counts.samples += sample.has_labels
+        counts.cut_samples += sample.has_labels and not (sample.student.labels >= 0).any()
 
 
 def count_reading(counts, samples, number, labels, sample_of_position, counts_bytes):

@@ -69,17 +69,14 @@ class PairCounts:
         self.chunks_n_m += round(fractions["n:m"] * chunks)
 
     def metrics(self):
-        """Return the logged fractions, see docs/metrics.md; none where the teacher reads no text.
-        """
-        metrics = {"skipped_chats": int(self.skipped_chats)}
-        if not self.read_tokens:
-            return metrics
-        metrics["aligned_bytes"] = self.aligned_bytes / max(self.read_bytes, 1)
-        metrics["aligned_tokens"] = self.aligned_tokens / self.read_tokens
+        """Return the logged fractions, see docs/metrics.md."""
+        metrics = {"skipped_chats": int(self.skipped_chats),
+                   "aligned_bytes": mean_of(self.aligned_bytes, self.read_bytes),
+                   "aligned_tokens": mean_of(self.aligned_tokens, self.read_tokens)}
         for name in ("normalized_bytes", "unencodable_bytes", "unmatched_bytes"):
-            metrics[name] = getattr(self, name) / max(self.source_bytes, 1)
+            metrics[name] = mean_of(getattr(self, name), self.source_bytes)
         for name in ("chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"):
-            metrics[name] = getattr(self, name) / max(self.chunks, 1)
+            metrics[name] = mean_of(getattr(self, name), self.chunks)
         return metrics
 
 
@@ -94,17 +91,21 @@ class Counts:
         tokens: student tokens to predict.
         ce_tokens: those of the data, the terms of the cross-entropy; the others are in rollouts.
         text_bytes: UTF-8 bytes that the tokens spell.
+        samples: of which something would be learned, were nothing cut off.
+        cut_samples: those of them that are cut before their first label.
         pairs: PairCounts of every teacher.
     """
 
     tokens: float = 0
     ce_tokens: float = 0
     text_bytes: float = 0
+    samples: float = 0
+    cut_samples: float = 0
     pairs: list = field(default_factory=list)
 
     def vector(self):
         """Return all numbers as one list, in the order that `of_vector` reads."""
-        numbers = [self.tokens, self.ce_tokens, self.text_bytes]
+        numbers = [getattr(self, name) for name in FIELDS]
         for pair in self.pairs:
             for name in PAIR_FIELDS:
                 numbers.append(getattr(pair, name))
@@ -113,8 +114,8 @@ class Counts:
     @classmethod
     def of_vector(cls, numbers):
         """Make Counts of what `vector` returned."""
-        counts = cls(*numbers[:3])
-        for first in range(3, len(numbers), len(PAIR_FIELDS)):
+        counts = cls(*numbers[:len(FIELDS)])
+        for first in range(len(FIELDS), len(numbers), len(PAIR_FIELDS)):
             counts.pairs.append(PairCounts(*numbers[first : first + len(PAIR_FIELDS)]))
         return counts
 
@@ -126,6 +127,14 @@ class Counts:
     def all_reduce(self):
         """Return the sums over all ranks, equal on every rank."""
         return Counts.of_vector(global_sums(self.vector()).tolist())
+
+
+FIELDS = [entry.name for entry in fields(Counts) if entry.name != "pairs"]
+
+
+def mean_of(total, count):
+    """Return total / count; None where nothing is counted: 0 would say that it was measured."""
+    return total / count if count else None
 
 
 def global_sums(values):

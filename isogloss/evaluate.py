@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from isogloss.batch import TeacherBatch
-from isogloss.counts import global_sums
+from isogloss.counts import global_sums, mean_of
 from isogloss.loss_table import DistillationLoss
 from isogloss.sequence import SequenceGroup, gather_halo
 from isogloss.specs import BLOCK
@@ -41,15 +41,11 @@ class ModelSums:
     tokens: float = 0
 
     def metrics(self, role):
-        """Return the metrics of the student or the teacher; none of a teacher that reads nothing.
-        """
-        if not self.tokens and role == "teacher":
-            return {}
-        tokens = max(self.tokens, 1)
+        """Return the metrics of the student or the teacher."""
         return {
-            f"{role}_bits_per_byte": self.nats / max(self.num_bytes, 1) / math.log(2),
-            f"{role}_accuracy": self.correct / tokens,
-            f"{role}_entropy": self.entropy / tokens,
+            f"{role}_bits_per_byte": mean_of(self.nats / math.log(2), self.num_bytes),
+            f"{role}_accuracy": mean_of(self.correct, self.tokens),
+            f"{role}_entropy": mean_of(self.entropy, self.tokens),
         }
 
 
@@ -86,20 +82,16 @@ class PairSums:
     unreachable_mass_count: float = 0.0
 
     def metrics(self, loss):
-        """Return the metrics of a pair whose loss is a DistillationLoss; none without a term."""
-        if not self.kd_terms:
-            return {}
-        starts = max(self.starts, 1)
+        """Return the metrics of a pair whose loss is a DistillationLoss."""
         metrics = {
-            "kd": self.kd / self.kd_terms,
-            "aligned_bytes": self.aligned_bytes / max(self.read_bytes, 1),
-            "top1_agreement": self.agree / starts,
+            "kd": mean_of(self.kd, self.kd_terms),
+            "aligned_bytes": mean_of(self.aligned_bytes, self.read_bytes),
+            "top1_agreement": mean_of(self.agree, self.starts),
         }
         if loss.indices_VK is not None:
-            metrics["projected_agreement"] = self.projected / starts
+            metrics["projected_agreement"] = mean_of(self.projected, self.starts)
         for name in loss.coverage_names:
-            count = getattr(self, f"{name}_count")
-            metrics[name] = getattr(self, name) / max(count, 1)
+            metrics[name] = mean_of(getattr(self, name), getattr(self, f"{name}_count"))
         return metrics
 
     def add(self, name, value):

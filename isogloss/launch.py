@@ -6,7 +6,6 @@ Tests: tests/test_cli.py, tests/test_launch.py.
 import os
 import resource
 import socket
-import sys
 import warnings
 from contextlib import contextmanager
 
@@ -27,8 +26,7 @@ from isogloss.rendezvous import (
     part,
     set_timeout,
 )
-from isogloss.watch import current_watch, program_name
-from projection_tools.model_names import without_secrets
+from isogloss.watch import current_watch, print_line
 
 # Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
 MAX_OPEN_FILES = 1 << 16
@@ -177,8 +175,7 @@ def fail(message, loud=None, code=2):
     if loud is None:
         loud = int(os.environ.get("RANK", 0)) == 0
     if loud:
-        one_line = " ".join(without_secrets(message).split())
-        print(f"{program_name()}: {one_line}", file=sys.stderr, flush=True)
+        print_line(message)
     raise SystemExit(code)
 
 

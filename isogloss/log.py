@@ -174,12 +174,12 @@ class Log:
         # Opened for every line, so that the file is complete whenever the process dies.
         with open(self.path, "a") as file:
             file.write(json.dumps({"step": step} | metrics, allow_nan=False) + "\n")
+        numbers = {name: value for name, value in metrics.items() if value is not None}
         if self.wandb:
-            self.wandb.log(metrics, step=step)
+            self.wandb.log(numbers, step=step)
         if self.monitor:
             # by steps, where the engine's own Train/Samples/lr counts samples
-            events = [(name, value, step) for name, value in metrics.items() if value is not None]
-            self.monitor.write_events(events)
+            self.monitor.write_events([(name, value, step) for name, value in numbers.items()])
 
     def write_rollouts(self, step, records):
         """Append to rollouts.jsonl what the student wrote; wandb shows it as a table.
@@ -256,8 +256,8 @@ class Log:
 
 
 def finite_or_none(value):
-    """Return a number, or None in place of NaN and infinities."""
-    return value if math.isfinite(value) else None
+    """Return a number, or None in place of NaN, infinities, and a mean over nothing."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _append(path, step, records):

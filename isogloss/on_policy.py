@@ -19,7 +19,7 @@ import torch.distributed as dist
 from align import Located
 from isogloss.batch import Collator, Example
 from isogloss.config import Config
-from isogloss.counts import Counts, PairCounts, global_sums
+from isogloss.counts import Counts, PairCounts, global_sums, mean_of
 from isogloss.data import ExampleReader
 from isogloss.ends import stop_ids
 from isogloss.flat import to_device
@@ -382,8 +382,8 @@ class Writer:
         totals = global_sums([float(difference.sum()), difference.numel()]).tolist()
         largest = difference.max() if difference.numel() else torch.zeros((), device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return {"rollout/logp_gap": totals[0] / max(totals[1], 1),
-                "rollout/logp_gap_max": float(largest)}
+        return {"rollout/logp_gap": mean_of(totals[0], totals[1]),
+                "rollout/logp_gap_max": float(largest) if totals[1] else None}
 
     # evaluations
 
@@ -478,7 +478,7 @@ def compared(sums, pairs, teacher_nats, names):
             suffix = f"/{name}" if len(names) > 1 else ""
             difference = nats - pair.rollout_nats
             metrics[f"reverse_kl_per_byte{suffix}"] = difference / pair.rollout_bytes
-            metrics[f"aligned_bytes{suffix}"] = pair.rollout_bytes / max(sums.num_bytes, 1)
+            metrics[f"aligned_bytes{suffix}"] = mean_of(pair.rollout_bytes, sums.num_bytes)
     return metrics
 
 
@@ -512,18 +512,16 @@ class RolloutSums:
 
     def metrics(self):
         """Return the metrics, see docs/metrics.md."""
-        metrics = {"share": self.rollouts / max(self.samples, 1),
-                   "skipped_prompts": int(self.skipped_prompts)}
-        if self.rollouts:
-            metrics |= {
-                "tokens": int(self.tokens),
-                "length": self.tokens / self.rollouts,
-                "truncated": self.truncated / self.rollouts,
-                "entropy": self.entropy / max(self.tokens, 1),
-                "repeated_4grams": self.repeated / self.rollouts,
-                "noncanonical": self.noncanonical / self.rollouts,
-            }
-        return metrics
+        return {
+            "share": mean_of(self.rollouts, self.samples),
+            "skipped_prompts": int(self.skipped_prompts),
+            "tokens": int(self.tokens),
+            "length": mean_of(self.tokens, self.rollouts),
+            "truncated": mean_of(self.truncated, self.rollouts),
+            "entropy": mean_of(self.entropy, self.tokens),
+            "repeated_4grams": mean_of(self.repeated, self.rollouts),
+            "noncanonical": mean_of(self.noncanonical, self.rollouts),
+        }
 
 
 def record_of(rollout, teacher_nats):

@@ -11,6 +11,7 @@ Tests: tests/test_plot.py.
 
 import json
 import math
+import operator
 import os
 import sys
 from dataclasses import dataclass
@@ -59,19 +60,25 @@ def read_run(folder):
         path = path / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl there; name the --output_dir of a run")
+    texts = path.read_text(errors="replace").splitlines()
     lines = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            line["step"] += 0
+            operator.index(line["step"])
         except (ValueError, TypeError, KeyError):
-            if number == len(path.read_text().splitlines()):
+            if number == len(texts):
                 break  # a running job writes it
             raise ValueError(f"{path}: line {number} is no line of metrics") from None
-        lines.append(line)
+        lines.append({with_new_name(key): value for key, value in line.items()})
     if not lines:
         raise ValueError(f"{path}: holds no line yet")
     return lines
+
+
+def with_new_name(key):
+    """Return a metric's name of today, for runs of earlier versions."""
+    return key.replace("teacher_bytes_per_token", "teacher_output_bytes")
 
 
 def find_metrics(pattern, keys):
@@ -96,7 +103,7 @@ def panels_of(runs, patterns):
         runs: {name: lines of `read_run`}.
         patterns: list of names, see `find_metrics`.
     Raises:
-        ValueError: no run has such a metric.
+        ValueError: no run has such a metric, or a number of any of them.
     """
     keys = {}
     for lines in runs.values():
@@ -117,7 +124,10 @@ def panels_of(runs, patterns):
             if points:
                 steps = [line["step"] for line in points]
                 curves.append(Curve(name, steps, [line[metric] for line in points]))
-        panels.append(Panel(metric, curves))
+        if curves:  # null everywhere: a mean over nothing
+            panels.append(Panel(metric, curves))
+    if not panels:
+        raise ValueError(f"--metrics {','.join(patterns)}: no run has a number of it")
     return panels
 
 
@@ -241,11 +251,11 @@ class Args:
 
 
 def available(patterns, runs):
-    """Return those of the default metrics that the runs have, the first metric of a run else."""
+    """Return those of the default metrics of which the runs have a number."""
     keys = {}
     for lines in runs.values():
         for line in lines:
-            keys |= dict.fromkeys(line)
+            keys |= dict.fromkeys(key for key, value in line.items() if is_number(value))
     return [pattern for pattern in patterns if find_metrics(pattern, keys)]
 
 
@@ -254,7 +264,7 @@ def main(folders, args):
     runs = {}
     for name, folder in zip(short_names(folders), folders):
         runs[name] = read_run(folder)
-    patterns = [name for name in args.metrics.split(",") if name]
+    patterns = [with_new_name(name) for name in args.metrics.split(",") if name]
     if args.metrics == DEFAULT:
         patterns = available(patterns, runs)
     panels = panels_of(runs, patterns)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from isogloss.counts import global_sums
+from isogloss.counts import global_sums, mean_of
 from isogloss.objective import weigh_positions
 from isogloss.sequence import halo_values
 from isogloss.specs import BLOCK
@@ -85,10 +85,9 @@ def weigh_by_ratio(cfg, engine, batches, sequence_group):
     totals = global_sums([sums.total, sums.count, sums.limited]).tolist()
     largest = torch.tensor(sums.largest, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    count = max(totals[1], 1)
-    metrics = {"rollout/ratio": totals[0] / count,
-               "rollout/ratio_limited": totals[2] / count,
-               "rollout/ratio_max": float(largest)}
+    metrics = {"rollout/ratio": mean_of(totals[0], totals[1]),
+               "rollout/ratio_limited": mean_of(totals[2], totals[1]),
+               "rollout/ratio_max": float(largest) if totals[1] else None}
     return batches, metrics
 
 

@@ -185,10 +185,17 @@ class PairSample:
 
 @dataclass
 class Sample:
-    """Hold a cut text: the student's tokens, and what each teacher makes of them."""
+    """Hold a cut text.
+
+    Attributes:
+        student: the student's tokens.
+        pairs: PairSample of each teacher, what it makes of them.
+        has_labels: something would be learned of the whole text.
+    """
 
     student: TokenRow
     pairs: list
+    has_labels: bool = False
 
 
 def encode_text(text, ids, encoder, context=0):
@@ -246,6 +253,8 @@ def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
     if student is None:
         pairs = [PairSample(skipped=pairing.skipped) for pairing in pairings]
         return Sample(NO_TOKENS, pairs)
+    learned = np.ones(len(student.ids)) if student.learned is None else student.learned
+    has_labels = bool(learned[1:].any())  # nothing predicts the first token
     limit = student_max_length + 1  # n positions predict the tokens 1 .. n
     while True:
         pairs = []
@@ -255,12 +264,12 @@ def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
             pairs.append(pair)
             lengths.append(len(student.ids[: cut - 1]))
         if not pairs:
-            return Sample(_student_row(student, limit), [])
+            return Sample(_student_row(student, limit), [], has_labels)
         # A teacher with a short context asks all others for its cut, whose chunks may need
         # another one again: this ends because the limit falls each time.
         shortest = min(lengths) + 1
         if max(lengths) + 1 == shortest:
-            return Sample(_student_row(student, cut), pairs)
+            return Sample(_student_row(student, cut), pairs, has_labels)
         limit = shortest
 
 

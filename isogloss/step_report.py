@@ -5,6 +5,7 @@ Tests: tests/test_transfers.py.
 
 import torch
 
+from isogloss.counts import mean_of
 from isogloss.transfers import Readback
 
 
@@ -34,23 +35,26 @@ class StepReport:
 
     @property
     def ce(self):
-        """Return the mean cross-entropy of a token."""
-        return self.sums.read()[0][0] / max(self.counts.ce_tokens, 1)
+        """Return the mean cross-entropy of a token, None without one."""
+        return mean_of(self.sums.read()[0][0], self.counts.ce_tokens)
 
     def kd(self, number):
-        """Return the mean distillation loss of a teacher."""
-        return self.sums.read()[number][1] / max(self.counts.pairs[number].kd_terms, 1)
+        """Return the mean distillation loss of a teacher, None without a term."""
+        return mean_of(self.sums.read()[number][1], self.counts.pairs[number].kd_terms)
 
     def metrics(self):
         """Return global means, equal on every rank; see docs/metrics.md."""
         cfg = self.state.cfg
-        metrics = {"loss": cfg.ce_weight * self.ce}
+        weighted = [(cfg.ce_weight, self.ce)] if cfg.ce_weight else []
+        weighted += [(weight, self.kd(number)) for number, weight in enumerate(self.kd_weights)]
+        terms = [weight * mean for weight, mean in weighted if mean is not None]
+        metrics = {"loss": sum(terms) if terms else None}
         if cfg.ce_weight:
             metrics["ce"] = self.ce
         for number, setup in enumerate(self.state.teachers):
-            metrics["loss"] += self.kd_weights[number] * self.kd(number)
             metrics |= named(self.state, setup, self.of_teacher(number))
         metrics["tokens"] = int(self.counts.tokens)
+        metrics["cut_before_labels"] = mean_of(self.counts.cut_samples, self.counts.samples)
         for name, value in self.others.items():
             metrics[name] = value.read() if isinstance(value, Readback) else value
         return metrics
@@ -58,9 +62,7 @@ class StepReport:
     def of_teacher(self, number):
         """Return the metrics of a teacher, without its name."""
         pair = self.counts.pairs[number]
-        metrics = {"teacher_bytes_per_token": self.teacher_bytes[number]}
-        if pair.kd_terms:  # a mean over nothing, as of a teacher without a row, is no 0
-            metrics["kd"] = self.kd(number)
+        metrics = {"kd": self.kd(number), "teacher_output_bytes": self.teacher_bytes[number]}
         metrics |= pair.metrics()
         if len(self.state.teachers) > 1 or self.state.cfg.dynamic_scale:
             metrics["kd_weight"] = self.kd_weights[number]
@@ -76,12 +78,8 @@ def kd_by_origin(sums, pair):
         sums: global [cross-entropy, distillation loss, its part in rollouts], nats.
         pair: global PairCounts.
     """
-    metrics = {}
-    if pair.rollout_terms:
-        metrics["kd/on"] = sums[2] / pair.rollout_terms
-    if pair.kd_terms > pair.rollout_terms:
-        metrics["kd/off"] = (sums[1] - sums[2]) / (pair.kd_terms - pair.rollout_terms)
-    return metrics
+    return {"kd/on": mean_of(sums[2], pair.rollout_terms),
+            "kd/off": mean_of(sums[1] - sums[2], pair.kd_terms - pair.rollout_terms)}
 
 
 def named(state, setup, metrics):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 from ipc import is_running
 from isogloss.counts import global_sums
@@ -323,8 +324,7 @@ class Watch:
         """Print the line of an Ending, once, and tell the ranks of other nodes."""
         if not self.said.acquire(blocking=False) or not ending.speaks:
             return
-        one_line = " ".join(without_secrets(ending.line).split())
-        print(f"{program_name()}: {one_line}", file=sys.stderr, flush=True)
+        print_line(ending.line)
         with contextlib.suppress(dist.DistError):
             self.post_failure(ending.line, ending.code, said=True)
 
@@ -402,6 +402,16 @@ def program_name():
     return name if name.startswith("isogloss.") else "distill.py"
 
 
+def print_line(text):
+    """Print one line on stderr, below a progress bar if there is one, without secrets."""
+    # rank 0 draws the bar, on the terminal that others share
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    is_below_bar = getattr(tqdm, "_instances", ()) if is_first else _current and _current.training
+    begin = "\n" if is_below_bar else ""
+    one_line = " ".join(without_secrets(text).split())
+    print(f"{begin}{program_name()}: {one_line}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def end_together(roles=None):
     """End this rank when another one fails or dies, and the others when this one does.
@@ -421,4 +431,5 @@ def end_together(roles=None):
         watch.explain(error)
         raise
     finally:
+        watch.training = False
         watch.stop()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isogloss.batch import Collator, Example, PairOptions, pack_rows
-from isogloss.counts import PAIR_FIELDS, Counts, PairCounts
+from isogloss.counts import FIELDS, PAIR_FIELDS, Counts, PairCounts
 from isogloss.flat import to_device
 from isogloss.sample import TextEncoder
 from isogloss.sequence import document_spans
@@ -356,7 +356,8 @@ def test_counts_survive_their_vector_and_add_up(encoders, texts):
         first, second = collate(texts[:3]).counts, collate(texts[3:5]).counts
         assert Counts.of_vector(first.vector()) == first
         assert first + second == collate(texts[:5]).counts
-        numbers = list(range(3 + len(pairs) * len(PAIR_FIELDS)))  # no two fields are the same
+        # no two fields are the same
+        numbers = list(range(len(FIELDS) + len(pairs) * len(PAIR_FIELDS)))
         counts = Counts.of_vector(numbers)
         assert counts.vector() == numbers
         assert (counts + counts).vector() == [2 * number for number in numbers]
@@ -394,7 +395,25 @@ def test_counts_of_one_tokenizer_say_that_all_is_aligned(encoders, texts):
         "aligned_bytes": 1, "aligned_tokens": 1, "skipped_chats": 0, "normalized_bytes": 0,
         "unencodable_bytes": 0, "unmatched_bytes": 0, "chunks_1_1": 1, "chunks_1_n": 0,
         "chunks_n_1": 0, "chunks_n_m": 0}
-    assert PairCounts().metrics() == {"skipped_chats": 0}  # no text, no fraction of it
+    # no text, no fraction of it
+    assert PairCounts().metrics() == dict.fromkeys(metrics) | {"skipped_chats": 0}
+
+
+def test_samples_that_are_cut_before_their_first_label_are_counted(encoders, texts):
+    """A prompt as long as the limit leaves nothing to learn; an empty text teaches its end."""
+    long, short = texts[0], texts[1][:20]
+    examples = [Example(long + " end", context=len(long)), Example(short + " end", context=5),
+                Example(short), Example(""), None]
+    for pairs in ([], [PairOptions(encoders[1])]):
+        student = replace(encoders[0], max_length=12)
+        batch = Collator(student, pairs)(examples)
+        assert (batch.counts.samples, batch.counts.cut_samples) == (4, 1)
+        assert (batch.student.labels[0] < 0).all() and (batch.student.labels[1:3] >= 0).any()
+        shards = [Collator(student, pairs, sequence_rank=rank, sequence_size=2)(examples).counts
+                  for rank in range(2)]
+        assert [(shard.samples, shard.cut_samples) for shard in shards] == [(4, 1), (0, 0)]
+        whole = Collator(encoders[0], pairs)(examples)
+        assert (whole.counts.samples, whole.counts.cut_samples) == (4, 0)
 
 
 @pytest.mark.parametrize("loss", ["chunks", "event_kl"])

@@ -55,7 +55,7 @@ def test_a_new_teacher_source_is_a_class_and_an_entry(argv, models, tmp_path, lo
     assert ranks.run(2, run_with_example, 1, argv) == [[0], [0]]
     lines = losses_of(tmp_path / "run", -1)
     assert lines[-1]["eval/kd"] < lines[0]["eval/kd"]
-    assert lines[1]["teacher_bytes_per_token"] > 0
+    assert lines[1]["teacher_output_bytes"] > 0
 
 
 @pytest.mark.slow

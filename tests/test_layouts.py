@@ -651,7 +651,7 @@ def test_same_loss_and_gradient_wherever_the_teacher_is(models, texts, tmp_path)
     assert len(results) == len(cases) * len(TEACHERS)
     for result in results:
         output = result.layout.flags.get("teacher_output", "hidden")
-        assert result.metrics["teacher_bytes_per_token"] == BYTES_PER_TOKEN[output], result.layout
+        assert result.metrics["teacher_output_bytes"] == BYTES_PER_TOKEN[output], result.layout
 
 
 def several_teachers(models, untied, sharded=True):
@@ -724,7 +724,7 @@ def test_the_mean_of_teachers_with_one_tokenizer(models, untied, texts, tmp_path
     for result in results:
         assert result.metrics["kd"] > 0
         # hidden states of the first, logits of the second
-        assert result.metrics["teacher_bytes_per_token"] == 4 * 32 + 4 * 350
+        assert result.metrics["teacher_output_bytes"] == 4 * 32 + 4 * 350
 
 
 class CountingTokenizer:
