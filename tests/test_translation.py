@@ -35,6 +35,7 @@ from translation import (
     list_scopes,
     root_question,
     root_target,
+    tokens_that_ended,
     translated,
 )
 from waiting import FixedOrder
@@ -257,6 +258,68 @@ def test_equal_tokenizers_give_the_plain_divergence(divergence):
     plain, positions = divergence(x, y, toy.ids[3] >= 0, temperature=2.0)
     torch.testing.assert_close(ours, plain)
     assert count == positions
+
+
+# --- which nodes there are ------------------------------------------------------------------------
+
+
+class Rows:
+    """Hold ids of made-up rows, one text in each.
+
+    Args:
+        written, said: for each text the student's and the teacher's tokens, all of one length.
+        chunks: for each text the chunks of both.
+    """
+
+    def __init__(self, student, teacher, written, said, chunks):
+        self.tables = toys.tables_of(student, teacher)
+        self.next_S, self.next_T = [
+            torch.tensor([[side.id[token] for token in text] for text in texts])
+            for side, texts in ((student, written), (teacher, said))]
+        self.chunks = [torch.tensor(side) for side in zip(*chunks)]
+        before = torch.full((len(written), 1), -1)
+        self.read = torch.cat([before, self.next_S[:, :-1]], 1)
+
+    def nodes(self):
+        return list_nodes(self.read, self.next_S, self.next_T, *self.chunks, self.tables)
+
+
+@pytest.mark.parametrize(("text_S", "text_T", "chunk_S", "chunk_T", "is_known"), [
+    ([0, 0], [0, 0], [0, 1], [0, 1], True),
+    ([0, 1], [0, 0], [0, 1], [0, 1], False),
+    ([0, 0], [0, 1], [0, 1], [0, 1], False),
+    ([0, 0, 0], [0, 0], [0, -1, 1], [0, 1], False),
+    ([0, 0], [0, 0, 0], [0, 1], [0, -1, 1], False)])
+def test_a_token_ended_directly_in_front_in_the_same_text(
+    text_S, text_T, chunk_S, chunk_T, is_known
+):
+    tables = toys.tables_of(FINE, COARSE)
+    a = [torch.full((1, len(text)), 0) for text in (text_S, text_T)]
+    ended = tokens_that_ended(
+        *a, *[torch.tensor([side]) for side in (chunk_S, chunk_T)], tables,
+        *[torch.tensor([side]) for side in (text_S, text_T)])
+    assert ended[0, -1] == (0 if is_known else -1)
+    assert (ended[0, :-1] == -1).all()
+
+
+def test_rows_of_another_text_neither_ended_nor_follow():
+    """Texts that fill their rows: the first position of the next row is that of another text."""
+    rows = Rows(COARSE, Tokenizer(), ["a", "b"], ["a", "b"], [([0], [0])] * 2)
+    nodes = rows.nodes()
+    assert (nodes.roots.ended_T == -1).all()
+    assert not len(nodes.choices.root)  # whether "a" goes on as "ab" is asked behind it
+    # the row behind the last token is one of the text
+    rows = Rows(COARSE, Tokenizer(), ["aa", "bb"], ["aa", "bb"], [([0, -1], [0, -1])] * 2)
+    choices = rows.nodes().choices
+    assert choices.row_T[choices.root == 0].tolist() == [1]
+
+
+def test_insides_end_with_their_chunk():
+    """Where a chunk's bytes are not those of its token, the next chunk may seem to go on so."""
+    teacher = Tokenizer(("a", "b"), ("ab", "c"))
+    rows = Rows(Tokenizer(), teacher, ["abc"], [["abc", "a"]], [([0, 0, 1], [0, 1])])
+    insides = rows.nodes().insides
+    assert insides.level.tolist() == [1] and insides.row_S.tolist() == [1]
 
 
 # --- temperature, zeros, mixture ------------------------------------------------------------------
