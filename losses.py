@@ -1434,9 +1434,11 @@ def _merge_empty_columns(r_CK: Tensor, log_target_CK: Tensor) -> tuple[Tensor, T
     rest_C1 = r_CK.masked_fill(~merged_CK, 0).sum(-1, keepdim=True)
     log_r_CK = torch.cat([(r_CK + EPSILON).log().masked_fill(merged_CK, FLOOR),
                           (rest_C1 + EPSILON).log()], 1)
-    # an event of mass 0 on the teacher's side counts as columns do that do not come
-    merged_CK = F.pad(merged_CK, (0, 1))
-    return log_r_CK, log_target_CK.masked_fill(merged_CK, FLOOR)
+    # nor is there one of no column: the student could give it nothing
+    no_event_C1 = ~merged_CK.any(-1, keepdim=True)
+    log_r_CK[:, -1:].masked_fill_(no_event_C1, FLOOR)
+    merged_CK = torch.cat([merged_CK, no_event_C1], 1)
+    return log_r_CK, log_target_CK.masked_fill(merged_CK, FLOOR).log_softmax(-1)
 
 
 def reachable_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, W: int) -> Tensor:

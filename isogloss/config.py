@@ -149,7 +149,7 @@ class Config:
             step, a float32 sum of its micro-batches until then), or micro_batch. auto takes window,
             but on a GPU not where that sum, 4 bytes a weight, takes more than a twentieth of its
             memory.
-        temperature: softens both models in the distillation loss, 0.001 to 1000.
+        temperature: softens what the distillation loss compares of both models, 0.001 to 1000.
         projection: file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is
             built in flight and cached.
         learn_projection: train the weights of projection_kl's projection too. They are written to

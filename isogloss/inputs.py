@@ -146,7 +146,7 @@ def check_inputs(cfg, device, roles=None):
     student, student_config = load_text_encoder(
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
-    encoders = load_teacher_encoders(cfg, roles)
+    encoders = load_teacher_encoders(cfg, student, roles)
     tasks = load_student_tasks(cfg, student, student_config)
     check_models(cfg)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
@@ -251,8 +251,12 @@ def load_student_tasks(cfg, student, config):
         raise ValueError(f"--eval_tasks {cfg.eval_tasks}: {error}") from None
 
 
-def load_teacher_encoders(cfg, roles=None):
-    """Return {name: TextEncoder} of every teacher, whose layout is checked too."""
+def load_teacher_encoders(cfg, student, roles=None):
+    """Return {name: TextEncoder} of every teacher, whose layout is checked too.
+
+    Args:
+        student: TextEncoder; roles: `layout.Roles` where teachers have ranks of their own, or None.
+    """
     if not cfg.kd_weight:
         return {}
     num_ranks = dist.get_world_size()
@@ -272,7 +276,7 @@ def load_teacher_encoders(cfg, roles=None):
             "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
             teacher_cfg.trust_remote_code, template_kwargs(cfg))
         if teacher_cfg.teacher_cache:
-            encoders[name] = cached_encoder(teacher_cfg, encoders[name])
+            encoders[name] = cached_encoder(teacher_cfg, student, encoders[name])
             continue
         if teacher_cfg.is_served:
             encoders[name] = served_encoder(teacher_cfg, encoders[name], config.vocab_size)
@@ -293,12 +297,12 @@ def load_teacher_encoders(cfg, roles=None):
     return encoders
 
 
-def cached_encoder(cfg, encoder):
+def cached_encoder(cfg, student, encoder):
     """Return the TextEncoder of a cached teacher, which reads no more than the cache holds.
 
     Args:
         cfg: Config of this teacher alone.
-        encoder: TextEncoder of its tokenizer.
+        student: TextEncoder; encoder: that of the teacher's tokenizer.
     Raises:
         ValueError: the cache is damaged, or does not fit.
     """
@@ -306,7 +310,7 @@ def cached_encoder(cfg, encoder):
     manifest = check_cache(folder, encoder, cfg.teacher_max_length)
     check_truncated(cfg, f"--teacher_cache {folder}, which keeps {manifest.top_k} tokens,",
                     manifest.output == "topk")
-    check_rest(folder, manifest, rest_temperature(cfg), LOSSES[cfg.loss].reads_draws(cfg))
+    check_rest(folder, manifest, *reading_of_rest(cfg, student, encoder))
     if manifest.dtype == SERVED and cfg.teacher_weights == "entropy":
         raise ValueError(f"--teacher_cache {folder}: was written from a server, which does not say "
                          "its entropy; use another --teacher_weights than entropy, such as ce")
@@ -504,7 +508,7 @@ def plan_teachers(cfg, student, encoders, device):
     setups = []
     for name, teacher_cfg in configs.items():
         encoder = encoders[name]
-        spec = teacher_spec(teacher_cfg, encoder, device)
+        spec = teacher_spec(teacher_cfg, encoder, device, student)
         loss = build_loss(teacher_cfg, student, encoder, device, spec.is_truncated)
         ids = spelling_ids(cfg, student, encoder, device)
         setups.append(TeacherSetup(name, teacher_cfg, encoder, loss, spec, ids))
@@ -524,7 +528,8 @@ def plan_ensemble(cfg, student, encoders, configs, device):
     shortest = min(encoder.max_length for encoder in encoders.values())
     encoder = replace(encoders[first], max_length=shortest)
     ensemble_cfg = replace(configs[first], kd_weight=cfg.kd_weight)
-    members = [teacher_spec(member, encoders[name], device) for name, member in configs.items()]
+    members = [teacher_spec(member, encoders[name], device, student)
+               for name, member in configs.items()]
     for member in members:
         # a mean of logits is not linear in probabilities
         member.reads_draws = member.reads_draws and cfg.teacher_weights == "mean_p"
@@ -543,13 +548,18 @@ def cache_folders(cfg):
     return [of_teacher.teacher_cache for of_teacher in configs if of_teacher.teacher_cache]
 
 
-def teacher_spec(cfg, encoder, device):
-    """Return the TeacherSpec of a run with one teacher."""
+def teacher_spec(cfg, encoder, device, student=None):
+    """Return the TeacherSpec of a run with one teacher.
+
+    Args:
+        encoder: TextEncoder of the teacher; student: that of the student, None without one.
+    """
+    rest_temperature, reads_draws = reading_of_rest(cfg, student or encoder, encoder)
     if cfg.teacher_cache:
         return TeacherSpec(
             path=cfg.teacher_path, vocab=len(encoder.table), engine="cache", device=device,
             output=Manifest.read("teacher_cache", cfg.teacher_cache).output,
-            rest_temperature=rest_temperature(cfg), reads_draws=LOSSES[cfg.loss].reads_draws(cfg),
+            rest_temperature=rest_temperature, reads_draws=reads_draws,
             cache=cfg.teacher_cache)
     if cfg.is_served:
         return TeacherSpec(
@@ -564,13 +574,23 @@ def teacher_spec(cfg, encoder, device):
         path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
         dtype=cfg.teacher_dtype, attention=cfg.attention, device=device, degree=cfg.teacher_tp,
         offload=cfg.teacher_offload, compile=cfg.teacher_compile, output=output,
-        output_topk=cfg.teacher_output_topk, rest_temperature=rest_temperature(cfg),
+        output_topk=cfg.teacher_output_topk, rest_temperature=rest_temperature,
         sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
 
 
-def rest_temperature(cfg):
-    """Return the temperature at which the loss reads the rest of truncated rows."""
-    return cfg.temperature if LOSSES[cfg.loss].truncated == "softened" else 1.0
+def reading_of_rest(cfg, student, encoder):
+    """Return how a loss reads truncated rows: (temperature of the rest, does it read draws?).
+
+    What sums up tokens before it softens the sums reads them at temperature 1, and is not linear in
+    them at another one.
+    """
+    spec = LOSSES[cfg.loss]
+    if cfg.temperature == 1 or spec.truncated != "softened":
+        return 1.0, spec.reads_draws(cfg)
+    sums_first = spec.needs == "spellings"
+    if sums_first and fingerprint(student.tokenizer) != fingerprint(encoder.tokenizer):
+        return 1.0, False
+    return cfg.temperature, spec.reads_draws(cfg)
 
 
 def spelling_ids(cfg, student, encoder, device):

@@ -10,7 +10,14 @@ from align import TokenTable
 from conftest import asset
 from projection_tools import Pair, load_tables, spell
 from projection_tools.cells import build_translation
-from spelling import ROLES, link_special_tokens, prefix_ranges, spell as spell_tokens
+from spelling import (
+    ROLES,
+    link_special_tokens,
+    prefix_ranges,
+    spell as spell_tokens,
+    translation_tables,
+    unwritten_tokens,
+)
 
 
 def without_padding(pieces):
@@ -168,6 +175,32 @@ def test_tokens_that_a_tokenizer_never_writes_get_no_mass(student, unwritten):
         text = asset("text", name).read_text(encoding="utf-8", errors="ignore")[:100_000]
         written = loaded[0](text, add_special_tokens=False, verbose=False)["input_ids"]
         assert not without_mass[written].any()
+
+
+def test_a_token_that_spells_one_of_the_teachers_is_written():
+    """However the student's tokenizer cuts it where it stands alone."""
+    student = AutoTokenizer.from_pretrained(asset("tokenizers", "tok512"))
+    table = TokenTable.from_tokenizer(student)
+    dot, letter = student.convert_tokens_to_ids(["<0x2E>", "<0x41>"])
+    nothing = np.zeros(len(table), bool)
+    for spelled, expected in ((-1, [True, True]), (dot, [False, True])):
+        pieces_WP = np.array([[letter + 1, spelled], [-1, -1]])
+        unwritten = unwritten_tokens(table, student, pieces_WP, nothing)
+        assert unwritten[[dot, letter]].tolist() == expected
+
+
+def test_joins_of_white_space_are_left_out():
+    """How a tokenizer cuts two spaces depends on what follows; " a" it does join."""
+    texts = [b" ", b"a", b"  ", b" a", b"\n", b" \n"]
+    spell_bytes = {b"a": [1], b" ": [0], b"\n": [4]}
+    # the teacher writes one byte at a time
+    A = np.array([[0], [1], [4]])
+    B = np.array([[0, -1], [1, -1], [0, 0], [0, 1], [2, -1], [0, 2]])
+    fields = translation_tables(A, B, texts, np.ones(6, bool),
+                                lambda raws: [spell_bytes[raw] for raw in raws])
+    assert fields["joined_V"].tolist() == [1, 0, 0, 0, 0, 0]
+    place = fields["join_low_J"][fields["join_start_V"][0]]
+    assert fields["order_W"][place] == 1
 
 
 def test_the_command_line(models, tmp_path, capsys):

@@ -115,6 +115,21 @@ def test_the_rest_is_one_event_with_the_cells_of_which_nothing_is_kept():
     torch.testing.assert_close(logq.exp(), q)
 
 
+def test_the_rest_is_no_event_where_every_cell_has_a_kept_token():
+    """Its value would be a constant; the others are compared among themselves."""
+    x = torch.randn(1, 4, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    q = torch.tensor([[0.4, 0.25, 0.2, 0.15]], dtype=torch.float64)  # the last one is the rest
+    logits = torch.cat([x[:, :3], torch.full((1, 1), -157.0)], 1)  # no student token is in it
+    logp, logq = merge_rest(logits, q.log())
+    torch.testing.assert_close(logq.exp()[0, :3], q[0, :3] / 0.85)
+    for divergence in DIVERGENCES.values():
+        value, _ = divergence(logp[None], logq[None], None)
+        gradient, = torch.autograd.grad(value, x, retain_graph=True)
+        assert abs(gradient.sum()) < 1e-12
+    kl = losses.forward_kl(x[None, :, :3], (q[None, :, :3] / 0.85).log(), None)[0]
+    torch.testing.assert_close(losses.forward_kl(logp[None], logq[None], None)[0], kl)
+
+
 def test_truncated_translations_are_no_less_than_zero_and_compile():
     for number in range(len(ALL_PAIRS)):
         toy = Toy(*ALL_PAIRS[number], 1)
