@@ -13,11 +13,13 @@ from isogloss.counts import PAIR_FIELDS, Counts, PairCounts
 from isogloss.flat import to_device
 from isogloss.sample import TextEncoder
 from isogloss.sequence import document_spans
-from losses import Spelling, find_chunks
+from losses import Spelling, find_chunks, forward_kl
 from projection_tools import Pair
+from projection_tools.cells import build_translation
 from projection_tools.spell import build_spelling
 from test_chat import CHAT, with_templates
 from test_sample import lower_casing, small_chunks, spelled
+from translation import Tables, translated
 
 STUDENT_FIELDS = "ids", "labels", "num_bytes"
 
@@ -590,3 +592,81 @@ def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teac
                     assert torch.equal(labels[local][learned], sub_tile.student_labels[learned])
                     predicted += int(learned.sum())
         assert predicted == whole.counts.tokens
+
+
+# --- the loss of cut texts ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def translation(tokenizers, tables):
+    """Return the tables of a divergence between these tokenizers."""
+    pair = Pair.of(*tokenizers[::-1], tables=tables[::-1])  # the student's tokens are longer
+    built = build_translation(pair)
+    fields = [built[name] for name in Tables._fields]
+    return Tables(*[x.long() if isinstance(x, torch.Tensor) else x for x in fields])
+
+
+def translated_of(batches, tables, student_VV, teacher_NTW):
+    """Return (sum over batches, its gradient by student_VV, terms).
+
+    Args:
+        student_VV: the student's row where it predicts a token.
+        teacher_NTW: the teacher's row at a position of a text; NaN at those that predict nothing.
+    """
+    student_VV = student_VV.clone().requires_grad_()
+    total, count = 0, 0
+    for batch in batches:
+        teacher = batch.teachers[0]
+        positions = teacher.positions
+        if positions is None:
+            positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
+        text = torch.tensor(batch.sample_ids)[teacher.sample]
+        every_row = teacher_NTW[text, positions.flatten()]
+        every_row[teacher.labels.flatten() < 0] = torch.nan
+        for sub_tile in [sub_tile for tile in teacher.tiles for sub_tile in tile.sub_tiles]:
+            if sub_tile.teacher_positions is not None:
+                block = every_row[sub_tile.teacher_positions]
+            labels = sub_tile.student_labels.clamp(min=0)[None], sub_tile.teacher_labels[None]
+            nats, terms = translated(
+                student_VV[labels[0]], block[sub_tile.teacher_slice][None], *labels,
+                sub_tile.terms, tables, forward_kl)
+            total, count = total + nats, count + int(terms)
+    total.backward()
+    assert count == sum(batch.counts.pairs[0].kd_terms for batch in batches)
+    return total.detach(), student_VV.grad, count
+
+
+@pytest.mark.parametrize("limit", [9, 16, 400])
+def test_the_loss_of_a_cut_text_is_the_same_in_every_layout(encoders, texts, translation, limit):
+    """Micro-batches of any size and order, packed or not, in shards, tiles, beside empty samples.
+
+    Nothing asks the teacher behind the end of a text, where there is padding in some layouts and
+    no row in others.
+    """
+    encoders = at_most(encoders[1], limit), encoders[0]
+    samples = [texts[0], texts[1][:30], texts[2], "", None, texts[4]]
+    generator = torch.Generator().manual_seed(0)
+    V, W = len(translation.cell_V), len(translation.cell_W)
+    student_VV = torch.randn(V, V, generator=generator, dtype=torch.float64)
+    teacher_NTW = 3 * torch.randn(len(samples), 400, W, generator=generator, dtype=torch.float64)
+
+    def loss_of(groups, **options):
+        collate = Collator(encoders[0], [PairOptions(encoders[1], translation)], **options)
+        batches = [collate([samples[n] for n in group], group) for group in groups]
+        return translated_of(batches, translation, student_VV, teacher_NTW)
+
+    numbers = list(range(len(samples)))
+    total, gradient, count = loss_of([[number] for number in numbers])
+    assert count > 30
+    layouts = [
+        ([numbers], {}), ([numbers[::-1]], {"tile_mib": 0.25}),
+        ([numbers[:2], numbers[2:4], numbers[4:]], {}), ([numbers], {"pack": True})]
+    results = [loss_of(groups, **options) for groups, options in layouts]
+    for size, pack in ((2, False), (3, True)):
+        shards = [loss_of([numbers], sequence_rank=rank, sequence_size=size, pack=pack)
+                  for rank in range(size)]
+        results.append([sum(of_shards) for of_shards in zip(*shards)])
+    for of_layout in results:
+        torch.testing.assert_close(of_layout[0], total)
+        torch.testing.assert_close(of_layout[1], gradient)
+        assert of_layout[2] == count

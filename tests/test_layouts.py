@@ -67,8 +67,12 @@ class Reference(NamedTuple):
 
 
 def uneven_samples(texts):
-    """Return eight samples of very uneven length, one of them without a single token."""
-    return [texts[0] * 2, None, texts[1][:9], texts[2], "", texts[3][:60], texts[4], texts[5][:30]]
+    """Return eight samples of very uneven length, one of them without a single token.
+
+    The limit of `flags_for` cuts three of them, at three places.
+    """
+    return [texts[0] * 2, None, texts[1][:9], texts[2] * 3, "", texts[3][:60], texts[4] * 3,
+            texts[5][:30]]
 
 
 def flags_of(loss):
