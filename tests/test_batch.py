@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,17 @@ import torch
 from isogloss.batch import Collator, Example, PairOptions, pack_rows
 from isogloss.counts import PAIR_FIELDS, Counts, PairCounts
 from isogloss.flat import to_device
+from isogloss.objective import weigh_samples
 from isogloss.sample import TextEncoder
 from isogloss.sequence import document_spans
+from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
 from losses import Spelling, find_chunks, forward_kl
 from projection_tools import Pair
 from projection_tools.cells import build_translation
 from projection_tools.spell import build_spelling
 from test_chat import CHAT, with_templates
 from test_sample import lower_casing, small_chunks, spelled
+from tiles import StoredLogits
 from translation import Tables, translated
 
 STUDENT_FIELDS = "ids", "labels", "num_bytes"
@@ -262,6 +266,36 @@ def test_a_teacher_gets_the_samples_that_are_for_it(encoders, texts):
     assert first.read_bytes == batch.student.num_bytes[[0, 5]].clamp(min=0).sum()
     assert first.read_tokens == (batch.student.labels[[0, 5]] >= 0).sum()
     assert first.metrics()["aligned_bytes"] > 0.9
+
+
+@pytest.mark.parametrize("kind", ["select", "ce", "entropy", "max_prob"])
+def test_a_sample_is_weighed_among_the_teachers_that_read_it(encoders, texts, kind):
+    """However sure of it the only reader is; what weighed before stays a factor."""
+    routes = ["a", "b", "neither"]
+    examples = [Example(text, route) for text, route in zip(texts, routes)]
+    batch = routed_batch(encoders, [*examples, Example(texts[3]), None], ["a"], ["b"])
+    generator = torch.Generator().manual_seed(0)
+    targets = []
+    for teacher in batch.teachers:
+        logits = torch.randn(teacher.labels.numel(), len(encoders[1].table), generator=generator)
+        scores = sample_scores(StoredLogits(logits), teacher, SCORE_KINDS[kind])
+        assert (scores > -torch.inf).nonzero().flatten().tolist() == samples_of(teacher)
+        targets.append(SimpleNamespace(confidence=scores))
+    cfg = SimpleNamespace(teacher_weights=kind, teacher_alpha=0.7)
+    twice = [weigh_samples(teacher, torch.full((5,), 3.0)) for teacher in batch.teachers]
+    weights = []  # of each teacher, by sample
+    for teacher in weigh_by_confidence(cfg, twice, targets):
+        of_sample = {}
+        for tile in teacher.tiles:
+            sample = teacher.sample_of_student[tile.student_positions]
+            for sub_tile in tile.sub_tiles:
+                in_tile = sample[sub_tile.student_slice]
+                of_sample |= dict(zip(in_tile.tolist(), sub_tile.weight.tolist()))
+        weights.append(of_sample)
+    first, second = weights
+    assert (first[0], second[0]) == (3, 0) and (first[1], second[1]) == (0, 3)
+    assert first[2] == second[2] == 0  # for none of them
+    assert first[3] + second[3] == pytest.approx(3)
 
 
 def test_a_route_of_none_goes_to_the_teachers_without_routes(encoders, texts):

@@ -269,7 +269,8 @@ def plain_scores(teacher, logits_BTW, teacher_weights):
     if kind != "ce":
         return score_B
     num_bytes_B = teacher.num_bytes.clamp(min=0).sum(1)
-    return score_B * mask_BT.sum(1) / num_bytes_B.clamp(min=1)
+    per_byte_B = score_B * mask_BT.sum(1) / num_bytes_B.clamp(min=1)
+    return torch.where(mask_BT.any(1), per_byte_B, score_B)
 
 
 def plain_weights(cfg, scores_MB):
