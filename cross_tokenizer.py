@@ -320,7 +320,7 @@ class CrossTokenizerKD:
             from translation import list_nodes
 
             batch.terms = list_nodes(
-                inputs[0]["input_ids"][:, :-1], batch.student_next, batch.teacher_next,
+                inputs[0]["input_ids"][:, :-1], batch.student_next, teacher_ids[:, 1:],
                 batch.student_chunk, batch.teacher_chunk, self.tables)
         return batch
 

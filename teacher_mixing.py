@@ -34,7 +34,7 @@ def teacher_scores(
         kind: "ce": minus the mean cross-entropy in nats; "entropy": minus the mean entropy in nats;
             "max_prob": mean of the largest probability.
     Returns:
-        At least float32; 0 for a sample without positions.
+        At least float32; -inf for a sample without positions: the teacher has not read it.
     Raises:
         ValueError: unknown kind.
     """
@@ -54,21 +54,26 @@ def teacher_scores(
         zeros_B = score_N.new_zeros(num_samples)
         total_B = zeros_B.index_add(0, sample_N, score_N)
         count_B = zeros_B.index_add(0, sample_N, torch.ones_like(score_N))
-        return total_B / count_B.clamp(min=1)
+        return (total_B / count_B.clamp(min=1)).masked_fill(count_B == 0, -torch.inf)
 
 
 def teacher_weights(scores_MB: Tensor, alpha: float = 1.0, select: bool = False) -> Tensor:
-    """Return (M, B) weights that sum to 1 over the teachers of each sample.
+    """Return (M, B) weights that sum to 1 over the teachers that read a sample; 0 for the others.
 
     Args:
-        scores_MB: from `teacher_scores`.
+        scores_MB: from `teacher_scores`; -inf: the teacher has not read the sample.
         alpha: the weights are softmax(alpha * score); 0: equal weights.
         select: weight 1 for the best teacher and 0 for the others, whatever alpha is.
     """
+    unread_MB = scores_MB == -torch.inf
     if select:
         one_hot_BM = F.one_hot(scores_MB.argmax(0), len(scores_MB))
-        return one_hot_BM.T.to(scores_MB.dtype)
-    return (alpha * scores_MB).softmax(0)
+        weights_MB = one_hot_BM.T.to(scores_MB.dtype)
+    else:
+        # a factor of 0 would make NaN of -inf, and so does a softmax over nothing else
+        scaled_MB = (alpha * scores_MB).masked_fill(unread_MB, torch.finfo(scores_MB.dtype).min)
+        weights_MB = scaled_MB.softmax(0)
+    return weights_MB.masked_fill(unread_MB, 0.0)
 
 
 def vocabulary_factors(sizes_M: list[int]) -> Tensor:

@@ -290,7 +290,8 @@ def list_nodes(
     Args:
         student_ids_BS: int64, the token that each student position reads.
         student_next_BS, teacher_next_BT: int64, the token that each position predicts; anything
-            where there is none.
+            where there is none, of the teacher something negative, as -100: no row of padding is
+            asked what comes behind a text.
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
     """
     texts = []
@@ -299,7 +300,7 @@ def list_nodes(
     ended_BT = tokens_that_ended(
         student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables, *texts
     )
-    follows_BT = torch.ones_like(teacher_chunk_BT, dtype=torch.bool)
+    follows_BT = teacher_next_BT >= 0
     follows_BT[:, :1] = False
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     return nodes_of_chunks(
@@ -322,7 +323,7 @@ def nodes_of_chunks(
         teacher_next: (M,) int64.
         teacher_ended: (M,) int64, see `tokens_that_ended`.
         teacher_follows: (M,) bool, the row belongs to the position after that of the row before, in
-            the same text.
+            the same text, and predicts a token.
     """
     roots = Roots(
         row_S=chunks.first_S,

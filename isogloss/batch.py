@@ -650,7 +650,9 @@ class TextsOf:
 
     Attributes:
         student_ids: (B * S,) token that each student position reads.
-        teacher_text: (B * T,) text of each teacher position.
+        teacher_text: (B * T,) text of each teacher position that predicts a token; -1: it predicts
+            none.  What stands behind the end of a text may be padding, whose number depends on the
+            other texts, or what a cache does not hold: nothing asks there.
         ended: (B * T,) see `translation.tokens_that_ended`.
     """
 
@@ -661,7 +663,7 @@ class TextsOf:
             read_chunks: (B, S) and (B, T) int64, chunks also where nothing is learned.
         """
         self.student_ids = student.ids.flatten()
-        self.teacher_text = batch.sample
+        self.teacher_text = torch.where(batch.labels.flatten() >= 0, batch.sample, -1)
         # Not the labels, which a prompt does not have.  In front of another chunk every token is
         # read; what the last column names is not asked for.
         next_ids = student.ids.roll(-1, 1)

@@ -159,8 +159,7 @@ def kept_columns(setup, batches, targets, group=None):
 def sample_scores(logits, batch, kind):
     """Return (B,) how sure a teacher is of each sample, see `teacher_mixing.teacher_scores`.
 
-    Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers
-    compare.
+    It is -inf for a sample that the teacher does not read, whose template refuses it, say.  Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers compare.
 
     Args:
         logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
@@ -177,7 +176,8 @@ def sample_scores(logits, batch, kind):
         size = len(positions)
         if kind == "ce":  # tokens of different tokenizers are not the same unit, bytes are
             size = int(num_bytes[in_sample].clamp(min=0).sum())
-        score = torch.as_tensor(total / max(size, 1), dtype=torch.float32, device=labels.device)
+        mean = total / max(size, 1) if len(positions) else -torch.inf
+        score = torch.as_tensor(mean, dtype=torch.float32, device=labels.device)
         scores.append(score)
     return torch.stack(scores)
 

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,18 @@ import torch
 from isogloss.batch import Collator, Example, PairOptions, pack_rows
 from isogloss.counts import FIELDS, PAIR_FIELDS, Counts, PairCounts
 from isogloss.flat import to_device
+from isogloss.objective import weigh_samples
 from isogloss.sample import TextEncoder
 from isogloss.sequence import document_spans
-from losses import Spelling, find_chunks
+from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
+from losses import Spelling, find_chunks, forward_kl
 from projection_tools import Pair
+from projection_tools.cells import build_translation
 from projection_tools.spell import build_spelling
 from test_chat import CHAT, with_templates
 from test_sample import lower_casing, small_chunks, spelled
+from tiles import StoredLogits
+from translation import Tables, translated
 
 STUDENT_FIELDS = "ids", "labels", "num_bytes"
 
@@ -260,6 +266,36 @@ def test_a_teacher_gets_the_samples_that_are_for_it(encoders, texts):
     assert first.read_bytes == batch.student.num_bytes[[0, 5]].clamp(min=0).sum()
     assert first.read_tokens == (batch.student.labels[[0, 5]] >= 0).sum()
     assert first.metrics()["aligned_bytes"] > 0.9
+
+
+@pytest.mark.parametrize("kind", ["select", "ce", "entropy", "max_prob"])
+def test_a_sample_is_weighed_among_the_teachers_that_read_it(encoders, texts, kind):
+    """However sure of it the only reader is; what weighed before stays a factor."""
+    routes = ["a", "b", "neither"]
+    examples = [Example(text, route) for text, route in zip(texts, routes)]
+    batch = routed_batch(encoders, [*examples, Example(texts[3]), None], ["a"], ["b"])
+    generator = torch.Generator().manual_seed(0)
+    targets = []
+    for teacher in batch.teachers:
+        logits = torch.randn(teacher.labels.numel(), len(encoders[1].table), generator=generator)
+        scores = sample_scores(StoredLogits(logits), teacher, SCORE_KINDS[kind])
+        assert (scores > -torch.inf).nonzero().flatten().tolist() == samples_of(teacher)
+        targets.append(SimpleNamespace(confidence=scores))
+    cfg = SimpleNamespace(teacher_weights=kind, teacher_alpha=0.7)
+    twice = [weigh_samples(teacher, torch.full((5,), 3.0)) for teacher in batch.teachers]
+    weights = []  # of each teacher, by sample
+    for teacher in weigh_by_confidence(cfg, twice, targets):
+        of_sample = {}
+        for tile in teacher.tiles:
+            sample = teacher.sample_of_student[tile.student_positions]
+            for sub_tile in tile.sub_tiles:
+                in_tile = sample[sub_tile.student_slice]
+                of_sample |= dict(zip(in_tile.tolist(), sub_tile.weight.tolist()))
+        weights.append(of_sample)
+    first, second = weights
+    assert (first[0], second[0]) == (3, 0) and (first[1], second[1]) == (0, 3)
+    assert first[2] == second[2] == 0  # for none of them
+    assert first[3] + second[3] == pytest.approx(3)
 
 
 def test_a_route_of_none_goes_to_the_teachers_without_routes(encoders, texts):
@@ -609,3 +645,81 @@ def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teac
                     assert torch.equal(labels[local][learned], sub_tile.student_labels[learned])
                     predicted += int(learned.sum())
         assert predicted == whole.counts.tokens
+
+
+# --- the loss of cut texts ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def translation(tokenizers, tables):
+    """Return the tables of a divergence between these tokenizers."""
+    pair = Pair.of(*tokenizers[::-1], tables=tables[::-1])  # the student's tokens are longer
+    built = build_translation(pair)
+    fields = [built[name] for name in Tables._fields]
+    return Tables(*[x.long() if isinstance(x, torch.Tensor) else x for x in fields])
+
+
+def translated_of(batches, tables, student_VV, teacher_NTW):
+    """Return (sum over batches, its gradient by student_VV, terms).
+
+    Args:
+        student_VV: the student's row where it predicts a token.
+        teacher_NTW: the teacher's row at a position of a text; NaN at those that predict nothing.
+    """
+    student_VV = student_VV.clone().requires_grad_()
+    total, count = 0, 0
+    for batch in batches:
+        teacher = batch.teachers[0]
+        positions = teacher.positions
+        if positions is None:
+            positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
+        text = torch.tensor(batch.sample_ids)[teacher.sample]
+        every_row = teacher_NTW[text, positions.flatten()]
+        every_row[teacher.labels.flatten() < 0] = torch.nan
+        for sub_tile in [sub_tile for tile in teacher.tiles for sub_tile in tile.sub_tiles]:
+            if sub_tile.teacher_positions is not None:
+                block = every_row[sub_tile.teacher_positions]
+            labels = sub_tile.student_labels.clamp(min=0)[None], sub_tile.teacher_labels[None]
+            nats, terms = translated(
+                student_VV[labels[0]], block[sub_tile.teacher_slice][None], *labels,
+                sub_tile.terms, tables, forward_kl)
+            total, count = total + nats, count + int(terms)
+    total.backward()
+    assert count == sum(batch.counts.pairs[0].kd_terms for batch in batches)
+    return total.detach(), student_VV.grad, count
+
+
+@pytest.mark.parametrize("limit", [9, 16, 400])
+def test_the_loss_of_a_cut_text_is_the_same_in_every_layout(encoders, texts, translation, limit):
+    """Micro-batches of any size and order, packed or not, in shards, tiles, beside empty samples.
+
+    Nothing asks the teacher behind the end of a text, where there is padding in some layouts and
+    no row in others.
+    """
+    encoders = at_most(encoders[1], limit), encoders[0]
+    samples = [texts[0], texts[1][:30], texts[2], "", None, texts[4]]
+    generator = torch.Generator().manual_seed(0)
+    V, W = len(translation.cell_V), len(translation.cell_W)
+    student_VV = torch.randn(V, V, generator=generator, dtype=torch.float64)
+    teacher_NTW = 3 * torch.randn(len(samples), 400, W, generator=generator, dtype=torch.float64)
+
+    def loss_of(groups, **options):
+        collate = Collator(encoders[0], [PairOptions(encoders[1], translation)], **options)
+        batches = [collate([samples[n] for n in group], group) for group in groups]
+        return translated_of(batches, translation, student_VV, teacher_NTW)
+
+    numbers = list(range(len(samples)))
+    total, gradient, count = loss_of([[number] for number in numbers])
+    assert count > 30
+    layouts = [
+        ([numbers], {}), ([numbers[::-1]], {"tile_mib": 0.25}),
+        ([numbers[:2], numbers[2:4], numbers[4:]], {}), ([numbers], {"pack": True})]
+    results = [loss_of(groups, **options) for groups, options in layouts]
+    for size, pack in ((2, False), (3, True)):
+        shards = [loss_of([numbers], sequence_rank=rank, sequence_size=size, pack=pack)
+                  for rank in range(size)]
+        results.append([sum(of_shards) for of_shards in zip(*shards)])
+    for of_layout in results:
+        torch.testing.assert_close(of_layout[0], total)
+        torch.testing.assert_close(of_layout[1], gradient)
+        assert of_layout[2] == count

@@ -178,6 +178,21 @@ def test_padding_heads_and_batches_change_nothing(pair, stories, loss, tables):
     torch.testing.assert_close(one_by_one, total)
 
 
+def test_a_cut_text_is_the_same_alone_and_beside_others(pair, stories):
+    """No teacher's row behind the end of a text is asked, which is there beside longer ones."""
+    kd = CrossTokenizerKD(*pair.tokenizers[::-1])
+    texts = [stories[0], "Once upon a time.", *stories[3:6]]
+    for kd.max_length in (12, 21, 27):
+        batch = kd.collate(texts)
+        together, count = kd.sum_and_count(*random_logits(batch, kd), batch)
+        alone = []
+        for text in texts:
+            single = kd.collate([text])
+            alone.append(kd.sum_and_count(*random_logits(single, kd), single))
+        torch.testing.assert_close(sum(nats for nats, _ in alone), together)
+        assert sum(terms for _, terms in alone) == count
+
+
 def test_nothing_aligned_is_zero_with_a_graph_and_one_warning(pair):
     kd = CrossTokenizerKD(*pair.tokenizers)
     batch = kd.collate(["a", "b"])

@@ -67,8 +67,12 @@ class Reference(NamedTuple):
 
 
 def uneven_samples(texts):
-    """Return eight samples of very uneven length, one of them without a single token."""
-    return [texts[0] * 2, None, texts[1][:9], texts[2], "", texts[3][:60], texts[4], texts[5][:30]]
+    """Return eight samples of very uneven length, one of them without a single token.
+
+    The limit of `flags_for` cuts three of them, at three places.
+    """
+    return [texts[0] * 2, None, texts[1][:9], texts[2] * 3, "", texts[3][:60], texts[4] * 3,
+            texts[5][:30]]
 
 
 def flags_of(loss):
@@ -265,7 +269,8 @@ def plain_scores(teacher, logits_BTW, teacher_weights):
     if kind != "ce":
         return score_B
     num_bytes_B = teacher.num_bytes.clamp(min=0).sum(1)
-    return score_B * mask_BT.sum(1) / num_bytes_B.clamp(min=1)
+    per_byte_B = score_B * mask_BT.sum(1) / num_bytes_B.clamp(min=1)
+    return torch.where(mask_BT.any(1), per_byte_B, score_B)
 
 
 def plain_weights(cfg, scores_MB):

@@ -292,9 +292,25 @@ def test_teacher_scores_are_means_over_positions(kind):
                 terms.append(p.max())
         assert abs(scores[b] - sum(terms) / len(terms)) < 1e-12
     nothing = torch.zeros_like(mask)
-    assert torch.equal(teacher_mixing.teacher_scores(logits, next_ids, nothing, kind), 0 * scores)
+    unread = teacher_mixing.teacher_scores(logits, next_ids, nothing, kind)
+    assert torch.equal(unread, torch.full_like(scores, -torch.inf))
     with pytest.raises(ValueError, match="'x': expected"):
         teacher_mixing.teacher_scores(logits, next_ids, mask, "x")
+
+
+@pytest.mark.parametrize("select", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -2.0])
+def test_a_teacher_that_does_not_read_a_sample_has_no_weight(select, alpha):
+    """All scores of ce and entropy are negative, so that a 0 would be the best one."""
+    nothing = -torch.inf
+    scores = torch.tensor([[-3.0, nothing, nothing], [nothing, -2.0, nothing], [-1, -5, nothing]])
+    weights = teacher_mixing.teacher_weights(scores, alpha, select)
+    assert (weights[scores == nothing] == 0).all()
+    torch.testing.assert_close(weights.sum(0), torch.tensor([1.0, 1.0, 0.0]))
+    expected = (alpha * torch.tensor([-3.0, -1.0])).softmax(0)
+    if select:
+        expected = torch.tensor([0.0, 1.0])
+    torch.testing.assert_close(weights[[0, 2], 0], expected)
 
 
 def test_teacher_weights_and_factors():
