@@ -24,6 +24,7 @@ from isogloss.rendezvous import (
     gather_values,
     host_group,
     job_store,
+    one_line,
     part,
     set_timeout,
 )
@@ -37,7 +38,7 @@ def join_store():
     """Join the store where the ranks of the job meet.
 
     Raises:
-        ValueError: the port where it is served is taken.
+        ValueError: the port where it is served is taken, or see `job_store`.
     """
     _set_default_environment()
     job_store()
@@ -176,8 +177,7 @@ def fail(message, loud=None, code=2):
     if loud is None:
         loud = int(os.environ.get("RANK", 0)) == 0
     if loud:
-        one_line = " ".join(message.split())
-        print(f"{program_name()}: {one_line}", file=sys.stderr, flush=True)
+        print(f"{program_name()}: {one_line(message)}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
