@@ -111,6 +111,7 @@ from isogloss.watch import (
 )
 from isogloss.whole_student import WholeStudent
 from isogloss.workers import DataError, end_workers
+from isogloss.writer_process import WriterError, WriterStopped
 from projection_tools.flags import parse_flags
 from teacher_mixing import dynamic_scale
 
@@ -178,6 +179,8 @@ def train_student(cfg, roles, device):
             if cfg.extend_schedule:
                 follow_schedule(state.engine)
         signals = StopSignals()  # before data workers start, which inherit its handlers
+        if state.writer:
+            state.writer.end_when(lambda: bool(signals.received))
         batches, held_out = load_batches(
             cfg, inputs, state.engine, device, start,
             state.places.before(start * samples_per_step(cfg, state.engine)),
@@ -242,6 +245,7 @@ class TrainState:
         whole_student: WholeStudent, for texts that each rank writes or reads alone, or None.
         writer: Writer of what the student learns from itself, or None.
         places: Places from which a stream of data can go on.
+        steps_taken: steps of the whole run so far.
         uploads: Uploads of the micro-batches.
     """
 
@@ -260,6 +264,7 @@ class TrainState:
     whole_student: WholeStudent | None = None
     writer: Writer | None = None
     places: Places = field(default_factory=Places)
+    steps_taken: int = 0
     uploads: Uploads = field(init=False)
 
     def __post_init__(self):
@@ -292,14 +297,25 @@ def train(state, batches, held_out, start, ds_config, signals):
     times_collectives = ds_config.get("comms_logger", {}).get("enabled")
     if times_collectives:
         time_collectives()
-    if start == 0:
-        if cfg.holds_out:
-            log_evaluation(state, held_out, 0, log)
-        if state.tasks:
-            log_tasks(state, 0, log, lambda: bool(signals.received))
-        end_if_stopped(signals.agree(), log)  # there is nothing to save yet
-    with log:  # which reads the numbers of a step while the device works on the next one
-        take_steps(state, batches, held_out, start, log, signals, times_collectives)
+    state.steps_taken = start
+    try:
+        if start == 0:
+            if cfg.holds_out:
+                log_evaluation(state, held_out, 0, log)
+            if state.tasks:
+                log_tasks(state, 0, log, lambda: bool(signals.received))
+            end_if_stopped(signals.agree(), log)  # there is nothing to save yet
+        with log:  # which reads the numbers of a step while the device works on the next one
+            take_steps(state, batches, held_out, start, log, signals, times_collectives)
+    except WriterStopped:  # on all ranks, and what was to be written belongs to no step yet
+        saved = state.last_checkpoint and state.last_checkpoint.name
+        if state.steps_taken > start and saved != checkpoint_name(state.steps_taken):
+            save(state, state.steps_taken, log)
+        end_if_stopped(signals.agree(), log)
+        raise
+    except WriterError as error:
+        log.close()
+        fail(f"{error}; {describe_last_checkpoint(state)}", code=1)
     log.close()
 
 
@@ -322,6 +338,7 @@ def take_steps(state, batches, held_out, start, log, signals, times_collectives)
         looks_ahead = state.asks_ahead and step < cfg.steps and not evaluates and is_known
         upcoming = next_micro_batches(state, batches, step + 1) if looks_ahead else None
         report = train_step(state, micro_batches)
+        state.steps_taken = step
         log.write_later(step, partial(timed_metrics, report, begin, Moment(state.device)))
         if state.writer:
             log.write_rollouts(step, state.writer.records)

@@ -137,6 +137,8 @@ class Config:
             gathers layer by layer for every token, which is slow and takes no memory.
         rollout_command: command of a process that writes instead of this job, one on every node, as
             "/env/bin/python -m isogloss.vllm_writer". Empty: the student itself writes.
+        rollout_timeout: seconds for an answer of that process; then the job ends. 1 to 800. For
+            loading it has an hour.
         max_logp_gap: mean difference, in nats, between a token's log-probability when it is written
             and when it is learned with the same weights; a larger one ends the job.
         rollout_log: rollouts of a step that rollouts.jsonl keeps.
@@ -297,6 +299,7 @@ class Config:
     rollout_batch: int = 64
     rollout_replica: bool = True
     rollout_command: str = ""
+    rollout_timeout: float = 600.0
     max_logp_gap: float = 0.1
     rollout_log: int = 1
     rollout_eval: int = 32
@@ -623,14 +626,14 @@ LOWEST = dict(
     on_policy=0,
     prompt_tokens=1, rollout_tokens=1, rollouts_per_prompt=1, rollout_every=1, max_ratio=1,
     rollout_temperature=LOWEST_TEMPERATURE, rollout_batch=1, rollout_log=0, rollout_eval=0,
-    max_logp_gap=0, eval_task_every=0, eval_task_shots=0, eval_task_limit=0, eval_task_batch=1,
-    eval_task_samples=1, eval_task_temperature=0)
+    max_logp_gap=0, rollout_timeout=1, eval_task_every=0, eval_task_shots=0, eval_task_limit=0,
+    eval_task_batch=1, eval_task_samples=1, eval_task_temperature=0)
 
 # The largest value of a flag: beyond it random generators or float32 fail, or no machine suffices.
 HIGHEST = dict(
     seed=2**32 - 2**16, steps=10**12, temperature=1e3, kd_weight=1e6, ce_weight=1e6,
-    # in 30 minutes the other ranks give up
-    teacher_timeout=1500, teacher_connections=1024,
+    # in 30 minutes the other ranks give up; a writer is asked twice
+    teacher_timeout=1500, rollout_timeout=800, teacher_connections=1024,
     teacher_alpha=1e6, learning_rate=1e3, projection_learning_rate=1e3, num_workers=512,
     lora_r=2**20, lora_alpha=1e6,
     join_rows=2**30, max_length=2**31, teacher_max_length=2**31, mlp_tiles=2**20,
@@ -660,9 +663,10 @@ FREE_ON_RESUME = {
     "activation_checkpointing", "activation_offload", "mlp_tiles", "pack",
     "tiled", "attention", "head_gradient",
     "loss_memory_mib", "extend_schedule", "rollout_batch", "rollout_replica", "rollout_log",
-    "rollout_eval", "max_logp_gap", "rollout_command", "eval_tasks", "eval_task_every",
-    "eval_task_data", "eval_task_shots", "eval_task_limit", "eval_task_batch", "eval_task_samples",
-    "eval_task_temperature", "allow_unsafe_code"}
+    "rollout_eval", "max_logp_gap", "rollout_command", "rollout_timeout",
+    "eval_tasks", "eval_task_every", "eval_task_data", "eval_task_shots",
+    "eval_task_limit", "eval_task_batch", "eval_task_samples", "eval_task_temperature",
+    "allow_unsafe_code"}
 
 # The order of --help.
 GROUPS = {
@@ -678,7 +682,8 @@ GROUPS = {
     "on-policy": ["on_policy", "prompt_key", "prompt_tokens", "rollout_tokens",
                   "rollouts_per_prompt", "rollout_every", "ratio", "max_ratio",
                   "rollout_temperature", "rollout_top_p", "rollout_batch", "rollout_replica",
-                  "rollout_command", "max_logp_gap", "rollout_log", "rollout_eval"],
+                  "rollout_command", "rollout_timeout", "max_logp_gap", "rollout_log",
+                  "rollout_eval"],
     "teachers": ["teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections",
                  "teacher_cache", "teachers", "teacher_weights", "teacher_alpha",
                  "route_key", "normalize_by_vocab", "teacher_output", "teacher_output_topk"],

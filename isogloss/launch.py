@@ -36,7 +36,7 @@ def join_store():
     """Join the store where the ranks of the job meet.
 
     Raises:
-        ValueError: the port where it is served is taken.
+        ValueError: the port where it is served is taken, or see `job_store`.
     """
     _set_default_environment()
     job_store()

@@ -42,7 +42,9 @@ from isogloss.watch import node_name
 from isogloss.whole_student import WholeStudent, refresh
 from isogloss.workers import in_pinned_memory
 from isogloss.writer_process import (
+    WriterError,
     WriterProcess,
+    WriterStopped,
     check_command,
     completion_of_plain,
     prompt_as_plain,
@@ -103,7 +105,7 @@ class Writer:
         if self.cfg.rollout_command:
             check_command(self.cfg.rollout_command)
             if os.environ["LOCAL_RANK"] == "0":
-                self.process = WriterProcess(self.cfg.rollout_command)
+                self.process = WriterProcess(self.cfg.rollout_command, self.cfg.rollout_timeout)
 
     # the rollouts of a step
 
@@ -194,6 +196,11 @@ class Writer:
             rollouts[rank :: group.size] = [Rollout.from_plain(entry) for entry in of_rank]
         return rollouts
 
+    def end_when(self, asked_to_end):
+        """Wait for the process that writes only until asked_to_end() is true."""
+        if self.process:
+            self.process.asked_to_end = asked_to_end
+
     def close(self):
         """End the process that writes, if there is one."""
         if self.process:
@@ -208,21 +215,30 @@ class Writer:
         """Return the Completions of this rank's prompts, by the process of its node.
 
         All ranks take part: the first one of a node asks for all of them.
+
+        Raises:
+            WriterError, WriterStopped: on all ranks.
         """
         self._share_weights()
         plain = [prompt_as_plain(prompt) for prompt in starts]
         asked = values_of_ranks([node_name(), plain])
         by_rank = {}
         problem = ""
+        is_stopped = False
         if self.process:
             try:
                 by_rank = self._ask_process(asked)
-            except RuntimeError as error:
+            except WriterError as error:
                 problem = str(error)
+            except WriterStopped:
+                is_stopped = True
         completions = []
-        for of_leader, problem_of_leader in values_of_ranks([by_rank, problem]):
+        answers = values_of_ranks([by_rank, problem, is_stopped])
+        if any(is_stopped for _, _, is_stopped in answers):
+            raise WriterStopped
+        for of_leader, problem_of_leader, _ in answers:
             if problem_of_leader:  # on every rank
-                raise RuntimeError(problem_of_leader)
+                raise WriterError(problem_of_leader)
             completions += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
         return [completion_of_plain(plain) for plain in completions]
 
@@ -549,7 +565,5 @@ def check_writing(writer):
     prompt = RolloutPrompt((0, 0), ids, "", located, None, 2)
     try:
         writer.rollouts([prompt], HELD_OUT)
-    except RuntimeError as error:
-        if not writer.cfg.rollout_command:
-            raise
+    except WriterError as error:
         raise ValueError(str(error)) from None

@@ -1,18 +1,28 @@
 """Let the ranks of a job meet: its key-value store, plain values through it, how long they wait.
 
 Whoever reaches the store's port can write to it.  So what ranks say to one another is JSON, which
-runs nothing when it is read, and the port is open on the master's address alone where that is
-known.
+runs nothing when it is read, signed with a secret that the ranks of one job have in common: what
+anyone else has written is no value.  The port is open on the master's address alone where that is
+known.  What torch, Gloo and NCCL write there when they connect ranks has no signature.
+
+The secret is the variable ISOGLOSS_TOKEN of the launcher's environment.  Without it, rank 0 draws
+one and lays it where the ranks of this user alone can read it; the store says where that is.
 
 Tests: tests/test_launch.py.
 """
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import itertools
 import json
 import os
+import re
+import secrets
 import socket
+import stat
+import time
 from datetime import timedelta
 
 import torch
@@ -26,7 +36,13 @@ LOADING_TIMEOUT = timedelta(hours=2)  # a large model may come over a network
 TRAINING_TIMEOUT = timedelta(minutes=30)  # rank 0 may write a large export to a slow disk meanwhile
 READING_TIMEOUT = timedelta(seconds=10)  # for a value that is there already
 
+TOKEN_VARIABLE = "ISOGLOSS_TOKEN"
+LEAST_TOKEN = 16  # characters
+SECRET_BYTES = 32
+MAGIC = b"secret of a job of isogloss\n"  # no other file is taken for one that holds a secret
+
 _store = None  # of the whole job; made once in a process
+_secret = secrets.token_bytes(SECRET_BYTES)  # until this process joins a job
 _runs = itertools.count()  # a process that runs several command lines joins once
 
 
@@ -37,11 +53,14 @@ def job_store():
     first call.
 
     Raises:
-        ValueError: the port is taken.
+        ValueError: the port is taken, or there is no secret that ranks could have in common.
+        SystemExit: this rank cannot read the secret of the job.
     """
-    global _store
+    global _store, _secret
     if _store is None:
-        _store = _agents_store() or _own_store()
+        store = _agents_store() or _own_store()
+        _secret = _secret_of_job(store)
+        _store = store
     return _store
 
 
@@ -97,17 +116,151 @@ def run_store(store):
     return dist.PrefixStore(f"run {next(_runs)}", store)
 
 
+# --- the secret of a job --------------------------------------------------------------------------
+
+
+def _secret_of_job(store):
+    """Return the secret that all ranks of the job have in common."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if token:
+        if len(token) < LEAST_TOKEN:
+            raise ValueError(f"the variable {TOKEN_VARIABLE} has {len(token)} characters; expected "
+                             f"{LEAST_TOKEN} or more that nobody can guess, the same on every node")
+        return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+    ranks = int(os.environ["WORLD_SIZE"])
+    per_node = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ranks
+    on_one_node = int(per_node) == ranks
+    if int(os.environ["RANK"]) == 0:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        if on_one_node:
+            store.set("secret", _in_memory(secret))
+        else:
+            _lay_out(store, secret, ranks)
+        return secret
+    place = store.get("secret").decode(errors="replace")
+    pattern = r"/proc/\d+/fd/\d+" if on_one_node else r"\.isogloss_[0-9a-f]{32}"
+    if not re.fullmatch(pattern, place):
+        raise _not_the_secret()
+    secret = _read_secret(place)
+    store.set(f"secret read by {os.environ['RANK']}", "")
+    return secret
+
+
+def _in_memory(secret):
+    """Keep a secret in memory that processes of this user can open; return its path.
+
+    As in ipc.py it has no name, and is gone with this process.
+    """
+    descriptor = os.memfd_create("isogloss_secret")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, MAGIC + secret)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _lay_out(store, secret, ranks):
+    """Write a secret to the working directory, until all ranks have read it."""
+    name = f".isogloss_{secrets.token_hex(16)}"
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ValueError(
+            f"the ranks of several nodes need a secret, and {os.getcwd()}, where they could share "
+            f"one, cannot be written to ({error.strerror}); start the job in a folder that all "
+            f"nodes see, or set {TOKEN_VARIABLE} on every node") from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(MAGIC + secret)
+            file.flush()
+            os.fsync(descriptor)
+        store.set("secret", name)
+        store.wait([f"secret read by {rank}" for rank in range(1, ranks)])
+    finally:
+        os.unlink(name)
+
+
+def _read_secret(path):
+    """Return the secret that a file holds; only a file of this user's, closed to others, does."""
+    begin = time.monotonic()
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            break
+        except OSError:
+            # a network file system takes a moment to show what another node has written
+            if path.startswith("/") or time.monotonic() - begin > READING_TIMEOUT.total_seconds():
+                raise _not_the_secret() from None
+            time.sleep(0.05)
+    try:
+        state = os.fstat(descriptor)
+        # a file system that takes root for nobody does so with the folder's files, too
+        users = {os.geteuid()} if path.startswith("/") else {os.geteuid(), os.stat(".").st_uid}
+        content = os.read(descriptor, len(MAGIC) + SECRET_BYTES + 1)
+    except OSError:
+        raise _not_the_secret() from None
+    finally:
+        os.close(descriptor)
+    is_private = stat.S_ISREG(state.st_mode) and not state.st_mode & 0o077
+    is_secret = content.startswith(MAGIC) and len(content) == len(MAGIC) + SECRET_BYTES
+    if not (is_private and is_secret and state.st_uid in users):
+        raise _not_the_secret()
+    return content[len(MAGIC) :]
+
+
+def _not_the_secret():
+    """Return what ends this rank alone: rank 0 has the secret and would say nothing."""
+    return SystemExit(
+        f"rank {os.environ['RANK']} on {socket.gethostname()} cannot read the secret of the job, "
+        f"which rank 0 keeps; start all ranks as one user, in a folder that all nodes see, or set "
+        f"{TOKEN_VARIABLE} on every node")
+
+
 # --- plain values ---------------------------------------------------------------------------------
+
+
+def _signature(key, text):
+    return hmac.digest(_secret, f"{len(key)} {key} {text}".encode(), "sha256").hex()
+
+
+def _signed(key, value):
+    text = json.dumps(value)
+    return f"{_signature(key, text)} {text}"
+
+
+def _opened(key, raw):
+    """Return the value that `_signed` was called with.
+
+    Raises:
+        ValueError: no rank of this job has written it.
+    """
+    signature, _, text = raw.decode(errors="replace").partition(" ")
+    if not hmac.compare_digest(signature.encode(), _signature(key, text).encode()):
+        raise ValueError(f"{key!r} in the store of the job was not written by a rank of it; see "
+                         "who else reaches its port, or choose another with --master_port")
+    return json.loads(text)
 
 
 def write_value(store, key, value):
     """Store a value that JSON can express."""
-    store.set(key, json.dumps(value))
+    store.set(key, _signed(key, value))
 
 
 def read_value(store, key):
-    """Wait until a value is there, and return it."""
-    return json.loads(store.get(key))
+    """Wait until a value is there, and return it.
+
+    Raises:
+        ValueError: no rank of this job has written it.
+    """
+    return _opened(key, store.get(key))
+
+
+def value_there(store, key):
+    """Return the value that a rank of this job has written, without waiting; None: none has."""
+    if not store.check([key]):
+        return None
+    try:
+        return read_value(store, key)
+    except ValueError:
+        return None
 
 
 def gather_values(store, key, value, number, count):
@@ -121,9 +274,15 @@ def gather_values(store, key, value, number, count):
     if number == 0:
         keys = [f"{key} of {member}" for member in range(count)]
         store.wait(keys)
-        values = [json.loads(text) for text in store.multi_get(keys)]
+        values = list(map(_opened, keys, store.multi_get(keys)))
         write_value(store, key, values)
     return read_value(store, key)
+
+
+def one_line(text):
+    """Return a text as one line that says nothing to a terminal but its characters."""
+    line = " ".join(str(text).split())
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
 
 
 def part(store, key, number, count):

@@ -9,12 +9,15 @@ Two servers can say it of the tokens of a prompt, each in its way:
 that speaks as vLLM does will do.  An error that may pass (no connection, half an answer, a status
 from 500 on) is tried again, with pauses that double, until the time-out.
 
-Needs the standard library and numpy.  Tests: tests/test_text_server.py.
+Nothing that a server sends is believed: an answer has a time and a size, and every field of it a
+type and a range.
+
+Needs aiohttp and numpy.  Tests: tests/test_text_server.py.
 
 Shapes: N tokens of a prompt behind its first, E tokens named in an answer, of all positions.
 """
 
-import http.client
+import asyncio
 import itertools
 import json
 import os
@@ -25,15 +28,19 @@ from concurrent.futures import Future
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import aiohttp
 import numpy as np
 
+from isogloss.rendezvous import one_line
 from isogloss.workers import DataError
 
 KEY_VARIABLE = "TEACHER_API_KEY"
 FIRST_PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
 LONGEST_PAUSE = 30.0
 PASSING = 408, 425, 429  # statuses below 500 that may pass
-PIECE = 2**20  # bytes of an answer that are read between looks at the clock
+MOST_BYTES = 2**24  # of an answer, and beside what its entries take
+BYTES_PER_ENTRY = 512  # vLLM's takes 100, and a token can be long
+LARGEST = 2**31  # ids, indices and lengths are below
 SAID = 300  # characters of a server's own words in a message
 SPARE = 2  # positions of a context that a prompt leaves: its last token is no input, one is written
 
@@ -147,18 +154,18 @@ class TextServer:
             DataError: the server does not answer, or not with one model of the wanted name.
         """
         cards = self._ask("GET", "/v1/models").get("data")
-        if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
+        if not isinstance(cards, list) or not all(map(_is_card, cards)):
             raise self.error("its /v1/models lists no models; expected vLLM or SGLang")
         named = {card.get("id"): card for card in cards}
         wanted = self.address.model
         if (wanted and wanted not in named) or (not wanted and len(named) != 1):
-            listed = ", ".join(map(str, named)) or "none"
-            raise self.error(f"its models are {listed}; name one of them behind #, as in "
+            listed = ", ".join(named) or "none"
+            raise self.error(f"its models are {listed[:SAID]}; name one of them behind #, as in "
                              "http://host:8000#name")
         [card] = [named[wanted]] if wanted else named.values()
         context = card.get("max_model_len")
         return ServedModel(card["id"], str(card.get("owned_by")),
-                           context if isinstance(context, int) and context > 0 else None)
+                           context if _is_number(context) and context else None)
 
     def tokenize(self, model, text):
         """Return the tokens of a text without special ones, or None where a server has no say."""
@@ -167,7 +174,7 @@ class TextServer:
             tokens = self._ask("POST", "/tokenize", body).get("tokens")
         except DataError:
             return None
-        return tokens if isinstance(tokens, list) else None
+        return tokens if isinstance(tokens, list) and all(map(_is_number, tokens)) else None
 
     def score(self, model, texts, top_k):
         """Return the Likely of each text.
@@ -178,21 +185,25 @@ class TextServer:
         Raises:
             DataError: the time is over, or the answer is not what was asked for.
         """
+        num_entries = (top_k + 1) * sum(map(len, texts))
+        most_bytes = MOST_BYTES + BYTES_PER_ENTRY * num_entries
         if model.owner == "sglang":
             body = {"input_ids": texts, "sampling_params": {"temperature": 0, "max_new_tokens": 1},
                     "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
-            answers = self._ask("POST", "/generate", body)
+            answers = self._ask("POST", "/generate", body, most_bytes, expected=list)
             read = of_sglang
         else:
             body = {"model": model.name, "prompt": texts, "max_tokens": 1, "temperature": 0,
                     "prompt_logprobs": top_k}
-            answers = self._ask("POST", "/v1/completions", body).get("choices")
+            answers = self._ask("POST", "/v1/completions", body, most_bytes).get("choices")
             read = of_vllm
         try:
             if len(answers) != len(texts):
                 raise ValueError(f"{len(answers)} answers to {len(texts)} texts")
             if read is of_vllm:
                 answers = sorted(answers, key=lambda answer: answer["index"])
+                if [answer["index"] for answer in answers] != list(range(len(texts))):
+                    raise ValueError("its choices have other indices than the texts")
             return [read(answer, ids) for answer, ids in zip(answers, texts)]
         except ValueError as error:
             raise self.error(f"{error}; another model, or another version of the server, answers "
@@ -203,22 +214,29 @@ class TextServer:
 
     def error(self, what):
         """Return a DataError of one line, without the key."""
-        line = f"--teacher {self.url}: {what}"
+        line = one_line(f"--teacher {self.url}: {what}")
         return DataError(line.replace(self.key, "***") if self.key else line)
 
     # --- HTTP
 
-    def _ask(self, method, path, body=None):
+    def _ask(self, method, path, body=None, most_bytes=MOST_BYTES, expected=dict):
         """Return the JSON of an answer; try again what may pass, until the time is over."""
         deadline = time.monotonic() + self.timeout
         pause = FIRST_PAUSE
         for tries in itertools.count(1):
             try:
-                return self._try(method, path, body, deadline)
+                plain = self._try(method, path, body, deadline, most_bytes)
+                if not isinstance(plain, expected):
+                    kind = "an object" if expected is dict else "a list"
+                    raise self.error(f"its answer to {path} is not {kind}; expected vLLM or SGLang")
+                return plain
             except Passing as error:
                 last = str(error)
-            except (OSError, http.client.HTTPException) as error:
-                last = f"{type(error).__name__} {error}".strip()
+            except TimeoutError:
+                last = "TimeoutError"
+            except (OSError, aiohttp.ClientError) as error:
+                cause = getattr(error, "os_error", error)
+                last = f"{type(cause).__name__} {' '.join(str(cause).split())[:SAID]}".strip()
             if time.monotonic() + pause >= deadline:
                 raise self.error(
                     f"no answer to {path} in {self.timeout:g} seconds and {tries} tries (the last "
@@ -226,35 +244,43 @@ class TextServer:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _try(self, method, path, body, deadline):
+    def _try(self, method, path, body, deadline, most_bytes):
         """Return the JSON of an answer of one try.
 
         Raises:
-            Passing, OSError, HTTPException: it may pass.
+            Passing, OSError, ClientError: it may pass.
             DataError: it will not.
         """
-        kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        connection = kind[self.address.scheme](
-            self.address.host, self.address.port, timeout=_left(deadline))
-        headers = {"Content-Type": "application/json"}
+        # not asyncio.run, which waits for the thread that looks up a name beyond the deadline
+        loop = asyncio.new_event_loop()
+        try:
+            status, content = loop.run_until_complete(
+                self._sent(method, path, body, deadline, most_bytes))
+        finally:
+            loop.close()
+        return self._checked(status, content)
+
+    async def _sent(self, method, path, body, deadline, most_bytes):
+        """Return (status, content) of an answer, complete before the deadline."""
+        # an answer that is packed could be of any size
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        try:
-            content = None if body is None else json.dumps(body)
-            connection.request(method, self.address.prefix + path, content, headers)
-            sock = connection.sock  # the response may take it from the connection
-            sock.settimeout(_left(deadline))
-            response = connection.getresponse()
-            pieces = []
-            while piece := response.read(PIECE):
-                pieces.append(piece)
-                if not response.isclosed():
-                    sock.settimeout(_left(deadline))
-            if response.length:  # read in pieces, a body that ends early raises nothing
-                raise Passing(f"half an answer, {response.length} bytes are missing")
-            return self._checked(response.status, b"".join(pieces))
-        finally:
-            connection.close()
+        host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
+        port = "" if self.address.port is None else f":{self.address.port}"
+        url = f"{self.address.scheme}://{host}{port}{self.address.prefix}{path}"
+        timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+            async with session.request(method, url, headers=headers, allow_redirects=False,
+                                       data=None if body is None else json.dumps(body)) as response:
+                pieces = []
+                async for piece in response.content.iter_any():
+                    pieces.append(piece)
+                    most_bytes -= len(piece)
+                    if most_bytes < 0:
+                        raise self.error(f"its answer to {path} is longer than any that was asked "
+                                         "for; expected vLLM or SGLang")
+                return response.status, b"".join(pieces)
 
     def _checked(self, status, content):
         """Return the JSON of an answer that is no error."""
@@ -264,13 +290,20 @@ class TextServer:
             raise self.error(f"HTTP {status} {_words(content)}{_advice(status, content)}")
         try:
             return json.loads(content)
+        except RecursionError:
+            raise self.error("its answer is no JSON of vLLM or SGLang; it is too deep") from None
         except ValueError:
             raise Passing("half an answer, or one that is not JSON") from None
 
 
-def _left(deadline):
-    """Return the seconds that a socket may wait."""
-    return max(deadline - time.monotonic(), 0.001)
+def _is_card(card):
+    """Tell whether this describes a model."""
+    return isinstance(card, dict) and isinstance(card.get("id"), str)
+
+
+def _is_number(value):
+    """Tell whether this is an index, an id or a length."""
+    return type(value) is int and 0 <= value < LARGEST
 
 
 def _words(content):
@@ -280,9 +313,9 @@ def _words(content):
         plain = json.loads(text)
         error = plain.get("error", plain)
         text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         pass
-    return " ".join(text.split())[:SAID]
+    return " ".join(text[: 2**16].split())[:SAID]
 
 
 def _advice(status, content):
@@ -309,13 +342,13 @@ def of_vllm(choice, ids):
     """
     positions = _about(choice["prompt_logprobs"], ids)
     entries = list(itertools.chain.from_iterable(map(dict.values, positions)))
-    logp = np.array([entry["logprob"] for entry in entries], np.float64)
-    keys = itertools.chain.from_iterable(positions)
+    logp = [entry["logprob"] for entry in entries]
+    token_ids = list(map(int, itertools.chain.from_iterable(positions)))
     spelled = []
     for position, label in zip(positions, ids[1:]):
         spelled.append(_own(position.get(str(label)), label).get("decoded_token"))
     counts = np.array([len(position) for position in positions], np.int64)
-    return Likely(np.array(list(map(int, keys)), np.int64), logp, counts, spelled)
+    return _likely(token_ids, logp, counts, spelled)
 
 
 def of_sglang(answer, ids):
@@ -337,9 +370,28 @@ def of_sglang(answer, ids):
         others = [entry for entry in top if entry[1] != expected]
         entries += [label, *others]
         counts.append(1 + len(others))
-    logp = np.array([entry[0] for entry in entries], np.float64)
-    token_ids = np.array([entry[1] for entry in entries], np.int64)
-    return Likely(token_ids, logp, np.array(counts, np.int64), [label[2] for label in labels])
+    return _likely([entry[1] for entry in entries], [entry[0] for entry in entries],
+                   np.array(counts, np.int64), [label[2] for label in labels])
+
+
+def _likely(token_ids, logp, counts_N, spelled):
+    """Return a Likely whose fields have their types and ranges, and no token twice at a position.
+
+    Raises:
+        ValueError: they have others.
+    """
+    if not set(map(type, token_ids)) <= {int} or not all(0 <= one < LARGEST for one in token_ids):
+        raise ValueError("it names tokens by something else than their ids")
+    if not set(map(type, logp)) <= {int, float} or any(abs(value) > 1e300 for value in logp
+                                                       if type(value) is int):
+        raise ValueError("it has log-probabilities that are no numbers")
+    if not set(map(type, spelled)) <= {str, type(None)}:
+        raise ValueError("it spells tokens by something else than text")
+    ids_E = np.array(token_ids, np.int64)
+    position_E = np.repeat(np.arange(len(counts_N)), counts_N)
+    if len(np.unique(position_E * LARGEST + ids_E)) < len(ids_E):
+        raise ValueError("it names a token twice at one position")
+    return Likely(ids_E, np.array(logp, np.float64), counts_N, spelled)
 
 
 def _about(positions, ids):

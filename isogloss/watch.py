@@ -27,7 +27,14 @@ from tqdm import tqdm
 from ipc import is_running
 from isogloss.counts import global_sums
 from isogloss.layout import place_in_job
-from isogloss.rendezvous import gather_values, job_store, read_value, run_store, write_value
+from isogloss.rendezvous import (
+    gather_values,
+    job_store,
+    one_line,
+    run_store,
+    value_there,
+    write_value,
+)
 from projection_tools.model_names import without_secrets
 
 PERIOD = 1.0  # seconds between looks
@@ -243,7 +250,7 @@ class Watch:
         self.end.set()
         self.thread.join()
         with contextlib.suppress(dist.DistError):
-            self.store.set(f"{self.number} ended", "")
+            write_value(self.store, f"{self.number} ended", True)
 
     def _look(self):
         while not self.end.wait(PERIOD):
@@ -264,8 +271,9 @@ class Watch:
         if self.heard:  # the rank that reported it may be gone by now, and the store with it
             return self.heard
         try:
-            if self.thread_store.check(["failure"]):
-                return self._ending_by_failure()
+            failure = value_there(self.thread_store, "failure")
+            if failure:
+                return self._ending_by(failure)
             dead = self._dead_peers()
         except dist.DistError:  # the process that serves the store is gone
             dead = [peer for peer in self.peers if not is_running(peer.process)]
@@ -287,14 +295,13 @@ class Watch:
         # In training a rank that is about to end in peace may see another one gone before it.
         return Ending(line, speaks=first, at_once=not self.training)
 
-    def _ending_by_failure(self):
-        failure = read_value(self.thread_store, "failure")
+    def _ending_by(self, failure):
         speaks = self.number == 0 and not failure["said"]
         if failure["code"] == 2 and not failure["said"]:  # all ranks may be about to agree on it
             self.heard = Ending(failure["line"], speaks, code=2, grace=REFUSAL_GRACE)
         else:
             self.heard = Ending(failure["line"], speaks, code=failure["code"], at_once=True)
-        self.thread_store.add("heard", 1)
+        self.thread_store.set(f"heard by {self.number}", "")
         return self.heard
 
     def _dead_peers(self):
@@ -302,7 +309,7 @@ class Watch:
         for peer in self.peers:
             if is_running(peer.process):
                 continue
-            if not self.thread_store.check([f"{peer.number} ended"]):
+            if not value_there(self.thread_store, f"{peer.number} ended"):
                 dead.append(peer)
         return dead
 
@@ -333,10 +340,11 @@ class Watch:
 
         Args:
             line: for the user.
-            code: exit code.
+            code: exit code, not 0.
             said: the line has been printed; else the first rank of the job prints it.
         """
-        if not self.thread_store.check(["failure"]):
+        assert code, line
+        if not value_there(self.thread_store, "failure"):
             failure = {"line": line, "code": code, "said": said}
             write_value(self.thread_store, "failure", failure)
 
@@ -380,8 +388,9 @@ class Watch:
     def _wait_until_heard(self):
         """Wait until all other ranks have heard of a failure: this one may serve the store."""
         begin = time.monotonic()
+        others = [f"heard by {number}" for number in range(self.count) if number != self.number]
         while time.monotonic() - begin < GRACE:
-            if self.thread_store.add("heard", 0) >= self.count - 1:
+            if not others or self.thread_store.check(others):
                 return
             time.sleep(PERIOD / 10)
 
@@ -408,8 +417,8 @@ def print_line(text):
     is_first = int(os.environ.get("RANK", 0)) == 0
     is_below_bar = getattr(tqdm, "_instances", ()) if is_first else _current and _current.training
     begin = "\n" if is_below_bar else ""
-    one_line = " ".join(without_secrets(text).split())
-    print(f"{begin}{program_name()}: {one_line}", file=sys.stderr, flush=True)
+    line = one_line(without_secrets(str(text)))
+    print(f"{begin}{program_name()}: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -424,7 +433,11 @@ def end_together(roles=None):
         Watch.
     """
     global _current
-    watch = _current = Watch(roles)
+    try:
+        watch = _current = Watch(roles)
+    except ValueError as error:  # no rank of this job has written what it has read
+        print_line(error)
+        raise SystemExit(1) from None
     try:
         yield watch
     except Exception as error:

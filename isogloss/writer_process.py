@@ -21,15 +21,32 @@ Tests: tests/test_writer_process.py.
 import contextlib
 import json
 import os
+import select
 import shlex
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import torch
 
 import ipc
 from rollout import Completion
+
+KEEPER = Path(__file__).with_name("kept_process.py")
+LOADING_SECONDS = 3600.0  # before the first step, when the other ranks wait for two hours
+PERIOD = 0.2  # seconds between looks at the signals
+MOST_BYTES = 2**16  # of an answer, and what a completion may add
+BYTES_PER_TOKEN = 64  # an id and a log-probability take 30
+
+
+class WriterError(RuntimeError):
+    """Report that a writer has ended, does not answer, or gives another answer than expected."""
+
+
+class WriterStopped(Exception):
+    """Report that a signal asks the job to end while it waits for a writer."""
 
 
 def words_of(command):
@@ -46,10 +63,17 @@ def check_command(command):
 
 
 class WriterProcess:
-    """Start a command and talk to it; used by the first rank of a node."""
+    """Start a command and talk to it; used by the first rank of a node.
 
-    def __init__(self, command):
-        """Start the command.
+    The command ends with this process, and all that it has started does; see kept_process.py.
+
+    Attributes:
+        timeout: seconds for an answer, while the model loads LOADING_SECONDS.
+        asked_to_end: () -> bool, whether a signal asks the job to end.
+    """
+
+    def __init__(self, command, timeout):
+        """Start the command; the thread that does it has to last as long as the job.
 
         Args:
             command: as a shell would read it, without a shell.
@@ -58,38 +82,87 @@ class WriterProcess:
         """
         check_command(command)
         self.command = command
+        self.timeout = timeout
+        self.asked_to_end = bool
         self.is_loaded = False
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid())]
         self.process = subprocess.Popen(
-            words_of(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True)
+            keeper + words_of(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            bufsize=0, start_new_session=True)
+        for pipe in (self.process.stdin, self.process.stdout):
+            os.set_blocking(pipe.fileno(), False)
         self.handles = {}
         self.tied = []  # names of the same weight
 
-    def ask(self, **message):
-        """Send a message and return the response.
+    def error(self, what):
+        return WriterError(f"--rollout_command {self.command}: {what}")
+
+    def ask(self, seconds, most_bytes=MOST_BYTES, **message):
+        """Send a message and return the response, a dict.
 
         Raises:
-            RuntimeError: the process has ended, or says that it cannot do it.
+            WriterError: the process has ended, does not answer, or says that it cannot do it.
+            WriterStopped: a signal asks the job to end.
         """
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            code = self.process.wait()
-            raise RuntimeError(f"--rollout_command {self.command}: ended with exit code {code}; "
-                               "its output tells why")
+        line = self._exchange(json.dumps(message).encode() + b"\n", seconds, most_bytes)
         try:
             response = json.loads(line)
-        except json.JSONDecodeError:
-            raise RuntimeError(f"--rollout_command {self.command}: wrote {line.strip()[:80]!r} in "
-                               "place of JSON; only responses may go to its standard output"
-                               ) from None
+        except (ValueError, RecursionError):
+            raise self.error(f"wrote {_shortened(line)} in place of JSON; only responses may go to "
+                             "its standard output") from None
+        if not isinstance(response, dict):
+            raise self.error(f"answered {_shortened(line)}; expected an object")
         if "error" in response:
-            raise RuntimeError(f"--rollout_command {self.command}: {response['error']}")
+            raise self.error(str(response["error"])[:500] if isinstance(response["error"], str)
+                             else f"answered {_shortened(line)}")
         return response
+
+    def _exchange(self, message, seconds, most_bytes):
+        """Send bytes and return the line that follows them."""
+        begin = time.monotonic()
+        stdin = self.process.stdin.fileno()
+        stdout = self.process.stdout.fileno()
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            if self.asked_to_end():
+                raise WriterStopped
+            if time.monotonic() - begin > seconds:
+                raise self.error(f"has not answered for {seconds:g} seconds (--rollout_timeout); "
+                                 "its output may tell why")
+            looks = select.poll()
+            looks.register(stdout, select.POLLIN)
+            if message:
+                looks.register(stdin, select.POLLOUT)
+            ready = dict(looks.poll(1000 * min(PERIOD, seconds)))
+            if stdout in ready:
+                piece = self._read(stdout)
+                if message:
+                    raise self.error(f"wrote {_shortened(piece)} before it was asked; only "
+                                     "responses may go to its standard output")
+                line += piece
+                if len(line) > most_bytes or b"\n" in line[:-1]:
+                    raise self.error(f"wrote {_shortened(line)} ..., {len(line)} bytes and more; "
+                                     f"expected one line of at most {most_bytes}")
+            elif stdin in ready:
+                try:
+                    message = message[os.write(stdin, message) :]
+                except BrokenPipeError:
+                    raise self._ended() from None
+        return bytes(line)
+
+    def _read(self, stdout):
+        piece = os.read(stdout, 2**20)
+        if not piece:
+            raise self._ended()
+        return piece
+
+    def _ended(self):
+        """Return the WriterError of a process that has closed its end of a pipe."""
+        try:
+            code = self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            return self.error("has closed its standard input or output and still runs")
+        return self.error(f"ended with exit code {code}; its output tells why")
 
     def share(self, weights):
         """Make shared memory for weights.
@@ -116,9 +189,10 @@ class WriterProcess:
             model: directory or hub id, of which it reads the config.
         """
         plain = {name: handle.to_plain() for name, handle in self.handles.items()}
-        done = self.ask(do="load", model=str(model), dtype=str(dtype).removeprefix("torch."),
-                        max_length=max_length, weights=plain, tied=self.tied)["done"]
-        self._check_number(done)
+        self._check_number(self.ask(
+            LOADING_SECONDS, do="load", model=str(model),
+            dtype=str(dtype).removeprefix("torch."), max_length=max_length, weights=plain,
+            tied=self.tied))
         self.is_loaded = True
 
     def refresh(self):
@@ -127,38 +201,78 @@ class WriterProcess:
         Raises:
             RuntimeError: it took over another number of them.
         """
-        self._check_number(self.ask(do="refresh")["done"])
+        self._check_number(self.ask(self.timeout, do="refresh"))
 
-    def _check_number(self, done):
-        if done != len(self.handles):
-            raise RuntimeError(f"--rollout_command {self.command}: took over {done} of "
-                               f"{len(self.handles)} weights")
+    def _check_number(self, response):
+        done = response.get("done")
+        if type(done) is not int or done != len(self.handles):
+            raise self.error(f"took over {_shortened(done)} of {len(self.handles)} weights")
 
     def write(self, prompts, stop_ids, vocab, temperature, top_p):
-        """Return a completion for every prompt, see `prompt_as_plain`, `completion_of_plain`."""
-        response = self.ask(do="write", prompts=prompts, stop_ids=stop_ids, vocab=vocab,
-                            temperature=temperature, top_p=top_p)
-        completions = response["completions"]
-        for prompt, completion in zip(prompts, completions, strict=True):
-            size = len(completion["ids"])
-            limit = prompt["max_new_tokens"]
-            if size > limit or size != len(completion["logp"]):
-                raise RuntimeError(f"--rollout_command {self.command}: {size} tokens with "
-                                   f"{len(completion['logp'])} log-probabilities, expected at most "
-                                   f"{limit} of both")
+        """Return a completion for every prompt, see `prompt_as_plain`, `completion_of_plain`.
+
+        Raises:
+            WriterError: see `ask`; or a completion is not one of this prompt and vocabulary.
+        """
+        most_tokens = sum(prompt["max_new_tokens"] for prompt in prompts)
+        most_bytes = MOST_BYTES * (1 + len(prompts)) + BYTES_PER_TOKEN * most_tokens
+        response = self.ask(self.timeout, most_bytes, do="write", prompts=prompts,
+                            stop_ids=stop_ids, vocab=vocab, temperature=temperature, top_p=top_p)
+        completions = response.get("completions")
+        if not isinstance(completions, list) or len(completions) != len(prompts):
+            raise self.error(f"answered {_shortened(completions)} as completions; expected a list "
+                             f"of {len(prompts)}")
+        for number, (prompt, completion) in enumerate(zip(prompts, completions)):
+            try:
+                check_completion(completion, prompt["max_new_tokens"], stop_ids, vocab)
+            except ValueError as error:
+                raise self.error(f"completion {number}: {error}") from None
         return completions
 
     def close(self):
-        """End the process."""
+        """End the process, and all that it has started."""
         with contextlib.suppress(BrokenPipeError):  # it has ended, and a message was not read
             self.process.stdin.close()
         try:
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=0 if self.asked_to_end() else 10)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.process.terminate()
+            self.process.wait()
+        self.process.stdout.close()
         for handle in self.handles.values():
             ipc.release(handle)
         self.handles = {}
+
+
+def _shortened(value):
+    """Return the beginning of what a process has answered, for a message."""
+    if isinstance(value, (bytes, bytearray)):
+        value = value[:400].decode(errors="replace").strip()
+    elif not isinstance(value, str):
+        value = json.dumps(value)
+    return repr(value[:80])
+
+
+def check_completion(completion, limit, stop_ids, vocab):
+    """Raise a ValueError unless this is a completion as it is sent, of at most `limit` tokens."""
+    fields = completion if isinstance(completion, dict) else {}
+    ids, logp, ended = (fields.get(name) for name in ("ids", "logp", "ended"))
+    if not isinstance(ids, list) or not isinstance(logp, list) or type(ended) is not bool:
+        raise ValueError(f"answered {_shortened(completion)}; expected lists ids and logp, and "
+                         "ended, true or false")
+    if not 0 < len(ids) <= limit or len(logp) != len(ids):
+        raise ValueError(f"{len(ids)} tokens with {len(logp)} log-probabilities, expected 1 to "
+                         f"{limit} of both")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise ValueError(f"token {_shortened(token)}; expected integers from 0 to {vocab - 1}")
+    for value in logp:
+        if type(value) not in (int, float) or not -sys.float_info.max <= value <= 0:
+            raise ValueError(f"log-probability {_shortened(value)}; expected numbers of at most 0")
+    stops = [place for place, token in enumerate(ids) if token in stop_ids]
+    if stops != ([len(ids) - 1] if ended else []):
+        raise ValueError(f"{len(ids)} tokens with stop tokens at {stops[:5]} and ended {ended}; "
+                         "expected one at the end where it has ended, else none")
 
 
 def prompt_as_plain(prompt):

@@ -255,6 +255,126 @@ def test_a_pickled_command_in_the_store_does_not_run(tmp_path):
     assert (tmp_path / "ran").exists()  # the command is what it is meant to be
 
 
+# --- strangers at the store -----------------------------------------------------------------------
+
+
+FORGED = b'{"line": "\\u001b[2Jall is lost", "code": 0, "said": false}'
+
+
+def beside_a_stranger(rank):
+    """Return what a rank hears of while someone writes to the store who has no secret."""
+    import torch.distributed as dist
+
+    from isogloss import watch
+    from isogloss.launch import join_store
+    from isogloss.rendezvous import read_value, value_there
+
+    join_store()
+    with watch.end_together() as this:
+        endings = []
+        if rank == 0:
+            stranger = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]),
+                                     is_master=False, wait_for_workers=False)
+            names = [key for key in stranger.list_keys() if key.startswith("run ")]
+            [prefix] = {name[: name.index("processes")] for name in names if "processes" in name}
+            signed = stranger.get(f"{prefix}processes")
+            for value in (FORGED, b"\x80\x04 no JSON", b"", signed, b"[" * 10**5,
+                          b"f" * 64 + FORGED):
+                stranger.set(f"{prefix}failure", value)
+                endings.append(this.find_ending())
+            stranger.set(f"{prefix}1 ended", b"")
+            endings.append(value_there(this.store, "1 ended"))
+            stranger.set(f"{prefix}handles", FORGED)
+            with pytest.raises(ValueError, match="'handles' in the store of the job was not"):
+                read_value(this.store, "handles")
+            this.store.set("go on", "")
+            this.store.wait(["a true one"])  # is not kept back by the forged one
+        else:
+            this.store.wait(["go on"])
+            this.post_failure("this is\nso \x1b[2J", 3)
+            this.store.set("a true one", "")
+        assert this.thread.is_alive()
+        return endings, tuple(this.find_ending())[:3]
+
+
+def test_who_is_no_rank_of_the_job_cannot_end_it():
+    (strange, ending), (_, other) = ranks.run(2, with_rank, beside_a_stranger)
+    assert strange == [None] * 7
+    assert ending == ("this is\nso \x1b[2J", True, 3) and other == ("this is\nso \x1b[2J", False, 3)
+
+
+def with_rank(function):
+    return function(int(os.environ["RANK"]))
+
+
+def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):
+    from isogloss.launch import fail
+
+    with pytest.raises(SystemExit):
+        fail("caf\u00e9\x1b]0;x\x07 \u202e\udcff\nend", loud=True)
+    line = capsys.readouterr().err
+    assert line == "distill.py: caf\u00e9\ufffd]0;x\ufffd \ufffd\ufffd end\n"
+
+
+def secret_of(rank, environment, folder):
+    """Return the secret of a rank, or how it ended."""
+    from isogloss import rendezvous
+
+    os.environ |= environment
+    os.chdir(folder)
+    rendezvous.READING_TIMEOUT = timedelta(seconds=1)
+    try:
+        rendezvous.job_store()
+        return rendezvous._secret.hex()
+    except (ValueError, SystemExit) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("environment", [
+    {}, {"LOCAL_SIZE": "1"}, {"LOCAL_SIZE": "1", "ISOGLOSS_TOKEN": "0123456789abcdef"},
+])
+def test_ranks_have_a_secret_in_common_that_lies_nowhere(tmp_path, environment):
+    """On one node, on two, with a token of the launcher's environment."""
+    ours, others = ranks.run(2, partial(with_rank_and, secret_of), environment, tmp_path)
+    assert ours == others and len(ours) == 64 and not list(tmp_path.iterdir())
+    again = ranks.run(2, partial(with_rank_and, secret_of), environment, tmp_path)
+    assert (ours in again) == ("ISOGLOSS_TOKEN" in environment)
+
+
+def with_rank_and(function, *args):
+    return function(int(os.environ["RANK"]), *args)
+
+
+def test_a_token_that_can_be_guessed_is_refused(tmp_path):
+    [message] = ranks.run(1, partial(with_rank_and, secret_of), {"ISOGLOSS_TOKEN": "x" * 15},
+                          tmp_path)
+    assert message.startswith("the variable ISOGLOSS_TOKEN has 15 characters; expected 16 or more")
+
+
+def test_only_a_private_file_of_this_user_holds_a_secret(tmp_path, monkeypatch):
+    from isogloss import rendezvous
+
+    monkeypatch.setenv("RANK", "1")
+    good = rendezvous.MAGIC + b"s" * 32
+    path = tmp_path / "secret"
+    for content, mode in ((good, 0o640), (good, 0o604), (good[:-1], 0o600), (good + b"s", 0o600),
+                          (b"x" + good[1:], 0o600)):
+        path.write_bytes(content)
+        path.chmod(mode)
+        with pytest.raises(SystemExit, match=r"rank 1 on .* cannot read the secret of the job"):
+            rendezvous._read_secret(str(path))
+    path.write_bytes(good)
+    path.chmod(0o600)
+    assert rendezvous._read_secret(str(path)) == b"s" * 32
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+        with pytest.raises(SystemExit):
+            rendezvous._read_secret(str(path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SystemExit):
+        rendezvous._read_secret(str(tmp_path / "pipe"))
+
+
 UNPICKLES = {"pickle", "all_gather_object", "broadcast_object_list", "gather_object",
              "scatter_object_list", "recv_object_list"}
 

@@ -1,5 +1,6 @@
 """A server is asked until it answers, and only what fits the question is taken for an answer."""
 
+import json
 import socket
 
 import numpy as np
@@ -111,6 +112,99 @@ def test_an_answer_to_another_question_is_refused_at_once(server, fault, expecte
     line = str(caught.value)
     assert expected in line and server.url in line and KEY not in line and "\n" not in line
     assert len(server.requests) == 1
+
+
+def changed(path, value):
+    """Return a fault: the value at a path of keys into the answers."""
+    def change(answers):
+        place = answers
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+    return change
+
+
+def entry_of_30(value):
+    return changed((0, "prompt_logprobs", 2, "30"), value)
+
+
+NO_LOGPROBS = "has no log-probabilities of the prompt"
+HUGE = int("9" * 26)
+
+
+@pytest.mark.parametrize(("fault", "expected"), [
+    (b"[]", "not an object"), (b"null", "not an object"), (b"7", "not an object"),
+    (b'"text"', "not an object"), (b"[" * 10**5, "too deep"), (b"{}", NO_LOGPROBS),
+    (b'{"choices": null}', NO_LOGPROBS), (b'{"choices": 7}', NO_LOGPROBS),
+    (b'{"choices": {"0": 1, "1": 2}}', NO_LOGPROBS), (b'{"choices": [1, 2]}', NO_LOGPROBS),
+    (b'{"choices": [null, {}]}', NO_LOGPROBS), (b'{"choices": [{}, {}]}', NO_LOGPROBS),
+    (changed((0, "index"), 1), "other indices"), (changed((0, "index"), HUGE), "other indices"),
+    (changed((0, "index"), "0"), NO_LOGPROBS),
+    (changed((0, "prompt_logprobs"), {}), "0 positions of a text of 5"),
+    (changed((0, "prompt_logprobs", 1), None), NO_LOGPROBS),
+    (changed((0, "prompt_logprobs", 1), [1]), NO_LOGPROBS),
+    (changed((0, "prompt_logprobs", 2, str(HUGE)), {"logprob": -9}), "something else than their"),
+    (changed((0, "prompt_logprobs", 2, "-1"), {"logprob": -9}), "something else than their ids"),
+    (changed((0, "prompt_logprobs", 2, "030"), {"logprob": -9}), "a token twice at one position"),
+    (entry_of_30({"logprob": HUGE * 10**300}), "no numbers"),
+    (entry_of_30({"logprob": "-1.5"}), "no numbers"), (entry_of_30({"logprob": None}), "no numb"),
+    (entry_of_30({"logprob": True}), "no numbers"), (entry_of_30({"logprob": [1]}), "no numbers"),
+    (entry_of_30({"logprob": -1, "decoded_token": 7}), "else than text"),
+    (entry_of_30({}), NO_LOGPROBS), (entry_of_30(-1.5), NO_LOGPROBS),
+    ((400, "\x1b[2Jgone\r\n"), "HTTP 400 \ufffd[2Jgone"),
+    ("endless", "longer than any that was asked for"),
+])
+def test_an_answer_of_another_shape_is_refused_with_one_line(server, monkeypatch, fault, expected):
+    monkeypatch.setattr(text_server, "MOST_BYTES", 2**18)
+    source, model = asked(server)
+    server.faults = [fault]
+    with pytest.raises(DataError) as caught:
+        source.score(model, TEXTS, 1)
+    line = str(caught.value)
+    assert expected in line and line.isprintable() and len(line) < 600, line
+
+
+@pytest.mark.parametrize("change", [
+    ("input_token_logprobs", 2, [HUGE, 30, None]), ("input_token_logprobs", 2, [-1, 30.0, None]),
+    ("input_token_logprobs", 2, [-1, 30]), ("input_token_logprobs", 2, None),
+    ("input_top_logprobs", 2, [[-1, HUGE, None]]), ("input_top_logprobs", 2, [[-1, 1.5, None]]),
+    ("input_top_logprobs", 2, [[-1, 9, None], [-2, 9, None]]), ("input_top_logprobs", 2, 7),
+    ("input_top_logprobs", 2, [["-1", 9, None]]), ("input_top_logprobs", 2, [[-1, "9", None]]),
+])
+def test_an_answer_of_sglang_of_another_shape_is_refused(servers, change):
+    source, model = asked(servers["sglang"])
+    *path, value = change
+    if value == [HUGE, 30, None]:
+        value[0] *= 10**300
+    servers["sglang"].faults = [changed((0, "meta_info", *path), value)]
+    with pytest.raises(DataError, match=r"another model, or another version|no log-probabilities"):
+        source.score(model, TEXTS, 1)
+
+
+@pytest.mark.parametrize("cards", [
+    b"[]", b"null", b"7", b"{}", b'{"data": null}', b'{"data": [7]}', b'{"data": [{}]}',
+    b'{"data": [{"id": null}]}', b'{"data": [{"id": ["teacher"]}]}', b"[" * 10**5,
+    b'{"data": ' + b"[" * 10**5,
+])
+def test_a_list_of_models_of_another_shape_is_refused(server, monkeypatch, cards):
+    monkeypatch.setattr(server, "cards", cards)
+    with pytest.raises(DataError, match=r"expected vLLM or SGLang|no JSON of vLLM or SGLang"):
+        TextServer(server.url, 60).describe()
+
+
+def test_a_context_that_is_no_length_is_none(server, monkeypatch):
+    for context in (HUGE, True, -1, 0, "258", 258.0):
+        card = {"id": "teacher", "owned_by": 7, "max_model_len": context}
+        monkeypatch.setattr(server, "cards", json.dumps({"data": [card]}).encode())
+        assert TextServer(server.url, 60).describe() == ("teacher", "7", None)
+
+
+def test_a_server_that_sends_a_byte_now_and_then_holds_nobody(server):
+    source, model = asked(server, timeout=0.5)
+    server.faults = ["drip"]
+    with pytest.raises(DataError, match=r"in 0.5 seconds and 1 tries \(the last one: TimeoutErr"):
+        source.score(model, TEXTS, 5)
 
 
 def test_more_tokens_than_the_server_gives(models):

@@ -1,13 +1,24 @@
 """The student written for by another process: the same rollouts, and no failure without a line."""
 
+import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 import ranks
-from isogloss.writer_process import WriterProcess, check_command, prompt_as_plain
+from ipc import is_running
+from isogloss.writer_process import (
+    WriterError,
+    WriterProcess,
+    WriterStopped,
+    check_command,
+    prompt_as_plain,
+)
 from jobs import losses_of, run_distill
+from launched import wait_until
 from rollout import Prompt
 from test_on_policy import (
     base,  # noqa: F401, a fixture
@@ -85,7 +96,7 @@ def run_with_message(flags):
 
 def test_a_command_that_does_not_exist():
     with pytest.raises(ValueError, match="no such program"):
-        WriterProcess("/no/such/python rollout_vllm.py")
+        WriterProcess("/no/such/python rollout_vllm.py", 1)
 
 
 def test_a_command_may_lie_in_a_home_directory(tmp_path, monkeypatch):
@@ -96,14 +107,163 @@ def test_a_command_may_lie_in_a_home_directory(tmp_path, monkeypatch):
         check_command("~/no_python -m writer")
 
 
-def test_too_many_tokens_are_refused(tmp_path):
-    """An engine that overruns the limit, or forgets the probabilities."""
-    script = tmp_path / "engine.py"
-    script.write_text("import sys\nfor line in sys.stdin:\n    print('{\"completions\": "
-                      "[{\"ids\": [1, 2, 3], \"logp\": [0, 0, 0], \"ended\": false}]}', "
-                      "flush=True)\n")
-    process = WriterProcess(f"{sys.executable} {script}")
-    with pytest.raises(RuntimeError, match="3 tokens with 3 log-probabilities, expected at most 2"):
-        process.write([prompt_as_plain(Prompt([1], (0,), 2))], [], 5, 1.0, 1.0)
+# --- one engine by itself -------------------------------------------------------------------------
+
+PLAYER = """\
+import sys
+for line, answer in zip(sys.stdin, open(sys.argv[1])):
+    sys.stdout.write(answer.replace("<newline>", "\\n"))
+    sys.stdout.flush()
+"""
+GOOD = {"ids": [1, 4], "logp": [-0.5, 0], "ended": True}
+PROMPT = prompt_as_plain(Prompt([1], (0,), 3))
+
+
+def engine(folder, script, *words, timeout=60):
+    """Return the WriterProcess of a script."""
+    path = folder / "engine.py"
+    path.write_text(script)
+    return WriterProcess(" ".join([sys.executable, "-S", str(path), *map(str, words)]), timeout)
+
+
+def asked(process):
+    return process.write([PROMPT], [4], 5, 1.0, 1.0)
+
+
+def with_one(**fields):
+    return json.dumps({"completions": [GOOD | fields]})
+
+
+def without(name):
+    return json.dumps({"completions": [{key: GOOD[key] for key in GOOD if key != name}]})
+
+
+WRONG = [  # what an engine answers to one prompt of at most 3 tokens below 5, of which 4 stops
+    ("null", "expected an object"), ("[]", "expected an object"), ("7", "expected an object"),
+    ('"completions"', "expected an object"), ("loading", "in place of JSON"),
+    ("", "in place of JSON"), ("[" * 50_000, "in place of JSON"), ("1" * 5000, "in place of JSON"),
+    ("{}", "expected a list of 1"), ('{"completions": null}', "expected a list of 1"),
+    ('{"completions": {"0": 1}}', "expected a list of 1"),
+    ('{"completions": []}', "expected a list of 1"),
+    (json.dumps({"completions": [GOOD, GOOD]}), "expected a list of 1"),
+    ('{"completions": [null]}', "expected lists ids and logp"),
+    ('{"completions": [[1, 2]]}', "expected lists ids and logp"),
+    *[(without(name), "expected lists ids and logp") for name in GOOD],
+    (with_one(ids=None), "expected lists"), (with_one(ids="14"), "expected lists"),
+    (with_one(logp={"0": 0, "1": 0}), "expected lists"), (with_one(ended=1), "expected lists"),
+    (with_one(ended="true"), "expected lists"), (with_one(ended=None), "expected lists"),
+    (with_one(ids=[], logp=[], ended=False), "0 tokens with 0 log-probabilities, expected 1 to 3"),
+    (with_one(ids=[1, 2, 3, 4], logp=[0] * 4), "4 tokens with 4 log-probabilities"),
+    (with_one(logp=[0]), "2 tokens with 1 log-probabilities"),
+    (with_one(ids=[5, 4]), "token '5'; expected integers from 0 to 4"),
+    (with_one(ids=[-1, 4]), "token '-1'"), (with_one(ids=[10**26, 4]), "token '1000000"),
+    (with_one(ids=[1.0, 4]), "token '1.0'"), (with_one(ids=[True, 4]), "token 'true'"),
+    (with_one(ids=["1", 4]), "token '1'"), (with_one(ids=[[1], 4]), "token '[1]'"),
+    (with_one(logp=[0.1, 0]), "log-probability '0.1'; expected numbers of at most 0"),
+    (with_one(logp=[float("nan"), 0]), "log-probability 'NaN'"),
+    (with_one(logp=[float("-inf"), 0]), "log-probability '-Infinity'"),
+    (with_one(logp=[None, 0]), "log-probability 'null'"),
+    (with_one(logp=["-1", 0]), "log-probability '-1'"),
+    (with_one(logp=[-(10**400), 0]), "log-probability '-1000"),
+    (with_one(logp=[False, 0]), "log-probability 'false'"),
+    (with_one(ended=False), "2 tokens with stop tokens at [1] and ended False"),
+    (with_one(ids=[4, 1]), "2 tokens with stop tokens at [0] and ended True"),
+    ('{"error": {"code": 7}}', """answered '{"error": {"code": 7}}'"""),
+    ('{"error": "no memory"}', "no memory"),
+    (" " * 300_000 + "{}", "expected one line of at most"),
+    (with_one() + "<newline>" + with_one(), "expected one line of at most"),
+]
+
+
+def test_what_fits_no_prompt_is_refused_at_the_door(tmp_path):
+    """Each in one line; what fits is taken as it is, and after what does not, too."""
+    answers = tmp_path / "answers"
+    answers.write_text("".join(f"{with_one()}\n{answer}\n" for answer, _ in WRONG))
+    process = engine(tmp_path, PLAYER, answers)
+    for answer, expected in WRONG:
+        assert asked(process) == [GOOD]
+        with pytest.raises(WriterError) as caught:
+            asked(process)
+        message = str(caught.value)
+        assert message.startswith(f"--rollout_command {process.command}: "), (answer[:80], message)
+        assert expected in message and "\n" not in message, (answer[:80], message)
+        assert len(message) < 700
+        if answer.startswith(" "):  # what is left of it has to be read
+            process.close()
+            answers.write_text("".join(f"{with_one()}\n{each}\n" for each, _ in WRONG[-1:]))
+            process = engine(tmp_path, PLAYER, answers)
     process.close()
-    assert process.process.poll() is not None
+    answers.write_text('{"done": 1}\n{"done": false}\n{"done": null}\n{}\n{"done": 0}\n')
+    process = engine(tmp_path, PLAYER, answers)
+    for _ in range(4):
+        with pytest.raises(WriterError, match=r"took over .* of 0 weights"):
+            process.refresh()
+    process.refresh()
+    with pytest.raises(WriterError, match="ended with exit code 0"):
+        process.refresh()
+    process.close()
+    assert process.process.poll() == 0
+
+
+MUTE = """\
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+with open(sys.argv[1] + "+", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + "+", sys.argv[1])
+time.sleep(1000)
+"""
+
+
+def processes_in(path):
+    """Wait until an engine has written its process id and its child's, and return them."""
+    wait_until(path.exists)
+    return list(map(int, path.read_text().split()))
+
+
+def wait_for_end(processes):
+    wait_until(lambda: not any(map(is_running, processes)))
+
+
+def test_an_engine_that_does_not_answer_holds_nobody(tmp_path):
+    """Not one that reads nothing of a long message, either; closed, it is gone with its child."""
+    process = engine(tmp_path, MUTE, tmp_path / "processes", timeout=0.3)
+    with pytest.raises(WriterError, match=r"not answered for 0.3 seconds \(--rollout_timeout\)"):
+        process.refresh()
+    with pytest.raises(WriterError, match=r"not answered for 0.3 seconds"):
+        process.write([prompt_as_plain(Prompt([1] * 200_000, (0,), 2))], [], 5, 1.0, 1.0)
+    process.timeout = 1000
+    signals = []
+    before = signal.signal(signal.SIGALRM, lambda *_: signals.append(1))
+    process.asked_to_end = lambda: bool(signals)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(WriterStopped):
+        process.refresh()
+    signal.signal(signal.SIGALRM, before)
+    processes = processes_in(tmp_path / "processes")
+    process.close()
+    wait_for_end(processes)
+
+
+def test_an_engine_ends_with_a_rank_that_is_killed(tmp_path):
+    """While it loads, with a child that has made a session of its own."""
+    rank = os.fork()
+    if not rank:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        engine(tmp_path, MUTE, tmp_path / "processes")
+        signal.pause()
+    processes = processes_in(tmp_path / "processes")
+    assert all(map(is_running, processes))
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    wait_for_end(processes)
+
+
+def test_an_engine_that_ends_leaves_no_child(tmp_path):
+    process = engine(tmp_path, MUTE.replace("time.sleep(1000)", "sys.exit(7)"),
+                     tmp_path / "processes")
+    with pytest.raises(WriterError, match="ended with exit code 7"):
+        process.refresh()
+    wait_for_end(processes_in(tmp_path / "processes"))
+    process.close()

@@ -7,6 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+POURED = {"drip": (b" ", 0.02), "endless": (b" " * 2**16, 0)}  # pieces, seconds between them
+
 
 class StandIn:
     """Score texts over HTTP, in threads of this process.
@@ -15,8 +17,10 @@ class StandIn:
         url: its address.
         owner: "vllm" or "sglang", whose answers it copies.
         max_logprobs, context: as the flags of vLLM.
-        faults: what goes wrong with the next scoring requests: (status, text), "half", "hang", or
+        faults: what goes wrong with the next scoring requests: (status, text), "half", "hang",
+            "drip", which sends a byte now and then, "endless", bytes that are the answer, or
             a function that changes the answer; None: nothing.
+        cards: bytes in place of the list of models.
         requests: (path, headers, body) of all of them.
     """
 
@@ -30,6 +34,7 @@ class StandIn:
         self.context = context
         self.masks_padding = masks_padding
         self.faults = []
+        self.cards = None
         self.requests = []
         self.tokenizes = True
         self.at_once = 0
@@ -55,7 +60,18 @@ class StandIn:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.reply(*stand_in.respond(self.path, self.headers, body))
 
+            def pour(self, piece, seconds):
+                """Send an answer of which each piece comes soon, and the last one never."""
+                with contextlib.suppress(OSError):
+                    self.send_response(200)
+                    self.end_headers()
+                    while not stand_in.closed.wait(seconds):
+                        self.wfile.write(piece)
+                self.close_connection = True
+
             def reply(self, status, content, missing=0):
+                if content in POURED:
+                    return self.pour(*POURED[content])
                 with contextlib.suppress(OSError):  # who has asked may be gone
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(content) + missing))
@@ -78,6 +94,8 @@ class StandIn:
         """Return (status, content) or (status, content, bytes that will be missing)."""
         self.requests.append((path, dict(headers), body))
         if path.endswith("/v1/models"):
+            if self.cards is not None:
+                return 200, self.cards
             card = {"id": "teacher", "owned_by": self.owner, "max_model_len": self.context}
             return 200, json.dumps({"object": "list", "data": [card]}).encode()
         if path.endswith("/tokenize"):
@@ -98,6 +116,8 @@ class StandIn:
     def score(self, body, fault):
         if isinstance(fault, tuple):
             return fault[0], json.dumps({"error": {"message": fault[1], "code": fault[0]}}).encode()
+        if isinstance(fault, bytes) or (isinstance(fault, str) and fault in POURED):
+            return 200, fault
         if fault == "hang":
             self.closed.wait(60)
             return 200, b"{}"

@@ -1,0 +1,71 @@
+"""Run a command that leaves nothing behind: python kept_process.py PARENT WORD ...
+
+When the process PARENT ends, however that happens, when this process is asked to end, and when the
+command ends, all that the command has started is killed, also what has made a session of its own:
+orphans fall to this process.  When this process is killed, the command is.
+
+Needs the standard library and Linux.  Tests: tests/test_writer_process.py.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # see prctl(2)
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def prctl(option, value):
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+def end_with_this_process():
+    """Run by the command's process before it becomes the command."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def children():
+    """List the children of this process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = path.read_text().rpartition(")")[2].split()[1]  # "id (name) state parent ..."
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(parent) == os.getpid():
+            found.append(int(path.parent.name))
+    return found
+
+
+def kill_all():
+    """Kill all descendants: a child that is gone leaves its children to this process."""
+    while alive := children():
+        for child in alive:
+            os.kill(child, signal.SIGKILL)  # nobody else takes the end of a child away
+        for child in alive:
+            os.waitpid(child, 0)
+
+
+def main(parent, *words):
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it has ended before the call
+        return
+    try:
+        command = subprocess.Popen(words, preexec_fn=end_with_this_process)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1):  # the pipes are the command's
+            os.dup2(nothing, descriptor)
+        code = command.wait()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        kill_all()
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
