@@ -21,7 +21,7 @@ import shutil
 import sys
 import time
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -107,11 +107,12 @@ def save_checkpoint(engine, folder, step, identity, layout, keep, state):
                 "run": identity,
                 "layout": layout,
                 "state": state,
-                "written": time.time(),
+                "count": _next_count(folder),
+                "written": time.time(),  # for people: a clock can go back
                 "files": files,
             }
             _complete(scratch, target, position)
-            _remove_old_checkpoints(folder, keep)
+            _remove_old_checkpoints(target, keep)
     dist.barrier()
 
 
@@ -161,10 +162,17 @@ def _checksum_of(position):
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _remove_old_checkpoints(folder, keep):
-    """Remove all but the last `keep` checkpoints; one that has lost files does not count."""
-    num_whole = 0
+def _remove_old_checkpoints(latest, keep):
+    """Remove all but the last `keep` checkpoints; one that has lost files does not count.
+
+    Args:
+        latest: path of the one that was just written, which stays in any case.
+    """
+    folder = latest.parent
+    num_whole = 1
     for checkpoint in reversed(complete_checkpoints(folder)):
+        if checkpoint == latest:
+            continue
         if num_whole >= keep:
             os.rename(checkpoint, scratch_of(checkpoint))  # so that nothing half-deleted counts
         elif not _missing_or_cut(checkpoint):
@@ -191,15 +199,34 @@ def complete_checkpoints(folder):
 
     That differs from the order of their steps when a run went back to an earlier checkpoint.
     """
-    by_step = sorted(Path(folder).glob("step_*"))
-    return sorted(by_step, key=_time_written)
+    orders = _orders(sorted(Path(folder).glob("step_*")))
+    return sorted(orders, key=orders.get)
 
 
-def _time_written(checkpoint):
-    try:
-        return position_of(checkpoint).get("written", 0)
-    except (OSError, ValueError, AttributeError):  # damaged
-        return checkpoint.stat().st_mtime
+def _orders(checkpoints):
+    """Return {path: (count, seconds)}; a greater one was written later, of equal ones the second.
+
+    The count is of what this folder has been given.  Earlier versions did not count, so theirs
+    come first, in the order of the clock.  One that is damaged stays with the step before it.
+
+    Args:
+        checkpoints: paths, in the order of their steps.
+    """
+    orders = {}
+    order = 0, 0.0
+    for checkpoint in checkpoints:
+        with suppress(OSError, ValueError, AttributeError, TypeError):  # damaged
+            position = position_of(checkpoint)
+            count = int(position.get("count", 0))
+            order = count, 0.0 if count else float(position.get("written", 0))
+        orders[checkpoint] = order
+    return orders
+
+
+def _next_count(folder):
+    """Return the count of a checkpoint that is about to be written, behind all that are there."""
+    orders = _orders(Path(folder).glob("step_*"))
+    return 1 + max((count for count, _ in orders.values()), default=0)
 
 
 def find_checkpoint(choice, folder, identity):
@@ -344,7 +371,7 @@ def check_identity(choice, checkpoint, identity):
 def position_of(checkpoint):
     """Return position.json of a checkpoint, the dict that `save_checkpoint` writes.
 
-    Its "run" is the identity; "written" is in seconds of the clock.
+    Its "run" is the identity; "count" is how many checkpoints had been written there with it.
     """
     return json.loads((checkpoint / POSITION).read_text())
 

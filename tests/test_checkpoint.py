@@ -1,9 +1,11 @@
 """Checkpoints that are damaged, that hold commands, and that not all nodes share."""
 
+import itertools
 import json
 import os
 import resource
 import shutil
+import time
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from isogloss import files
+from isogloss import checkpoint, files
 from isogloss.checkpoint import (
     agree_on_start,
     find_checkpoint,
@@ -118,6 +120,34 @@ def saved_beside_damage(folder):
 def test_a_damaged_checkpoint_does_not_displace_a_whole_one(tmp_path):
     [names] = ranks.run(1, saved_beside_damage, str(tmp_path))
     assert names == ["step_0000003", "step_0000004", "step_0000005"]
+
+
+def saved_by_a_clock_that_goes_back(folder, keep):
+    """Save steps 1 to 4, then 2 and 3 of a run that went back; each a day before the last one.
+
+    Returns:
+        [(steps of the checkpoints after a save, the one from which a run would go on)].
+    """
+    start_distributed()
+    day = 86_400
+    clock = itertools.count(time.time(), -day)
+    checkpoint.time.time = lambda: next(clock)
+    saved = []
+    for step in (1, 2, 3, 4, 2, 3):
+        save_checkpoint(Files(), folder, step, {}, {}, keep, {})
+        steps = [int(path.name[-1]) for path in Path(folder).iterdir()]
+        saved.append((sorted(steps), find_checkpoint("auto", folder, {}).name))
+    return saved
+
+
+@pytest.mark.parametrize("keep, left", [
+    (1, [[1], [2], [3], [4], [2], [3]]),
+    (2, [[1], [1, 2], [2, 3], [3, 4], [2, 4], [2, 3]]),
+])
+def test_the_clock_does_not_decide_which_checkpoints_are_kept(tmp_path, keep, left):
+    [saved] = ranks.run(1, saved_by_a_clock_that_goes_back, str(tmp_path), keep)
+    latest = [f"step_000000{step}" for step in (1, 2, 3, 4, 2, 3)]
+    assert saved == list(zip(left, latest, strict=True))
 
 
 class FilesAlone(Files):

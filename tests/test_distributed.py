@@ -164,9 +164,9 @@ def test_reports_of_deepspeed(base_run, tmp_path):
                        wall_clock_breakdown=True, memory_breakdown=True)
     argv = [*base_run.argv, f"--ds_config={config}", "--steps=20", f"--output_dir={tmp_path}",
             "--log_comms", "--sequence_parallel=2"]
-    begin = time.time()
+    begin = time.monotonic()
     assert ranks.run(2, run_with_output, argv, str(tmp_path / "output")) == [[0]] * 2
-    seconds = time.time() - begin
+    seconds = time.monotonic() - begin
     output = (tmp_path / "output0").read_text()
     for words in ("DeepSpeed Flops Profiler", "fwd flops per GPU", "bwd_inner_micro",
                   "Engine after forward"):
@@ -612,15 +612,16 @@ def check_dynamic_scales(steps):
 
 def test_what_was_written_last_counts_after_going_back(tmp_path):
     """A run that went back from step 600 to 200 resumes from 300; 600 is removed before 300."""
-    for written, step in enumerate((500, 600, 300)):
-        folder = tmp_path / f"step_{step:07d}"
-        folder.mkdir()
-        position = {"step": step, "run": {}, "layout": {}, "written": written}
-        (folder / "position.json").write_text(json.dumps(position))
-    checkpoints = checkpoint.complete_checkpoints(tmp_path)
-    steps = [checkpoint.position_of(path)["step"] for path in checkpoints]
-    assert steps == [500, 600, 300]
-    assert checkpoint.find_checkpoint("auto", tmp_path, {}) == checkpoints[-1]
+    steps = 500, 600, 300
+    folders = [tmp_path / f"step_{step:07d}" for step in steps]
+    # of earlier versions, which went by the clock; then beside a clock that goes back
+    for key in ("written", "count"):
+        for number, (step, folder) in enumerate(zip(steps, folders, strict=True), 1):
+            folder.mkdir(exist_ok=True)
+            position = {"step": step, "run": {}, "layout": {}, "written": -number, key: number}
+            (folder / "position.json").write_text(json.dumps(position))
+        assert checkpoint.complete_checkpoints(tmp_path) == folders
+        assert checkpoint.find_checkpoint("auto", tmp_path, {}) == folders[-1]
 
 
 def test_a_run_may_resume_with_offload_and_reports(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""`make test` runs a file in one worker, and forked ranks are as processes of their own would be."""
+"""`make test` runs a file in one worker; forked ranks are as processes of their own would be."""
 
 import json
 import multiprocessing
