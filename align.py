@@ -103,6 +103,26 @@ class TokenTable:
         ids = np.asarray(ids, np.int64)
         return _spelled(ids, self.data, self.starts, self.lengths).tobytes()
 
+    def below(self, size):
+        """Return the table of the ids below `size`, such as those that a model has rows for.
+
+        Raises:
+            ValueError: an id beyond may stand in a text: one that is no control token, or in the
+                role of bos, eos or unk.
+        """
+        roles = {"bos": self.bos, "eos": self.eos, "unk": self.unk}
+        for role, i in roles.items():
+            if i >= size:
+                raise ValueError(f"its {role} {self.tokens[i]!r} has the id {i}, beyond {size}")
+        for i in range(size, len(self)):
+            if self.tokens[i] and not self.special[i]:
+                raise ValueError(f"its token {self.tokens[i]!r} has the id {i}, beyond {size}")
+        for role, i in (("pad", self.pad), ("end_of_turn", self.end_of_turn)):
+            roles[role] = i if i < size else -1
+        return TokenTable(
+            self.data[: self.starts[size]], self.starts[: size + 1], self.special[:size],
+            self.tokens[:size], self.family, **roles)
+
     @classmethod
     def from_tokenizer(cls, tokenizer):
         """Build the table from a fast tokenizer.

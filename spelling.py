@@ -120,7 +120,11 @@ def encode_bytes(expected, backend, target):
         texts.append(text.replace(" ", space))
     # One call for all texts, which the backend spreads over its threads.
     batch = backend.encode_batch_fast(texts, add_special_tokens=False)
-    spellings = [encoding.ids for encoding in batch]
+    spellings = []
+    for encoding in batch:
+        # a control token that the table leaves out, see `TokenTable.below`
+        is_beyond = max(encoding.ids, default=0) >= len(target)
+        spellings.append([] if is_beyond else encoding.ids)
     if not not_utf8:
         return spellings
 

@@ -84,6 +84,7 @@ def read_rendering(text, encoder):
     # A rendering holds its own bos and eos, if the template writes them.
     coded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
                               verbose=False)
+    encoder.check_ids(coded["input_ids"])
     ids = np.array(coded["input_ids"], np.int64)
     return ids, locate(ids, encoder.table, text, coded["offset_mapping"])
 

@@ -147,6 +147,7 @@ def check_inputs(cfg, device, roles=None):
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
     encoders = load_teacher_encoders(cfg, student, roles)
+    student, encoders = with_common_ids(student, encoders)
     tasks = load_student_tasks(cfg, student, student_config)
     check_models(cfg)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
@@ -207,6 +208,29 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
     encoder = TextEncoder(
         tokenizer, table, max_length or context, template_kwargs or {}, generation)
     return encoder, config
+
+
+def with_common_ids(student, encoders):
+    """Return the student's TextEncoder and those of the teachers, equal tokenizers with equal ids.
+
+    Of the control tokens beyond its lm_head one model may have rows for some that another has not.
+
+    Args:
+        encoders: {name: TextEncoder}.
+    """
+    sizes = {}
+    prints = []
+    for encoder in (student, *encoders.values()):
+        prints.append(fingerprint(encoder.tokenizer))
+        size = len(encoder.table)
+        sizes[prints[-1]] = min(size, sizes.get(prints[-1], size))
+    cut = []
+    for encoder, print_of_tokenizer in zip((student, *encoders.values()), prints):
+        size = sizes[print_of_tokenizer]
+        if size < len(encoder.table):
+            encoder = replace(encoder, table=encoder.table.below(size))
+        cut.append(encoder)
+    return cut[0], dict(zip(encoders, cut[1:]))
 
 
 def check_language_model(role, path, config):
@@ -433,7 +457,10 @@ def open_rows(cfg, source, split, encoders):
     if cfg.prompt_key and not cfg.streaming:  # as `load_dataset` has checked the other column
         check_column(source, dataset, cfg.prompt_key)
     for number, row in enumerate(first_rows(dataset, ROWS_TO_TRY, text_key, source)):
-        reader(row, number)
+        content = reader(row, number).content
+        for encoder in encoders.values() if isinstance(content, str) else ():
+            if len(encoder.tokenizer) > len(encoder.table):
+                encoder.encode([content])  # which refuses control tokens beyond the lm_head
     if holds_chats(dataset, text_key):
         for name, encoder in encoders.items():
             if not encoder.tokenizer.chat_template:

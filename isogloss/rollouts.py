@@ -23,7 +23,14 @@ from isogloss.chat import (
     read_rendering,
     render,
 )
-from isogloss.sample import EncodedText, Pairing, TextEncoder, bytes_of_tokens, encode_text
+from isogloss.sample import (
+    EncodedText,
+    Pairing,
+    TextEncoder,
+    TokenBeyondHead,
+    bytes_of_tokens,
+    encode_text,
+)
 from rollout import uniform
 
 # first counters of what is drawn, so that no two draws share all of theirs
@@ -281,6 +288,8 @@ def is_canonical(prompt, ids, text, encoder):
     canonical = np.array(coded["input_ids"], np.int64)
     whole = np.concatenate([prompt.ids, ids])
     special = encoder.table.special
+    if canonical.max(initial=0) >= len(special):  # the name of a control token, letter by letter
+        return False
     return np.array_equal(canonical[~special[canonical]], whole[~special[whole]])
 
 
@@ -353,7 +362,10 @@ def _chunk_of_last(num_tokens, size):
 def _pair_text(rollout, student, encoders, aligner):
     text = rollout.prompt.text + rollout.text
     tables = encoders[0].table, encoders[1].table
-    ids, = encoders[1].encode([text])
+    try:
+        ids, = encoders[1].encode([text])
+    except TokenBeyondHead:  # what the student writes ends no run
+        return Pairing(skipped=True)
     teacher = encode_text(text, ids, encoders[1])
     if not rollout.ended and len(ids) and ids[-1] == tables[1].eos:
         teacher = teacher.without_last()  # a rollout that was cut has no end on either side
@@ -371,7 +383,7 @@ def _pair_chat(rollout, student, encoders, aligner):
     messages = [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}]
     try:
         of_teacher = render(messages, encoders[1], rollout.prompt.tools)
-    except SkippedChat:
+    except (SkippedChat, TokenBeyondHead):
         return Pairing(skipped=True)
     encoded = encode_chat(messages, of_teacher, encoders[1])
     tables = encoders[0].table, encoders[1].table

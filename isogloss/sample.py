@@ -30,6 +30,24 @@ from isogloss.long_texts import splits_at_spaces
 ALIGNERS = "bytes", "dp"
 
 
+class TokenBeyondHead(ValueError):
+    """Say that a text holds a control token that a model cannot read."""
+
+
+def check_ids(ids, vocab, tokenizer):
+    """Raise a TokenBeyondHead for ids of a text beyond the tokens of a model.
+
+    Args:
+        ids: list of them; vocab: tokens of the model; tokenizer: of the ids.
+    """
+    highest = max(ids, default=-1)
+    if highest >= vocab:
+        raise TokenBeyondHead(
+            f"a text holds {tokenizer.convert_ids_to_tokens(highest)!r}, a control token for which "
+            f"the lm_head of {tokenizer.name_or_path} has no row (id {highest}, tokens up to "
+            f"{vocab - 1}); take it out of the data")
+
+
 @dataclass
 class TextEncoder:
     """Read text as one model does.
@@ -67,7 +85,13 @@ class TextEncoder:
         suffix = [self.table.eos] if self.table.eos >= 0 else []
         # Never truncated here: where to cut depends on the other side, see `cut_sample`.
         coded = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)
+        for ids in coded["input_ids"]:
+            self.check_ids(ids)
         return [np.array(prefix + ids + suffix, np.int64) for ids in coded["input_ids"]]
+
+    def check_ids(self, ids):
+        """Raise a TokenBeyondHead for control tokens that the model has no row for."""
+        check_ids(ids, len(self.table), self.tokenizer)
 
     def locate(self, ids, text):
         """Return where in the text the tokens of `encode` stand, as a Located."""

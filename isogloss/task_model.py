@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from isogloss.sample import check_ids
 from isogloss.task_passes import plan_passes, plan_rows, shares_contexts
 from rollout import Prompt, write
 
@@ -72,7 +73,8 @@ class TaskEncoder:
         """
         self.tokenizer = tokenizer
         self.window = window_of(config, tokenizer)
-        self.vocab = len(tokenizer)
+        # control tokens beyond the head never come
+        self.vocab = min(len(tokenizer), config.get_text_config().vocab_size)
         self.equal_lengths = False
         self.prefix = self._added_in_front()
         bos = tokenizer.bos_token_id
@@ -97,6 +99,8 @@ class TaskEncoder:
     def _plain(self, texts):
         coded = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False,
                                return_attention_mask=False)
+        for ids in coded["input_ids"]:
+            check_ids(ids, self.vocab, self.tokenizer)
         return coded["input_ids"]
 
     def encode(self, texts):

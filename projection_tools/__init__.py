@@ -18,7 +18,7 @@ import os
 import secrets
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,6 +154,9 @@ def _roles(table):
 def load_tokenizer(flag, name, trust_remote_code=False):
     """Load a tokenizer and the table of its tokens.
 
+    Control tokens beyond the rows of the model's lm_head, which no text holds, are left out of the
+    table.
+
     Returns:
         (tokenizer, TokenTable).
     Raises:
@@ -164,16 +167,41 @@ def load_tokenizer(flag, name, trust_remote_code=False):
     # What it raises is reported in one line, which stands alone.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    place, revision = read_model_name(flag, name).of_tokenizer
+    model = read_model_name(flag, name)
+    place, revision = model.of_tokenizer
     with reading(flag, name, "its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             place, revision=revision, trust_remote_code=trust_remote_code)
         tokenizer = as_in_its_file(flag, name, tokenizer, place, revision)
     try:
-        return tokenizer, TokenTable.from_tokenizer(tokenizer)
+        table = TokenTable.from_tokenizer(tokenizer)
     except (ValueError, KeyError) as error:
         raise ValueError(f"--{flag} {name}: its tokenizer cannot be used ({reason_of(error)})") \
             from None
+    num_rows = _rows_of_head(model.base, model.revision)
+    if num_rows and num_rows < len(table):
+        with suppress(ValueError):  # ids that may stand in a text are for the caller to refuse
+            table = table.below(num_rows)
+    return tokenizer, table
+
+
+def _rows_of_head(place, revision):
+    """Return the rows of a model's lm_head by its config.json; None: there is none that says so.
+
+    Not by AutoConfig: a folder may hold a tokenizer alone, and a wrong config is for others to
+    refuse.
+    """
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(place, "config.json", revision=revision,
+                           _raise_exceptions_for_missing_entries=False,
+                           _raise_exceptions_for_connection_errors=False)
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        num_rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return num_rows if type(num_rows) is int and num_rows > 0 else None
 
 
 # Text that tokenizers cut differently: spaces, breaks, digits, words that no English has.

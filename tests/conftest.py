@@ -95,3 +95,11 @@ def untied(models, tmp_path_factory):
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """Directory of a real language model with a chat template, 135 M weights in bfloat16."""
+    import real_model
+
+    return real_model.smollm2()

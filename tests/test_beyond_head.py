@@ -1,0 +1,169 @@
+"""Control tokens that a tokenizer has and the lm_head has not: an image token, a late pad."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ranks
+from align import Located, TokenTable
+from isogloss.chat import render
+from isogloss.rollouts import (
+    Rollout,
+    RolloutPrompt,
+    is_canonical,
+    pair_rollout,
+    student_reading,
+)
+from isogloss.sample import TextEncoder, TokenBeyondHead
+from isogloss.task_model import TaskEncoder
+from jobs import ds_config, losses_of, run_distill, write_corpus
+from projection_tools import Pair, load_tokenizer
+from spelling import spell
+from wrong_input import check_one_line, outcomes
+
+IMAGE = "<image_soft_token>"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def write_model(source, folder, more_rows=0, beyond=True):
+    """Write a model whose lm_head has a row for each of its tokens, and then some tokens more."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.resize_token_embeddings(len(tokenizer) + more_rows)
+    model.save_pretrained(folder)
+    if beyond:
+        tokenizer.add_special_tokens(
+            {"pad_token": "[PAD]", "additional_special_tokens": [IMAGE]})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(models, texts, tmp_path_factory):
+    """Students and teachers of the same weights, with tokens beyond their heads and without."""
+    folder = tmp_path_factory.mktemp("beyond")
+    for name, source in zip(("student", "teacher"), models):
+        write_model(source, folder / name)
+        write_model(source, folder / f"plain_{name}", beyond=False)
+    write_model(models[0], folder / "equal", more_rows=2)  # which has rows for them
+    write_corpus(folder, texts, 20)
+    (folder / "image.jsonl").write_text(json.dumps({"text": f"A cat: {IMAGE}"}) + "\n")
+    ds_config(folder / "ds.json", 2, 2, 1)
+    return folder
+
+
+def test_the_table_leaves_out_control_tokens_beyond_the_head(folder):
+    for role in ("student", "teacher"):
+        tokenizer, table = load_tokenizer(role, str(folder / role))
+        _, plain = load_tokenizer(role, str(folder / f"plain_{role}"))
+        assert len(tokenizer) == len(table) + 2 == len(plain) + 2
+        assert table.pad == -1 and table.eos == plain.eos
+        assert np.array_equal(table.lengths, plain.lengths)
+        assert np.array_equal(table.data, plain.data) and table.tokens == plain.tokens
+
+
+def test_no_table_of_a_pair_names_them(folder):
+    """Each side's spellings of the other: ids below the head, as without these tokens."""
+    pair = Pair.load(str(folder / "student"), str(folder / "teacher"))
+    plain = Pair.load(str(folder / "plain_student"), str(folder / "plain_teacher"))
+    for spelled, expected in zip(
+            (spell(pair.tables[0], pair.tokenizers[1], pair.tables[1]),
+             spell(pair.tables[1], pair.tokenizers[0], pair.tables[0])),
+            (spell(plain.tables[0], plain.tokenizers[1], plain.tables[1]),
+             spell(plain.tables[1], plain.tokenizers[0], plain.tables[0])), strict=True):
+        for array, other in zip(spelled, expected, strict=True):
+            assert np.array_equal(array, other)
+
+
+@pytest.mark.parametrize("role", ["bos", "eos", "unk", "text"])
+def test_what_may_stand_in_a_text_is_not_left_out(tokenizers, role):
+    table = TokenTable.from_tokenizer(tokenizers[0])
+    size = len(table) - 1
+    if role == "text":
+        assert not table.special[size]
+    else:
+        table.special[size] = True
+        setattr(table, role, size)
+    with pytest.raises(ValueError, match=f"has the id {size}, beyond {size}"):
+        table.below(size)
+
+
+def test_a_text_that_holds_one_is_refused(folder):
+    tokenizer, table = load_tokenizer("student", str(folder / "student"))
+    encoder = TextEncoder(tokenizer, table, 100)
+    tasks = TaskEncoder(tokenizer, AutoModelForCausalLM.from_pretrained(folder / "student").config)
+    assert tasks.vocab == len(table)
+    for encode in (encoder.encode, tasks.encode):
+        assert max(encode(["A cat"])[0]) < len(table)
+        with pytest.raises(TokenBeyondHead, match=f"a text holds '{IMAGE}', a control token"):
+            encode(["A cat", f"A cat: {IMAGE}"])
+
+
+def test_a_chat_that_holds_one_is_refused_and_what_the_student_writes_is_not(folder):
+    encoders = []
+    for role in ("student", "teacher"):
+        tokenizer, table = load_tokenizer(role, str(folder / role))
+        tokenizer.chat_template = TEMPLATE
+        encoders.append(TextEncoder(tokenizer, table, 100))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": IMAGE}]
+    with pytest.raises(TokenBeyondHead, match="a control token"):
+        render(messages, encoders[0])
+    # the student may write the name letter by letter, which its tokenizer makes the token of
+    plain = AutoTokenizer.from_pretrained(folder / "plain_student")
+    ids = np.array(plain(IMAGE, add_special_tokens=False)["input_ids"])
+    text = encoders[0].table.decode(ids).decode()
+    assert IMAGE in text
+    nowhere = np.zeros(0, np.int64)
+    for of_chat in (None, messages[:1]):
+        prompt = RolloutPrompt((0, 0), nowhere, "", Located(nowhere, nowhere, nowhere), of_chat, 9)
+        assert not is_canonical(prompt, ids, text, encoders[0])
+        rollout = Rollout(prompt, ids, np.zeros(len(ids), np.float32), 0.0, ended=False,
+                          text=text, repeated=0.0, is_canonical=False)
+        student = student_reading(rollout, encoders[0])
+        assert pair_rollout(rollout, student, encoders).skipped
+
+
+RUNS = {
+    "piece_kl": ("--student={folder}/{prefix}student --teacher={folder}/{prefix}teacher "
+                 "--eval_rows=4"),
+    "projection_kl": ("--student={folder}/{prefix}student --teacher={folder}/{prefix}teacher "
+                      "--loss=projection_kl"),
+    "on-policy": ("--student={folder}/{prefix}student --teacher={folder}/{prefix}teacher "
+                  "--on_policy=0.5 --rollout_tokens=6"),
+    "equal tokenizers": "--student={folder}/{prefix}student --teacher={folder}/{equal}",
+}
+
+
+def run_all(folder, base):
+    commands = []
+    for name, flags in RUNS.items():
+        for prefix, equal in (("", "equal"), ("plain_", "plain_student")):
+            flags_of_run = flags.format(folder=folder, prefix=prefix, equal=equal)
+            commands.append([*base, *flags_of_run.split(),
+                             f"--output_dir={folder}/{prefix}{name.replace(' ', '_')}"])
+    codes = run_distill(commands)
+    # the last one: what ends all ranks in the middle of a run is known to the whole group
+    flags = f"--student={folder}/plain_student --teacher={folder}/teacher"
+    image = f"{flags} --data={folder}/image.jsonl --output_dir={folder}/refused"
+    return codes, outcomes(folder, base, [image])
+
+
+def test_a_run_learns_what_it_would_without_them(folder):
+    """Bit for bit: losses, rollouts, padding, and an equal tokenizer whose model has the rows."""
+    base = [f"--data={folder}/corpus20.jsonl", f"--ds_config={folder}/ds.json", "--max_length=40",
+            "--num_workers=0", "--steps=2"]
+    [(codes, refused)] = ranks.run(1, run_all, folder, base)
+    assert codes == [0] * (2 * len(RUNS))
+    for name in RUNS:
+        name = name.replace(" ", "_")
+        losses = losses_of(folder / name, -1)
+        plain = losses_of(folder / f"plain_{name}", -1)
+        assert len(losses) >= 2
+        for line, of_plain in zip(losses, plain, strict=True):
+            for key, value in line.items():
+                if not key.endswith(("seconds", "per_second")):
+                    assert value == of_plain[key], (name, key)
+    check_one_line(refused, f"a text holds '{IMAGE}', a control token for which the lm_head of "
+                            f"{folder / 'teacher'} has no row")
