@@ -163,10 +163,12 @@ def test_types_of_tables_do_not_add_keys(tmp_path):
 def test_files_of_one_folder_may_differ_in_their_keys(tmp_path):
     write_rows(tmp_path / "a.jsonl", [{"chat": PLAIN, "id": 1}])
     write_rows(tmp_path / "b.jsonl", [{"chat": WITH_CALL, "id": "x", "tools": [TOOL]}])
+    write_rows(tmp_path / "c.jsonl", [{"chat": []}])
+    (tmp_path / "d.jsonl").write_text("")
     for streaming in (False, True):
         dataset = load_dataset(str(tmp_path), "chat", streaming=streaming,
                                optional_keys=("tools",))
-        assert [row["tools"] for row in dataset] == [None, [TOOL]]
+        assert [row["tools"] for row in dataset] == [None, [TOOL], None]
 
 
 def test_a_changed_file_is_read_again(tmp_path):
