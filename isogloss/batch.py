@@ -19,7 +19,7 @@ import torch
 from isogloss.cache_files import text_key
 from isogloss.chat import SkippedChat, encode_chat, pair_chats, render
 from isogloss.counts import Counts, PairCounts
-from isogloss.long_texts import leave_out_tail
+from isogloss.long_texts import fits, leave_out_tail
 from isogloss.rollouts import Rollout, pair_rollout, student_reading
 from isogloss.sample import (
     Pairing,
@@ -248,7 +248,8 @@ class Collator:
         for number, part in enumerate(parts):
             has_chunks = all(pair.alignment is None or pair.student_chunk.max(initial=-1) >= 0
                              for pair in samples[number].pairs)
-            if part is not examples[number] and not has_chunks:  # see `leave_out_tail`
+            is_part = part is not examples[number] and fits(examples[number].content)
+            if is_part and not has_chunks:  # see `leave_out_tail`
                 samples[number], = self._read([examples[number]])
         return samples
 

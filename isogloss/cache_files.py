@@ -29,6 +29,7 @@ from isogloss.files import scratch_of, size_and_checksum, sync, write_atomically
 from isogloss.text_scores import ScoredLogits, TextScores
 from isogloss.workers import DataError
 from projection_tools import reason_of
+from projection_tools.flag_file import MOST_RECORD, read_whole
 from tiles import TopKLogits
 
 FORMAT = 2
@@ -231,11 +232,11 @@ class Manifest:
         """
         path = Path(folder) / MANIFEST
         try:
-            plain = json.loads(path.read_text())
+            plain = json.loads(read_whole(path, MOST_RECORD))
         except OSError:
             raise ValueError(f"--{flag} {folder}: no {MANIFEST} there; expected a folder that "
                              "python -m isogloss.cache has written") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             plain = None
         names = {entry.name for entry in fields(cls)}
         if isinstance(plain, dict) and plain.get("format") == 1:

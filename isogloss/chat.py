@@ -12,6 +12,7 @@ import numpy as np
 
 from align import Located, Region, align_regions, character_starts, locate
 from align_dp import align_dp
+from isogloss.long_texts import MOST_CHARACTERS, check_size, fits
 from isogloss.sample import EncodedText, Pairing, bytes_of_tokens
 
 
@@ -69,6 +70,10 @@ def render(messages, encoder, tools=None):
             raise SkippedChat(f"the chat template of {name} refuses a chat: {error}") from None
 
     text = template(messages)
+    if not fits(text):
+        raise SkippedChat(f"the chat template of {encoder.tokenizer.name_or_path} writes "
+                          f"{len(text)} characters of a chat; a tokenizer takes up to "
+                          f"{MOST_CHARACTERS}")
     ids, located = read_rendering(text, encoder)
     # Parts are found as characters; tokens are located as bytes.
     byte_of_character = character_starts(text)
@@ -81,6 +86,7 @@ def render(messages, encoder, tools=None):
 
 def read_rendering(text, encoder):
     """Return the tokens of what a chat template wrote, and where in it they stand, as a Located."""
+    check_size(text)
     # A rendering holds its own bos and eos, if the template writes them.
     coded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
                               verbose=False)

@@ -10,6 +10,7 @@ Tests: tests/test_chat_rows.py.
 import json
 
 from isogloss.chat import other_parts
+from isogloss.long_texts import MOST_CHARACTERS
 
 # What ShareGPT's "from" says -> the role of chat templates.
 ROLES = {
@@ -32,10 +33,14 @@ def problem_of(content):
         return " is null, expected text"
     if not isinstance(content, list):
         return f" holds {content!r:.40}, expected text"
+    size = 0
     for number, message in enumerate(content):
         problem = _problem_of_message(message)
         if problem:
             return f": message {number} {problem}"
+        size += len(_joined(_content_of(message)))
+    if size > MOST_CHARACTERS:
+        return f" holds a chat of {size} characters, and up to {MOST_CHARACTERS} can be read"
     return None
 
 

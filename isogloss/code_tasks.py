@@ -30,6 +30,7 @@ from isogloss import code_runner
 from isogloss.code_runner import decode, encode
 from isogloss.task_items import WrittenItem
 from projection_tools import reason_of
+from projection_tools.flag_file import bounded_lines
 
 RELEASES = "https://github.com/evalplus/{name}_release/releases/download"
 URLS = {
@@ -137,12 +138,12 @@ def _rows(task, path, limit):
             is_compressed = file.read(2) == b"\x1f\x8b"
         opener = gzip.open if is_compressed else open
         with opener(path, "rt", encoding="utf-8") as file:
-            for line in file:
+            for line in bounded_lines(file):
                 if line.strip():
                     rows.append(json.loads(line))
                 if limit and len(rows) == limit:
                     break
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError) as error:
         raise ValueError(f"{task}: {path}, row {len(rows) + 1} cannot be read "
                          f"({reason_of(error)})") from None
     return rows

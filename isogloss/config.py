@@ -734,7 +734,7 @@ def template_kwargs(cfg):
     example = 'expected a JSON object like {"enable_thinking": false}'
     try:
         told = json.loads(cfg.template_kwargs)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
         raise ValueError(f"--template_kwargs {cfg.template_kwargs}: {example}")
@@ -770,6 +770,9 @@ def teacher_entries(cfg):
         raise ValueError(
             f"--teachers: not valid JSON (line {error.lineno}, column {error.colno}); expected a "
             'list such as [{"model": "A"}, {"model": "B"}]') from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets
+        raise ValueError(f"--teachers: not valid JSON ({error}); expected a list such as "
+                         '[{"model": "A"}, {"model": "B"}]') from None
     is_list = isinstance(entries, list) and entries
     if not is_list or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError("--teachers: expected a list of objects, one for each teacher, such as "

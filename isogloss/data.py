@@ -6,9 +6,13 @@ a run is its step number, whatever the number of ranks and workers.
 """
 
 import itertools
+import multiprocessing
+import resource
+import signal
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -23,6 +27,8 @@ from isogloss.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.stream import StreamedExamples, take_sample
 from isogloss.workers import DataError, Loader, worker_of
 
+TEMPLATE_SECONDS = 60  # for all of them; a template takes less than a millisecond for each
+TEMPLATE_BYTES = 2**31  # of memory, besides what the process has
 CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
 
 
@@ -35,6 +41,7 @@ def check_templates(dataset, reader, encoders):
     rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
     for number, row in enumerate(rows):
         examples.append(reader(row, number))
+    try_templates(examples, encoders)
     for encoder in encoders:
         errors = []
         for example in examples:
@@ -46,6 +53,64 @@ def check_templates(dataset, reader, encoders):
         if examples and len(errors) == len(examples):
             raise ValueError(f"{errors[0]}; it refuses the other {len(examples) - 1} of the first "
                              "chats too; repair the chats or the template")
+
+
+def try_templates(examples, encoders):
+    """Render chats in a process that can be ended, as a template may be endless or explode.
+
+    Args:
+        examples: Example each.
+        encoders: TextEncoder each.
+    Raises:
+        ValueError: a template takes longer than TEMPLATE_SECONDS, or more than TEMPLATE_BYTES.
+    """
+    for encoder in encoders:
+        context = multiprocessing.get_context("fork")
+        connection, other_end = context.Pipe(duplex=False)
+        process = context.Process(target=_write_all, args=(examples, encoder, other_end),
+                                  daemon=True)
+        process.start()
+        other_end.close()
+        problem = f"does not end within {TEMPLATE_SECONDS} seconds"
+        try:
+            if connection.poll(TEMPLATE_SECONDS):
+                problem = connection.recv()
+        except EOFError:
+            process.join()
+            if process.exitcode != -signal.SIGXCPU:
+                problem = f"ends the process that tries it (code {process.exitcode})"
+        finally:
+            process.kill()
+            process.join()
+            connection.close()
+        if problem:
+            raise ValueError(f"the chat template of {encoder.tokenizer.name_or_path} {problem} on "
+                             "one of the first chats; repair chat_template in "
+                             "tokenizer_config.json, or chat_template.jinja")
+
+
+def _write_all(examples, encoder, connection):
+    """Render chats and send what is wrong with that, or None; run by a process of its own."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most_bytes = pages * resource.getpagesize() + TEMPLATE_BYTES
+    # also of seconds, in case that the process is gone that would end this one
+    for kind, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CPU, TEMPLATE_SECONDS)):
+        soft, hard = resource.getrlimit(kind)
+        unlimited = resource.RLIM_INFINITY
+        most = min(limit for limit in (most, soft, hard) if limit != unlimited)
+        resource.setrlimit(kind, (most, hard))
+    problem = None
+    for example in examples:
+        for is_prompt in (False, True):
+            try:
+                encoder.tokenizer.apply_chat_template(
+                    example.content, tools=example.tools, tokenize=False,
+                    add_generation_prompt=is_prompt, **encoder.template_kwargs)
+            except MemoryError:
+                problem = f"takes more than {TEMPLATE_BYTES >> 30} GiB"
+            except Exception:  # what a template refuses is counted elsewhere
+                continue
+    connection.send(problem)
 
 
 def check_routes(dataset, route_key, routes):

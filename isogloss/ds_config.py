@@ -36,6 +36,7 @@ DS_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulati
     comms_logger csv_monitor tensorboard wandb comet aio compile tensor_parallel log_level
     graph_harvesting use_data_before_expert_parallelism hybrid_engine pipeline sparse_gradients
     timers""".split()
+MOST_BYTES = 2**20  # of the file
 # Elements of a communication bucket; fewer would hold less than one small layer (not tuned).
 MIN_BUCKET_ELEMENTS = 1 << 20
 
@@ -64,12 +65,18 @@ def read_ds_config(path):
     if not Path(path).is_file():
         raise ValueError(f"--ds_config {path}: no such file; ready-made ones are in ds_configs/")
     try:
+        if os.path.getsize(path) > MOST_BYTES:
+            raise ValueError(f"has more than {MOST_BYTES} bytes; expected a file of settings")
         text = Path(path).read_text(encoding="utf-8")
         config = json.loads(text, object_pairs_hook=partial(_without_twins, path))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"--ds_config {path}: not JSON ({error})") from None
     except OSError as error:
         raise ValueError(f"--ds_config {path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        text = str(error)
+        line = text if text.startswith("--") else f"--ds_config {path}: {text}"
+        raise ValueError(line) from None
     if not isinstance(config, dict):
         raise ValueError(
             f"--ds_config {path}: expected a JSON object ({{...}}), got {type(config).__name__}; "

@@ -67,10 +67,14 @@ def _is_of_type(value, dtype):
 # --- files -> (line, row) -------------------------------------------------------------------------
 
 
+def _suffixes(file):
+    return split_suffix(urlsplit(file).path if "://" in file else file)
+
+
 def _lines(file, newline=None):
     """Yield the lines of a file, which may be compressed or far away."""
     is_local = "://" not in file
-    suffix = split_suffix(file if is_local else urlsplit(file).path)[1]
+    suffix = _suffixes(file)[1]
     with open(file, "rb") if is_local else fsspec.open(file, "rb") as raw:
         stream = OPENERS[suffix](raw, "rb") if suffix else raw
         # not every reader of compressed files knows lines
@@ -94,13 +98,18 @@ def json_rows(file, _):
             rows = None
         except RecursionError:
             raise BadLine(f"{file}: line {number} is nested too deep; remove it") from None
-        if rows is None and is_first:  # a list, or a value over many lines
+        if rows is None and is_first and _begins_value(file, line.strip()):
             rows = _rows_of_value(file, itertools.chain([line], lines), number)
-        elif rows is None:
+        if rows is None:
             raise ValueError(f"{file}: line {number} is not a JSON object")
         for row in rows:
             yield number, row
         is_first = False
+
+
+def _begins_value(file, start):
+    """Tell whether a first line begins a list, or an object over many lines."""
+    return start[0] == "[" or start == "{" or _suffixes(file)[0] == ".json"
 
 
 def _without_twins(pairs):
@@ -111,8 +120,6 @@ def _without_twins(pairs):
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_without_twins)
-
-
 SPACE = re.compile(r"\s*")
 
 

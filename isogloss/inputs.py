@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -38,13 +39,14 @@ from isogloss.data import (
     loader,
     split_dataset,
 )
-from isogloss.data_checks import check_column, has_text
+from isogloss.data_checks import check_column, has_text, lengths_of
 from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.ds_engine import check_with_deepspeed
 from isogloss.ends import load_generation, stop_ids
 from isogloss.evaluate import SpellingIds
 from isogloss.export import check_results
 from isogloss.layout import is_last_stage, node_size, teacher_groups
+from isogloss.long_texts import MOST_CHARACTERS, fits, leave_out_tail
 from isogloss.loss_table import LOSSES, build_loss
 from isogloss.model_teachers import (
     check_compilation,
@@ -461,6 +463,8 @@ def open_rows(cfg, source, split, encoders):
         for encoder in encoders.values() if isinstance(content, str) else ():
             if len(encoder.tokenizer) > len(encoder.table):
                 encoder.encode([content])  # which refuses control tokens beyond the lm_head
+    if not cfg.streaming:
+        check_long_texts(cfg, dataset, reader, list(encoders.values()))
     if holds_chats(dataset, text_key):
         for name, encoder in encoders.items():
             if not encoder.tokenizer.chat_template:
@@ -469,6 +473,22 @@ def open_rows(cfg, source, split, encoders):
                                  "tokenizer_config.json")
         check_templates(dataset, reader, encoders.values())
     return dataset, reader
+
+
+def check_long_texts(cfg, dataset, reader, encoders):
+    """Raise a DataError for a text that is too long to be read whole and cannot be cut."""
+    lengths = lengths_of(dataset.data.column(reader.text_key))
+    if lengths is None:
+        return
+    longest = np.flatnonzero(lengths.to_numpy() > MOST_CHARACTERS)
+    for number in longest.tolist():
+        text = reader(dataset[number], number).content
+        if isinstance(text, str) and cfg.aligner != "dp":
+            text = leave_out_tail(text, encoders[0], encoders[1:])
+        if isinstance(text, str) and not fits(text):
+            raise DataError(
+                f"--data {reader.source}: row {number} of {reader.text_key!r} has {len(text)} "
+                f"characters, and a tokenizer takes up to {MOST_CHARACTERS}; split it")
 
 
 def first_of_eval_data(cfg, rows, reader):

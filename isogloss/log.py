@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from isogloss.config import configs_by_teacher
 from isogloss.files import write_atomically
+from projection_tools.flag_file import read_whole
 from projection_tools.model_names import read_model_name, without_secrets
 
 
@@ -307,11 +308,11 @@ def run_record(cfg, start_step, ds_config):
     record = {
         "argv": sys.argv,
         "config": asdict(cfg),
-        "config_text": Path(cfg.config).read_text() if cfg.config else "",
+        "config_text": read_whole(cfg.config) if cfg.config else "",
         "models": model_versions(cfg),
         "start_step": start_step,
         "ranks": dist.get_world_size(),
-        "ds_config_text": Path(cfg.ds_config).read_text(),
+        "ds_config_text": read_whole(cfg.ds_config),
         "ds_config": ds_config,
         "seed": cfg.seed,
         "commit": _git("rev-parse", "HEAD"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.plot import DEFAULT, available, panels_of, picture, read_run
+from projection_tools.flag_file import MOST_RECORD, read_whole
 from projection_tools.model_names import without_secrets
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
@@ -43,14 +44,14 @@ def read_record(folder):
     if not path.exists():
         path = max(Path(folder).glob("run_*.json"), default=path)
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(read_whole(path, MOST_RECORD))
         values = record["config"]
         known = {field.name for field in fields(Config)}
         # an older version may have had other flags
         return record, Config(**{key: values[key] for key in values if key in known})
     except OSError:
         raise ValueError(f"{path}: cannot be read; name the --output_dir of a run") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: is no record of a run ({error})") from None
 
 

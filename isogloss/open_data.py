@@ -61,11 +61,6 @@ class Request:
     optional_keys: tuple
     txt_samples: str
 
-    def keys(self):
-        """Return the names of all columns that are read."""
-        return {self.text_key, *self.json_keys, *self.plain_keys, *self.optional_keys}
-
-
 def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys=(),
                  json_keys=(), optional_keys=(), txt_samples="line"):
     """Open a data set and check that it holds text.
@@ -266,7 +261,8 @@ def _features_of(request, kind, files, is_local):
     for name in needed:
         if name not in first:
             raise DataError(_lacks(request, request.source, name, first))
-    _check_alike(request, columns_of_files, kind == "json")
+    if len(columns_of_files) > 1:
+        _check_alike(request, columns_of_files, kind == "json")
     if kind == "json" and not isinstance(first[request.text_key], datasets.Json):
         _check_dtype(request.source, first[request.text_key], request.text_key)
     features = datasets.Features({name: first[name] for name in needed})
@@ -291,16 +287,20 @@ def _check_alike(request, columns_of_files, is_json):
         columns_of_files: {file: {column: type}}.
     """
     (first_file, first), *others = columns_of_files.items()
+    needed = (request.text_key, *request.json_keys, *request.plain_keys)
+    optional = () if is_json else request.optional_keys
     for file, columns in others:
-        for name in (request.text_key, *request.json_keys, *request.plain_keys):
+        for name in needed:
             if name not in columns:
                 raise DataError(_lacks(request, f"{request.source}: {file}", name, columns))
-        for name in () if is_json else request.optional_keys:
+        for name in optional:
             if (name in columns) != (name in first):
                 place = file if name in first else first_file
                 raise DataError(f"--data {request.source}: {place}: no column {name!r}, which "
                                 "other files have; write them alike")
-        for name in columns.keys() & first.keys() & request.keys():
+        for name in (*needed, *optional):
+            if not (name in columns and name in first):
+                continue
             if not _are_alike(columns[name], first[name], is_json):
                 raise DataError(
                     f"--data {request.source}: {file}: column {name!r} holds "

@@ -25,7 +25,7 @@ from align import (
     locate,
 )
 from align_dp import align_dp
-from isogloss.long_texts import splits_at_spaces
+from isogloss.long_texts import check_size, splits_at_spaces
 
 ALIGNERS = "bytes", "dp"
 
@@ -66,6 +66,10 @@ class TextEncoder:
     template_kwargs: dict = field(default_factory=dict)
     generation: dict = field(default_factory=dict)
 
+    def _coded(self, texts, **options):
+        check_size(texts)
+        return self.tokenizer(texts, **options)
+
     @cached_property
     def splits_at_spaces(self):
         """Whether the beginning of a text has the same tokens without the rest of it."""
@@ -73,7 +77,7 @@ class TextEncoder:
 
     def num_tokens(self, text):
         """Return the number of tokens of a text, without bos and eos."""
-        coded = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
+        coded = self._coded(text, add_special_tokens=False, truncation=False, verbose=False)
         return len(coded["input_ids"])
 
     def encode(self, texts):
@@ -84,7 +88,7 @@ class TextEncoder:
         prefix = [self.table.bos] if self._adds_bos else []
         suffix = [self.table.eos] if self.table.eos >= 0 else []
         # Never truncated here: where to cut depends on the other side, see `cut_sample`.
-        coded = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)
+        coded = self._coded(texts, add_special_tokens=False, truncation=False, verbose=False)
         for ids in coded["input_ids"]:
             self.check_ids(ids)
         return [np.array(prefix + ids + suffix, np.int64) for ids in coded["input_ids"]]
@@ -107,7 +111,7 @@ class TextEncoder:
 
     def _offsets(self, text):
         """Return (tokens, 2) characters of the text for each token of `encode`."""
-        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+        coded = self._coded(text, add_special_tokens=False, return_offsets_mapping=True,
                                verbose=False)
         nowhere = [(0, 0)]  # bos and eos stand for no characters
         prefix = nowhere if self._adds_bos else []

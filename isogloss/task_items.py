@@ -23,6 +23,7 @@ from pathlib import Path
 import datasets
 
 from projection_tools import reason_of
+from projection_tools.flag_file import bounded_lines
 
 LETTERS = "ABCD"
 MMLU_COLUMNS = 6  # question, four choices, answer
@@ -191,7 +192,7 @@ def _questions_of_file(task, path, subject):
     """Return the Questions of a CSV file with or without a header row."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
+            rows = list(csv.reader(bounded_lines(file)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{task}: {path} cannot be read ({reason_of(error)})") from None
     if rows and rows[0] and rows[0][0].strip().lower() == "question":
@@ -324,12 +325,12 @@ def _json_lines(task, path, limit=0):
     rows = []
     try:
         with open(path, encoding="utf-8-sig") as file:
-            for line in file:
+            for line in bounded_lines(file):
                 if line.strip():
                     rows.append(json.loads(line))
                 if limit and len(rows) == limit:
                     break
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{task}: {path}, row {len(rows) + 1} cannot be read "
                          f"({reason_of(error)})") from None
     if not rows:

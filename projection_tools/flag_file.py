@@ -14,19 +14,31 @@ Tests: tests/test_flag_file.py.
 """
 
 import json
+import os
 import re
-from pathlib import Path
+import stat
 
 import yaml
 
 # `export: null` asks for no export, and would name a directory "null".
 NULLS = ("", "null", "Null", "NULL", "~")
+MOST_BYTES = 2**18  # of a file that people write; PyYAML takes seconds for it
+MOST_RECORD = 2**26  # of one that a program writes
 
 
 class JsonLike(yaml.SafeLoader):
     """Read plain words as JSON does: 1e-4 is a number; yes, on and dates are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
+
+    def compose_node(self, parent, index):
+        """Refuse aliases: a few lines of them stand for more than any memory holds."""
+        if self.check_event(yaml.events.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                problem=f"the alias *{event.anchor}; write out what it stands for",
+                problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
 
 for _kind, _pattern, _first in (
@@ -39,13 +51,46 @@ for _kind, _pattern, _first in (
         f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
-def read_flag_file(path):
+def read_whole(path, most_bytes=MOST_BYTES):
+    """Return the text of a file that a flag names: a regular one of bounded size.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+        ValueError: it is a pipe, a device or too large; the message does not name the file.
+    """
+    # a pipe that nobody writes to would let a plain open wait
+    descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, encoding="utf-8") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("is a pipe, a device or a directory; expected a regular file")
+        text = file.read(most_bytes + 1)
+    if len(text) > most_bytes:
+        raise ValueError(f"has more than {most_bytes} characters; expected a small file of "
+                         "settings")
+    return text
+
+
+def bounded_lines(file, most=MOST_RECORD):
+    """Iterate over the lines of an open file of text.
+
+    Raises:
+        ValueError: one is longer than any that is meant to be read.
+    """
+    while line := file.readline(most):
+        if len(line) == most:
+            raise ValueError(f"a line of {most} characters or more")
+        yield line
+
+
+def read_flag_file(path, check_key=lambda key: None):
     """Return {key: text of its value} of a file of flags, in its order.
 
     A list of plain values becomes one text with commas, any other list or object JSON.
 
     Args:
         path: of a YAML file that holds one object.
+        check_key: raises a ValueError for a key that is no flag; asked of all before any value is
+            read.
     Raises:
         ValueError: it cannot be read, is no such file, or says a thing twice; the message names
             the line, not the file.
@@ -55,6 +100,9 @@ def read_flag_file(path):
         kind = "nothing" if node is None else f"a {node.id}"
         raise ValueError(f"holds {kind}; expected lines like steps: 2000")
     given = {}
+    for key, _ in node.value:
+        if key.id == "scalar":
+            check_key(key.value)
     for key, value in node.value:
         line = f"line {key.start_mark.line + 1}"
         if key.id != "scalar":
@@ -66,7 +114,7 @@ def read_flag_file(path):
             raise ValueError(f"{line}: {key.value} has no value; leave the line out")
         try:
             given[key.value] = _text_of(value)
-        except (yaml.YAMLError, TypeError) as error:
+        except (yaml.YAMLError, TypeError, RecursionError) as error:
             problem = getattr(error, "problem", None) or error
             raise ValueError(f"{line}: {key.value} is no plain value ({problem})") from None
     return given
@@ -75,7 +123,9 @@ def read_flag_file(path):
 def _document(path):
     """Return the node of a YAML file, None of an empty one."""
     try:
-        return yaml.compose(Path(path).read_text(encoding="utf-8"), JsonLike)
+        return yaml.compose(read_whole(path), JsonLike)
+    except RecursionError:
+        raise ValueError("is nested too deep; expected lines like steps: 2000") from None
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); expected a YAML file of "
                          "flags") from None

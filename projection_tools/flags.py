@@ -243,17 +243,22 @@ def _assignments_of_file(kind, path, file_flag, aliases):
     Raises:
         ValueError: it is no such file, or a key is no flag.
     """
+    keys = {}
+
+    def name_of(key):
+        field, negated = _field_of(kind, f"--{key}", aliases)
+        if negated:
+            raise ValueError(f"{key} is no name of a flag; write {field.name}: false")
+        if field.name == file_flag:
+            raise ValueError(f"{key} cannot name another file; write its lines here")
+        if keys.setdefault(field.name, key) != key:
+            raise ValueError(f"{field.name} is there twice; keep one of them")
+        return field.name
+
     given = {}
     try:
-        for key, value in read_flag_file(path).items():
-            field, negated = _field_of(kind, f"--{key}", aliases)
-            if negated:
-                raise ValueError(f"{key} is no name of a flag; write {field.name}: false")
-            if field.name == file_flag:
-                raise ValueError(f"{key} cannot name another file; write its lines here")
-            if field.name in given:
-                raise ValueError(f"{field.name} is there twice; keep one of them")
-            given[field.name] = value
+        for key, value in read_flag_file(path, name_of).items():
+            given[name_of(key)] = value
     except ValueError as error:
         raise ValueError(f"--{file_flag} {path}: {error}") from None
     return given

@@ -19,9 +19,10 @@ from typing import NamedTuple
 ADAPTER_CONFIG = "adapter_config.json"
 
 # Of an address: the scheme, a name and a password (which may hold a slash, as those of S3 do), and
-# what stands behind a question mark.
+# what stands behind a question mark.  Bounds keep a text without an end of a word cheap.
 ADDRESS = re.compile(
-    r"([A-Za-z][\w+.-]*://)([^\s\"<>/]*@|[^\s\"<>/:@]*:(?!\d+/)[^\s\"<>]*@)?([^\s\"<>?]*)"
+    r"\b([A-Za-z][\w+.-]{0,30}://)"
+    r"([^\s\"<>/]{0,500}@|[^\s\"<>/:@]{0,500}:(?!\d+/)[^\s\"<>]{0,500}@)?([^\s\"<>?]*)"
     r"(\?[^\s\"<>]*?(?=[:;,.)\]']*(?:[\s\"<>]|$)))?")
 SECRET_NAME = (r"(?:\w*_)?(?:api_?key|access_token|auth_token|hf_token|password|passwd|"
                r"secret(?:_key)?)")

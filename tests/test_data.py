@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 
 import datasets
 import numpy as np
 import pytest
 import torch
 
+from isogloss import data
 from isogloss.batch import Collator, PairOptions
 from isogloss.data import (
     CHATS_TO_TRY,
@@ -157,6 +159,31 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
     late = datasets.Dataset.from_dict({"text": [CHAT[1:]] * CHATS_TO_TRY + [CHAT]})
     with pytest.raises(ValueError, match=f"the other {CHATS_TO_TRY - 1} of the first chats too"):
         check_templates(late, READER, encoders)
+
+
+# {chat template that does harm: what is said of it}
+HARMFUL = {
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}":
+        "does not end within 1 seconds",
+    "{% macro f(n) %}{{ f(n - 1) + f(n - 2) if n > 1 else 'a' }}{% endmacro %}{{ f(99) }}":
+        "does not end within 1 seconds",
+    "{% if add_generation_prompt %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}":
+        "does not end within 1 seconds",
+    "{{ 'a' * 10 ** 11 }}": "takes more than 2 GiB",
+    "{{ 'a' * 2 ** 25 }}": f"writes {2**25} characters of a chat; a tokenizer takes up to {2**24}",
+}
+
+
+@pytest.mark.parametrize("template", HARMFUL)
+def test_an_endless_or_exploding_template_is_refused(tokenizers, monkeypatch, template):
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1 if "end within" in HARMFUL[template] else 60)
+    encoders = with_templates(tokenizers)
+    encoders[1].tokenizer.chat_template = template
+    dataset = datasets.Dataset.from_dict({"text": [CHAT]})
+    with pytest.raises(ValueError, match=re.escape(HARMFUL[template])) as error:
+        check_templates(dataset, READER, encoders)
+    assert "\n" not in str(error.value)
 
 
 # --- order ----------------------------------------------------------------------------------------

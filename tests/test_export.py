@@ -360,6 +360,11 @@ def test_stars_stand_for_what_is_secret(line, secret_variable, capsys):
     assert model_names.without_secrets([{"a": line}]) == [{"a": PUBLIC[line]}]
 
 
+def test_a_long_text_is_no_work():
+    for text in ("a_b" * 10**6, "://a" * 10**6):  # minutes, if every place looked to the end
+        assert model_names.without_secrets(text) == text
+
+
 def test_no_record_of_a_run_holds_a_secret(models, tmp_path, monkeypatch, secret_variable):
     """Run.json, what wandb is told, the card, a checkpoint's identity, a cache's manifest."""
     address = "https://me:pa55@host/{}.jsonl?sig=s1gn"

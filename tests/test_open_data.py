@@ -17,11 +17,13 @@ import zstandard
 
 import ranks
 from distill import Config
-from isogloss import open_data
+from isogloss import file_rows, open_data
+from isogloss.batch import Collator
 from isogloss.data import ExampleReader
 from isogloss.data_checks import explained
 from isogloss.file_rows import ROWS_TO_PEEK
 from isogloss.inputs import load_data
+from isogloss.long_texts import MOST_CHARACTERS
 from isogloss.open_data import Request, filled_columns, holds_chats, load_dataset
 from isogloss.sample import TextEncoder
 from isogloss.stream import StreamedExamples
@@ -161,10 +163,12 @@ def test_types_of_tables_do_not_add_keys(tmp_path):
 def test_files_of_one_folder_may_differ_in_their_keys(tmp_path):
     write_rows(tmp_path / "a.jsonl", [{"chat": PLAIN, "id": 1}])
     write_rows(tmp_path / "b.jsonl", [{"chat": WITH_CALL, "id": "x", "tools": [TOOL]}])
+    write_rows(tmp_path / "c.jsonl", [{"chat": []}])
+    (tmp_path / "d.jsonl").write_text("")
     for streaming in (False, True):
         dataset = load_dataset(str(tmp_path), "chat", streaming=streaming,
                                optional_keys=("tools",))
-        assert [row["tools"] for row in dataset] == [None, [TOOL]]
+        assert [row["tools"] for row in dataset] == [None, [TOOL], None]
 
 
 def test_a_changed_file_is_read_again(tmp_path):
@@ -493,6 +497,53 @@ def test_chats_of_the_hub_keep_their_keys(tmp_path, monkeypatch, streaming):
 
     assert read("chat", "train") == [PLAIN, PLAIN]
     assert read("chat", "test") == [WITH_CALL]
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def test_a_text_that_no_tokenizer_takes_is_refused(tmp_path, tokenizers, tables):
+    """It would be tokenized whole: 200 MB abort the process."""
+    huge = "a" * (MOST_CHARACTERS + 1)
+    (tmp_path / "a.txt").write_text(f"b\n{huge}\n")
+    rows = [{"text": "b"}, {"text": huge}]
+    write_rows(tmp_path / "a.jsonl", rows)
+    for name in ("a.txt", "a.jsonl"):
+        message = rf"{name}: row 1 of 'text' has {len(huge)} characters, and a tokenizer takes up"
+        with pytest.raises(DataError, match=message):
+            run_data(tokenizers, tables, tmp_path / name)
+    data = run_data(tokenizers, tables, tmp_path / "a.jsonl", streaming=True)
+    collator = Collator(TextEncoder(tokenizers[0], tables[0], 50), [])
+    with pytest.raises(ValueError, match=rf"a text of {len(huge)} characters \('aaaa"):
+        collator([data.reader(row) for row in data.train_data])
+
+
+def test_a_long_text_with_a_place_to_cut_is_read(tmp_path, tokenizers, tables):
+    encoder = TextEncoder(tokenizers[0], tables[0], 50)
+    assert encoder.splits_at_spaces
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "word " * (MOST_CHARACTERS // 4)}])
+    data = run_data(tokenizers, tables, source)
+    assert Collator(encoder, [])([data.reader(row) for row in data.train_data]).counts.tokens > 40
+
+
+def test_a_chat_that_no_tokenizer_takes_is_refused():
+    chat = [USER, dict(ANSWER, content="a" * MOST_CHARACTERS)]
+    with pytest.raises(DataError, match=r"row 3 of 'chat' holds a chat of \d+ characters, and up"):
+        ExampleReader("chat", source="x")({"chat": chat}, 3)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz"])
+def test_lines_are_read_up_to_a_size(tmp_path, monkeypatch, name, streaming):
+    monkeypatch.setattr(file_rows, "MOST_CHARACTERS", 1000)
+    rows = [{"text": "b"}, {"text": "a" * 1000}]
+    text = "\n".join(map(json.dumps, rows)) if "jsonl" in name else json.dumps(rows, indent=1)
+    if name == "a.csv":
+        text = "text\nb\n" + "a" * 1000
+    data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=rf"{name}: .* more than \d+ GiB; write an object on"):
+        list(load_dataset(str(tmp_path / name), "text", streaming=streaming))
 
 
 # --- flags ----------------------------------------------------------------------------------------
