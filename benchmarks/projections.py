@@ -85,6 +85,9 @@ def main(*names):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] in ([], ["--help"]):
+        print(__doc__)
+        sys.exit()
     if sys.argv[1] == "--measure":
         measure(*sys.argv[2:])
     else:

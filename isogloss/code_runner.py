@@ -1,9 +1,9 @@
 """Call a function of a program that a model wrote, with given arguments; runs inside the sandbox.
 
 `code_tasks` sends the text of this file into the box as the program, and a JSON object as its
-stdin: {"code", "entry_point", "inputs", "as_set"}.  It answers with one line of JSON for each
-input, {"output": value}, up to the first call that fails, and then {"seconds": CPU time} or
-{"error": text}.  What the model's program prints goes nowhere.
+stdin: {"code", "is_whole", "entry_point", "inputs", "as_set"}.  It answers with one line of JSON
+for each input, {"output": value}, up to the first call that fails, and then {"seconds": CPU time}
+or {"error": text}.  What the model's program prints goes nowhere.
 
 Values travel as JSON, in the form of `encode`, so the job that reads them runs nothing of theirs.
 Needs the standard library alone.  Tests: tests/test_code_tasks.py.
@@ -126,7 +126,7 @@ def decode(value):
     return kind(decode(entry) for entry in content)
 
 
-def compile_longest(code):
+def compile_longest(code, *arguments):
     """Return the compiled program, without its last lines if only that makes it valid.
 
     A model's answer may end in the middle of a line.
@@ -137,7 +137,7 @@ def compile_longest(code):
     lines = code.split("\n")
     for last in range(len(lines), 0, -1):
         try:
-            return compile("\n".join(lines[:last]), "answer.py", "exec")
+            return compile("\n".join(lines[:last]), *arguments)
         except (SyntaxError, ValueError):
             continue
     raise SyntaxError("no line of it is valid")
@@ -157,7 +157,8 @@ def main():
 
     try:
         names = {"__name__": "answer"}
-        exec(compile_longest(request["code"]), names)
+        compiled = compile if request["is_whole"] else compile_longest
+        exec(compiled(request["code"], "answer.py", "exec"), names)
         function = names[request["entry_point"]]
         for arguments in request["inputs"]:
             output = function(*decode(arguments))

@@ -27,6 +27,7 @@ import numpy as np
 
 import sandbox
 from isogloss import code_runner
+from isogloss.chat_rows import is_text
 from isogloss.code_runner import decode, encode
 from isogloss.task_items import WrittenItem
 from projection_tools import reason_of
@@ -150,11 +151,18 @@ def _rows(task, path, limit):
 
 
 def _item(task, row, max_new_tokens):
+    for name in ("task_id", "prompt", "entry_point", "canonical_solution"):
+        if not isinstance(row[name], str) or not is_text(row[name]):
+            raise ValueError(f"{name} is {row[name]!r:.40}, expected a text")
+    if not isinstance(row["base_input"], list) or not row["base_input"]:
+        raise ValueError("base_input holds no call")
     prompt = row["prompt"].strip() + "\n"
     inputs = []
     for name in ("base_input", "plus_input"):
         # one row of MBPP+ has {} for no further inputs
         for arguments in row[name] or []:
+            if not isinstance(arguments, list):
+                raise ValueError(f"{name} holds {arguments!r:.40}, expected lists of arguments")
             inputs.append(typed_arguments(row["task_id"], arguments))
     return CodeItem(
         task, row["task_id"], prompt, STOPS[task], max_new_tokens,
@@ -235,7 +243,7 @@ class Answer:
     error: str
 
 
-def call(item, program, seconds, unsafe=False):
+def call(item, program, seconds, unsafe=False, *, is_whole=False):
     """Run a program in the sandbox and call its function with the inputs of an item.
 
     Args:
@@ -243,11 +251,13 @@ def call(item, program, seconds, unsafe=False):
         program: text.
         seconds: of CPU time.
         unsafe: without a sandbox.
+        is_whole: its last lines are not left out where they are not valid.
     Returns:
         Answer.
     """
     request = {
         "code": program,
+        "is_whole": is_whole,
         "entry_point": item.entry_point,
         "inputs": encode(list(item.inputs)),
         "as_set": item.entry_point in COMPARED_AS_SETS,
@@ -402,7 +412,7 @@ class CodeJudge:
         Raises:
             ValueError: one of them fails, so the data are damaged.
         """
-        run = partial(call, seconds=REFERENCE_SECONDS, unsafe=self.unsafe)
+        run = partial(call, seconds=REFERENCE_SECONDS, unsafe=self.unsafe, is_whole=True)
         answers = self.map(lambda item: run(item, item.reference), items)
         for item, answer in zip(items, answers):
             if len(answer.outputs) != len(item.inputs) or answer.seconds is None:

@@ -17,11 +17,13 @@ Tests: tests/test_tasks.py.
 import csv
 import json
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 
+from isogloss.chat_rows import is_text
 from projection_tools import reason_of
 from projection_tools.flag_file import bounded_lines
 
@@ -39,6 +41,7 @@ GSM8K_FILES = {
 }
 GSM8K_NEW_TOKENS = 256  # the harness's
 GSM8K_STOPS = "Question:", "</s>", "<|im_end|>"
+GSM8K_ANSWER = re.compile(r"#### -?[0-9.,]*[0-9]")
 SHOT_SEED = 1234  # of the harness, which draws the examples of GSM8K by chance
 # The examples of MMLU are the first of its dev split, which has five for a subject.
 
@@ -205,6 +208,9 @@ def _questions_of_file(task, path, subject):
         answer = row[5].strip()
         if answer in ("0", "1", "2", "3"):
             answer = LETTERS[int(answer)]
+        if not row[0].strip() or not any(choice.strip() for choice in row[1:5]):
+            raise ValueError(f"{task}: {path}, question {number}: its text or all of its choices "
+                             "are empty; repair or remove it")
         if answer not in ("A", "B", "C", "D"):
             raise ValueError(f"{task}: {path}, question {number}: its answer is {answer!r}; "
                              "expected A to D or 0 to 3")
@@ -244,16 +250,19 @@ def read_lambada(data, shots=0, limit=0):
         rows = _hub_rows("lambada", "lambada", "test", limit)
     items = []
     for number, row in enumerate(rows):
+        where = f"lambada: {path}, row {number + 1}"
         if "text" in row:
-            context, _, word = str(row["text"]).rpartition(" ")
+            context, _, word = _text_of(row, "text", where).rpartition(" ")
         elif "context" in row and "continuation" in row:
-            context = str(row["context"])
-            word = str(row["continuation"]).removeprefix(" ")
+            context = _text_of(row, "context", where)
+            word = _text_of(row, "continuation", where).removeprefix(" ")
         else:
-            raise ValueError(f"lambada: {path}, row {number + 1} has {', '.join(row)}; expected "
-                             "text, or context and continuation")
-        if not word:
-            raise ValueError(f"lambada: {path}, row {number + 1} has no last word")
+            raise ValueError(f"{where} has {', '.join(row)}; expected text, or context and "
+                             "continuation")
+        if not word.strip():
+            raise ValueError(f"{where} has no last word")
+        if not context.strip():
+            raise ValueError(f"{where} has nothing before its last word; expected a passage")
         items.append(ScoredItem("lambada", str(number), "", context, (f" {word}",), 0))
     return items
 
@@ -300,11 +309,22 @@ def gsm8k_rows(data, split, limit=0):
     path = _first_file("gsm8k", data, GSM8K_FILES[split])
     rows = _json_lines("gsm8k", path, limit)
     for number, row in enumerate(rows, 1):
+        where = f"gsm8k: {path}, row {number}"
         for key in ("question", "answer"):
-            if not isinstance(row.get(key), str):
-                raise ValueError(f"gsm8k: {path}, row {number}: expected a text {key!r}; it has "
-                                 f"{', '.join(row)}")
+            _text_of(row, key, where)
+        if not GSM8K_ANSWER.search(row["answer"]):
+            raise ValueError(f"{where}: its answer does not end in '#### ' and a number, by which "
+                             "solutions are judged; repair or remove it")
     return rows
+
+
+def _text_of(row, key, where):
+    """Return the text of a field; a ValueError where it is none."""
+    text = row.get(key)
+    if not isinstance(text, str) or not is_text(text):
+        holds = f"{key!r} is {text!r:.40}" if key in row else f"it has {', '.join(row)}"
+        raise ValueError(f"{where}: expected a text {key!r}; {holds}")
+    return text
 
 
 # --- files and hub --------------------------------------------------------------------------------

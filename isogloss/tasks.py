@@ -20,7 +20,6 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,6 +56,13 @@ from projection_tools.flags import check_types, tool
 from rollout import needs_equal_lengths
 
 DTYPES = "auto", "float32", "bfloat16", "float16"
+# {option: its smallest and largest value}: beyond them float32 or random generators fail, or no
+# machine suffices
+BOUNDS = {
+    "shots": (0, 1000), "limit": (0, 10**9), "batch_size": (1, 2**16),
+    "max_new_tokens": (0, 2**20), "samples": (1, 2**16), "temperature": (0, 1000),
+    "seed": (0, 2**32 - 2**16)}
+LOWEST_TEMPERATURE = 1e-3  # but for 0: below it logits / temperature leave float32
 
 
 @dataclass(kw_only=True)
@@ -87,11 +93,15 @@ class TaskOptions:
 
     def __post_init__(self):
         check_types(self)
-        for name, least in (("shots", 0), ("limit", 0), ("batch_size", 1), ("max_new_tokens", 0),
-                            ("samples", 1), ("temperature", 0)):
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
             if not value >= least:
                 raise ValueError(f"{name} is {value}; expected {least} or more")
+            if value > most:
+                raise ValueError(f"{name} is {value}; expected {most} or less")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(f"temperature is {self.temperature}; expected 0, or "
+                             f"{LOWEST_TEMPERATURE} or more")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"samples is {self.samples} at temperature 0, where all samples are "
                              "equal; expected a temperature above 0")
@@ -453,6 +463,8 @@ def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, 
     Returns:
         (metrics, records): {"eval/TASK_...": value}, equal on every rank; dicts of this rank's
         items, one for each answer.
+    Raises:
+        ValueError: on all ranks, where log-probabilities are not finite on any.
     """
     metrics = {}
     records = []
@@ -460,10 +472,21 @@ def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, 
         for task in tasks:
             begin = time.perf_counter()
             judged = None
-            with suppress(GaveUp):
+            is_finite = True
+            try:
                 judged = _judge_shard(task, model, encoder, options, agree, bar, stop)
-            if sums(torch.tensor([judged is None], dtype=torch.float64))[0]:
-                return {}, []  # on all ranks
+            except NotFinite:
+                is_finite = False
+            except GaveUp:
+                pass
+            num_gone, num_bad = sums(
+                torch.tensor([judged is None, not is_finite], dtype=torch.float64)).tolist()
+            # on all ranks
+            if num_bad:
+                raise ValueError(f"{task.name}: the model's log-probabilities are not finite; "
+                                 "expected a model whose weights and activations are, in its dtype")
+            if num_gone:
+                return {}, []
             totals = Sums({_group_of(item) for item in task.items}, task.numbers)
             for (_, item), judgment in zip(task.shard, judged, strict=True):
                 totals.add(_group_of(item), judgment.numbers)
@@ -476,6 +499,10 @@ def run_tasks(tasks, model, encoder, options, agree=bool, sums=torch.as_tensor, 
                 metrics[f"eval/{task.name}_{name}"] = value
             metrics[f"eval/{task.name}_seconds"] = seconds_of_ranks / num_ranks
     return metrics, records
+
+
+class NotFinite(Exception):
+    """End an evaluation of which nothing would mean anything."""
 
 
 def _group_of(item):
@@ -510,7 +537,10 @@ def _scores(task, model, options, agree, bar):
     """Return [Score of each continuation] for each item of this rank."""
     requests = [request for of_item in task.requests for request in of_item]
     with _progress(task, len(requests), bar) as progress:
-        scores = iter(score(model, requests, options.batch_size, agree, progress.update))
+        scores = score(model, requests, options.batch_size, agree, progress.update)
+    if not all(math.isfinite(of_request.logp) for of_request in scores):
+        raise NotFinite
+    scores = iter(scores)
     return [[next(scores) for _ in of_item] for of_item in task.requests]
 
 
@@ -575,9 +605,42 @@ class Args:
         check_types(self)
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
-        folder = Path(self.output).parent
-        if self.output and not folder.is_dir():
-            raise ValueError(f"--output {self.output}: the folder {folder} does not exist")
+        if self.output:
+            check_output(Path(self.output))
+
+
+def check_output(path):
+    """Raise a ValueError where a file cannot be written, before there is something to write."""
+    if not path.parent.is_dir():
+        raise ValueError(f"--output {path}: the folder {path.parent} does not exist")
+    try:
+        is_new = not path.exists()
+        with open(path, "ab"):
+            pass
+        if is_new:
+            path.unlink(missing_ok=True)  # another rank may have been faster
+    except OSError as error:
+        raise ValueError(f"--output {path}: cannot be written ({error.strerror}); name a file "
+                         "that can") from None
+
+
+def check_finite(path, model):
+    """Raise a ValueError where a weight of a model is not finite."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.element_size() > 1:  # not those of 8 bits
+            if not torch.isfinite(weight).all():
+                raise ValueError(f"--model {path}: {name} holds values that are not finite; "
+                                 "expected a model that was trained")
+
+
+def write_records(path, records):
+    """Write a JSON line for each record."""
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output {path}: cannot be written ({error.strerror}); the table "
+                         "above is whole") from None
 
 
 def as_markdown(tasks, metrics):
@@ -634,6 +697,7 @@ def main(args):
     encoder = TaskEncoder(tokenizer, config, stop_ids(writer))
     tasks = load_tasks(args.tasks.split(","), options, encoder, rank, size)
     model = load_model("model", args.model, args.trust_remote_code, dtype=args.dtype).to(device)
+    check_finite(args.model, model)
     if any(not task.is_scored for task in tasks):
         encoder.equal_lengths = writes_equal_lengths(args.model, model, encoder)
     sums = global_sums if size > 1 else torch.as_tensor
@@ -643,8 +707,7 @@ def main(args):
     if rank == 0:
         print(as_markdown(tasks, metrics))
         if args.output:
-            lines = [json.dumps(record, ensure_ascii=False) for record in records]
-            Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_records(args.output, records)
     if size > 1:
         dist.destroy_process_group()
 

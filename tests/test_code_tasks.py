@@ -100,6 +100,13 @@ def test_files_are_read_compressed_or_not_and_damage_is_one_line(tmp_path):
     (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(json.dumps(row).encode())
     with pytest.raises(ValueError, match=r"row 1 is no task of EvalPlus .*entry_point"):
         read_humaneval_plus(str(tmp_path))
+    row = json.loads(plain.splitlines()[0])
+    for change, words in (({"prompt": None}, "prompt is None"), ({"entry_point": 3}, "is 3"),
+                          ({"base_input": []}, "base_input holds no call"),
+                          ({"base_input": [3]}, "base_input holds 3, expected lists")):
+        (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(json.dumps(row | change).encode())
+        with pytest.raises(ValueError, match=f"row 1 is no task of EvalPlus .*{words}"):
+            read_humaneval_plus(str(tmp_path))
     with pytest.raises(ValueError, match=r"MbppPlus.jsonl.gz does not exist; expected it"):
         read_mbpp_plus(str(tmp_path))
 
@@ -318,9 +325,14 @@ def test_calls_do_not_share_their_arguments():
 
 
 @needs_sandbox
-def test_a_reference_that_fails_is_one_line():
+def test_a_reference_that_fails_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match=r"T/1: its reference solution fails \(KeyError"):
         CodeJudge().prepare([item_of("g = 1")])
+    with pytest.raises(ValueError, match=r"T/1: its reference solution fails \(SyntaxError"):
+        CodeJudge().prepare([item_of(RIGHT + "\n\ndef g(x):\n    return (x +")])
+    monkeypatch.setattr(code_tasks, "REFERENCE_SECONDS", 1)
+    with pytest.raises(ValueError, match=r"T/1: its reference solution fails \(timeout"):
+        CodeJudge().prepare([item_of("def f(x):\n    while True:\n        pass\n")])
 
 
 def test_comparison():

@@ -410,7 +410,28 @@ def damage(folder):
     (folder / "columns" / "test" / "botany_test.csv").write_text("What?,1,2,3,A\n")
     (folder / "columns" / "lambada.jsonl").write_text("{\n")
     (folder / "columns" / "gsm8k_test.jsonl").write_text("")
+    for name, row in ITEMS.items():
+        (folder / name).mkdir()
+        file = "lambada" if name.startswith("lambada") else "gsm8k_test"
+        text = row if isinstance(row, str) else json.dumps(row)
+        (folder / name / f"{file}.jsonl").write_text(text + "\n")
+    (folder / "blank" / "test").mkdir(parents=True)
+    (folder / "blank" / "test" / "botany_test.csv").write_text(" ,1,2,3,4,A\n")
     return folder
+
+
+# Rows that no model can be right or wrong about.
+ITEMS = {
+    "lambada_null": {"text": None},
+    "lambada_number": {"context": 3, "continuation": "word"},
+    "lambada_word": {"text": "word"},
+    "lambada_spaces": {"context": "a b", "continuation": "  "},
+    "lambada_half": '{"text": "a \\ud800"}',
+    "lambada_deep": "[" * 100_000,
+    "gsm8k_null": {"question": "Why?", "answer": None},
+    "gsm8k_number": {"question": 7, "answer": "#### 7"},
+    "gsm8k_unmarked": {"question": "Why?", "answer": "It is 7."},
+}
 
 
 WRONG = {
@@ -439,6 +460,30 @@ WRONG = {
                 "question 1: 5 columns; expected 6, the question, four choices and the answer"),
     "json": ("--tasks=lambada --data={damaged}/columns", "row 1 cannot be read (Expecting"),
     "empty": ("--tasks=gsm8k --data={damaged}/columns", "holds no row"),
+    "blank": ("--tasks=mmlu --data={damaged}/blank", "question 1: its text or all of its choices"),
+    "null": ("--tasks=lambada --data={damaged}/lambada_null", "row 1: expected a text 'text'; "
+             "'text' is None"),
+    "a number": ("--tasks=lambada --data={damaged}/lambada_number", "'context' is 3"),
+    "one word": ("--tasks=lambada --data={damaged}/lambada_word", "row 1 has nothing before its"),
+    "spaces": ("--tasks=lambada --data={damaged}/lambada_spaces", "row 1 has no last word"),
+    "half": ("--tasks=lambada --data={damaged}/lambada_half", "expected a text 'text'; 'text' is"),
+    "deep": ("--tasks=lambada --data={damaged}/lambada_deep", "row 1 cannot be read ("),
+    "a null answer": ("--tasks=gsm8k --data={damaged}/gsm8k_null", "'answer' is None"),
+    "a question of 7": ("--tasks=gsm8k --data={damaged}/gsm8k_number", "'question' is 7"),
+    "unmarked": ("--tasks=gsm8k --data={damaged}/gsm8k_unmarked",
+                 "row 1: its answer does not end in '#### ' and a number"),
+    "hot": ("--tasks=gsm8k --temperature=1e300", "temperature is 1e+300; expected 1000 or less"),
+    "almost cold": ("--tasks=gsm8k --temperature=1e-30", "temperature is 1e-30; expected 0, or"),
+    "cold": ("--tasks=gsm8k --temperature=-1", "temperature is -1.0; expected 0 or more"),
+    "huge batch": ("--tasks=mmlu --batch_size=1000000000", "batch_size is 1000000000; expected"),
+    "huge answers": ("--tasks=gsm8k --max_new_tokens=1000000000", "max_new_tokens is 1000000000"),
+    "huge samples": ("--tasks=gsm8k --samples=100000000 --temperature=1", "samples is 100000000"),
+    "huge shots": ("--tasks=mmlu --shots=100000000", "shots is 100000000; expected 1000 or less"),
+    "huge limit": ("--tasks=mmlu --limit=100000000000", "limit is 100000000000; expected"),
+    "seed": ("--tasks=mmlu --seed=-1", "seed is -1; expected 0 or more"),
+    "huge seed": ("--tasks=mmlu --seed=4294967296", "seed is 4294967296; expected"),
+    "output folder": ("--tasks=mmlu --output={damaged}", "cannot be written (Is a directory"),
+    "long output": ("--tasks=mmlu --output={damaged}/" + "x" * 300, "cannot be written (File name"),
     "dtype": ("--tasks=mmlu --dtype=float8", "--dtype float8: expected one of auto, float32"),
     "output": ("--tasks=mmlu --output=none/file.jsonl", "the folder none does not exist"),
     "model": ("--tasks=mmlu --model=none/at-all", "--model none/at-all: its tokenizer cannot be"),
@@ -457,6 +502,35 @@ def test_wrong_input_is_one_line(models, files, tmp_path, capsys):
         assert printed.err.count("\n") == 1, (name, printed.err)
         assert message in printed.err, (name, printed.err)
         assert printed.out == "", name
+
+
+def test_an_output_is_not_written_before_its_time(models, files, tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("a record\n")
+    for path in (kept, tmp_path / "new.jsonl"):
+        Args(model="m", tasks="mmlu", output=str(path))
+    assert kept.read_text() == "a record\n" and not (tmp_path / "new.jsonl").exists()
+
+
+def test_a_model_that_is_not_finite_is_not_judged(models, files, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(models[0])
+    next(model.base_model.layers[0].parameters()).data.fill_(math.nan)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(models[0]).save_pretrained(tmp_path / "model")
+    for task in ("mmlu", "gsm8k"):
+        assert run_command(f"--model={tmp_path / 'model'}", f"--tasks={task}", f"--data={files}",
+                           "--limit=1") == 2
+        printed = capsys.readouterr()
+        assert "holds values that are not finite" in printed.err and printed.out == ""
+    # finite weights, and activations that are not
+    pair = loaded(models[0])
+    with torch.no_grad():
+        weight = pair[0].get_output_embeddings().weight
+        weight.copy_(3e38 * weight.sign())
+    with pytest.raises(ValueError, match="mmlu: the model's log-probabilities are not finite"):
+        evaluated(pair, "mmlu", TaskOptions(data=str(files), limit=1))
 
 
 def test_samples_differ_at_a_temperature_alone(models, files):

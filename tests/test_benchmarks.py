@@ -1,0 +1,50 @@
+"""Every script of benchmarks/ starts; those that take seconds at their smallest size run."""
+
+import json
+import runpy
+import sys
+
+import pytest
+
+import ranks
+from conftest import ROOT, asset
+from isogloss import cpu_settings
+
+# gpu_job.py holds checks of gpu.py and is no script
+SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
+SCRIPTS.remove("gpu_job.py")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_says_what_it_is_for(script, monkeypatch, capsys):
+    path = str(ROOT / "benchmarks" / script)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [path, "--help"])
+    monkeypatch.setattr(cpu_settings, "restart_with_settings", lambda: None)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(path, run_name="__main__")
+    assert end.value.code in (None, 0)
+    printed = capsys.readouterr()
+    assert script.removesuffix(".py") in printed.out + printed.err
+
+
+def test_a_loss_is_measured(capsys):
+    from benchmarks.loss import main
+
+    for path in ("tiled", "plain"):
+        main("piece_kl", tokens=8, V=200, W=300, H=8, teacher_H=8, path=path, times=1, here=True)
+        assert json.loads(capsys.readouterr().out)["loss"] == "piece_kl"
+
+
+def measure_rollouts(assets):
+    """Run benchmarks/rollout.py on this rank, with 2 tokens for each of its prompts."""
+    from benchmarks import rollout
+
+    rollout.NEW_TOKENS = 2
+    rollout.main(rollout.Args(assets=str(assets), repeats=1, writing=False))
+    return True
+
+
+@pytest.mark.slow
+def test_rollouts_are_measured():
+    assert ranks.run(1, measure_rollouts, asset()) == [True]
