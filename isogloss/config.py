@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from isogloss.cache_files import TEACHER
+from isogloss.ds_config import without_twins
 from isogloss.loss_table import (
     ALM_MODES,
     AUTO_WEIGHT,
@@ -18,7 +20,7 @@ from isogloss.sample import ALIGNERS
 from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
 from isogloss.teachers import engine_names
 from isogloss.text_server import Address, is_address
-from projection_tools.flags import check_range, check_types
+from projection_tools.flags import LONGEST_NAME, check_range, check_types
 
 
 @dataclass(kw_only=True)
@@ -711,8 +713,9 @@ def template_kwargs(cfg):
         return {}
     example = 'expected a JSON object like {"enable_thinking": false}'
     try:
-        told = json.loads(cfg.template_kwargs)
-    except json.JSONDecodeError:
+        told = json.loads(cfg.template_kwargs,
+                          object_pairs_hook=partial(without_twins, "--template_kwargs"))
+    except (json.JSONDecodeError, RecursionError):
         told = None
     if not isinstance(told, dict):
         raise ValueError(f"--template_kwargs {cfg.template_kwargs}: {example}")
@@ -743,7 +746,10 @@ def teacher_entries(cfg):
         ValueError: it is no list of JSON objects.
     """
     try:
-        entries = json.loads(cfg.teachers)  # a string, because fire would read a list its own way
+        # a string, because fire would read a list its own way
+        entries = json.loads(cfg.teachers, object_pairs_hook=partial(without_twins, "--teachers"))
+    except RecursionError:
+        raise ValueError("--teachers: is nested too deeply; expected a list of objects") from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"--teachers: not valid JSON (line {error.lineno}, column {error.colno}); expected a "
@@ -806,10 +812,14 @@ def _check_entry(cfg, entry, name, keys):
     if not ("model" in entry or "cache" in entry):
         raise ValueError("--teachers: an entry names no model; expected "
                          '{"model": "hub id or directory"}, or {"cache": "directory"}')
+    if not isinstance(name, str) or not name.strip() or len(name) > LONGEST_NAME:
+        raise ValueError(f"--teachers: name {name!r:.40}: expected a text of at most "
+                         f"{LONGEST_NAME} characters")
     routes = entry.get("routes")
     if routes is not None and not (isinstance(routes, list) and cfg.route_key):
         raise ValueError(f"--teachers: routes {routes!r} of {name}: expected a list of values of a "
                          "column that --route_key names")
     weight = entry.get("weight", 1.0)
-    if not isinstance(weight, (int, float)) or weight <= 0:
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or weight <= 0:
         raise ValueError(f"--teachers: weight {weight!r} of {name}: expected a number above 0")

@@ -36,6 +36,9 @@ DS_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulati
     comms_logger csv_monitor tensorboard wandb comet aio compile tensor_parallel log_level
     graph_harvesting use_data_before_expert_parallelism hybrid_engine pipeline sparse_gradients
     timers""".split()
+# Of a rank, whose memory holds them at a time (not tuned).
+MOST_SAMPLES = 1 << 16
+MOST_MICRO_BATCHES = 1 << 20
 # Elements of a communication bucket; fewer would hold less than one small layer (not tuned).
 MIN_BUCKET_ELEMENTS = 1 << 20
 
@@ -65,7 +68,7 @@ def read_ds_config(path):
         raise ValueError(f"--ds_config {path}: no such file; ready-made ones are in ds_configs/")
     try:
         text = Path(path).read_text(encoding="utf-8")
-        config = json.loads(text, object_pairs_hook=partial(_without_twins, path))
+        config = json.loads(text, object_pairs_hook=partial(without_twins, f"--ds_config {path}"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"--ds_config {path}: not JSON ({error})") from None
     except OSError as error:
@@ -84,12 +87,16 @@ def read_ds_config(path):
     return config
 
 
-def _without_twins(path, pairs):
-    """Return a dict of (key, value) pairs; JSON would take the last of two values in silence."""
+def without_twins(flag, pairs):
+    """Return a dict of (key, value) pairs; JSON would take the last of two values in silence.
+
+    Args:
+        flag: that names the JSON, for errors.
+    """
     config = {}
     for key, value in pairs:
         if key in config:
-            raise ValueError(f"--ds_config {path}: {key!r} is there twice; drop one")
+            raise ValueError(f"{flag}: {key!r} is there twice; drop one")
         config[key] = value
     return config
 
@@ -188,8 +195,21 @@ def batch_sizes(config, num_ranks, path):
     Returns:
         BatchSizes.
     Raises:
-        ValueError: not a positive whole number, too few keys, or keys that contradict each other.
+        ValueError: not a positive whole number, too few keys, keys that contradict each other, or
+            more than a machine holds.
     """
+    sizes = _batch_sizes(config, num_ranks, path)
+    for value, most, what in ((sizes.micro_batch_size, MOST_SAMPLES, "samples in a micro-batch"),
+                              (sizes.grad_accum_steps, MOST_MICRO_BATCHES,
+                               "gradient_accumulation_steps")):
+        if value > most:
+            raise ValueError(f"--ds_config {path}: {value} {what}, expected {most} or fewer; see "
+                             f"{' and '.join(BATCH_KEYS[:2])}")
+    return sizes
+
+
+def _batch_sizes(config, num_ranks, path):
+    """Return the BatchSizes that the keys of a ds_config state."""
     stated = []
     for key in BATCH_KEYS:
         value = config.get(key)

@@ -28,6 +28,14 @@ class JsonLike(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
+    def construct_mapping(self, node, deep=False):
+        """Refuse a key that is there twice, of which PyYAML would take the last."""
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(problem=f"{key} is there twice")
+        return super().construct_mapping(node, deep)
+
 
 for _kind, _pattern, _first in (
     ("bool", r"true|false", "tf"),
