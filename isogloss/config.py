@@ -1,10 +1,10 @@
 """Define the flags of distill.py: their meaning, their checks, their values for each teacher."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isogloss.cache_files import TEACHER
+from isogloss.ds_config import parse_json
 from isogloss.loss_table import (
     ALM_MODES,
     AUTO_WEIGHT,
@@ -18,7 +18,7 @@ from isogloss.sample import ALIGNERS
 from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
 from isogloss.teachers import engine_names
 from isogloss.text_server import Address, is_address
-from projection_tools.flags import check_range, check_types
+from projection_tools.flags import LONGEST_NAME, check_range, check_types
 from projection_tools.model_names import without_secrets
 
 
@@ -59,9 +59,9 @@ class Config:
             "model" that is an address takes a "tokenizer".
         teacher_weights: how several teachers share the loss. fixed: by the weights of --teachers.
             ce, entropy, max_prob: for each sample by how sure a teacher is of it (ce: nats per byte
-            of its text). select: the teacher with the lowest ce alone. A teacher that does not read a
-            sample has no weight there. mean_p, mean_logits: one
-            loss, the first teacher's, against the mean of teachers with one tokenizer.
+            of its text). select: the teacher with the lowest ce alone. A teacher that does not read
+            a sample has no weight there. mean_p, mean_logits: one loss, the first teacher's,
+            against the mean of teachers with one tokenizer.
         teacher_alpha: with ce, entropy or max_prob the weights are softmax(teacher_alpha * score),
             so 0 gives equal ones.
         route_key: column whose value chooses the teachers of a row: those that list it in their
@@ -732,10 +732,7 @@ def template_kwargs(cfg):
     if not cfg.template_kwargs:
         return {}
     example = 'expected a JSON object like {"enable_thinking": false}'
-    try:
-        told = json.loads(cfg.template_kwargs)
-    except (ValueError, RecursionError):
-        told = None
+    told = parse_json("--template_kwargs", cfg.template_kwargs, f"; {example}")
     if not isinstance(told, dict):
         raise ValueError(f"--template_kwargs {cfg.template_kwargs}: {example}")
     for name in sorted(TEMPLATE_ARGUMENTS & set(told)):
@@ -764,15 +761,9 @@ def teacher_entries(cfg):
     Raises:
         ValueError: it is no list of JSON objects.
     """
-    try:
-        entries = json.loads(cfg.teachers)  # a string, because fire would read a list its own way
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"--teachers: not valid JSON (line {error.lineno}, column {error.colno}); expected a "
-            'list such as [{"model": "A"}, {"model": "B"}]') from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets
-        raise ValueError(f"--teachers: not valid JSON ({error}); expected a list such as "
-                         '[{"model": "A"}, {"model": "B"}]') from None
+    example = '; expected a list such as [{"model": "A"}, {"model": "B"}]'
+    # a string, because fire would read a list its own way
+    entries = parse_json("--teachers", cfg.teachers, example)
     is_list = isinstance(entries, list) and entries
     if not is_list or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError("--teachers: expected a list of objects, one for each teacher, such as "
@@ -832,10 +823,14 @@ def _check_entry(cfg, entry, name, keys):
     if not ("model" in entry or "cache" in entry):
         raise ValueError("--teachers: an entry names no model; expected "
                          '{"model": "hub id or directory"}, or {"cache": "directory"}')
+    if not isinstance(name, str) or not name.strip() or len(name) > LONGEST_NAME:
+        raise ValueError(f"--teachers: name {name!r:.40}: expected a text of at most "
+                         f"{LONGEST_NAME} characters")
     routes = entry.get("routes")
     if routes is not None and not (isinstance(routes, list) and cfg.route_key):
         raise ValueError(f"--teachers: routes {routes!r} of {name}: expected a list of values of a "
                          "column that --route_key names")
     weight = entry.get("weight", 1.0)
-    if not isinstance(weight, (int, float)) or weight <= 0:
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or weight <= 0:
         raise ValueError(f"--teachers: weight {weight!r} of {name}: expected a number above 0")

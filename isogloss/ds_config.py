@@ -9,7 +9,6 @@ import copy
 import difflib
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +36,9 @@ DS_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulati
     graph_harvesting use_data_before_expert_parallelism hybrid_engine pipeline sparse_gradients
     timers""".split()
 MOST_BYTES = 2**20  # of the file
+# Of a rank, whose memory holds them at a time (not tuned).
+MOST_SAMPLES = 1 << 16
+MOST_MICRO_BATCHES = 1 << 20
 # Elements of a communication bucket; fewer would hold less than one small layer (not tuned).
 MIN_BUCKET_ELEMENTS = 1 << 20
 
@@ -68,15 +70,13 @@ def read_ds_config(path):
         if os.path.getsize(path) > MOST_BYTES:
             raise ValueError(f"has more than {MOST_BYTES} bytes; expected a file of settings")
         text = Path(path).read_text(encoding="utf-8")
-        config = json.loads(text, object_pairs_hook=partial(_without_twins, path))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"--ds_config {path}: not JSON ({error})") from None
     except OSError as error:
         raise ValueError(f"--ds_config {path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        text = str(error)
-        line = text if text.startswith("--") else f"--ds_config {path}: {text}"
-        raise ValueError(line) from None
+        raise ValueError(f"--ds_config {path}: {error}") from None
+    config = parse_json(f"--ds_config {path}", text)
     if not isinstance(config, dict):
         raise ValueError(
             f"--ds_config {path}: expected a JSON object ({{...}}), got {type(config).__name__}; "
@@ -91,14 +91,33 @@ def read_ds_config(path):
     return config
 
 
-def _without_twins(path, pairs):
-    """Return a dict of (key, value) pairs; JSON would take the last of two values in silence."""
-    config = {}
-    for key, value in pairs:
-        if key in config:
-            raise ValueError(f"--ds_config {path}: {key!r} is there twice; drop one")
-        config[key] = value
-    return config
+def parse_json(flag, text, example=""):
+    """Return what a text in JSON says that a user has written.
+
+    Args:
+        flag: that names it, for errors; example: what to write, for errors.
+    Raises:
+        ValueError: it is no JSON, is nested too deep, holds an endless number, or a key twice.
+    """
+    def without_twins(pairs):  # JSON would take the last of two values in silence
+        values = {}
+        for key, value in pairs:
+            if key in values:
+                raise KeyError(key)
+            values[key] = value
+        return values
+
+    try:
+        return json.loads(text, object_pairs_hook=without_twins)
+    except KeyError as error:
+        raise ValueError(f"{flag}: {error.args[0]!r} is there twice; drop one") from None
+    except RecursionError:
+        reason = "nested too deep"
+    except json.JSONDecodeError as error:
+        reason = f"line {error.lineno}, column {error.colno}"
+    except ValueError as error:  # a number of thousands of digits
+        reason = error
+    raise ValueError(f"{flag}: not valid JSON ({reason}){example}")
 
 
 def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
@@ -195,8 +214,21 @@ def batch_sizes(config, num_ranks, path):
     Returns:
         BatchSizes.
     Raises:
-        ValueError: not a positive whole number, too few keys, or keys that contradict each other.
+        ValueError: not a positive whole number, too few keys, keys that contradict each other, or
+            more than a machine holds.
     """
+    sizes = _batch_sizes(config, num_ranks, path)
+    for value, most, what in ((sizes.micro_batch_size, MOST_SAMPLES, "samples in a micro-batch"),
+                              (sizes.grad_accum_steps, MOST_MICRO_BATCHES,
+                               "gradient_accumulation_steps")):
+        if value > most:
+            raise ValueError(f"--ds_config {path}: {value} {what}, expected {most} or fewer; see "
+                             f"{' and '.join(BATCH_KEYS[:2])}")
+    return sizes
+
+
+def _batch_sizes(config, num_ranks, path):
+    """Return the BatchSizes that the keys of a ds_config state."""
     stated = []
     for key in BATCH_KEYS:
         value = config.get(key)

@@ -43,6 +43,14 @@ REFUSED = {
     "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; leave it out",
     "compile.deepcompile": "distill.py does not compile the engine; leave it out",
 }
+# The largest value of a number: beyond it training fails, or no memory suffices.
+HIGHEST = {
+    **dict.fromkeys(("optimizer.params.lr", "optimizer.params.weight_decay"), 1e3),
+    **{f"scheduler.params.{name}": 1e3 for name in (
+        "warmup_max_lr", "warmup_min_lr", "cycle_max_lr", "cycle_min_lr", "lr_range_test_min_lr")},
+    **{f"zero_optimization.{name}": 2**34 for name in (
+        "reduce_bucket_size", "allgather_bucket_size")},
+}
 # Keys of which one value alone gives the gradient of the whole batch, clipped as it says.
 ONLY_VALUE = {
     "gradient_allreduce_op": ("mean", "gradients would grow with the number of ranks"),
@@ -81,6 +89,10 @@ def check_values(config, path):
     _check_number(config, "gradient_clipping", path, low=0)
     _check_number(config, "gradient_predivide_factor", path, low=1e-6)
     _check_number(config, "steps_per_print", path, low=1)
+    for name, high in HIGHEST.items():
+        value = _value_of(config, name)
+        if isinstance(value, (int, float)) and value > high:
+            raise ValueError(f"--ds_config {path}: {name} is {value}, expected {high} or less")
     _check_stage(config, path)
     _check_refused(config, path)
 

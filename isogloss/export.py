@@ -148,8 +148,15 @@ def _check_replaceable(export, flag="--export"):
         return
     if not target.is_dir():
         raise ValueError(f"{flag} {export}: is a file; name a directory")
-    others = files_in(target)
+    if os.path.ismount(target):  # which cannot be renamed
+        raise ValueError(f"{flag} {export}: is where a disk is mounted; name a directory in it")
     written = _written_files(target)
+    # without a manifest one name says that it is no export, however much lies below
+    try:
+        others = os.listdir(target) if written is None else files_in(target)
+    except OSError as error:
+        raise ValueError(f"{flag} {export}: cannot be read ({error.strerror}); name another "
+                         "directory") from None
     if written is not None:
         others = [name for name in others if name != MANIFEST]
     for name in others:

@@ -20,7 +20,12 @@ from isogloss.adapters import student_adapter
 from isogloss.batch import Collator, PairOptions
 from isogloss.cache_files import SERVED, Manifest
 from isogloss.cached_teachers import check_cache, check_rest, check_texts
-from isogloss.checkpoint import agree_on_start, find_checkpoint, needs_conversion
+from isogloss.checkpoint import (
+    agree_on_start,
+    find_checkpoint,
+    needs_conversion,
+    position_of,
+)
 from isogloss.config import (
     check_truncated,
     configs_by_teacher,
@@ -46,6 +51,7 @@ from isogloss.ends import load_generation, stop_ids
 from isogloss.evaluate import SpellingIds
 from isogloss.export import check_results
 from isogloss.layout import is_last_stage, node_size, teacher_groups
+from isogloss.log import check_logs
 from isogloss.long_texts import MOST_CHARACTERS, fits, leave_out_tail
 from isogloss.loss_table import LOSSES, build_loss
 from isogloss.model_teachers import (
@@ -145,6 +151,7 @@ def check_inputs(cfg, device, roles=None):
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
     check_results(cfg)
+    check_projections(cfg)
     student, student_config = load_text_encoder(
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
@@ -167,11 +174,30 @@ def check_inputs(cfg, device, roles=None):
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
+    check_start(cfg, checkpoint)
     convert = checkpoint is not None and needs_conversion(checkpoint, run_layout(cfg))
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
     return RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks)
+
+
+def check_start(cfg, checkpoint):
+    """Raise a ValueError where a run has nothing to do, or cannot go on with what is there."""
+    start = position_of(checkpoint)["step"] if checkpoint else 0
+    if start > cfg.steps:
+        raise ValueError(f"--steps {cfg.steps}: {checkpoint} has taken {start} already; give more, "
+                         "or name an earlier checkpoint with --resume")
+    check_logs(cfg.output_dir, start)
+
+
+def check_projections(cfg):
+    """Raise a ValueError where a projection is no file; one that no loss reads is recorded."""
+    configs = configs_by_teacher(cfg).values() if cfg.kd_weight else [cfg]
+    for path in {cfg.projection, *(teacher_cfg.projection for teacher_cfg in configs)}:
+        if path and not os.path.isfile(path):
+            raise ValueError(f"--projection {path}: no such file; make it with python -m "
+                             "projection_tools.build, or leave it out")
 
 
 def load_text_encoder(role, path, max_length, trust_remote_code=False, template_kwargs=None):

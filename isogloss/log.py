@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import math
+import operator
 import os
 import platform
 import subprocess
@@ -22,6 +23,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from isogloss.config import configs_by_teacher
 from isogloss.files import write_atomically
+from projection_tools import reason_of
 from projection_tools.flag_file import read_whole
 from projection_tools.model_names import read_model_name, without_secrets
 
@@ -49,6 +51,8 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
+# Lines of JSON in the output directory, each with its step.
+LOGS = "metrics.jsonl", "rollouts.jsonl", "eval_tasks.jsonl", "samples.jsonl"
 TABLE_ROWS = 200  # of evaluation tasks, in wandb
 TIMED_STEPS = 100  # DeepSpeed keeps the times of every call in memory, so not for ever
 
@@ -270,15 +274,44 @@ def _append(path, step, records):
 
 def _drop_lines_after(path, start_step):
     """Drop the metrics of steps after `start_step`, which the run will write again."""
-    lines = []
-    if start_step and path.exists():
-        lines = path.read_text().splitlines()
+    write_atomically(path, "".join(lines_until(path, start_step)))
+
+
+def lines_until(path, start_step):
+    """Return the lines of a log up to a step.
+
+    Raises:
+        ValueError: it holds a line that no run has written, which would be lost.
+    """
+    if not (start_step and path.exists()):
+        return []
+    try:
+        *lines, half = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({reason_of(error)}); repair it, or move it "
+                         "away") from None
     kept = []
-    for line in lines:
-        # A killed process may leave half a line.
-        if line.endswith("}") and json.loads(line)["step"] <= start_step:
+    for number, line in enumerate([*lines, half], 1):
+        try:
+            is_kept = operator.index(json.loads(line)["step"]) <= start_step
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number > len(lines):  # what a killed process may leave
+                break
+            raise ValueError(f"{path}: line {number} is no line of a run; repair it, or move the "
+                             "file away") from None
+        if is_kept:
             kept.append(line + "\n")
-    write_atomically(path, "".join(kept))
+    return kept
+
+
+def check_logs(output_dir, start_step):
+    """Raise a ValueError where the files of an earlier run are none that a run goes on with."""
+    for name in LOGS:
+        path = Path(output_dir) / name
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--output_dir {output_dir}: {name} is no file there; name another "
+                             "directory")
+        lines_until(path, start_step)
 
 
 def _start_wandb(cfg, folder, start_step):

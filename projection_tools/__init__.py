@@ -465,7 +465,7 @@ def _check_arrays(path, tables):
             )
     indices = tables["indices"]
     likelihoods = tables["likelihoods"]
-    same_shape = indices.shape == likelihoods.shape and indices.ndim == 2 and indices.shape[1] > 0
+    same_shape = indices.shape == likelihoods.shape and indices.ndim == 2 and indices.numel() > 0
     if not same_shape or indices.dtype not in INTEGERS or likelihoods.is_complex():
         raise ValueError(
             f"{path}: indices {list(indices.shape)} {indices.dtype} and likelihoods "

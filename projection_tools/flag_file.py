@@ -40,6 +40,15 @@ class JsonLike(yaml.SafeLoader):
                 problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node, deep=False):
+        """Refuse a key that is there twice, of which PyYAML would take the last."""
+        seen = set()
+        for key in (str(key.value) for key, _ in node.value):
+            if key in seen:
+                raise yaml.constructor.ConstructorError(problem=f"{key} is there twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
 
 for _kind, _pattern, _first in (
     ("bool", r"true|false", "tf"),

@@ -174,6 +174,14 @@ WRONG = {
     "a weight of 0": ('[{"model": "A", "weight": 0}]', "weight 0 of A: expected a number above 0"),
     "a weight in words": ('[{"model": "A", "weight": "2"}]', "weight '2' of A: expected a number"),
     "twins": ('[{"model": "A"}, {"model": "x/A"}]', "two teachers are named A; give each"),
+    "a key twice": ('[{"model": "A", "loss": "alm", "loss": "uld"}]', "'loss' is there twice"),
+    "a key twice, deep": ('[{"model": "A", "routes": [{"a": 1, "a": 2}]}]', "'a' is there twice"),
+    "a depth without end": ("[" * 100_000, "--teachers: is nested too deeply"),
+    "a name of 300 letters": (json.dumps([{"model": "A", "name": 300 * "b"}]), "name 'bbb"),
+    "no name": ('[{"model": "A", "name": ""}]', "name '': expected a text"),
+    "a name that is a list": ('[{"model": "A", "name": ["b"]}]', "expected a text of at most"),
+    "a weight that is true": ('[{"model": "A", "weight": true}]', "weight True of A: expected"),
+    "a weight of infinity": ('[{"model": "A", "weight": 1e999}]', "--kd_weight inf: expected"),
     "routes without a key": ('[{"model": "A", "routes": ["x"]}]', "that --route_key names"),
 }
 
@@ -183,3 +191,14 @@ def test_wrong_teachers_are_refused(case):
     text, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         Config(student="s", data="d", teachers=text)
+
+
+@pytest.mark.parametrize("text, message", [
+    ('{"a": 1, "a": 2}', "--template_kwargs: 'a' is there twice"),
+    ('{"a": {"b": 1, "b": 2}}', "--template_kwargs: 'b' is there twice"),
+    ("[" * 100_000, "expected a JSON object"),
+    ("[1]", "expected a JSON object"),
+])
+def test_wrong_template_kwargs_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**GOOD, template_kwargs=text)

@@ -102,7 +102,7 @@ def test_json_that_is_not_an_object_is_rejected(tmp_path, text, kind):
 def test_a_missing_file_and_broken_json_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="no such file; ready-made ones are in ds_configs/"):
         read_ds_config(tmp_path / "nowhere.json")
-    with pytest.raises(ValueError, match=r"not JSON .*line 1 column 2"):
+    with pytest.raises(ValueError, match=r"not valid JSON \(line 1, column 2\)"):
         read_ds_config(write(tmp_path, "{stage: 2}"))
 
 
@@ -156,6 +156,14 @@ def test_batch_sizes_follow_from_their_definition(total, micro, num_ranks):
 def test_batch_sizes_that_are_not_positive_whole_numbers_are_rejected(key, value):
     config = {"train_batch_size": 8} | {key: value}
     with pytest.raises(ValueError, match=f"{key} is .*expected a whole number of 1 or more"):
+        batch_sizes(config, 2, "ds.json")
+
+
+@pytest.mark.parametrize("config", [
+    {"train_micro_batch_size_per_gpu": 10**9}, {"train_batch_size": 2 * 10**9},
+    {"train_batch_size": 2 * 10**9, "train_micro_batch_size_per_gpu": 1}])
+def test_more_samples_than_a_machine_holds_are_refused(config):
+    with pytest.raises(ValueError, match=r"0{9} .*, expected .* or fewer; see train_batch_size"):
         batch_sizes(config, 2, "ds.json")
 
 

@@ -129,6 +129,16 @@ def test_what_an_export_may_replace(tmp_path):
     assert not refused(tmp_path / "dead")
 
 
+@pytest.mark.parametrize("place, message", [
+    ("/", "is where a disk is mounted"), ("/proc", "is where a disk is mounted"),
+    ("/usr", "which no export of ours wrote")])
+def test_an_export_over_a_whole_system_is_refused_before_all_of_it_is_read(
+        monkeypatch, place, message):
+    monkeypatch.setattr(os, "walk", None)
+    with pytest.raises(ValueError, match=f"--output {place}: .*{message}"):
+        export._check_replaceable(place, "--output")
+
+
 def full_disk(folder, base, changes):
     """`outcomes` of runs on a rank whose exports fail as on a full disk."""
     def write(*_):

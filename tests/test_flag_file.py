@@ -93,6 +93,8 @@ WRONG = {
     "config: b.yaml": "config cannot name another file",
     "steps: 1\nsteps: 2": "line 2: steps is there twice",
     "max_length: 7\nmax-length: 8": "max_length is there twice",
+    "teachers: [{model: A, model: B}]": "line 1: teachers is no plain value (model is there twice",
+    "template_kwargs:\n  a: {b: 1, b: 2}": "line 1: template_kwargs is no plain value (b is there",
     "export:": "line 1: export has no value; leave the line out",
     "export: ~": "line 1: export has no value; leave the line out",
     "[1]: 2": "line 1: expected the name of a flag in front of the colon",

@@ -11,6 +11,8 @@ import distill
 import ranks
 from isogloss.checkpoint import find_checkpoint
 from isogloss.convert import check_convertible
+from isogloss.inputs import check_start
+from isogloss.log import LOGS, check_logs, lines_until
 from isogloss.run_identity import expected_identity, run_identity
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
@@ -100,6 +102,58 @@ def test_another_schedule_is_refused_but_on_request(refusal, tmp_path):
                       scheduler={"type": "WarmupDecayLR", "params": params})
     line = refusal({"ds_config": written}, {"ds_config": other, "extend_schedule": True})
     assert "belongs to another run" in line
+
+
+# --- what is there already ------------------------------------------------------------------------
+
+DAMAGE = {
+    "words": ["nothing", "line 2 is no line of a run"],
+    "another program's line": ['{"epoch": 1}', "line 2 is no line of a run"],
+    "a step in words": ['{"step": "2"}', "line 2 is no line of a run"],
+    "a list": ["[2]", "line 2 is no line of a run"],
+    "zeros": ["\0\0\0", "line 2 is no line of a run"],
+    "nothing at all": ["", "line 2 is no line of a run"],
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_line_of_a_log_that_no_run_wrote_is_refused_and_kept(tmp_path, name, case):
+    line, message = DAMAGE[case]
+    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
+    (tmp_path / name).write_text(text)
+    check_logs(tmp_path, 0)  # a new run starts it anew
+    with pytest.raises(ValueError, match=message) as error:
+        check_logs(tmp_path, 2)
+    assert "\n" not in str(error.value) and str(tmp_path / name) in str(error.value)
+    assert (tmp_path / name).read_text() == text
+
+
+def test_half_a_line_of_a_killed_process_is_left_out(tmp_path):
+    for half in ('{"step": 3, "lo', "\0\0", '{"step": 2}', ""):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n' + half)
+        check_logs(tmp_path, 2)
+        expected = ['{"step": 1}\n', '{"step": 2}\n'] + ['{"step": 2}\n'] * (half[-2:] == "2}")
+        assert lines_until(tmp_path / "metrics.jsonl", 2) == expected
+
+
+def test_a_log_that_is_no_text_file_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "a": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot be read"):
+        check_logs(tmp_path, 1)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "samples.jsonl").mkdir()
+    for start in (0, 1):
+        with pytest.raises(ValueError, match=r"samples\.jsonl is no file there"):
+            check_logs(tmp_path, start)
+
+
+def test_fewer_steps_than_were_taken_are_refused(tmp_path):
+    (tmp_path / "position.json").write_text('{"step": 4}')
+    for steps in (4, 5):  # after the last step there may be an export to write
+        check_start(distill.Config(student="s", data="d", teacher="t", steps=steps), tmp_path)
+    with pytest.raises(ValueError, match=f"--steps 3: {tmp_path} has taken 4 already; give more"):
+        check_start(distill.Config(student="s", data="d", teacher="t", steps=3), tmp_path)
 
 
 # --- layouts --------------------------------------------------------------------------------------

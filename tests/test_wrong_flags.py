@@ -71,6 +71,7 @@ DS_CONFIGS = {
     "stage_half": (zero(stage=1.5), "zero_optimization.stage is 1.5"),
     "zero_typo": (zero(overlap_com=True), "overlap_com"),
     "bucket_zero": (zero(reduce_bucket_size=0), "greater than 0"),
+    "bucket_huge": (zero(reduce_bucket_size=10**15), "is 1000000000000000, expected"),
     "bucket_text": (zero(reduce_bucket_size="5e8"), "is the text '5e8'"),
     "bucket_words": (zero(allgather_bucket_size="large"), "large"),
     "offload_where": (zero(offload_optimizer={"device": "disk"}), "device"),
@@ -91,6 +92,8 @@ DS_CONFIGS = {
     "rate_text": (adamw(lr="1e-3"), "optimizer.params.lr is the text '1e-3'"),
     "rate_negative": (adamw(lr=-1e-3), "Invalid learning rate: -0.001"),
     "rate_list": (adamw(lr=[1e-3]), "optimizer.params of AdamW"),
+    "rate_huge": (adamw(lr=1e30), "optimizer.params.lr is 1e+30, expected 1000.0 or less"),
+    "decay_huge": (adamw(weight_decay=1e30), "optimizer.params.weight_decay is 1e+30, expected"),
     "beta_large": (adamw(betas=[0.9, 1.5]), "Invalid beta parameter"),
     "beta_one": (adamw(betas=0.9), "optimizer.params of AdamW"),
     "decay_negative": (adamw(weight_decay=-0.1), "Invalid weight_decay"),
@@ -104,8 +107,17 @@ DS_CONFIGS = {
     "scheduler_param": (cosine(warmup_steps=3), "warmup_steps"),
     "scheduler_missing": ({"scheduler": {"type": "WarmupCosineLR", "params": {}}},
                           "total_num_steps"),
+    "warmup_huge": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e30}}},
+                    "scheduler.params.warmup_max_lr is 1e+30, expected 1000.0 or less"),
     "scheduler_words": (cosine(total_num_steps="ten"), "scheduler.params of WarmupCosineLR"),
     "plateau": ({"scheduler": {"type": "ReduceLROnPlateau", "params": {}}}, "metrics"),
+    # sizes
+    "samples_huge": ({"train_batch_size": 2 * 10**9, "train_micro_batch_size_per_gpu": 10**9,
+                      "gradient_accumulation_steps": 1},
+                     "1000000000 samples in a micro-batch, expected 65536 or fewer"),
+    "steps_huge": ({"train_batch_size": 4 * 10**9, "train_micro_batch_size_per_gpu": 2,
+                    "gradient_accumulation_steps": 10**9},
+                   "1000000000 gradient_accumulation_steps, expected 1048576 or fewer"),
     # reports and others
     "print_text": ({"steps_per_print": "10"}, "steps_per_print is the text '10'"),
     "profiler_list": ({"flops_profiler": []}, "flops_profiler is [], expected an object"),
@@ -148,6 +160,27 @@ FLAGS = {
     "an unknown attention": Wrong("--attention=flash", "--attention flash: expected one of auto"),
     "attention without a GPU": Wrong("--attention=flash_attention_2",
                                      "--attention flash_attention_2: needs a CUDA device"),
+    "columns without end": Wrong("--projection_topk=1000000000", "--projection_topk 1000000000: "
+                                 "expected 1048576 or less"),
+    "tokens without end": Wrong("--teacher_output=topk --teacher_output_topk=1000000000",
+                                "--teacher_output_topk 1000000000: expected"),
+    "memory without end": Wrong("--loss_memory_mib=1000000000000", "--loss_memory_mib"),
+    "texts without end": Wrong("--rollout_batch=1000000000", "--rollout_batch 1000000000: expect"),
+    # paths
+    "an unused projection": Wrong("--projection=/no/such.pt",
+                                  "--projection /no/such.pt: no such file; make it with"),
+    "an unused projection without a teacher": Wrong(
+        "--projection={folder} --kd_weight=0", "--projection {folder}: no such file"),
+    "nowhere": Wrong("--output_dir=", "--output_dir=: is empty; expected a path"),
+    "a user who is not there": Wrong("--output_dir=~no_such_user/x", "there is no such user"),
+    "an export of a long name": Wrong(f"--export=runs/{300 * 'a'}", "a name in it has 300 bytes"),
+    "a run of a long name": Wrong(f"--output_dir={300 * 'a'}", "a name in it has 300 bytes"),
+    "a checkpoint of a long name": Wrong(f"--resume={300 * 'a'}", "a name in it has 300 bytes"),
+    "an export over all": Wrong("--export=/", "--export /: would replace --output_dir"),
+    "a teacher of a long name": Wrong(
+        f'--teacher= --teachers=[{{"model":"a","name":"{300 * "b"}"}}]', "--teachers: name 'bb"),
+    "a key of a teacher twice": Wrong('--teacher= --teachers=[{"model":"a","model":"b"}]',
+                                      "--teachers: 'model' is there twice; drop one"),
     # what the student writes
     "more than all": Wrong("--on_policy=2", "--on_policy 2.0: expected a share of the samples"),
     "less than nothing": Wrong("--on_policy=-0.5", "--on_policy -0.5: expected 0 or more"),
@@ -220,7 +253,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes(models, texts, tmp_path_factory):
-    """{case: Outcome on both ranks} of every wrong command line."""
+    """(folder, {case: Outcome on both ranks}) of every wrong command line."""
     folder = tmp_path_factory.mktemp("wrong_flags")
     for name, (changes, _) in DS_CONFIGS.items():
         ds_config(folder / f"{name}.json", 2, 4, 1, **changes)
@@ -238,10 +271,11 @@ def outcomes(models, texts, tmp_path_factory):
             "--max_length=120", f"--output_dir={folder / 'run'}"]
     ended = run_wrong(2, CASES, base, folder)
     assert not (folder / "run").exists()  # nothing was written before the first step
-    return ended
+    return folder, ended
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_settings_end_with_one_line(outcomes, case):
-    check_one_line(outcomes[case], CASES[case].message)
+    folder, ended = outcomes
+    check_one_line(ended[case], CASES[case].message.replace("{folder}", str(folder)))

@@ -94,6 +94,8 @@ PROJECTIONS = {
     "other shapes": (with_weights(lambda w: w[:, :2]), "expected two (V, K)"),
     "too few rows": (lambda t: t | {"indices": t["indices"][:9],
                                     "likelihoods": t["likelihoods"][:9]}, "9 rows with teacher"),
+    "no rows": (lambda t: t | {"indices": t["indices"][:0],
+                               "likelihoods": t["likelihoods"][:0]}, "expected two (V, K)"),
     "no ids": (lambda t: {"likelihoods": t["likelihoods"]}, "not a projection, which has the keys"),
     "a list": (lambda t: [1, 2], "not a projection, which has the keys"),
     "nothing": (lambda t: None, "not a projection, which has the keys"),
