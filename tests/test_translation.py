@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 import losses
+import oracle
 import toys
 from align import TokenTable
 from conftest import asset
@@ -320,6 +321,36 @@ def test_insides_end_with_their_chunk():
     rows = Rows(Tokenizer(), teacher, ["abc"], [["abc", "a"]], [([0, 0, 1], [0, 1])])
     insides = rows.nodes().insides
     assert insides.level.tolist() == [1] and insides.row_S.tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_of_a_path_that_the_text_left_the_first_token_counts_alone(temperature):
+    """The text has "aba", longer than the student's "ab", behind "c".
+
+    "c" might have gone on as "cab" or "cabc", and as "cc" the student would have written two, so
+    that the masses of a choice depend on how what can come is normalized, too.
+    """
+    student = Tokenizer(("a", "b"), ("ab", "c"), ("c", "c"))
+    teacher = Tokenizer(("b", "a"), ("a", "ba"), ("c", "a"), ("ca", "b"), ("cab", "c"))
+    rows = Rows(student, teacher, [["c", "ab", "a"]], [["c", "aba"]], [([0, 1, 1], [0, 1])])
+    nodes = rows.nodes()
+    assert nodes.choices.level.tolist() == [1, 2] and nodes.roots.ended_T.tolist()[1] >= 0
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 3, len(student.vocab), generator=generator).double().requires_grad_()
+    y = torch.randn(1, 2, len(teacher.vocab), generator=generator).double()
+    spelled = []
+    for tokens, other in ((teacher.vocab, student), (student.vocab, teacher)):
+        spelled.append([[other.id[piece] for piece in (other(token) if token != EOS else [EOS])]
+                        for token in tokens])
+    joined = {w for w, pieces in enumerate(spelled[0]) if pieces[0] == student.id["c"]}
+    terms = oracle.Translation(*spelled, set(), {student.id["c"]: joined}).terms(
+        x, y, rows.read, rows.next_S, rows.next_T, *rows.chunks, "forward_kl", temperature)
+    expected = sum(term for _, _, _, term in terms)
+    ours, _ = translated(x, y, rows.next_S, rows.next_T, nodes, rows.tables,
+                         temperature=temperature)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=0)
+    gradients = [torch.autograd.grad(value, x)[0] for value in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
 
 
 # --- temperature, zeros, mixture ------------------------------------------------------------------
