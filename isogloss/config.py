@@ -59,9 +59,9 @@ class Config:
             "model" that is an address takes a "tokenizer".
         teacher_weights: how several teachers share the loss. fixed: by the weights of --teachers.
             ce, entropy, max_prob: for each sample by how sure a teacher is of it (ce: nats per byte
-            of its text). select: the teacher with the lowest ce alone. A teacher that does not read a
-            sample has no weight there. mean_p, mean_logits: one
-            loss, the first teacher's, against the mean of teachers with one tokenizer.
+            of its text). select: the teacher with the lowest ce alone. A teacher that does not read
+            a sample has no weight there. mean_p, mean_logits: one loss, the first teacher's,
+            against the mean of teachers with one tokenizer.
         teacher_alpha: with ce, entropy or max_prob the weights are softmax(teacher_alpha * score),
             so 0 gives equal ones.
         route_key: column whose value chooses the teachers of a row: those that list it in their

@@ -159,7 +159,9 @@ def kept_columns(setup, batches, targets, group=None):
 def sample_scores(logits, batch, kind):
     """Return (B,) how sure a teacher is of each sample, see `teacher_mixing.teacher_scores`.
 
-    It is -inf for a sample that the teacher does not read, whose template refuses it, say.  Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers compare.
+    It is -inf for a sample that the teacher does not read, whose template refuses it, say.
+    Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers
+    compare.
 
     Args:
         logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
