@@ -64,6 +64,58 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def check_side(side: str, logits_BNX: Tensor, **of_positions: Tensor | None) -> None:
+    """Raise a ValueError for logits that are no floats, or what does not describe their positions.
+
+    Reads dtypes and shapes alone: nothing waits for a device.
+
+    Args:
+        of_positions: see `check_positions`.
+    """
+    if not logits_BNX.is_floating_point():
+        raise ValueError(f"{side} logits are {_kind(logits_BNX)}; expected floats, as a model "
+                         "returns them")
+    check_positions(f"the {side} logits have", logits_BNX.shape[:-1], **of_positions)
+
+
+def check_positions(
+    what_has: str, shape_BN: tuple[int, ...], **of_positions: Tensor | None
+) -> None:
+    """Raise a ValueError for arguments of another shape, masks that are no bool, ids no integers.
+
+    An integer mask would select rows by their numbers, in silence.
+
+    Args:
+        what_has: names what is of this shape, for the message.
+        of_positions: arguments of a loss by their names, (B, N) each; None: not given.
+    """
+    for name, value in of_positions.items():
+        if value is None:
+            continue
+        if value.shape != shape_BN:
+            raise ValueError(f"{name} has the shape {tuple(value.shape)}, but {what_has} "
+                             f"{tuple(shape_BN)} positions; cut and shift both alike")
+        if "mask" in name:
+            if value.dtype != torch.bool:
+                raise ValueError(f"{name} is {_kind(value)}; expected bool, True where a position "
+                                 f"counts, as {name} != 0 makes it")
+        elif "weight" not in name and "logp" not in name:
+            if value.is_floating_point() or value.dtype == torch.bool:
+                raise ValueError(f"{name} is {_kind(value)}; expected int64")
+
+
+def check_equal_shapes(student_BSX: Tensor, teacher_BSX: Tensor) -> None:
+    """Raise a ValueError for the logits of two models that cannot be compared one by one."""
+    if student_BSX.shape != teacher_BSX.shape:
+        raise ValueError(f"student logits have the shape {tuple(student_BSX.shape)}, teacher "
+                         f"logits {tuple(teacher_BSX.shape)}; expected the same positions and the "
+                         "same vocabulary, without the padding of an lm_head")
+
+
+def _kind(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def reduce_terms(
     value_N: Tensor, row_N: Tensor, shape_BS: tuple[int, ...], weight_BS: Tensor | None,
     reduction: str,
@@ -81,6 +133,7 @@ def reduce_terms(
     if weight_BS is None:
         weight_N = torch.ones_like(value_N)
     else:
+        check_positions("the terms are of", shape_BS, weight_BS=weight_BS)
         weight_N = weight_BS.reshape(-1)[row_N].to(value_N)
     value_N = value_N * weight_N
     if reduction == "none":
@@ -110,6 +163,7 @@ def next_token_cross_entropy(
     Returns:
         (sum, count): nats over labeled positions, and how many there are.
     """
+    check_side("student", logits_BSV, labels_BS=labels_BS)
     if not select and reduction == "sum" and weight_BS is None and group is None:
         logits_NV = at_least_float32(logits_BSV.flatten(0, 1))
         total = F.cross_entropy(
@@ -486,6 +540,11 @@ def topk_tail_policy_loss(
         ValueError: unknown ratio, max_ratio below 1, or old values that another ratio reads.
     """
     _check_ratio(ratio, ("clamp", "mask", "bucket"), max_ratio)
+    check_side("student", student_logits_BSV, next_BS=next_BS, mask_BS=mask_BS)
+    check_side("teacher", teacher_logits_BSV)
+    for logits_BSV in (teacher_logits_BSV, old_logits_BSV):
+        if logits_BSV is not None:
+            check_equal_shapes(student_logits_BSV, logits_BSV)
     row_N = mask_BS.reshape(-1).nonzero().squeeze(1)
     if ratio == "bucket":
         if old_logp_BS is not None:
@@ -551,6 +610,8 @@ def prefix_ratio(
         ValueError: unknown kind; max_ratio below 1.
     """
     _check_ratio(kind, ("clamp", "mask"), max_ratio)
+    check_positions("logp_BS has", logp_BS.shape, old_logp_BS=old_logp_BS, mask_BS=mask_BS,
+                    sample_BS=sample_BS)
     logp_BS = at_least_float32(logp_BS.detach())
     # sums of a whole row in float64: those of a packed row are differences of them
     now_BS = logp_BS.double().clamp(min=FLOOR)
@@ -621,8 +682,11 @@ def position_divergence(
     Returns:
         (sum, count): nats (total variation: 0 to tau^2 per position), and positions.
     Raises:
-        ValueError: unknown name or support.
+        ValueError: unknown name or support; see `check_side`.
     """
+    check_side("student", student_logits_BSV, mask_BS=mask_BS)
+    check_side("teacher", teacher_logits_BSV)
+    check_equal_shapes(student_logits_BSV, teacher_logits_BSV)
     student_NV = _select_positions(student_logits_BSV, mask_BS)
     teacher_NV = _select_positions(teacher_logits_BSV.detach(), mask_BS)
     teacher_temperature = teacher_temperature or temperature
@@ -702,6 +766,9 @@ def divergence_in_place(
         (cross-entropy, divergence), float32 sums in nats without the factors.  None: no kernel
         serves these tensors, which stay as they are.
     """
+    check_side("student", student_NV, labels_N=labels_N, weight_N=weight_N)
+    if teacher_MV is not None:
+        check_side("teacher", teacher_MV)
     teacher = [] if teacher_MV is None else [teacher_MV]
     kernels = triton_kernels(student_NV, *teacher)
     if kernels is None:
@@ -919,6 +986,10 @@ def find_chunks(student_chunk_BS: Tensor, teacher_chunk_BT: Tensor) -> Chunks:
         student_chunk_BS, teacher_chunk_BT: (B, S) and (B, T) int64, shifted chunk ids, -1 for none;
             the tokens of a chunk are neighbors.
     """
+    num_samples = len(student_chunk_BS)
+    for name, chunk in (("student", student_chunk_BS), ("teacher", teacher_chunk_BT)):
+        shape = (num_samples, *chunk.shape[1:])
+        check_positions("the student's chunks are of", shape, **{f"{name}_chunk": chunk})
     ids_per_sample = 0
     for chunk in (student_chunk_BS, teacher_chunk_BT):
         if chunk.numel():
@@ -1250,6 +1321,7 @@ def teacher_importance(
     Returns:
         At least float32; -inf if no position has a chunk.
     """
+    check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
     logits_NW = teacher_logits_BTW.flatten(0, 1)
     if teacher_chunk_BT is not None:
         logits_NW = logits_NW[teacher_chunk_BT.flatten() >= 0]
@@ -1294,6 +1366,8 @@ def projection_kl(
         ValueError: logits of more or fewer tokens than the tables, such as those of a padded head.
             (Of the teacher's tokens a projection knows the mapped ones alone: cut its logits.)
     """
+    check_side("student", student_logits_BSV, student_chunk_BS=student_chunk_BS)
+    check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
     check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
     if entries is not None and kept_K is None:
         check_width("teacher", teacher_logits_BTW, entries.width + has_rest, "entries", group)
@@ -1385,6 +1459,8 @@ def projection_in_place(
         weight_N: weight of the terms that begin at each student row; None: 1.
         Others, Returns: see `divergence_in_place` and `projection_kl`.
     """
+    check_side("student", student_NV, labels_N=labels_N, weight_N=weight_N)
+    check_side("teacher", teacher_MW)
     kernels = chunk_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None
@@ -1587,6 +1663,8 @@ def event_terms(
             where there is no chunk.
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
     """
+    check_positions("student_chunk_BS has", student_chunk_BS.shape, student_next_BS=student_next_BS)
+    check_positions("teacher_chunk_BT has", teacher_chunk_BT.shape, teacher_next_BT=teacher_next_BT)
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     student_next = student_next_BS.reshape(-1)
     teacher_next = teacher_next_BT.reshape(-1)
@@ -1698,6 +1776,8 @@ def event_kl(
     Raises:
         ValueError: logits of more or fewer tokens than the spellings.
     """
+    check_side("student", student_logits_BSV, student_next_BS=student_next_BS)
+    check_side("teacher", teacher_logits_BTW, teacher_next_BT=teacher_next_BT)
     check_width("student", student_logits_BSV, len(spelling.event_V), "event_V", group)
     check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", group)
     x_NV = student_logits_BSV.flatten(0, 1)
@@ -1758,6 +1838,8 @@ def event_in_place(
         weight_N: weight of the terms that begin at each student row; None: 1.
         Others, Returns, Raises: see `divergence_in_place` and `event_kl`.
     """
+    check_side("student", student_NV, labels_N=labels_N, next_S=next_S, weight_N=weight_N)
+    check_side("teacher", teacher_MW, next_T=next_T)
     check_width("student", student_NV, len(spelling.event_V), "event_V", None)
     check_width("teacher", teacher_MW, len(spelling.event_W), "event_W", None)
     kernels = triton_kernels(student_NV, teacher_MW)
@@ -1935,6 +2017,7 @@ def event_coverage(
     teacher and several student tokens; one student and several teacher tokens; several on both
     sides).
     """
+    check_side("teacher", teacher_logits_BTW)
     check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", None)
     with torch.no_grad():
         y_NW = teacher_logits_BTW.detach().flatten(0, 1)
@@ -2256,6 +2339,8 @@ def gold(
         rest: `other_tokens` of common_V and of common_W; None: computed in every call.
     Others and Returns: see `projection_kl`.
     """
+    check_side("student", student_logits_BSV, student_chunk_BS=student_chunk_BS)
+    check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
@@ -2320,6 +2405,8 @@ def gold_in_place(
         weight_N: weight of the terms that begin at each student row; None: 1.
         Others, Returns: see `divergence_in_place` and `gold`.
     """
+    check_side("student", student_NV, labels_N=labels_N, weight_N=weight_N)
+    check_side("teacher", teacher_MW)
     kernels = chunk_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None
@@ -2537,6 +2624,10 @@ def uld(
         rest: `other_tokens` of both sides of `common`; None: computed in every call.
     Others and Returns: see `projection_kl`; no factor tau^2, since the value is linear in p.
     """
+    of_student = {"student_next_BS": student_next_BS, "student_chunk_BS": student_chunk_BS}
+    of_teacher = {"teacher_next_BT": teacher_next_BT, "teacher_chunk_BT": teacher_chunk_BT}
+    check_side("student", student_logits_BSV, **of_student)
+    check_side("teacher", teacher_logits_BTW, **of_teacher)
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
@@ -2664,6 +2755,10 @@ def alm(
     Raises:
         ValueError: unknown mode.
     """
+    of_student = {"student_next_BS": student_next_BS, "student_chunk_BS": student_chunk_BS}
+    of_teacher = {"teacher_next_BT": teacher_next_BT, "teacher_chunk_BT": teacher_chunk_BT}
+    check_side("student", student_logits_BSV, **of_student)
+    check_side("teacher", teacher_logits_BTW, **of_teacher)
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
@@ -2695,6 +2790,8 @@ def alm_in_place(
         weight_N: weight of the terms that begin at each student row; None: 1.
         Others, Returns: see `divergence_in_place` and `alm`.
     """
+    check_side("student", student_NV, labels_N=labels_N, next_S=next_S, weight_N=weight_N)
+    check_side("teacher", teacher_MW, next_T=next_T)
     kernels = chunk_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None

@@ -61,6 +61,8 @@ from losses import (
     SumAndCount,
     at_least_float32,
     bernoulli_kl,
+    check_positions,
+    check_side,
     check_width,
     column_sums,
     compiled_kernels,
@@ -294,6 +296,9 @@ def list_nodes(
             asked what comes behind a text.
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
     """
+    check_positions("student_chunk_BS has", student_chunk_BS.shape, student_ids_BS=student_ids_BS,
+                    student_next_BS=student_next_BS)
+    check_positions("teacher_chunk_BT has", teacher_chunk_BT.shape, teacher_next_BT=teacher_next_BT)
     texts = []
     for chunk_BX in (student_chunk_BS, teacher_chunk_BT):
         texts.append(torch.arange(len(chunk_BX))[:, None].expand_as(chunk_BX))
@@ -1204,6 +1209,8 @@ def translated(
     Raises:
         ValueError: logits of more or fewer tokens than the tables.
     """
+    check_side("student", student_logits_BSV, student_next_BS=student_next_BS)
+    check_side("teacher", teacher_logits_BTW, teacher_next_BT=teacher_next_BT)
     _check_widths(student_logits_BSV, teacher_logits_BTW, tables, group)
     x_NV = whole_columns(student_logits_BSV.flatten(0, 1), group)
     y_MW = at_least_float32(whole_columns(teacher_logits_BTW.detach().flatten(0, 1), group))
@@ -1283,6 +1290,8 @@ def translated_in_place(
     Raises:
         ValueError: logits of more or fewer tokens than the tables.
     """
+    check_side("student", student_NV, labels_N=labels_N, next_S=next_S, weight_N=weight_N)
+    check_side("teacher", teacher_MW, next_T=next_T)
     _check_widths(student_NV, teacher_MW, tables)
     kernels = triton_kernels(student_NV, teacher_MW)
     if kernels is None:
@@ -1560,6 +1569,7 @@ def cell_coverage(
     joined_mass: of those, what the student's tokenizer would have joined to the token before, so
     that it is left out.
     """
+    check_side("teacher", teacher_logits_BTW)
     check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W", None)
     with torch.no_grad():
         y_MW = teacher_logits_BTW.detach().flatten(0, 1)

@@ -6,6 +6,7 @@
 import itertools
 import random
 
+import pytest
 import torch
 
 import oracle
@@ -24,6 +25,38 @@ def gradient(value, x):
 def close(a, b, tolerance):
     """Compare two tensors by the norm of their difference, relative to the second."""
     return (a - b).norm() <= tolerance * max(float(b.norm()), 1e-30)
+
+
+def check_wrong_input(function, arguments, names):
+    """See that a loss refuses, in one line that names it, each argument of another kind or shape.
+
+    Logits and rows of logits that are integers, masks that are no bool, ids that are floats, and
+    everything that describes positions cut by one column (or the only axis).
+
+    Args:
+        arguments: {name: value} of a call that is right.
+        names: of tensors that describe no position.
+    """
+    function(**arguments)
+    tried = 0
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor) or name in names:
+            continue
+        wrong = []
+        if "logits" in name or name in ("student_NV", "teacher_MW", "teacher_MV"):
+            wrong.append(value.detach().long())
+        else:
+            wrong.append(value[..., :-1])
+            if "weight" not in name and "logp" not in name:
+                wrong.append(value.long() if "mask" in name else value.float())
+        for other in wrong:
+            with pytest.raises(ValueError) as refused:
+                function(**arguments | {name: other})
+            message = str(refused.value)
+            side = name.split("_")[0]
+            assert (name in message or side in message) and "\n" not in message, message
+            tried += 1
+    assert tried
 
 
 # --- two vocabularies ---------------------------------------------------------------------------

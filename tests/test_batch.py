@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from isogloss.batch import Collator, Example, PairOptions, pack_rows
 from isogloss.counts import FIELDS, PAIR_FIELDS, Counts, PairCounts
@@ -280,6 +281,12 @@ def test_a_sample_is_weighed_among_the_teachers_that_read_it(encoders, texts, ki
         logits = torch.randn(teacher.labels.numel(), len(encoders[1].table), generator=generator)
         scores = sample_scores(StoredLogits(logits), teacher, SCORE_KINDS[kind])
         assert (scores > -torch.inf).nonzero().flatten().tolist() == samples_of(teacher)
+        if SCORE_KINDS[kind] == "ce":  # a unit that teachers of any tokenizers have in common
+            for b in samples_of(teacher):
+                nats = F.cross_entropy(logits.view(*teacher.labels.shape, -1)[b],
+                                       teacher.labels[b], reduction="sum")
+                num_bytes = len(texts[b].encode())
+                assert -num_bytes * scores[b] == pytest.approx(float(nats), rel=1e-4)
         targets.append(SimpleNamespace(confidence=scores))
     cfg = SimpleNamespace(teacher_weights=kind, teacher_alpha=0.7)
     twice = [weigh_samples(teacher, torch.full((5,), 3.0)) for teacher in batch.teachers]

@@ -439,13 +439,16 @@ def test_same_loss_and_gradient_with_sequences_in_shards(models, untied, texts, 
 
 
 def test_same_loss_and_gradient_in_mixed_layouts(models, texts, tmp_path):
-    """Data, sequence and tensor parallelism together; memory is saved in every way."""
-    flags = flags_for(models, texts, tmp_path)
+    """Data, sequence and tensor parallelism together; memory is saved in every way.
+
+    The student's tokens are the longer ones: many choices, one behind the cut of a text too.
+    """
+    flags = flags_for(models[::-1], texts, tmp_path)
     samples = uneven_samples(texts)
     cases = [Case("piece_kl"), Case("projection_kl")]
     expected = references_of(flags, [case.loss for case in cases], samples)
     for num_ranks, layouts in MIXED.items():
-        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB)
+        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB / 2)
 
 
 # --- the student ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import losses
 import oracle
 import teacher_mixing
-from cases import Case, close, gradient, spelling_of
+from cases import Case, check_wrong_input, close, gradient, spelling_of
 from conftest import ROOT
 from losses import (
     event_kl,
@@ -49,6 +49,69 @@ def test_event_kl_equals_brute_force(tau):
             assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
     # the cases do exercise every kind of term
     assert kinds == {"inside_teacher", "inside_student", "many"}
+
+
+def test_wrong_input_is_one_line():
+    """An int64 mask would count 50 positions of 10, other widths would shift rows in silence."""
+    case = Case(3)
+    x, y = case.x, case.y
+    next_S, next_T = case.next
+    logits = dict(student_logits_BSV=x, teacher_logits_BTW=y)
+    chunk = dict(student_chunk_BS=case.chunk[0], teacher_chunk_BT=case.chunk[1])
+    following = dict(student_next_BS=next_S, teacher_next_BT=next_T)
+    weight = {"weight_BS": torch.ones(next_S.shape)}
+    mask = next_S >= 0
+    both = dict(student_logits_BSV=x, teacher_logits_BSV=x.detach() / 2, mask_BS=mask) | weight
+    for name in ("forward_kl", "reverse_kl", "generalized_jsd", "skew_forward_kl",
+                 "skew_reverse_kl", "adaptive_kl", "total_variation"):
+        check_wrong_input(getattr(losses, name), both, [])
+    logp = torch.zeros(next_S.shape)
+    check_wrong_input(losses.topk_tail_policy_loss, both | dict(
+        next_BS=next_S.clamp(min=0), top_k=2, old_logp_BS=logp,
+        sample_BS=torch.zeros_like(next_S)), [])
+    check_wrong_input(losses.prefix_ratio, dict(
+        logp_BS=logp, old_logp_BS=logp, mask_BS=mask, sample_BS=torch.zeros_like(next_S)), [])
+    labels = torch.where(mask, next_S, -100)
+    check_wrong_input(next_token_cross_entropy, dict(logits_BSV=x, labels_BS=labels) | weight, [])
+    check_wrong_input(losses.alm, logits | following | chunk | weight, [])
+    check_wrong_input(losses.uld, logits | following | chunk | weight, [])
+    tables = dict(indices_VK=case.indices, likelihoods_VK=case.likelihoods)
+    for function in (projection_kl, losses.h_kl):
+        check_wrong_input(function, logits | chunk | tables | weight, list(tables))
+    common = dict(zip(("common_V", "common_W"), losses.common_tokens(*tables.values())))
+    check_wrong_input(losses.gold, logits | chunk | common | weight, list(common))
+    terms = event_terms(*case.next, *case.chunk, case.spelling)
+    check_wrong_input(event_terms, following | chunk | {"spelling": case.spelling}, [])
+    events = {"terms": terms, "spelling": case.spelling}
+    check_wrong_input(event_kl, logits | following | weight | events, [])
+    teacher = {"teacher_logits_BTW": y}
+    check_wrong_input(losses.event_coverage, teacher | events, [])
+    check_wrong_input(teacher_importance, teacher | {"teacher_chunk_BT": case.chunk[1]}, [])
+    with pytest.raises(ValueError, match="the same vocabulary"):
+        losses.forward_kl(x, x[..., :-1], None)
+    with pytest.raises(ValueError, match="teacher_chunk has the shape"):
+        losses.find_chunks(case.chunk[0], case.chunk[1][:-1])
+
+
+def test_wrong_input_that_is_written_over_is_one_line():
+    case = Case(3)
+    x, y = case.x.detach().flatten(0, 1), case.y.flatten(0, 1)
+    next_S, next_T = [ids.flatten().clamp(min=0) for ids in case.next]
+    student = dict(student_NV=x, labels_N=next_S, factors=(1.0, 1.0), weight_N=torch.ones(len(x)))
+    chunks = losses.find_chunks(*case.chunk)
+    check_wrong_input(losses.divergence_in_place, student | dict(
+        name="forward_kl", teacher_MV=x / 2, row_C=chunks.first_S, teacher_row_C=chunks.first_S),
+        ["row_C", "teacher_row_C"])
+    pair = student | {"teacher_MW": y}
+    of_next = {"next_S": next_S, "next_T": next_T}
+    check_wrong_input(losses.alm_in_place, pair | of_next | {"chunks": chunks}, [])
+    terms = event_terms(*case.next, *case.chunk, case.spelling)
+    check_wrong_input(losses.event_in_place, pair | of_next | {
+        "terms": terms, "spelling": case.spelling, "cells": None}, [])
+    check_wrong_input(losses.gold_in_place, pair | {
+        "chunks": chunks, "common": None, "others": None}, [])
+    check_wrong_input(losses.projection_in_place, pair | {
+        "chunks": chunks, "tables": None, "kept_K": None}, [])
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])

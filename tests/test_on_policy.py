@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +17,9 @@ import distill
 import ranks
 from conftest import ROOT
 from isogloss import whole_student
-from isogloss.batch import Batch, Collator, Example, PairOptions, StudentBatch
-from isogloss.counts import Counts
+from isogloss.batch import Collator, Example, PairOptions
 from isogloss.inputs import load_text_encoder, plan_teachers
 from isogloss.launch import start_distributed
-from isogloss.rollout_ratio import RatioSums, rollout_ratio
 from isogloss.rollouts import Prompter, completed
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from losses import next_token_cross_entropy
@@ -390,39 +387,3 @@ def test_a_job_killed_while_the_student_writes_goes_on(base):
         curves.append([line for line in lines if "loss" in line])
     assert curves[0] == curves[1]
     assert written_by(output) == written_by(folder / "peace")
-
-
-# --- ratios ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["clamp", "mask"])
-def test_a_term_weighs_what_was_written_before_it(kind):
-    """Packed rows: a product over each sample's own written tokens, one by one."""
-    nan = math.nan
-    #                 prompt    written                 prompt written      data
-    old = torch.tensor([[nan, nan, -1.0, -2.0, -0.5, nan, nan, -3.0, -1.0, nan, nan]])
-    now = torch.tensor([[-9.0, -9.0, -0.5, -2.5, -0.1, -9.0, -9.0, -1.0, -4.0, -9.0, -9.0]])
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1]])
-    student = StudentBatch(old, old, old, positions, logp=old)
-    batch = Batch(student, [], Counts(), [])
-    cfg = types.SimpleNamespace(max_ratio=2.0, ratio=kind)
-    sums = RatioSums()
-    found = rollout_ratio(cfg, batch, now, None, sums)
-    expected = []
-    products = []
-    for place in range(old.shape[1]):
-        if positions[0, place] == 0:
-            product = 1.0
-        if old[0, place].isnan():
-            expected.append(1.0)
-            continue
-        products.append(product)
-        is_outside = not 0.5 <= product <= 2.0
-        limited = 0.0 if kind == "mask" and is_outside else min(product, 2.0)
-        expected.append(limited)
-        product *= math.exp(now[0, place] - old[0, place])
-    assert found[0].tolist() == pytest.approx(expected, rel=1e-6)
-    assert sums.count == len(products) == 5
-    assert sums.largest == pytest.approx(max(products), rel=1e-6)
-    assert sums.limited == sum(product > 2 if kind == "clamp" else not 0.5 <= product <= 2
-                               for product in products)

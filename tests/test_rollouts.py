@@ -1,15 +1,21 @@
 """What the student writes, read back: prompts, sampled ids, and what the teachers see of them."""
 
 import json
+import math
+import types
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import losses
 from align import TokenTable
 from isogloss import loss_table
-from isogloss.batch import Collator, Example, PairOptions
+from isogloss.batch import Batch, Collator, Example, PairOptions, StudentBatch
+from isogloss.counts import Counts
+from isogloss.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
+from isogloss.rollout_ratio import RatioSums, rollout_ratio
 from isogloss.rollouts import (
     Prompter,
     Rollout,
@@ -20,6 +26,7 @@ from isogloss.sample import TextEncoder
 from projection_tools import Pair
 from projection_tools.cells import build_translation
 from rollout import Completion
+from tiles import StoredLogits
 from translation import Asked, Tables, before_goes_on, root_target
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
@@ -478,3 +485,65 @@ def test_ends_are_learned_from_a_teacher_with_another_end(chat_encoders, name):
     agrees = end_gradients(chat_encoders, loss, cut, 12.0)
     assert torch.equal(agrees, end_gradients(chat_encoders, loss, cut, -12.0))
     assert (agrees[last:] == 0).all()
+
+
+# --- ratios ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["clamp", "mask"])
+def test_a_term_weighs_what_was_written_before_it(kind):
+    """Packed rows: a product over each sample's own written tokens, one by one."""
+    nan = math.nan
+    #                 prompt    written                 prompt written      data
+    old = torch.tensor([[nan, nan, -1.0, -2.0, -0.5, nan, nan, -3.0, -1.0, nan, nan]])
+    now = torch.tensor([[-9.0, -9.0, -0.5, -2.5, -0.1, -9.0, -9.0, -1.0, -4.0, -9.0, -9.0]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1]])
+    student = StudentBatch(old, old, old, positions, logp=old)
+    batch = Batch(student, [], Counts(), [])
+    cfg = types.SimpleNamespace(max_ratio=2.0, ratio=kind)
+    sums = RatioSums()
+    found = rollout_ratio(cfg, batch, now, None, sums)
+    expected = []
+    products = []
+    for place in range(old.shape[1]):
+        if positions[0, place] == 0:
+            product = 1.0
+        if old[0, place].isnan():
+            expected.append(1.0)
+            continue
+        products.append(product)
+        is_outside = not 0.5 <= product <= 2.0
+        limited = 0.0 if kind == "mask" and is_outside else min(product, 2.0)
+        expected.append(limited)
+        product *= math.exp(now[0, place] - old[0, place])
+    assert found[0].tolist() == pytest.approx(expected, rel=1e-6)
+    assert sums.count == len(products) == 5
+    assert sums.largest == pytest.approx(max(products), rel=1e-6)
+    assert sums.limited == sum(product > 2 if kind == "clamp" else not 0.5 <= product <= 2
+                               for product in products)
+
+
+# --- cross-entropy --------------------------------------------------------------------------------
+
+
+def test_the_cross_entropy_is_that_of_the_data_alone(encoders):
+    """What the student wrote is compared with the teacher, but not imitated."""
+    rollout = rollout_of(encoders[0], TEXT, 5)
+    generator = torch.Generator().manual_seed(0)
+    for pack, contents in ((False, [TEXT, rollout]), (True, [rollout, TEXT[:30]]),
+                           (False, [rollout])):
+        batch = Collator(encoders[0], [PairOptions(encoders[1])], pack=pack)(contents)
+        labels = batch.student.labels.flatten()
+        logits = torch.randn(len(labels), len(encoders[0].table), generator=generator)
+
+        def every_row(student, teacher, sub_tile):
+            return student.sum() * 0 + len(sub_tile.student_labels)
+
+        target = TeacherTarget(StoredLogits(torch.zeros(batch.teachers[0].ids.numel(), 2)),
+                               every_row, None, 0.0)
+        terms = LossTerms(0.5, [TeacherTerm(batch.teachers[0], target, 1.0)])
+        _, [sums] = micro_batch_loss(StoredLogits(logits), terms)
+        of_data = torch.where(batch.student.logp.flatten().isnan(), labels, -100)
+        expected = F.cross_entropy(logits, of_data, reduction="sum")
+        assert sums[0] == pytest.approx(float(expected), rel=1e-5)
+        assert 0 < sums[2] <= sums[1]  # of the teacher's, the part in rollouts

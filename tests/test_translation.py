@@ -14,6 +14,7 @@ import losses
 import oracle
 import toys
 from align import TokenTable
+from cases import check_wrong_input
 from conftest import asset
 from isogloss import loss_table
 from isogloss.batch import Collator, PairOptions
@@ -38,6 +39,7 @@ from translation import (
     root_target,
     tokens_that_ended,
     translated,
+    translated_in_place,
 )
 from waiting import FixedOrder
 
@@ -138,6 +140,26 @@ def test_an_exact_student_has_nothing_to_learn(name, order):
             assert gradient < 1e-9
 
 
+def test_wrong_input_is_one_line():
+    toy = Toy(CROSSING, COARSE, 1)
+    x, y = random_logits(toy, 0, 2)
+    ids = dict(zip(("student_ids_BS", "student_next_BS", "teacher_next_BT", "student_chunk_BS",
+                    "teacher_chunk_BT", "tables"), toy.ids))
+    nodes = list_nodes(**ids)
+    check_wrong_input(list_nodes, ids, [])
+    check_wrong_input(translated, dict(
+        student_logits_BSV=x, teacher_logits_BTW=y, student_next_BS=toy.ids[1],
+        teacher_next_BT=toy.ids[2], nodes=nodes, tables=toy.tables,
+        weight_BS=torch.ones(x.shape[:2])), [])
+    check_wrong_input(cell_coverage, {"teacher_logits_BTW": y, "nodes": nodes,
+                                      "tables": toy.tables}, [])
+    rows = [z.flatten(0, 1) for z in (x, y)]
+    check_wrong_input(translated_in_place, dict(
+        student_NV=rows[0], teacher_MW=rows[1], labels_N=toy.ids[1].flatten(),
+        next_S=toy.ids[1].flatten(), next_T=toy.ids[2].flatten(), nodes=nodes, tables=toy.tables,
+        cells=None, factors=(1.0, 1.0), weight_N=torch.ones(len(rows[0]))), [])
+
+
 @pytest.mark.parametrize("side", ["teacher", "student"])
 def test_a_run_keeps_the_likely_cells_of_either_side(side, monkeypatch):
     """--loss_topk and --loss_topk_of with two tokenizers; one cell and the rest still teach."""
@@ -158,10 +180,11 @@ def test_a_run_keeps_the_likely_cells_of_either_side(side, monkeypatch):
                      loss_topk_of=side)
         value = loss_table.LOSSES["reverse_kl"].build(cfg, pair, "cpu").loss_fn(x, y, sub_tile)
         expected, _ = translated(
-            x[None], y[None], next_S[b], next_T[b], sub_tile.terms, tables,
+            x[None], y[None], next_S[b : b + 1], next_T[b : b + 1], sub_tile.terms, tables,
             partial(losses.reverse_kl, top_k=top_k, support=side))
         other, _ = translated(
-            x[None], y[None], next_S[b], next_T[b], sub_tile.terms, tables, losses.reverse_kl)
+            x[None], y[None], next_S[b : b + 1], next_T[b : b + 1], sub_tile.terms, tables,
+            losses.reverse_kl)
         assert abs(value - expected) < 1e-12 and 0 < value < other - 1e-3
         assert torch.autograd.grad(value, x)[0].abs().max() > 1e-3
 
