@@ -172,7 +172,7 @@ WRONG = [  # what an engine answers to one prompt of at most 3 tokens below 5, o
     ('{"error": {"code": 7}}', """answered '{"error": {"code": 7}}'"""),
     ('{"error": "no memory"}', "no memory"),
     (" " * 300_000 + "{}", "expected one line of at most"),
-    (with_one() + "<newline>" + with_one(), "expected one line of at most"),
+    (with_one() + "<newline>" + with_one(), "in place of JSON of one line"),
 ]
 
 
