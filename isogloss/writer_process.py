@@ -140,8 +140,12 @@ class WriterProcess:
                     raise self.error(f"wrote {_shortened(piece)} before it was asked; only "
                                      "responses may go to its standard output")
                 line += piece
-                if len(line) > most_bytes or b"\n" in line[:-1]:
-                    raise self.error(f"wrote {_shortened(line)} ..., {len(line)} bytes and more; "
+                first, _, more = line.partition(b"\n")
+                if more:
+                    raise self.error(f"wrote {_shortened(first)} in place of JSON of one line; "
+                                     "only responses may go to its standard output")
+                if len(line) > most_bytes:
+                    raise self.error(f"wrote {_shortened(first)} ..., {len(line)} bytes and more; "
                                      f"expected one line of at most {most_bytes}")
             elif stdin in ready:
                 try:

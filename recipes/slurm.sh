@@ -19,6 +19,7 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export ISOGLOSS_TOKEN=$(head -c 32 /dev/urandom | base64)  # by which ranks know one another
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 
 # Which network NCCL takes; see docs/multi_node.md before you uncomment a line.

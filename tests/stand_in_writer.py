@@ -1,13 +1,16 @@
 """Write with transformers in vLLM's place: a process with the protocol of isogloss/vllm_writer.py.
 
-    python tests/stand_in_writer.py [stale | dies | talks]
+    python tests/stand_in_writer.py [stale | dies | talks | stops]
 
 stale: it says that it took over the weights, and does not.  dies: at the second request to write.
-talks: it prints to where responses belong.
+talks: it prints to where responses belong.  stops: at the fourth request to write it asks the job
+to end by SIGTERM, and never answers.
 """
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,6 +52,10 @@ class Engine:
         self.requests += 1
         if self.fault == "dies" and self.requests == 2:
             os._exit(7)
+        if self.fault == "stops" and self.requests == 4:
+            keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGTERM)
+            time.sleep(1000)
         starts = [rollout.Prompt(prompt["ids"], tuple(prompt["key"]), prompt["max_new_tokens"])
                   for prompt in prompts]
         found = rollout.write(self.model, starts, stop_ids, vocab, temperature, top_p)

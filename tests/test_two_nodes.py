@@ -21,7 +21,8 @@ SRUN = """\
 #!/bin/bash
 [ "$1" = --kill-on-bad-exit=1 ] || exit 64
 shift
-variables=$(env | grep -E '^(MASTER|SLURM|OMP)_' | sed 's/^/export /; s/$/;/' | tr '\\n' ' ')
+names='^(MASTER|SLURM|OMP|ISOGLOSS)_'
+variables=$(env | grep -E "$names" | sed 's/^/export /; s/$/;/' | tr '\\n' ' ')
 exec pdsh -S -R ssh -w node-a,node-b "$variables cd $PWD; exec $(printf '%q ' "$@")"
 """
 SCONTROL = """\

@@ -74,6 +74,21 @@ def test_a_process_that_fails_ends_the_job_with_a_line(base, capfd, fault, code)
     assert lines, message
 
 
+@pytest.mark.slow
+def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base):  # noqa: F811
+    """The first request is a check; the fourth is that of step 3.  Then the same job goes on."""
+    folder, argv = base
+    argv = [*argv, config_of(base, 2, 8, 1), "--steps=4", "--rollout_eval=0"]
+    stopped = [*argv, f"--output_dir={folder / 'stopped'}"]
+    straight = [*argv, f"--output_dir={folder / 'straight'}", f"--rollout_command={command()}"]
+    [codes] = ranks.run(1, run_distill, [
+        [*stopped, f"--rollout_command={command('stops')}"],
+        [*stopped, f"--rollout_command={command()}"], straight])
+    assert codes == [128 + signal.SIGTERM, 0, 0]
+    assert (folder / "stopped" / "checkpoints" / "step_0000002").is_dir()
+    check_same_curve(losses_of(folder / "straight", -1), losses_of(folder / "stopped", -1))
+
+
 def run_with_message(flags):
     """Return (exit code, stderr) of a job."""
     import os
@@ -171,7 +186,7 @@ WRONG = [  # what an engine answers to one prompt of at most 3 tokens below 5, o
     ('{"error": {"code": 7}}', """answered '{"error": {"code": 7}}'"""),
     ('{"error": "no memory"}', "no memory"),
     (" " * 300_000 + "{}", "expected one line of at most"),
-    (with_one() + "<newline>" + with_one(), "expected one line of at most"),
+    (with_one() + "<newline>" + with_one(), "in place of JSON of one line"),
 ]
 
 
