@@ -102,6 +102,7 @@ from isogloss.task_suite import TaskSuite
 from isogloss.teachers import SilentTeacher, load_silent, load_teacher
 from isogloss.transfers import Moment, Readback, Uploads
 from isogloss.watch import (
+    FAILED,
     StopSignals,
     current_watch,
     end_together,
@@ -297,6 +298,7 @@ def train(state, batches, held_out, start, ds_config, signals):
     times_collectives = ds_config.get("comms_logger", {}).get("enabled")
     if times_collectives:
         time_collectives()
+    end_if_stopped(state, signals.agree(log.failure), log)
     state.steps_taken = start
     try:
         if start == 0:
@@ -304,14 +306,15 @@ def train(state, batches, held_out, start, ds_config, signals):
                 log_evaluation(state, held_out, 0, log)
             if state.tasks:
                 log_tasks(state, 0, log, lambda: bool(signals.received))
-            end_if_stopped(signals.agree(), log)  # there is nothing to save yet
+            # there is nothing to save yet
+            end_if_stopped(state, signals.agree(log.failure), log)
         with log:  # which reads the numbers of a step while the device works on the next one
             take_steps(state, batches, held_out, start, log, signals, times_collectives)
     except WriterStopped:  # on all ranks, and what was to be written belongs to no step yet
         saved = state.last_checkpoint and state.last_checkpoint.name
         if state.steps_taken > start and saved != checkpoint_name(state.steps_taken):
             save(state, state.steps_taken, log)
-        end_if_stopped(signals.agree(), log)
+        end_if_stopped(state, signals.agree(log.failure), log)
         raise
     except WriterError as error:
         log.close()
@@ -351,10 +354,13 @@ def take_steps(state, batches, held_out, start, log, signals, times_collectives)
             log_evaluation(state, held_out, step, log)
         if state.tasks and (is_every(cfg.eval_task_every, step) or step == cfg.steps):
             log_tasks(state, step, log, lambda: bool(signals.received))
-        stop = signals.agree()
-        if stop or is_every(cfg.save_every, step) or step == cfg.steps:
+        saves = is_every(cfg.save_every, step) or step == cfg.steps
+        if saves:
+            log.flush()  # so that all ranks hear of a full disk, also in the last step
+        stop = signals.agree(log.failure)
+        if stop or saves:
             save(state, step, log)
-        end_if_stopped(stop, log)
+        end_if_stopped(state, stop, log)
 
 
 def timed_metrics(report, begin, end):
@@ -375,12 +381,18 @@ def is_every(num_steps, step):
     return num_steps > 0 and step % num_steps == 0
 
 
-def end_if_stopped(stop, log):
-    """End this rank, as all others, if one of them has received the signal `stop`; 0: none."""
-    if stop:
-        log.close()
+def end_if_stopped(state, stop, log):
+    """End this rank, as all others, for what they have agreed on; see `StopSignals.agree`."""
+    if not stop:
+        return
+    log.close()
+    code = 1 if stop == FAILED else 128 + stop
+    if log.failure:
+        fail(f"{log.failure}, so the job ends; {describe_last_checkpoint(state)}; once this is "
+             "repaired the same command goes on", code=code)
+    if stop != FAILED:
         current_watch().say_who_died()
-        raise SystemExit(128 + stop)
+    raise SystemExit(code)
 
 
 def next_micro_batches(state, batches, step):
@@ -555,7 +567,7 @@ def weigh_rollouts(state, micro_batches):
     if state.writer.has_other_weights():
         metrics = state.writer.gap(micro_batches)
         gap = metrics["rollout/logp_gap"]
-        if gap is not None and gap > state.cfg.max_logp_gap:
+        if gap is not None and not gap <= state.cfg.max_logp_gap:  # NaN too
             fail(f"what writes has other weights than the student: the log-probabilities of its "
                  f"tokens differ by {gap:.3g} nats on average (--max_logp_gap "
                  f"{state.cfg.max_logp_gap}); {describe_last_checkpoint(state)}", code=1)

@@ -46,7 +46,8 @@ from projection_tools.model_names import without_secrets
 
 POSITION = "position.json"
 CHECKSUM = "checksum"  # key of position.json
-TORCH_WRITER = "inline_container", "iostream"  # in the RuntimeErrors of torch's writer of files
+# in the RuntimeErrors of torch's writer of files
+TORCH_WRITER = "inline_container", "iostream", "Parent directory"
 
 # --- save -----------------------------------------------------------------------------------------
 
@@ -73,9 +74,11 @@ def write_errors_named(target):
     except (OSError, RuntimeError) as error:
         is_of_torch = any(word in str(error) for word in TORCH_WRITER)
         is_of_peers = isinstance(error, (RuntimeError, FileNotFoundError, ConnectionError))
-        if is_of_peers and not is_of_torch:
+        is_there = str(getattr(error, "filename", "")).startswith(str(target.parent))
+        if is_of_peers and not is_of_torch and not is_there:
             raise
-        free = shutil.disk_usage(target.parent).free
+        existing = next(folder for folder in target.parents if folder.is_dir())
+        free = shutil.disk_usage(existing).free
         raise CannotSave(f"{target} cannot be written ({reason_of(error)}; {free / 2**20:.0f} MiB "
                          "are free there)") from None
 

@@ -71,11 +71,16 @@ def files_in(folder):
 def write_atomically(path, text):
     """Write a text file that, at any moment, has its old content or the new one."""
     scratch = scratch_of(path)
-    with open(scratch, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # or a power failure could leave the name without the content
-    os.replace(scratch, path)
+    try:
+        with open(scratch, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power failure could leave the name without the content
+        os.replace(scratch, path)
+    except OSError:  # as of a full disk, on which half of it would take room
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
     sync(path.parent)
 
 

@@ -161,8 +161,8 @@ def fail_alone(kind, code=2):
     try:
         yield
     except kind as error:
-        current_watch().announce(str(error), code, said=True)
-        fail(str(error), loud=True, code=code)
+        is_first = current_watch().announce(str(error), code, said=True)
+        fail(str(error), loud=is_first, code=code)
 
 
 def fail(message, loud=None, code=2):

@@ -1,6 +1,7 @@
 """Write what a run leaves behind: metrics, a progress bar, the record to run it again."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -95,8 +96,28 @@ def time_collectives():
     logger.append = append_and_reset
 
 
+def noting_failure(write):
+    """Let a method of Log note that the disk refuses what it writes; from then on it does nothing.
+
+    The ranks then agree on the end of the job, which one that raises alone would keep from saving.
+    """
+    @functools.wraps(write)
+    def write_and_note(self, *arguments):
+        if self.failure:
+            return
+        try:
+            write(self, *arguments)
+        except OSError as error:
+            self.failure = f"nothing can be logged to {self.folder} ({reason_of(error)})"
+
+    return write_and_note
+
+
 class Log:
     """metrics.jsonl, the progress bar, wandb and DeepSpeed's monitors, on rank 0 alone.
+
+    Attributes:
+        failure: why nothing can be written any more; "": it can.
 
     Args:
         cfg: the flags output_dir, steps, loss, kd_weight, wandb_project, ds_config, projection and
@@ -111,23 +132,18 @@ class Log:
     def __init__(self, cfg, start_step, ds_config, description="", monitor=None):
         self.is_active = dist.get_rank() == 0
         self.pending = None  # (step, function that returns its metrics)
+        self.failure = ""
         if not self.is_active:
             return
         if description:
             print(f"distill.py: {without_secrets(description)}", file=sys.stderr, flush=True)
-        folder = Path(cfg.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder = Path(cfg.output_dir)
         self.path = folder / "metrics.jsonl"
         self.rollout_path = folder / "rollouts.jsonl"
         self.task_path = folder / "eval_tasks.jsonl"
-        _drop_lines_after(self.path, start_step)
         self.sample_path = folder / "samples.jsonl"
-        for path in (self.rollout_path, self.task_path, self.sample_path):
-            if path.exists():
-                _drop_lines_after(path, start_step)
-        # Every resume adds a record of its own, under its step.
-        record_name = f"run_{start_step:07d}.json" if start_step else "run.json"
-        write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
+        self.wandb = None
+        self._start_files(cfg, start_step, ds_config)
         self.bar = tqdm(
             total=cfg.steps,
             initial=start_step,
@@ -136,8 +152,22 @@ class Log:
             # In seconds: a log file gets fewer lines than a terminal.
             mininterval=0.5 if sys.stderr.isatty() else 10,
         )
-        self.wandb = _start_wandb(cfg, folder, start_step) if cfg.wandb_project else None
         self.monitor = monitor if monitor and monitor.enabled else None
+
+    @noting_failure
+    def _start_files(self, cfg, start_step, ds_config):
+        """Drop what a resumed run writes again, write the record of the run, start wandb."""
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        _drop_lines_after(self.path, start_step)
+        for path in (self.rollout_path, self.task_path, self.sample_path):
+            if path.exists():
+                _drop_lines_after(path, start_step)
+        # Every resume adds a record of its own, under its step.
+        record_name = f"run_{start_step:07d}.json" if start_step else "run.json"
+        write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
+        if cfg.wandb_project:
+            self.wandb = _start_wandb(cfg, folder, start_step)
 
     def __enter__(self):
         return self
@@ -170,6 +200,7 @@ class Log:
         self.write(step, metrics)
         self.advance(metrics)
 
+    @noting_failure
     def write(self, step, metrics):
         """Append a line of metrics; what is not finite, which JSON has no number for, is null."""
         if not self.is_active:
@@ -186,6 +217,7 @@ class Log:
             # by steps, where the engine's own Train/Samples/lr counts samples
             self.monitor.write_events([(name, value, step) for name, value in numbers.items()])
 
+    @noting_failure
     def write_rollouts(self, step, records):
         """Append to rollouts.jsonl what the student wrote; wandb shows it as a table.
 
@@ -198,6 +230,7 @@ class Log:
         _append(self.rollout_path, step, records)
         self._show_table("rollouts", ["prompt", "text", "student_nats_per_byte"], records, step)
 
+    @noting_failure
     def write_task_items(self, step, records):
         """Append to eval_tasks.jsonl what became of each item; wandb shows the first as a table.
 
@@ -210,6 +243,7 @@ class Log:
         columns = ["task", "id", "prediction", "verdict", "answer"]
         self._show_table("eval_tasks", columns, records[:TABLE_ROWS], step)
 
+    @noting_failure
     def write_samples(self, step, records):
         """Append to samples.jsonl what the student wrote, and print the first.
 

@@ -48,6 +48,7 @@ REFUSAL_GRACE = 30.0
 # The first one of these that any rank got decides the exit code, 128 + its number.  SIGTERM comes
 # last, because DeepSpeed's launcher answers SIGINT with it.
 STOP_SIGNALS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
+FAILED = -1  # stands for no signal, but for what a rank cannot do any more
 
 
 class StopSignals:
@@ -66,10 +67,15 @@ class StopSignals:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def agree(self):
-        """Return a signal that any rank has received, the same on every rank; 0: none has."""
+    def agree(self, failure=""):
+        """Return a signal that any rank has received, the same on every rank; 0: none has.
+
+        Args:
+            failure: of this rank, for which all end as for a signal, with FAILED in its place.
+        """
         received = [number in self.received for number in STOP_SIGNALS]
-        for number, count in zip(STOP_SIGNALS, global_sums(received)):
+        counts = global_sums([*received, bool(failure)])
+        for number, count in zip((*STOP_SIGNALS, FAILED), counts):
             if count:
                 return int(number)
         return 0
@@ -370,11 +376,16 @@ class Watch:
         """Tell all ranks why this one ends the job, and wait until they have heard of it.
 
         Args: see `post_failure`.
+        Returns:
+            whether this rank is the first that announces anything; one is to print its line.
         """
         self.end.set()  # the others end because of this rank, not the other way round
+        is_first = True
         with contextlib.suppress(dist.DistError):
+            is_first = self.thread_store.add("announced", 1) == 1
             self.post_failure(line, code, said)
             self._wait_until_heard()
+        return is_first
 
     def _find_ending_within(self, seconds):
         """Return an Ending; a process that dies takes a moment until it is seen to be dead."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import distill
 import ranks
 from isogloss import checkpoint, files
 from isogloss.checkpoint import (
@@ -340,6 +341,83 @@ def test_a_full_disk_ends_a_job_with_one_line_and_loses_nothing(flags, tmp_path)
     [[again], _] = ranks.run(2, outcomes, tmp_path, flags, ["--steps=2"])
     assert again.exit_code == 0
     assert [line["step"] for line in losses_of(output)] == [1, 2]
+
+
+def full(path):
+    """Let nothing more be written to a file, as on a full disk."""
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/full")
+
+
+def is_a_file(output):
+    shutil.rmtree(output)
+    output.write_text("")
+
+
+# what happens to the output directory in its second step, or 0: before the job; of what the line
+# speaks; the steps of which there are checkpoints afterwards
+LOST_DISKS = {
+    "metrics": (lambda output: full(output / "metrics.jsonl"), 2, "No space left on device", [2]),
+    "samples": (lambda output: full(output / "samples.jsonl"), 2, "No space left on device", [2]),
+    "record": (lambda output: full(output / ".run.json.incomplete"), 0, "No space left", []),
+    "gone": (shutil.rmtree, 2, "No such file or directory: '{output}/metrics.jsonl'", [2]),
+    "last": (lambda output: full(output / "metrics.jsonl"), 3, "No space left on device", [3]),
+    "all": (is_a_file, 2, "step_0000002 cannot be written (", None),
+}
+
+
+def with_lost_disk(folder, flags):
+    """Return the Outcome of a run for each of LOST_DISKS, after the last of which ranks are apart.
+    """
+    ended = []
+    train_step = distill.train_step
+    is_first = os.environ["RANK"] == "0"
+    for name, (lose, at_step, *_) in LOST_DISKS.items():
+        output = Path(folder) / name
+        if is_first and not at_step:
+            output.mkdir()
+            lose(output)
+        steps = itertools.count(1)
+
+        def step(*args, steps=steps, output=output, lose=lose, at_step=at_step):
+            report = train_step(*args)
+            if next(steps) == at_step:
+                dist.barrier()
+                if is_first:
+                    lose(output)
+                dist.barrier()
+            return report
+
+        distill.train_step = step
+        ended += outcomes(folder, flags, [f"--output_dir={output}"])
+    return ended
+
+
+def test_a_log_that_cannot_be_written_ends_a_job_which_saves_first(flags, tmp_path):
+    """With one line, on a full disk, without its directory; --save_every is 0."""
+    flags = [*flags[:-1], "--steps=3", f"--ds_config={tmp_path / 'zero2.json'}", "--eval_rows=2",
+             "--eval_samples=1", "--eval_every=2"]
+    on_ranks = ranks.run(2, with_lost_disk, tmp_path, flags)
+    for name, outcome, other in zip(LOST_DISKS, *on_ranks, strict=True):
+        _, _, message, steps = LOST_DISKS[name]
+        assert [outcome.exit_code, other.exit_code] == [1, 1], (name, outcome, other)
+        printed = outcome.stderr + other.stderr
+        assert "Traceback" not in printed, printed
+        assert printed.count("distill.py: ") == 1, printed
+        line = printed.partition("distill.py: ")[2].splitlines()[0]
+        assert message.format(output=tmp_path / name) in line, (name, line)
+        if steps is None:
+            assert "there is no checkpoint" in line
+            continue
+        saved = tmp_path / name / "checkpoints"
+        assert [path.name for path in saved.glob("step_*")] == [f"step_000000{n}" for n in steps]
+        said = f"is {saved}/step_000000{steps[0]}" if steps else "there is no checkpoint"
+        assert said in line and "the same command goes on" in line
+    (tmp_path / "metrics" / "metrics.jsonl").unlink()  # there is room again
+    again = [f"--output_dir={tmp_path / name}" for name in ("metrics", "record")]
+    for ended in ranks.run(2, outcomes, tmp_path, flags, again):
+        assert [outcome.exit_code for outcome in ended] == [0, 0], ended
+    assert losses_of(tmp_path / "metrics")[-1]["step"] == 3
 
 
 @pytest.mark.slow
