@@ -253,8 +253,8 @@ def needs_equal_lengths(
         try:
             completions = write(model, prompts, [], vocab, temperature=0, agree=agree,
                                 equal_lengths=equal_lengths)
-        except Exception as error:  # of the model's own code, which may raise anything
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        except Exception as failure:  # of the model's own code, which may raise anything
+            reason = f"{type(failure).__name__}: {failure}".partition("\n")[0]
             continue
         error = _largest_error(model, prompts, completions, vocab)
         if error <= limit:

@@ -41,7 +41,8 @@ def encoder(request):
         tokenizer = word_pieces()
     else:
         tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", request.param))
-    return TaskEncoder(tokenizer, LlamaConfig(max_position_embeddings=WINDOW))
+    config = LlamaConfig(max_position_embeddings=WINDOW, vocab_size=len(tokenizer))
+    return TaskEncoder(tokenizer, config)
 
 
 def ids_of(tokenizer, text):
