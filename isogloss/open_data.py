@@ -276,8 +276,12 @@ def _features_of(request, kind, files, is_local):
 
 def _lacks(request, place, name, columns):
     """Return the line that says which column a file lacks."""
+    names = ", ".join(columns)
     hint = "; name one of them with --text_key" if name == request.text_key else ""
-    return f"--data {place}: no column {name!r}; it has {', '.join(columns)}{hint}"
+    if place == request.source and not hint:
+        flag = "prompt_key" if name in request.json_keys else "route_key"
+        return f"--{flag} {name}: no such column; it has {names}"
+    return f"--data {place}: no column {name!r}; it has {names}{hint}"
 
 
 def _check_alike(request, columns_of_files, is_json):

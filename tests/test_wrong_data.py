@@ -296,7 +296,7 @@ PLACES = {
         "--data={folder}/good.jsonl --txt_samples=file", "--txt_samples file: is for .txt files"),
     # prompts and completions
     "no such prompts": Wrong("--data={folder}/pairs.jsonl --prompt_key=p --completion_key=chat",
-                             "no column 'p'; it has q, a, n, chat"),
+                             "--prompt_key p: no such column; it has q, a, n, chat"),
     "no such completions": Wrong("--data={folder}/pairs.jsonl --prompt_key=q --completion_key=b",
                                  "no column 'b'"),
     "a text before a chat": Wrong(
@@ -319,7 +319,7 @@ PLACES = {
     "no such column": Wrong("--data={folder}/good.jsonl --text_key=words",
                             "no column 'words'; it has text"),
     "all held out": Wrong("--data={folder}/good.jsonl --eval_rows=5", "the data has 5 rows"),
-    "no such route": Wrong(TEACHERS + "domain", "no column 'domain'; it has text"),
+    "no such route": Wrong(TEACHERS + "domain", "--route_key domain: no such column; it has text"),
     "routes of lists": Wrong(TEACHERS + "lists", "--route_key lists: the column holds lists of"),
     "routes of objects": Wrong(TEACHERS + "objects", "the column holds objects of a, expected"),
     "routes of mixed types": Wrong(TEACHERS + "mixed", "the column holds mixed types"),
