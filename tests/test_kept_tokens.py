@@ -18,6 +18,7 @@ from isogloss.kept_tokens import (
     without_draws,
 )
 from isogloss.model_teachers import truncate
+from tiles import TopKLogits
 
 SPELLED = [b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff", b"\xff\xff", b"abcab",
            b"<s>", b"c", b"ca", b"cab", b"cabbage", b"x" * 40, b"x" * 39, b"x" * 15]
@@ -90,8 +91,6 @@ def test_the_expected_row_is_the_row(temperature, num_entries, label):
     order = byte_order(table_of(SPELLED))
     logits = logits_of(1, len(SPELLED), 1.5)
     logits[0, 8] = -torch.inf  # a token that never comes
-    if label == "likeliest":  # kept as it is, and once more as the label
-        label = int(logits.argmax())
     num = 20_000
     uniform_N = (torch.arange(num, dtype=torch.float64) + 0.5) / num
     kept = keep(logits.expand(num, -1), num_entries, torch.full((num,), label), order,
@@ -105,6 +104,14 @@ def test_the_expected_row_is_the_row(temperature, num_entries, label):
     mean = (rows / temperature).softmax(-1).double().mean(0)[:-1]
     expected = (logits[0] / temperature).softmax(-1).double()
     torch.testing.assert_close(mean, expected, rtol=2e-3, atol=2e-5)
+
+
+def test_a_label_that_is_kept_too_counts_once():
+    """A cache lists it twice; the draw, of 0.3, stands for the rest, of 0.3."""
+    mass = torch.tensor([[0.5, 0.2, 0.3, 0.5]])
+    rows = TopKLogits(torch.tensor([[0, 2, 5, 0]]), mass.log(), 7, torch.tensor([0.3]).log())
+    whole = estimated(ScoredLogits(rows, None), torch.tensor([1]))(torch.tensor([0])).exp()
+    torch.testing.assert_close(whole, torch.tensor([[0.5, 0, 0.2, 0, 0, 0.3, 0, 0]]))
 
 
 def test_draws_of_a_real_vocabulary_are_tokens_that_are_not_kept(real_table):
