@@ -1,10 +1,13 @@
 """Ranks start and end together: failures, deaths, signals, lost launchers; nothing is unpickled."""
 
 import ast
+import json
+import math
 import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from datetime import timedelta
@@ -18,6 +21,8 @@ import ranks
 from conftest import ROOT
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from launched import PATIENCE, Job, wait_until
+from test_cached_teachers import write as write_caches
+from test_evaluate import next_token_rows
 
 
 @pytest.fixture(scope="module")
@@ -481,3 +486,63 @@ def test_a_signal_while_the_models_load_ends_the_job_at_once(small_run, tmp_path
     job.runner.terminate()
     job.wait()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --- processes that nothing was imported in before -----------------------------------------------
+
+JUDGED = "An index of the value, and its name."
+# Of the environment of the tests; the rest would hide what a user meets.
+KEPT = {"PATH", "HOME", "DS_ACCELERATOR", "HF_HUB_OFFLINE", "ISOGLOSS_CACHE", "WANDB_MODE",
+        "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME"}
+
+
+def layout_families(models, untied, cache, folder):
+    """Return {name: (ranks, flags)}; in each some rank has nothing to judge in some micro-batch."""
+    teachers = [{"model": str(models[1]), "tp": 2, "name": "sharded"},
+                {"model": str(untied), "loss": "forward_kl", "name": "same"},
+                {"cache": str(cache), "name": "cached"}]
+    stages = ds_config(folder / "stages.json", 1, 1, 2)
+    return {
+        "data parallel; a sharded and a cached teacher": (2, [
+            f"--ds_config={ds_config(folder / 'zero0.json', 0, 1, 1)}",
+            f"--teachers={json.dumps(teachers)}"]),
+        "sequence parallel; on-policy": (2, [
+            f"--ds_config={ds_config(folder / 'zero2.json', 2, 1, 1)}", "--sequence_parallel=2",
+            f"--teacher={models[1]}", "--on_policy=1", "--rollout_tokens=4", "--prompt_tokens=8"]),
+        "a pipeline; a teacher on a rank of its own": (3, [
+            f"--ds_config={stages}", "--pipeline_parallel=2", f"--teacher={models[1]}",
+            "--teacher_ranks=1"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
+def test_fresh_processes_judge_where_some_have_nothing_to_judge(models, untied, tokenizers, tables,
+                                                                texts, tmp_path, number):
+    """By DeepSpeed's launcher, from another directory, without what tests import and set."""
+    from transformers import AutoModelForCausalLM
+
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": text}) for text in ["", JUDGED, *texts[:8]]))
+    flags = [f"--student={models[0]}", f"--data={data}", "--eval_rows=2", "--max_length=60",
+             "--steps=1"]
+    families = layout_families(models, untied, tmp_path / "cache", tmp_path)
+    name, (num_ranks, more) = list(families.items())[number]
+    if "cached" in name:
+        ranks.run(1, write_caches, [[f"--teacher={models[1]}", f"--data={data}", "--top_k=20",
+                                     f"--output={tmp_path / 'cache'}"]])
+    ids, logp = next_token_rows(AutoModelForCausalLM.from_pretrained(models[0]).eval(),
+                                tokenizers[0], tables[0], JUDGED)
+    nats = -sum(float(row[token]) for row, token in zip(logp, ids[1:-1], strict=False))
+    environment = {name: value for name, value in os.environ.items() if name in KEPT}
+    output = tmp_path / "run"
+    command = [Path(sys.executable).with_name("deepspeed"), f"--num_gpus={num_ranks}",
+               f"--master_port={ranks.free_port()}", ROOT / "distill.py", *flags, *more,
+               f"--output_dir={output}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True,
+                          timeout=PATIENCE * 2)
+    assert done.returncode == 0, (name, done.stderr)
+    assert "Traceback" not in done.stderr and "Warning:" not in done.stderr, done.stderr
+    before, step, after = losses_of(output, -1)
+    assert step["loss"] > 0 and after["eval/student_entropy"] > 0, name
+    assert math.isclose(before["eval/student_bits_per_byte"],
+                        nats / math.log(2) / len(JUDGED.encode()), rel_tol=1e-4), name
