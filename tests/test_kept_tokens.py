@@ -18,6 +18,7 @@ from isogloss.kept_tokens import (
     without_draws,
 )
 from isogloss.model_teachers import truncate
+from isogloss.text_scores import ScoredLogits
 from tiles import TopKLogits
 
 SPELLED = [b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff", b"\xff\xff", b"abcab",
