@@ -222,7 +222,7 @@ def test_divergences_report_nan_and_unequal_vocabularies(name, coefficient):
         value, _ = losses.position_divergence(name, x, y, None, coefficient=coefficient)
         assert value.isnan() or compares_nothing
     shorter = y[..., :-1]
-    with pytest.raises(ValueError, match=r"logits .* of the student"):
+    with pytest.raises(ValueError, match="expected the same positions and the same vocabulary"):
         losses.position_divergence(name, x, shorter, None, coefficient=coefficient)
 
 

@@ -200,8 +200,9 @@ class Translation:
         d = x.flatten(0, 1).clone()
         y_rows = y.flatten(0, 1).clone()
         labels = self.labels.flatten() if factors[0] else None
+        next_S, next_T = (ids.flatten() for ids in self.ids[1:3])
         ce, kd = translation.translated_in_place(
-            d, y_rows, labels, *self.ids[1:3], self.nodes, self.tables, self.cells, factors,
+            d, y_rows, labels, next_S, next_T, self.nodes, self.tables, self.cells, factors,
             None if weight is None else weight.flatten())
         torch.testing.assert_close(y_rows, y.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
         return ce, kd, d.view_as(x)
