@@ -211,9 +211,10 @@ def test_every_flag_that_names_a_file_is_known_as_one(name):
 def test_a_home_directory_is_expanded_in_every_path(name, monkeypatch, tmp_path):
     kind = COMMANDS[name]
     monkeypatch.setenv("HOME", str(tmp_path))
+    no_folders = {"png"} | ({"output"} if name == "isogloss.tasks" else set())
     for flag in path_flags(kind):
         for path in ("~/x.pt", "~"):
-            if flag != "teacher_tokenizer" and not (flag == "png" and path == "~"):
+            if flag != "teacher_tokenizer" and not (flag in no_folders and path == "~"):
                 args = parse_flags(kind, words_for(kind, **{flag: path}))
                 assert getattr(args, flag) == path.replace("~", str(tmp_path))
 
