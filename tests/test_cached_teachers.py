@@ -33,6 +33,7 @@ from test_layouts import (
     Case,
     Layout,
     check_steps,
+    cut_flags,
     flags_for,
     references,
     references_of,
@@ -195,6 +196,21 @@ def test_same_loss_and_gradient_from_a_cache_in_every_layout(models, texts, cach
         # float32 leaves 4e-7 at most
         check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB,
                     tolerance=1e-6)
+
+
+@pytest.mark.slow
+def test_same_loss_and_gradient_from_a_cache_of_texts_that_the_limit_cuts(
+        models, texts, data, tmp_path):
+    """The cache is of the whole texts, and so knows more than a teacher that reads the cut ones."""
+    cut = cut_flags(models)
+    ranks.run(1, write, [[f"--teacher={cut['teacher']}", *data, f"--output={tmp_path / 'cache'}",
+                          "--top_k=400", "--logp_bits=32"]])
+    flags = flags_for(models, texts, tmp_path, **cut)
+    samples = uneven_samples(texts)
+    expected = references_of(flags, ["piece_kl"], samples)
+    layouts = [Layout(0, 1, 8, {"teacher_cache": str(tmp_path / "cache"), "teacher": ""})]
+    check_steps(expected, 1, flags, samples[::-1], layouts, [Case("piece_kl")], SMALL_TILE_MIB,
+                tolerance=1e-6)
 
 
 @pytest.mark.slow

@@ -71,6 +71,15 @@ def uneven_samples(texts):
     return [texts[0] * 2, None, texts[1][:9], texts[2], "", texts[3][:60], texts[4], texts[5][:30]]
 
 
+def cut_flags(models):
+    """Return flags with which the limit cuts three of `uneven_samples`, in words that may go on.
+
+    The student's tokens are the longer ones: what comes behind a cut is a choice of the teacher's
+    next row, which padding must not answer.
+    """
+    return {"student": str(models[1]), "teacher": str(models[0]), "max_length": 61}
+
+
 def flags_of(loss):
     """Return the flags that a Case's loss changes."""
     if loss == AS_FLAGS_SAY.loss:
@@ -164,8 +173,9 @@ def collator_of(state, inputs, case, samples, tile_mib):
     batch = collator(samples)
     if pack:
         assert len(batch.student.ids) == len(batch.teachers[0].ids) < len(samples)
-    # with one tokenizer every chunk is one token, so no border cuts any
-    if cfg.sequence_parallel > 1 and case.loss != "forward_kl":
+    # where the student's tokens are no shorter, every chunk is one of them, so no border cuts any
+    is_shorter = len(inputs.student.table) < len(state.teachers[0].encoder.table)
+    if cfg.sequence_parallel > 1 and is_shorter:
         assert len(batch.teachers[0].halo_index) > 0
     return collator
 
@@ -387,6 +397,23 @@ def test_same_loss_and_gradient_of_packed_samples(models, untied, texts, tmp_pat
     for num_ranks, layouts in PACKED.items():
         layouts = layouts[:1] if teachers == "two" else layouts
         check_steps(expected, num_ranks, packed, samples, layouts, cases, SMALL_TILE_MIB)
+
+
+CUT = [
+    Layout(0, 1, 4),
+    Layout(2, 4, 1),
+    Layout(3, 4, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
+]
+
+
+def test_same_loss_and_gradient_of_texts_that_the_limit_cuts(models, texts, tmp_path):
+    """However much padding stands behind a cut: alone, beside others, reversed, packed, in shards.
+    """
+    flags = flags_for(models, texts, tmp_path, **cut_flags(models))
+    samples = uneven_samples(texts)
+    expected = references_of(flags, ["piece_kl"], samples)
+    cases = [Case("piece_kl"), Case("piece_kl", packed=True)]
+    check_steps(expected, 2, flags, samples[::-1], CUT, cases, SMALL_TILE_MIB / 4)
 
 
 # --- sequence parallelism -------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from test_layouts import (
     SMALL_TILE_MIB,
     check_gradients,
+    cut_flags,
     references,
     several_teachers,
     uneven_samples,
@@ -105,6 +106,7 @@ def steps_of(students, models, untied):
     return {
         "four stages": Step(4, 1, 8, {}),
         "two pipelines": Step(2, 1, 4, {}),
+        "cut texts": Step(2, 1, 4, cut_flags(models)),
         "untiled": Step(2, 2, 2, {"tiled": False, "loss": "gold"}),
         "packed": Step(2, 2, 2, {"pack": True, "activation_checkpointing": True,
                                  "student": students["gpt_neox"]}),

@@ -30,6 +30,8 @@ from test_layouts import (
     Layout,
     check_gradients,
     check_step,
+    check_steps,
+    cut_flags,
     flags_for,
     layout_results,
     references,
@@ -189,6 +191,18 @@ def test_same_loss_and_gradient_as_the_live_teacher(models, texts, servers, tmp_
                 prompts += body["prompt"]
         num_texts = sum(sample is not None for sample in samples)
         assert len(prompts) == len(some) * num_texts + 1  # one before the first step
+
+
+@pytest.mark.slow
+def test_same_loss_and_gradient_of_texts_that_the_limit_cuts(models, texts, tmp_path):
+    flags = flags_for(models, texts, tmp_path, **cut_flags(models))
+    samples = uneven_samples(texts)
+    expected = references_of(flags, ["piece_kl"], samples)
+    server = StandIn(models[0])
+    with server.running():
+        layouts = [Layout(0, 1, 8, served(server, models[::-1], 400))]
+        check_steps(expected, 1, flags, samples[::-1], layouts, [Case("piece_kl")],
+                    SMALL_TILE_MIB)
 
 
 def masked_copy(folder, target):
