@@ -324,7 +324,36 @@ def start_engine(module, ds_config, path, projection_learning_rate=0.0):
     groups = optimizer_groups(module, projection_learning_rate)
     engine = start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
     let_overflow_skip_steps(engine)
+    if engine.zero_optimization_stage() == 3:
+        clear_padding(engine)
     return engine
+
+
+@torch.no_grad()
+def clear_padding(engine):
+    """Set to 0 what ZeRO-3 adds to weights so that all shards have one size.
+
+    DeepSpeed leaves there what the memory held.  NaN would be a state that is not finite, and an
+    optimizer that takes a norm of its weights would count it.
+    """
+    for parameter in engine.module.parameters():
+        num_weights, _ = shard_sizes(parameter)
+        parameter.ds_tensor[num_weights:] = 0
+    optimizer = engine.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat  # copies, made when the engine started
+    for group, master in zip(optimizer.fp16_groups, masters, strict=True):
+        start = 0
+        for parameter in group:
+            num_weights, size = shard_sizes(parameter)
+            master[start + num_weights : start + size] = 0
+            start += size
+
+
+def shard_sizes(parameter):
+    """Return (weights in this rank's shard of a partitioned parameter, those and its padding)."""
+    size = parameter.partition_numel()
+    first = size * dist.get_rank(parameter.ds_process_group)
+    return min(max(parameter.ds_numel - first, 0), size), size
 
 
 def attach_projection(module, teachers, device):

@@ -99,8 +99,9 @@ def new_replica(engine, device):
     model = engine.module.model
     dtype = next(model.parameters()).dtype
     options = {"attn_implementation": "sdpa" if model._supports_sdpa else "eager"}
+    config = copy.deepcopy(model.config)  # from_config writes dtype and attention into it
     with torch.random.fork_rng():
-        replica = AutoModelForCausalLM.from_config(model.config, dtype=dtype, **options)
+        replica = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         if adapter_of(model):
             adapter = copy.deepcopy(adapter_of(model))
             add_adapter(f"lora_r {adapter.r}", replica, adapter)

@@ -228,6 +228,37 @@ def test_weights_and_optimizer_state_are_looked_through():
     assert not has_finite_state(engine)
 
 
+def states_from_spoiled_memory(flags_of_jobs, texts):
+    """Return (parameters with padding, the state is finite) after a step of each job.
+
+    Memory that nobody has written to holds NaN.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    reports = []
+    for flags in flags_of_jobs:
+        state, inputs = job_for(flags)
+        batch = build_collator(state.cfg, inputs, state.device, math.inf)(texts)
+        distill.train_step(state, [batch])
+        padded = sum(bool(p.padding_size()) for p in state.engine.module.parameters())
+        reports.append((padded, has_finite_state(state.engine)))
+    return reports
+
+
+@pytest.mark.slow
+def test_what_fills_up_a_shard_is_finite(models, texts, tmp_path):
+    """Three ranks do not divide a power of 2; Adafactor takes a norm of all that a shard holds."""
+    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=60,
+                 data=write_corpus(tmp_path, texts, 20), output_dir=str(tmp_path))
+    adafactor = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
+    jobs = [flags | {"ds_config": ds_config(tmp_path / "adamw.json", 3, 2, 1), "lora_r": 2},
+            flags | {"ds_config": ds_config(tmp_path / "adafactor.json", 3, 2, 1,
+                                            zero_allow_untested_optimizer=True,
+                                            **BF16, **adafactor)}]
+    for reports in ranks.run(3, states_from_spoiled_memory, jobs, texts[:2]):
+        for padded, is_finite in reports:
+            assert padded and is_finite, reports
+
+
 # --- whole jobs -----------------------------------------------------------------------------------
 
 

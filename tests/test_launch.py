@@ -507,7 +507,7 @@ def layout_families(models, untied, cache, folder):
             f"--ds_config={ds_config(folder / 'zero0.json', 0, 1, 1)}",
             f"--teachers={json.dumps(teachers)}"]),
         "sequence parallel; on-policy": (2, [
-            f"--ds_config={ds_config(folder / 'zero2.json', 2, 1, 1)}", "--sequence_parallel=2",
+            f"--ds_config={ds_config(folder / 'zero3.json', 3, 1, 1)}", "--sequence_parallel=2",
             f"--teacher={models[1]}", "--on_policy=1", "--rollout_tokens=4", "--prompt_tokens=8"]),
         "a pipeline; a teacher on a rank of its own": (3, [
             f"--ds_config={stages}", "--pipeline_parallel=2", f"--teacher={models[1]}",

@@ -239,7 +239,7 @@ def test_the_same_rollouts_and_curve_in_every_layout(base):
         "cut": (1, config_of(base, 0, 2, 1)),
         "two": (2, config_of(base, 3, 2, 2)),
         "hooks": (2, config_of(base, 3, 4, 2), "--rollout_replica=false", "--rollout_batch=1"),
-        "shards": (2, config_of(base, 2, 8, 1), "--sequence_parallel=2"),
+        "shards": (2, config_of(base, 3, 8, 1), "--sequence_parallel=2"),
         "packed": (2, config_of(base, 2, 4, 2), "--pack", "--num_workers=0"),
         "four": (4, config_of(base, 2, 2, 4)),
     }
