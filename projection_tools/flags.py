@@ -121,8 +121,8 @@ def expanded(flag, path, is_written=False):
     limit = LONGEST_NAME - SCRATCH_BYTES * is_written
     longest = max(len(os.fsencode(name)) for name in full.split("/"))
     if longest > limit and "://" not in full:
-        raise ValueError(f"{flag} {path}: a name in it has {longest} bytes; expected {limit} or "
-                         "fewer")
+        raise ValueError(f"{flag} {path:.200}: a name in it has {longest} bytes; expected {limit} "
+                         "or fewer")
     return full
 
 

@@ -483,7 +483,7 @@ WRONG = {
     "seed": ("--tasks=mmlu --seed=-1", "seed is -1; expected 0 or more"),
     "huge seed": ("--tasks=mmlu --seed=4294967296", "seed is 4294967296; expected"),
     "output folder": ("--tasks=mmlu --output={damaged}", "cannot be written (Is a directory"),
-    "long output": ("--tasks=mmlu --output={damaged}/" + "x" * 300, "cannot be written (File name"),
+    "long output": ("--tasks=mmlu --output={damaged}/" + "x" * 300, "a name in it has 300 bytes"),
     "dtype": ("--tasks=mmlu --dtype=float8", "--dtype float8: expected one of auto, float32"),
     "output": ("--tasks=mmlu --output=none/file.jsonl", "the folder none does not exist"),
     "model": ("--tasks=mmlu --model=none/at-all", "--model none/at-all: its tokenizer cannot be"),

@@ -247,8 +247,8 @@ PLACES = {
     "a link to itself": Wrong("--data={folder}/circle.jsonl", "is a link to nothing"),
     "a pipe among files": Wrong("--data={folder}/pipes", "pipes/b.jsonl: is a pipe"),
     "a link to nothing among files": Wrong("--data={folder}/links", "b.jsonl: is a link to"),
-    "a name that is too long": Wrong(f"--data=/{'a' * 5000}", "no such file, directory or glob"),
-    "a home of nobody": Wrong("--data=~nobody_has_this/a.txt", "no such file, directory or glob"),
+    "a name that is too long": Wrong(f"--data=/{'a' * 5000}", "a name in it has 5000 bytes"),
+    "a home of nobody": Wrong("--data=~nobody_has_this/a.txt", "there is no such user"),
     # directories and globs
     "an empty directory": Wrong("--data={folder}/empty", "holds no file that can be read"),
     "a directory of other files": Wrong("--data={folder}/other", "holds no file that can be"),

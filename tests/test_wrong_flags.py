@@ -131,10 +131,10 @@ TEXTS = {
     "twins": ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' is there twice"),
     "infinite": ('{"train_batch_size": 4, "gradient_clipping": 1e999}', "expected a finite number"),
     "not_a_number": ('{"train_batch_size": 4, "gradient_clipping": NaN}', "a finite number"),
-    "comment": ('{"train_batch_size": 4} // four', "not JSON"),
-    "comma": ('{"train_batch_size": 4,}', "not JSON"),
-    "nothing": ("", "not JSON"),
-    "deep": ("[" * 100_000, "not JSON"),
+    "comment": ('{"train_batch_size": 4} // four', "not valid JSON (line 1, column"),
+    "comma": ('{"train_batch_size": 4,}', "not valid JSON (line 1, column"),
+    "nothing": ("", "not valid JSON"),
+    "deep": ("[" * 100_000, "nested too deep"),
 }
 FLAGS = {
     "seed of 2^32": Wrong("--seed=4294967296", "--seed 4294967296: expected 4294901760 or less"),
