@@ -146,7 +146,7 @@ def run_harness(assets, case, timed):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(assets) / "models" / case.model
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
     lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(path), device="cpu",
               batch_size=case.batch_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,7 +179,7 @@ def run_ours(assets, case, timed):
     from isogloss.tasks import TaskOptions, load_tasks, run_tasks
 
     path = Path(assets) / "models" / case.model
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
     options = TaskOptions(data=str(Path(assets) / "eval"), shots=case.shots, limit=case.limit,
                           batch_size=case.batch_size, max_new_tokens=NEW_TOKENS)
