@@ -9,6 +9,7 @@ Tests: tests/test_wrong_data.py.
 
 import bz2
 import codecs
+import collections
 import csv
 import glob
 import gzip
@@ -402,7 +403,7 @@ def _problem_of_whole(file):
 
 def _problem_of_json_line(line):
     try:
-        value = json.loads(line, object_pairs_hook=_without_twins)
+        value = json.loads(line, object_pairs_hook=without_twins)
     except RecursionError:
         return "is nested too deep; repair or remove it"
     except json.JSONDecodeError as error:
@@ -416,13 +417,13 @@ def _problem_of_json_line(line):
     return None
 
 
-def _without_twins(pairs):
-    names = set()
-    for name, _ in pairs:
-        if name in names:
-            raise ValueError(f"has the key {name!r} twice; remove one")
-        names.add(name)
-    return dict(pairs)
+def without_twins(pairs):
+    """Return the object of (key, value) pairs; of two values JSON would take the last in silence."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"has the key {name!r} twice; remove one")
+    return row
 
 
 # --- columns, by Arrow ----------------------------------------------------------------------------

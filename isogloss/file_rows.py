@@ -19,7 +19,14 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from isogloss.data_checks import NAMES_OF_JSON, OPENERS, BadLine, arrow_batches, split_suffix
+from isogloss.data_checks import (
+    NAMES_OF_JSON,
+    OPENERS,
+    BadLine,
+    arrow_batches,
+    split_suffix,
+    without_twins,
+)
 
 ROWS_TO_PEEK = 1000  # rows that tell the type of a column
 # Type of a value -> of a column that holds no other; of two kinds of numbers the second.
@@ -112,14 +119,7 @@ def _begins_value(file, start):
     return start[0] == "[" or start == "{" or _suffixes(file)[0] == ".json"
 
 
-def _without_twins(pairs):
-    row = dict(pairs)
-    if len(row) < len(pairs):  # JSON would take the last of two values in silence
-        raise ValueError("a key is there twice")
-    return row
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_without_twins)
+DECODER = json.JSONDecoder(object_pairs_hook=without_twins)
 SPACE = re.compile(r"\s*")
 
 
