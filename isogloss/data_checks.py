@@ -418,7 +418,7 @@ def _problem_of_json_line(line):
 
 
 def without_twins(pairs):
-    """Return the object of (key, value) pairs; of two values JSON would take the last in silence."""
+    """Return a dict of (key, value) pairs; JSON would take the last of two in silence."""
     row = dict(pairs)
     if len(row) < len(pairs):
         [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
