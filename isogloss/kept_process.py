@@ -29,15 +29,15 @@ def end_with_this_process():
 
 def children():
     """List the children of this process."""
-    found = []
+    numbers = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = path.read_text().rpartition(")")[2].split()[1]  # "id (name) state parent ..."
         except OSError:  # it has ended meanwhile
             continue
         if int(parent) == os.getpid():
-            found.append(int(path.parent.name))
-    return found
+            numbers.append(int(path.parent.name))
+    return numbers
 
 
 def kill_all():
