@@ -27,7 +27,7 @@ test-gpu: .venv/installed
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
-	.venv/bin/mypy losses.py translation.py tiles.py rollout.py sandbox.py ipc.py teacher_mixing.py
+	.venv/bin/mypy
 
 # the pages of docs/ as a site in site/; a link that leads nowhere is an error
 docs: .venv/installed-docs

@@ -17,7 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from align import Alignment, TokenTable, checked_ids, unpadded_length
+try:
+    from .align import Alignment, TokenTable, checked_ids, unpadded_length
+except ImportError:  # copied beside it, not into a package
+    from align import Alignment, TokenTable, checked_ids, unpadded_length
 
 
 class CanonicalRow(NamedTuple):

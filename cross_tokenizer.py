@@ -26,14 +26,25 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-import losses
-from align import TokenTable, adds_bos, align, common_cut, fingerprint
+try:
+    from . import losses
+    from .align import TokenTable, adds_bos, align, common_cut, fingerprint
+except ImportError:  # copied beside them, not into a package
+    import losses
+    from align import TokenTable, adds_bos, align, common_cut, fingerprint
+
+
+def _beside(name):
+    """Import a module that lies beside this one."""
+    return import_module(losses.BESIDE + name)
+
 
 IGNORED = -100  # label of positions that predict nothing, as in transformers
 
@@ -110,7 +121,7 @@ class LossSpec(NamedTuple):
 
 def compute_translated(divergence, student_logits, teacher_logits, batch, tables, parameters):
     """Compare the teacher's belief in the student's vocabulary, by a divergence; translation.py."""
-    from translation import translated
+    translated = _beside("translation").translated
 
     return translated(student_logits, teacher_logits, batch.student_next, batch.teacher_next,
                       batch.terms, tables, divergence, **parameters)
@@ -196,11 +207,11 @@ def read_tables(needs, source, tokenizers, token_tables):
         return ()
     command = MAKE_TABLES[needs]
     if source is None:
-        if needs == "projection" or not find_spec("spelling"):
+        if needs == "projection" or not find_spec(losses.BESIDE + "spelling"):
             beside = ", or put spelling.py beside cross_tokenizer.py" * (needs == "translation")
             raise ValueError(f"tables=None: this loss needs a {needs}; make it by {command} and "
                              f"pass tables=\"FILE.pt\"{beside}")
-        from spelling import build_translation_tables
+        build_translation_tables = _beside("spelling").build_translation_tables
 
         source = build_translation_tables(tokenizers, token_tables)
     elif not isinstance(source, dict):
@@ -211,7 +222,7 @@ def read_tables(needs, source, tokenizers, token_tables):
             raise ValueError(f"tables: made for another {role} tokenizer; make them by {command}")
     keys = ("indices", "likelihoods")
     if needs == "translation":
-        from translation import Tables
+        Tables = _beside("translation").Tables
 
         keys = Tables._fields
     missing = [key for key in keys if key not in source]

@@ -31,9 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import align
-import demo_report
-from demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, read_json_lines
+from isogloss import align, demo_report
+from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, read_json_lines
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", ".cache"))
 RUNS = Path("runs/demo")

@@ -22,33 +22,28 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from isogloss.checkpoint import (
+from isogloss.checkpoints.checkpoint import (
     CannotSave,
     checkpoint_name,
     load_checkpoint,
     save_checkpoint,
 )
-from isogloss.checks import (
-    check_logits,
-    check_packing,
-    check_sequence_shards,
-    check_side_by_side,
-)
+from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.checks import check_logits, check_packing, check_sequence_shards, check_side_by_side
 from isogloss.config import GROUPS, Config
-from isogloss.counts import device_sums, global_sums
-from isogloss.eval_samples import EvalSamples, load_samples
-from isogloss.evaluate import evaluate
+from isogloss.data.rollouts import build_prompter
+from isogloss.data.stream import Places
+from isogloss.data.workers import end_workers
+from isogloss.errors import DataError
+from isogloss.evaluation.eval_samples import EvalSamples, load_samples
+from isogloss.evaluation.evaluate import evaluate
+from isogloss.evaluation.task_suite import TaskSuite
 from isogloss.export import export_model, export_projection, projection_path
-from isogloss.finite import BadSteps, has_finite_state
-from isogloss.flat import to_device
-from isogloss.inputs import (
-    build_collator,
-    build_prompter,
-    check_inputs,
-    load_batches,
-    samples_per_step,
-)
-from isogloss.launch import (
+from isogloss.flags.parse import parse_flags
+from isogloss.inputs import build_collator, check_inputs, load_batches, samples_per_step
+from isogloss.job.counts import device_sums, global_sums
+from isogloss.job.flat import to_device
+from isogloss.job.launch import (
     fail,
     fail_alone,
     fail_together,
@@ -56,38 +51,24 @@ from isogloss.launch import (
     silence_libraries,
     start_distributed,
 )
-from isogloss.layout import split_ranks
+from isogloss.job.layout import split_ranks
+from isogloss.job.rendezvous import LOADING_TIMEOUT, TRAINING_TIMEOUT, set_timeout, values_of_ranks
+from isogloss.job.sequence_group import SequenceGroup, join_sequence_group
+from isogloss.job.transfers import Moment, Readback, Uploads
+from isogloss.job.watch import (
+    FAILED,
+    StopSignals,
+    current_watch,
+    end_together,
+    end_with_launchers,
+    ignore_stop_signals,
+    signal_handlers_restored,
+)
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
-from isogloss.objective import LossTerms, TeacherTerm, in_windows
-from isogloss.on_policy import Writer, check_writing, evaluate_rollouts
-from isogloss.pipeline import start_pipeline
-from isogloss.pretrained import load_config
-from isogloss.remote_teachers import (
-    TENSORS_PER_RESPONSE,
-    TeacherClient,
-    client_roles,
-    client_size,
-    serve_requests,
-)
-from isogloss.rendezvous import (
-    LOADING_TIMEOUT,
-    TRAINING_TIMEOUT,
-    set_timeout,
-    values_of_ranks,
-)
-from isogloss.rollout_ratio import weigh_by_ratio
-from isogloss.run_identity import checkpoint_folder, run_identity, run_layout
-from isogloss.sequence import (
-    ATTENTION,
-    SequenceGroup,
-    join_sequence_group,
-    register_attention,
-)
-from isogloss.specs import TeacherSpec
-from isogloss.stages import probe_ids
+from isogloss.models.pretrained import load_config
+from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
 from isogloss.step_report import StepReport, gradient_norm_of, named
-from isogloss.stream import Places
-from isogloss.student import (
+from isogloss.student.engine import (
     EngineRunner,
     StudentRunner,
     StudentWithLoss,
@@ -97,24 +78,25 @@ from isogloss.student import (
     start_engine,
     window_ends,
 )
+from isogloss.student.finite import BadSteps, has_finite_state
+from isogloss.student.pipeline import start_pipeline
+from isogloss.student.stages import probe_ids
+from isogloss.student.ulysses import ATTENTION, register_attention
+from isogloss.student.whole_student import WholeStudent
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
-from isogloss.task_suite import TaskSuite
-from isogloss.teachers import SilentTeacher, load_silent, load_teacher
-from isogloss.transfers import Moment, Readback, Uploads
-from isogloss.watch import (
-    FAILED,
-    StopSignals,
-    current_watch,
-    end_together,
-    end_with_launchers,
-    ignore_stop_signals,
-    signal_handlers_restored,
+from isogloss.teachers.mixing import dynamic_scale
+from isogloss.teachers.remote import (
+    TENSORS_PER_RESPONSE,
+    TeacherClient,
+    client_roles,
+    client_size,
+    serve_requests,
 )
-from isogloss.whole_student import WholeStudent
-from isogloss.workers import DataError, end_workers
-from isogloss.writer_process import WriterError, WriterStopped
-from projection_tools.flags import parse_flags
-from teacher_mixing import dynamic_scale
+from isogloss.teachers.sources import SilentTeacher, load_silent, load_teacher
+from isogloss.teachers.specs import TeacherSpec
+from isogloss.writing.on_policy import Writer, check_writing, evaluate_rollouts
+from isogloss.writing.rollout_ratio import weigh_by_ratio
+from isogloss.writing.writer_process import WriterError, WriterStopped
 
 # --- main -----------------------------------------------------------------------------------------
 

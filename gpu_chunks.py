@@ -26,17 +26,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_kernels import (
-    NUM_WARPS,
-    SLICE,
-    TINY,
-    add_lanes,
-    block_of,
-    cross_entropy_slope,
-    join_lanes,
-    load_logits,
-    row_sums,
-)
+try:
+    from .gpu_kernels import (
+        NUM_WARPS,
+        SLICE,
+        TINY,
+        add_lanes,
+        block_of,
+        cross_entropy_slope,
+        join_lanes,
+        load_logits,
+        row_sums,
+    )
+except ImportError:  # copied beside it, not into a package
+    from gpu_kernels import (
+        NUM_WARPS,
+        SLICE,
+        TINY,
+        add_lanes,
+        block_of,
+        cross_entropy_slope,
+        join_lanes,
+        load_logits,
+        row_sums,
+    )
 
 LARGEST_RATIO = tl.constexpr(4.6e34)  # leaves room for a factor, see `losses._clamp_ratio_`
 TINY_MASS = tl.constexpr(1e-30)  # as in losses.py

@@ -32,6 +32,7 @@ License: Apache-2.0 (see LICENSE).
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -49,11 +50,13 @@ FLOOR = -1e4  # nats; stands for log 0, so that what a model excludes costs a fi
 MARGIN = 1e-6  # nats that a log-probability stays below 0, so that log(1 - p) is finite
 LOG_ZERO = math.log(2.0**-126)  # nats, -87.3: float32's smallest normal mass, which stands for 0
 TINY_MASS = 1e-30  # below any mass that matters and above float32's smallest normal number, 1e-38
-# the file of compiled kernels is optional: it is used if it and numba can be imported
-HAS_KERNELS = all(find_spec(name) for name in ("numba", "cpu_kernels"))
+# files of kernels are optional and lie beside this one, whatever package it was copied into
+BESIDE = f"{__package__}." if __package__ else ""
+# the compiled ones are used if they and numba can be imported
+HAS_KERNELS = all(find_spec(name) for name in ("numba", BESIDE + "cpu_kernels"))
 # likewise for a GPU; the devices whose tensors it gets (tests let Triton interpret it on a CPU)
-HAS_TRITON_KERNELS = all(find_spec(name) for name in ("triton", "gpu_kernels"))
-HAS_TRITON_CHUNKS = HAS_TRITON_KERNELS and find_spec("gpu_chunks") is not None
+HAS_TRITON_KERNELS = all(find_spec(name) for name in ("triton", BESIDE + "gpu_kernels"))
+HAS_TRITON_CHUNKS = HAS_TRITON_KERNELS and find_spec(BESIDE + "gpu_chunks") is not None
 TRITON_DEVICES = ("cuda",)
 # devices whose index_add adds up in the order of the entries; others use atomics
 ORDERED_DEVICES = ("cpu",)
@@ -288,7 +291,7 @@ def vocab_sum(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Add up what the ranks of `group` computed from their columns."""
     if group is None:
         return x
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.sum_over_ranks(x, group)
 
@@ -297,7 +300,7 @@ def vocab_copy(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Mark what all ranks of `group` have, before it meets columns that one rank has alone."""
     if group is None:
         return x
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.copy_to_ranks(x, group)
 
@@ -306,7 +309,7 @@ def vocab_range(x_NX: Tensor, group: ProcessGroup | None = None) -> tuple[int, i
     """Return (first column of this rank's shard, columns of all ranks)."""
     if group is None:
         return 0, x_NX.shape[1]
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.shard_range(x_NX, group)
 
@@ -315,7 +318,7 @@ def vocab_logsumexp(logits_NX: Tensor, group: ProcessGroup | None = None) -> Ten
     """Return the (N,) logsumexp over all columns."""
     if group is None:
         return logits_NX.logsumexp(-1)
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.logsumexp(logits_NX, group)
 
@@ -324,7 +327,7 @@ def vocab_log_softmax(logits_NX: Tensor, group: ProcessGroup | None = None) -> T
     """Return the (N, X) log-probabilities of this rank's columns."""
     if group is None:
         return logits_NX.log_softmax(-1)
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.log_softmax(logits_NX, group)
 
@@ -340,7 +343,7 @@ def vocab_gather(x_NX: Tensor, ids_NK: Tensor, group: ProcessGroup | None = None
     """Return the (N, K) entries at ids of the whole vocabulary."""
     if group is None:
         return x_NX.gather(1, ids_NK)
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.gather(x_NX, ids_NK, group)
 
@@ -350,7 +353,7 @@ def vocab_topk(x_NX: Tensor, k: int, group: ProcessGroup | None = None) -> Tenso
     x_NX = x_NX.detach()
     if group is None:
         return x_NX.topk(min(k, x_NX.shape[1]), -1).indices
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.topk(x_NX, k, group)
 
@@ -365,7 +368,7 @@ def columns_to_rows(x_NX: Tensor, group: ProcessGroup | None = None) -> tuple[Te
     """
     if group is None:
         return x_NX, slice(0, len(x_NX))
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.columns_to_rows(x_NX, group)
 
@@ -1279,9 +1282,7 @@ def compiled_kernels(
     for logits in (student_logits, teacher_logits):
         if logits.device.type != "cpu" or logits.dtype == torch.float64:
             return None
-    import cpu_kernels
-
-    return cpu_kernels
+    return import_module(BESIDE + "cpu_kernels")
 
 
 def triton_kernels(*logits_NX: Tensor, group: ProcessGroup | None = None) -> Any:
@@ -1290,8 +1291,7 @@ def triton_kernels(*logits_NX: Tensor, group: ProcessGroup | None = None) -> Any
         return None
     if any(logits.device.type not in TRITON_DEVICES for logits in logits_NX):
         return None
-    import gpu_kernels
-
+    gpu_kernels = import_module(BESIDE + "gpu_kernels")
     for logits in logits_NX:
         if logits.dtype not in gpu_kernels.DTYPES or logits.stride(-1) != 1:
             return None
@@ -2436,9 +2436,7 @@ def chunk_kernels(*logits_NX: Tensor) -> Any:
     """Import the module of Triton kernels for chunks if it serves these tensors; else None."""
     if not HAS_TRITON_CHUNKS or triton_kernels(*logits_NX) is None:
         return None
-    import gpu_chunks
-
-    return gpu_chunks
+    return import_module(BESIDE + "gpu_chunks")
 
 
 def _rows_of(kernels: Any, chunks: Chunks, student_NV: Tensor) -> Any:

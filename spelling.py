@@ -22,7 +22,10 @@ from itertools import chain, pairwise
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
-from align import BYTE_OF_CHARACTER, METASPACE, fingerprint
+try:
+    from .align import BYTE_OF_CHARACTER, METASPACE, fingerprint
+except ImportError:  # copied beside it, not into a package
+    from align import BYTE_OF_CHARACTER, METASPACE, fingerprint
 
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 # Roles of control tokens, which a tokenizer.json does not name.  Where one token plays several of

@@ -52,29 +52,54 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from losses import (
-    FLOOR,
-    LOG_ZERO,
-    SHIFT,
-    Chunks,
-    Segments,
-    SumAndCount,
-    at_least_float32,
-    bernoulli_kl,
-    check_positions,
-    check_side,
-    check_width,
-    column_sums,
-    compiled_kernels,
-    find_chunks,
-    forward_kl,
-    numbers_of_rows,
-    reduce_terms,
-    soften_bernoulli,
-    softened,
-    take_rows,
-    triton_kernels,
-)
+try:
+    from .losses import (
+        FLOOR,
+        LOG_ZERO,
+        SHIFT,
+        Chunks,
+        Segments,
+        SumAndCount,
+        at_least_float32,
+        bernoulli_kl,
+        check_positions,
+        check_side,
+        check_width,
+        column_sums,
+        compiled_kernels,
+        find_chunks,
+        forward_kl,
+        numbers_of_rows,
+        reduce_terms,
+        soften_bernoulli,
+        softened,
+        take_rows,
+        triton_kernels,
+    )
+except ImportError:  # copied beside it, not into a package
+    from losses import (
+        FLOOR,
+        LOG_ZERO,
+        SHIFT,
+        Chunks,
+        Segments,
+        SumAndCount,
+        at_least_float32,
+        bernoulli_kl,
+        check_positions,
+        check_side,
+        check_width,
+        column_sums,
+        compiled_kernels,
+        find_chunks,
+        forward_kl,
+        numbers_of_rows,
+        reduce_terms,
+        soften_bernoulli,
+        softened,
+        take_rows,
+        triton_kernels,
+    )
 
 LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
 
@@ -1609,6 +1634,6 @@ def whole_columns(x_NX: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return all columns of rows that are sharded over `group`; memory grows by its size."""
     if group is None:
         return x_NX
-    import vocab_parallel
+    from isogloss.objective import vocab_parallel
 
     return vocab_parallel.whole_columns(x_NX, group)

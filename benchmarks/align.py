@@ -14,8 +14,8 @@ import fire
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from align import TokenTable, align
-from align_dp import align_dp
+from isogloss.align import TokenTable, align
+from isogloss.align_dp import align_dp
 
 HEADER = ("text, student tokens", "tokenize ms", "align ms", "M tokens/s", "of tokenizing",
           "align_dp ms")

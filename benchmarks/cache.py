@@ -31,22 +31,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+from isogloss.tiles import HiddenLogits, TopKLogits, head_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import demo_report
-from isogloss import cache
-from isogloss.batch import Collator, PairOptions
+from isogloss import cache, demo_report
 from isogloss.config import Config
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.flags.parse import parse_flags, tool
 from isogloss.inputs import load_text_encoder, teacher_spec
-from isogloss.kept_tokens import byte_order, estimated, keep_tokens
-from isogloss.launch import silence_libraries, start_distributed
-from isogloss.loss_table import build_loss
-from isogloss.model_teachers import load_replicated, truncate
-from isogloss.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
-from isogloss.teachers import load_teacher
-from isogloss.watch import end_together
-from projection_tools.flags import parse_flags, tool
-from tiles import HiddenLogits, TopKLogits, head_of
+from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.job.watch import end_together
+from isogloss.objective.loss_table import build_loss
+from isogloss.objective.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
+from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens
+from isogloss.teachers.model import load_replicated, truncate
+from isogloss.teachers.sources import load_teacher
 
 BATCH = 8
 KEPT = 16, 64, 256

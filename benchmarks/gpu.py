@@ -30,9 +30,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import ipc
-import losses
-import tiles
+from isogloss import losses, tiles
+from isogloss.job import ipc
 
 MIB = 2**20
 SIZES = 4, MIB, 3 * MIB, 3 * MIB + 4  # bytes that processes share; the last is no power of two
@@ -41,7 +40,7 @@ TIMEOUT = 1800  # seconds of a check
 TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl", "alm", "event_kl"
 SPELLED = "piece_kl", "event_kl"  # those that need to know how one vocabulary spells the other
 KEPT_COLUMNS = 8192  # of projection_kl, as --projection_topk
-LIVE_COPIES = {"gold": 3, "projection_kl": 1.25}  # as in isogloss/loss_table.py
+LIVE_COPIES = {"gold": 3, "projection_kl": 1.25}  # as in isogloss/objective/loss_table.py
 TABLE_POSITIONS = 2048, 8192, 32_768
 DEVICE = "cuda"
 
@@ -306,7 +305,7 @@ class ChunkTables:
         self.entries = losses.projection_entries(self.indices, self.weights, sizes.W, kept_K)
         self.of_kernels = None
         if use_kernels:
-            import gpu_chunks
+            from isogloss import gpu_chunks
 
             self.of_kernels = gpu_chunks.projection_tables(
                 *self.entries, V=sizes.V, most_per_token=shape[1])
@@ -328,14 +327,14 @@ class Fused:
         self.use_kernels = use_kernels
         self.cells = None
         if name in SPELLED and use_kernels:
-            import gpu_kernels
+            from isogloss import gpu_kernels
 
             cells = (tables.cell_V, tables.cell_W, tables.num_cells) if name == "piece_kl" else \
                 (tables.event_V, tables.event_W, tables.num_events)
             self.cells = gpu_kernels.cell_tables(*cells)
 
     def __call__(self, student, teacher, sub_tile):
-        import translation
+        from isogloss import translation
 
         labels = sub_tile.student_labels[None]
         ce, _ = losses.next_token_cross_entropy(student[None], labels, select=False)
@@ -370,7 +369,7 @@ class Fused:
             chunks=chunks)[0]
 
     def overwrite(self, student, teacher, sub_tile, factors):
-        import translation
+        from isogloss import translation
 
         if not self.use_kernels:
             return None

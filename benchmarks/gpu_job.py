@@ -27,7 +27,7 @@ VOCAB = 32_000  # rows of the heads of the models that are timed
 def need_packages():
     """Skip where something that distill.py imports is missing."""
     try:
-        import distill  # noqa: F401
+        from isogloss import distill  # noqa: F401
     except ImportError as error:
         raise Skipped(f"distill.py needs {error.name}") from error
 
@@ -40,7 +40,7 @@ def prepare(folder, layers=2, hidden=64, rows=None):
     """
     from pydoc_data import topics
 
-    import demo
+    from isogloss import demo
 
     texts = []
     for _, text in sorted(topics.topics.items()):
@@ -84,9 +84,9 @@ def build(folder, micro_batch_size, precision, **flags):
     """Return (state of a run, its Collator, texts) on this rank."""
     import torch.distributed as dist
 
-    import distill
+    from isogloss import distill
     from isogloss.inputs import build_collator, check_inputs
-    from isogloss.launch import silence_libraries, start_distributed
+    from isogloss.job.launch import silence_libraries, start_distributed
 
     device = start_distributed()
     silence_libraries()
@@ -113,7 +113,7 @@ def step_gradients(folder):
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_grad
 
-    import distill
+    from isogloss import distill
 
     folder = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
@@ -168,9 +168,9 @@ def teacher_states(folder, degree, dtype):
     import torch.distributed as dist
     from transformers import AutoTokenizer
 
-    from isogloss.launch import silence_libraries, start_distributed
-    from isogloss.specs import TeacherSpec
-    from isogloss.teachers import load_teacher
+    from isogloss.job.launch import silence_libraries, start_distributed
+    from isogloss.teachers.sources import load_teacher
+    from isogloss.teachers.specs import TeacherSpec
 
     device = start_distributed()
     silence_libraries()
@@ -225,8 +225,8 @@ def keep_busy():
 
 def transfers_overlap():
     """Return {what: whether it happens while the device works on something else}."""
-    from isogloss.flat import flatten
-    from isogloss.transfers import Readback, Uploads
+    from isogloss.job.flat import flatten
+    from isogloss.job.transfers import Readback, Uploads
 
     uploads = Uploads(torch.device("cuda"))
     flat = flatten([torch.arange(1 << 20), torch.rand(3, 5)])
@@ -249,7 +249,7 @@ def waits_between_steps(folder):
     """Return {place: waits for the device} from an optimizer's step to the next batch's copy."""
     import warnings
 
-    import distill
+    from isogloss import distill
 
     state, collator, texts = build(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
@@ -330,7 +330,7 @@ def timed_steps(folder):
     """Time whole steps, then let the profiler say when the GPU was idle in them."""
     import time
 
-    import distill
+    from isogloss import distill
 
     state, collator, texts = build(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])

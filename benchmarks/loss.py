@@ -42,11 +42,8 @@ import fire
 import numpy as np
 import torch
 import torch.nn.functional as F
-
-import losses
-import translation
-from spelling import translation_tables
-from tiles import (
+from isogloss.spelling import translation_tables
+from isogloss.tiles import (
     CPU_SUB_TILES,
     GPU_SUB_TILES,
     Head,
@@ -58,6 +55,8 @@ from tiles import (
     plan_tiles,
     tiled_loss,
 )
+
+from isogloss import losses, translation
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
 TRANSLATED = "translated_"  # and the name of a divergence

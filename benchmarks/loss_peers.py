@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import losses
 from benchmarks.loss import COMMON_PER_TOKEN, PROJECTION_WEIGHTS, as_list, timed
+from isogloss import losses
 
 GKD = "trl/experimental/gkd/gkd_trainer.py"
 GOLD = "trl/experimental/gold/gold_trainer.py"

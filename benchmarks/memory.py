@@ -62,9 +62,9 @@ def measure(flags):
     """
     from torch.profiler import ProfilerActivity, profile
 
-    import distill
+    from isogloss import distill
     from isogloss.inputs import check_inputs, load_batches
-    from isogloss.launch import silence_libraries, start_distributed
+    from isogloss.job.launch import silence_libraries, start_distributed
 
     device = start_distributed()
     silence_libraries()

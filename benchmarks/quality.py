@@ -41,20 +41,19 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 import torch.nn.functional as F
+from benchmarks.exact_conversion import ExactConverter
+from isogloss.align import TokenTable
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import demo
-import demo_report
-from align import TokenTable
-from benchmarks.exact_conversion import ExactConverter
-from isogloss.batch import Collator, PairOptions, as_example
-from isogloss.cache_files import text_key
+from isogloss import demo, demo_report
 from isogloss.config import Config
-from isogloss.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
-from isogloss.loss_table import build_loss
-from isogloss.model_teachers import truncate
-from isogloss.sample import TextEncoder
-from projection_tools.flags import tool
+from isogloss.data.batch import Collator, PairOptions, as_example
+from isogloss.data.batch_types import text_key
+from isogloss.data.sample import TextEncoder
+from isogloss.flags.parse import tool
+from isogloss.objective.loss_table import build_loss
+from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
+from isogloss.teachers.model import truncate
 
 RUNS = ROOT / "runs" / "quality"
 BATCH = 8  # stories a step

@@ -24,17 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+from isogloss.rollout import Prompt, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-import distill
-from isogloss.batch import Example
-from isogloss.data import Draft
+from isogloss import distill
+from isogloss.data.batch_types import Example
+from isogloss.data.order import Draft
+from isogloss.flags.parse import tool
 from isogloss.inputs import build_collator, check_inputs
-from isogloss.launch import silence_libraries, start_distributed
-from isogloss.watch import end_together
-from isogloss.whole_student import WholeStudent, refresh
-from projection_tools.flags import tool
-from rollout import Prompt, write
+from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.job.watch import end_together
+from isogloss.student.whole_student import WholeStudent, refresh
 
 PROMPTS = ["Once upon a time", "Lily and Tom", "The dog was very happy because he", "One day"] * 8
 NEW_TOKENS = 100

@@ -31,7 +31,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-from projection_tools.flags import tool
+from isogloss.flags.parse import tool
 
 
 @dataclass(kw_only=True)
@@ -88,7 +88,7 @@ class Parts:
     def __init__(self, cfg, state):
         import torch
 
-        from isogloss.student import StudentWithLoss, load_student, optimizer_groups
+        from isogloss.student.engine import StudentWithLoss, load_student, optimizer_groups
 
         self.module = StudentWithLoss(load_student(cfg, {}), state.vocab)
         self.optimizer = torch.optim.AdamW(optimizer_groups(self.module), lr=1e-5, fused=True)
@@ -111,9 +111,9 @@ def seconds_of(run):
 def main(args):
     import torch
 
-    import distill
+    from isogloss import distill
     from isogloss.inputs import build_collator, check_inputs
-    from isogloss.launch import silence_libraries, start_distributed
+    from isogloss.job.launch import silence_libraries, start_distributed
 
     device = start_distributed()
     silence_libraries()

@@ -1,1 +1,23 @@
-"""Hold what only the training job of distill.py needs; the modules to copy stand beside it."""
+"""Distil a language model into a student with another tokenizer.
+
+In a checkout the modules that people copy (losses.py, align.py, ...) lie beside this package, in an
+installation inside it.  Both ways they are `isogloss.losses`, `isogloss.align`, ...: a module has
+one name in a process.
+"""
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "losses.py").exists():  # a checkout
+    __path__.append(str(_HERE.parent))
+
+
+def __getattr__(name):
+    """Import what the package offers when it is asked for: `import isogloss` needs no torch."""
+    if name == "CrossTokenizerKD":
+        from isogloss.cross_tokenizer import CrossTokenizerKD
+
+        return CrossTokenizerKD
+    raise AttributeError(f"module 'isogloss' has no attribute {name!r}")

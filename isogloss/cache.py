@@ -24,8 +24,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isogloss.batch import pad_id
-from isogloss.cache_files import (
+from isogloss.align import fingerprint
+from isogloss.config import HIGHEST, Config, template_kwargs
+from isogloss.data.batch import pad_id
+from isogloss.data.batch_types import text_key
+from isogloss.data.chat import SkippedChat, render
+from isogloss.data.checks import explained
+from isogloss.data.open_data import holds_chats
+from isogloss.errors import DataError
+from isogloss.flags.model_names import read_model_name, without_secrets
+from isogloss.flags.parse import check_range, check_types, parse_flags
+from isogloss.inputs import load_text_encoder, open_rows, served_encoder, teacher_spec
+from isogloss.job.files import check_shared, size_and_checksum
+from isogloss.job.launch import (
+    fail,
+    fail_alone,
+    fail_together,
+    join_store,
+    silence_libraries,
+    start_distributed,
+)
+from isogloss.job.layout import node_size, teacher_groups
+from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
+from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
+from isogloss.models.pretrained import check_weights, load_config
+from isogloss.teachers.cache_files import (
     FORMAT,
     HEAD,
     MANIFEST,
@@ -36,45 +59,17 @@ from isogloss.cache_files import (
     complete,
     hidden_columns,
     shard_name,
-    text_key,
     top_k_columns,
     write_tensors,
 )
-from isogloss.cached_teachers import head_tensors, template_digest
-from isogloss.chat import SkippedChat, render
-from isogloss.config import HIGHEST, Config, template_kwargs
-from isogloss.data_checks import explained
-from isogloss.files import check_shared, size_and_checksum
-from isogloss.inputs import load_text_encoder, open_rows, served_encoder, teacher_spec
-from isogloss.kept_tokens import byte_order, keep_tokens, uniform_numbers
-from isogloss.launch import (
-    fail,
-    fail_alone,
-    fail_together,
-    join_store,
-    silence_libraries,
-    start_distributed,
-)
-from isogloss.layout import node_size, teacher_groups
-from isogloss.model_teachers import (
-    BLOCK,
-    head_gives_own_logits,
-    local_folder,
-    resolve_engine,
-)
-from isogloss.open_data import holds_chats
-from isogloss.pretrained import check_weights, load_config
-from isogloss.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
-from isogloss.served_teachers import START_TIMEOUT
-from isogloss.teachers import load_teacher
-from isogloss.text_scores import ScoredLogits
-from isogloss.text_server import TextServer, api_key, is_address
-from isogloss.watch import end_together, end_with_launchers, signal_handlers_restored
-from isogloss.workers import DataError
-from projection_tools import fingerprint
-from projection_tools.flags import check_range, check_types, parse_flags
-from projection_tools.model_names import read_model_name, without_secrets
-from tiles import HiddenLogits
+from isogloss.teachers.cached import head_tensors, template_digest
+from isogloss.teachers.kept_tokens import byte_order, keep_tokens, uniform_numbers
+from isogloss.teachers.model import BLOCK, head_gives_own_logits, local_folder, resolve_engine
+from isogloss.teachers.served import START_TIMEOUT
+from isogloss.teachers.sources import load_teacher
+from isogloss.teachers.text_scores import ScoredLogits
+from isogloss.teachers.text_server import TextServer, api_key, is_address
+from isogloss.tiles import HiddenLogits
 
 SHARD_BYTES = 256 * 2**20  # of a shard, about
 MOST_TEXTS = 4096  # in a shard

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from isogloss.batch import StudentBatch
-from isogloss.model_teachers import head_gives_own_logits
-from isogloss.teachers import model_teachers
-from rollout import needs_equal_lengths
+from isogloss.data.batch_types import StudentBatch
+from isogloss.rollout import needs_equal_lengths
+from isogloss.teachers.model import head_gives_own_logits
+from isogloss.teachers.sources import model_teachers
 
 # Relative difference between two computations of the same logits: what one layer too many or too
 # few changes is far above it.  Half precision rounds at 0.4 %.

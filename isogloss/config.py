@@ -3,9 +3,13 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isogloss.cache_files import TEACHER
-from isogloss.ds_config import parse_json
-from isogloss.loss_table import (
+from isogloss.data.open_data import TXT_SAMPLES
+from isogloss.data.sample import ALIGNERS
+from isogloss.flags.model_names import without_secrets
+from isogloss.flags.parse import LONGEST_NAME, check_range, check_types
+from isogloss.flags.yaml_file import parse_json
+from isogloss.models.attention import ATTENTIONS
+from isogloss.objective.loss_table import (
     ALM_MODES,
     AUTO_WEIGHT,
     LOSS_TOPK_OF,
@@ -13,13 +17,10 @@ from isogloss.loss_table import (
     loss_flags,
     losses_of_truncated,
 )
-from isogloss.open_data import TXT_SAMPLES
-from isogloss.sample import ALIGNERS
-from isogloss.specs import ATTENTIONS, TEACHER_OUTPUTS
-from isogloss.teachers import engine_names
-from isogloss.text_server import Address, is_address
-from projection_tools.flags import LONGEST_NAME, check_range, check_types
-from projection_tools.model_names import without_secrets
+from isogloss.teachers.cache_files import TEACHER
+from isogloss.teachers.sources import engine_names
+from isogloss.teachers.specs import TEACHER_OUTPUTS
+from isogloss.teachers.text_server import Address, is_address
 
 
 @dataclass(kw_only=True)

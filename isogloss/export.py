@@ -23,19 +23,15 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from isogloss.adapters import (
-    adapter_of,
-    add_adapter,
-    is_adapter,
-    merged_weights,
-    student_adapter,
-    write_adapter,
-)
-from isogloss.checkpoint import position_of
-from isogloss.checkpoint_weights import checkpoint_of_step, weights_of_checkpoint
+from isogloss.checkpoints.checkpoint import position_of
+from isogloss.checkpoints.checkpoint_weights import checkpoint_of_step, weights_of_checkpoint
+from isogloss.checkpoints.run_identity import checkpoint_folder
 from isogloss.config import HIGHEST, configs_by_teacher, template_kwargs
-from isogloss.ends import load_generation, write_generation
-from isogloss.files import (
+from isogloss.data.ends import load_generation, write_generation
+from isogloss.data.sample import TextEncoder
+from isogloss.flags.model_names import ADAPTER_CONFIG
+from isogloss.flags.parse import check_range, check_types, tool
+from isogloss.job.files import (
     check_shared,
     check_writable,
     files_in,
@@ -45,15 +41,20 @@ from isogloss.files import (
     sync_tree,
     write_atomically,
 )
+from isogloss.job.rendezvous import values_of_ranks
 from isogloss.model_card import read_record, write_card
-from isogloss.pretrained import load_config
-from isogloss.rendezvous import values_of_ranks
-from isogloss.run_identity import checkpoint_folder
-from isogloss.sample import TextEncoder
-from isogloss.student import gathered
-from projection_tools import load_tokenizer, reason_of, save_atomically
-from projection_tools.flags import check_range, check_types, tool
-from projection_tools.model_names import ADAPTER_CONFIG
+from isogloss.models.adapters import (
+    adapter_of,
+    add_adapter,
+    is_adapter,
+    merged_weights,
+    student_adapter,
+    write_adapter,
+)
+from isogloss.models.pretrained import load_config
+from isogloss.projection_tools.files import save_atomically
+from isogloss.projection_tools.tokenizers import load_tokenizer, reason_of
+from isogloss.student.engine import gathered
 
 MANIFEST = "isogloss_export.json"
 

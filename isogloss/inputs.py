@@ -14,25 +14,29 @@ from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
-import losses
-from align import fingerprint
-from isogloss.adapters import student_adapter
-from isogloss.batch import Collator, PairOptions
-from isogloss.cache_files import SERVED, Manifest
-from isogloss.cached_teachers import check_cache, check_rest, check_texts
-from isogloss.checkpoint import (
+from isogloss import losses
+from isogloss.align import fingerprint
+from isogloss.checkpoints.checkpoint import (
     agree_on_start,
     find_checkpoint,
     needs_conversion,
     position_of,
 )
-from isogloss.config import (
-    check_truncated,
-    configs_by_teacher,
-    routes_by_teacher,
-    template_kwargs,
+from isogloss.checkpoints.run_identity import checkpoint_folder, expected_identity, run_layout
+from isogloss.config import check_truncated, configs_by_teacher, routes_by_teacher, template_kwargs
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.checks import check_column, has_text, lengths_of
+from isogloss.data.ends import load_generation, stop_ids
+from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tail
+from isogloss.data.open_data import (
+    ROWS_TO_TRY,
+    column_names,
+    filled_columns,
+    first_rows,
+    holds_chats,
+    load_dataset,
 )
-from isogloss.data import (
+from isogloss.data.order import (
     ExampleReader,
     HeldOutBatches,
     MicroBatches,
@@ -44,47 +48,33 @@ from isogloss.data import (
     loader,
     split_dataset,
 )
-from isogloss.data_checks import check_column, has_text, lengths_of
-from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
-from isogloss.ds_engine import check_with_deepspeed
-from isogloss.ends import load_generation, stop_ids
-from isogloss.evaluate import SpellingIds
+from isogloss.data.rollouts import SkippedPrompt, build_prompter
+from isogloss.data.sample import TextEncoder
+from isogloss.errors import DataError
+from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.task_suite import TaskSuite, load_suite
+from isogloss.evaluation.tasks import TaskOptions
 from isogloss.export import check_results
-from isogloss.layout import is_last_stage, node_size, teacher_groups
+from isogloss.flags.model_names import read_model_name, split_revision
+from isogloss.job.layout import is_last_stage, node_size, teacher_groups
 from isogloss.log import check_logs
-from isogloss.long_texts import MOST_CHARACTERS, fits, leave_out_tail
-from isogloss.loss_table import LOSSES, build_loss
-from isogloss.model_teachers import (
-    check_compilation,
-    reads_more_than_text,
-    resolve_engine,
-)
-from isogloss.open_data import (
-    ROWS_TO_TRY,
-    column_names,
-    filled_columns,
-    first_rows,
-    holds_chats,
-    load_dataset,
-)
-from isogloss.pretrained import check_random, check_weights, load_config
-from isogloss.rollouts import Prompter, SkippedPrompt
-from isogloss.run_identity import checkpoint_folder, expected_identity, run_layout
-from isogloss.sample import TextEncoder
-from isogloss.sequence import check_sequence_layout
-from isogloss.served_teachers import check_server
-from isogloss.specs import TeacherSpec
-from isogloss.stages import check_pipeline_layout
-from isogloss.targets import TeacherSetup
-from isogloss.task_model import TaskEncoder
-from isogloss.task_suite import TaskSuite, load_suite
-from isogloss.tasks import TaskOptions
-from isogloss.teachers import MODEL_ENGINES
-from isogloss.workers import DataError
-from projection_tools import load_tokenizer
-from projection_tools.model_names import read_model_name, split_revision
-from teacher_mixing import vocabulary_factors
-from tiles import CPU_SUB_TILES, GPU_SUB_TILES, KERNEL_SUB_TILES, MIB
+from isogloss.models.adapters import student_adapter
+from isogloss.models.pretrained import check_random, check_weights, load_config
+from isogloss.objective.loss_table import LOSSES, build_loss
+from isogloss.projection_tools.tokenizers import load_tokenizer
+from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
+from isogloss.student.ds_engine import check_with_deepspeed
+from isogloss.student.stages import check_pipeline_layout
+from isogloss.student.ulysses import check_sequence_layout
+from isogloss.targets import SpellingIds, TeacherSetup
+from isogloss.teachers.cache_files import SERVED, Manifest
+from isogloss.teachers.cached import check_cache, check_rest, check_texts
+from isogloss.teachers.mixing import vocabulary_factors
+from isogloss.teachers.model import check_compilation, reads_more_than_text, resolve_engine
+from isogloss.teachers.served import check_server
+from isogloss.teachers.sources import MODEL_ENGINES
+from isogloss.teachers.specs import TeacherSpec
+from isogloss.tiles import CPU_SUB_TILES, GPU_SUB_TILES, KERNEL_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 # --loss_memory_mib auto: the fraction of a GPU's free memory, and bounds.  Not tuned.
@@ -719,17 +709,6 @@ def samples_per_step(cfg, engine):
     """Return how many samples a step has over all ranks; some share theirs, see `num_readers`."""
     size = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     return size * num_readers(cfg)
-
-
-def build_prompter(cfg, student, samples_per_step):
-    """Return the Prompter of a run.
-
-    Args:
-        student: TextEncoder.
-        samples_per_step: over all ranks.
-    """
-    return Prompter(student, cfg.seed, cfg.on_policy, samples_per_step, cfg.prompt_tokens,
-                    cfg.rollout_tokens, cfg.rollouts_per_prompt, cfg.rollout_every)
 
 
 def tile_memory(cfg, device):

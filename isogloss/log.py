@@ -23,10 +23,10 @@ from tqdm import tqdm
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from isogloss.config import configs_by_teacher
-from isogloss.files import write_atomically
-from projection_tools import reason_of
-from projection_tools.flag_file import read_whole
-from projection_tools.model_names import read_model_name, without_secrets
+from isogloss.flags.model_names import read_model_name, without_secrets
+from isogloss.flags.yaml_file import read_whole
+from isogloss.job.files import write_atomically
+from isogloss.projection_tools.tokenizers import reason_of
 
 
 def speed_metrics(num_parameters, device, tokens, seconds):

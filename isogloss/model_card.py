@@ -11,9 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from isogloss.config import Config, configs_by_teacher
-from isogloss.plot import DEFAULT, available, panels_of, picture, read_run
-from projection_tools.flag_file import MOST_RECORD, read_whole
-from projection_tools.model_names import without_secrets
+from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
+from isogloss.flags.model_names import without_secrets
+from isogloss.flags.yaml_file import MOST_RECORD, read_whole
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 PICTURE = "curves.png"

@@ -48,15 +48,15 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import Config, configs_by_teacher
-from isogloss.ds_config import batch_sizes, read_ds_config, resolve_ds_config
-from isogloss.layout import Roles, check_teacher_ranks, teacher_groups
-from isogloss.model_teachers import check_compilation, resolve_engine
-from isogloss.pretrained import load_config
-from isogloss.sequence import check_sequence_layout
-from isogloss.stages import check_pipeline_layout
-from isogloss.teachers import MODEL_ENGINES
-from projection_tools.flags import check_range, check_types, parse_flags, tool
-from projection_tools.model_names import read_model_name
+from isogloss.flags.model_names import read_model_name
+from isogloss.flags.parse import check_range, check_types, parse_flags, tool
+from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
+from isogloss.models.pretrained import load_config
+from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
+from isogloss.student.stages import check_pipeline_layout
+from isogloss.student.ulysses import check_sequence_layout
+from isogloss.teachers.model import check_compilation, resolve_engine
+from isogloss.teachers.sources import MODEL_ENGINES
 
 GIB = 2**30
 ARCHITECTURES = Path(__file__).resolve().parent.parent / "recipes" / "architectures.yaml"

@@ -5,8 +5,8 @@ Tests: tests/test_transfers.py.
 
 import torch
 
-from isogloss.counts import mean_of
-from isogloss.transfers import Readback
+from isogloss.job.counts import mean_of
+from isogloss.job.transfers import Readback
 
 
 class StepReport:

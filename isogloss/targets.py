@@ -6,19 +6,48 @@ import torch
 import torch.distributed as dist
 
 from isogloss.config import Config
-from isogloss.evaluate import SpellingIds
-from isogloss.loss_table import LOSSES, DistillationLoss
-from isogloss.objective import TeacherTarget, weigh_samples
-from isogloss.sample import TextEncoder
-from isogloss.specs import BLOCK, TeacherSpec
-from isogloss.teachers import TeacherSource, engine_of
-from isogloss.text_scores import ScoredLogits
-from losses import at_least_float32, teacher_importance
-from teacher_mixing import teacher_scores, teacher_weights
-from tiles import TeacherBlocks
+from isogloss.data.sample import TextEncoder
+from isogloss.losses import (
+    at_least_float32,
+    teacher_importance,
+)
+from isogloss.objective.loss_table import LOSSES, DistillationLoss
+from isogloss.objective.objective import TeacherTarget, weigh_samples
+from isogloss.spelling import all_bytes
+from isogloss.teachers.mixing import teacher_scores, teacher_weights
+from isogloss.teachers.sources import TeacherSource, engine_of
+from isogloss.teachers.specs import BLOCK, TeacherSpec
+from isogloss.teachers.text_scores import ScoredLogits
+from isogloss.tiles import TeacherBlocks
 
 # What --teacher_weights asks of a teacher: "select" compares cross-entropies.
 SCORE_KINDS = {"ce": "ce", "entropy": "entropy", "max_prob": "max_prob", "select": "ce"}
+
+
+@dataclass
+class SpellingIds:
+    """Number the bytes of tokens, so that tokens of both vocabularies with equal bytes are equal.
+
+    Attributes:
+        student_V, teacher_W: int64, -1 for control tokens and ids without bytes.
+    """
+
+    student_V: torch.Tensor
+    teacher_W: torch.Tensor
+
+    @classmethod
+    def of(cls, student_table, teacher_table, device):
+        """Number the bytes of the tokens of two TokenTables."""
+        number_of = {}
+        ids = []
+        for table in (student_table, teacher_table):
+            numbers = []
+            for token, spelled in enumerate(all_bytes(table)):
+                # equal names of control tokens are no equal text
+                known = spelled and not table.special[token]
+                numbers.append(number_of.setdefault(spelled, len(number_of)) if known else -1)
+            ids.append(torch.tensor(numbers, device=device))
+        return cls(*ids)
 
 
 @dataclass

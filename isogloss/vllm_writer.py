@@ -20,9 +20,9 @@ import sys
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 
-import ipc
-from isogloss.writer_process import serve
-from rollout import hash_counters
+from isogloss.job import ipc
+from isogloss.rollout import hash_counters
+from isogloss.writing.writer_process import serve
 
 
 class Engine:

@@ -13,14 +13,16 @@ import json
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from isogloss.projection_tools.arrays import fill_empty
+from isogloss.projection_tools.cut import cut_rows
+from isogloss.projection_tools.exact import exact_pairs, pin_exact
+from isogloss.projection_tools.files import as_tables, cached, check_output, finish
+from isogloss.projection_tools.generate import Embedder, similar_rows
+from isogloss.projection_tools.multitoken import multitoken_rows
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.spelling import spell
 
-from projection_tools import Pair, as_tables, cached, check_output, fill_empty, finish
-from projection_tools.cut import cut_rows
-from projection_tools.exact import exact_pairs, pin_exact
-from projection_tools.flags import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
-from projection_tools.generate import Embedder, similar_rows
-from projection_tools.multitoken import multitoken_rows
-from spelling import spell
+from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 
 VERSION = 5  # of what is cached; raise it when the same flags give another projection
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from isogloss.projection_tools.files import cached, check_output, save_atomically
+from isogloss.projection_tools.tokenizers import Pair, tokenizer_metadata
+from isogloss.spelling import prefix_ranges, spell_each_other
 from numba import njit
 
-from projection_tools import Pair, cached, check_output, save_atomically, tokenizer_metadata
-from projection_tools.flags import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
-from spelling import prefix_ranges, spell_each_other
+from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 
 VERSION = 5  # of the tables; raise it when they change for the same two tokenizers
 

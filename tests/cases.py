@@ -8,11 +8,11 @@ import random
 
 import pytest
 import torch
+from isogloss.losses import Spelling, event_kl, event_terms, projection_kl
+from isogloss.projection_tools.spell import events
+from isogloss.spelling import prefix_ranges
 
 import oracle
-from losses import Spelling, event_kl, event_terms, projection_kl
-from projection_tools.spell import events
-from spelling import prefix_ranges
 
 F64 = torch.float64
 

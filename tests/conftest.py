@@ -19,7 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 
 import pytest
 
-import demo
+from isogloss import demo
 
 ASSETS = ROOT.parent / "shared" / "assets"
 GOLDEN = ROOT / "tests" / "golden"
@@ -36,7 +36,7 @@ def asset(*parts):
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """Projections and spelling tables of this session stay out of the user's cache."""
-    import projection_tools
+    from isogloss.projection_tools import files as projection_tools
 
     projection_tools.CACHE = tmp_path_factory.mktemp("cache")
     os.environ["ISOGLOSS_CACHE"] = str(projection_tools.CACHE)
@@ -61,7 +61,7 @@ def tokenizers(texts):
 
 @pytest.fixture(scope="session")
 def tables(tokenizers):
-    from align import TokenTable
+    from isogloss.align import TokenTable
 
     return tuple(TokenTable.from_tokenizer(t) for t in tokenizers)
 

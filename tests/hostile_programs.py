@@ -235,7 +235,7 @@ MIB = 331  # no other test uses as much; the processes' command lines hold it in
 
 def run_all(secret, port, pid):
     """Return {name: sandbox.Result} of all programs."""
-    import sandbox
+    from isogloss.evaluation import sandbox
 
     results = {}
     for name, program in PROGRAMS.items():

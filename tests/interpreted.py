@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 import torch
 
-import losses
 from conftest import ROOT
+from isogloss import losses
 
 tl = pytest.importorskip("triton.language", reason="triton is not installed")
 

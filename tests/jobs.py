@@ -4,9 +4,9 @@ import json
 import os
 from pathlib import Path
 
-import distill
+from isogloss import distill
 from isogloss.inputs import check_inputs
-from isogloss.launch import silence_libraries, start_distributed
+from isogloss.job.launch import silence_libraries, start_distributed
 
 
 def ds_config(path, stage, micro_batch_size, grad_accum_steps, **more):

@@ -74,7 +74,7 @@ def prepare(folder):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import demo
+    from isogloss import demo
 
     texts = []
     for _, text in sorted(topics.topics.items()):

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import ipc
-import rollout
-from isogloss.writer_process import serve
+from isogloss import rollout
+from isogloss.job import ipc
+from isogloss.writing.writer_process import serve
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
 

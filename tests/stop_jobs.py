@@ -69,8 +69,8 @@ def rank_of_its_own(argv, port, stderr):
     os.setsid()
     os.environ["MASTER_PORT"] = str(port)
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    import distill
-    from isogloss import rendezvous
+    from isogloss import distill
+    from isogloss.job import rendezvous
 
     # A launcher would end the others when a rank is gone before any other has heard of it.
     rendezvous.JOINING_TIMEOUT = timedelta(seconds=60)

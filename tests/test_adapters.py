@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ranks
-from isogloss import adapters, model_teachers
 from isogloss.config import Config
+from isogloss.flags.model_names import ModelName, read_model_name
 from isogloss.inputs import load_text_encoder
 from isogloss.log import model_versions
-from isogloss.pretrained import check_weights, load_model
+from isogloss.models import adapters
+from isogloss.models.pretrained import check_weights, load_model
+from isogloss.teachers import model as model_teachers
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from projection_tools.model_names import ModelName, read_model_name
 
 peft = pytest.importorskip("peft", reason="the optional peft is absent")
 

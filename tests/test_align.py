@@ -12,9 +12,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-
-import oracle
-from align import (
+from isogloss.align import (
     EXACT,
     Located,
     TokenTable,
@@ -29,6 +27,8 @@ from align import (
     main,
     view,
 )
+
+import oracle
 from conftest import ROOT, asset
 from tokens import segmented, table_of
 
@@ -307,7 +307,7 @@ def trained(kind, texts):
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    import demo
+    from isogloss import demo
 
     if kind == "bpe":
         return demo.byte_level_bpe(texts, 400)
@@ -542,7 +542,6 @@ def test_a_half_character_costs_its_own_bytes_alone(name):
     text_bytes = len(text.encode())
     assert text.endswith("m\ufffd\ufffd")
     assert coverage(alignment)["bytes"] == (text_bytes - 6) / text_bytes
-
 
 
 def test_sampled_ids_align_with_their_decoded_text(tables, tokenizers):

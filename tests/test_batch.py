@@ -9,22 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from isogloss.losses import Spelling, find_chunks, forward_kl
+from isogloss.projection_tools.cells import build_translation
+from isogloss.projection_tools.spell import build_spelling
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tiles import StoredLogits
+from isogloss.translation import Tables, translated
 
-from isogloss.batch import Collator, Example, PairOptions, pack_rows
-from isogloss.counts import FIELDS, PAIR_FIELDS, Counts, PairCounts
-from isogloss.flat import to_device
-from isogloss.objective import weigh_samples
-from isogloss.sample import TextEncoder
-from isogloss.sequence import document_spans
+from isogloss.data.batch import Collator, PairOptions, pack_rows
+from isogloss.data.batch_types import Example
+from isogloss.data.sample import TextEncoder
+from isogloss.data.spans import document_spans
+from isogloss.job.counts import FIELDS, PAIR_FIELDS, Counts, PairCounts
+from isogloss.job.flat import to_device
+from isogloss.objective.objective import weigh_samples
 from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
-from losses import Spelling, find_chunks, forward_kl
-from projection_tools import Pair
-from projection_tools.cells import build_translation
-from projection_tools.spell import build_spelling
 from test_chat import CHAT, with_templates
 from test_sample import lower_casing, small_chunks, spelled
-from tiles import StoredLogits
-from translation import Tables, translated
 
 STUDENT_FIELDS = "ids", "labels", "num_bytes"
 

@@ -4,23 +4,23 @@ import json
 
 import numpy as np
 import pytest
+from isogloss.align import Located, TokenTable
+from isogloss.projection_tools.tokenizers import Pair, load_tokenizer
+from isogloss.spelling import spell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
-from align import Located, TokenTable
-from isogloss.chat import render
-from isogloss.rollouts import (
+from isogloss.data.chat import render
+from isogloss.data.rollouts import (
     Rollout,
     RolloutPrompt,
     is_canonical,
     pair_rollout,
     student_reading,
 )
-from isogloss.sample import TextEncoder, TokenBeyondHead
-from isogloss.task_model import TaskEncoder
+from isogloss.data.sample import TextEncoder, TokenBeyondHead
+from isogloss.evaluation.task_model import TaskEncoder
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from projection_tools import Pair, load_tokenizer
-from spelling import spell
 from wrong_input import check_one_line, outcomes
 
 IMAGE = "<image_soft_token>"

@@ -8,20 +8,20 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from isogloss.cache_files import (
+from isogloss.data.batch_types import text_key
+from isogloss.errors import DataError
+from isogloss.teachers.cache_files import (
     bytes_per_position,
     hidden_columns,
     pack_ids,
     pack_logp,
     scored_logits,
-    text_key,
     top_k_columns,
     unpack_ids,
     unpack_logp,
     write_tensors,
 )
-from isogloss.model_teachers import truncate
-from isogloss.workers import DataError
+from isogloss.teachers.model import truncate
 
 
 @pytest.mark.parametrize("vocab", [2, 300, 65_536, 65_537, 151_646, 262_144])

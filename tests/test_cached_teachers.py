@@ -14,19 +14,20 @@ import torch
 
 import ranks
 from conftest import asset
-from isogloss import cache, cache_files
-from isogloss.cached_teachers import CachedTeacher
+from isogloss import cache
 from isogloss.config import Config
-from isogloss.files import scratch_of
+from isogloss.errors import DataError
+from isogloss.flags.parse import parse_flags
 from isogloss.inputs import check_inputs, load_text_encoder, teacher_spec
-from isogloss.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
-from isogloss.launch import start_distributed
-from isogloss.model_teachers import load_replicated
-from isogloss.text_scores import batch_texts
-from isogloss.watch import end_together
-from isogloss.workers import DataError
+from isogloss.job.files import scratch_of
+from isogloss.job.launch import start_distributed
+from isogloss.job.watch import end_together
+from isogloss.teachers import cache_files
+from isogloss.teachers.cached import CachedTeacher
+from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
+from isogloss.teachers.model import load_replicated
+from isogloss.teachers.text_scores import batch_texts
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from projection_tools.flags import parse_flags
 from test_layouts import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
@@ -282,7 +283,7 @@ class Reading:
 
     def check(self, samples, tolerances, **options):
         """Compare the probabilities of all positions of a batch with a text."""
-        from isogloss.batch import Collator, PairOptions
+        from isogloss.data.batch import Collator, PairOptions
 
         pairs = [PairOptions(self.teacher, is_cached=True)]
         [batch] = Collator(self.student, pairs, **options)(samples).teachers
@@ -305,7 +306,7 @@ class Reading:
 
     def check_tokens(self, samples):
         """See that a text of which a cache holds other tokens is refused, whichever is another."""
-        from isogloss.batch import Collator, PairOptions
+        from isogloss.data.batch import Collator, PairOptions
 
         pairs = [PairOptions(self.teacher, is_cached=True)]
         [batch] = Collator(self.student, pairs)(samples).teachers
@@ -321,7 +322,7 @@ class Reading:
 
     def check_draws(self, samples, kind, seed, **options):
         """Compare rows of draws with what is drawn from the live rows of a batch."""
-        from isogloss.batch import Collator, PairOptions
+        from isogloss.data.batch import Collator, PairOptions
 
         pairs = [PairOptions(self.teacher, is_cached=True)]
         [batch] = Collator(self.student, pairs, **options)(samples).teachers

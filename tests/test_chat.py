@@ -4,10 +4,10 @@ import copy
 
 import numpy as np
 import pytest
+from isogloss.align import TokenTable
 
-from align import TokenTable
-from isogloss.batch import Collator, PairOptions
-from isogloss.chat import (
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.chat import (
     SkippedChat,
     bytes_of_messages,
     common_regions,
@@ -16,7 +16,7 @@ from isogloss.chat import (
     pair_chats,
     render,
 )
-from isogloss.sample import TextEncoder
+from isogloss.data.sample import TextEncoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

@@ -4,16 +4,17 @@ import copy
 import json
 
 import pytest
+from isogloss.align import TokenTable
 from transformers import AutoTokenizer
 
-from align import TokenTable
 from conftest import asset
-from isogloss.batch import Collator, Example, PairOptions
-from isogloss.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
-from isogloss.data import ExampleReader
-from isogloss.rollouts import Prompter
-from isogloss.sample import TextEncoder
-from isogloss.workers import DataError
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.batch_types import Example
+from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
+from isogloss.data.order import ExampleReader
+from isogloss.data.rollouts import Prompter
+from isogloss.data.sample import TextEncoder
+from isogloss.errors import DataError
 from test_chat import CHATML, with_templates
 
 USER = {"role": "user", "content": "What is the index of the value?"}

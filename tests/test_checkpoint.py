@@ -14,16 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import distill
 import ranks
-from isogloss import checkpoint, files
-from isogloss.checkpoint import (
+from isogloss import distill
+from isogloss.checkpoints import checkpoint
+from isogloss.checkpoints.checkpoint import (
     agree_on_start,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from isogloss.launch import start_distributed
+from isogloss.job import files
+from isogloss.job.launch import start_distributed
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from wrong_input import check_one_line, outcomes
 
@@ -269,7 +270,7 @@ def test_a_loss_scale_can_be_read(tmp_path):
     """What a run in fp16 keeps, which only a GPU can do."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from isogloss.unpickle import known_classes_only
+    from isogloss.checkpoints.unpickle import known_classes_only
 
     scaler = DynamicLossScaler(2.0**16, 2.0, 1000, 1.0, 2, False)
     torch.save({"loss_scaler": scaler}, tmp_path / "file.pt")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from isogloss.spelling import translation_tables
+from isogloss.translation import Tables, list_nodes, translated
 
-import losses
 import oracle
 import ranks
 from cases import Case, close, common_of, gradient, padded, shard_error, shards
-from spelling import translation_tables
-from translation import Tables, list_nodes, translated
+from isogloss import losses
 from waiting import FixedOrder
 
 F64 = torch.float64

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import sandbox
 from conftest import asset
-from isogloss import code_tasks
-from isogloss.code_runner import Digest, Unknown, decode, digest, encode, encode_output
-from isogloss.code_tasks import (
+from isogloss.evaluation import code_tasks, sandbox
+from isogloss.evaluation.code_runner import Digest, Unknown, decode, digest, encode, encode_output
+from isogloss.evaluation.code_tasks import (
     CodeItem,
     CodeJudge,
     are_floats,
@@ -24,7 +23,7 @@ from isogloss.code_tasks import (
     read_mbpp_plus,
     typed_arguments,
 )
-from isogloss.tasks import TaskOptions, load_tasks, run_tasks
+from isogloss.evaluation.tasks import TaskOptions, load_tasks, run_tasks
 from test_tasks import loaded
 
 needs_sandbox = pytest.mark.skipif(

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import losses
-import tiles
+from isogloss import losses, tiles
 from isogloss.config import (
     GROUPS,
     LOWEST,
@@ -18,8 +17,8 @@ from isogloss.config import (
     routes_by_teacher,
     teacher_keys,
 )
-from isogloss.loss_table import LOSSES, LossSpec, loss_flags
-from projection_tools.flags import help_text
+from isogloss.flags.parse import help_text
+from isogloss.objective.loss_table import LOSSES, LossSpec, loss_flags
 
 GOOD = dict(student="s", teacher="t", data="d")
 NAMES = [entry.name for entry in fields(Config)]

@@ -6,9 +6,8 @@ The reference is the torch path of losses.py in float64, which other tests compa
 import pytest
 import torch
 
-import cpu_kernels
-import losses
 from cases import close, gradient
+from isogloss import cpu_kernels, losses
 from test_cpu_kernels import LOSSES, Case, loss_of
 
 F64 = torch.float64

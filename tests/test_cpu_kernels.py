@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import cpu_kernels
-import losses
 from cases import Case, close, common_of, gradient
+from isogloss import cpu_kernels, losses
 
 LOSSES = "event_kl", "gold", "gold_reverse", "uld", "projection_kl", "projection_reverse", "alm"
 # Largest logits by seed: from nearly uniform to probabilities that float32 cannot tell from 0.

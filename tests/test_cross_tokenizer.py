@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from isogloss.cross_tokenizer import LOSSES, CrossTokenizerKD
+from isogloss.projection_tools import build, cells
+from isogloss.projection_tools.build import as_tables
+from isogloss.projection_tools.files import save_atomically
+from isogloss.projection_tools.tokenizers import Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, asset
-from cross_tokenizer import LOSSES, CrossTokenizerKD
-from projection_tools import Pair, build, cells, save_atomically
-from projection_tools.build import as_tables
 
 STUDENT, TEACHER = "stories260K", "tinytalk_neo_3M"
 
@@ -116,10 +118,10 @@ def test_the_text_that_the_architecture_page_follows():
 
 def test_reads_and_counts_as_a_run_does(pair, stories):
     """The job takes other code from text to ids, chunks and terms."""
-    from isogloss.batch import Collator, PairOptions, as_example
     from isogloss.config import Config
-    from isogloss.loss_table import build_loss
-    from isogloss.sample import TextEncoder
+    from isogloss.data.batch import Collator, PairOptions, as_example
+    from isogloss.data.sample import TextEncoder
+    from isogloss.objective.loss_table import build_loss
 
     texts = [story[:300] for story in stories[:3]]
     kd = CrossTokenizerKD(*pair.tokenizers, max_length=1000)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from isogloss import data
-from isogloss.batch import Collator, PairOptions
-from isogloss.data import (
+from isogloss.data import order as data
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.open_data import holds_chats, load_dataset
+from isogloss.data.order import (
     CHATS_TO_TRY,
     ExampleReader,
     HeldOutBatches,
@@ -23,10 +24,9 @@ from isogloss.data import (
     loader,
     split_dataset,
 )
-from isogloss.flat import FlatSequence
-from isogloss.open_data import holds_chats, load_dataset
-from isogloss.sample import TextEncoder
-from isogloss.workers import DataError
+from isogloss.data.sample import TextEncoder
+from isogloss.errors import DataError
+from isogloss.job.flat import FlatSequence
 from test_chat import CHAT, refuse_chats_of, with_templates
 
 READER = ExampleReader("text")

@@ -13,11 +13,10 @@ import pytest
 import sentencepiece
 from matplotlib import pyplot
 
-import demo
-import demo_report
 import ranks
 from conftest import ROOT
-from demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, Run
+from isogloss import demo, demo_report
+from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, Run
 from jobs import run_distill
 
 

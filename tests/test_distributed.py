@@ -14,20 +14,22 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from isogloss.projection_tools.build import build_projection
+from isogloss.projection_tools.files import load_projection
+from isogloss.projection_tools.tokenizers import Pair
 
-import distill
 import ranks
 from conftest import ROOT
-from isogloss import checkpoint, student
-from isogloss.counts import global_sums
+from isogloss import distill
+from isogloss.checkpoints import checkpoint
+from isogloss.checkpoints.run_identity import run_identity
 from isogloss.inputs import build_collator
-from isogloss.launch import start_distributed
-from isogloss.loss_table import LOSSES, build_loss
-from isogloss.run_identity import run_identity
-from isogloss.student import StudentWithLoss
+from isogloss.job.counts import global_sums
+from isogloss.job.launch import start_distributed
+from isogloss.objective.loss_table import LOSSES, build_loss
+from isogloss.student import engine as student
+from isogloss.student.engine import StudentWithLoss
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
-from projection_tools import Pair, load_projection
-from projection_tools.build import build_projection
 
 
 class BaseRun(NamedTuple):

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import losses
 import oracle
 import ranks
 from cases import close, gradient, shard_error, shards
+from isogloss import losses
 
 F64 = torch.float64
 PARAMETERS = {  # by loss

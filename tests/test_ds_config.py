@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT
-from isogloss.ds_config import (
+from isogloss.student.ds_config import (
     BATCH_KEYS,
     DS_KEYS,
     RESUMABLE_KEYS,
@@ -17,7 +17,7 @@ from isogloss.ds_config import (
     read_ds_config,
     resolve_ds_config,
 )
-from isogloss.ds_values import REFUSED, SECTIONS, SWITCHES
+from isogloss.student.ds_values import REFUSED, SECTIONS, SWITCHES
 
 # None: the key is absent.  3 and 8 do not divide each other; 12 has several factorizations.
 CHOICES = None, "auto", 1, 2, 3, 4, 8, 12
@@ -303,5 +303,5 @@ def test_keys_that_may_change_on_resume_are_known_and_decide_no_gradient():
 
 def test_the_module_imports_no_torch():
     # Tools and data workers can read a ds_config without paying for that import.
-    script = "import sys, isogloss.ds_config; sys.exit('torch' in sys.modules)"
+    script = "import sys, isogloss.student.ds_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0

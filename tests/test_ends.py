@@ -5,12 +5,12 @@ import json
 import shutil
 
 import pytest
+from isogloss.align import TokenTable
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from align import TokenTable
 from conftest import asset
-from isogloss.ends import load_generation, stop_ids, write_generation
-from isogloss.sample import TextEncoder
+from isogloss.data.ends import load_generation, stop_ids, write_generation
+from isogloss.data.sample import TextEncoder
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-import distill
 import ranks
+from isogloss import distill
 from isogloss.inputs import build_collator
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 

@@ -18,10 +18,12 @@ from transformers import AutoTokenizer
 
 import ranks
 from conftest import asset
-from isogloss import export, launch, log, model_card, run_identity
+from isogloss import export, log, model_card
+from isogloss.checkpoints import run_identity
 from isogloss.config import Config
+from isogloss.flags import model_names
+from isogloss.job import launch
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from projection_tools import model_names
 from wrong_input import Wrong, check_one_line, outcomes, run_wrong
 
 

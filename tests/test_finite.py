@@ -10,10 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import distill
 import ranks
-from isogloss.finite import has_finite_state, loss_scale_can_fall, spoil_gradient_unless_finite
+from isogloss import distill
 from isogloss.inputs import build_collator
+from isogloss.student.finite import (
+    has_finite_state,
+    loss_scale_can_fall,
+    spoil_gradient_unless_finite,
+)
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 
 # --- one step, in every ZeRO stage and precision --------------------------------------------------

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from isogloss import code_tasks, task_items
-from isogloss.cache_files import Manifest
 from isogloss.config import GROUPS, Config, teacher_entries, template_kwargs
-from isogloss.ds_config import read_ds_config
+from isogloss.evaluation import code_tasks, task_items
+from isogloss.flags.parse import parse_flags
+from isogloss.flags.yaml_file import MOST_BYTES, MOST_RECORD
 from isogloss.model_card import read_record
-from projection_tools.flag_file import MOST_BYTES, MOST_RECORD
-from projection_tools.flags import parse_flags
+from isogloss.student.ds_config import read_ds_config
+from isogloss.teachers.cache_files import Manifest
 
 NEEDED = "student: S\nteacher: T\ndata: D\n"
 

@@ -6,22 +6,22 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 
 import pytest
-
-from isogloss import cache, export, plan, plot, tasks
-from isogloss.config import Config, configs_by_teacher
-from projection_tools import (
+from isogloss.projection_tools import (
     build,
     cells,
     compare,
     cut,
     exact,
-    flags,
     generate,
     multitoken,
     show,
     spell,
 )
-from projection_tools.flags import (
+
+from isogloss import cache, export, plan, plot, tasks
+from isogloss.config import Config, configs_by_teacher
+from isogloss.flags import parse as flags
+from isogloss.flags.parse import (
     PATH_FLAGS,
     check_types,
     descriptions,

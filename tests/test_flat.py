@@ -9,16 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tiles import Head, HiddenLogits, TeacherBlocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogloss import flat
-from isogloss.batch import Collator, PairOptions
-from isogloss.flat import Flat, FlatSequence, flatten, to_device
-from isogloss.sample import TextEncoder
-from projection_tools import Pair
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.sample import TextEncoder
+from isogloss.job import flat
+from isogloss.job.flat import Flat, FlatSequence, flatten, to_device
 from test_batch import spelling  # noqa: F401  a fixture
 from test_rollouts import translation_of
-from tiles import Head, HiddenLogits, TeacherBlocks
 
 
 class Range(NamedTuple):

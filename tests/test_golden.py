@@ -8,15 +8,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from isogloss.spelling import translation_tables
+from isogloss.translation import Tables, list_nodes, translated
 
-import losses
 import oracle
-import teacher_mixing
 import toys
 from cases import close, gradient
 from conftest import GOLDEN
-from spelling import translation_tables
-from translation import Tables, list_nodes, translated
+from isogloss import losses
+from isogloss.teachers import mixing as teacher_mixing
 
 
 def golden(name):

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-import losses
 from benchmarks import gpu, gpu_job
 from benchmarks.gpu import Skipped
+from isogloss import losses
 
 
 @pytest.mark.parametrize("argv", [[], ["--checks", "kernels,loss_table"]])

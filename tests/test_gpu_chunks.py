@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-import losses
 from cases import Case, common_of
 from interpreted import (  # noqa: F401
     compiled,
@@ -17,6 +16,7 @@ from interpreted import (  # noqa: F401
     same,
     traffic,
 )
+from isogloss import losses
 
 pytest.importorskip("triton", reason="triton is not installed")
 gpu_chunks = pytest.importorskip("gpu_chunks")

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tiles import KERNEL_SUB_TILES, Head, HiddenLogits, SubTile
 
-import losses
 import oracle
-import translation
 from interpreted import (  # noqa: F401
     compiled,
     drawn,
@@ -23,13 +23,12 @@ from interpreted import (  # noqa: F401
     same,
     traffic,
 )
-from isogloss import loss_table
-from isogloss.batch import Collator, PairOptions
-from isogloss.objective import PairLoss, pair_loss
-from isogloss.sample import TextEncoder
-from projection_tools import Pair
+from isogloss import losses, translation
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.sample import TextEncoder
+from isogloss.objective import loss_table
+from isogloss.objective.objective import PairLoss, pair_loss
 from test_translation import ALL_PAIRS, COARSE, CROSSING, Toy, random_logits
-from tiles import KERNEL_SUB_TILES, Head, HiddenLogits, SubTile
 from waiting import NoWaiting, without_modes
 
 pytest.importorskip("triton", reason="triton is not installed")

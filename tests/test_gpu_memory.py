@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import losses
-import tiles
 from interpreted import on_cpu  # noqa: F401
+from isogloss import losses, tiles
 
 pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("fire")

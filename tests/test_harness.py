@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import asset
-from isogloss.harness import load_harness_task
-from isogloss.task_model import TaskEncoder
-from isogloss.task_suite import load_suite
-from isogloss.tasks import TaskOptions
+from isogloss.evaluation.harness import load_harness_task
+from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.task_suite import load_suite
+from isogloss.evaluation.tasks import TaskOptions
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not HAS_LM_EVAL, reason="lm_eval is not installed")

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from isogloss.projection_tools.build import cached_projection
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tiles import SubTile
 
-import losses
+from isogloss import losses
 from isogloss.config import Config
-from isogloss.loss_table import LOSSES, build_loss
-from isogloss.sample import TextEncoder
-from projection_tools import Pair
-from projection_tools.build import cached_projection
-from tiles import SubTile
+from isogloss.data.sample import TextEncoder
+from isogloss.objective.loss_table import LOSSES, build_loss
 
 GOOD = dict(student="s", teacher="t", data="d", loss="hybrid_uld", temperature=1.5)
 # chunks of one token and of two on either side, a position outside of chunks
@@ -103,7 +103,7 @@ def test_vocabularies_without_a_common_token_are_refused():
     indices = torch.tensor([[0, 1], [1, 0]])
     pair = SimpleNamespace(tables=[range(2), range(2)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isogloss.loss_table._projection",
+        patch.setattr("isogloss.objective.loss_table._projection",
                       lambda *_: (indices, torch.full((2, 2), 0.5)))
         with pytest.raises(ValueError, match="the projection has no common token"):
             LOSSES["hybrid_uld"].build(Config(**GOOD), pair, "cpu")

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import ipc
 import ranks
 from conftest import ROOT
+from isogloss.job import ipc
 
 DTYPES = torch.float32, torch.bfloat16, torch.int64, torch.uint8
 

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from isogloss.align import TokenTable
+from isogloss.tiles import TopKLogits
 
-import losses
-from align import TokenTable
 from conftest import asset
-from isogloss.cache_files import text_key
-from isogloss.kept_tokens import (
+from isogloss import losses
+from isogloss.data.batch_types import text_key
+from isogloss.teachers.kept_tokens import (
     byte_order,
     choose_rows,
     estimated,
@@ -17,9 +18,8 @@ from isogloss.kept_tokens import (
     uniform_numbers,
     without_draws,
 )
-from isogloss.model_teachers import truncate
-from isogloss.text_scores import ScoredLogits
-from tiles import TopKLogits
+from isogloss.teachers.model import truncate
+from isogloss.teachers.text_scores import ScoredLogits
 
 SPELLED = [b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff", b"\xff\xff", b"abcab",
            b"<s>", b"c", b"ca", b"cab", b"cabbage", b"x" * 40, b"x" * 39, b"x" * 15]

@@ -50,7 +50,7 @@ def rank_with_trouble(argv, folder, trouble):
     rank = int(os.environ["RANK"])
     descriptor = os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 2)
-    import distill
+    from isogloss import distill
 
     trouble(rank)
     code = 0
@@ -83,7 +83,7 @@ def no_memory(*_, **__):
 
 def no_memory_on_rank_1(rank):
     """The others wait for it in a collective."""
-    import distill
+    from isogloss import distill
 
     if rank == 1:
         distill.load_student = no_memory
@@ -91,14 +91,14 @@ def no_memory_on_rank_1(rank):
 
 def no_key_on_rank_0(rank):
     """The others wait for it in the store, which it serves."""
-    import distill
+    from isogloss import distill
 
     if rank == 0:
         distill.check_inputs = lambda *_: {}["nothing"]
 
 
 def no_memory_for_the_teacher(rank):
-    import distill
+    from isogloss import distill
 
     if rank == 1:
         distill.load_teacher = no_memory
@@ -125,8 +125,8 @@ def test_what_is_no_wrong_input_ends_all_ranks_with_its_traceback(small_run, tmp
 
 def wrong_input_on_rank_1(rank):
     """The others wait in a collective of the same block, where they cannot hear of it."""
-    import distill
-    from isogloss import watch
+    from isogloss import distill
+    from isogloss.job import watch
 
     watch.REFUSAL_GRACE = 1.0
 
@@ -152,7 +152,7 @@ def kill_this(*_):
 
 def killed_in_loading(victim, rank):
     """The others wait in the store, which rank 0 serves."""
-    import distill
+    from isogloss import distill
 
     if rank == victim:
         distill.check_inputs = kill_this
@@ -160,7 +160,7 @@ def killed_in_loading(victim, rank):
 
 def killed_in_joining(victim, rank):
     """The others wait for its connection."""
-    from isogloss import launch
+    from isogloss.job import launch
 
     if rank == victim:
         launch._join_process_group = kill_this
@@ -184,8 +184,8 @@ def test_a_rank_killed_before_the_first_step_is_noticed(small_run, tmp_path, tro
 
 def hangs_in_step_2(rank):
     """Rank 1 waits for nothing in mid-step; it would answer no collective for hours."""
-    import distill
-    from isogloss import rendezvous
+    from isogloss import distill
+    from isogloss.job import rendezvous
 
     distill.TRAINING_TIMEOUT = rendezvous.timedelta(seconds=5)
     train_step = distill.train_step
@@ -239,8 +239,8 @@ class Command:
 def test_a_pickled_command_in_the_store_does_not_run(tmp_path):
     import torch.distributed as dist
 
-    from isogloss.layout import Roles
-    from isogloss.rendezvous import gather_values
+    from isogloss.job.layout import Roles
+    from isogloss.job.rendezvous import gather_values
 
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=10))
@@ -270,9 +270,9 @@ def beside_a_stranger(rank):
     """Return what a rank hears of while someone writes to the store who has no secret."""
     import torch.distributed as dist
 
-    from isogloss import watch
-    from isogloss.launch import join_store
-    from isogloss.rendezvous import gather_values, part, read_value, value_there
+    from isogloss.job import watch
+    from isogloss.job.launch import join_store
+    from isogloss.job.rendezvous import gather_values, part, read_value, value_there
 
     watch.REFUSAL_GRACE = PATIENCE  # of ranks that hear why the job ends
     join_store()
@@ -317,7 +317,7 @@ def with_rank(function):
 
 
 def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):
-    from isogloss.launch import fail
+    from isogloss.job.launch import fail
 
     with pytest.raises(SystemExit):
         fail("caf\u00e9\x1b]0;x\x07 \u202e\udcff\nend", loud=True)
@@ -327,7 +327,7 @@ def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):
 
 def secret_of(rank, environment, folder):
     """Return the secret of a rank, or how it ended."""
-    from isogloss import rendezvous
+    from isogloss.job import rendezvous
 
     os.environ |= environment
     os.chdir(folder)
@@ -364,7 +364,7 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path):
 
 
 def test_only_a_private_file_of_this_user_holds_a_secret(tmp_path, monkeypatch):
-    from isogloss import rendezvous
+    from isogloss.job import rendezvous
 
     monkeypatch.setenv("RANK", "1")
     good = rendezvous.MAGIC + b"s" * 32
@@ -425,7 +425,7 @@ def listening_addresses(port):
 @pytest.mark.parametrize("nodes, address", [(1, "0100007F"), (2, "00000000")])
 def test_the_store_listens_on_the_masters_address(monkeypatch, nodes, address):
     """A loopback address is of no use to other nodes, so there it listens on all."""
-    from isogloss import rendezvous
+    from isogloss.job import rendezvous
 
     port = ranks.free_port()
     environment = {"RANK": "0", "WORLD_SIZE": str(2 * nodes), "LOCAL_SIZE": "2",

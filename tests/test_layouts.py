@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from isogloss.losses import next_token_cross_entropy, teacher_importance
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import distill
 import ranks
-from isogloss.batch import Collator, PairOptions
+from isogloss import distill
 from isogloss.config import configs_by_teacher
+from isogloss.data.batch import Collator, PairOptions
 from isogloss.inputs import build_collator, load_text_encoder, plan_teachers
-from isogloss.launch import start_distributed
-from isogloss.loss_table import LOSSES, build_loss
-from isogloss.stages import NoWeights
-from isogloss.student import window_ends
+from isogloss.job.launch import start_distributed
+from isogloss.objective.loss_table import LOSSES, build_loss
+from isogloss.student.engine import window_ends
+from isogloss.student.stages import NoWeights
+from isogloss.teachers.mixing import teacher_scores
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
-from losses import next_token_cross_entropy, teacher_importance
-from teacher_mixing import teacher_scores
 
 pytestmark = pytest.mark.slow
 

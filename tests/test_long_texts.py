@@ -7,16 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from isogloss.align import TokenTable
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from align import TokenTable
 from conftest import asset
-from isogloss import long_texts
-from isogloss.batch import Collator, PairOptions
-from isogloss.data import Example
-from isogloss.long_texts import BOUNDARY, leave_out_tail, splits_at_spaces
-from isogloss.sample import TextEncoder
+from isogloss.data import long_texts
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.long_texts import BOUNDARY, leave_out_tail, splits_at_spaces
+from isogloss.data.order import Example
+from isogloss.data.sample import TextEncoder
 
 TOKENIZERS = ("deepseek_coder", "gpt2", "llama2", "llama3", "mistral_v7", "qwen2", "t5", "tok512")
 ODD_PIECES = (

@@ -8,19 +8,19 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-
-import losses
-import oracle
-import teacher_mixing
-from cases import Case, check_wrong_input, close, gradient, spelling_of
-from conftest import ROOT
-from losses import (
+from isogloss.losses import (
     event_kl,
     event_terms,
     next_token_cross_entropy,
     projection_kl,
     teacher_importance,
 )
+
+import oracle
+from cases import Case, check_wrong_input, close, gradient, spelling_of
+from conftest import ROOT
+from isogloss import losses
+from isogloss.teachers import mixing as teacher_mixing
 
 F64 = torch.float64
 

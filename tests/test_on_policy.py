@@ -11,19 +11,20 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from isogloss.losses import next_token_cross_entropy
+from isogloss.rollout import Completion
 from transformers import AutoModelForCausalLM
 
-import distill
 import ranks
 from conftest import ROOT
-from isogloss import whole_student
-from isogloss.batch import Collator, Example, PairOptions
+from isogloss import distill
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.batch_types import Example
+from isogloss.data.rollouts import Prompter, completed
 from isogloss.inputs import load_text_encoder, plan_teachers
-from isogloss.launch import start_distributed
-from isogloss.rollouts import Prompter, completed
+from isogloss.job.launch import start_distributed
+from isogloss.student import whole_student
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
-from losses import next_token_cross_entropy
-from rollout import Completion
 from test_layouts import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,

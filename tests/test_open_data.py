@@ -14,20 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from isogloss.distill import Config
 
 import ranks
-from distill import Config
-from isogloss import file_rows, open_data
-from isogloss.batch import Collator
-from isogloss.data import ExampleReader
-from isogloss.data_checks import explained
-from isogloss.file_rows import ROWS_TO_PEEK
+from isogloss.data import file_rows, open_data
+from isogloss.data.batch import Collator
+from isogloss.data.checks import explained
+from isogloss.data.file_rows import ROWS_TO_PEEK
+from isogloss.data.long_texts import MOST_CHARACTERS
+from isogloss.data.open_data import Request, filled_columns, holds_chats, load_dataset
+from isogloss.data.order import ExampleReader
+from isogloss.data.sample import TextEncoder
+from isogloss.data.stream import StreamedExamples
+from isogloss.errors import DataError
 from isogloss.inputs import load_data
-from isogloss.long_texts import MOST_CHARACTERS
-from isogloss.open_data import Request, filled_columns, holds_chats, load_dataset
-from isogloss.sample import TextEncoder
-from isogloss.stream import StreamedExamples
-from isogloss.workers import DataError
 from jobs import ds_config, losses_of, run_distill
 from test_chat import with_templates
 from test_chat_rows import ANSWER, CALL, TOOL, USER, WITH_TOOLS

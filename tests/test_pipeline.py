@@ -13,14 +13,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import demo
-import distill
 import ranks
 from conftest import ASSETS
+from isogloss import demo, distill
 from isogloss.checks import check_logits, check_packing
 from isogloss.inputs import build_collator
-from isogloss.stages import num_weights, probe_ids
-from isogloss.teachers import SilentTeacher
+from isogloss.student.stages import num_weights, probe_ids
+from isogloss.teachers.sources import SilentTeacher
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from test_layouts import (
     SMALL_TILE_MIB,

@@ -14,10 +14,10 @@ from benchmarks.memory import flags_of, measure, prepare
 from conftest import ROOT, asset
 from isogloss import plan as planning
 from isogloss.config import Config
-from isogloss.launch import start_distributed
-from isogloss.layout import Replica
+from isogloss.flags.parse import parse_flags
+from isogloss.job.launch import start_distributed
+from isogloss.job.layout import Replica
 from isogloss.plan import GIB, Args, Need, advice, gpus_of, lines_of, plan, shape_of
-from projection_tools.flags import parse_flags
 
 MEASURED = "zero 1, bf16", "zero 3"  # layouts of benchmarks/memory.py
 

@@ -10,6 +10,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from isogloss.projection_tools import generate
+from isogloss.projection_tools.tokenizers import load_tokenizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import (
@@ -21,19 +23,17 @@ from transformers import (
     dynamic_module_utils,
 )
 
-import distill
 import ranks
 from conftest import asset
-from isogloss import inputs
+from isogloss import distill, inputs
 from isogloss.export import gathered
 from isogloss.inputs import check_flash_attention
-from isogloss.launch import silence_libraries, start_distributed
-from isogloss.model_teachers import load_replicated
-from isogloss.pretrained import check_random, check_weights, load_model
-from isogloss.specs import TeacherSpec
-from isogloss.student import load_student
+from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.models.pretrained import check_random, check_weights, load_model
+from isogloss.student.engine import load_student
+from isogloss.teachers.model import load_replicated
+from isogloss.teachers.specs import TeacherSpec
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from projection_tools import generate, load_tokenizer
 from wrong_input import check_one_line, outcomes
 
 

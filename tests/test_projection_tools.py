@@ -9,32 +9,33 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
-
-from align import fingerprint
-from conftest import ROOT, asset
-from projection_tools import (
-    Pair,
-    as_tables,
+from isogloss.align import fingerprint
+from isogloss.projection_tools import (
     build,
-    cached,
     cells,
     compare,
     cut,
     exact,
-    fill_empty,
     generate,
-    load_projection,
-    load_tables,
     multitoken,
-    pack,
-    save_atomically,
     show,
     spell,
 )
-from projection_tools.flags import parse_flags
-from spelling import link_special_tokens, spell as spell_tokens
-from translation import Tables
+from isogloss.projection_tools.arrays import fill_empty, pack
+from isogloss.projection_tools.files import (
+    as_tables,
+    cached,
+    load_projection,
+    load_tables,
+    save_atomically,
+)
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.spelling import link_special_tokens, spell as spell_tokens
+from isogloss.translation import Tables
+from transformers import AutoTokenizer
+
+from conftest import ROOT, asset
+from isogloss.flags.parse import parse_flags
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from isogloss.projection_tools import build, cells, show, spell
 from transformers import AutoModelForCausalLM
 
-import demo
-import demo_report
 from conftest import ROOT, asset
-from isogloss import cache, export, plot
+from isogloss import cache, demo, demo_report, export, plot
 from isogloss.config import GROUPS, Config
-from projection_tools import build, cells, show, spell
-from projection_tools.flags import OLD_NAMES, parse_flags
+from isogloss.flags.parse import OLD_NAMES, parse_flags
 
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -292,11 +290,11 @@ def test_every_stop_can_be_found():
 
 def test_the_text_that_is_followed():
     """The ids, labels, chunks and counts that the page shows are those of the Collator."""
+    from isogloss.align import TokenTable
     from transformers import AutoTokenizer
 
-    from align import TokenTable
-    from isogloss.batch import Collator, PairOptions
-    from isogloss.sample import TextEncoder
+    from isogloss.data.batch import Collator, PairOptions
+    from isogloss.data.sample import TextEncoder
 
     encoders = []
     for name in ("gpt2", "qwen2"):

@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
+from isogloss.projection_tools.tokenizers import load_tokenizer
 
 import ranks
 from conftest import GOLDEN, asset
-from isogloss.sample import TextEncoder
-from isogloss.task_model import TaskEncoder
-from isogloss.tasks import TaskOptions, load_tasks, run_tasks
+from isogloss.data.sample import TextEncoder
+from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.tasks import TaskOptions, load_tasks, run_tasks
 from jobs import ds_config, losses_of, run_distill
-from projection_tools import load_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from deepspeed.runtime.lr_schedules import WarmupCosineLR
 import ranks
 from conftest import ROOT
 from isogloss.config import Config
-from isogloss.ds_config import batch_sizes, read_ds_config
+from isogloss.flags.parse import parse_flags
+from isogloss.student.ds_config import batch_sizes, read_ds_config
 from jobs import losses_of, run_distill
-from projection_tools.flags import parse_flags
 from recipes.tiny import prepare
 
 LARGE = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-import distill
 import ranks
-from isogloss.checkpoint import find_checkpoint
-from isogloss.convert import check_convertible
+from isogloss import distill
+from isogloss.checkpoints.checkpoint import find_checkpoint
+from isogloss.checkpoints.convert import check_convertible
+from isogloss.checkpoints.run_identity import expected_identity, run_identity
 from isogloss.inputs import check_start
 from isogloss.log import LOGS, check_logs, lines_until
-from isogloss.run_identity import expected_identity, run_identity
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 # --- what may change ------------------------------------------------------------------------------

@@ -5,9 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from isogloss.rollout import (
+    Prompt,
+    gumbel_noise,
+    hash_counters,
+    needs_equal_lengths,
+    uniform,
+    write,
+)
 
-import rollout
-from rollout import Prompt, gumbel_noise, hash_counters, needs_equal_lengths, uniform, write
+from isogloss import rollout
 
 VOCAB = 11
 STOP = 3

@@ -8,26 +8,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from isogloss.align import TokenTable
+from isogloss.projection_tools.cells import build_translation
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.rollout import Completion
+from isogloss.tiles import StoredLogits
+from isogloss.translation import Asked, Tables, before_goes_on, root_target
 
-import losses
-from align import TokenTable
-from isogloss import loss_table
-from isogloss.batch import Batch, Collator, Example, PairOptions, StudentBatch
-from isogloss.counts import Counts
-from isogloss.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
-from isogloss.rollout_ratio import RatioSums, rollout_ratio
-from isogloss.rollouts import (
-    Prompter,
-    Rollout,
-    SkippedPrompt,
-    completed,
-)
-from isogloss.sample import TextEncoder
-from projection_tools import Pair
-from projection_tools.cells import build_translation
-from rollout import Completion
-from tiles import StoredLogits
-from translation import Asked, Tables, before_goes_on, root_target
+from isogloss import losses
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.batch_types import Batch, Example, StudentBatch
+from isogloss.data.rollouts import Prompter, Rollout, SkippedPrompt, completed
+from isogloss.data.sample import TextEncoder
+from isogloss.job.counts import Counts
+from isogloss.objective import loss_table
+from isogloss.objective.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
+from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
 
@@ -373,7 +369,7 @@ CHAT = [{"role": "user", "content": "How much is it?"},
 @pytest.fixture(scope="module")
 def chat_encoders(texts):
     """Two encoders with chat templates and ends of turns of their own."""
-    import demo
+    from isogloss import demo
 
     found = []
     for tokenizer, template, markers in (

@@ -4,11 +4,11 @@ import copy
 
 import numpy as np
 import pytest
+from isogloss.align import TokenTable
 from tokenizers import normalizers, processors
 
-import demo
-from align import TokenTable
-from isogloss.sample import (
+from isogloss import demo
+from isogloss.data.sample import (
     NO_TOKENS,
     Pairing,
     TextEncoder,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hostile_programs
-import sandbox
+from isogloss.evaluation import sandbox
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534

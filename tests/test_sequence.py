@@ -9,9 +9,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
-from isogloss import activations, sequence
-from isogloss.launch import silence_libraries, start_distributed
-from isogloss.sequence import check_sequence_layout, sequence_shard
+from isogloss.data.spans import sequence_shard
+from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.models import activations
+from isogloss.student import ulysses as sequence
+from isogloss.student.ulysses import check_sequence_layout
 
 SHAPE = {
     "vocab_size": 60,

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-import distill
 import ranks
-from isogloss import cache, cache_files, text_server
+from isogloss import cache, distill
 from isogloss.config import Config
+from isogloss.flags.parse import parse_flags
 from isogloss.inputs import check_inputs, teacher_spec
-from isogloss.launch import start_distributed
-from isogloss.served_teachers import ServedTeacher, groups_of, scored_text
-from isogloss.teachers import load_teacher
-from isogloss.text_server import Likely
-from isogloss.watch import end_together
+from isogloss.job.launch import start_distributed
+from isogloss.job.watch import end_together
+from isogloss.teachers import cache_files, text_server
+from isogloss.teachers.served import ServedTeacher, groups_of, scored_text
+from isogloss.teachers.sources import load_teacher
+from isogloss.teachers.text_server import Likely
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from launched import Job
-from projection_tools.flags import parse_flags
 from test_cached_teachers import CHAT_TEMPLATE, Reading, with_template
 from test_layouts import (
     AS_FLAGS_SAY,

@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
-
-import oracle
-from align import TokenTable
-from conftest import asset
-from projection_tools import Pair, load_tables, spell
-from projection_tools.cells import build_translation
-from spelling import (
+from isogloss.align import TokenTable
+from isogloss.projection_tools import spell
+from isogloss.projection_tools.cells import build_translation
+from isogloss.projection_tools.files import load_tables
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.spelling import (
     ROLES,
     link_special_tokens,
     prefix_ranges,
@@ -18,6 +16,10 @@ from spelling import (
     translation_tables,
     unwritten_tokens,
 )
+from transformers import AutoTokenizer
+
+import oracle
+from conftest import asset
 
 
 def without_padding(pieces):

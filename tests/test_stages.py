@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import Config
-from isogloss.layout import Roles
-from isogloss.stages import (
+from isogloss.job.layout import Roles
+from isogloss.student.stages import (
     check_pipeline_layout,
     cut_layers,
     cut_model,

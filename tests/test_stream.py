@@ -7,11 +7,11 @@ import datasets
 import pytest
 
 import ranks
-from isogloss import stream as stream_module
-from isogloss.data import ExampleReader
-from isogloss.open_data import load_dataset
-from isogloss.stream import Places, StreamedExamples
-from isogloss.workers import DataError
+from isogloss.data import stream as stream_module
+from isogloss.data.open_data import load_dataset
+from isogloss.data.order import ExampleReader
+from isogloss.data.stream import Places, StreamedExamples
+from isogloss.errors import DataError
 from jobs import ds_config, losses_of, run_distill
 
 READER = ExampleReader("text")

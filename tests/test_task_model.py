@@ -6,9 +6,9 @@ What models say of them is compared in test_task_passes.py.
 import pytest
 
 from conftest import asset
-from isogloss.task_items import WrittenItem
-from isogloss.task_model import TaskEncoder, TextStop, write_answers
-from isogloss.tasks import TaskOptions
+from isogloss.evaluation.task_items import WrittenItem
+from isogloss.evaluation.task_model import TaskEncoder, TextStop, write_answers
+from isogloss.evaluation.tasks import TaskOptions
 
 NAMES = ("gpt2", "llama2", "llama3", "mistral_v7", "qwen2", "t5", "deepseek_coder", "tok512",
          "wordpiece")

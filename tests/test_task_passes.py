@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import isogloss.task_passes as task_passes
 from conftest import asset
-from isogloss.task_model import Request, score
+from isogloss.evaluation import task_passes
+from isogloss.evaluation.task_model import Request, score
 
 WINDOW = 48
 VOCAB = 40

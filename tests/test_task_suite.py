@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
 from conftest import asset
-from isogloss.task_model import TaskEncoder
-from isogloss.task_suite import load_suite
-from isogloss.tasks import TaskOptions
+from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.task_suite import load_suite
+from isogloss.evaluation.tasks import TaskOptions
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 # 13 items that are written, so that ranks have unequal numbers of them, of unequal lengths

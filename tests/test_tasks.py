@@ -19,20 +19,19 @@ import torch
 
 import ranks
 from conftest import GOLDEN, ROOT, asset
-from isogloss.task_items import WrittenItem, read_gsm8k, read_lambada, read_mmlu
-from isogloss.task_model import TaskEncoder
-from isogloss.tasks import (
-    Args,
+from isogloss.evaluation.task_items import WrittenItem, read_gsm8k, read_lambada, read_mmlu
+from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.tasks import (
     Sums,
     TaskOptions,
     comparable_number,
     last_number,
     load_tasks,
-    main,
     marked_number,
     run_tasks,
 )
-from projection_tools.flags import tool, undescribed
+from isogloss.flags.parse import tool, undescribed
+from isogloss.tasks import Args, main
 
 EXAMPLES = 40  # of GSM8K, from the end of the test split; see benchmarks/tasks.py
 NEW_TOKENS = 64

@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from isogloss import model_teachers
 from isogloss.config import Config
-from isogloss.launch import silence_libraries, start_distributed
-from isogloss.layout import join_ids, join_members, teacher_groups
-from isogloss.model_teachers import (
+from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.job.layout import join_ids, join_members, teacher_groups
+from isogloss.teachers import model as model_teachers
+from isogloss.teachers.model import (
     Offload,
     bucket,
     check_compilation,
     load_replicated,
     resolve_engine,
 )
-from isogloss.specs import TEACHER_OUTPUTS, TeacherSpec
-from isogloss.teachers import load_teacher
+from isogloss.teachers.sources import load_teacher
+from isogloss.teachers.specs import TEACHER_OUTPUTS, TeacherSpec
 
 VOCAB = 90  # of the tokenizer; the heads have 100 rows
 SPECIAL_TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -399,9 +399,9 @@ def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits,
     pytest.importorskip("bitsandbytes", reason="the optional bitsandbytes is absent")
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-    from isogloss.model_teachers import load_replicated
-    from isogloss.pretrained import check_weights
-    from isogloss.specs import TeacherSpec
+    from isogloss.models.pretrained import check_weights
+    from isogloss.teachers.model import load_replicated
+    from isogloss.teachers.specs import TeacherSpec
 
     torch.manual_seed(0)
     shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=96,

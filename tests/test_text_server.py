@@ -6,9 +6,9 @@ import socket
 import numpy as np
 import pytest
 
-from isogloss import text_server
-from isogloss.text_server import Address, Requests, TextServer, api_key
-from isogloss.workers import DataError
+from isogloss.errors import DataError
+from isogloss.teachers import text_server
+from isogloss.teachers.text_server import Address, Requests, TextServer, api_key
 from text_servers import StandIn
 
 KEY = "sk-secret-1234"

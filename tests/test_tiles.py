@@ -9,13 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import losses
-import tiles as tiles_module
-from cases import Case, common_of
-from conftest import ROOT
-from tiles import (
+from isogloss.tiles import (
     GPU_SUB_TILES,
     Head,
     HiddenLogits,
@@ -31,6 +25,11 @@ from tiles import (
     tiled_loss,
     tiled_losses,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cases import Case, common_of
+from conftest import ROOT
+from isogloss import losses, tiles as tiles_module
 
 H = 6
 STUDENT_PADDING = 2  # rows of the head that are no token
@@ -860,8 +859,8 @@ ARCHITECTURES = {
 def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from isogloss.model_teachers import ModelTeacher, WholeModel, head_gives_own_logits
-    from isogloss.specs import TeacherSpec
+    from isogloss.teachers.model import ModelTeacher, WholeModel, head_gives_own_logits
+    from isogloss.teachers.specs import TeacherSpec
 
     torch.manual_seed(0)
     shape = {"vocab_size": 40} if architecture == "gpt2" else SHAPE  # it has names of its own

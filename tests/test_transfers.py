@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-import distill
 import ranks
-from isogloss.flat import flatten, moved_to_device
-from isogloss.transfers import Moment, Readback, Uploads
-from isogloss.workers import DataError
+from isogloss import distill
+from isogloss.errors import DataError
+from isogloss.job.flat import flatten, moved_to_device
+from isogloss.job.transfers import Moment, Readback, Uploads
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 CPU = torch.device("cpu")

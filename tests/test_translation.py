@@ -8,24 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer
-
-import losses
-import oracle
-import toys
-from align import TokenTable
-from cases import check_wrong_input
-from conftest import asset
-from isogloss import loss_table
-from isogloss.batch import Collator, PairOptions
-from isogloss.config import Config
-from isogloss.sample import TextEncoder
-from projection_tools import Pair
-from projection_tools.cells import build_translation
-from test_tiles import on_meta
-from tiles import StoredLogits, SubTile, TeacherBlocks
-from toys import EOS, Tokenizer
-from translation import (
+from isogloss.align import TokenTable
+from isogloss.projection_tools.cells import build_translation
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tiles import StoredLogits, SubTile, TeacherBlocks
+from isogloss.translation import (
     Asked,
     Question,
     Tables,
@@ -41,6 +28,19 @@ from translation import (
     translated,
     translated_in_place,
 )
+from transformers import AutoTokenizer
+
+import oracle
+import toys
+from cases import check_wrong_input
+from conftest import asset
+from isogloss import losses
+from isogloss.config import Config
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.sample import TextEncoder
+from isogloss.objective import loss_table
+from test_tiles import on_meta
+from toys import EOS, Tokenizer
 from waiting import FixedOrder
 
 FINE = Tokenizer(("a", "b"))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from isogloss.translation import merge_rest, with_rest
 
-import losses
 import oracle
-from isogloss.model_teachers import truncate
-from teacher_mixing import average_teachers, common_events
+from isogloss import losses
+from isogloss.teachers.mixing import average_teachers, common_events
+from isogloss.teachers.model import truncate
 from test_translation import ALL_PAIRS, DIVERGENCES, Toy, check_equal, value_and_gradient
-from translation import merge_rest, with_rest
 
 TAU = 1.7
 NAMES = {

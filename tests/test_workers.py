@@ -17,8 +17,9 @@ import torch
 
 import ranks
 from conftest import ROOT
-from isogloss import workers
-from isogloss.workers import DataError, Loader
+from isogloss.data import workers
+from isogloss.data.workers import Loader
+from isogloss.errors import DataError
 from jobs import ds_config, losses_of
 from launched import wait_until
 from wrong_input import outcomes
@@ -163,7 +164,7 @@ def test_workers_end_with_the_process_that_they_work_for():
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_stream_has_one_order(num_workers):
     """That of the training process itself, whatever prepares it."""
-    from isogloss.data import ExampleReader, MicroBatches, StreamedExamples, loader
+    from isogloss.data.order import ExampleReader, MicroBatches, StreamedExamples, loader
 
     rows = datasets.Dataset.from_dict({"text": [str(i) for i in range(50)]})
 

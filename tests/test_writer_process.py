@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from isogloss.rollout import Prompt
 
 import ranks
-from ipc import is_running
-from isogloss.writer_process import (
+from isogloss.job.ipc import is_running
+from isogloss.writing.writer_process import (
     WriterError,
     WriterProcess,
     WriterStopped,
@@ -19,7 +20,6 @@ from isogloss.writer_process import (
 )
 from jobs import losses_of, run_distill
 from launched import wait_until
-from rollout import Prompt
 from test_on_policy import (
     base,  # noqa: F401, a fixture
     check_same_curve,

@@ -16,12 +16,12 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from isogloss.batch import Collator
-from isogloss.data import ExampleReader, check_templates, split_dataset
-from isogloss.data_checks import check_column
-from isogloss.open_data import holds_chats, load_dataset
-from isogloss.sample import TextEncoder
-from isogloss.workers import DataError
+from isogloss.data.batch import Collator
+from isogloss.data.checks import check_column
+from isogloss.data.open_data import holds_chats, load_dataset
+from isogloss.data.order import ExampleReader, check_templates, split_dataset
+from isogloss.data.sample import TextEncoder
+from isogloss.errors import DataError
 from jobs import ds_config
 from wrong_input import Wrong, check_one_line, run_wrong
 

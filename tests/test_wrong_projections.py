@@ -7,25 +7,23 @@ import stat
 
 import pytest
 import torch
-
-import distill
-import projection_tools
-import ranks
-from jobs import ds_config, losses_of, run_distill, write_corpus
-from projection_tools import (
-    Pair,
-    as_tables,
+from isogloss.projection_tools import (
     build,
-    cached,
     compare,
     cut,
     exact,
+    files as projection_tools,
     generate,
     multitoken,
-    save_atomically,
     show,
     spell,
 )
+from isogloss.projection_tools.files import as_tables, cached, save_atomically
+from isogloss.projection_tools.tokenizers import Pair
+
+import ranks
+from isogloss import distill
+from jobs import ds_config, losses_of, run_distill, write_corpus
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
-
-from align import TokenTable
+from isogloss.align import TokenTable
 
 
 def table_of(pieces, **roles):

@@ -10,9 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-
-from spelling import translation_tables
-from translation import Tables
+from isogloss.spelling import translation_tables
+from isogloss.translation import Tables
 
 EOS = "$"
 ALPHABET = "abc"

@@ -12,13 +12,11 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import torch
 import transformers.conversion_mapping
 import transformers.trainer_utils  # noqa: F401
+from isogloss.align import TokenTable
 
-import cpu_kernels
-import demo
-import distill  # noqa: F401
-from align import TokenTable
-from isogloss.batch import Collator, PairOptions
-from isogloss.sample import TextEncoder
+from isogloss import cpu_kernels, demo
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.sample import TextEncoder
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # probes them all
 tokenizer = demo.byte_level_bpe(["warm"], 256)

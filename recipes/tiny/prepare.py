@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from pydoc_data import topics
 
-import demo
+from isogloss import demo
 
 FOLDER = Path("runs/tiny")
 NUM_TEXTS = 300

@@ -1,0 +1,92 @@
+"""State what has to be the same when a run resumes, and what a checkpoint depends on besides."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from isogloss.config import FREE_ON_RESUME, teacher_entries, teacher_keys
+from isogloss.flags.model_names import without_secrets
+from isogloss.student.ds_config import (
+    BATCH_KEYS,
+    RESUMABLE_KEYS,
+    batch_sizes,
+    read_ds_config,
+    schedule_lengths,
+)
+from isogloss.teachers.text_server import is_address
+
+
+def checkpoint_folder(cfg):
+    return Path(cfg.output_dir) / "checkpoints"
+
+
+def _batch_sizes(cfg, ds_config):
+    # ranks of a sequence group or of a pipeline read the same samples
+    num_readers = dist.get_world_size() // cfg.ranks_per_reader
+    return batch_sizes(ds_config, num_readers, cfg.ds_config)
+
+
+def run_identity(cfg):
+    """Return what has to be the same when a run resumes, or its next loss would be another.
+
+    "schedule" is the length of the schedule in steps, where "auto" is replaced by its value: with
+    other --steps the learning rate of the next step would be another.
+    """
+    identity = {}
+    for name, value in asdict(cfg).items():
+        if name not in FREE_ON_RESUME:
+            identity[name] = value
+    if cfg.is_served:  # a server may move
+        identity["teacher"] = "served"
+    if cfg.teachers:
+        identity["teachers"] = [_without_free_keys(entry) for entry in teacher_entries(cfg)]
+    ds_config = read_ds_config(cfg.ds_config)
+    # how a step is cut into micro-batches may change, how many samples it has may not
+    identity["samples_per_step"] = _batch_sizes(cfg, ds_config).train_batch_size
+    identity["schedule"] = {}
+    params = ds_config.get("scheduler", {}).get("params", {})
+    for key, value in schedule_lengths(cfg).items():
+        if key in params:
+            stated = params.pop(key)
+            identity["schedule"][key] = value if stated == "auto" else stated
+    identity["ds_config"] = {}
+    for key, value in ds_config.items():
+        if key not in (*BATCH_KEYS, *RESUMABLE_KEYS):
+            identity["ds_config"][key] = value
+    return without_secrets(identity)  # a checkpoint holds it, and a signature may change
+
+
+def _without_free_keys(entry):
+    """Return an entry of --teachers without what may change when a run resumes."""
+    flags = teacher_keys()
+    kept = {}
+    for key, value in entry.items():
+        if flags.get(key) not in FREE_ON_RESUME:
+            kept[key] = "served" if key == "model" and is_address(value) else value
+    return kept
+
+
+def expected_identity(cfg):
+    """Return the part of the identity that a checkpoint must have for this run to resume from it.
+
+    With --extend_schedule that is all but the length of the schedule.
+    """
+    identity = run_identity(cfg)
+    if cfg.extend_schedule:
+        del identity["schedule"]
+    return identity
+
+
+def run_layout(cfg):
+    """Return what a checkpoint depends on beside the run's identity."""
+    ds_config = read_ds_config(cfg.ds_config)
+    layout = {
+        "ranks": dist.get_world_size(),
+        "sequence_parallel": cfg.sequence_parallel,
+        "zero_stage": ds_config.get("zero_optimization", {}).get("stage", 0),
+        "micro_batch": _batch_sizes(cfg, ds_config).micro_batch_size,
+    }
+    if cfg.pipeline_parallel > 1:  # checkpoints of earlier versions lack the key
+        layout["pipeline_parallel"] = cfg.pipeline_parallel
+    return layout

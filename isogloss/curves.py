@@ -1,0 +1,177 @@
+"""The curves of runs: read from metrics.jsonl, chosen by name, smoothed, drawn as a picture.
+
+Tests: tests/test_plot.py.
+"""
+
+import json
+import math
+import operator
+from pathlib import Path
+from typing import NamedTuple
+
+FIRST = "eval/student_bits_per_byte"  # what a run is judged by
+DEFAULT = f"{FIRST},eval/kd,loss"
+LINES_OF_SMOOTHING = 50  # so many points are drawn of a metric of every step
+
+
+class Curve(NamedTuple):
+    """Hold one metric of one run: steps and values, both lists."""
+
+    run: str
+    steps: list
+    values: list
+
+
+class Panel(NamedTuple):
+    """Hold one metric of all runs that have it."""
+
+    metric: str
+    curves: list
+
+
+def read_run(folder):
+    """Return the lines of a run's metrics.jsonl, as dicts.
+
+    Args:
+        folder: of the run, or the file itself.
+    Raises:
+        ValueError: there is none, or it holds something else.
+    """
+    path = Path(folder)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no metrics.jsonl there; name the --output_dir of a run")
+    texts = path.read_text(errors="replace").splitlines()
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            operator.index(line["step"])
+        except (ValueError, TypeError, KeyError):
+            if number == len(texts):
+                break  # a running job writes it
+            raise ValueError(f"{path}: line {number} is no line of metrics") from None
+        lines.append({with_new_name(key): value for key, value in line.items()})
+    if not lines:
+        raise ValueError(f"{path}: holds no line yet")
+    return lines
+
+
+def with_new_name(key):
+    """Return a metric's name of today, for runs of earlier versions."""
+    return key.replace("teacher_bytes_per_token", "teacher_output_bytes")
+
+
+def find_metrics(pattern, keys):
+    """Return the keys that a name on the command line stands for, in order.
+
+    Args:
+        pattern: a key, or a key without its beginning (eval/) or its end (the teacher).
+        keys: of all runs.
+    """
+    if pattern in keys:
+        return [pattern]
+    of_teachers = [key for key in keys if key.startswith(f"{pattern}/")]
+    if of_teachers:
+        return of_teachers
+    return [key for key in keys if f"/{pattern}/" in f"/{key}/"]
+
+
+def panels_of(runs, patterns):
+    """Return the Panels of some metrics.
+
+    Args:
+        runs: {name: lines of `read_run`}.
+        patterns: list of names, see `find_metrics`.
+    Raises:
+        ValueError: no run has such a metric, or a number of any of them.
+    """
+    keys = {}
+    for lines in runs.values():
+        for line in lines:
+            keys |= dict.fromkeys(line)
+    del keys["step"]
+    metrics = {}
+    for pattern in patterns:
+        matching = find_metrics(pattern, keys)
+        if not matching:
+            raise ValueError(f"--metrics {pattern}: no run has it; there are {', '.join(keys)}")
+        metrics |= dict.fromkeys(matching)
+    panels = []
+    for metric in metrics:
+        curves = []
+        for name, lines in runs.items():
+            points = [line for line in lines if is_number(line.get(metric))]
+            if points:
+                steps = [line["step"] for line in points]
+                curves.append(Curve(name, steps, [line[metric] for line in points]))
+        if curves:  # null everywhere: a mean over nothing
+            panels.append(Panel(metric, curves))
+    if not panels:
+        raise ValueError(f"--metrics {','.join(patterns)}: no run has a number of it")
+    return panels
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def smoothed(curve):
+    """Return a Curve of at most `LINES_OF_SMOOTHING` points, each a mean of neighbors."""
+    size = -(-len(curve.steps) // LINES_OF_SMOOTHING)
+    steps = []
+    values = []
+    for first in range(0, len(curve.steps), size):
+        group = curve.values[first : first + size]
+        steps.append(curve.steps[first + len(group) - 1])
+        values.append(sum(group) / len(group))
+    return Curve(curve.run, steps, values)
+
+
+def drawn_curves(panel):
+    """Return the curves of a panel as they are drawn: those of a step smoothed, of evaluations not.
+    """
+    if panel.metric.startswith("eval/"):
+        return panel.curves
+    return [smoothed(curve) for curve in panel.curves]
+
+
+def picture(panels, path):
+    """Draw panels side by side, at most three in a row, a color per run.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws without a screen
+    from matplotlib import pyplot
+
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(5 * columns, 3.5 * lines),
+                                   constrained_layout=True, squeeze=False)
+    colors = {}
+    for panel, axis in zip(panels, axes.flat):
+        for curve in drawn_curves(panel):
+            color = colors.setdefault(curve.run, f"C{len(colors)}")
+            marker = "." if panel.metric.startswith("eval/") else None
+            axis.plot(curve.steps, curve.values, color=color, label=curve.run, marker=marker)
+        axis.set(xlabel="step", title=panel.metric)
+        axis.legend()
+    for axis in axes.flat[len(panels):]:
+        axis.set_visible(False)
+    try:
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot.close(figure)
+
+
+def available(patterns, runs):
+    """Return those of the default metrics of which the runs have a number."""
+    keys = {}
+    for lines in runs.values():
+        for line in lines:
+            keys |= dict.fromkeys(key for key, value in line.items() if is_number(value))
+    return [pattern for pattern in patterns if find_metrics(pattern, keys)]

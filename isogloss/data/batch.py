@@ -1,0 +1,719 @@
+"""Make one batch of tensors from texts: the student's side once, each teacher's beside it.
+
+`Collator` runs inside DataLoader workers.  It encodes, aligns and cuts (sample.py, chat.py), pads
+or packs, plans the tiles of every student-teacher pair, and counts the terms of every loss.  The
+terms are known from the data, so a step has their number over all ranks before its first forward
+pass.
+
+Shapes: B rows (samples, or packed rows), S student positions, T teacher positions.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from isogloss.data.batch_types import Batch, Example, StudentBatch, TeacherBatch, text_key
+from isogloss.data.chat import SkippedChat, encode_chat, pair_chats, render
+from isogloss.data.long_texts import fits, leave_out_tail
+from isogloss.data.rollouts import Rollout, pair_rollout, student_reading
+from isogloss.data.sample import (
+    Pairing,
+    PairSample,
+    TextEncoder,
+    cut_sample,
+    encode_text,
+    pair_texts,
+)
+from isogloss.data.spans import SequenceShard, document_spans, sequence_shard
+from isogloss.job.counts import Counts, PairCounts
+from isogloss.losses import Spelling, event_terms, find_chunks
+from isogloss.tiles import CPU_SUB_TILES, Tile, plan_tiles
+from isogloss.translation import Tables, nodes_of_chunks, tokens_that_ended
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+# --- collate --------------------------------------------------------------------------------------
+
+
+@dataclass
+class PairOptions:
+    """Describe a teacher, as far as batches are concerned.
+
+    Attributes:
+        encoder: TextEncoder.
+        spelling: Spelling for event_kl, `translation.Tables` for a divergence between two
+            tokenizers, None for losses that work on whole chunks.
+        routes: values of `Example.route` that the teacher is for; None: those that no other is for.
+        same_tokenizer: its tokenizer is the student's.
+        is_cached: what it says is looked up by the texts' keys.
+    """
+
+    encoder: TextEncoder
+    spelling: Spelling | None = None
+    routes: list | None = None
+    same_tokenizer: bool = False
+    is_cached: bool = False
+
+
+@dataclass
+class Collator:
+    """Make a Batch of examples.
+
+    Attributes:
+        student: TextEncoder.
+        pairs: PairOptions of every teacher; empty: cross-entropy alone.
+        train_on: what to learn of a chat: "assistant" or "all".
+        aligner: see `sample.pair_texts`.
+        pack: put several texts into a row where they fit, see `pack_rows`.
+        tile_mib, sub_tiles: see `tiles.plan_tiles`; inf: one tile of one sub-tile holds all.
+        sequence_rank, sequence_size: which shard of every sequence this rank holds.
+        computes_loss: this rank does; another one of its pipeline needs no tiles and no counts.
+    """
+
+    student: TextEncoder
+    pairs: list
+    train_on: str = "assistant"
+    aligner: str = "bytes"
+    pack: bool = False
+    tile_mib: float = math.inf
+    sub_tiles: tuple = CPU_SUB_TILES
+    sequence_rank: int = 0
+    sequence_size: int = 1
+    computes_loss: bool = True
+
+    def __call__(self, examples, sample_ids=None):
+        """Return the Batch of some examples.
+
+        Args:
+            examples: Example, text, chat (list of messages) or None (no sample) each.
+            sample_ids: positions of the examples in the data stream; None: not known.
+        """
+        samples = self.samples(list(map(as_example, examples)))
+        rows = self._pack(samples) if self.pack else [[number] for number in range(len(samples))]
+        student_sides = [sample.student for sample in samples]
+        # a width that the shards of a sequence group divide evenly
+        student_rows = Rows(rows, student_sides, self.sequence_size)
+        # whole sequences at first: which rank owns a chunk depends on all of its positions
+        student = self._student_batch(student_sides, student_rows)
+        counts = Counts(text_bytes=int(student.num_bytes.clamp(min=0).sum()))
+        teachers = []
+        for number, pair in enumerate(self.pairs):
+            pair_samples = [sample.pairs[number] for sample in samples]
+            teacher, pair_counts, labels = self._teacher_batch(
+                pair, pair_samples, student, student_rows)
+            if pair.is_cached:
+                teacher.keys = keys_of(examples)
+            teachers.append(teacher)
+            counts.pairs.append(pair_counts)
+            if self.computes_loss:
+                count_reading(pair_counts, samples, number, labels,
+                              student_rows.sample_of_position(), self.sequence_rank == 0)
+            # Sequence shards of different pairs own different positions near a border, but over
+            # all ranks each pair owns every position once: any of them counts the tokens.
+            if number == 0:
+                count_tokens(counts, labels, student.logp)
+        if not self.computes_loss:
+            counts = Counts(pairs=[PairCounts() for _ in self.pairs])
+        elif not self.pairs:
+            count_tokens(counts, self._plan_cross_entropy(student), student.logp)
+        if self.sequence_rank:  # the first rank of the sequence group counts whole texts
+            counts.text_bytes = 0
+        elif self.computes_loss:
+            count_samples(counts, samples)
+        if self.sequence_size > 1:
+            self._keep_shard(student)
+        sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
+        rollouts = []
+        if student.logp is not None:
+            contents = [as_example(example).content for example in examples]
+            rollouts = [content if isinstance(content, Rollout) else None for content in contents]
+        return Batch(student, teachers, counts, sample_ids, rollouts)
+
+    # --- texts -> samples
+
+    def samples(self, examples):
+        """Return a cut `Sample` for each Example."""
+        parts = list(map(self._without_tail, examples))
+        samples = self._read(parts)
+        for number, part in enumerate(parts):
+            has_chunks = all(pair.alignment is None or pair.student_chunk.max(initial=-1) >= 0
+                             for pair in samples[number].pairs)
+            is_part = part is not examples[number] and fits(examples[number].content)
+            if is_part and not has_chunks:  # see `leave_out_tail`
+                samples[number], = self._read([examples[number]])
+        return samples
+
+    def _without_tail(self, example):
+        """Return an Example without what the student does not read of its text anyway."""
+        # the chunks of dynamic programming depend on the whole text
+        if not isinstance(example.content, str) or self.aligner == "dp":
+            return example
+        teachers = [pair.encoder for pair in self.pairs]
+        part = leave_out_tail(example.content, self.student, teachers)
+        return example if part is example.content else example._replace(content=part)
+
+    def _read(self, examples):
+        """Return a cut `Sample` for each Example, of which nothing is left out before."""
+        takes_part = list(map(self._teachers_of, examples))
+        # The student's tokenizer runs once, however many teachers there are.
+        student_ids = self._encode_plain(self.student, examples)
+        teacher_ids = []
+        max_lengths = []
+        for number, pair in enumerate(self.pairs):
+            wanted = []
+            for example, taking in zip(examples, takes_part):
+                wanted.append(example if taking[number] else Example(None))
+            teacher_ids.append(self._encode_plain(pair.encoder, wanted))
+            max_lengths.append(pair.encoder.max_length)
+        samples = []
+        for number, example in enumerate(examples):
+            if example.content is None:
+                student = None
+                pairings = [Pairing()] * len(self.pairs)
+            elif isinstance(example.content, Rollout):
+                student, pairings = self._read_rollout(example.content, takes_part[number])
+            elif isinstance(example.content, str):
+                ids = [of_teacher[number] for of_teacher in teacher_ids]
+                student, pairings = self._read_text(example, student_ids[number], ids)
+            else:
+                student, pairings = self._read_chat(example, takes_part[number])
+            samples.append(cut_sample(student, pairings, self.student.max_length, max_lengths))
+        return samples
+
+    def _teachers_of(self, example):
+        """Return for each teacher whether it takes part in an example."""
+        if example.route is ...:
+            return [True] * len(self.pairs)
+        claimed = set()
+        for pair in self.pairs:
+            claimed.update(pair.routes or ())
+        takes_part = []
+        for pair in self.pairs:
+            if pair.routes is None:  # a teacher without routes takes what is left
+                takes_part.append(example.route not in claimed)
+            else:
+                takes_part.append(example.route in pair.routes)
+        return takes_part
+
+    @staticmethod
+    def _encode_plain(encoder, examples):
+        """Tokenize all plain texts in one call; None in the place of everything else."""
+        numbers = []
+        texts = []
+        for number, example in enumerate(examples):
+            if isinstance(example.content, str):
+                numbers.append(number)
+                texts.append(example.content)
+        encoded = [None] * len(examples)
+        if texts:
+            for number, ids in zip(numbers, encoder.encode(texts)):
+                encoded[number] = ids
+        return encoded
+
+    def _read_text(self, example, student_ids, teacher_ids):
+        """Return (EncodedText, [Pairing]) of a plain text.
+
+        Args:
+            teacher_ids: of every teacher; None: it takes no part.
+        """
+        text = example.content
+        student = encode_text(text, student_ids, self.student, example.context)
+        pairings = []
+        for pair, ids in zip(self.pairs, teacher_ids):
+            if ids is None:
+                pairings.append(Pairing())
+                continue
+            teacher = encode_text(text, ids, pair.encoder, example.context)
+            tables = self.student.table, pair.encoder.table
+            pairings.append(pair_texts(text, student, teacher, *tables, self.aligner))
+        return student, pairings
+
+    def _read_chat(self, example, takes_part):
+        """Return (EncodedText, [Pairing]) of a chat.
+
+        The student learns alone what a teacher's template does not render; what its own template
+        does not render it does not learn at all.
+        """
+        messages = example.content
+        rendering = self._render(example, self.student)
+        if rendering is None:
+            return None, [Pairing(skipped=True)] * len(self.pairs)
+        student = encode_chat(messages, rendering, self.student, self.train_on, example.context)
+        pairings = []
+        for pair, wanted in zip(self.pairs, takes_part):
+            of_teacher = self._render(example, pair.encoder) if wanted else None
+            if of_teacher is None:
+                # a chat that was not meant for this teacher does not count as skipped
+                pairings.append(Pairing(skipped=wanted))
+                continue
+            encoders = self.student, pair.encoder
+            pairings.append(pair_chats(messages, (rendering, of_teacher), encoders, self.aligner,
+                                       example.context))
+        return student, pairings
+
+    def _read_rollout(self, rollout, takes_part):
+        """Return (EncodedText, [Pairing]) of what the student wrote."""
+        student = student_reading(rollout, self.student)
+        pairings = []
+        for pair, wanted in zip(self.pairs, takes_part):
+            pairing = Pairing()
+            if wanted:
+                encoders = self.student, pair.encoder
+                pairing = pair_rollout(rollout, student, encoders, self.aligner,
+                                       pair.same_tokenizer)
+            pairings.append(pairing)
+        return student, pairings
+
+    @staticmethod
+    def _render(example, encoder):
+        """Return the Rendering of a chat, or None, with a warning, where the template refuses."""
+        try:
+            return render(example.content, encoder, example.tools)
+        except SkippedChat as error:
+            # The log counts every such chat; a warning of the same text is shown once.
+            warnings.warn(f"{error}; such chats are left out", stacklevel=2)
+            return None
+
+    # --- samples -> tensors
+
+    def _pack(self, samples):
+        """Return the samples of every row; student and teachers have the same rows."""
+        limits = [self.student.max_length]
+        for pair in self.pairs:
+            limits.append(pair.encoder.max_length)
+        sizes = []
+        for sample in samples:
+            size = [len(sample.student.ids)]
+            for pair in sample.pairs:
+                size.append(len(pair.teacher.ids))
+            sizes.append(size)
+        return pack_rows(sizes, limits)
+
+    def _student_batch(self, sides, rows):
+        """Return the StudentBatch of whole sequences."""
+        return StudentBatch(
+            ids=rows.fill(sides, "ids", pad_id(self.student.table)),
+            labels=rows.fill(sides, "labels", -100),
+            num_bytes=rows.fill(sides, "num_bytes", -1),
+            # rows of one sample count from 0, as models do without being told
+            positions=rows.positions() if self.pack else None,
+            logp=rows.logp(sides),
+        )
+
+    def _teacher_batch(self, pair, samples, student, student_rows):
+        """Return (TeacherBatch, PairCounts, labels whose loss this rank computes)."""
+        sides = [sample.teacher for sample in samples]
+        # the student's rows, so that a chunk is in the same row on both sides
+        rows = Rows(student_rows.rows, sides)
+        renumber_chunks(samples, student_rows)
+        batch = TeacherBatch(
+            ids=rows.fill(sides, "ids", pad_id(pair.encoder.table)),
+            labels=rows.fill(sides, "labels", -100),
+            num_bytes=rows.fill(sides, "num_bytes", -1),
+            positions=rows.positions() if self.pack else None,
+            sample=rows.sample_of_position(),
+            num_samples=len(samples),
+            student_chunk=student_rows.fill(samples, "student_chunk", -1),
+            teacher_chunk=rows.fill(samples, "teacher_chunk", -1),
+            tiles=[],
+            sample_of_student=student_rows.sample_of_position(),
+            is_rollout=student_rows.is_rollout,
+        )
+        labels = student.labels
+        texts = None
+        if not self.computes_loss:
+            return batch, PairCounts(), labels
+        if isinstance(pair.spelling, Tables):
+            read_chunks = (student_rows.fill(samples, "read_student_chunk", -1),
+                           rows.fill(samples, "read_teacher_chunk", -1))
+            texts = TextsOf(student, batch, read_chunks, pair.spelling)
+        shard = self._shard(batch.student_chunk, batch.teacher_chunk)
+        if shard:
+            # Each rank computes the chunks and labels that it owns, so that over the group every
+            # term is computed once.
+            labels = torch.where(shard.owned_mask, labels, -100)
+            batch.student_chunk = torch.where(shard.owned_mask, batch.student_chunk, -1)
+            batch.teacher_chunk = torch.where(shard.teacher_mask, batch.teacher_chunk, -1)
+        batch.tiles = self._plan_tiles(pair, labels, batch, texts)
+        counts = self._count_pair(pair, samples, batch, student.logp)
+        if shard:  # last, as all of the above names positions of whole sequences
+            self._localize(batch, shard)
+        return batch, counts, labels
+
+    def _plan_tiles(self, pair, labels, batch, texts):
+        """Return the tiles of a pair, with the terms of its loss; rollouts have tiles of their own.
+        """
+        if batch.is_rollout is None:
+            return self._plan_tiles_of(pair, labels, batch, texts, False)
+        tiles = []
+        for on_policy in (False, True):
+            is_wanted = batch.is_rollout == on_policy
+            student_mask = is_wanted[batch.sample_of_student].view_as(labels)
+            teacher_mask = is_wanted[batch.sample].view_as(batch.teacher_chunk)
+            masked = replace(
+                batch, student_chunk=torch.where(student_mask, batch.student_chunk, -1),
+                teacher_chunk=torch.where(teacher_mask, batch.teacher_chunk, -1))
+            masked_labels = torch.where(student_mask, labels, -100)
+            tiles += self._plan_tiles_of(pair, masked_labels, masked, texts, on_policy)
+        return tiles
+
+    def _plan_tiles_of(self, pair, labels, batch, texts, on_policy):
+        vocab_sizes = len(self.student.table), len(pair.encoder.table)
+        tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
+                           vocab_sizes, self.tile_mib, self.sub_tiles,
+                           teacher_context=bool(texts))
+        planned = []
+        teacher_positions = None  # those whose logits exist
+        for tile in tiles:
+            # listed here, where data workers do it while the model trains
+            sub_tiles = []
+            for sub_tile in tile.sub_tiles:
+                sub_tile = sub_tile._replace(on_policy=on_policy)
+                if sub_tile.teacher_positions is not None:
+                    teacher_positions = sub_tile.teacher_positions
+                if texts:
+                    terms = texts.nodes(
+                        sub_tile, tile.student_positions[sub_tile.student_slice],
+                        teacher_positions[sub_tile.teacher_slice], pair.spelling)
+                    sub_tiles.append(sub_tile._replace(terms=terms))
+                else:
+                    sub_tiles.append(with_terms(sub_tile, pair.spelling))
+            planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
+        return planned
+
+    def _count_pair(self, pair, samples: list[PairSample], batch, logp):
+        """Return the PairCounts of this rank."""
+        is_aligned = batch.student_chunk >= 0
+        counts = PairCounts(aligned_tokens=int(is_aligned.sum()))
+        for tile in batch.tiles:
+            for sub_tile in tile.sub_tiles:
+                num_terms = number_of_terms(sub_tile, pair.spelling)
+                counts.kd_terms += num_terms
+                counts.rollout_terms += num_terms * sub_tile.on_policy
+        if logp is not None:
+            counts.rollout_nats = -float(logp[is_aligned & ~logp.isnan()].double().sum())
+        if self.sequence_rank:  # the first rank of the sequence group counts whole texts
+            return counts
+        alignments = []
+        for number, sample in enumerate(samples):
+            counts.aligned_bytes += sample.aligned_bytes
+            if batch.is_rollout is not None and batch.is_rollout[number]:
+                counts.rollout_bytes += sample.aligned_bytes
+            counts.skipped_chats += sample.skipped
+            if sample.alignment:
+                alignments.append(sample.alignment)
+        counts.add_alignments(alignments)
+        return counts
+
+    def _plan_cross_entropy(self, student):
+        """Plan the tiles of a run without a teacher; return the labels that they predict."""
+        # the tiles of a pair whose teacher side has no position
+        no_chunk = torch.full_like(student.ids, -1)
+        nothing = torch.zeros(len(student.ids), 0, dtype=torch.long)
+        labels = student.labels
+        shard = self._shard(no_chunk, nothing)
+        if shard:
+            labels = torch.where(shard.owned_mask, labels, -100)
+        student.tiles = plan_tiles(labels, no_chunk, nothing, nothing, (len(self.student.table), 0),
+                                   self.tile_mib, self.sub_tiles)
+        if shard:
+            student.tiles = localize_tiles(student.tiles, shard)
+        return labels
+
+    # --- sequence parallelism
+
+    def _shard(self, student_chunk, teacher_chunk) -> SequenceShard | None:
+        """Return what this rank holds of the batch, or None without sequence parallelism."""
+        if self.sequence_size == 1:
+            return None
+        return sequence_shard(student_chunk, teacher_chunk, self.sequence_rank, self.sequence_size)
+
+    def _shard_columns(self, width):
+        """Return the slice of a row of `width` positions that this rank holds."""
+        size = width // self.sequence_size
+        return slice(self.sequence_rank * size, (self.sequence_rank + 1) * size)
+
+    def _keep_shard(self, student):
+        """Cut the student's tensors to this rank's shard of every row."""
+        num_rows, width = student.ids.shape
+        if student.positions is None:  # a shard does not begin at position 0
+            student.positions = torch.arange(width).expand(num_rows, width)
+        # here, because every layer would have to wait for the device to tell
+        student.documents = document_spans(student.positions)
+        columns = self._shard_columns(width)
+        names = ["ids", "labels", "num_bytes", "positions"]
+        if student.logp is not None:
+            names.append("logp")
+        for name in names:
+            # a view would send the rows' whole storage from the data worker
+            setattr(student, name, getattr(student, name)[:, columns].contiguous())
+
+    def _localize(self, batch, shard):
+        """Let a TeacherBatch name the student's positions as this rank holds them."""
+        num_rows, width = batch.student_chunk.shape
+        columns = self._shard_columns(width)
+        num_local = num_rows * (columns.stop - columns.start)
+        batch.tiles = localize_tiles(batch.tiles, shard)
+        batch.student_chunk = batch.student_chunk[:, columns].contiguous()
+        # the positions of the shard, then those of the halo
+        sample = torch.zeros(num_local + len(shard.halo_index), dtype=torch.long)
+        reachable = shard.local_position >= 0
+        sample[shard.local_position[reachable]] = batch.sample_of_student[reachable]
+        batch.sample_of_student = sample
+        batch.halo_index = shard.halo_index
+
+
+def keys_of(examples):
+    """Return (samples, 2) int64 keys of examples, by which a cache knows them; 0 for none."""
+    keys = np.zeros((len(examples), 2), np.int64)
+    for number, example in enumerate(map(as_example, examples)):
+        if example.content is not None:
+            keys[number] = text_key(example.content, example.tools)
+    return torch.from_numpy(keys)
+
+
+def as_example(value):
+    """Return an Example of a bare text, chat or None."""
+    return value if isinstance(value, Example) else Example(value)
+
+
+def count_tokens(counts, labels, logp):
+    """Count in Counts the labels that a rank's loss predicts."""
+    is_label = labels >= 0
+    counts.tokens = int(is_label.sum())
+    if logp is not None:
+        is_label = is_label & logp.isnan()
+    counts.ce_tokens = int(is_label.sum())
+
+
+def count_samples(counts, samples):
+    """Count in Counts the samples of which something is learned, or would be if none was cut."""
+    for sample in samples:
+        counts.samples += sample.has_labels
+        counts.cut_samples += sample.has_labels and not (sample.student.labels >= 0).any()
+
+
+def count_reading(counts, samples, number, labels, sample_of_position, counts_bytes):
+    """Count in PairCounts what the student predicts of the samples that a teacher reads.
+
+    A chat that the teacher's template rejects counts as well: it is lost, not another teacher's.
+
+    Args:
+        number: of the teacher.
+        labels: (B, S) whose loss this rank computes, -100 for others.
+        sample_of_position: (B * S,) int64.
+        counts_bytes: this rank counts whole texts, the first of its sequence group.
+    """
+    reads = []
+    for sample in samples:
+        pair = sample.pairs[number]
+        reads.append(pair.alignment is not None or pair.skipped)
+        if counts_bytes and reads[-1]:
+            counts.read_bytes += int(sample.student.num_bytes.clip(min=0).sum())
+    is_read = torch.tensor(reads)[sample_of_position]
+    counts.read_tokens = int((is_read & (labels.flatten() >= 0)).sum())
+
+
+def number_of_terms(sub_tile, spelling):
+    """Return how many terms the distillation loss of a sub-tile has."""
+    if spelling is None:
+        return len(sub_tile.terms.first_S)
+    return int(sub_tile.terms.count_all)
+
+
+def pad_id(table):
+    """Return the id that fills rows: with causal attention no real position looks at padding."""
+    return table.pad if table.pad >= 0 else max(table.eos, 0)
+
+
+def renumber_chunks(samples: list[PairSample], rows):
+    """Number the chunks of a row's samples one after the other; -1 stays."""
+    # Two samples of a packed row would else have chunks of the same number, which are one chunk.
+    numbers = [sample.num_chunk_ids for sample in samples]
+    for sample, first in zip(samples, rows.numbers_before(numbers)):
+        for name in ("student_chunk", "teacher_chunk", "read_student_chunk", "read_teacher_chunk"):
+            chunk = getattr(sample, name)
+            setattr(sample, name, np.where(chunk >= 0, chunk + first, -1))
+
+
+class TextsOf:
+    """Hold what the nodes of a translation ask about the texts of a batch.
+
+    Attributes:
+        student_ids: (B * S,) token that each student position reads.
+        teacher_text: (B * T,) text of each teacher position that predicts a token; -1: it predicts
+            none.  What stands behind the end of a text may be padding, whose number depends on the
+            other texts, or what a cache does not hold: nothing asks there.
+        ended: (B * T,) see `translation.tokens_that_ended`.
+    """
+
+    def __init__(self, student, batch, read_chunks, tables):
+        """Look at whole texts, before sequence shards part their chunks.
+
+        Args:
+            read_chunks: (B, S) and (B, T) int64, chunks also where nothing is learned.
+        """
+        self.student_ids = student.ids.flatten()
+        self.teacher_text = torch.where(batch.labels.flatten() >= 0, batch.sample, -1)
+        # Not the labels, which a prompt does not have.  In front of another chunk every token is
+        # read; what the last column names is not asked for.
+        next_ids = student.ids.roll(-1, 1)
+        self.ended = tokens_that_ended(
+            next_ids, batch.labels, *read_chunks, tables, batch.sample_of_student,
+            batch.sample).flatten()
+
+    def nodes(self, sub_tile, student_positions, teacher_positions, tables):
+        """Return the Nodes of a sub-tile, of which the positions of both sides are given."""
+        text = self.teacher_text[teacher_positions]
+        follows = torch.zeros(len(text), dtype=torch.bool)
+        follows[1:] = (teacher_positions[1:] - teacher_positions[:-1] == 1) & (
+            text[1:] == text[:-1])
+        chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
+        return nodes_of_chunks(
+            chunks, self.student_ids[student_positions], sub_tile.student_labels.clamp(min=0),
+            sub_tile.teacher_labels.clamp(min=0), tables, self.ended[teacher_positions], follows)
+
+
+def with_terms(sub_tile, spelling):
+    """Return the sub-tile with what its loss knows from the ids."""
+    # losses take batches of rows: the sub-tile is a batch of one
+    student_chunk = sub_tile.student_chunk[None]
+    teacher_chunk = sub_tile.teacher_chunk[None]
+    if spelling is None:
+        return sub_tile._replace(terms=find_chunks(student_chunk, teacher_chunk))
+    # -100 is no index; a position without a label has no chunk either, so 0 is never looked up
+    student_next = sub_tile.student_labels.clamp(min=0)[None]
+    teacher_next = sub_tile.teacher_labels[None]
+    terms = event_terms(student_next, teacher_next, student_chunk, teacher_chunk, spelling)
+    return sub_tile._replace(terms=terms)
+
+
+def localize_tiles(tiles: list[Tile], shard):
+    """Return the tiles with the student positions of this rank: its shard, then the halo."""
+    localized = []
+    for tile in tiles:
+        positions = shard.local_position[tile.student_positions]
+        localized.append(tile._replace(student_positions=positions))
+    return localized
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Lay out the samples of a batch in right-padded rows.
+
+    Attributes:
+        rows: the samples of every row, one after the other.
+        offsets: (samples,) column at which each sample begins.
+        shape: of the tensors.
+        is_rollout: (samples,) bool, which of them the student wrote; None: there is no rollout.
+    """
+
+    def __init__(self, rows, sides, multiple=1):
+        """Lay out samples.
+
+        Args:
+            rows: as of `pack_rows`.
+            sides: TokenRow of every sample.
+            multiple: of the width.
+        """
+        self.rows = rows
+        lengths = [len(side.ids) for side in sides]
+        self.offsets = self.numbers_before(lengths)
+        longest = 1  # a model takes no batch of width 0
+        for row in rows:
+            last = row[-1]
+            longest = max(longest, self.offsets[last] + lengths[last])
+        self.shape = len(rows), -(-longest // multiple) * multiple
+        of_sides = [side.logp is not None for side in sides]
+        self.is_rollout = torch.tensor(of_sides) if any(of_sides) else None
+
+    def numbers_before(self, sizes):
+        """Return for each sample the sum of the sizes of the samples before it in its row."""
+        before = [0] * len(sizes)
+        for row in self.rows:
+            total = 0
+            for number in row:
+                before[number] = total
+                total += sizes[number]
+        return before
+
+    def fill(self, samples, name, padding):
+        """Return a (rows, width) int64 tensor of the array `name` of every sample."""
+        out = np.full(self.shape, padding, np.int64)
+        for line, row in enumerate(self.rows):
+            for number in row:
+                values = getattr(samples[number], name)
+                start = self.offsets[number]
+                out[line, start : start + len(values)] = values
+        return torch.from_numpy(out)
+
+    def logp(self, samples):
+        """Return a (rows, width) float32 tensor of `TokenRow.logp`, NaN where there is none."""
+        if self.is_rollout is None:
+            return None
+        out = np.full(self.shape, np.nan, np.float32)
+        for line, row in enumerate(self.rows):
+            for number in row:
+                values = samples[number].logp
+                if values is not None:
+                    start = self.offsets[number]
+                    out[line, start : start + len(values)] = values
+        return torch.from_numpy(out)
+
+    def positions(self):
+        """Return (rows, width) positions, counted anew in every sample.
+
+        Padding goes on counting where the last sample of its row ends: each break in the counting
+        begins a document for the attention, which would only cost time.
+        """
+        width = self.shape[1]
+        out = np.zeros(self.shape, np.int64)
+        for line, row in enumerate(self.rows):
+            for number in row:
+                start = self.offsets[number]
+                # to the end of the row; the next sample overwrites what is its
+                out[line, start:] = np.arange(width - start)
+        return torch.from_numpy(out)
+
+    def sample_of_position(self):
+        """Return (rows * width,) the sample of every position; padding counts to the last one."""
+        out = np.zeros(self.shape, np.int64)
+        for line, row in enumerate(self.rows):
+            for number in row:
+                out[line, self.offsets[number] :] = number
+        return torch.from_numpy(out).flatten()
+
+
+def pack_rows(sizes, limits):
+    """Put each sample into the first row that has room for it on every side.
+
+    Args:
+        sizes: positions of each sample for the student and for each teacher.
+        limits: of a row, likewise.
+    Returns:
+        [[sample, ...] of every row].
+
+    >>> pack_rows([(6, 5), (5, 9), (4, 4)], (10, 10))
+    [[0, 2], [1]]
+    """
+    rows = []
+    room = []  # of each row, on each side
+    limits = np.array(limits)
+    for number, size in enumerate(sizes):
+        size = np.array(size)
+        # First fit, in the order of the data; better packings were not tried.
+        for row, left in zip(rows, room):
+            if (size <= left).all():
+                row.append(number)
+                left -= size
+                break
+        else:  # whatever its size: samples are cut to the limits before
+            rows.append([number])
+            room.append(limits - size)
+    return rows

@@ -1,0 +1,129 @@
+"""What a row of the data and a micro-batch hold, as plain records."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from isogloss.job.counts import Counts
+
+
+@dataclass
+class StudentBatch:
+    """Hold the student's side of a micro-batch; with sequence parallelism, this rank's shard.
+
+    Attributes:
+        ids: (B, S) int64.
+        labels: (B, S) int64, the token that each position predicts, -100 for none.
+        num_bytes: (B, S) int64, bytes of the predicted token, -1 for eos and padding.
+        positions: (B, S) int64 for packed rows and for shards; None: 0, 1, 2, ...
+        tiles: list of `tiles.Tile` for the cross-entropy of a run without a teacher, else None.
+        logp: (B, S) float32, log-probability of the label when the student wrote it, NaN for what
+            it did not write; None: there is no rollout.
+        documents: of shards, the `sequence.document_spans` of their whole rows, else None.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    num_bytes: torch.Tensor
+    positions: torch.Tensor | None = None
+    tiles: list | None = None
+    logp: torch.Tensor | None = None
+    documents: list | None = None
+
+
+@dataclass
+class TeacherBatch:
+    """Hold one teacher's side of a micro-batch, and how it is compared with the student's.
+
+    Attributes:
+        ids, labels, num_bytes, positions: (B, T), as of StudentBatch; the whole sequences also with
+            sequence parallelism.
+        sample: (B * T,) int64, sample of every teacher position.
+        num_samples: samples in the micro-batch; packed, these are more than the rows.
+        student_chunk, teacher_chunk: (B, S), (B, T) int64, chunk of each predicted token, -1: none.
+        tiles: list of `tiles.Tile`, their sub-tiles with `EventTerms` for event_kl, `Nodes` for
+            divergences between two tokenizers, else `Chunks`.
+        sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
+        halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
+            `sequence.SequenceShard`; None without sequence parallelism.
+        is_rollout: (samples,) bool, which of them the student wrote; None: there is no rollout.
+        keys: (samples, 2) int64, by which a cache finds what it holds of them; None: none is asked.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    num_bytes: torch.Tensor
+    positions: torch.Tensor | None
+    sample: torch.Tensor
+    num_samples: int
+    student_chunk: torch.Tensor
+    teacher_chunk: torch.Tensor
+    tiles: list
+    sample_of_student: torch.Tensor
+    halo_index: torch.Tensor | None = None
+    is_rollout: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+
+
+@dataclass
+class Batch:
+    """Hold a micro-batch.
+
+    Attributes:
+        student: StudentBatch.
+        teachers: a TeacherBatch for each teacher.
+        counts: Counts of this rank's samples.
+        sample_ids: position of each sample in the data stream; -1: fills up the last batch.
+        rollouts: of each sample its `rollouts.Rollout`, or None; empty: there is none.
+        rollout_age: steps since the rollouts were written.
+        is_measured: teachers are asked what they say of the rollouts beside the loss.
+        skipped_prompts: samples that are left out because they give no prompt.
+        place: of a stream, from which it goes on with what this batch read last, see
+            `stream.Block`.
+    """
+
+    student: StudentBatch
+    teachers: list
+    counts: Counts
+    sample_ids: list
+    rollouts: list = field(default_factory=list)
+    rollout_age: int = 0
+    is_measured: bool = False
+    skipped_prompts: int = 0
+    place: dict | None = None
+
+
+class Example(NamedTuple):
+    """Hold a row of the data: its text or chat, and the value that chooses its teachers.
+
+    content: text, chat, `rollouts.Rollout` or None (no sample); before rollouts are written also
+        `rollouts.RolloutPrompt` and `rollouts.OldRollout`.
+    route: value of the column --route_key; an Ellipsis: every teacher takes part.
+    prompt: value of the column --prompt_key; None: there is none.
+    tools: of a chat, what the assistant may call, as a list of objects; None: there are none.
+    context: characters of a text, or messages of a chat, at its beginning that are read and from
+        which nothing is learned.
+    """
+
+    content: object
+    route: object = ...  # not None, which is what an empty cell of the column holds
+    prompt: object = None
+    tools: list | None = None
+    context: int = 0
+
+
+def text_key(content, tools=None):
+    """Return the two int64 that stand for a text, or for a chat with its tools.
+
+    What models say of it depends on nothing else of its row.
+    """
+    if isinstance(content, str):
+        described = b"text " + content.encode("utf-8", "surrogatepass")
+    else:
+        described = b"chat " + json.dumps([content, tools], sort_keys=True).encode()
+    digest = hashlib.blake2b(described, digest_size=16).digest()
+    return np.frombuffer(digest, "<i8")

@@ -1,0 +1,229 @@
+"""Rows of data as people write them -> the messages that chat templates read.
+
+Messages may differ in their keys; a content may be null or a list of parts; a chat may name its
+roles as ShareGPT does ("from", "value").  `problem_of` tells what cannot be read, in words that
+follow the name of the row; `as_messages` and `as_tools` read what it lets pass.
+
+Tests: tests/test_chat_rows.py.
+"""
+
+import json
+
+from isogloss.data.chat import other_parts
+from isogloss.data.long_texts import MOST_CHARACTERS
+
+# What ShareGPT's "from" says -> the role of chat templates.
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
+    "function_call": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "function_response": "tool", "function": "tool",
+}
+TEXT_PARTS = "text", "input_text", "output_text"  # of chats, of the responses of an API
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def problem_of(content):
+    """Return what is wrong with the text or chat of a row, to follow its name; None: nothing."""
+    if isinstance(content, str):
+        return None if is_text(content) else " holds half of a surrogate pair, which is no text"
+    if content is None:
+        return " is null, expected text"
+    if not isinstance(content, list):
+        return f" holds {content!r:.40}, expected text"
+    size = 0
+    for number, message in enumerate(content):
+        problem = _problem_of_message(message)
+        if problem:
+            return f": message {number} {problem}"
+        size += len(_joined(_content_of(message)))
+    if size > MOST_CHARACTERS:
+        return f" holds a chat of {size} characters, and up to {MOST_CHARACTERS} can be read"
+    return None
+
+
+def is_text(value):
+    """Tell whether a string can be written as UTF-8, which lone surrogates cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_message(value):
+    """Tell whether a value looks like a message of a chat."""
+    return isinstance(value, dict) and ("role" in value or "from" in value)
+
+
+def _problem_of_message(message):
+    if not isinstance(message, dict):
+        value = "null" if message is None else f"{message!r:.40}"
+        return f"is {value}, expected role and content"
+    role = _role_of(message)
+    if role is not None and not isinstance(role, str):
+        return f"has a role that is {role!r:.40}, expected text"
+    content = _content_of(message)
+    problem = _problem_of_content(content)
+    if problem:
+        return problem
+    if role is None:
+        return "has no role"
+    if message.get("role") is None and role not in ROLES:
+        return f"is from {role!r:.40}, expected one of {', '.join(ROLES)}"
+    problem = _problem_of_calls(message)
+    if problem:
+        return problem
+    if content is None and not any(text for _, text in other_parts(message)):
+        return "has no content"
+    return None
+
+
+def _problem_of_content(content):
+    if content is None or isinstance(content, str):
+        return None
+    if not isinstance(content, list):
+        return f"has a content that is {content!r:.40}, expected text"
+    for part in content:
+        if isinstance(part, str):
+            continue
+        if not isinstance(part, dict):
+            return f"has a content that is {content!r:.40}, expected text"
+        kind = part.get("type") or "text"
+        if kind not in TEXT_PARTS:
+            return f"has a part of type {kind!r:.40}, expected parts of text alone"
+        if not isinstance(part.get("text"), str):
+            return f"has a part without text ({part!r:.40})"
+    return None
+
+
+def _problem_of_calls(message):
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return f"has tool_calls that are {calls!r:.40}, expected a list of objects"
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name", ""), str):
+            return f"has a tool call that is {call!r:.40}, expected a function with a name"
+    thought = message.get("reasoning_content") or ""
+    if not isinstance(thought, str):
+        return f"has a reasoning_content that is {thought!r:.40}, expected text"
+    return None
+
+
+def problem_of_tools(tools):
+    """Return what is wrong with the tools of a row, to follow its column's name; None: nothing."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            return f" holds {tools!r:.40}, expected a list of tools, or JSON of one"
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return f" holds {tools!r:.40}, expected a list of tools"
+    return None
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+def as_messages(chat, is_filled=False):
+    """Return the messages of a chat: role, content and whatever else a template may read.
+
+    Args:
+        is_filled: the column has one type for all messages, so that null stands for what a message
+            does not have, deep inside too.
+    """
+    return [_as_message(message, is_filled) for message in chat]
+
+
+def _as_message(message, is_filled):
+    """Return a message with a role and a content of text, without keys that are null."""
+    kept = {"role": _role_of(message), "content": _joined(_content_of(message))}
+    if message.get("role") is None:
+        _read_sharegpt(kept)
+    for key, value in message.items():
+        if value is not None and key not in ("role", "content", "from", "value"):
+            kept[key] = without_nulls(value) if is_filled else value
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = list(map(_as_call, kept["tool_calls"]))
+    return kept
+
+
+def _role_of(message):
+    role = message.get("role")
+    return message.get("from") if role is None else role
+
+
+def _content_of(message):
+    content = message.get("content")
+    return message.get("value") if content is None else content
+
+
+def _joined(content):
+    """Return a content as one text; templates write a null as the word None, so "" for that."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+
+
+def _read_sharegpt(message):
+    """Replace the name of a role by that of templates; a call that is written as text is read."""
+    name = message["role"]
+    message["role"] = ROLES[name]
+    if name == "function_call":
+        call = _json_object(message["content"])
+        if call and isinstance(call.get("name"), str):
+            message["content"] = ""
+            message["tool_calls"] = [{"type": "function", "function": call}]
+
+
+def _as_call(call):
+    """Return a tool call as templates expect it: in its wrapper, its arguments an object.
+
+    Arguments that are text would be written as JSON once more.
+    """
+    if "function" not in call:
+        call = {"type": "function", "function": call}
+    arguments = _json_object(call["function"].get("arguments"))
+    if arguments is None:
+        return call
+    return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+def _json_object(text):
+    """Return the object that a text holds as JSON, or None."""
+    if not isinstance(text, str):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def as_tools(tools, is_filled=False):
+    """Return the tools of a row as a list of objects; None: there are none.
+
+    Args:
+        is_filled: see `as_messages`.
+    """
+    if isinstance(tools, str):
+        tools = json.loads(tools) if tools.strip() else None
+    if not tools:
+        return None
+    return without_nulls(tools) if is_filled else tools
+
+
+def without_nulls(value):
+    """Return a value without the keys that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value

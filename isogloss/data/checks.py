@@ -1,0 +1,554 @@
+"""Find out what is wrong with data, and say it in one line that names the file and the row.
+
+Three looks at a data set: the first bytes of its files, before anything reads them; its columns,
+by Arrow, which is fast (streams have none); and every row when its turn comes.  Where a reader
+gives up, `explain` searches the files for the reason.
+
+Tests: tests/test_wrong_data.py.
+"""
+
+import bz2
+import codecs
+import collections
+import csv
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import stat
+import time
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.ipc
+import pyarrow.parquet
+import zstandard
+
+from isogloss.data.chat_rows import is_text, problem_of
+from isogloss.errors import DataError
+
+EMPTY_DATA = "the data set is empty; at least one row of text is needed"
+READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet",
+           ".arrow": "arrow", ".csv": "csv"}
+
+
+class BadLine(ValueError):
+    """Say which line of which file is no row, and why."""
+
+
+def _open_zstd(file, mode):
+    return io.BufferedReader(zstandard.open(file, mode))  # which knows lines
+
+
+# Suffix behind that of the kind -> how such files are opened.
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what they raise
+KINDS = f"{', '.join(READERS)}, the texts also with {', '.join(OPENERS)}"
+SEARCH_SECONDS = 60  # for which the reason of a failure is searched; not tuned
+CHECK_SECONDS = 10  # for which JSON values, of which Arrow knows nothing, are checked at first
+ROWS_TO_CHECK = 1000  # of them at a time; at least so many are
+
+UTF16 = "is UTF-16, expected UTF-8; convert it, as iconv -f UTF-16 -t UTF-8 does"
+UTF32 = "is UTF-32, expected UTF-8; convert it, as iconv -f UTF-32 -t UTF-8 does"
+POINTER = "is a pointer of git-lfs, not the file itself; fetch it with git lfs pull"
+PAGE = "is a web page, not the file itself; download it again"
+UNPACK = "expected a file, not an archive; unpack it"
+# First bytes of what is no file of text, and what to say of it.  The longer ones come first.
+SIGNATURES = {
+    codecs.BOM_UTF32_LE: UTF32,
+    codecs.BOM_UTF32_BE: UTF32,
+    codecs.BOM_UTF16_LE: UTF16,
+    codecs.BOM_UTF16_BE: UTF16,
+    b"version https://git-lfs": POINTER,
+    b"PAR1": "is a parquet file; rename it to end in .parquet",
+    b"ARROW1": "is an Arrow file; rename it to end in .arrow",
+    b"\xff\xff\xff\xff": "is an Arrow stream; rename it to end in .arrow",
+    b"\x1f\x8b": "is compressed by gzip; rename it to end in .gz, behind the suffix of its kind",
+    b"BZh": "is compressed by bzip2; rename it to end in .bz2, behind the suffix of its kind",
+    b"\xfd7zXZ": "is compressed by xz; rename it to end in .xz, behind the suffix of its kind",
+    b"\x28\xb5\x2f\xfd":
+        "is compressed by zstd; rename it to end in .zst, behind the suffix of its kind",
+    b"PK\3\4": f"is a zip archive; {UNPACK}",
+    b"%PDF-": "is a PDF file; extract its text",
+    b"SQLite format 3": "is a SQLite database; export the table of texts",
+    b"\x80\x04": "is a pickle; write its texts as .jsonl",
+}
+NAMES_OF_JSON = {str: "a string", int: "a number", float: "a number", bool: "a truth value",
+                 list: "a list", dict: "an object", type(None): "null"}
+NAMES_OF_FILES = {"a directory": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
+
+
+def split_suffix(file):
+    """Return (suffix that names the kind, suffix of a compression or "") of a file."""
+    name, last = os.path.splitext(file)
+    if last in OPENERS:
+        return os.path.splitext(name)[1].lower(), last
+    return last.lower(), ""
+
+
+def kind_of(file):
+    """Return the reader of a file; None: no file of ours."""
+    suffix, compression = split_suffix(file)
+    kind = READERS.get(suffix)
+    return None if compression and kind in ("parquet", "arrow") else kind
+
+
+def open_bytes(file):
+    """Open a file, which may be compressed, to read bytes."""
+    return OPENERS.get(split_suffix(file)[1], open)(file, "rb")
+
+
+def is_saved(folder):
+    """Tell whether a directory was written by save_to_disk."""
+    names = ("state.json", "dataset_dict.json")
+    return any(os.path.isfile(os.path.join(folder, name)) for name in names)
+
+
+def local_files(source):
+    """List the files that a path, a directory or a glob names; those of a save_to_disk too."""
+    # os.path, because pathlib raises for paths that are too long or not to be read
+    path = os.path.expanduser(source)
+    # Sorted: file systems list files in any order, and the order of samples shall not depend on it.
+    if os.path.isdir(path):
+        named = [str(file) for file in Path(path).rglob("*") if kind_of(str(file))]
+        files = [file for file in named if not os.path.isdir(file)]
+        # a compressed file beside what it was made from is a copy
+        return sorted(file for file in files if os.path.splitext(file)[0] not in files)
+    if os.path.lexists(path):
+        return [path]
+    return sorted(glob.glob(path, recursive=True))
+
+
+# --- files, before they are read ------------------------------------------------------------------
+
+
+def check_is_file(source, file):
+    """Raise a DataError for what is no file, or may not be read."""
+    problem = None
+    if not os.path.exists(file):
+        problem = "is a link to nothing; repair or remove it"
+    elif not os.path.isfile(file):
+        mode = os.stat(file).st_mode
+        kind = "a device"
+        for name, is_such in NAMES_OF_FILES.items():
+            if is_such(mode):
+                kind = name
+        problem = f"is {kind}, expected a file; name files of kind {KINDS}"
+    elif not os.access(file, os.R_OK):
+        problem = "may not be read; change its permissions"
+    if problem:
+        raise DataError(f"{_place(source, file)}: {problem}")
+
+
+def check_first_bytes(source, file, text_key):
+    """Raise a DataError for a file of which the first bytes tell that it is of another kind."""
+    if not os.path.getsize(file):
+        return  # one empty file among others does no harm, but to the readers of tables
+    problem = _problem_of_file(file, text_key)
+    if problem:
+        raise DataError(f"{_place(source, file)}: {problem}")
+
+
+def _place(source, file):
+    return f"--data {source}" if file == source else f"--data {source}: {file}"
+
+
+def _problem_of_file(file, text_key):
+    """Return what the first bytes of a file tell against it; None: nothing."""
+    kind = kind_of(file)
+    if kind == "parquet":
+        return _problem_of_parquet(file)
+    try:
+        with open_bytes(file) as stream:
+            first = stream.read(4096)
+    except DAMAGE as error:
+        return f"is no {split_suffix(file)[1]} file, or damaged ({error}); write it again"
+    if not first:
+        return "is compressed and holds nothing, or is cut off; write it again, or remove it"
+    if kind == "arrow":
+        is_arrow = first.startswith((b"ARROW1", b"\xff\xff\xff\xff"))
+        return None if is_arrow else _signature(first) or (
+            "is no Arrow file; write it again, or name it after its kind")
+    problem = _signature(first)
+    if problem:
+        return problem
+    if b"\0" in first:
+        return "is no text: it holds NUL bytes; expected UTF-8 (UTF-16 has to be converted)"
+    start = first.removeprefix(codecs.BOM_UTF8).lstrip()
+    if kind != "text" and start[:9].lower() in (b"<!doctype", b"<html", b"<html><he"):
+        return PAGE
+    if kind == "json" and start[:1] not in (b"{", b"["):  # the reader may crash on such files
+        return _problem_of_json(file, time.monotonic() + SEARCH_SECONDS)
+    if kind == "csv":
+        return _problem_of_header(first, text_key)
+    return None
+
+
+def _problem_of_parquet(file):
+    with open(file, "rb") as stream:
+        first = stream.read(512)
+        stream.seek(-4, os.SEEK_END)
+        last = stream.read()
+    if not first.startswith(b"PAR1"):
+        start = first.lstrip().lower()
+        page = PAGE if start.startswith((b"<!doctype", b"<html")) else None
+        return page or _signature(first) or (
+            "is no parquet file; write it again, or name it after its kind")
+    if len(first) < 12:
+        return "is cut off; download or write it again"
+    return None if last == b"PAR1" else "is cut off; download or write it again"
+
+
+def _signature(first):
+    for signature, problem in SIGNATURES.items():
+        if first.startswith(signature):
+            return problem
+    return None
+
+
+def _problem_of_header(first, text_key):
+    """Return what is wrong with the first line of a .csv file, of which `first` are some bytes."""
+    text = first.decode("utf-8-sig", "replace")
+    if "\n" not in text.replace("\r", "\n"):
+        return None
+    header = next(csv.reader(text.splitlines()), [])
+    # the reader would rename the others
+    return _problem_of_names([name for name in header if name == text_key])
+
+
+def _problem_of_names(names):
+    for name in names:
+        if names.count(name) > 1:
+            return f"the column {name!r} is there twice; rename or remove one"
+    return None
+
+
+def _first_line(error):
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# --- what a reader could not read -----------------------------------------------------------------
+
+
+@contextmanager
+def explained(source):
+    """Turn whatever `datasets`, its readers and the network raise into a DataError of one line.
+
+    Args:
+        source: what --data says.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(explain(source, error)) from None
+
+
+def explain(source, error):
+    """Return why data cannot be read: the first bad line of its files, or what the reader said."""
+    cause = error.__cause__ or error
+    if isinstance(cause, BadLine):
+        return f"--data {source}: {cause}"
+    problem = find_problem(source)
+    if problem:
+        return problem
+    if "corresponds to no data" in str(error):
+        return f"--data {source}: {EMPTY_DATA}"
+    return f"--data {source}: cannot be read ({type(cause).__name__}: {_first_line(cause)})"
+
+
+def find_problem(source):
+    """Return the first thing that is wrong inside of local files; None: nothing is known."""
+    deadline = time.monotonic() + SEARCH_SECONDS
+    for file in local_files(source):
+        try:
+            problem = _problem_inside(file, deadline)
+        except (*DAMAGE, ValueError) as damage:
+            problem = f"is cut off or damaged ({_first_line(damage)}); write it again"
+        if problem:
+            return f"{_place(source, file)}: {problem}"
+    return None
+
+
+def _problem_inside(file, deadline):
+    """Return what is wrong with a file that a reader could not read; None: unknown."""
+    kind = kind_of(file)
+    if kind == "parquet":
+        return _problem_inside_parquet(file, deadline)
+    if kind == "arrow":
+        return _problem_of_batches(arrow_batches(file), deadline)
+    if kind == "json":
+        return _problem_of_json(file, deadline)
+    with open_bytes(file) as stream:
+        for number, line in enumerate(stream, 1):
+            problem = _problem_of_bytes(line)
+            if problem or time.monotonic() > deadline:
+                return problem and f"line {number} {problem}"
+    return None
+
+
+def _problem_inside_parquet(file, deadline):
+    if not os.path.getsize(file):
+        return "is empty; remove it"
+    problem = _problem_of_parquet(file)
+    if problem:
+        return problem
+    parquet = pa.parquet.ParquetFile(file)
+    if not parquet.metadata.num_rows:
+        return "holds no row; remove it"
+    twins = _problem_of_names(parquet.schema_arrow.names)
+    return twins or _problem_of_batches(parquet.iter_batches(), deadline)
+
+
+def arrow_batches(file):
+    """Yield the record batches of an Arrow file, or of an Arrow stream in a file."""
+    with pa.memory_map(file) as stream:
+        if stream.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(file)
+            for number in range(reader.num_record_batches):
+                yield reader.get_batch(number)
+            return
+        stream.seek(0)
+        yield from pa.ipc.open_stream(stream)
+
+
+def _problem_of_batches(batches, deadline):
+    """Return which row of some record batches holds what is not UTF-8; None: none of them."""
+    begin = 0
+    for batch in batches:
+        for name, column in zip(batch.schema.names, batch.columns):
+            row = invalid_row(column)
+            if row is not None:
+                return (f"row {begin + row} of {name!r} is not UTF-8; convert the text or remove "
+                        "the row")
+        begin += len(batch)
+        if time.monotonic() > deadline:
+            return None
+    return None
+
+
+def invalid_row(column):
+    """Return the first row of an Arrow array whose bytes are not UTF-8, which Arrow does not mind.
+
+    Raises:
+        pyarrow.ArrowInvalid: the array is damaged in another way.
+    """
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        for row in range(len(column)):
+            try:
+                column[row].as_py()
+            except UnicodeDecodeError:
+                return row
+        raise
+    return None
+
+
+def _problem_of_bytes(line):
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        return (f"is not UTF-8 (byte {line[error.start]:#04x} at {error.start}); convert the file, "
+                "as iconv -f LATIN1 -t UTF-8 does for Latin-1")
+    return None
+
+
+def _problem_of_json(file, deadline):
+    """Return what is wrong with a .json or .jsonl file: one list, or an object on every line."""
+    with open_bytes(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            problem = _problem_of_bytes(line)
+            if not problem and line.strip():
+                problem = _problem_of_json_line(line.decode())
+            if problem and number == 1 and _is_whole(file):
+                return _problem_of_whole(file)
+            if problem or time.monotonic() > deadline:
+                return problem and f"line {number} {problem}"
+    return None
+
+
+def _is_whole(file):
+    """Tell whether a file is meant as one JSON value over many lines."""
+    with open_bytes(file) as stream:
+        first = stream.readline().removeprefix(codecs.BOM_UTF8).strip()
+    if split_suffix(file)[0] == ".json" and first.startswith(b"["):
+        return True
+    return first in (b"[", b"{")
+
+
+def _problem_of_whole(file):
+    with open_bytes(file) as stream:
+        data = stream.read().removeprefix(codecs.BOM_UTF8)
+    number = 1
+    for line in data.splitlines():
+        if problem := _problem_of_bytes(line):
+            return f"line {number} {problem}"
+        number += 1
+    try:
+        json.loads(data)
+    except ValueError as error:
+        return f"is not JSON ({error}); repair it"
+    return None
+
+
+def _problem_of_json_line(line):
+    try:
+        value = json.loads(line, object_pairs_hook=without_twins)
+    except RecursionError:
+        return "is nested too deep; repair or remove it"
+    except json.JSONDecodeError as error:
+        return f"is not JSON ({error.msg} at character {error.pos}); repair or remove it"
+    except ValueError as error:
+        return str(error)
+    if type(value) is not dict:
+        return f'holds {NAMES_OF_JSON[type(value)]}, expected an object like {{"text": "..."}}'
+    if not is_text(json.dumps(value, ensure_ascii=False)):
+        return "holds half of a surrogate pair, which is no text; repair or remove it"
+    return None
+
+
+def without_twins(pairs):
+    """Return a dict of (key, value) pairs; JSON would take the last of two in silence."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"has the key {name!r} twice; remove one")
+    return row
+
+
+# --- columns, by Arrow ----------------------------------------------------------------------------
+
+
+def name_of_type(feature):
+    """Return a name, for people, of what a column holds."""
+    if isinstance(feature, dict):
+        return f"objects of {', '.join(feature)}"
+    items = getattr(feature, "feature", None)
+    if items is not None:
+        return f"lists of {name_of_type(items)}"
+    if type(feature).__name__ == "Json":
+        return "mixed types"
+    return getattr(feature, "dtype", str(feature))
+
+
+def check_column(source, dataset, text_key):
+    """Raise a DataError where a column of texts or chats of a data set in files has a bad row."""
+    column = dataset.data.column(text_key)
+    _refuse(source, text_key, _find(column, pc.is_null), "is null, expected text; remove it")
+    _check_utf8(source, column, text_key)
+    if not has_text(dataset, 0, len(dataset), text_key):
+        raise DataError(f"--data {source}: all {len(dataset)} rows of {text_key!r} are empty; "
+                        "expected text; name another column with --text_key")
+    if pa.types.is_list(column.type) and pa.types.is_struct(column.type.value_type):
+        _check_messages(source, column, text_key)
+    elif not _is_string(column.type):  # JSON values
+        _check_values(source, dataset, text_key)
+
+
+def _check_values(source, dataset, text_key):
+    """Raise a DataError for the first bad row of JSON values, as far as there is time."""
+    deadline = time.monotonic() + CHECK_SECONDS
+    number = 0
+    for batch in dataset.select_columns([text_key]).iter(ROWS_TO_CHECK):
+        for content in batch[text_key]:
+            check_content(source, number, text_key, content)
+            number += 1
+        if time.monotonic() > deadline:  # the others are looked at when their turn comes
+            return
+
+
+def has_text(dataset, begin, end, text_key):
+    """Tell whether any row of a range holds something; where Arrow does not know, yes."""
+    lengths = lengths_of(dataset.data.column(text_key).slice(begin, end - begin))
+    return lengths is None or bool(pc.max(lengths).as_py())
+
+
+def lengths_of(column):
+    """Return the bytes of texts or the messages of chats, by their offsets; None: not known."""
+    if _is_string(column.type):
+        return pc.binary_length(column)
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return pc.list_value_length(column)
+    return None
+
+
+def _is_string(kind):
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _find(column, condition):
+    """Return the first row that meets a condition of Arrow, else -1."""
+    return pc.index(condition(column), True).as_py() if column.null_count else -1
+
+
+def _refuse(source, text_key, row, problem):
+    if row >= 0:
+        raise DataError(f"--data {source}: row {row} of {text_key!r} {problem}")
+
+
+def _check_utf8(source, column, text_key):
+    begin = 0
+    for chunk in column.chunks:
+        row = invalid_row(chunk)
+        if row is not None:
+            problem = find_problem(source)  # a line of a file helps more than a row
+            if problem:
+                raise DataError(problem)
+            _refuse(source, text_key, begin + row,
+                    "is not UTF-8; convert the text or remove the row")
+        begin += len(chunk)
+
+
+def _check_messages(source, column, text_key):
+    """Raise a DataError for the first message without a role or a content."""
+    begin = 0
+    for chunk in column.chunks:
+        messages = chunk.flatten()
+        for problem, is_bad in _bad_messages(messages):
+            found = pc.index(is_bad, True).as_py()
+            if found >= 0:
+                rows = pc.list_parent_indices(chunk)
+                row = rows[found].as_py()
+                message = found - pc.index(rows, row).as_py()
+                raise DataError(f"--data {source}: row {begin + row} of {text_key!r}: message "
+                                f"{message} {problem}; repair or remove it")
+        begin += len(chunk)
+
+
+def _bad_messages(messages):
+    """Yield (problem, mask of the messages that have it)."""
+    yield "is null, expected role and content", messages.is_null()
+    fields = [field.name for field in messages.type]
+    role, content = ("role", "content") if "role" in fields else ("from", "value")
+    yield "has no role", pc.struct_field(messages, role).is_null()
+    missing = pc.struct_field(messages, content).is_null()
+    # A message may be a tool call or a thought alone; that those are not empty is seen later.
+    for name in ("tool_calls", "reasoning_content"):
+        if name in fields:
+            missing = pc.and_(missing, pc.struct_field(messages, name).is_null())
+    yield "has no content", missing
+
+
+# --- rows, one by one -----------------------------------------------------------------------------
+
+
+def check_content(source, number, text_key, content):
+    """Raise a DataError where a row holds neither text nor a chat.
+
+    Args:
+        number: row of the data.
+    """
+    problem = problem_of(content)
+    if problem:
+        raise DataError(f"--data {source}: row {number} of {text_key!r}{problem}; repair or "
+                        "remove it")

@@ -1,0 +1,260 @@
+"""Rows of JSON, CSV and Arrow files: the columns that are asked for, as they stand in the file.
+
+Readers of tables guess a type for every column: a text that looks like a date becomes a time, an
+answer of 007 a number, all messages of a column get the same keys, and a column that nobody asked
+for ends the job where a later file has another type of it.  Here a row is what its line says.
+
+Tests: tests/test_open_data.py.
+"""
+
+import csv
+import io
+import itertools
+import json
+import re
+from urllib.parse import urlsplit
+
+import datasets
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from isogloss.data.checks import (
+    NAMES_OF_JSON,
+    OPENERS,
+    BadLine,
+    arrow_batches,
+    split_suffix,
+    without_twins,
+)
+
+ROWS_TO_PEEK = 1000  # rows that tell the type of a column
+# Type of a value -> of a column that holds no other; of two kinds of numbers the second.
+PLAIN_TYPES = {str: "string", bool: "bool", int: "int64", float: "float64"}
+MOST_CHARACTERS = 2**31  # of a line, and of a file that is one JSON value; memory is finite
+UNSPLIT = f"more than {MOST_CHARACTERS >> 30} GiB; write an object on every line, as .jsonl"
+
+
+def file_keys(files):
+    """Return (file, what changes when the file does) of each; files may be addresses."""
+    keys = []
+    for file in files:
+        filesystem, path = fsspec.core.url_to_fs(file)
+        keys.append((file, filesystem.ukey(path)))
+    return keys
+
+
+def named_rows(kind, files, columns):
+    """Yield {column: value} of every row of some files.
+
+    Args:
+        kind: "json", "csv" or "arrow".
+        files: see `file_keys`.
+        columns: (name, type) each; a row that lacks one has None.  Where the type is one of
+            PLAIN_TYPES, another value is refused.
+    """
+    names = [name for name, _ in columns]
+    for file, _ in files:
+        for number, row in READERS[kind](file, names):
+            for name, dtype in columns:
+                value = row.get(name)
+                if dtype and value is not None and not _is_of_type(value, dtype):
+                    raise BadLine(f"{file}: {name!r} of line {number} holds "
+                                  f"{NAMES_OF_JSON[type(value)]}, but rows before have the type "
+                                  f"{dtype}; write all rows alike")
+            yield {name: row.get(name) for name in names}
+
+
+def _is_of_type(value, dtype):
+    if dtype == "int64":
+        return type(value) is int and -(2**63) <= value < 2**63
+    return PLAIN_TYPES.get(type(value)) == dtype or (dtype == "float64" and type(value) is int)
+
+
+# --- files -> (line, row) -------------------------------------------------------------------------
+
+
+def _suffixes(file):
+    return split_suffix(urlsplit(file).path if "://" in file else file)
+
+
+def _lines(file, newline=None):
+    """Yield the lines of a file, which may be compressed or far away."""
+    is_local = "://" not in file
+    suffix = _suffixes(file)[1]
+    with open(file, "rb") if is_local else fsspec.open(file, "rb") as raw:
+        stream = OPENERS[suffix](raw, "rb") if suffix else raw
+        # not every reader of compressed files knows lines
+        lines = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline=newline)
+        while line := lines.readline(MOST_CHARACTERS):
+            if len(line) == MOST_CHARACTERS:
+                raise BadLine(f"{file}: a line, or all of it, is {UNSPLIT}")
+            yield line
+
+
+def json_rows(file, _):
+    """Yield (line, object): one on every line, or a list of them, or a single one."""
+    lines = _lines(file)
+    is_first = True
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows = _objects(line)
+        except ValueError:
+            rows = None
+        except RecursionError:
+            raise BadLine(f"{file}: line {number} is nested too deep; remove it") from None
+        if rows is None and is_first and _begins_value(file, line.strip()):
+            rows = _rows_of_value(file, itertools.chain([line], lines), number)
+        if rows is None:
+            raise ValueError(f"{file}: line {number} is not a JSON object")
+        for row in rows:
+            yield number, row
+        is_first = False
+
+
+def _begins_value(file, start):
+    """Tell whether a first line begins a list, or an object over many lines."""
+    return start[0] == "[" or start == "{" or _suffixes(file)[0] == ".json"
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=without_twins)
+SPACE = re.compile(r"\s*")
+
+
+def _objects(line):
+    """Return the objects of a line, which is one almost always."""
+    rows = []
+    end = SPACE.match(line).end()
+    while end < len(line):
+        row, end = DECODER.raw_decode(line, end)
+        if not isinstance(row, dict):
+            raise ValueError("is no object")
+        rows.append(row)
+        end = SPACE.match(line, end).end()
+    return rows
+
+
+def _rows_of_value(file, lines, number):
+    """Return the objects of a file that is one JSON value; of a list of texts as a column."""
+    text = io.StringIO()
+    for line in lines:
+        if text.tell() + len(line) > MOST_CHARACTERS:
+            raise BadLine(f"{file}: is one value of {UNSPLIT}")
+        text.write(line)
+    try:
+        value = DECODER.decode(text.getvalue())
+    except RecursionError:
+        raise BadLine(f"{file}: is nested too deep; repair it") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: line {number} is not JSON ({error})") from None
+    if not isinstance(value, list):
+        value = [value]
+    return [row if isinstance(row, dict) else {"text": row} for row in value]
+
+
+def csv_rows(file, names):
+    """Yield (line, {name: text}); a cell is what stands there, and an empty one the empty text."""
+    csv.field_size_limit(MOST_CHARACTERS - 1)
+    reader = csv.reader(_lines(file, newline=""), strict=True)
+    header = None
+    try:
+        for cells in reader:
+            if header is None:
+                header = cells
+                _check_header(file, header, names)
+            elif len(cells) > len(header):
+                raise BadLine(f"{file}: line {reader.line_num} has {len(cells)} cells, and the "
+                              f"header {len(header)}; put cells that hold a comma in quotes")
+            elif cells:  # an empty line is no row
+                yield reader.line_num, dict(zip(header, cells))
+    except csv.Error as error:
+        raise BadLine(f"{file}: line {reader.line_num} is no CSV ({error}); repair it") from None
+
+
+def _check_header(file, header, names):
+    for name in names:
+        if header.count(name) > 1:
+            raise BadLine(f"{file}: the column {name!r} is there twice; rename or remove one")
+
+
+def arrow_rows(file, names):
+    """Yield (row, {name: value}) of an Arrow file, or of a stream in a file."""
+    number = 0
+    for batch in arrow_batches(file):
+        for row in batch.select([name for name in names if name in batch.schema.names]).to_pylist():
+            yield number, row
+            number += 1
+
+
+READERS = {"json": json_rows, "csv": csv_rows, "arrow": arrow_rows}
+
+
+# --- data sets ------------------------------------------------------------------------------------
+
+
+def first_values(files, wanted=()):
+    """Return {column: values} of the first rows of JSON files.
+
+    Args:
+        wanted: columns of which seeing one value each is enough; (): of all as many as we look at.
+    """
+    values = {}
+    rows = itertools.chain.from_iterable(json_rows(file, ()) for file in files)
+    for _, row in itertools.islice(rows, ROWS_TO_PEEK):
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+        if wanted and all(name in values for name in wanted):
+            break
+    return values
+
+
+def header_of(file):
+    """Return the names of the columns of a CSV file; [] of an empty one."""
+    return next(csv.reader(_lines(file, newline="")), [])
+
+
+def schema_of(kind, file):
+    """Return the Arrow schema of a parquet or an Arrow file."""
+    if kind == "arrow":
+        return next(arrow_batches(file)).schema
+    with fsspec.open(file, "rb") as stream:
+        return pq.read_schema(stream)
+
+
+def feature_of(values):
+    """Return the type of a column of JSON values; `datasets.Json` where they have several."""
+    values = [value for value in values if value is not None]
+    kinds = set(map(type, values))
+    if kinds == {int, float}:
+        kinds = {float}
+    if len(kinds) == 1 and kinds <= set(PLAIN_TYPES):
+        return datasets.Value(PLAIN_TYPES[kinds.pop()])
+    for value in values:  # messages have keys of their own
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            return datasets.Json()
+    try:
+        return datasets.Features.from_arrow_schema(pa.table({"": values}).schema)[""]
+    except (pa.ArrowException, ValueError, OverflowError):
+        return datasets.Json()
+
+
+def open_rows_of_files(kind, files, features, streaming):
+    """Return a data set of the rows of files, as an IterableDataset where it is a stream.
+
+    Args:
+        kind, files: see `named_rows`.
+        features: of the columns that are read.
+    """
+    columns = []
+    for name, feature in features.items():
+        dtype = getattr(feature, "dtype", None)
+        columns.append((name, dtype if kind == "json" and dtype in PLAIN_TYPES.values() else None))
+    # a list among the arguments would be divided among processes; only the files shall be
+    arguments = {"kind": kind, "files": files, "columns": tuple(columns)}
+    if streaming:  # with types, every value would be written and read again as JSON
+        types = features if kind == "arrow" else None
+        return datasets.IterableDataset.from_generator(
+            named_rows, features=types, gen_kwargs=arguments)
+    return datasets.Dataset.from_generator(named_rows, features=features, gen_kwargs=arguments)

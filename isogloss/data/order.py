@@ -1,0 +1,428 @@
+"""Open and check the data set, and give each rank its micro-batches.
+
+The order of samples depends on the seed alone: sample i of an endless stream of shuffled epochs.  A
+step reads the next `micro_batch_size * num_ranks * grad_accum_steps` of it, so the data position of
+a run is its step number, whatever the number of ranks and workers.
+"""
+
+import itertools
+import multiprocessing
+import resource
+import signal
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+
+from isogloss.data.batch import Collator
+from isogloss.data.batch_types import Example
+from isogloss.data.chat import SkippedChat, render
+from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
+from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type
+from isogloss.data.open_data import STRINGS, column_names, first_rows
+from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
+from isogloss.data.stream import StreamedExamples, take_sample
+from isogloss.data.workers import Loader, worker_of
+from isogloss.errors import DataError
+
+TEMPLATE_SECONDS = 60  # for all of them; a template takes less than a millisecond for each
+TEMPLATE_BYTES = 2**31  # of memory, besides what the process has
+CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def check_templates(dataset, reader, encoders):
+    """Raise a ValueError where a chat template refuses every one of the first chats."""
+    examples = []
+    rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
+    for number, row in enumerate(rows):
+        examples.append(reader(row, number))
+    try_templates(examples, encoders)
+    for encoder in encoders:
+        errors = []
+        for example in examples:
+            try:
+                render(example.content, encoder, example.tools)
+                break  # chats that are refused later are skipped and counted
+            except SkippedChat as error:
+                errors.append(error)
+        if examples and len(errors) == len(examples):
+            raise ValueError(f"{errors[0]}; it refuses the other {len(examples) - 1} of the first "
+                             "chats too; repair the chats or the template")
+
+
+def try_templates(examples, encoders):
+    """Render chats in a process that can be ended, as a template may be endless or explode.
+
+    Args:
+        examples: Example each.
+        encoders: TextEncoder each.
+    Raises:
+        ValueError: a template takes longer than TEMPLATE_SECONDS, or more than TEMPLATE_BYTES.
+    """
+    for encoder in encoders:
+        context = multiprocessing.get_context("fork")
+        connection, other_end = context.Pipe(duplex=False)
+        process = context.Process(target=_write_all, args=(examples, encoder, other_end),
+                                  daemon=True)
+        process.start()
+        other_end.close()
+        problem = f"does not end within {TEMPLATE_SECONDS} seconds"
+        try:
+            if connection.poll(TEMPLATE_SECONDS):
+                problem = connection.recv()
+        except EOFError:
+            process.join()
+            if process.exitcode != -signal.SIGXCPU:
+                problem = f"ends the process that tries it (code {process.exitcode})"
+        finally:
+            process.kill()
+            process.join()
+            connection.close()
+        if problem:
+            raise ValueError(f"the chat template of {encoder.tokenizer.name_or_path} {problem} on "
+                             "one of the first chats; repair chat_template in "
+                             "tokenizer_config.json, or chat_template.jinja")
+
+
+def _write_all(examples, encoder, connection):
+    """Render chats and send what is wrong with that, or None; run by a process of its own."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most_bytes = pages * resource.getpagesize() + TEMPLATE_BYTES
+    # also of seconds, in case that the process is gone that would end this one
+    for kind, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CPU, TEMPLATE_SECONDS)):
+        soft, hard = resource.getrlimit(kind)
+        unlimited = resource.RLIM_INFINITY
+        most = min(limit for limit in (most, soft, hard) if limit != unlimited)
+        resource.setrlimit(kind, (most, hard))
+    problem = None
+    for example in examples:
+        for is_prompt in (False, True):
+            try:
+                encoder.tokenizer.apply_chat_template(
+                    example.content, tools=example.tools, tokenize=False,
+                    add_generation_prompt=is_prompt, **encoder.template_kwargs)
+            except MemoryError:
+                problem = f"takes more than {TEMPLATE_BYTES >> 30} GiB"
+            except Exception:  # what a template refuses is counted elsewhere
+                continue
+    connection.send(problem)
+
+
+def check_routes(dataset, route_key, routes):
+    """Raise a ValueError where a column cannot hold what "routes" name.
+
+    Args:
+        routes: list of the values that teachers are for.
+    """
+    columns = column_names(dataset)
+    if route_key not in columns:
+        raise ValueError(f"--route_key {route_key}: no such column; it has {', '.join(columns)}")
+    feature = (dataset.features or {}).get(route_key)
+    if feature is None:  # a stream, of which every row is looked at
+        return
+    dtype = getattr(feature, "dtype", None)
+    is_value = isinstance(feature, (datasets.Value, datasets.ClassLabel))
+    if not is_value or dtype in ("null", "binary"):
+        raise ValueError(f"--route_key {route_key}: the column holds {name_of_type(feature)}, "
+                         "expected a text or a number in every row; name another column")
+    for route in routes:
+        if route is not None and isinstance(route, str) != (dtype in STRINGS):
+            raise ValueError(f"--route_key {route_key}: the column holds {dtype}, but --teachers "
+                             f"name the route {route!r}; name values of the column")
+
+
+def split_dataset(dataset, eval_rows, text_key, source=""):
+    """Return (train, held out): the first `eval_rows` rows are held out, whatever the seed."""
+    streaming = isinstance(dataset, datasets.IterableDataset)
+    # The length of a stream is not known; one row more shows that some are left to train on.
+    first = first_rows(dataset, eval_rows + 1, text_key, source) if streaming else None
+    num_rows = len(first if streaming else dataset)
+    if not num_rows:
+        raise DataError(f"--data {source}: {EMPTY_DATA}")
+    if num_rows <= eval_rows:
+        raise ValueError(f"--eval_rows {eval_rows}: the data has {num_rows} rows, none is left to "
+                         "train on")
+    if streaming:
+        held_out = first[:eval_rows]
+        train = dataset.skip(eval_rows)
+        held_out_has_text = any(row[text_key] for row in held_out)
+    else:
+        train = dataset.select(range(eval_rows, len(dataset)))
+        held_out = dataset.select(range(eval_rows))
+        held_out_has_text = not eval_rows or has_text(dataset, 0, eval_rows, text_key)
+        if not has_text(dataset, eval_rows, len(dataset), text_key):
+            raise ValueError(f"--eval_rows {eval_rows}: all rows behind the first {eval_rows} are "
+                             "empty, none is left to train on; hold out fewer, or repair the data")
+    if eval_rows and not held_out_has_text:
+        raise ValueError(f"--eval_rows {eval_rows}: all of the first {eval_rows} rows are empty; "
+                         "hold out more, or remove them")
+    return train, held_out
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class ExampleReader:
+    """Row of a data set -> Example.
+
+    Attributes:
+        text_key: column of texts, of chats, or of completions.
+        route_key: column that chooses the teachers; empty: there is none.
+        source: what --data says.
+        prompt_key: column of prompts; empty: there is none.
+        is_completion: text_key holds what follows the prompt.
+        tools_key: column of what the assistant of a chat may call; empty: there is none.
+        filled: columns in which null stands for what a value does not have.
+        join: characters that joined rows have at least; 0: every row is a sample.
+    """
+
+    text_key: str
+    route_key: str = ""
+    source: str = ""
+    prompt_key: str = ""
+    is_completion: bool = False
+    tools_key: str = ""
+    filled: frozenset = frozenset()
+    join: int = 0
+
+    def sample(self, rows, number=None):
+        """Return the Example of a row, or of several that are joined.
+
+        Args:
+            number: of the first row, for messages alone.
+        """
+        if not self.join:
+            return self(rows[0], number)
+        texts = []
+        for offset, row in enumerate(rows):
+            texts.append(self(row, None if number is None else number + offset).content)
+        return Example("\n".join(filter(None, texts)))
+
+    def __call__(self, row, number=None):
+        """Return the Example of a row, whose number is for messages alone."""
+        problem = self.problem_of(row)
+        if problem:
+            name = "a row" if number is None else f"row {number}"
+            raise DataError(f"--data {self.source}: {name} of {self.text_key!r}{problem}; repair "
+                            "or remove it")
+        # the Ellipsis stands for all teachers, None for an empty cell of the column
+        route = row[self.route_key] if self.route_key else ...
+        content = self._content(row, self.text_key)
+        prompt = self._content(row, self.prompt_key) if self.prompt_key else None
+        context = 0
+        if self.is_completion:
+            context = len(prompt)
+            content = prompt + content
+        tools = None
+        if self.tools_key and isinstance(content, list):
+            tools = as_tools(row.get(self.tools_key), self.tools_key in self.filled)
+        return Example(content, route, prompt, tools, context)
+
+    def _content(self, row, key):
+        """Return the text or the messages of a column."""
+        value = row[key]
+        return value if isinstance(value, str) else as_messages(value, key in self.filled)
+
+    def problem_of(self, row):
+        """Return what is wrong with a row, to follow its name; None: nothing."""
+        if self.route_key:
+            route = row.get(self.route_key)
+            if isinstance(route, (list, dict)):
+                return f": {self.route_key!r} holds {route!r:.40}, expected a text or a number"
+        content = row.get(self.text_key)
+        if self.prompt_key:
+            prompt = row.get(self.prompt_key)
+            problem = problem_of(prompt)
+            if problem:
+                return f": {self.prompt_key!r}{problem}"
+            if self.is_completion and type(prompt) is not type(content) and content is not None:
+                return f": {self.prompt_key!r} and it are not both texts, or both chats"
+        if self.tools_key and isinstance(content, list):
+            problem = problem_of_tools(row.get(self.tools_key))
+            if problem:
+                return f": {self.tools_key!r}{problem}"
+        if self.join and isinstance(content, list):
+            return " is a chat, and --join_rows joins texts"
+        return problem_of(content)
+
+
+def joined_rows(dataset, reader):
+    """Return a row for every sample that held-out rows give."""
+    if not reader.join:
+        return dataset
+    joined = []
+    number = 0
+    unread = iter(dataset)
+    while rows := take_sample(unread, reader):
+        joined.append({reader.text_key: reader.sample(rows, number).content})
+        number += len(rows)
+    return joined
+
+
+class ShuffledExamples:
+    """Example i of an endless stream: epoch after epoch, each in an order of its own."""
+
+    place = None  # any row can be read at once, so nothing has to be kept, see `stream.Block`
+
+    def __init__(self, dataset, reader, seed, first_row=0):
+        self.dataset = dataset
+        self.first_row = first_row  # of the whole data, in messages
+        self.reader = reader
+        self.seed = seed
+        # sample i consists of the rows from bounds[i] up to bounds[i + 1]
+        self.bounds = sample_bounds(dataset, reader)
+        # two: a micro-batch may cross from one epoch into the next
+        self.order_of_epoch = lru_cache(2)(self._order_of_epoch)
+
+    def _order_of_epoch(self, epoch):
+        # Computed from (seed, epoch) alone, so every rank and worker finds the same order and a
+        # resumed run goes on in it.
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.bounds) - 1)
+
+    def example(self, position):
+        """Return the Example at a position of the stream."""
+        epoch, offset = divmod(position, len(self.bounds) - 1)
+        number = int(self.order_of_epoch(epoch)[offset])
+        numbers = range(self.bounds[number], self.bounds[number + 1])
+        rows = [self.dataset[row] for row in numbers]
+        return self.reader.sample(rows, self.first_row + numbers[0])
+
+
+def sample_bounds(dataset, reader):
+    """Return the number of the first row of every sample, and then the number of rows."""
+    if not reader.join:
+        return range(len(dataset) + 1)
+    lengths = []
+    for table in dataset.select_columns(reader.text_key).with_format("arrow").iter(10_000):
+        lengths.append(pc.utf8_length(table[reader.text_key]).to_numpy())
+    ends = np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    bounds = [0]
+    while bounds[-1] < len(ends):
+        before = ends[bounds[-1] - 1] if bounds[-1] else 0
+        last = int(np.searchsorted(ends, before + reader.join))
+        bounds.append(min(last + 1, len(ends)))
+    return bounds
+
+
+# --- micro-batches --------------------------------------------------------------------------------
+
+
+@dataclass
+class Draft:
+    """Hold a micro-batch whose rollouts are still to be written.
+
+    Attributes:
+        examples: Example each; of rollouts the content is a `rollouts.RolloutPrompt`, or an
+            `rollouts.OldRollout`.
+        sample_ids: see `batch.Batch`.
+        skipped_prompts: samples that are left out because they give no prompt.
+        place: see `batch.Batch`.
+    """
+
+    examples: list
+    sample_ids: list
+    skipped_prompts: int = 0
+    place: dict | None = None
+
+
+@dataclass
+class MicroBatches:
+    """This rank's micro-batches, from step `start` on, without an end.
+
+    With a Prompter they are Drafts, else Batches.
+    """
+
+    stream: ShuffledExamples | StreamedExamples
+    collator: Collator
+    micro_batch_size: int
+    grad_accum_steps: int
+    rank: int
+    num_ranks: int
+    start: int = 0
+    prompter: Prompter | None = None
+
+    def __iter__(self):
+        worker, num_workers = worker_of()
+        # A loader takes batches from its workers in turn, so each prepares every num_workers-th.
+        first = self.start * self.grad_accum_steps + worker
+        for number in itertools.count(first, num_workers):
+            # Ranks are neighbors in the stream: a step reads one range of it, however that is cut
+            # into ranks and micro-batches.
+            begin = (number * self.num_ranks + self.rank) * self.micro_batch_size
+            sample_ids = range(begin, begin + self.micro_batch_size)
+            if self.prompter:
+                batch = self._draft(sample_ids)
+            else:
+                examples = [self.stream.example(position) for position in sample_ids]
+                batch = self.collator(examples, sample_ids)
+            batch.place = self.stream.place
+            yield batch
+
+    def _draft(self, sample_ids):
+        """Return the Draft of some positions of the stream."""
+        draft = Draft([], list(sample_ids))
+        rows = {}  # a stream gives each row once, and a prompt may have several rollouts
+        for position in sample_ids:
+            slot = self.prompter.slot(position)
+            if slot and not slot.is_new:
+                draft.examples.append(Example(OldRollout((slot.source, slot.copy))))
+                continue
+            source = slot.source if slot else position
+            if source not in rows:
+                rows[source] = self.stream.example(source)
+            example = rows[source]
+            if slot:
+                try:
+                    prompt = self.prompter.prompt(example, (slot.source, slot.copy))
+                    example = example._replace(content=prompt)
+                except SkippedPrompt as error:
+                    warnings.warn(f"{error}; such samples are left out", stacklevel=2)
+                    example = Example(None)
+                    draft.skipped_prompts += 1
+            draft.examples.append(example)
+        return draft
+
+
+@dataclass
+class HeldOutBatches:
+    """Yield the held-out rows that this rank reads; every rank yields as many batches."""
+
+    dataset: datasets.Dataset | list
+    reader: ExampleReader
+    collator: Collator
+    micro_batch_size: int
+    rank: int
+    num_ranks: int
+
+    def __iter__(self):
+        worker, num_workers = worker_of()
+        # rounded up: ranks take part in every collective of an evaluation, with or without rows
+        num_batches = -(-len(self.dataset) // (self.micro_batch_size * self.num_ranks))
+        for number in range(worker, num_batches, num_workers):
+            begin = (number * self.num_ranks + self.rank) * self.micro_batch_size
+            examples = []
+            sample_ids = []
+            for row in range(begin, begin + self.micro_batch_size):
+                exists = row < len(self.dataset)
+                examples.append(self.reader(self.dataset[row], row) if exists else None)
+                sample_ids.append(row if exists else -1)
+            yield self.collator(examples, sample_ids)
+
+
+def loader(batches, num_workers, asked_to_end=lambda: False, pinned=False):
+    """Return the Loader of batches.
+
+    Args:
+        asked_to_end, pinned: see `workers.Loader`.
+    """
+    if isinstance(getattr(batches, "stream", None), StreamedExamples):
+        num_workers = min(num_workers, 1)  # each would read all of the stream
+    return Loader(batches, num_workers, asked_to_end, pinned)

@@ -1,0 +1,414 @@
+"""Choose the samples that the student writes itself, make their prompts, read what it wrote.
+
+Which samples are rollouts, and every draw inside of one, is a function of counters: (seed, position
+in the data stream, copy, place).  So rollouts do not depend on ranks, micro-batches or resumes.
+
+This runs in data workers and in the training process;
+isogloss/writing/on_policy.py lets the student write.
+Tests: tests/test_rollouts.py.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from isogloss.align import Alignment, Located, align_located, align_regions, locate
+from isogloss.align_dp import align_dp
+from isogloss.data.chat import (
+    Rendering,
+    SkippedChat,
+    Span,
+    common_regions,
+    encode_chat,
+    read_rendering,
+    render,
+)
+from isogloss.data.sample import (
+    EncodedText,
+    Pairing,
+    TextEncoder,
+    TokenBeyondHead,
+    bytes_of_tokens,
+    encode_text,
+)
+from isogloss.rollout import uniform
+
+# first counters of what is drawn, so that no two draws share all of theirs
+CHOICE = 1  # of the samples that are rollouts
+TRAINING = 2
+HELD_OUT = 3
+
+CHARACTERS_PER_TOKEN = 32  # of a text, more than prompts take; only so much of it is tokenized
+
+
+class SkippedPrompt(ValueError):
+    """Say that a row gives no prompt."""
+
+
+class Slot(NamedTuple):
+    """Name the rollout that a position of the data stream may be.
+
+    source: position whose row gives the prompt.
+    copy: number of the rollout among those of this prompt.
+    is_new: it is written for this step; else an earlier step of its batch has written it.
+    """
+
+    source: int
+    copy: int
+    is_new: bool
+
+
+@dataclass
+class RolloutPrompt:
+    """Hold what a rollout begins with, as the student reads it.
+
+    Attributes:
+        key: (source, copy) of its Slot.
+        ids: (S,) int64.
+        text: what they stand for; of a chat its rendering, up to where the assistant speaks.
+        located: where in this text the tokens stand.
+        messages: of a chat, those before the rollout; None: a text.
+        max_new_tokens: for which there is room.
+        tools: of a chat, what the assistant may call; None: nothing.
+    """
+
+    key: tuple
+    ids: np.ndarray
+    text: str
+    located: Located
+    messages: list | None
+    max_new_tokens: int
+    tools: list | None = None
+
+
+@dataclass
+class OldRollout:
+    """Stand for a rollout that an earlier step has written."""
+
+    key: tuple
+
+
+@dataclass
+class Rollout:
+    """Hold what the student wrote.
+
+    Attributes:
+        prompt: RolloutPrompt.
+        ids: (N,) int64, the sampled tokens, which are what is trained on.
+        logp: (N,) float32, their log-probability when they were written, nats.
+        entropy: mean entropy of the student there, nats.
+        ended: the last token is an end of text or of a turn; else the rollout was cut.
+        text: what the tokens spell without control tokens, U+FFFD for what is no UTF-8.
+        repeated: fraction of its 4-grams of tokens that it holds before.
+        is_canonical: the tokenizer makes these tokens of the text.
+    """
+
+    prompt: RolloutPrompt
+    ids: np.ndarray
+    logp: np.ndarray
+    entropy: float
+    ended: bool
+    text: str
+    repeated: float
+    is_canonical: bool
+
+    def to_plain(self):
+        """Return a JSON-able dict."""
+        prompt = self.prompt
+        return {
+            "key": list(prompt.key), "prompt_ids": prompt.ids.tolist(), "prompt": prompt.text,
+            "located": [field.tolist() for field in prompt.located],
+            "messages": prompt.messages, "max_new_tokens": prompt.max_new_tokens,
+            "tools": prompt.tools,
+            "ids": self.ids.tolist(), "logp": self.logp.tolist(), "entropy": self.entropy,
+            "ended": self.ended, "text": self.text, "repeated": self.repeated,
+            "is_canonical": self.is_canonical,
+        }
+
+    @classmethod
+    def from_plain(cls, plain):
+        """Make a Rollout of what `to_plain` returned."""
+        begin, end, kind = plain["located"]
+        located = Located(np.array(begin, np.int64), np.array(end, np.int64),
+                          np.array(kind, np.int8))
+        prompt = RolloutPrompt(
+            tuple(plain["key"]), np.array(plain["prompt_ids"], np.int64), plain["prompt"], located,
+            plain["messages"], plain["max_new_tokens"], plain.get("tools"))
+        return cls(prompt, np.array(plain["ids"], np.int64), np.array(plain["logp"], np.float32),
+                   plain["entropy"], plain["ended"], plain["text"], plain["repeated"],
+                   plain["is_canonical"])
+
+
+# --- which samples, which prompts -----------------------------------------------------------------
+
+
+@dataclass
+class Prompter:
+    """Choose rollouts and make their prompts.
+
+    Attributes:
+        encoder: TextEncoder of the student.
+        seed: of the run.
+        share: of the samples that are rollouts, 0 to 1.
+        samples_per_step: over all ranks and micro-batches.
+        prompt_tokens: of a text that are its prompt.
+        rollout_tokens: to write, at most.
+        per_prompt: rollouts of one prompt, neighbors in the stream.
+        every: steps that share one batch of rollouts.
+    """
+
+    encoder: TextEncoder
+    seed: int
+    share: float
+    samples_per_step: int
+    prompt_tokens: int
+    rollout_tokens: int
+    per_prompt: int = 1
+    every: int = 1
+
+    def slot(self, position):
+        """Return the Slot of a position of the stream if it is a rollout, else None."""
+        step, place = divmod(position, self.samples_per_step)
+        first_step = step - step % self.every
+        copy = place % self.per_prompt
+        source = first_step * self.samples_per_step + place - copy
+        if uniform(self.seed, CHOICE, source) >= self.share:
+            return None
+        return Slot(source, copy, step == first_step)
+
+    def prompt(self, example, key):
+        """Return the RolloutPrompt of an Example.
+
+        Raises:
+            SkippedPrompt: it is empty or too long, or the chat template refuses it.
+        """
+        whole = example.prompt is not None
+        content = example.prompt if whole else example.content
+        if isinstance(content, str):
+            ids, text, located = self._text_prompt(content, whole)
+            messages = None
+        else:
+            messages = messages_before_rollout(content, whole)
+            ids, text, located = chat_prompt(messages, self.encoder, example.tools)
+        # n positions predict n tokens, of which the first is not predicted
+        room = self.encoder.max_length + 1 - len(ids)
+        if room < 1:
+            raise SkippedPrompt(f"a prompt has {len(ids)} tokens, and --max_length "
+                                f"{self.encoder.max_length} leaves no room behind it")
+        return RolloutPrompt(key, ids, text, located, messages, min(self.rollout_tokens, room),
+                             example.tools)
+
+    def _text_prompt(self, text, whole):
+        """Return (ids, text, Located) of a text, or of its beginning."""
+        if not whole:
+            text = text[: CHARACTERS_PER_TOKEN * self.prompt_tokens]
+        ids, = self.encoder.encode([text])
+        if len(ids) and ids[-1] == self.encoder.table.eos:
+            ids = ids[:-1]
+        size = len(ids)
+        if not whole:
+            has_bos = int(size > 0 and self.encoder.table.special[ids[0]])
+            num_tokens = size - has_bos
+            # of a short text the first half, so that there is something to write
+            size = has_bos + min(self.prompt_tokens, -(-num_tokens // 2))
+        located = self.encoder.locate(self._with_eos(ids), text)
+        raw = text.encode(errors="replace")
+        while size < len(ids) and _is_inside_character(raw, _end_of(located, size)):
+            size += 1
+        if not size:
+            raise SkippedPrompt("a prompt is empty, and the student's tokenizer has no bos")
+        prompt_text = raw[: _end_of(located, size)].decode(errors="replace")
+        return ids[:size], prompt_text, _first_tokens(located, size)
+
+    def _with_eos(self, ids):
+        """Return ids as `TextEncoder.encode` ends them, whose offsets count one for eos."""
+        eos = self.encoder.table.eos
+        return np.append(ids, eos) if eos >= 0 else ids
+
+
+def _end_of(located, size):
+    """Return the byte of the text at which the first `size` tokens end."""
+    return int(located.end[:size].max(initial=0))
+
+
+def _first_tokens(located, size):
+    return Located(located.begin[:size], located.end[:size], located.kind[:size])
+
+
+def _is_inside_character(raw, place):
+    return place < len(raw) and raw[place] & 0xC0 == 0x80  # UTF-8 goes on
+
+
+def messages_before_rollout(messages, whole):
+    """Return the messages before the assistant's last one; of a column of prompts all of them."""
+    if whole:
+        return list(messages)
+    for number in reversed(range(len(messages))):
+        if messages[number]["role"] == "assistant":
+            return list(messages[:number])
+    raise SkippedPrompt("a chat has no message of the assistant, which a rollout would replace")
+
+
+def chat_prompt(messages, encoder, tools=None):
+    """Return (ids, text, Located) of a chat up to where the assistant speaks."""
+    if not messages:
+        raise SkippedPrompt("a chat begins with the assistant, so there is no prompt")
+    try:
+        text = encoder.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True,
+            **encoder.template_kwargs)
+    except Exception as error:  # templates raise whatever they like
+        name = encoder.tokenizer.name_or_path
+        raise SkippedPrompt(f"the chat template of {name} refuses a prompt: {error}") from None
+    ids, located = read_rendering(text, encoder)
+    return ids, text, located
+
+
+# --- what was written, as the student and the teachers read it ------------------------------------
+
+
+def completed(prompt, completion, encoder):
+    """Return the Rollout of a prompt and its `rollout.Completion`."""
+    ids = completion.ids.numpy()
+    text = encoder.table.decode(ids).decode(errors="replace")
+    entropy = float(completion.entropy.mean()) if len(ids) else 0.0
+    return Rollout(prompt, ids, completion.logp.numpy(), entropy, completion.ended, text,
+                   repeated_4grams(ids), is_canonical(prompt, ids, text, encoder))
+
+
+def repeated_4grams(ids):
+    """Return the fraction of 4-grams that stand earlier in the same ids."""
+    grams = list(zip(ids.tolist(), ids[1:].tolist(), ids[2:].tolist(), ids[3:].tolist()))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def is_canonical(prompt, ids, text, encoder):
+    """Tell whether the tokenizer makes of prompt and text the tokens that they have."""
+    coded = encoder.tokenizer(prompt.text + text, add_special_tokens=False, verbose=False)
+    canonical = np.array(coded["input_ids"], np.int64)
+    whole = np.concatenate([prompt.ids, ids])
+    special = encoder.table.special
+    if canonical.max(initial=0) >= len(special):  # the name of a control token, letter by letter
+        return False
+    return np.array_equal(canonical[~special[canonical]], whole[~special[whole]])
+
+
+def student_reading(rollout, encoder):
+    """Return the EncodedText of a rollout: its prompt, then the sampled tokens, learned alone."""
+    prompt = rollout.prompt
+    written = locate(rollout.ids, encoder.table, rollout.text)
+    first_byte = len(prompt.text.encode(errors="replace"))
+    # control tokens stand for no text wherever they are
+    begin = np.where(written.begin < 0, -1, written.begin + first_byte)
+    end = np.where(written.end < 0, -1, written.end + first_byte)
+    located = Located(np.concatenate([prompt.located.begin, begin]),
+                      np.concatenate([prompt.located.end, end]),
+                      np.concatenate([prompt.located.kind, written.kind]))
+    ids = np.concatenate([prompt.ids, rollout.ids])
+    learned = np.arange(len(ids)) >= len(prompt.ids)
+    num_bytes = np.where(learned, bytes_of_tokens(located), -1)
+    unknown = np.full(len(prompt.ids), np.nan, np.float32)
+    return EncodedText(ids, located, num_bytes, learned, np.concatenate([unknown, rollout.logp]))
+
+
+def pair_rollout(rollout, student, encoders, aligner="bytes", same_tokenizer=False):
+    """Align a rollout as the student wrote it with a teacher's reading of it.
+
+    Args:
+        student: EncodedText of `student_reading`.
+        encoders: (student's, teacher's).
+        same_tokenizer: both have one tokenizer, so the teacher reads the sampled tokens themselves;
+            else it reads what its tokenizer makes of their text.
+    Returns:
+        Pairing.
+    """
+    if same_tokenizer:
+        return _pair_ids(rollout, student, encoders[1])
+    if rollout.prompt.messages is None:
+        return _pair_text(rollout, student, encoders, aligner)
+    return _pair_chat(rollout, student, encoders, aligner)
+
+
+def _pair_ids(rollout, student, encoder):
+    """Pair each sampled token with itself, behind the teacher's own form of the prompt."""
+    prompt = rollout.prompt
+    if prompt.messages is not None:
+        try:
+            ids, text, located = chat_prompt(prompt.messages, encoder, prompt.tools)
+        except SkippedPrompt:
+            return Pairing(skipped=True)
+        prompt = replace(prompt, ids=ids, text=text, located=located)
+    read = student_reading(replace(rollout, prompt=prompt), encoder)
+    teacher = EncodedText(read.ids, read.located, bytes_of_tokens(read.located))
+    size = len(rollout.ids)
+    every = np.ones(size, bool)
+    ones = np.ones(size, np.int64)
+    num_bytes = np.maximum(student.num_bytes[len(student.ids) - size :], 0)
+    text_bytes = int(num_bytes.sum())
+    dropped = {"normalized": 0, "unencodable": 0, "unmatched": 0}
+    return Pairing(teacher, Alignment(
+        _chunk_of_last(len(student.ids), size), _chunk_of_last(len(teacher.ids), size),
+        chunk_start=num_bytes.cumsum() - num_bytes, chunk_bytes=num_bytes, student_tokens=ones,
+        teacher_tokens=ones, exact=every, same_bytes=every, text_bytes=text_bytes,
+        dropped=dropped))
+
+
+def _chunk_of_last(num_tokens, size):
+    """Return (num_tokens,) chunks: one for each of the last `size` tokens, none for the others."""
+    number = np.arange(num_tokens) - (num_tokens - size)
+    return np.where(number >= 0, number, -1)
+
+
+def _pair_text(rollout, student, encoders, aligner):
+    text = rollout.prompt.text + rollout.text
+    tables = encoders[0].table, encoders[1].table
+    try:
+        ids, = encoders[1].encode([text])
+    except TokenBeyondHead:  # what the student writes ends no run
+        return Pairing(skipped=True)
+    teacher = encode_text(text, ids, encoders[1])
+    if not rollout.ended and len(ids) and ids[-1] == tables[1].eos:
+        teacher = teacher.without_last()  # a rollout that was cut has no end on either side
+    if aligner == "dp":
+        return Pairing(teacher, align_dp(student.ids, teacher.ids, *tables))
+    size = len(text.encode(errors="replace"))
+    alignment = align_located(student.ids, teacher.ids, student.located, teacher.located, *tables,
+                              size, pair_eos=rollout.ended)
+    return Pairing(teacher, alignment)
+
+
+def _pair_chat(rollout, student, encoders, aligner):
+    """Align what the assistant wrote; the teacher reads the chat by its own template."""
+    written = len(rollout.prompt.messages)  # number of the message
+    messages = [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}]
+    try:
+        of_teacher = render(messages, encoders[1], rollout.prompt.tools)
+    except (SkippedChat, TokenBeyondHead):
+        return Pairing(skipped=True)
+    encoded = encode_chat(messages, of_teacher, encoders[1])
+    tables = encoders[0].table, encoders[1].table
+    if aligner == "dp":
+        return Pairing(encoded, align_dp(student.ids, encoded.ids, *tables))
+    first_byte = len(rollout.prompt.text.encode(errors="replace"))
+    size = len(rollout.text.encode())
+    ends = {written: len(student.ids) - 1} if rollout.ended else {}
+    of_student = Rendering(student.ids, student.located,
+                           {(written, "content"): Span(first_byte, 0, size)}, ends)
+    regions = common_regions(of_student, of_teacher)
+    alignment = align_regions(student.ids, encoded.ids, student.located, of_teacher.located,
+                              regions, *tables)
+    # what the template left out or rewrote counts too
+    alignment.dropped["unmatched"] += size - alignment.text_bytes
+    return Pairing(encoded, alignment._replace(text_bytes=size))
+
+
+def build_prompter(cfg, student, samples_per_step):
+    """Return the Prompter of a run.
+
+    Args:
+        student: TextEncoder.
+        samples_per_step: over all ranks.
+    """
+    return Prompter(student, cfg.seed, cfg.on_policy, samples_per_step, cfg.prompt_tokens,
+                    cfg.rollout_tokens, cfg.rollouts_per_prompt, cfg.rollout_every)

@@ -1,0 +1,369 @@
+"""Read one text with the student's and a teacher's tokenizer, align, cut both at the same byte.
+
+A text is encoded once by each model (`EncodedText`) and aligned once with each teacher (`Pairing`).
+Only then is it cut, because the shortest cut that any teacher's context asks for is the cut of all.
+
+A position t of a model predicts the token at t + 1, so labels, chunk ids and byte counts are
+shifted by one, here and nowhere else (`shift`).
+
+Shapes: S student tokens, T teacher tokens.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from isogloss.align import (
+    Alignment,
+    Located,
+    TokenTable,
+    adds_bos,
+    align_located,
+    common_cut,
+    locate,
+)
+from isogloss.align_dp import align_dp
+from isogloss.data.long_texts import check_size, splits_at_spaces
+
+ALIGNERS = "bytes", "dp"
+
+
+class TokenBeyondHead(ValueError):
+    """Say that a text holds a control token that a model cannot read."""
+
+
+def check_ids(ids, vocab, tokenizer):
+    """Raise a TokenBeyondHead for ids of a text beyond the tokens of a model.
+
+    Args:
+        ids: list of them; vocab: tokens of the model; tokenizer: of the ids.
+    """
+    highest = max(ids, default=-1)
+    if highest >= vocab:
+        raise TokenBeyondHead(
+            f"a text holds {tokenizer.convert_ids_to_tokens(highest)!r}, for which the lm_head of "
+            f"{tokenizer.name_or_path} has no row (id {highest}, its tokens go to {vocab - 1}); "
+            "take it out of the data")
+
+
+@dataclass
+class TextEncoder:
+    """Read text as one model does.
+
+    Attributes:
+        tokenizer: a fast Hugging Face tokenizer.
+        table: its TokenTable.
+        max_length: positions per sample, at most.
+        template_kwargs: what its chat template is told beside a chat.
+        generation: of the student, what its generation_config.json says; see `ends`.
+    """
+
+    tokenizer: object
+    table: TokenTable
+    max_length: int
+    template_kwargs: dict = field(default_factory=dict)
+    generation: dict = field(default_factory=dict)
+
+    def _coded(self, texts, **options):
+        check_size(texts)
+        return self.tokenizer(texts, **options)
+
+    @cached_property
+    def splits_at_spaces(self):
+        """Whether the beginning of a text has the same tokens without the rest of it."""
+        return splits_at_spaces(self.tokenizer)
+
+    def num_tokens(self, text):
+        """Return the number of tokens of a text, without bos and eos."""
+        coded = self._coded(text, add_special_tokens=False, truncation=False, verbose=False)
+        return len(coded["input_ids"])
+
+    def encode(self, texts):
+        """Return an int64 array `[bos] text eos` for each text.
+
+        bos is added where `align.adds_bos` says so; eos whenever the tokenizer has one.
+        """
+        prefix = [self.table.bos] if self._adds_bos else []
+        suffix = [self.table.eos] if self.table.eos >= 0 else []
+        # Never truncated here: where to cut depends on the other side, see `cut_sample`.
+        coded = self._coded(texts, add_special_tokens=False, truncation=False, verbose=False)
+        for ids in coded["input_ids"]:
+            self.check_ids(ids)
+        return [np.array(prefix + ids + suffix, np.int64) for ids in coded["input_ids"]]
+
+    def check_ids(self, ids):
+        """Raise a TokenBeyondHead for control tokens that the model has no row for."""
+        check_ids(ids, len(self.table), self.tokenizer)
+
+    def locate(self, ids, text):
+        """Return where in the text the tokens of `encode` stand, as a Located."""
+        located = locate(ids, self.table, text)
+        if located is None:  # bytes do not tell, so the tokenizer's own offsets have to
+            located = locate(ids, self.table, text, self._offsets(text))
+        return located
+
+    @cached_property
+    def _adds_bos(self):
+        """Whether `encode` begins with bos."""
+        return adds_bos(self.tokenizer, self.table.bos)
+
+    def _offsets(self, text):
+        """Return (tokens, 2) characters of the text for each token of `encode`."""
+        coded = self._coded(text, add_special_tokens=False, return_offsets_mapping=True,
+                               verbose=False)
+        nowhere = [(0, 0)]  # bos and eos stand for no characters
+        prefix = nowhere if self._adds_bos else []
+        suffix = nowhere if self.table.eos >= 0 else []
+        return np.array([*prefix, *coded["offset_mapping"], *suffix]).reshape(-1, 2)
+
+
+@dataclass
+class EncodedText:
+    """Hold one text as one model reads it, before any cut.
+
+    Attributes:
+        ids: (S,) int64, with bos and eos.
+        located: where in the text (of a chat: in its rendering) the tokens stand.
+        num_bytes: (S,) int64, bytes that each token stands for; -1 for those that do not count.
+        learned: (S,) bool, tokens to learn from; None: all of them.
+        logp: (S,) float32, of a rollout, log-probability of each token when the student wrote it,
+            NaN for those of its prompt; None: no rollout.
+    """
+
+    ids: np.ndarray
+    located: Located
+    num_bytes: np.ndarray
+    learned: np.ndarray | None = None
+    logp: np.ndarray | None = None
+
+    def without_last(self):
+        """Return the text without its last token; not for what is learned."""
+        located = Located(*[field[:-1] for field in self.located])
+        return EncodedText(self.ids[:-1], located, self.num_bytes[:-1])
+
+
+@dataclass
+class Pairing:
+    """Hold what one teacher makes of a text.
+
+    Attributes:
+        teacher: the text as the teacher reads it; None: this teacher takes no part.
+        alignment: of the whole text; None without a teacher.
+        skipped: the teacher, or the student itself, could not render this chat.
+    """
+
+    teacher: EncodedText | None = None
+    alignment: Alignment | None = None
+    skipped: bool = False
+
+
+class TokenRow(NamedTuple):
+    """One model's side of a sample; entry t of labels and num_bytes speaks of the token after t.
+
+    ids, labels, num_bytes: (S,) int64; labels are -100 and bytes -1 where nothing is learned.
+    logp: (S,) float32 of a rollout, log-probability of the label when the student wrote it, NaN
+        where it did not; None: no rollout.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    num_bytes: np.ndarray
+    logp: np.ndarray | None = None
+
+
+NO_TOKENS = TokenRow(*[np.zeros(0, np.int64)] * 3)
+NO_CHUNKS = np.zeros(0, np.int64)
+
+
+@dataclass
+class PairSample:
+    """Hold a cut text for one teacher.
+
+    Attributes:
+        teacher: its tokens; none if it takes no part.
+        student_chunk, teacher_chunk: (S,), (T,) int64, chunk of each predicted token, -1 for none.
+        read_student_chunk, read_teacher_chunk: likewise, also of chunks that are read and not
+            learned: what a term knows of the chunk before it does not depend on who wrote that.
+        alignment: of the whole text, before the cut; None without a teacher.
+        aligned_bytes: bytes in the chunks that are left after the cut.
+        skipped: see `Pairing`.
+    """
+
+    teacher: TokenRow = NO_TOKENS
+    student_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
+    teacher_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
+    read_student_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
+    read_teacher_chunk: np.ndarray = field(default_factory=lambda: NO_CHUNKS)
+    alignment: Alignment | None = None
+    aligned_bytes: int = 0
+    skipped: bool = False
+
+    @property
+    def num_chunk_ids(self):
+        """Return one more than the highest chunk id on either side."""
+        highest = -1
+        # these hold the chunks that are learned too
+        for chunk in (self.read_student_chunk, self.read_teacher_chunk):
+            if len(chunk):
+                highest = max(highest, int(chunk.max()))
+        return highest + 1
+
+
+@dataclass
+class Sample:
+    """Hold a cut text.
+
+    Attributes:
+        student: the student's tokens.
+        pairs: PairSample of each teacher, what it makes of them.
+        has_labels: something would be learned of the whole text.
+    """
+
+    student: TokenRow
+    pairs: list
+    has_labels: bool = False
+
+
+def encode_text(text, ids, encoder, context=0):
+    """Return the EncodedText of a plain text whose ids are known.
+
+    Args:
+        context: characters at the beginning of the text from which nothing is learned, and of which
+            no byte counts.
+    """
+    located = encoder.locate(ids, text)
+    num_bytes = bytes_of_tokens(located)
+    if not context:
+        return EncodedText(ids, located, num_bytes)
+    # from the first token that reaches behind the context, so that no byte behind it is left out
+    learned = np.cumsum(located.end > len(text[:context].encode(errors="replace"))) > 0
+    if len(ids) and ids[-1] == encoder.table.eos:
+        learned[-1] = True
+    return EncodedText(ids, located, np.where(learned, num_bytes, -1), learned)
+
+
+def bytes_of_tokens(located):
+    """Return (S,) bytes of the text that each token stands for, -1 for a control token."""
+    # -1, not 0: a token of the text may stand for no byte, as the space before SentencePiece texts
+    return np.where(located.begin < 0, -1, located.end - located.begin)
+
+
+def pair_texts(text, student, teacher, student_table, teacher_table, aligner="bytes"):
+    """Align two readings of one plain text.
+
+    Args:
+        student, teacher: EncodedText.
+        aligner: "bytes": chunks by byte positions; "dp": by dynamic programming (align_dp.py).
+    Returns:
+        Pairing.
+    """
+    if aligner == "dp":  # compares what tokens spell, so it needs no places in the text
+        alignment = align_dp(student.ids, teacher.ids, student_table, teacher_table)
+        return Pairing(teacher, alignment)
+    size = len(text.encode(errors="replace"))  # lone surrogates have no UTF-8
+    alignment = align_located(student.ids, teacher.ids, student.located, teacher.located,
+                              student_table, teacher_table, size)
+    return Pairing(teacher, alignment)
+
+
+def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
+    """Cut a text for the student and all its teachers at the same student token.
+
+    Args:
+        student: EncodedText; None: the student cannot read this text, so that nothing is left.
+        pairings: a Pairing for each teacher.
+        student_max_length, teacher_max_lengths: positions, at most.
+    Returns:
+        Sample.
+    """
+    if student is None:
+        pairs = [PairSample(skipped=pairing.skipped) for pairing in pairings]
+        return Sample(NO_TOKENS, pairs)
+    learned = np.ones(len(student.ids)) if student.learned is None else student.learned
+    has_labels = bool(learned[1:].any())  # nothing predicts the first token
+    limit = student_max_length + 1  # n positions predict the tokens 1 .. n
+    while True:
+        pairs = []
+        lengths = []
+        for pairing, teacher_max_length in zip(pairings, teacher_max_lengths):
+            cut, pair = cut_pair(student, pairing, limit, teacher_max_length + 1)
+            pairs.append(pair)
+            lengths.append(len(student.ids[: cut - 1]))
+        if not pairs:
+            return Sample(_student_row(student, limit), [], has_labels)
+        # A teacher with a short context asks all others for its cut, whose chunks may need
+        # another one again: this ends because the limit falls each time.
+        shortest = min(lengths) + 1
+        if max(lengths) + 1 == shortest:
+            return Sample(_student_row(student, cut), pairs, has_labels)
+        limit = shortest
+
+
+def _student_row(student, cut):
+    """Return the TokenRow of the first `cut` tokens, labels only where they are learned."""
+    labels = student.ids
+    if student.learned is not None:
+        labels = np.where(student.learned, student.ids, -100)
+    logp = None if student.logp is None else student.logp[1:cut]
+    # A text below the limit keeps its last token as a position that predicts nothing.
+    return TokenRow(student.ids[: cut - 1], labels[1:cut], student.num_bytes[1:cut], logp)
+
+
+def cut_pair(student, pairing, student_limit, teacher_limit):
+    """Cut one teacher's side, and find out where that cuts the student's.
+
+    Args:
+        student: EncodedText.
+        pairing: Pairing.
+        student_limit, teacher_limit: tokens to keep, at most.
+    Returns:
+        (student tokens kept, PairSample).
+    """
+    alignment = pairing.alignment
+    if alignment is None:
+        no_chunk = np.full(len(student.ids), -1)[1:student_limit]
+        return student_limit, PairSample(student_chunk=no_chunk, read_student_chunk=no_chunk,
+                                         skipped=pairing.skipped)
+    # Where one side alone spells a space that the text does not have, the models speak of other
+    # words: such chunks are not compared.
+    numbers = np.arange(len(alignment.same_bytes))
+    # one entry more, so that chunk -1 (the last entry) stays -1
+    usable = np.append(np.where(alignment.same_bytes, numbers, -1), -1)
+    chunks = [usable[alignment.student_chunk], usable[alignment.teacher_chunk]]
+    student_cut, teacher_cut = common_cut(chunks, [student_limit, teacher_limit])
+    # A chunk needs a position that predicts its first token; without bos the first token has none.
+    lost = [chunk[:1] for chunk in chunks]
+    # One that does not fit has no part either.
+    lost += [chunks[0][student_cut : student_cut + 1], chunks[1][teacher_cut : teacher_cut + 1]]
+    read_chunks = without_chunks(chunks, np.concatenate(lost))
+    chunks = read_chunks
+    if student.learned is not None:  # a chunk is learned as a whole or not at all
+        chunks = without_chunks(read_chunks, read_chunks[0][~student.learned])
+    teacher = pairing.teacher
+    pair = PairSample(
+        teacher=shift(teacher.ids, teacher.ids, teacher.num_bytes, teacher_cut),
+        student_chunk=chunks[0][1:student_cut],
+        teacher_chunk=chunks[1][1:teacher_cut],
+        read_student_chunk=read_chunks[0][1:student_cut],
+        read_teacher_chunk=read_chunks[1][1:teacher_cut],
+        alignment=alignment,
+        skipped=pairing.skipped,
+    )
+    kept = np.unique(pair.student_chunk[pair.student_chunk >= 0])
+    pair.aligned_bytes = int(alignment.chunk_bytes[kept].sum())
+    return student_cut, pair
+
+
+def without_chunks(chunks, lost):
+    """Return the chunk ids of both sides with -1 in the place of the lost chunks."""
+    return [np.where(np.isin(chunk, lost), -1, chunk) for chunk in chunks]
+
+
+def shift(ids, labels, num_bytes, cut):
+    """Return the TokenRow of the first `cut` tokens; position t reads ids[t], predicts ids[t + 1].
+
+    The last of these tokens is predicted and not read.
+    """
+    return TokenRow(ids[: cut - 1], labels[1:cut], num_bytes[1:cut])

@@ -1,0 +1,165 @@
+"""Read a stream of rows in an order that depends on the seed alone, and go on where a run stopped.
+
+A stream can only be read forward.  It is cut into blocks of BLOCK_ROWS rows, and each block is
+shuffled as a whole.  So what a run needs to go on is the place where its block begins, in the words
+of `datasets`; the rows before are not read again, but for those of the same file.  The files of a
+stream come in another order in every epoch, unless its first rows are held out.
+
+Tests: tests/test_stream.py.
+"""
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from isogloss.data.checks import SEARCH_SECONDS, explained
+from isogloss.errors import DataError
+
+BLOCK_ROWS = 10_000  # some 50 MB of web text; not tuned
+
+
+@dataclass
+class Block:
+    """Hold some rows of a stream.
+
+    Attributes:
+        place: JSON-able dict, from which the stream goes on with this block: the position of its
+            first sample, its epoch, its number within that, and the state of the data set.
+        samples: lists of the rows of each, shuffled.
+    """
+
+    place: dict
+    samples: list
+
+
+def take_sample(unread, reader):
+    """Return the next rows of an iterator that make up a sample; at its end, those that are left.
+
+    Args:
+        reader: `data.ExampleReader`, which says up to how many characters rows are joined.
+    """
+    rows = []
+    num_characters = 0
+    for row in unread:
+        rows.append(row)
+        content = row.get(reader.text_key)
+        # the reader refuses what is no text
+        num_characters += len(content) if isinstance(content, str) else 0
+        if num_characters >= reader.join:
+            break
+    return rows
+
+
+class StreamedExamples:
+    """Example i of an endless stream, epoch after epoch, for rising i.
+
+    Attributes:
+        place: of the block that was read last, see `Block`; None: none was.
+    """
+
+    def __init__(self, dataset, reader, seed, first_row=0, place=None):
+        self.dataset = dataset
+        self.reader = reader
+        self.seed = seed
+        self.first_row = first_row  # of the whole data, in messages
+        self.place = place
+        self.blocks = None
+        self.block = None
+
+    def example(self, position):
+        """Return the Example at a position, which is not in a block before the latest one."""
+        if self.blocks is None:
+            self.blocks = self._all_blocks(self.place)
+            self._next_block()
+        # rows of other ranks are read and dropped
+        while position >= self.block.place["position"] + len(self.block.samples):
+            self._next_block()
+        rows = self.block.samples[position - self.block.place["position"]]
+        try:
+            return self.reader.sample(rows)
+        except DataError:
+            self._name_bad_row()
+            raise
+
+    def _next_block(self):
+        self.block = next(self.blocks)
+        self.place = self.block.place
+
+    def _all_blocks(self, place):
+        """Yield the Blocks of all epochs, from a place on; None: from the first row on."""
+        place = place or {"position": 0, "epoch": 0, "number": 0, "rows": None}
+        position = place["position"]
+        while True:
+            for block in self._blocks_of_epoch(place, position):
+                position += len(block.samples)
+                yield block
+            place = {"epoch": place["epoch"] + 1, "number": 0, "rows": None}
+
+    def _blocks_of_epoch(self, place, position):
+        """Yield the Blocks of an epoch, from a place in it on, whose first row has a position."""
+        epoch = place["epoch"]
+        state = place["rows"]
+        self.dataset.set_epoch(self._order_of_files(epoch))
+        if state:
+            self.dataset.load_state_dict(state)
+        has_text = place["number"] > 0
+        with explained(self.reader.source):
+            unread = iter(self.dataset)
+            for number in itertools.count(place["number"]):
+                samples = self._next_samples(unread)
+                if not samples:
+                    break
+                for row in itertools.chain(*samples):
+                    has_text = has_text or bool(row.get(self.reader.text_key))
+                start = {"position": position, "epoch": epoch, "number": number, "rows": state}
+                state = self.dataset.state_dict()
+                position += len(samples)
+                order = np.random.default_rng([self.seed, epoch, number]).permutation(len(samples))
+                yield Block(start, [samples[index] for index in order])
+        if not has_text:
+            raise DataError(f"--data {self.reader.source}: all rows of {self.reader.text_key!r} "
+                            "are empty; expected text; name another column with --text_key")
+
+    def _next_samples(self, unread):
+        """Return the samples of the next BLOCK_ROWS rows; the last one is whole."""
+        samples = []
+        num_rows = 0
+        while num_rows < BLOCK_ROWS and (rows := take_sample(unread, self.reader)):
+            samples.append(rows)
+            num_rows += len(rows)
+        return samples
+
+    def _order_of_files(self, epoch):
+        """Return the number by which `datasets` orders the files of an epoch; 0 would not."""
+        return int(np.random.default_rng([self.seed, epoch]).integers(1, 2**31))
+
+    def _name_bad_row(self):
+        """Raise the DataError of the first bad row: this stream is shuffled, the files are not."""
+        deadline = time.monotonic() + SEARCH_SECONDS
+        in_order = self.dataset.skip(0)  # whose files keep their order
+        for number, row in enumerate(in_order, self.first_row):
+            self.reader(row, number)
+            if time.monotonic() > deadline:
+                return
+
+
+class Places:
+    """Keep the places from which a stream can go on, as batches bring them."""
+
+    def __init__(self):
+        self.places = []
+
+    def note(self, place):
+        """Keep the place of a batch's block; None: its data are no stream."""
+        if place and place not in self.places[-1:]:
+            self.places.append(place)
+
+    def before(self, position):
+        """Return the last place at or before a sample's position, or None; forget earlier ones."""
+        while len(self.places) > 1 and self.places[1]["position"] <= position:
+            del self.places[0]
+        if self.places and self.places[0]["position"] <= position:
+            return self.places[0]
+        return None

@@ -1,0 +1,5 @@
+"""The errors that more than one room raises."""
+
+
+class DataError(ValueError):
+    """Report data that cannot be used, or a worker that is gone, in the middle of a run."""

@@ -1,0 +1,1 @@
+"""Evaluation: on held-out rows, on tasks, of code that is run in a sandbox."""

@@ -1,0 +1,276 @@
+"""Measure held-out quality: bits per byte, accuracy, entropy, and how far two models are apart.
+
+Bits per byte compares models with different tokenizers: the negative log2-likelihood of all text
+tokens, divided by the UTF-8 bytes that they spell.  End-of-text tokens count on neither side of the
+fraction.  Accuracy and entropy are per token, so those of different tokenizers compare roughly.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from isogloss.data.batch_types import TeacherBatch
+from isogloss.job.counts import global_sums, mean_of
+from isogloss.job.sequence_group import SequenceGroup, gather_halo
+from isogloss.losses import at_least_float32, find_chunks, next_token_cross_entropy
+from isogloss.objective.loss_table import DistillationLoss
+from isogloss.targets import SpellingIds
+from isogloss.teachers.specs import BLOCK
+from isogloss.teachers.text_scores import ScoredLogits
+from isogloss.tiles import LogitsSource, TeacherBlocks
+
+
+@dataclass
+class ModelSums:
+    """Sum up what one model says of the text of a batch; all fields add up.
+
+    Attributes:
+        nats: -log p of the text tokens.
+        num_bytes: that they spell.
+        correct: tokens that are the model's most likely ones.
+        entropy: of its predictions, nats.
+        tokens: how many there are.
+    """
+
+    nats: float = 0.0
+    num_bytes: float = 0
+    correct: float = 0
+    entropy: float = 0.0
+    tokens: float = 0
+
+    def metrics(self, role):
+        """Return the metrics of the student or the teacher."""
+        return {
+            f"{role}_bits_per_byte": mean_of(self.nats / math.log(2), self.num_bytes),
+            f"{role}_accuracy": mean_of(self.correct, self.tokens),
+            f"{role}_entropy": mean_of(self.entropy, self.tokens),
+        }
+
+
+@dataclass
+class PairSums:
+    """Sum up what a teacher and the student say of the same batch; all fields add up.
+
+    Attributes:
+        kd: sum of the distillation loss, nats; kd_terms: over so many terms.
+        aligned_bytes, read_bytes: see `counts.PairCounts`.
+        agree: chunk starts where the most likely tokens of both models spell the same bytes.
+        projected: those where the projection maps the student's most likely token to the teacher's.
+        starts: chunk starts.
+        cell_coverage, joined_mass, event_coverage, prefix_coverage, unreachable_mass: what the loss
+            covers, summed; see docs/metrics.md.  Each has a count.
+    """
+
+    kd: float = 0.0
+    kd_terms: float = 0
+    aligned_bytes: float = 0
+    read_bytes: float = 0
+    agree: float = 0
+    projected: float = 0
+    starts: float = 0
+    cell_coverage: float = 0.0
+    cell_coverage_count: float = 0.0
+    joined_mass: float = 0.0
+    joined_mass_count: float = 0.0
+    event_coverage: float = 0.0
+    event_coverage_count: float = 0.0
+    prefix_coverage: float = 0.0
+    prefix_coverage_count: float = 0.0
+    unreachable_mass: float = 0.0
+    unreachable_mass_count: float = 0.0
+
+    def metrics(self, loss):
+        """Return the metrics of a pair whose loss is a DistillationLoss."""
+        metrics = {
+            "kd": mean_of(self.kd, self.kd_terms),
+            "aligned_bytes": mean_of(self.aligned_bytes, self.read_bytes),
+            "top1_agreement": mean_of(self.agree, self.starts),
+        }
+        if loss.indices_VK is not None:
+            metrics["projected_agreement"] = mean_of(self.projected, self.starts)
+        for name in loss.coverage_names:
+            metrics[name] = mean_of(getattr(self, name), getattr(self, f"{name}_count"))
+        return metrics
+
+    def add(self, name, value):
+        """Add a value to the field of that name."""
+        setattr(self, name, getattr(self, name) + float(value))
+
+
+def numbers_of(sums):
+    """List the fields of ModelSums or PairSums, in order."""
+    return [getattr(sums, entry.name) for entry in fields(sums)]
+
+
+@dataclass
+class EvaluationPair:
+    """Hold a teacher's side of a held-out batch.
+
+    Attributes:
+        batch: TeacherBatch.
+        logits: LogitsSource of the teacher, as in training.
+        text_logits: ScoredLogits, or a LogitsSource of whole distributions: what it says of the
+            text.
+        loss: DistillationLoss.
+        spelling_ids: SpellingIds of the pair.
+    """
+
+    batch: TeacherBatch
+    logits: LogitsSource
+    text_logits: LogitsSource
+    loss: DistillationLoss
+    spelling_ids: SpellingIds
+
+
+@dataclass
+class EvaluationTerms:
+    """Tell `StudentWithLoss` what to make of its logits in an evaluation.
+
+    Attributes:
+        student: StudentBatch.
+        counts: Counts of the batch.
+        pairs: EvaluationPair of every teacher.
+        sequence_group: ranks that hold the other shards of the sequences, or None.
+    """
+
+    student: object
+    counts: object
+    pairs: list[EvaluationPair] = field(default_factory=list)
+    sequence_group: SequenceGroup | None = None
+
+    @torch.no_grad()
+    def reduce(self, student_logits):
+        """Return (n,) float64: ModelSums of the student, then both sums of every teacher."""
+        numbers = numbers_of(model_sums(student_logits, self.student))
+        for pair, counts in zip(self.pairs, self.counts.pairs):
+            # chunks that a shard's border cuts belong to the rank of their first position
+            complete = gather_halo(student_logits, pair.batch.halo_index, self.sequence_group)
+            sums = pair_sums(complete, pair)
+            sums.kd_terms = counts.kd_terms
+            sums.aligned_bytes = counts.aligned_bytes
+            sums.read_bytes = counts.read_bytes
+            numbers += numbers_of(model_sums(pair.text_logits, pair.batch))
+            numbers += numbers_of(sums)
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+def model_sums(logits, batch):
+    """Return the ModelSums of a model.
+
+    Args:
+        logits: LogitsSource; of truncated logits ScoredLogits.
+        batch: StudentBatch or TeacherBatch.
+    """
+    sums = ModelSums()
+    num_bytes = batch.num_bytes.flatten()
+    labels = batch.labels.flatten()
+    # end-of-text tokens spell nothing; tokens that are not learned are not judged
+    positions = ((num_bytes >= 0) & (labels != -100)).nonzero().squeeze(1)
+    sums.tokens = len(positions)
+    sums.num_bytes = int(num_bytes.clamp(min=0).sum())
+    if isinstance(logits, ScoredLogits):
+        scores = logits.scores.at(positions)
+        sums.nats = -float(scores.logp_T.double().sum())
+        sums.correct = int(scores.correct_T.sum())
+        sums.entropy = float(scores.entropy_T.double().sum())
+        return sums
+    for block in positions.split(BLOCK):
+        # the logits of one block exist at a time, also of a model whose loss is not tiled
+        rows = at_least_float32(logits(block))
+        nats, _ = next_token_cross_entropy(rows[None], labels[block][None], select=False)
+        sums.nats += float(nats)
+        sums.correct += int((rows.argmax(-1) == labels[block]).sum())
+        sums.entropy += float(torch.special.entr(rows.softmax(-1)).double().sum())
+    return sums
+
+
+def pair_sums(student_logits, pair):
+    """Return the PairSums of what depends on logits.
+
+    Args:
+        student_logits: LogitsSource, complete; pair: EvaluationPair.
+    """
+    sums = PairSums()
+    blocks = TeacherBlocks(pair.logits, pair.batch.tiles)
+    for tile in pair.batch.tiles:
+        tile_logits = student_logits(tile.student_positions)
+        for sub_tile in tile.sub_tiles:
+            teacher = blocks(sub_tile)
+            student = tile_logits[sub_tile.student_slice]
+            sums.kd += float(pair.loss.loss_fn(student, teacher, sub_tile))
+            add_agreement(sums, student, teacher, sub_tile, pair)
+            if pair.loss.coverage:
+                covered = pair.loss.coverage(teacher, sub_tile)
+                for name, (value, count) in covered.items():
+                    if name in pair.loss.coverage_names:
+                        sums.add(name, value)
+                        sums.add(f"{name}_count", count)
+    return sums
+
+
+def add_agreement(sums, student, teacher, sub_tile, pair):
+    """Add the chunk starts of a sub-tile, and where the most likely tokens of both models agree."""
+    # Only at the start of a chunk have both models read the same text.
+    chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
+    v = student[chunks.first_S].argmax(-1)
+    num_tokens = len(pair.spelling_ids.teacher_W)  # truncated rows have one column more
+    w = teacher[chunks.first_T, :num_tokens].argmax(-1)
+    spelled = pair.spelling_ids.student_V[v]
+    # -1 stands for "no bytes" on both sides, which is no agreement
+    agree = (spelled >= 0) & (spelled == pair.spelling_ids.teacher_W[w])
+    sums.starts += len(v)
+    sums.agree += int(agree.sum())
+    if pair.loss.indices_VK is not None:
+        sums.projected += int((pair.loss.indices_VK[v, 0] == w).sum())
+
+
+def evaluation_terms(batch, setups, sequence_group):
+    """Return the EvaluationTerms of a Batch, for which all teachers are asked."""
+    terms = EvaluationTerms(batch.student, batch.counts, sequence_group=sequence_group)
+    for setup, teacher_batch in zip(setups, batch.teachers):
+        logits = setup.source.targets(teacher_batch)
+        text_logits = logits
+        if setup.spec.averages_top_k:
+            # what the members say of the text does not tell what their mean says of it
+            text_logits = setup.source.whole_targets(teacher_batch)
+        terms.pairs.append(EvaluationPair(
+            teacher_batch, logits, text_logits, setup.loss, setup.spelling_ids))
+    return terms
+
+
+@torch.no_grad()
+def evaluate(batches, student, setups, sequence_group=None):
+    """Compute global means over held-out batches.  All ranks call it, with equally many batches.
+
+    Args:
+        batches: Batches on the device.
+        student: `student.StudentRunner`.
+        setups: `targets.TeacherSetup` of every teacher, with its source.
+        sequence_group: SequenceGroup where ranks hold shards of sequences.
+    Returns:
+        (metrics of the student, [metrics of each teacher]), equal on every rank; see
+        docs/metrics.md.
+    """
+    model_size = len(fields(ModelSums))
+    pair_size = len(fields(PairSums))
+    totals = torch.zeros(model_size + len(setups) * (model_size + pair_size), dtype=torch.float64)
+    batches = iter(batches)
+    while group := list(itertools.islice(batches, student.batches_at_once)):
+        terms = [evaluation_terms(batch, setups, sequence_group) for batch in group]
+        # inside the model's forward pass, because that is where ZeRO-3 gathers the head
+        for sums in student.reduce([batch.student for batch in group], terms):
+            if sums is not None:  # another rank of the pipeline has them
+                totals += sums
+        for setup in setups:
+            setup.source.release()
+    # one collective for everything, in the order that `EvaluationTerms.reduce` writes
+    numbers = global_sums(totals).tolist()
+    metrics = []
+    for number, setup in enumerate(setups):
+        first = model_size + number * (model_size + pair_size)
+        teacher = ModelSums(*numbers[first : first + model_size])
+        pair = PairSums(*numbers[first + model_size : first + model_size + pair_size])
+        metrics.append(teacher.metrics("teacher") | pair.metrics(setup.loss))
+    return ModelSums(*numbers[:model_size]).metrics("student"), metrics

@@ -1,0 +1,1 @@
+"""Flags: how a command line, a YAML file and a name of a model are read."""

@@ -1,0 +1,470 @@
+"""Read a dataclass from a command line, with fire: typed values, help in full, errors in one line.
+
+    cfg = parse_flags(Config, sys.argv[1:])
+
+Fire reads the values.  The words around them are read here, because fire alone
+
+- calls the function before it rejects a misspelled flag,
+- takes ``--resume=false`` for true, ``--name=2024`` for a number and ``--output`` for "True",
+- ends a description in ``--help`` where a later line of it holds a colon, and offers short flags.
+"""
+
+import difflib
+import inspect
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import fire
+
+from isogloss.flags.model_names import without_secrets
+from isogloss.flags.yaml_file import read_flag_file
+
+# Names of flags that public recipes use, and what they are called here.
+OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
+
+# Flags of any command line that name a file, a directory, or a model by its directory.
+PATH_FLAGS = frozenset("""assets config data ds_config embedding_model eval_data eval_task_data
+    export golden model other output output_dir png projection recipe resume run student teacher
+    teacher_cache teacher_tokenizer texts""".split())
+# Those that are written, over a scratch file beside them with a longer name.
+WRITTEN = frozenset(("export", "output", "output_dir", "png"))
+LONGEST_NAME = 255  # bytes, of Linux's file systems
+SCRATCH_BYTES = 32
+
+# Slots of a row of a table: 250,000 rows of so many take 4 GB.
+MOST_SLOTS = 1024
+
+# Columns of the help: below 60 a description becomes a ribbon, above 120 the eye loses its line.
+NARROWEST = 60
+WIDEST = 120
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def typed(name, value, kind):
+    """Return the value as `kind`; fire reads 1e3 as a float and passes `=false` as text.
+
+    Args:
+        name: the flag's name, for the message.
+        value: what fire made of the text.
+        kind: bool, int, float or str.
+    Raises:
+        ValueError: it is of another type.
+    """
+    if kind is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is float and type(value) is int:  # not isinstance: True is an int too
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"--{name}={value}: expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def check_types(config):
+    """Convert every field of a dataclass to its type, and expand paths; for its __post_init__.
+
+    Raises:
+        ValueError: a value is of another type, not finite, or a path that cannot be one.
+    """
+    for field in fields(config):
+        value = typed(field.name, getattr(config, field.name), field.type)
+        if field.type is float and not math.isfinite(value):
+            raise ValueError(f"--{field.name} {value}: expected a number")
+        if field.name in PATH_FLAGS and value != field.default:
+            value = expanded(f"--{field.name}", value, field.name in WRITTEN)
+        setattr(config, field.name, value)
+
+
+def check_range(config, lowest, highest):
+    """Check numbers of a dataclass.
+
+    Args:
+        lowest, highest: {field name: smallest or largest value}.
+    Raises:
+        ValueError: one is beyond them.
+    """
+    for name, low in lowest.items():
+        if getattr(config, name) < low:
+            raise ValueError(f"--{name} {getattr(config, name)}: expected {low} or more")
+    for name, high in highest.items():
+        if getattr(config, name) > high:
+            raise ValueError(f"--{name} {getattr(config, name)}: expected {high} or less")
+
+
+def expanded(flag, path, is_written=False):
+    """Return a path with a home directory in place of `~`; shells leave it in ``--flag=~/x``.
+
+    Args:
+        flag: that names the path, for errors.
+        path: it, a hub id, or an address.
+        is_written: a file or a directory of this name will be made.
+    Raises:
+        ValueError: no file can have this name.
+    """
+    if not path.strip():
+        raise ValueError(f"{flag}={path}: is empty; expected a path")
+    full = os.path.expanduser(path)
+    if full.startswith("~"):
+        raise ValueError(f"{flag} {path}: there is no such user; for a name that begins with ~ "
+                         f"write ./{path}")
+    if "\0" in full:
+        raise ValueError(f"{flag} {path!r}: holds a zero byte; expected a path")
+    limit = LONGEST_NAME - SCRATCH_BYTES * is_written
+    longest = max(len(os.fsencode(name)) for name in full.split("/"))
+    if longest > limit and "://" not in full:
+        raise ValueError(f"{flag} {path:.200}: a name in it has {longest} bytes; expected {limit} "
+                         "or fewer")
+    return full
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=""):
+    """Return an instance of a keyword-only dataclass from the command line.
+
+    Flags are written with hyphens or underscores.  A bool flag may stand alone: ``--pack`` is true,
+    ``--nopack`` is false.  ``-h`` or ``--help`` anywhere prints the help.
+
+    Args:
+        kind: the dataclass; its fields are of type bool, int, float or str.
+        argv: the words of the command line, without the program.
+        positional: names of the fields that the first words without a flag fill.
+        aliases: {other name of a flag: field name}.
+        groups: {title: field names} of the help; see `help_text`.
+        file_flag: field that names a YAML file of other flags, over which the command line wins.
+    Raises:
+        ValueError: an unknown flag, a wrong type, a word that belongs to no flag, a missing flag.
+        SystemExit: code 0, after the help was printed.
+    """
+    aliases = aliases or {}
+    if "-h" in argv or "--help" in argv:
+        print(help_text(kind, groups, positional=positional, aliases=aliases))
+        raise SystemExit(0)
+    given = _assignments(kind, list(argv), positional, aliases)
+    of_file = {}
+    if given.get(file_flag):
+        given[file_flag] = expanded(f"--{file_flag}", given[file_flag])
+        of_file = _assignments_of_file(kind, given[file_flag], file_flag, aliases)
+    try:
+        return _instance(kind, of_file | given)
+    except ValueError as error:
+        # the flag that a message begins with may be none that its reader wrote
+        name = re.match(r"--(\w*)", str(error))
+        if name and name[1] in of_file.keys() - given.keys():
+            raise ValueError(f"{error} ({name[0]} is from {given[file_flag]})") from None
+        raise
+
+
+def _instance(kind, given):
+    """Return an instance of a dataclass from {field name: text of its value}."""
+    as_text = {}
+    for field in fields(kind):
+        if _is_required(field) and field.name not in given:
+            raise ValueError(f"--{field.name} is missing; --help describes every flag")
+        if field.type is str:
+            as_text[field.name] = str  # not evaluated: --text_key=2024 stays text
+
+    # Every flag goes to fire as one word, --name=value, which leaves it nothing to guess.
+    command = [f"--{name}={value}" for name, value in given.items()]
+    parser = fire.decorators.SetParseFns(**as_text)(kind)
+    config = fire.Fire(parser, command=command, serialize=lambda _: None)
+    assert isinstance(config, kind), config
+    return config
+
+
+def _fields_by_name(kind):
+    return {field.name: field for field in fields(kind)}
+
+
+def _is_required(field):
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _is_flag(word):
+    """Return whether a word is a flag rather than a value such as 7, -1 or x."""
+    return re.match(r"--|-[A-Za-z]", word) is not None
+
+
+def _assignments(kind, argv, positional, aliases):
+    """Return {field name: text of its value} of a command line.
+
+    A flag that is given twice counts as given last, so that a script may append to a fixed command.
+    """
+    given = {}
+    for name in positional:
+        if not argv or argv[0].startswith("-"):
+            break
+        given[name] = argv.pop(0)
+
+    # A stack with the first word on top: a flag without "=" takes the word behind it.
+    words = argv[::-1]
+    while words:
+        word = words.pop()
+        if word == "--":
+            raise ValueError(
+                "unexpected argument '--': no flags of another kind, such as --interactive or "
+                "--trace, follow it; leave it out"
+            )
+        if not _is_flag(word):
+            example = fields(kind)[0].name
+            raise ValueError(
+                f"unexpected argument {word!r}: a value follows a flag, as in --{example} VALUE"
+            )
+        flag, equals, value = word.partition("=")
+        field, negated = _field_of(kind, flag, aliases)
+        if negated and equals:
+            raise ValueError(f"{flag} takes no value; write --{field.name}={value}")
+        if negated:
+            value = "False"
+        elif not equals and words and not _is_flag(words[-1]):
+            value = words.pop()
+        elif not equals and field.type is bool:
+            value = "True"
+        elif not equals:
+            # Fire would pass the text "True": --export alone would write to a folder of that name.
+            raise ValueError(f"--{field.name} needs a value, as in --{field.name}=VALUE")
+        given[field.name] = value
+    return given
+
+
+def _assignments_of_file(kind, path, file_flag, aliases):
+    """Return {field name: text of its value} of a YAML file of flags.
+
+    Raises:
+        ValueError: it is no such file, or a key is no flag.
+    """
+    keys = {}
+
+    def name_of(key):
+        field, negated = _field_of(kind, f"--{key}", aliases)
+        if negated:
+            raise ValueError(f"{key} is no name of a flag; write {field.name}: false")
+        if field.name == file_flag:
+            raise ValueError(f"{key} cannot name another file; write its lines here")
+        if keys.setdefault(field.name, key) != key:
+            raise ValueError(f"{field.name} is there twice; keep one of them")
+        return field.name
+
+    given = {}
+    try:
+        for key, value in read_flag_file(path, name_of).items():
+            given[name_of(key)] = value
+    except ValueError as error:
+        raise ValueError(f"--{file_flag} {path}: {error}") from None
+    return given
+
+
+def _field_of(kind, flag, aliases):
+    """Return (field, negated) of a flag as it was written, such as --top-k or --nopack.
+
+    Raises:
+        ValueError: a short flag, or one that does not exist.
+    """
+    by_name = _fields_by_name(kind)
+    name = flag.lstrip("-").replace("-", "_")
+    name = aliases.get(name, name)
+    is_long = flag.startswith("--")
+    if is_long and name in by_name:
+        return by_name[name], False
+    opposite = by_name.get(name.removeprefix("no"))
+    if is_long and opposite is not None and opposite.type is bool:
+        return opposite, True
+
+    near = _nearest(name, by_name, aliases)
+    hint = f"did you mean --{near}?" if near else "--help lists them all"
+    if is_long:
+        raise ValueError(f"unknown flag --{name}; {hint}")
+    raise ValueError(f"unknown flag {flag}; flags begin with two hyphens; {hint}")
+
+
+def _nearest(name, names, aliases):
+    """Return the known name most like `name`, for a letter one that begins with it, or None."""
+    if len(name) == 1:
+        return next((known for known in names if known.startswith(name)), None)
+    near = difflib.get_close_matches(name, [*names, *aliases], 1)
+    if not near:
+        return None
+    return aliases.get(near[0], near[0])
+
+
+# --- the help -------------------------------------------------------------------------------------
+
+
+def descriptions(kind):
+    """Read the ``Args:`` block of a class docstring.
+
+    Every line at the block's first indentation begins an entry, ``name: text``.  All deeper lines
+    belong to that entry, whatever they hold: colons, parentheses, lists.  Blank lines separate its
+    paragraphs.
+
+    Returns:
+        {name: list of paragraphs}, each paragraph one line of text.
+    """
+    lines = inspect.getdoc(kind).splitlines()
+    if "Args:" not in lines:
+        return {}
+    entries = {}
+    indentation = None  # of the first entry, and so of all
+    begins_paragraph = True
+    for line in lines[lines.index("Args:") + 1 :]:
+        text = line.strip()
+        if not text:
+            begins_paragraph = True
+            continue
+        depth = len(line) - len(line.lstrip())
+        if depth == 0:  # the next section, such as Raises:
+            break
+        if indentation is None:
+            indentation = depth
+        if depth <= indentation:
+            name, _, first_words = text.partition(":")
+            paragraphs = [first_words.strip()] if first_words else []
+            entries[name] = paragraphs
+        elif begins_paragraph or not paragraphs:
+            paragraphs.append(text)
+        else:
+            paragraphs[-1] += f" {text}"
+        begins_paragraph = False
+    return entries
+
+
+def undescribed(kind):
+    """Assert that ``Args:`` describes every flag of a dataclass and nothing else; for tests.
+
+    Raises:
+        AssertionError: a flag without a description, or a description without a flag.
+    """
+    about = descriptions(kind)
+    names = _fields_by_name(kind)
+    for name in names:
+        assert about.get(name), f"{kind.__qualname__}: the flag {name} has no description"
+    for name in about:
+        assert name in names, f"{kind.__qualname__}: the description {name!r} has no flag"
+
+
+def help_text(kind, groups=None, width=None, positional=(), aliases=None):
+    """Return the help of a dataclass: usage, the docstring's first paragraph, all of its flags.
+
+    Args:
+        kind: the dataclass, with an ``Args:`` block in its docstring.
+        groups: {title: field names}, in the order of the help; fields in no group come last, under
+            "other".  None: one list, in the order of the docstring.
+        width: columns; None: the terminal's, between 60 and 120.
+        positional, aliases: as for `parse_flags`.
+    """
+    if width is None:
+        columns = shutil.get_terminal_size().columns  # 80 where there is no terminal
+        width = min(max(columns, NARROWEST), WIDEST)
+    by_name = _fields_by_name(kind)
+    about = descriptions(kind)
+    summary = inspect.getdoc(kind).split("\n\n")[0]
+    blocks = [_usage(kind, positional, width), _wrapped(summary, width)]
+    for title, names in _grouped(by_name, about, groups).items():
+        entries = [_flag_help(by_name[name], about.get(name, []), width) for name in names]
+        blocks.append("\n".join([f"{title}:", *entries]))
+
+    if any(field.type is bool for field in by_name.values()):
+        note = "A BOOL flag may stand alone: --flag means --flag=true, --noflag means --flag=false."
+        blocks.append(_wrapped(note, width))
+    if aliases:
+        pairs = [f"--{old} for --{new}" for old, new in aliases.items()]
+        blocks.append(_wrapped(f"Other names that work: {', '.join(pairs)}.", width))
+    return "\n\n".join(blocks)
+
+
+def _wrapped(text, width, indent=""):
+    """Return text in lines of at most `width` columns."""
+    return textwrap.fill(
+        " ".join(text.split()),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,  # paths and flags stay whole, so that they can be copied
+        break_on_hyphens=False,
+    )
+
+
+def _usage(kind, positional, width):
+    """Return the usage line: the program, its positional words, the required flags."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:
+        program = Path(sys.argv[0]).name
+    else:  # it was started by python -m, which names a package "package.__main__"
+        program = f"python -m {spec.name.removesuffix('.__main__')}"
+    words = [f"usage: {program}", *map(str.upper, positional)]
+    for field in fields(kind):
+        if _is_required(field) and field.name not in positional:
+            words.append(f"--{field.name} {_type_name(field)}")
+    words.append("[--flag value ...]")
+    return _wrapped(" ".join(words), width)
+
+
+def _type_name(field):
+    return "TEXT" if field.type is str else field.type.__name__.upper()
+
+
+def _grouped(by_name, about, groups):
+    """Return {title: field names} in which every field stands once."""
+    if groups is None:
+        # In the docstring's order, because a dataclass puts its base's fields before its fields.
+        groups = {"flags": list(filter(by_name.get, about))}
+    ungrouped = list(by_name)
+    for title, names in groups.items():
+        for name in names:
+            assert name in ungrouped, f"group {title!r}: {name} is no flag, or has a group already"
+            ungrouped.remove(name)
+    if not ungrouped:
+        return groups
+    return {**groups, "other": ungrouped}
+
+
+def _flag_help(field, paragraphs, width):
+    """Return a flag's name, type and default on one line, and its description below."""
+    default = field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
+    if default is MISSING:
+        note = "required"
+    elif field.type is bool:
+        note = f"default: {str(default).lower()}"  # as it is written on the command line
+    elif default == "":
+        note = 'default: ""'
+    else:
+        note = f"default: {default}"
+    lines = [f"  --{field.name} {_type_name(field)} ({note})"]
+    for paragraph in paragraphs:
+        lines.append(_wrapped(paragraph, width, indent=" " * 6))
+    return "\n".join(lines)
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+def tool(kind, main, positional=(), aliases=None, argv=None):
+    """Run ``main(args)`` of a small tool; wrong input ends it with one line and exit code 2.
+
+    Args:
+        kind: the dataclass of its flags.
+        main: function of an instance of that dataclass.
+        positional, aliases: as for `parse_flags`.
+        argv: the words of the command line; None: those of this process.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        main(parse_flags(kind, words, positional, aliases))
+    except ValueError as error:
+        # The source file, because the module is called __main__ when it runs as a program.
+        source = Path(main.__code__.co_filename)
+        message = " ".join(without_secrets(str(error)).split())
+        print(f"{source.parent.name}.{source.stem}: {message}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,159 @@
+"""Count what a batch, a step or a whole job's step holds, before any forward pass.
+
+Every loss is a sum over its terms, divided by their number over all micro-batches and ranks; these
+are the numbers.  They also tell how much of the text is aligned, and why the rest is not.
+"""
+
+from dataclasses import dataclass, field, fields
+
+import torch
+import torch.distributed as dist
+
+from isogloss.align import coverage
+from isogloss.job.rendezvous import host_group
+
+
+@dataclass
+class PairCounts:
+    """Count what a batch holds for one student-teacher pair; fields are sums over samples.
+
+    Attributes:
+        kd_terms: terms of the distillation loss.
+        aligned_tokens: student tokens in the chunks that the loss compares.
+        aligned_bytes: bytes in these chunks.
+        read_tokens, read_bytes: of the student's side, in the samples that the teacher reads.
+        skipped_chats: chats that a template does not render.
+        source_bytes: bytes of the whole texts, before any cut; the fields below speak of these.
+        normalized_bytes, unencodable_bytes, unmatched_bytes: see `align.Alignment.dropped`.
+        chunks: all chunks; chunks_1_n: of one student token and several teacher tokens, and so on.
+        rollout_terms: those of `kd_terms` in rollouts.
+        rollout_bytes: those of `aligned_bytes` in rollouts.
+        rollout_nats: -log p of the student when it wrote the tokens in these chunks.
+    """
+
+    # Floats, because sums over ranks come back as float64.
+    kd_terms: float = 0
+    aligned_tokens: float = 0
+    aligned_bytes: float = 0
+    read_tokens: float = 0
+    read_bytes: float = 0
+    skipped_chats: float = 0
+    source_bytes: float = 0
+    normalized_bytes: float = 0
+    unencodable_bytes: float = 0
+    unmatched_bytes: float = 0
+    chunks: float = 0
+    chunks_1_1: float = 0
+    chunks_1_n: float = 0
+    chunks_n_1: float = 0
+    chunks_n_m: float = 0
+    rollout_terms: float = 0
+    rollout_bytes: float = 0
+    rollout_nats: float = 0
+
+    def add_alignments(self, alignments):
+        """Count whole texts, before any cut."""
+        for alignment in alignments:
+            self.source_bytes += alignment.text_bytes
+            self.normalized_bytes += alignment.dropped["normalized"]
+            self.unencodable_bytes += alignment.dropped["unencodable"]
+            self.unmatched_bytes += alignment.dropped["unmatched"]
+        # `coverage` gives fractions of the chunks.  Only counts add up over batches; rounding takes
+        # back the division exactly.
+        fractions = coverage(alignments)
+        chunks = fractions["chunks"]
+        self.chunks += chunks
+        self.chunks_1_1 += round(fractions["1:1"] * chunks)
+        self.chunks_1_n += round(fractions["1:n"] * chunks)
+        self.chunks_n_1 += round(fractions["n:1"] * chunks)
+        self.chunks_n_m += round(fractions["n:m"] * chunks)
+
+    def metrics(self):
+        """Return the logged fractions, see docs/metrics.md."""
+        metrics = {"skipped_chats": int(self.skipped_chats),
+                   "aligned_bytes": mean_of(self.aligned_bytes, self.read_bytes),
+                   "aligned_tokens": mean_of(self.aligned_tokens, self.read_tokens)}
+        for name in ("normalized_bytes", "unencodable_bytes", "unmatched_bytes"):
+            metrics[name] = mean_of(getattr(self, name), self.source_bytes)
+        for name in ("chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"):
+            metrics[name] = mean_of(getattr(self, name), self.chunks)
+        return metrics
+
+
+PAIR_FIELDS = [entry.name for entry in fields(PairCounts)]
+
+
+@dataclass
+class Counts:
+    """Count what a batch, a step or a whole job's step holds; counts add up.
+
+    Attributes:
+        tokens: student tokens to predict.
+        ce_tokens: those of the data, the terms of the cross-entropy; the others are in rollouts.
+        text_bytes: UTF-8 bytes that the tokens spell.
+        samples: of which something would be learned, were nothing cut off.
+        cut_samples: those of them that are cut before their first label.
+        pairs: PairCounts of every teacher.
+    """
+
+    tokens: float = 0
+    ce_tokens: float = 0
+    text_bytes: float = 0
+    samples: float = 0
+    cut_samples: float = 0
+    pairs: list = field(default_factory=list)
+
+    def vector(self):
+        """Return all numbers as one list, in the order that `of_vector` reads."""
+        numbers = [getattr(self, name) for name in FIELDS]
+        for pair in self.pairs:
+            for name in PAIR_FIELDS:
+                numbers.append(getattr(pair, name))
+        return numbers
+
+    @classmethod
+    def of_vector(cls, numbers):
+        """Make Counts of what `vector` returned."""
+        counts = cls(*numbers[:len(FIELDS)])
+        for first in range(len(FIELDS), len(numbers), len(PAIR_FIELDS)):
+            counts.pairs.append(PairCounts(*numbers[first : first + len(PAIR_FIELDS)]))
+        return counts
+
+    def __add__(self, other):
+        # strict: counts of other numbers of teachers do not add up
+        numbers = zip(self.vector(), other.vector(), strict=True)
+        return Counts.of_vector([first + second for first, second in numbers])
+
+    def all_reduce(self):
+        """Return the sums over all ranks, equal on every rank."""
+        return Counts.of_vector(global_sums(self.vector()).tolist())
+
+
+FIELDS = [entry.name for entry in fields(Counts) if entry.name != "pairs"]
+
+
+def mean_of(total, count):
+    """Return total / count; None where nothing is counted: 0 would say that it was measured."""
+    return total / count if count else None
+
+
+def global_sums(values):
+    """Return (n,) float64 on the CPU: the sum over all ranks, equal on every rank.
+
+    It waits for no work of a device: whatever was queued there goes on.
+
+    Args:
+        values: (n,) numbers in the host's memory.
+    """
+    # float64 holds counts exactly; the copy is there because all_reduce writes in place
+    total = torch.as_tensor(values, dtype=torch.float64).to("cpu", copy=True)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total, group=host_group())
+    return total
+
+
+def device_sums(values):
+    """Return (n,) float64 like `global_sums`, of a tensor on a device, where it stays."""
+    total = values.detach().to(torch.float64, copy=True)
+    dist.all_reduce(total)
+    return total

@@ -1,0 +1,193 @@
+"""Start the ranks of a job together: process group, limits, wrong input.
+
+Tests: tests/test_cli.py, tests/test_launch.py.
+"""
+
+import os
+import resource
+import socket
+import warnings
+from contextlib import contextmanager
+
+import datasets
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+
+from isogloss.job.layout import place_in_job
+from isogloss.job.rendezvous import (
+    JOINING_TIMEOUT,
+    LOADING_TIMEOUT,
+    gather_values,
+    host_group,
+    job_store,
+    part,
+    set_timeout,
+)
+from isogloss.job.watch import current_watch, print_line
+
+# Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
+MAX_OPEN_FILES = 1 << 16
+
+
+def join_store():
+    """Join the store where the ranks of the job meet.
+
+    Raises:
+        ValueError: the port where it is served is taken, or see `job_store`.
+    """
+    _set_default_environment()
+    job_store()
+
+
+def start_distributed(roles=None):
+    """Join the process group of this rank's world, a group of one without a launcher.
+
+    Args:
+        roles: `layout.Roles` where teachers have ranks, and so a world, of their own.
+
+    Returns:
+        torch.device of this rank.
+    Raises:
+        ValueError: see `join_store`.
+    """
+    join_store()
+    if get_accelerator().device_name() == "cpu":
+        _prepare_cpu_rank()
+    else:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    _raise_open_file_limit()
+    if not dist.is_initialized():
+        _join_process_group(roles)
+    deepspeed.init_distributed()  # which takes the process group that there is
+    if dist.get_world_size() > 1:
+        host_group()  # where ranks cannot reach one another, that is seen here
+    set_timeout(LOADING_TIMEOUT)
+    return torch.device(get_accelerator().current_device_name())
+
+
+def _join_process_group(roles):
+    """Join a process group of all ranks of this world, as DeepSpeed would for the whole job."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    device = None
+    if get_accelerator().device_name() == "cuda" and world_size > 1 and roles is None:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        get_accelerator().communication_backend_name(),
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        # Two worlds use one store; their prefixes keep their keys apart.
+        store=dist.PrefixStore(roles.role if roles else "ranks", job_store()),
+        timeout=JOINING_TIMEOUT,
+        device_id=device,
+    )
+
+
+def _set_default_environment():
+    """Set what a launcher would have set, for a job of one rank; values that are set stay."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # port 0: the system chooses a free one
+        port = probe.getsockname()[1]
+    defaults = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+def _prepare_cpu_rank():
+    # DeepSpeed's shared-memory all-reduce mistakes every group for the world, and would be compiled
+    # on first use.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "OMP_NUM_THREADS" not in os.environ:  # else every rank would start a thread per core
+        ranks_per_node = int(os.environ.get("LOCAL_SIZE", 1))
+        torch.set_num_threads(max(1, os.cpu_count() // ranks_per_node))
+
+
+def _raise_open_file_limit():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A negative limit means no limit.
+    if 0 <= soft < MAX_OPEN_FILES:
+        limit = MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fail_together(roles=None, what="checks"):
+    """End all ranks, with one line, when the block raises a ValueError on any of them.
+
+    For blocks before the first step, when nothing has been trained or written, inside of
+    `watch.end_together`, which ends all ranks when one raises anything else.  All ranks take part.
+
+    Args:
+        roles: `layout.Roles` where teachers have ranks of their own, which then take part too.
+        what: name of this block; no other block may have it.
+    """
+    watch = current_watch()
+    message = None
+    try:
+        yield
+    except ValueError as error:
+        message = str(error) or type(error).__name__
+        # for ranks that wait inside the block for this one
+        watch.post_failure(message, 2)
+    number, count = place_in_job(roles)
+    messages = gather_values(watch.store, what, message, number, count)
+    for message_of_rank in messages:
+        if message_of_rank:
+            part(watch.store, what, number, count)
+            fail(message_of_rank, loud=number == 0)
+
+
+@contextmanager
+def fail_alone(kind, code=2):
+    """End all ranks, with one line, when the block raises such an error on one of them.
+
+    For blocks in which the others wait for this rank; they end soon after it.
+
+    Args:
+        kind: type of error.
+        code: exit code; 2 stands for wrong input.
+    """
+    try:
+        yield
+    except kind as error:
+        is_first = current_watch().announce(str(error), code, said=True)
+        fail(str(error), loud=is_first, code=code)
+
+
+def fail(message, loud=None, code=2):
+    """End this process with one line on stderr that begins with the name of the program.
+
+    Args:
+        loud: whether this rank prints the line; None: rank 0 does.
+        code: exit code; 2 stands for wrong input.
+    """
+    if loud is None:
+        loud = int(os.environ.get("RANK", 0)) == 0
+    if loud:
+        print_line(message)
+    raise SystemExit(code)
+
+
+def silence_libraries():
+    """Silence the libraries' progress reports and routine warnings; their errors remain."""
+    deepspeed.utils.logger.setLevel("ERROR")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    # What it raises is reported once, by `fail_together`.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    # DeepSpeed calls functions that torch has deprecated.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # The tokenizers library warns when a process that used its threads forks, as for data workers.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,0 +1,367 @@
+"""Let the ranks of a job meet: its key-value store, plain values through it, how long they wait.
+
+Whoever reaches the store's port can write to it.  So what ranks say to one another is JSON, which
+runs nothing when it is read, signed with a secret that the ranks of one job have in common: what
+anyone else has written is no value.  The port is open on the master's address alone where that is
+known.  What torch, Gloo and NCCL write there when they connect ranks has no signature.
+
+The secret is the variable ISOGLOSS_TOKEN of the launcher's environment.  Without it, rank 0 draws
+one and lays it where the ranks of this user alone can read it; the store says where that is.
+
+Tests: tests/test_launch.py.
+"""
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import itertools
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+# How long ranks wait for one another.  None of these is tuned.  A rank that ends is noticed within
+# seconds (isogloss/job/watch.py); these are for one that hangs, and for nodes that disappear.
+JOINING_TIMEOUT = timedelta(minutes=30)  # all nodes have to start within it
+LOADING_TIMEOUT = timedelta(hours=2)  # a large model may come over a network
+TRAINING_TIMEOUT = timedelta(minutes=30)  # rank 0 may write a large export to a slow disk meanwhile
+READING_TIMEOUT = timedelta(seconds=10)  # for a value that is there already
+
+TOKEN_VARIABLE = "ISOGLOSS_TOKEN"
+LEAST_TOKEN = 16  # characters
+SECRET_BYTES = 32
+MAGIC = b"secret of a job of isogloss\n"  # no other file is taken for one that holds a secret
+
+_store = None  # of the whole job; made once in a process
+_secret = secrets.token_bytes(SECRET_BYTES)  # until this process joins a job
+_runs = itertools.count()  # a process that runs several command lines joins once
+
+
+def job_store():
+    """Return the key-value store of the whole job, which its first rank serves.
+
+    RANK, MASTER_ADDR and MASTER_PORT of the environment have to be those of the whole job at the
+    first call.
+
+    Raises:
+        ValueError: the port is taken, or there is no secret that ranks could have in common.
+        SystemExit: this rank cannot read the secret of the job.
+    """
+    global _store, _secret
+    if _store is None:
+        store = _agents_store() or _own_store()
+        _secret = _secret_of_job(store)
+        _store = store
+    return _store
+
+
+def _agents_store():
+    """Return the store that torchrun serves; None if another launcher started this rank."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return next(dist.rendezvous("env://", timeout=JOINING_TIMEOUT))[0]
+
+
+def _own_store():
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    serves = int(os.environ["RANK"]) == 0
+    listener = _listen(host, port) if serves else None
+    descriptor = listener.detach() if listener else None  # the store closes it
+    return dist.TCPStore(host, port, is_master=serves, timeout=JOINING_TIMEOUT,
+                         wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _listen(host, port):
+    """Return a socket that listens on the master's address alone."""
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = addresses[0]
+    several_nodes = os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_SIZE")
+    # Some systems give their own name a loopback address, at which other nodes cannot reach them.
+    is_loopback = address[0] == "::1" or address[0].startswith("127.")
+    if several_nodes and is_loopback:
+        address = ("", port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))  # a name that other nodes know, but not this one
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        raise ValueError(
+            f"port {port} of {host}, where the ranks meet: {error.strerror}; end the job that uses "
+            "it, or choose another port with --master_port before distill.py"
+        ) from None
+    return listener
+
+
+def run_store(store):
+    """Return a part of the job's store for a new run of main, the same on all ranks.
+
+    All of them have to call this equally often.
+    """
+    return dist.PrefixStore(f"run {next(_runs)}", store)
+
+
+# --- the secret of a job --------------------------------------------------------------------------
+
+
+def _secret_of_job(store):
+    """Return the secret that all ranks of the job have in common."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if token:
+        if len(token) < LEAST_TOKEN:
+            raise ValueError(f"the variable {TOKEN_VARIABLE} has {len(token)} characters; expected "
+                             f"{LEAST_TOKEN} or more that nobody can guess, the same on every node")
+        return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+    ranks = int(os.environ["WORLD_SIZE"])
+    per_node = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ranks
+    on_one_node = int(per_node) == ranks
+    if int(os.environ["RANK"]) == 0:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        if on_one_node:
+            store.set("secret", _in_memory(secret))
+        else:
+            _lay_out(store, secret, ranks)
+        return secret
+    place = store.get("secret").decode(errors="replace")
+    pattern = r"/proc/\d+/fd/\d+" if on_one_node else r"\.isogloss_[0-9a-f]{32}"
+    if not re.fullmatch(pattern, place):
+        raise _not_the_secret()
+    secret = _read_secret(place)
+    store.set(f"secret read by {os.environ['RANK']}", "")
+    return secret
+
+
+def _in_memory(secret):
+    """Keep a secret in memory that processes of this user can open; return its path.
+
+    As in ipc.py it has no name, and is gone with this process.
+    """
+    descriptor = os.memfd_create("isogloss_secret")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, MAGIC + secret)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _lay_out(store, secret, ranks):
+    """Write a secret to the working directory, until all ranks have read it."""
+    name = f".isogloss_{secrets.token_hex(16)}"
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ValueError(
+            f"the ranks of several nodes need a secret, and {os.getcwd()}, where they could share "
+            f"one, cannot be written to ({error.strerror}); start the job in a folder that all "
+            f"nodes see, or set {TOKEN_VARIABLE} on every node") from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(MAGIC + secret)
+            file.flush()
+            os.fsync(descriptor)
+        store.set("secret", name)
+        store.wait([f"secret read by {rank}" for rank in range(1, ranks)])
+    finally:
+        os.unlink(name)
+
+
+def _read_secret(path):
+    """Return the secret that a file holds; only a file of this user's, closed to others, does."""
+    begin = time.monotonic()
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            break
+        except OSError:
+            # a network file system takes a moment to show what another node has written
+            if path.startswith("/") or time.monotonic() - begin > READING_TIMEOUT.total_seconds():
+                raise _not_the_secret() from None
+            time.sleep(0.05)
+    try:
+        state = os.fstat(descriptor)
+        # a file system that takes root for nobody does so with the folder's files, too
+        users = {os.geteuid()} if path.startswith("/") else {os.geteuid(), os.stat(".").st_uid}
+        content = os.read(descriptor, len(MAGIC) + SECRET_BYTES + 1)
+    except OSError:
+        raise _not_the_secret() from None
+    finally:
+        os.close(descriptor)
+    is_private = stat.S_ISREG(state.st_mode) and not state.st_mode & 0o077
+    is_secret = content.startswith(MAGIC) and len(content) == len(MAGIC) + SECRET_BYTES
+    if not (is_private and is_secret and state.st_uid in users):
+        raise _not_the_secret()
+    return content[len(MAGIC) :]
+
+
+def _not_the_secret():
+    """Return what ends this rank alone: rank 0 has the secret and would say nothing."""
+    return SystemExit(
+        f"rank {os.environ['RANK']} on {socket.gethostname()} cannot read the secret of the job, "
+        f"which rank 0 keeps; start all ranks as one user, in a folder that all nodes see, or set "
+        f"{TOKEN_VARIABLE} on every node")
+
+
+# --- plain values ---------------------------------------------------------------------------------
+
+
+def _signature(key, text):
+    return hmac.digest(_secret, f"{len(key)} {key} {text}".encode(), "sha256").hex()
+
+
+def _signed(key, value):
+    text = json.dumps(value)
+    return f"{_signature(key, text)} {text}"
+
+
+def _opened(key, raw):
+    """Return the value that `_signed` was called with.
+
+    Raises:
+        ValueError: no rank of this job has written it.
+    """
+    signature, _, text = raw.decode(errors="replace").partition(" ")
+    if not hmac.compare_digest(signature.encode(), _signature(key, text).encode()):
+        raise ValueError(f"{key!r} in the store of the job was not written by a rank of it; see "
+                         "who else reaches its port, or choose another with --master_port")
+    return json.loads(text)
+
+
+def write_value(store, key, value):
+    """Store a value that JSON can express."""
+    store.set(key, _signed(key, value))
+
+
+def read_value(store, key):
+    """Wait until a value is there, and return it.
+
+    Raises:
+        ValueError: no rank of this job has written it.
+    """
+    return _opened(key, store.get(key))
+
+
+def value_there(store, key):
+    """Return the value that a rank of this job has written, without waiting; None: none has."""
+    if not store.check([key]):
+        return None
+    try:
+        return read_value(store, key)
+    except ValueError:
+        return None
+
+
+def gather_values(store, key, value, number, count):
+    """Return the values of `count` members, the same list on all of them.
+
+    Args:
+        value: what JSON can express.
+        number: of this member, from 0.
+    """
+    write_value(store, f"{key} of {number}", value)
+    if number == 0:
+        keys = [f"{key} of {member}" for member in range(count)]
+        store.wait(keys)
+        values = list(map(_opened, keys, store.multi_get(keys)))
+        write_value(store, key, values)
+    return read_value(store, key)
+
+
+def one_line(text):
+    """Return a text as one line that says nothing to a terminal but its characters."""
+    line = " ".join(str(text).split())
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
+
+
+def part(store, key, number, count):
+    """Leave together: the member that may serve the store, number 0, leaves last.
+
+    It does not wait long, because some of the others may be gone.
+    """
+    store.set(f"{key} left by {number}", "")
+    if number == 0:
+        keys = [f"{key} left by {member}" for member in range(count)]
+        with contextlib.suppress(dist.DistError):
+            store.wait(keys, READING_TIMEOUT)
+
+
+def broadcast_value(value, source, group):
+    """Return the value of rank `source` on all ranks of a group whose tensors are on the CPU.
+
+    Args:
+        value: what JSON can express; ignored on other ranks.
+        source: rank in the job.
+    """
+    text = bytearray(json.dumps(value).encode())
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, source, group=group)
+    if dist.get_rank() != source:
+        text = bytearray(int(length))
+    raw = torch.frombuffer(text, dtype=torch.uint8)
+    dist.broadcast(raw, source, group=group)
+    return json.loads(bytes(raw.tolist()))
+
+
+def values_of_ranks(value, group=None):
+    """Return the values of all ranks, in order, the same list on each; all of them take part.
+
+    Args:
+        value: what JSON can express.
+        group: process group; None: all ranks.
+    """
+    if not dist.is_initialized():
+        return [value]
+    device = "cpu" if "gloo" in dist.get_backend(group) else get_accelerator().current_device_name()
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    num_ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(num_ranks)]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group)
+    longest = int(max(sizes))
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group)
+    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes)]
+
+
+# --- numbers of the host --------------------------------------------------------------------------
+
+_host_group = None  # made once in a process
+
+
+def host_group():
+    """Return the process group in which all ranks reduce tensors in the host's memory.
+
+    None stands for the group of all ranks, which does so on CPUs.  On devices a group of Gloo is
+    made at the first call, in which all ranks take part: NCCL would put the numbers behind all that
+    the device has still to do, and the host would wait for it.
+    """
+    global _host_group
+    if "gloo" in dist.get_backend():
+        return None
+    if _host_group is None:
+        _host_group = dist.new_group(backend="gloo", timeout=LOADING_TIMEOUT)
+    return _host_group
+
+
+# --- timeouts -------------------------------------------------------------------------------------
+
+
+def set_timeout(timeout):
+    """Let all process groups that exist, and the job's store, wait for so long from now on.
+
+    Raises nothing by itself: a collective that waits longer fails, with NCCL by ending the process.
+    """
+    job_store().set_timeout(timeout)
+    for group in dist.distributed_c10d._world.pg_map:
+        group.set_timeout(timeout)

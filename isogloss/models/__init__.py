@@ -1,0 +1,1 @@
+"""Models as they are loaded: weights, adapters, attention, activations."""

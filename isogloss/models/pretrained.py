@@ -1,0 +1,240 @@
+"""Load configs, tokenizers and weights that others have made; what is wrong with them is one line.
+
+Whatever a library raises about such files becomes a ValueError that names the flag, the path and
+the reason.  Code that comes with a model runs with --trust_remote_code alone.
+"""
+
+import re
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers import AutoHfQuantizer
+
+from isogloss.flags.model_names import read_model_name
+from isogloss.models.adapters import adapter_of, add_adapter, load_adapter, merge_into
+from isogloss.projection_tools.tokenizers import reading
+
+# Heads of models that read a text from both sides.
+TWO_SIDED = "ForMaskedLM", "ForPreTraining"
+# Masks and constants that earlier versions of transformers wrote beside the weights.
+OLD_BUFFERS = re.compile(r"(masked_bias|(attn|attention)\.bias|inv_freq|position_ids)$")
+NAMES_SHOWN = 3  # of tensors, in a message
+
+
+def load_config(role, path, trust_remote_code=False):
+    """Return the config of a model.
+
+    Raises:
+        ValueError: it cannot be read, or is none of a causal language model.
+    """
+    name = read_model_name(role, path)
+    with reading(role, path, "its config"):
+        config = AutoConfig.from_pretrained(
+            name.base, revision=name.revision, trust_remote_code=trust_remote_code)
+        text_config = config.get_text_config()
+    _check_kind(role, path, config)
+    _check_sizes(role, path, text_config)
+    return config
+
+
+def _check_kind(role, path, config):
+    """Raise a ValueError for a config of another kind of model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"--{role} {path}: is an encoder with a decoder ({config.model_type}); "
+                         "expected a causal language model")
+    architectures = config.architectures or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"--{role} {path}: its config.json says architectures {architectures!r}; "
+                         "expected a list of names")
+    for name in architectures:
+        if str(name).endswith(TWO_SIDED):
+            raise ValueError(f"--{role} {path}: is a {name}, which reads a text from both sides; "
+                             "expected a causal language model")
+
+
+def _check_sizes(role, path, config):
+    """Raise a ValueError for sizes that no language model has, which the libraries let pass."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        value = getattr(config, name, None)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"--{role} {path}: its config.json says {name} {value!r}; expected a "
+                             "whole number above 0, as every language model has")
+    context = getattr(config, "max_position_embeddings", None)  # None: without a limit
+    if type(context) is int and context < 1:
+        raise ValueError(f"--{role} {path}: its config.json says max_position_embeddings "
+                         f"{context}; expected a whole number above 0")
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if type(heads) is int and type(kv_heads) is int and (kv_heads < 1 or heads % kv_heads):
+        raise ValueError(f"--{role} {path}: its config.json says num_key_value_heads {kv_heads}; "
+                         f"expected a divisor of its num_attention_heads, {heads}")
+
+
+def load_model(role, path, trust_remote_code=False, adapter=None, **options):
+    """Return a causal language model with its weights.
+
+    transformers by itself would fill what is missing with random numbers, and skip what is left
+    over.
+
+    Args:
+        adapter: peft's config, to keep the adapter of a path that is one; None: it is merged,
+            unless the base model is quantized.
+        options: of `from_pretrained`.
+    Raises:
+        ValueError: a file cannot be read; names or shapes do not belong to the config.
+    """
+    name = read_model_name(role, path)
+    with reading(role, path, "its weights"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name.base, revision=name.revision, trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True, **options)  # they are refused below, by name
+    wrong = _wrong_names(info, model)
+    if wrong:
+        raise ValueError(f"--{role} {path}: its weights are not those of its config.json "
+                         f"({'; '.join(wrong)}); use the files of one model, as save_pretrained "
+                         "writes them")
+    if name.adapter:
+        load_adapter(role, path, model, name.adapter, adapter)
+        if adapter is None and not quantization_of(model.config):  # packed bits take no sum
+            merge_into(model)
+    return model
+
+
+def random_model(role, path, trust_remote_code=False, **options):
+    """Return a causal language model of a config, with the random weights of torch's generator.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    config = load_config(role, path, trust_remote_code)
+    with reading(role, path, "a model of its config"):
+        return AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code, **options)
+
+
+def _wrong_names(info, model):
+    """List what does not fit of a model's files, as text, from what `from_pretrained` reports."""
+    wrong = []
+    if info["missing_keys"]:
+        wrong.append(f"missing: {_some(info['missing_keys'])}")
+    left_over = [name for name in info["unexpected_keys"] if _belongs_to_a_layer(name, model)]
+    if left_over:
+        wrong.append(f"left over: {_some(left_over)}")
+    shapes = []
+    for name, in_file, in_model in info["mismatched_keys"]:
+        shapes.append(f"{name} {list(in_file)} in place of {list(in_model)}")
+    if shapes:
+        wrong.append(f"of another shape: {_some(shapes)}")
+    return wrong
+
+
+def _some(names):
+    """Return the first of some names as text, and how many there are."""
+    names = sorted(names)
+    text = ", ".join(names[:NAMES_SHOWN])
+    more = len(names) - NAMES_SHOWN
+    return f"{text} and {more} more" if more > 0 else text
+
+
+def _belongs_to_a_layer(name, model):
+    """Return whether a tensor without a parameter would be part of one of the model's layers.
+
+    It would change what the layer computes.  Whole parts that a language model has no use for,
+    such as an image encoder or a value head, do not.
+    """
+    if OLD_BUFFERS.search(name):
+        return False
+    modules = {_without_numbers(module) for module, _ in model.named_modules()}
+    leaves = {_without_numbers(parameter).rpartition(".")[0]
+              for parameter, _ in model.named_parameters()}
+    for full_name in (name, f"{model.base_model_prefix}.{name}"):  # a file may lack the prefix
+        pattern = _without_numbers(full_name)
+        layers, number, _ = pattern.partition(".*")
+        if pattern.rpartition(".")[0] in leaves or (number and layers in modules):
+            return True
+    return False
+
+
+def _without_numbers(name):
+    """Return a tensor's name with * for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def check_weights(role, path, trust_remote_code=False, adapter=None, *, attention="auto"):
+    """Check that a model's files hold the weights of its config, without reading their values.
+
+    Every rank does so before any of them loads: where they load together, as by ZeRO-3, one that
+    fails would leave the others waiting.
+
+    Args:
+        adapter: peft's config of the adapter by which a student is trained, or None.
+        attention: one of `specs.ATTENTIONS`, which the model has to have.
+    Raises:
+        ValueError: see `load_model`, `adapters.add_adapter`, `check_attention`.
+    """
+    config = load_config(role, path, trust_remote_code)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        return _check_quantized(role, path, quantization)
+    try:
+        # there a tensor is a shape
+        model = load_model(role, path, trust_remote_code, adapter, device_map="meta")
+    except ValueError as error:
+        if role == "student" and "no file named" in str(error):
+            raise ValueError(f"{error}; --from_scratch starts from random weights") from None
+        raise
+    check_attention(role, path, model, attention)
+    if adapter and adapter_of(model) is None:
+        add_adapter(f"lora_r {adapter.r}", model, adapter)
+
+
+def check_random(path, trust_remote_code=False, attention="auto"):
+    """Check that a student can be made of a config, without making its weights.
+
+    Args:
+        attention: see `check_weights`.
+    Raises:
+        ValueError: it cannot.
+    """
+    with torch.device("meta"):
+        model = random_model("student", path, trust_remote_code)
+    check_attention("student", path, model, attention)
+
+
+def check_attention(role, path, model, attention):
+    """Raise a ValueError for a model that does not have an attention.
+
+    Args:
+        attention: one of `specs.ATTENTIONS`.
+    """
+    has = {"sdpa": model._supports_sdpa, "flash_attention_2": model._supports_flash_attn}
+    if not has.get(attention, True):
+        raise ValueError(f"--attention {attention}: {type(model).__name__} of --{role} {path} does "
+                         "not have it; use auto")
+
+
+def quantization_of(config):
+    """Return the method by which a model's weights are quantized, as text; "": they are not."""
+    quantization = getattr(config, "quantization_config", None)
+    quantization = quantization or getattr(config.get_text_config(), "quantization_config", None)
+    if not quantization:
+        return ""
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    method = quantization.get("quant_method") or "bitsandbytes"
+    return str(getattr(method, "value", method))
+
+
+def _check_quantized(role, path, quantization):
+    """Raise a ValueError for quantized weights that cannot be trained, or not be read."""
+    with reading(role, path, "its quantized weights"):
+        quantizer = AutoHfQuantizer.from_config(quantization)
+        quantizer.validate_environment(device_map=None)
+    if role == "student":
+        method = quantizer.quantization_config.quant_method
+        raise ValueError(f"--student {path}: its weights are quantized ({method}), which cannot "
+                         "be trained; use the model in float32, bfloat16 or float16")

@@ -1,0 +1,1 @@
+"""The objective: the table of losses, and their sum over a micro-batch."""

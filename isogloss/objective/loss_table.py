@@ -1,0 +1,538 @@
+"""List the distillation losses in one table, from which flags, checks, help and docs follow.
+
+A loss is a function of losses.py, or of your own, and one entry in `LOSSES`; see docs/extending.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from isogloss import losses
+from isogloss.losses import (
+    Spelling,
+    TokenIds,
+    at_least_float32,
+    common_tokens,
+    event_coverage,
+    event_kl,
+    merge_unkept,
+    other_tokens,
+    projection_entries,
+    projection_kl,
+    reachable_tokens,
+)
+from isogloss.projection_tools.build import cached_projection
+from isogloss.projection_tools.cells import cached_translation
+from isogloss.projection_tools.files import as_tables, load_projection
+from isogloss.projection_tools.spell import cached_spelling
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.translation import Tables, cell_coverage, translated, translated_in_place, with_rest
+
+LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
+AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
+# Probabilities of the tokens that are not common, their derivatives, and what sorts them: with
+# 20,000 and 42,000 of 128,000 and 152,000 tokens 1.5 MB, beside 0.6 MB of logits.
+OTHERS_LIVE_COPIES = 3
+ALM_MODES = (
+    "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
+
+
+@dataclass
+class DistillationLoss:
+    """Hold a distillation loss, ready for the sub-tiles of `batch.Collator`.
+
+    Attributes:
+        loss_fn: (student logits (n, V), teacher logits (m, W), `tiles.SubTile`) -> (), the sum
+            over the terms of the sub-tile, in nats.
+        spelling: tables from which the data workers list the nodes of a translation or the terms of
+            event_kl, else None.
+        for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
+            these alone; None: it needs all columns.
+        comparable_W: bool, the teacher columns that it can compare; None: all.
+        coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
+            None.
+        coverage_names: the metrics of `coverage`; fields of `evaluate.PairSums`.
+        indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
+        learned_projection: LearnedProjection whose scores are trained with the student, or None.
+    """
+
+    loss_fn: Callable
+    spelling: Spelling | None = None
+    for_columns: Callable | None = None
+    comparable_W: torch.Tensor | None = None
+    coverage: Callable | None = None
+    coverage_names: tuple = ()
+    indices_VK: torch.Tensor | None = None
+    learned_projection: "LearnedProjection | None" = None
+
+
+@dataclass(frozen=True)
+class FusedLoss:
+    """Hold a loss_fn that can also write its gradient over the student's logits.
+
+    Attributes:
+        loss_fn: see `DistillationLoss`.
+        overwrite: (student logits, teacher logits, SubTile, labels of the cross-entropy or None,
+            factors of cross-entropy and loss) -> (cross-entropy, loss), or None: nothing was
+            written; see `losses.divergence_in_place`.
+        live_copies: see `tiles.SubTileBudget`.
+    """
+
+    loss_fn: Callable
+    overwrite: Callable
+    live_copies: float = 1
+
+    def __call__(self, student_logits, teacher_logits, sub_tile):
+        return self.loss_fn(student_logits, teacher_logits, sub_tile)
+
+
+class LearnedProjection:
+    """Train the weights of a projection with the student: a softmax of scores in each row.
+
+    It starts as the projection that it is given; rows of one slot stay as they are.  The scores
+    (V, K) are the parameter `projection_scores` of StudentWithLoss, so the engine steps, saves and
+    resumes them.
+    """
+
+    def __init__(self, indices_VK, likelihoods_VK, pair):
+        self.indices_VK = indices_VK
+        self.pair = pair
+        self.module = None
+        # log of the weights, so that a softmax gives them back; 1e-6 stands for an unused slot
+        self.start_VK = likelihoods_VK.clamp(min=1e-6).log()
+
+    def attach(self, module, device):
+        """Make the scores a parameter of a StudentWithLoss."""
+        scores = torch.nn.Parameter(self.start_VK.to(device))
+        module.register_parameter("projection_scores", scores)
+        self.module = module
+
+    def likelihoods(self, scores=None):
+        """Return (V, K) float32 weights as they are now; rows sum to 1, or to 0 without a slot."""
+        scores = self.module.projection_scores if scores is None else scores
+        used = self.indices_VK >= 0
+        # finite, because a row without a slot has nothing else to normalize
+        masked = torch.where(used, scores.float(), -1e9)
+        return torch.where(used, masked.softmax(1), 0.0)
+
+    def tables(self, scores=None):
+        """Return what a projection file holds, rows sorted by weight again."""
+        weights, order = self.likelihoods(scores).detach().sort(dim=1, descending=True, stable=True)
+        arrays = self.indices_VK.gather(1, order).cpu().numpy(), weights.cpu().numpy()
+        return as_tables(arrays, self.pair, "distill.py --learn_projection")
+
+
+# --- build: (cfg, pair, device, has_rest) -> DistillationLoss -------------------------------------
+
+
+def build_event_kl(cfg, pair, device, has_rest=False):
+    tables = cached_spelling(pair)
+    fields = {}
+    for name in Spelling._fields:
+        value = tables[name]
+        if isinstance(value, torch.Tensor) and "event" not in name:
+            value = value.long()  # indices; events stay int32, which the compiled rows read
+        fields[name] = value
+    spelling = Spelling(**fields)
+    moved = {name: value.to(device) for name, value in fields.items()
+             if isinstance(value, torch.Tensor)}
+    on_device = spelling._replace(**moved)
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return event_kl(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            sub_tile.terms, on_device, cfg.temperature, ids.weight)[0]
+
+    def coverage(teacher_logits, sub_tile):
+        return event_coverage(teacher_logits[None], sub_tile.terms, on_device)
+
+    kernels = losses.triton_kernels(on_device.event_V.new_zeros(0, 0, dtype=torch.float32))
+    if kernels is not None and cfg.temperature == 1:
+        cells = kernels.cell_tables(on_device.event_V, on_device.event_W, on_device.num_events)
+
+        def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+            return losses.event_in_place(
+                student_logits, teacher_logits, labels, sub_tile.student_labels,
+                sub_tile.teacher_labels, sub_tile.terms, on_device, cells, factors,
+                sub_tile.weight)
+
+        loss_fn = FusedLoss(loss_fn, overwrite)
+    return DistillationLoss(loss_fn, spelling, coverage=coverage,
+                            coverage_names=("event_coverage", "prefix_coverage"))
+
+
+def build_projection_kl(cfg, pair, device, has_rest=False):
+    indices, likelihoods = _projection(cfg, pair, device)
+    learned = LearnedProjection(indices, likelihoods, pair) if cfg.learn_projection else None
+    # Entries of a learned projection hold their place in it, where the weight is looked up anew
+    # in every step.
+    places = torch.arange(indices.numel(), device=device).view_as(indices)
+    source = places if learned else likelihoods
+
+    num_tokens = len(pair.tables[1])
+    # slots of a learned projection may get any weight
+    weights = torch.ones_like(likelihoods) if learned else likelihoods
+    reachable_W = reachable_tokens(indices, weights, num_tokens)
+    if not reachable_W.any():
+        raise ValueError("--projection: no student token maps to a token of the teacher; build it "
+                         "for these two models")
+
+    def compare(listed, kept_K):
+        """Return the loss of the columns kept_K of the logits; None: of all that these have."""
+
+        def loss_fn(student_logits, teacher_logits, sub_tile):
+            entries = listed
+            if learned:
+                weights = learned.likelihoods().flatten()
+                entries = listed._replace(weight_E=weights[listed.weight_E])
+            ids = batch_of_one(sub_tile)
+            return projection_kl(
+                student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
+                indices, likelihoods, kept_K, temperature=cfg.temperature, reverse=cfg.reverse_kl,
+                weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms,
+                has_rest=has_rest)[0]
+
+        if learned or has_rest:
+            return loss_fn
+        return _fused_projection(cfg, loss_fn, listed, indices, kept_K)
+
+    def for_columns(kept_K):
+        # once per step, not once per sub-tile: it goes through all V * K entries
+        return compare(projection_entries(indices, source, num_tokens, kept_K), None)
+
+    def coverage(teacher_logits, sub_tile):
+        mass_T = at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
+        of_tokens = mass_T[:, : len(reachable_W)]  # what a rest holds is not known
+        return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
+
+    kept_K = None
+    if cfg.projection_columns == "reachable" and not reachable_W.all():
+        kept_K = reachable_W.nonzero().squeeze(1)
+    return DistillationLoss(
+        compare(projection_entries(indices, source, num_tokens, kept_K), kept_K),
+        for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
+        coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
+        learned_projection=learned)
+
+
+def _fused_projection(cfg, loss_fn, listed, indices, kept_K):
+    """Return a FusedLoss of a projection_kl, or its loss_fn where no kernel serves it.
+
+    Args:
+        listed: `losses.Entries` of the columns kept_K.
+        indices: (V, K) of the projection, on the device.
+    """
+    kernels = losses.chunk_kernels(listed.weight_E[:0, None])
+    if kernels is None:
+        return loss_fn
+    tables = kernels.projection_tables(*listed, V=len(indices), most_per_token=indices.shape[1])
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        return losses.projection_in_place(
+            student_logits, teacher_logits, labels, sub_tile.terms, tables, kept_K, factors,
+            sub_tile.weight, cfg.temperature, cfg.reverse_kl)
+
+    # a float32 for each column, beside logits of both models in half precision
+    return FusedLoss(loss_fn, overwrite, live_copies=1.25)
+
+
+def build_gold(cfg, pair, device, has_rest=False):
+    return _common_and_rest(cfg, pair, device, relaxed=False)
+
+
+def build_h_kl(cfg, pair, device, has_rest=False):
+    return _common_and_rest(cfg, pair, device, relaxed=True)
+
+
+def _common_and_rest(cfg, pair, device, relaxed):
+    indices, likelihoods = _projection(cfg, pair, device)
+    common_V, common_W = common_tokens(indices, likelihoods, relaxed=relaxed)
+    # known here once, so that nothing waits for the device in a step
+    rest_V = other_tokens(common_V, len(pair.tables[0]))
+    rest_W = other_tokens(common_W, len(pair.tables[1]))
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return losses.gold(
+            student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
+            common_V, common_W, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
+            reverse=cfg.reverse_kl, weight_BS=ids.weight, chunks=sub_tile.terms,
+            rest=(rest_V, rest_W))[0]
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        return losses.gold_in_place(
+            student_logits, teacher_logits, labels, sub_tile.terms,
+            TokenIds(common_V, common_W), TokenIds(rest_V, rest_W), factors, sub_tile.weight,
+            cfg.temperature, cfg.uncommon_topk, cfg.reverse_kl)
+
+    return DistillationLoss(
+        FusedLoss(loss_fn, overwrite, live_copies=OTHERS_LIVE_COPIES), indices_VK=indices)
+
+
+def build_hybrid_uld(cfg, pair, device, has_rest=False):
+    indices, likelihoods = _projection(cfg, pair, device)
+    common = common_tokens(indices, likelihoods)
+    # known here once, so that nothing waits for the device in a step
+    rest_V = other_tokens(common[0], len(pair.tables[0]))
+    rest_W = other_tokens(common[1], len(pair.tables[1]))
+    matched_weight = None if cfg.matched_weight == AUTO_WEIGHT else cfg.matched_weight
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return losses.uld(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            ids.student_chunk, ids.teacher_chunk, cfg.temperature, common, matched_weight,
+            weight_BS=ids.weight, chunks=sub_tile.terms,
+            rest=(rest_V, rest_W))[0]
+
+    return DistillationLoss(loss_fn, indices_VK=indices)
+
+
+def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of, in_place=None):
+    """Build a loss that compares whole chunks and needs nothing but their ids.
+
+    Args:
+        loss: such as `losses.uld`.
+        flag_of: {parameter of the loss: flag}.
+        in_place: such as `losses.alm_in_place`, or None; it serves no truncated rows.
+    """
+    parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return loss(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            ids.student_chunk, ids.teacher_chunk, chunks=sub_tile.terms, weight_BS=ids.weight,
+            **parameters)[0]
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        return in_place(
+            student_logits, teacher_logits, labels, sub_tile.student_labels,
+            sub_tile.teacher_labels, sub_tile.terms, factors, sub_tile.weight, **parameters)
+
+    if in_place is None or has_rest:
+        return DistillationLoss(loss_fn)
+    return DistillationLoss(FusedLoss(loss_fn, overwrite))
+
+
+def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
+    """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
+    parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+    if pair.fingerprints[0] == pair.fingerprints[1]:
+        return build_per_position(divergence, parameters, has_rest)
+    unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
+    if has_rest and (unbounded or parameters.get("beta") == 1):
+        raise ValueError(f"--loss {cfg.loss} between two tokenizers: it needs what the teacher "
+                         "says of every token that the student may write, and of this teacher the "
+                         "most likely ones are kept; keep hidden states, or use another loss")
+    return build_translated(pair, device, divergence, parameters, has_rest)
+
+
+def build_per_position(divergence, parameters, has_rest=False):
+    """Build a divergence for equal tokenizers: every chunk is one position on either side."""
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        chunks = sub_tile.terms
+        weight = sub_tile.weight
+        if weight is not None:  # of all positions in the sub-tile; the loss wants one a chunk
+            weight = weight.index_select(0, chunks.first_S)[None]
+        student = student_logits.index_select(0, chunks.first_S)[None]
+        teacher = teacher_logits.index_select(0, chunks.first_T)[None]
+        if has_rest:
+            student = merge_unkept(student, teacher, parameters["temperature"])
+        return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
+
+    if has_rest or parameters.get("top_k") or divergence is losses.adaptive_kl:
+        return DistillationLoss(loss_fn)
+    [coefficient] = [parameters[name] for name in ("beta", "skew") if name in parameters] or [0.0]
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        chunks = sub_tile.terms
+        return losses.divergence_in_place(
+            divergence.__name__, student_logits, teacher_logits, labels, chunks.first_S,
+            chunks.first_T, factors, sub_tile.weight, parameters["temperature"], coefficient)
+
+    return DistillationLoss(FusedLoss(loss_fn, overwrite))
+
+
+def build_translated(pair, device, divergence, parameters, has_rest=False):
+    """Build a divergence between any two tokenizers, see translation.py."""
+    tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
+    on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
+                         for value in tables])
+    of_rows = with_rest(on_device) if has_rest else on_device
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return translated(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            sub_tile.terms, of_rows, divergence, weight_BS=ids.weight, has_rest=has_rest,
+            **parameters)[0]
+
+    def coverage(teacher_logits, sub_tile):
+        return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
+
+    # the kernels know the forward KL of whole cells at temperature 1
+    is_plain = parameters["temperature"] == 1 and not parameters.get("top_k") and not has_rest
+    if divergence is losses.forward_kl and is_plain:
+        loss_fn = _fused_translation(loss_fn, on_device)
+    return DistillationLoss(loss_fn, tables, coverage=coverage,
+                            coverage_names=("cell_coverage", "joined_mass"))
+
+
+def _fused_translation(loss_fn, tables):
+    """Return the FusedLoss of a translation, where the kernels serve its device."""
+    kernels = losses.triton_kernels(tables.cell_V.new_zeros(0, 0, dtype=torch.float32))
+    if kernels is None:
+        return loss_fn
+    cells = kernels.cell_tables(tables.cell_V, tables.cell_W, tables.num_cells)
+
+    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
+        return translated_in_place(
+            student_logits, teacher_logits, labels, sub_tile.student_labels,
+            sub_tile.teacher_labels, sub_tile.terms, tables, cells, factors, sub_tile.weight)
+
+    return FusedLoss(loss_fn, overwrite)
+
+
+def translation_fields(pair):
+    """Return the fields of `translation.Tables`."""
+    tables = cached_translation(pair)
+    return {name: tables[name] for name in Tables._fields}
+
+
+def as_index(value):
+    """Return a table as int64, which indexes tensors; files hold int32."""
+    return value.long() if isinstance(value, torch.Tensor) else value
+
+
+def _projection(cfg, pair, device):
+    """Return (indices (V, K), likelihoods (V, K)) of the run's projection."""
+    if cfg.projection:
+        tables = load_projection(cfg.projection, pair)
+    else:
+        tables = cached_projection(pair)
+    return tables["indices"].to(device), tables["likelihoods"].to(device)
+
+
+def batch_of_one(sub_tile):
+    """Return the sub-tile with a first axis of size 1 on ids, chunks and weight."""
+    return sub_tile._replace(
+        student_labels=sub_tile.student_labels[None],
+        teacher_labels=sub_tile.teacher_labels[None],
+        student_chunk=sub_tile.student_chunk[None],
+        teacher_chunk=sub_tile.teacher_chunk[None],
+        weight=None if sub_tile.weight is None else sub_tile.weight[None])
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """State what a run has to know of a loss.
+
+    Attributes:
+        build: (cfg, `projection_tools.Pair`, device, has_rest) -> DistillationLoss; has_rest: the
+            teacher's rows are truncated, as those of `tiles.TopKLogits`.
+        needs: what it works on: "spellings", "projection" or "chunks".
+        flags: flags of config.py that it reads; they may differ for each of several teachers.
+        columns: it compares only the `--projection_topk` most important teacher columns.
+        truncated: how it reads truncated rows: "softened" by --temperature, "plain", or "": it is
+            not defined on them.
+        linear_unless: a flag; where it is not set, the gradient is linear in the teacher's
+            probabilities, so that estimates of these without bias will do. "": it never is.
+    """
+
+    build: Callable
+    needs: str
+    flags: tuple = ("temperature",)
+    columns: bool = False
+    truncated: str = ""
+    linear_unless: str = ""
+
+    def reads_draws(self, cfg):
+        """Tell whether it takes tokens that were drawn for all others."""
+        return bool(self.linear_unless) and not getattr(cfg, self.linear_unless)
+
+
+def per_chunk(loss, truncated="", in_place=None, **flag_of):
+    """Return the entry of a loss with the parameters of `losses.uld`.
+
+    Args:
+        truncated: see LossSpec.
+        in_place: see `build_per_chunk`.
+        flag_of: {parameter of the loss: flag} beside the temperature.
+    """
+    flag_of = {"temperature": "temperature"} | flag_of
+    build = partial(build_per_chunk, loss=loss, flag_of=flag_of, in_place=in_place)
+    return LossSpec(build, "chunks", tuple(flag_of.values()), truncated=truncated)
+
+
+def divergence_loss(divergence, **flag_of):
+    """Return the entry of a divergence between two models, likewise."""
+    shared = {"temperature": "temperature", "top_k": "loss_topk", "support": "loss_topk_of"}
+    flag_of = shared | flag_of
+    build = partial(build_divergence, divergence=divergence, flag_of=flag_of)
+    linear_unless = "loss_topk" if divergence is losses.forward_kl else ""
+    return LossSpec(build, "spellings", tuple(flag_of.values()), truncated="softened",
+                    linear_unless=linear_unless)
+
+
+# of the losses that compare common tokens by KL and the rest by rank
+COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
+
+LOSSES: dict[str, LossSpec] = {
+    "piece_kl": divergence_loss(losses.forward_kl),
+    "event_kl": LossSpec(build_event_kl, "spellings"),
+    "projection_kl": LossSpec(
+        build_projection_kl, "projection",
+        ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
+        columns=True, truncated="softened", linear_unless="reverse_kl"),
+    "gold": LossSpec(build_gold, "projection", COMMON_FLAGS),
+    "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
+    "uld": per_chunk(losses.uld),
+    "hybrid_uld": LossSpec(
+        build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
+    "alm": per_chunk(losses.alm, "plain", losses.alm_in_place, mode="alm_mode"),
+    "forward_kl": divergence_loss(losses.forward_kl),
+    "reverse_kl": divergence_loss(losses.reverse_kl),
+    "generalized_jsd": divergence_loss(losses.generalized_jsd, beta="jsd_beta"),
+    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, skew="skew_lambda"),
+    "skew_reverse_kl": divergence_loss(losses.skew_reverse_kl, skew="skew_lambda"),
+    "adaptive_kl": divergence_loss(losses.adaptive_kl, alpha="akl_alpha"),
+    "total_variation": divergence_loss(losses.total_variation),
+}
+
+
+def loss_flags():
+    """List the flags that losses read, in the order of the table, each once."""
+    flags = {}
+    for spec in LOSSES.values():
+        flags |= dict.fromkeys(spec.flags)
+    return list(flags)
+
+
+def losses_of_truncated():
+    """List the losses that are defined on truncated rows."""
+    return [name for name, spec in LOSSES.items() if spec.truncated]
+
+
+def build_loss(cfg, student, teacher, device, has_rest=False):
+    """Build the distillation loss of a run, or of one of its teachers.
+
+    Args:
+        cfg: with loss, its parameters, and projection.
+        student, teacher: `sample.TextEncoder`.
+        has_rest: see `LossSpec.build`.
+    Returns:
+        DistillationLoss.
+    Raises:
+        ValueError: tokenizers that have nothing in common.
+    """
+    names = cfg.student, cfg.teacher_path
+    tables = student.table, teacher.table
+    pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
+    return LOSSES[cfg.loss].build(cfg, pair, device, has_rest)

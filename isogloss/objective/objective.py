@@ -1,0 +1,253 @@
+"""Compute the loss of a micro-batch: cross-entropy and the distillation loss of every teacher.
+
+Every term is a sum over the sub-tiles of a micro-batch, times a weight that makes it part of the
+mean over the whole step on all ranks.  Sums and gradients come from `tiles.tiled_losses`; without
+tiling from the logits of the whole micro-batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from isogloss.data.batch_types import TeacherBatch
+from isogloss.job.sequence_group import SequenceGroup, gather_halo
+from isogloss.losses import cross_entropy_in_place, next_token_cross_entropy
+from isogloss.tiles import GradientWindow, HiddenLogits, LogitsSource, LossPart, tiled_losses
+
+
+@dataclass
+class TeacherTarget:
+    """Hold what a teacher says about one micro-batch.
+
+    Attributes:
+        logits: LogitsSource of its positions; of the kept columns where the loss keeps some.
+        loss_fn: see `loss_table.DistillationLoss`, for these columns.
+        confidence: (B,) float, how sure it is of each sample; None where nothing asks for it.
+        bytes_per_token: memory that its logits occupy until the loss reads them.
+        rollout_nats: (samples,) -log q of its tokens in the chunks of rollouts; None: there is no
+            rollout.
+    """
+
+    logits: LogitsSource
+    loss_fn: Callable
+    confidence: torch.Tensor | None
+    bytes_per_token: float
+    rollout_nats: torch.Tensor | None = None
+
+
+@dataclass
+class TeacherTerm:
+    """Hold one teacher's term in the loss of a micro-batch.
+
+    Attributes:
+        batch: TeacherBatch.
+        target: TeacherTarget.
+        weight: factor of the sum of its distillation loss.
+    """
+
+    batch: TeacherBatch
+    target: TeacherTarget
+    weight: float
+
+
+@dataclass
+class LossTerms:
+    """Tell `StudentWithLoss` what to make of its logits: all terms in a micro-batch's loss.
+
+    Attributes:
+        ce_weight: factor of the sum of the cross-entropy.
+        teachers: a TeacherTerm for each teacher.
+        tiles: for the cross-entropy where there is no teacher, else None.
+        sequence_group: ranks that hold the other shards of the sequences, or None.
+        parameters: what the loss trains beside the student's model.
+        window: adds up the gradient of the head over the micro-batches of a step, or None.
+    """
+
+    ce_weight: float
+    teachers: list[TeacherTerm]
+    tiles: list | None = None
+    sequence_group: SequenceGroup | None = None
+    parameters: list = ()
+    window: GradientWindow | None = None
+
+    def reduce(self, student_logits):
+        """Return (loss, sums), see `micro_batch_loss`."""
+        return micro_batch_loss(student_logits, self)
+
+
+def in_windows(terms, window_ends):
+    """Yield the LossTerms of the micro-batches of a step; a GradientWindow spans several of them.
+
+    Each is to be computed, and its backward pass run, before the next one is asked for.
+
+    Args:
+        terms: an iterable of LossTerms.
+        window_ends: bool for each micro-batch, whether autograd gets the head's gradient there.
+    """
+    window = GradientWindow()
+    for of_batch, ends in zip(terms, window_ends):
+        window.hands_over = ends
+        of_batch.window = window
+        yield of_batch
+
+
+def micro_batch_loss(student_logits, terms):
+    """Compute the weighted loss of a micro-batch.
+
+    Args:
+        student_logits: HiddenLogits (then no more than a tile of logits ever exists) or
+            StoredLogits, of the flattened (B * S) positions of this rank.
+        terms: LossTerms.
+    Returns:
+        (loss, sums): () with its gradient; (M, 3) sums of cross-entropy, distillation loss and its
+        part in rollouts for each teacher, in nats.  The first teacher's tiles carry the
+        cross-entropy: the text is learned once.
+    """
+    if not terms.teachers:  # the text alone
+        weights = [terms.ce_weight, 0.0]
+        loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights, (), terms.window)
+        return torch.stack([loss]).sum(), torch.stack([sums])
+    sources = []
+    parts = []
+    for number, term in enumerate(terms.teachers):
+        # hidden states of chunks that a sequence shard's border cuts
+        source = gather_halo(student_logits, term.batch.halo_index, terms.sequence_group)
+        # the part in rollouts is counted in the second one already
+        weights = [0.0 if number else terms.ce_weight, term.weight, 0.0]
+        tile_loss = PairLoss(term.target.loss_fn, weights[:2])
+        sources.append(source)
+        parts.append(LossPart(source.values, term.target.logits, tile_loss, term.batch.tiles,
+                              weights))
+    if isinstance(student_logits, HiddenLogits):
+        # together: the gradient of the head exists once, however many teachers there are
+        loss, sums = tiled_losses(student_logits.head, parts, terms.parameters, terms.window)
+        return loss, torch.stack(sums)
+    losses, sums = zip(*map(untiled_part, sources, parts))
+    return torch.stack(losses).sum(), torch.stack(sums)
+
+
+def untiled_part(source, part):
+    """Return `untiled_loss` of a LossPart and the StoredLogits that it is of."""
+    return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
+
+
+def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameters, window=None):
+    """Compute cross-entropy and distillation loss over some tiles.
+
+    Args:
+        student_logits: HiddenLogits or StoredLogits.
+        teacher_logits: LogitsSource; None, with kd_loss None, for the cross-entropy alone.
+        weights: of the two; what has weight 0 is not computed.
+        parameters: what the loss trains beside the student's model.
+        window: see LossTerms.
+    Returns:
+        (loss, sums): (), the weighted sum with its gradient, and (3,) sums, see `micro_batch_loss`.
+    """
+    tile_loss = PairLoss(kd_loss, weights)
+    weights = [*weights, 0.0]  # the part in rollouts is counted already
+    if isinstance(student_logits, HiddenLogits):
+        part = LossPart(student_logits.hidden_TH, teacher_logits, tile_loss, tiles, weights)
+        loss, [sums] = tiled_losses(student_logits.head, [part], parameters, window)
+        return loss, sums
+    return untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights)
+
+
+@dataclass
+class PairLoss:
+    """Compute the sums of a sub-tile; a `tiles.TileLoss`.
+
+    Attributes:
+        kd_loss: see `loss_table.DistillationLoss.loss_fn`; None: there is no teacher.
+        weights: of cross-entropy and distillation loss; what has weight 0 is not computed.
+    """
+
+    kd_loss: Callable | None
+    weights: list
+
+    def has_cross_entropy(self, sub_tile):
+        return bool(self.weights[0]) and not sub_tile.on_policy
+
+    def __call__(self, student, teacher, sub_tile):
+        """Return (3,) sums, see `micro_batch_loss`."""
+        # half precision would round sums of thousands of terms
+        zero = student.new_zeros((), dtype=torch.float32)
+        ce = zero
+        kd = zero
+        if self.has_cross_entropy(sub_tile):
+            # Tiles hold labeled positions only, so no row has to be selected.
+            ce, _ = next_token_cross_entropy(
+                student[None], sub_tile.student_labels[None], select=False)
+        if self.kd_loss and self.weights[1]:
+            kd = self.kd_loss(student, teacher, sub_tile)
+        return torch.stack([ce, kd, kd.detach() if sub_tile.on_policy else zero])
+
+    def overwrite(self, student, teacher, sub_tile, factors):
+        """Write the gradient over the student's logits, where the loss can, see `tiles.TileLoss`.
+
+        Returns:
+            (3,) sums, or None: nothing was written.
+        """
+        labels = sub_tile.student_labels if self.has_cross_entropy(sub_tile) else None
+        if self.kd_loss and self.weights[1]:
+            overwrite = getattr(self.kd_loss, "overwrite", None)
+            if overwrite is None:
+                return None
+            pair_sums = overwrite(student, teacher, sub_tile, labels, factors[:2])
+        elif labels is not None:
+            pair_sums = cross_entropy_in_place(student, labels, factors[0])
+        else:
+            return None
+        if pair_sums is None:
+            return None
+        ce, kd = pair_sums
+        return torch.stack([ce, kd, kd if sub_tile.on_policy else torch.zeros_like(kd)])
+
+
+def untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights):
+    """Do what `tiled_loss` does with StoredLogits: autograd keeps whatever a loss makes of them."""
+    # one term of the graph, also for a rank without a tile
+    sums = [student_logits.logits_TW[:0].float().sum().expand(3)]
+    for tile in tiles:
+        student = student_logits(tile.student_positions)
+        for sub_tile in tile.sub_tiles:
+            teacher = None
+            if teacher_logits is not None:
+                # Not TeacherBlocks, which would write over what backward still needs.
+                if sub_tile.teacher_positions is not None:
+                    block = teacher_logits(sub_tile.teacher_positions)
+                teacher = block[sub_tile.teacher_slice]
+            sums.append(tile_loss(student[sub_tile.student_slice], teacher, sub_tile))
+    total = torch.stack(sums).sum(0)
+    return (total * total.new_tensor(weights)).sum(), total.detach()
+
+
+def weigh_samples(batch, weight_B):
+    """Return a TeacherBatch whose terms weigh as much as their sample.
+
+    Args:
+        batch: TeacherBatch.
+        weight_B: (B,) float, a weight for each sample.
+    """
+    return weigh_positions(batch, weight_B[batch.sample_of_student])
+
+
+def weigh_positions(batch, weight_N):
+    """Return a TeacherBatch whose terms weigh as much as the position where they begin.
+
+    Args:
+        batch: TeacherBatch; weights that it has are multiplied.
+        weight_N: (B * S + M,) float, of every student position that its tiles name.
+    """
+    tiles = []
+    for tile in batch.tiles:
+        # one weight for every position, though a loss reads only those where its terms begin
+        weight_n = weight_N[tile.student_positions]
+        sub_tiles = []
+        for sub_tile in tile.sub_tiles:
+            weight = weight_n[sub_tile.student_slice]
+            if sub_tile.weight is not None:
+                weight = weight * sub_tile.weight
+            sub_tiles.append(sub_tile._replace(weight=weight))
+        tiles.append(tile._replace(sub_tiles=tuple(sub_tiles)))
+    return replace(batch, tiles=tiles)

@@ -1,0 +1,1 @@
+"""The student: its engine, sequence and pipeline parallelism, the ds_config."""

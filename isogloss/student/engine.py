@@ -1,0 +1,396 @@
+"""Load the student, put the loss inside its forward pass, start the DeepSpeed engine, run both."""
+
+import inspect
+import itertools
+from functools import partial
+from typing import Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.integrations.deepspeed import (
+    HfDeepSpeedConfig,
+    deepspeed_config,
+    unset_hf_deepspeed_config,
+)
+
+from isogloss.models.activations import offload_activations, tile_mlps
+from isogloss.models.adapters import adapter_of, add_adapter, describe_adapter, student_adapter
+from isogloss.models.attention import attention_options
+from isogloss.models.pretrained import load_model, random_model
+from isogloss.student.ds_engine import start_deepspeed
+from isogloss.student.finite import (
+    gradient_norm,
+    let_overflow_skip_steps,
+    spoil_gradient_unless_finite,
+)
+from isogloss.tiles import HiddenLogits, StoredLogits, head_of
+
+
+class StudentWithLoss(nn.Module):
+    """End the forward pass of a causal language model in the loss.  The engine wraps this module.
+
+    The loss is computed in here because this is where ZeRO-3 gathers the head: its parameters are
+    registered as external ones of this module, so they stay until their gradient has arrived.
+
+    Attributes:
+        model: the Hugging Face model; exported files have its parameter names.
+        vocab: tokens of the student's tokenizer; the lm_head may be padded beyond them.
+        tiled: compute logits tile by tile from hidden states, not for a whole micro-batch.
+        activation_offload: checkpointed activations wait in the host's memory.
+        projection_scores: parameter of a learned projection, or None.
+    """
+
+    def __init__(self, model, vocab, tiled=True, activation_offload=False):
+        super().__init__()
+        self.model = model
+        self.vocab = vocab
+        self.tiled = tiled
+        self.activation_offload = activation_offload
+        self.register_parameter("projection_scores", None)
+        for parameter in model.get_output_embeddings().parameters():
+            if hasattr(parameter, "ds_id"):  # partitioned by ZeRO-3
+                deepspeed.zero.register_external_parameter(self, parameter)
+
+    def forward(self, batch, terms=None):
+        """Run the model on a StudentBatch.
+
+        Args:
+            batch: StudentBatch.
+            terms: None, or what to make of the logits: `objective.LossTerms`, which gives
+                (loss, sums), `evaluate.EvaluationTerms` or `checks.HeadTest`.
+        Returns:
+            Without terms the model's own (B, S, V or more) logits; else `terms.reduce(logits)`,
+            where logits is a LogitsSource of any positions of the flattened (B * S).
+        """
+        arguments = {"input_ids": batch.ids, "use_cache": False}
+        if batch.positions is not None:
+            arguments["position_ids"] = batch.positions
+        if batch.documents is not None and takes_any_keyword(self.model.base_model.forward):
+            arguments["documents"] = batch.documents  # for `sequence.core_attention`
+        if terms is None:
+            return self.model(**arguments).logits
+        with kept_activations(self.model, batch.ids.shape, self.activation_offload):
+            logits = logits_source(self.model, arguments, self.vocab, self.tiled)
+        return terms.reduce(logits)
+
+    def collect_weights(self, is_wanted=lambda name: True):
+        """Return {name: whole tensor} of weights and buffers on rank 0, {} elsewhere; collective.
+
+        Args:
+            is_wanted: function of a name; others are left out.
+        """
+        weights = {}
+        model = self.model
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if not is_wanted(name):
+                continue
+            with gathered(tensor):
+                if dist.get_rank() == 0:
+                    weights[name] = tensor.detach().cpu().clone()
+        return weights
+
+    def loss_parameters(self):
+        """List the parameters that the loss itself trains beside the model's."""
+        return [] if self.projection_scores is None else [self.projection_scores]
+
+
+def takes_any_keyword(function):
+    """Tell whether a function takes arguments of any name."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def gathered(parameter):
+    """Return a context in which a parameter is whole; under ZeRO-3 all ranks take part."""
+    is_partitioned = hasattr(parameter, "ds_id")
+    return deepspeed.zero.GatheredParameters([parameter] if is_partitioned else [])
+
+
+def kept_activations(model, shape, offload):
+    """Return the context in which checkpointed activations of a (B, S) batch may be offloaded."""
+    # of checkpointed layers only their inputs are kept, which have this shape
+    hidden_size = model.config.get_text_config().hidden_size
+    return offload_activations((*shape, hidden_size), offload)
+
+
+def logits_source(model, arguments, vocab, tiled):
+    """Run a model, and return a LogitsSource of any positions of the flattened (B * S).
+
+    Args:
+        arguments: of its forward pass, by name.
+        vocab, tiled: see StudentWithLoss.
+    """
+    if tiled:
+        hidden = model.base_model(**arguments)[0]
+        return HiddenLogits(hidden.flatten(0, 1), head_of(model, vocab))
+    return StoredLogits(model(**arguments).logits[..., :vocab].flatten(0, 1))
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+class StudentRunner(Protocol):
+    """Run the student on the micro-batches of a step or an evaluation; all ranks take part.
+
+    Attributes:
+        engine: DeepSpeed engine.
+        computes_loss: this rank does; only such ranks ask teachers and count terms.
+        averaged_ranks: ranks over which the engine averages gradients.
+        num_parameters: of the whole student, a frozen one counted as two thirds.
+        batches_at_once: that `reduce` takes best.
+        loss_group: process group of the ranks that compute losses; None: all ranks.
+        description: of what a user may want to know before the first step.
+    """
+
+    engine: deepspeed.DeepSpeedEngine
+    computes_loss: bool
+    averaged_ranks: int
+    num_parameters: int
+    batches_at_once: int
+    loss_group: object
+    description: str
+
+    def train(self, micro_batches, terms):
+        """Take an optimizer step.
+
+        Args:
+            micro_batches: Batches on the device.
+            terms: LossTerms of each, where this rank computes the loss.
+        Returns:
+            (sums, norm): (M, 3) over this rank's micro-batches, see `objective.micro_batch_loss`;
+            the gradient's norm where the engine reports none.
+        """
+
+    def reduce(self, batches, terms):
+        """Return `terms.reduce(logits)` of each StudentBatch, None where others compute it."""
+
+    def logits(self, batch):
+        """Return (B, S, V) logits of a StudentBatch; None: as above."""
+
+    def own_logits(self, batch):
+        """Return those of `stages.PROBE` by the whole model's own forward pass; None: as above."""
+
+    def share(self, numbers):
+        """Return the numbers of a rank that computes the loss, as many as here, on every rank."""
+
+    def metrics(self):
+        """Return what is to be logged of how the last step ran."""
+
+
+class EngineRunner:
+    """Run a student that an engine holds whole, or in shards of every tensor; a StudentRunner."""
+
+    computes_loss = True
+    batches_at_once = 1
+    loss_group = None
+
+    def __init__(self, engine, vocab):
+        self.engine = engine
+        self.vocab = vocab
+        self.averaged_ranks = dist.get_world_size()
+        self.description = describe_adapter(engine.module.model)
+        self.num_parameters = 0
+        for parameter in engine.module.parameters():
+            numel = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3
+            # a frozen weight takes part in two products, not three
+            self.num_parameters += numel if parameter.requires_grad else numel * 2 / 3
+
+    def train(self, micro_batches, terms):
+        engine = self.engine
+        total = 0
+        for batch, batch_terms in zip(micro_batches, terms, strict=True):
+            loss, sums = engine(batch.student, batch_terms)
+            total = total + sums
+            engine.backward(spoil_gradient_unless_finite(loss))
+            norm = gradient_norm(engine)
+            # changes weights after the last micro-batch, and none if the gradient is not finite
+            engine.step()
+        return total, norm
+
+    def reduce(self, batches, terms):
+        return [self.engine(batch, of_batch) for batch, of_batch in zip(batches, terms)]
+
+    def logits(self, batch):
+        return self.engine(batch)[..., : self.vocab]
+
+    own_logits = logits
+
+    def share(self, numbers):
+        return numbers
+
+    def metrics(self):
+        return {}
+
+
+# Of a GPU's memory, what the sum of the head's gradient may take.  Not tuned.
+WINDOW_FRACTION = 1 / 20
+
+
+def window_ends(choice, engine, device):
+    """Return, for each micro-batch of a step, whether autograd gets the gradient of the head there.
+
+    That is where the last one ends.  ZeRO-3, and ZeRO 1 and 2 with an optimizer in the host's
+    memory, begin a sum of gradients by what the first micro-batch brings; of a weight without any
+    they would keep the sum of the step before.  There the first one hands over its own.
+
+    Args:
+        choice: of --head_gradient; engine: DeepSpeed engine.
+    """
+    num = engine.gradient_accumulation_steps()
+    if choice == "auto" and device.type == "cuda":
+        head = engine.module.model.get_output_embeddings()
+        weight = getattr(head, "weight", None)  # stages before the last one have none
+        # ZeRO-3 leaves an empty tensor of a weight and notes its size
+        num_weights = 0 if weight is None else getattr(weight, "ds_numel", weight.numel())
+        memory = torch.cuda.get_device_properties(device).total_memory
+        if 4 * num_weights > WINDOW_FRACTION * memory:
+            choice = "micro_batch"
+    ends = [choice == "micro_batch"] * num
+    ends[-1] = True
+    is_offloaded = getattr(engine.optimizer, "cpu_offload", False)
+    if engine.zero_optimization_stage() == 3 or is_offloaded:
+        ends[0] = True
+    return ends
+
+
+# --- load and start -------------------------------------------------------------------------------
+
+
+def load_student(cfg, ds_config, attention="auto"):
+    """Load the student in float32 (DeepSpeed casts it); under ZeRO-3 each rank loads its shard.
+
+    Args:
+        attention: one of `specs.ATTENTIONS`, or the name of an attention registered beside these.
+    Raises:
+        ValueError: see `pretrained.load_model`.
+    """
+    options = {"dtype": torch.float32} | attention_options(attention)
+    adapter = student_adapter(cfg)
+    if cfg.from_scratch:
+        load = partial(_random_student, cfg)
+    else:
+        load = partial(load_model, "student", cfg.student, cfg.trust_remote_code, adapter)
+    partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
+    keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
+    try:
+        model = load(**options)
+    finally:
+        if keep_alive:
+            unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
+    if adapter and adapter_of(model) is None:
+        add_adapter(f"lora_r {cfg.lora_r}", model, adapter, cfg.seed)
+    model.config.use_cache = False
+    model.train()  # from_pretrained leaves it in evaluation mode, without dropout
+    if cfg.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if cfg.mlp_tiles > 1:
+        tile_mlps(model, cfg.mlp_tiles)
+    return model
+
+
+def _random_student(cfg, **options):
+    """Return a student with random weights, the same on every rank and at every ZeRO stage.
+
+    Under ZeRO-3 transformers draws the numbers in another order, and none for a layer that a model
+    leaves to torch's defaults.  So rank 0 makes the whole model there too, and all take their shard
+    of it.
+    """
+    new_model = partial(random_model, "student", cfg.student, cfg.trust_remote_code, **options)
+    ds_config = deepspeed_config()  # of the HfDeepSpeedConfig that is alive, or None
+    with torch.random.fork_rng():  # dropout goes on with each rank's own numbers
+        torch.manual_seed(cfg.seed)
+        if ds_config is None:
+            return new_model()
+        model = new_model()
+        unset_hf_deepspeed_config()
+        torch.manual_seed(cfg.seed)
+        whole = new_model() if dist.get_rank() == 0 else None
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if whole is not None:
+                parameter.data.copy_(whole.get_parameter(name))
+    return model
+
+
+def start_engine(module, ds_config, path, projection_learning_rate=0.0):
+    """Wrap a StudentWithLoss in a DeepSpeed engine.
+
+    Args:
+        path: of the ds_config, for errors.
+        projection_learning_rate: of a learned projection; 0: the student's.
+    """
+    groups = optimizer_groups(module, projection_learning_rate)
+    engine = start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
+    let_overflow_skip_steps(engine)
+    if engine.zero_optimization_stage() == 3:
+        clear_padding(engine)
+    return engine
+
+
+@torch.no_grad()
+def clear_padding(engine):
+    """Set to 0 what ZeRO-3 adds to weights so that all shards have one size.
+
+    DeepSpeed leaves there what the memory held.  NaN would be a state that is not finite, and an
+    optimizer that takes a norm of its weights would count it.
+    """
+    for parameter in engine.module.parameters():
+        num_weights, _ = shard_sizes(parameter)
+        parameter.ds_tensor[num_weights:] = 0
+    optimizer = engine.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat  # copies, made when the engine started
+    for group, master in zip(optimizer.fp16_groups, masters, strict=True):
+        start = 0
+        for parameter in group:
+            num_weights, size = shard_sizes(parameter)
+            master[start + num_weights : start + size] = 0
+            start += size
+
+
+def shard_sizes(parameter):
+    """Return (weights in this rank's shard of a partitioned parameter, those and its padding)."""
+    size = parameter.partition_numel()
+    first = size * dist.get_rank(parameter.ds_process_group)
+    return min(max(parameter.ds_numel - first, 0), size), size
+
+
+def attach_projection(module, teachers, device):
+    """Make what a loss trains a parameter of a student's module, before its engine starts.
+
+    Args:
+        module: with `projection_scores`; teachers: TeacherSetup of all of them.
+    """
+    for setup in teachers:
+        if setup.loss.learned_projection:
+            setup.loss.learned_projection.attach(module, device)
+
+
+def optimizer_groups(module, projection_learning_rate=0.0):
+    """Return the parameter groups of the optimizer; checkpoints rely on their order.
+
+    Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
+    """
+    matrices = []
+    vectors = []
+    for parameter in module.model.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves shape (0,)
+            (matrices if len(shape) > 1 else vectors).append(parameter)
+    projection = {"params": module.loss_parameters(), "weight_decay": 0.0}
+    if projection_learning_rate:
+        projection["lr"] = projection_learning_rate
+    groups = [projection, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def follow_schedule(engine):
+    """Let the next step have the learning rate of the engine's schedule, after a load.
+
+    What a checkpoint restores is that of the schedule which wrote it.
+    """
+    schedule = engine.lr_scheduler
+    steps = getattr(schedule, "last_batch_iteration", -1)  # those of torch restore their length too
+    if steps >= 0:
+        schedule.step(steps)

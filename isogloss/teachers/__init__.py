@@ -1,0 +1,1 @@
+"""Teachers: where their outputs come from, one file a kind."""

@@ -1,0 +1,418 @@
+"""Hold what a teacher says of many texts in files, which are written once and mapped into memory.
+
+A cache is a folder:
+
+    manifest.json           what was asked of which teacher about which data; at the end, every file
+    shard-00000.safetensors what it says of some texts, whole ones, in the order of the data
+    index.safetensors       the texts of all shards, sorted by their keys
+    head.safetensors        of hidden states, what makes logits of them
+    teacher/                the teacher's tokenizer and config, which a run needs beside the cache
+
+Reading runs no code: a file is JSON or safetensors.  Every file appears whole, by a rename; a cache
+whose manifest names no shards is one that is still being written.  `cache.py` writes it,
+`cached_teachers.py` reads it.  Tests: tests/test_cache_files.py.
+
+Shapes: N positions of a shard, K kept tokens, L log2 of the vocabulary.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from isogloss.errors import DataError
+from isogloss.flags.yaml_file import MOST_RECORD, read_whole
+from isogloss.job.files import scratch_of, size_and_checksum, sync, write_atomically
+from isogloss.projection_tools.tokenizers import reason_of
+from isogloss.teachers.text_scores import ScoredLogits, TextScores
+from isogloss.tiles import TopKLogits
+
+FORMAT = 2
+READABLE = 1, FORMAT  # of version 1 nothing was drawn, and the likeliest tokens are kept
+MANIFEST = "manifest.json"
+INDEX = "index.safetensors"
+HEAD = "head.safetensors"
+TEACHER = "teacher"
+SERVED = "served"  # dtype of a teacher of which a server answered
+LOGP_STEPS = 1024  # a log-probability in 16 bits is a multiple of 1 / 1024 nat, from -64 to 0
+LOW_BITS = 16  # of an id are stored together, the others bit by bit
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+# --- numbers in few bits --------------------------------------------------------------------------
+
+
+def pack_ids(ids_NK, vocab):
+    """Return token ids as {"low": (N, K) uint16, "high": (N, bits * ceil(K / 8)) uint8}."""
+    num_high = max((vocab - 1).bit_length() - LOW_BITS, 0)
+    ids = ids_NK.numpy().astype(np.uint32)
+    planes = []
+    for bit in range(num_high):
+        planes.append(np.packbits((ids >> (LOW_BITS + bit) & 1).astype(np.uint8), axis=1))
+    high = np.concatenate(planes, 1) if planes else np.zeros((len(ids), 0), np.uint8)
+    low = torch.from_numpy((ids & 0xFFFF).astype(np.uint16))
+    return {"low": low, "high": torch.from_numpy(high)}
+
+
+def unpack_ids(low_NK, high):
+    """Return (N, K) int32 ids of what `pack_ids` made."""
+    ids = low_NK.numpy().astype(np.int32)
+    num_ids = ids.shape[1]
+    width = -(-num_ids // 8)
+    planes = high.numpy()
+    for bit in range(planes.shape[1] // max(width, 1)):
+        plane = planes[:, bit * width : (bit + 1) * width]
+        bits = np.unpackbits(plane, axis=1)[:, :num_ids].astype(np.int32)
+        ids |= bits << (LOW_BITS + bit)
+    return torch.from_numpy(ids)
+
+
+def pack_logp(logp_NK):
+    """Return log-probabilities as (N, K) uint16 steps; an error is half a step or less."""
+    steps = (logp_NK * -LOGP_STEPS).round().clamp(0, 0xFFFF)
+    return torch.from_numpy(steps.numpy().astype(np.uint16))
+
+
+def unpack_logp(steps_NK):
+    """Return (N, K) float32 log-probabilities of what `pack_logp` made."""
+    return torch.from_numpy(steps_NK.numpy().astype(np.float32)) / -LOGP_STEPS
+
+
+# --- what a shard holds ---------------------------------------------------------------------------
+
+
+def hidden_columns(hidden_NH):
+    """Return the tensors of final hidden states."""
+    return {"hidden": hidden_NH.cpu().contiguous()}
+
+
+def top_k_columns(scored, vocab, logp_bits, plain_rest_N=None, num_drawn_N=None):
+    """Return the tensors of a ScoredLogits.
+
+    The label, which the logits keep behind the other tokens, follows from the text.
+
+    Args:
+        plain_rest_N: log-probability of the rest at temperature 1, where that of the logits is at
+            another one.
+        num_drawn_N: see `kept_tokens.KeptRows`.
+    """
+    logits = scored.logits
+    logp = logits.logp_TK[:, :-1].float().cpu()
+    columns = pack_ids(logits.ids_TK[:, :-1].cpu(), vocab)
+    columns["logp"] = pack_logp(logp) if logp_bits == 16 else logp.contiguous()
+    columns["rest"] = logits.rest_T.float().cpu()
+    columns["total"] = logits.total_T.float().cpu()
+    columns["scores"] = scored.scores.packed().cpu().contiguous()
+    if plain_rest_N is not None:
+        columns["plain_rest"] = plain_rest_N.float().cpu()
+    if num_drawn_N is not None:
+        columns["drawn"] = num_drawn_N.int().cpu()
+    return columns
+
+
+def scored_logits(columns, labels_N, vocab, plain=False):
+    """Return the ScoredLogits of what `top_k_columns` made.
+
+    Args:
+        labels_N: (N,) int64, the token that each position predicts.
+        plain: the rest is wanted at temperature 1.
+    """
+    scores = TextScores.unpacked(columns["scores"])
+    ids_NK = unpack_ids(columns["low"], columns["high"])
+    logp_NK = columns["logp"]
+    if logp_NK.dtype == torch.uint16:
+        logp_NK = unpack_logp(logp_NK)
+    # the label's own log-probability is exact, also where it is among the most likely tokens
+    is_label = ids_NK == labels_N[:, None]
+    logp_NK = torch.where(is_label, scores.logp_T[:, None], logp_NK)
+    ids_NK = torch.cat([ids_NK, labels_N[:, None].int()], 1)
+    logp_NK = torch.cat([logp_NK, scores.logp_T[:, None]], 1)
+    rest = columns["plain_rest"] if plain and "plain_rest" in columns else columns["rest"]
+    return ScoredLogits(TopKLogits(ids_NK, logp_NK, vocab, rest, columns["total"]), scores)
+
+
+def bytes_per_position(output, vocab, top_k=0, logp_bits=16, hidden_bytes=0, softened=False,
+                       sampled=False):
+    """Return the bytes that a shard holds of one position, its id included.
+
+    Args:
+        output: "hidden" or "topk"; hidden_bytes: of one hidden state.
+        softened: the rest is stored at two temperatures; sampled: see Manifest.
+    """
+    if output == "hidden":
+        return 4 + hidden_bytes
+    num_high = max((vocab - 1).bit_length() - LOW_BITS, 0)
+    kept = min(top_k, vocab)
+    of_ids = 2 * kept + num_high * -(-kept // 8)
+    return 4 + of_ids + kept * logp_bits // 8 + 4 * (2 + softened + sampled) + 16
+
+
+# --- the manifest ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Manifest:
+    """State what a cache holds.
+
+    Attributes:
+        teacher: what the writer was told, for messages.
+        weights: digest of the teacher's config and weights.
+        tokenizer: fingerprint of its tokenizer.
+        template: digest of its chat template and what that is told.
+        vocab: tokens.
+        max_length: positions of a text, at most.
+        dtype: in which the teacher computed; SERVED: not known, nor are whole entropies.
+        output: "hidden" or "topk".
+        top_k, logp_bits, temperature: of "topk"; of "hidden" 0, 0 and 1.
+        sampled: some of the tokens were drawn; seed: of the draws, else 0.
+        data: what the writer was told, for messages.
+        data_digest: of the keys of all its texts, in order.
+        holds_chats: the texts are chats.
+        num_texts, texts_per_shard: rows of the data; those that a shard covers.
+        bytes_per_position: see the function of this name.
+        files: {name: [bytes, CRC-32]} of every other file; empty: the cache is not complete.
+        format: version of this layout.
+    """
+
+    teacher: str
+    weights: str
+    tokenizer: str
+    template: str
+    vocab: int
+    max_length: int
+    dtype: str
+    output: str
+    top_k: int
+    logp_bits: int
+    temperature: float
+    data: str
+    data_digest: str
+    holds_chats: bool
+    num_texts: int
+    texts_per_shard: int
+    bytes_per_position: int
+    sampled: bool = False
+    seed: int = 0
+    files: dict = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def num_shards(self):
+        return -(-self.num_texts // self.texts_per_shard)
+
+    def write(self, folder):
+        """Write it atomically."""
+        write_atomically(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, flag, folder):
+        """Return the Manifest of a folder.
+
+        Raises:
+            ValueError: there is none, or it is of another format.
+        """
+        path = Path(folder) / MANIFEST
+        try:
+            plain = json.loads(read_whole(path, MOST_RECORD))
+        except OSError:
+            raise ValueError(f"--{flag} {folder}: no {MANIFEST} there; expected a folder that "
+                             "python -m isogloss.cache has written") from None
+        except (ValueError, RecursionError):
+            plain = None
+        names = {entry.name for entry in fields(cls)}
+        if isinstance(plain, dict) and plain.get("format") == 1:
+            plain = {"sampled": False, "seed": 0} | plain
+        is_readable = isinstance(plain, dict) and plain.get("format") in READABLE
+        if not is_readable or set(plain) != names:
+            raise ValueError(f"--{flag} {folder}: its {MANIFEST} is damaged, or of another version "
+                             f"(expected format {FORMAT}); write the cache anew")
+        return cls(**plain)
+
+    def difference(self, other):
+        """Return "name: this value, that value" of the first field that differs, or None."""
+        for entry in fields(self):
+            values = getattr(self, entry.name), getattr(other, entry.name)
+            # names of the same teacher and data may differ
+            if entry.name not in ("files", "teacher", "data") and values[0] != values[1]:
+                return f"{entry.name} {values[0]} there, {values[1]} here"
+        return None
+
+
+def shard_name(number):
+    return f"shard-{number:05d}.safetensors"
+
+
+def write_tensors(path, tensors):
+    """Write a safetensors file that is complete or absent.
+
+    Raises:
+        DataError: it cannot be written, as on a full disk.
+    """
+    scratch = scratch_of(path)
+    try:
+        scratch.write_bytes(save(tensors))  # save_file would let the owner alone read it
+        sync(scratch)
+        scratch.rename(path)
+        sync(path.parent)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise DataError(f"--output {path}: cannot be written ({reason_of(error)}); once this is "
+                        "repaired the same command goes on") from None
+
+
+def complete(folder, manifest, before):
+    """Write the index of all shards, and a manifest that names every file.
+
+    Args:
+        before: `Manifest.files` of an earlier manifest, whose files are the same again.
+    Raises:
+        ValueError: a file is not what it was, or the texts are not those of the manifest.
+    """
+    keys = []
+    shards = []
+    starts = []
+    sizes = []
+    for number in range(manifest.num_shards):
+        with safe_open(folder / shard_name(number), "pt") as file:
+            of_shard = file.get_tensor("keys")
+            start = file.get_tensor("starts")
+        keys.append(of_shard)
+        shards.append(torch.full((len(of_shard),), number, dtype=torch.int32))
+        starts.append(start[:-1])
+        sizes.append(start.diff().int())
+    keys = torch.cat(keys).numpy()
+    if hashlib.sha256(keys.tobytes()).hexdigest()[:32] != manifest.data_digest:
+        raise ValueError(f"--output {folder}: the data was another one while it was read; delete "
+                         "this directory and write the cache of data that stays the same")
+    # stable: of a text that occurs twice, the first one counts
+    order = torch.from_numpy(np.lexsort((keys[:, 1], keys[:, 0])))
+    text_number = torch.cat([torch.arange(len(shard)) for shard in shards])
+    write_tensors(folder / INDEX, {
+        "keys": torch.from_numpy(keys)[order], "shard": torch.cat(shards)[order],
+        "start": torch.cat(starts)[order], "size": torch.cat(sizes)[order],
+        "text": text_number[order].int()})
+    manifest.files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST and not path.name.startswith("."):
+            manifest.files[name] = size_and_checksum(path)
+    for name, expected in before.items():
+        if manifest.files.get(name) != expected:
+            raise ValueError(f"--output {folder}: {name} is not what was written before; delete "
+                             "it and run the same command again")
+    manifest.write(folder)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class CacheReader:
+    """Look up texts in a complete cache.
+
+    Attributes:
+        folder: Path.
+        manifest: Manifest.
+    """
+
+    def __init__(self, folder, manifest):
+        self.folder = Path(folder)
+        self.manifest = manifest
+        index = read_tensors("teacher_cache", self.folder / INDEX)
+        self.keys = index["keys"].numpy()
+        self.shard = index["shard"].numpy()
+        self.start = index["start"].numpy()
+        self.size = index["size"].numpy()
+        self.text = index["text"].numpy()
+        self.shards = {}
+
+    def find(self, key):
+        """Return the place of a text in the index, or None.
+
+        Args:
+            key: (2,) int64, see `text_key`.
+        """
+        place = int(np.searchsorted(self.keys[:, 0], key[0]))
+        while place < len(self.keys) and self.keys[place, 0] == key[0]:
+            if self.keys[place, 1] == key[1]:
+                return place
+            place += 1
+        return None
+
+    def tokens(self, place):
+        """Return (positions + 1,) int32: what each position of a text reads, and the last label."""
+        first = int(self.start[place]) + int(self.text[place])
+        return self._shard(place).get_slice("tokens")[first : first + int(self.size[place]) + 1]
+
+    def columns(self, place, num_positions):
+        """Return the tensors of the first positions of a text, as the shard holds them."""
+        file = self._shard(place)
+        first = int(self.start[place])
+        columns = {}
+        for name in file.keys():
+            if name not in ("keys", "starts", "tokens"):
+                columns[name] = file.get_slice(name)[first : first + num_positions]
+        return columns
+
+    def _shard(self, place):
+        number = int(self.shard[place])
+        if number not in self.shards:
+            # it maps the file; pages are read when they are needed
+            path = self.folder / shard_name(number)
+            try:
+                self.shards[number] = safe_open(path, "pt")
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"--teacher_cache {path}: cannot be read ({error})") from None
+        return self.shards[number]
+
+
+def open_cache(flag, folder):
+    """Return the Manifest of a complete cache whose files have the right sizes.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    manifest = Manifest.read(flag, folder)
+    if not manifest.files:
+        raise ValueError(f"--{flag} {folder}: is not complete; the command that began it goes on "
+                         "where it ended")
+    for name, (size, _) in manifest.files.items():
+        path = Path(folder) / name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            what = "is missing" if actual is None else f"has {actual} bytes, expected {size}"
+            raise ValueError(f"--{flag} {folder}: {name} {what}; delete it and run the command "
+                             "that wrote the cache again")
+    return manifest
+
+
+def check_contents(flag, folder, manifest, names):
+    """Read files of a cache in full.
+
+    Args:
+        names: the files, of manifest.files.
+    Raises:
+        ValueError: a file is not what was written.
+    """
+    for name in names:
+        if size_and_checksum(Path(folder) / name) != manifest.files[name]:
+            raise ValueError(f"--{flag} {folder}: {name} is damaged, its checksum is another one; "
+                             "delete it and run the command that wrote the cache again")
+
+
+def read_tensors(flag, path):
+    """Return {name: tensor} of a safetensors file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--{flag} {path}: cannot be read ({error})") from None

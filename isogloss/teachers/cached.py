@@ -1,0 +1,230 @@
+"""Read from a cache what a teacher has said of the texts of a run; no teacher is loaded.
+
+Models with causal attention say of the beginning of a text what they say of it in the whole text.
+So a cache holds texts as long as the teacher reads them, and a run reads as much of each as its cut
+leaves, whatever the student, its cut, the packing and the ranks.
+"""
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from isogloss.align import fingerprint
+from isogloss.data.batch_types import text_key
+from isogloss.errors import DataError
+from isogloss.teachers.cache_files import (
+    HEAD,
+    CacheReader,
+    check_contents,
+    open_cache,
+    read_tensors,
+    scored_logits,
+)
+from isogloss.teachers.kept_tokens import estimated, without_draws
+from isogloss.teachers.text_scores import ScoredLogits, batch_texts
+from isogloss.tiles import Head, HiddenLogits
+
+FLAG = "teacher_cache"
+
+
+# --- before the first step ------------------------------------------------------------------------
+
+
+def template_digest(encoder):
+    """Return a digest of how a TextEncoder renders chats."""
+    template = getattr(encoder.tokenizer, "chat_template", None) or ""
+    if not isinstance(template, str):
+        template = json.dumps(template, sort_keys=True)
+    told = json.dumps(encoder.template_kwargs, sort_keys=True)
+    return hashlib.sha256(f"{template}\n{told}".encode()).hexdigest()[:32]
+
+
+def check_cache(folder, encoder, max_length):
+    """Return the Manifest of a cache that fits a run; all ranks take part in reading it in full.
+
+    Args:
+        folder: of the cache.
+        encoder: TextEncoder of the teacher, as the run reads it.
+        max_length: what --teacher_max_length says; 0: as much as the cache holds.
+    Raises:
+        ValueError: what arrived, what was expected.
+    """
+    manifest = open_cache(FLAG, folder)
+    rank = dist.get_rank()
+    check_contents(FLAG, folder, manifest, sorted(manifest.files)[rank :: dist.get_world_size()])
+    where = f"--{FLAG} {folder}"
+    tokenizer = fingerprint(encoder.tokenizer)
+    if tokenizer != manifest.tokenizer:
+        raise ValueError(f"{where}: it was written with the tokenizer of {manifest.teacher} "
+                         f"({manifest.tokenizer}), but --teacher has another one ({tokenizer}); "
+                         "leave out --teacher, or write a cache with this one")
+    if manifest.holds_chats and template_digest(encoder) != manifest.template:
+        raise ValueError(f"{where}: its chats were rendered by another chat template, or with "
+                         "other --template_kwargs; use the same, or write the cache anew")
+    if max_length > manifest.max_length:
+        raise ValueError(f"--teacher_max_length {max_length}: {folder} holds {manifest.max_length} "
+                         "positions of a text; use no more, or write the cache anew")
+    return manifest
+
+
+def check_rest(folder, manifest, temperature, reads_draws):
+    """Raise a ValueError where a cache has the rest of its rows at other temperatures than asked.
+
+    Args:
+        temperature: at which the loss reads it.
+        reads_draws: see `specs.TeacherSpec`.
+    """
+    if manifest.sampled and reads_draws and temperature != manifest.temperature:
+        raise ValueError(f"--temperature {temperature}: {folder} holds tokens that were drawn at "
+                         f"{manifest.temperature}, as --sampled says; use that, or write the cache "
+                         "anew with this --temperature")
+    if manifest.output == "topk" and temperature not in (1.0, manifest.temperature):
+        raise ValueError(f"--temperature {temperature}: {folder} holds the mass of all tokens that "
+                         f"it does not keep at {manifest.temperature} and 1; use one of them, or "
+                         "write the cache anew with this --temperature")
+
+
+def check_texts(folders, data):
+    """Check that caches hold all texts of a run that can be counted; ranks divide the rows.
+
+    Args:
+        folders: of the caches.
+        data: [(dataset, ExampleReader, number of the first row)]; streams are left out, whose texts
+            are looked up when they come.
+    Raises:
+        ValueError: the first text that one lacks.
+    """
+    for folder in folders:
+        reader = CacheReader(folder, open_cache(FLAG, folder))
+        for dataset, read, first_row in data:
+            if not hasattr(dataset, "__len__"):
+                continue
+            for row in range(dist.get_rank(), len(dataset), dist.get_world_size()):
+                example = read(dataset[row], first_row + row)
+                if reader.find(text_key(example.content, example.tools)) is None:
+                    raise ValueError(lacks(folder, reader.manifest, f"row {first_row + row} of "
+                                           f"{read.source}"))
+
+
+def lacks(folder, manifest, what):
+    return (f"--{FLAG} {folder}: lacks {what}; it was written of {manifest.num_texts} texts of "
+            f"{manifest.data}, so this is other data or another version of it; use that data, or "
+            "write a cache of this one")
+
+
+# --- the source -----------------------------------------------------------------------------------
+
+
+class CachedTeacher:
+    """Give what a cache holds of a batch; see `teachers.TeacherSource`."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.folder = Path(spec.cache)
+        self.reader = CacheReader(self.folder, open_cache(FLAG, self.folder))
+        self.manifest = self.reader.manifest
+        self.head = load_head(self.folder, spec) if spec.output == "hidden" else None
+        self.is_plain = spec.rest_temperature != self.manifest.temperature
+
+    def request(self, batch):
+        """Do nothing: `targets` reads at once."""
+
+    def targets(self, batch):
+        """Return the logits of a TeacherBatch; positions that belong to no text hold zeros.
+
+        Raises:
+            DataError: see `_find`.
+        """
+        keys = batch.keys.cpu().numpy()
+        positions = [torch.zeros(0, dtype=torch.long)]
+        columns = []
+        labels = []
+        for text in batch_texts(batch):
+            place = self._find(keys[text.sample], text.tokens)
+            positions.append(text.positions)
+            columns.append(self.reader.columns(place, len(text.positions)))
+            labels.append(text.tokens[1:])
+        positions = torch.cat(positions)
+        num_positions = batch.labels.numel()
+        if self.spec.output == "hidden":
+            width = self.head.weight_VH.shape[1]
+            dtype = columns[0]["hidden"].dtype if columns else self.head.weight_VH.dtype
+            hidden = torch.zeros(num_positions, width, dtype=dtype)
+            if columns:
+                hidden[positions] = torch.cat([of_text["hidden"] for of_text in columns])
+            return HiddenLogits(hidden.to(self.spec.device), self.head)
+        # a rank may be without a text
+        blocks = [ScoredLogits.empty(self.manifest.top_k + 1, self.spec.vocab)]
+        for of_text, labels_N in zip(columns, labels):
+            blocks.append(self._scored(of_text, labels_N))
+        scored = ScoredLogits.joined(blocks).spread(positions, num_positions)
+        return scored.to(self.spec.device)
+
+    def _scored(self, columns, labels_N):
+        """Return the ScoredLogits of some positions, as the loss reads them."""
+        scored = scored_logits(columns, labels_N, self.spec.vocab, self.is_plain)
+        if not self.manifest.sampled:
+            return scored
+        if self.spec.reads_draws:
+            return estimated(scored, columns["drawn"], self.manifest.temperature)
+        return without_draws(scored, columns["drawn"])
+
+    def _find(self, key, tokens):
+        """Return the place in the index of a text, of which the run reads some tokens.
+
+        Args:
+            tokens: see `text_scores.BatchText`.
+
+        Raises:
+            DataError: the cache lacks it, or holds less of it, or other tokens.
+        """
+        place = self.reader.find(key)
+        if place is None:
+            raise DataError(lacks(self.folder, self.manifest, "a text of the data"))
+        stored = self.reader.tokens(place)
+        if len(stored) < len(tokens):
+            raise DataError(
+                f"--{FLAG} {self.folder}: holds {len(stored) - 1} positions of a text of which "
+                f"this run reads {len(tokens) - 1}; it was cut at {self.manifest.max_length} "
+                "positions")
+        if not torch.equal(tokens.int(), stored[: len(tokens)]):
+            raise DataError(
+                f"--{FLAG} {self.folder}: a text has other tokens there than this run reads; its "
+                "tokenizer or its chat template is another one")
+        return place
+
+    def whole_targets(self, batch):
+        """Return what `targets` does: a truncated cache knows no more."""
+        return self.targets(batch)
+
+    def on_device(self):
+        return contextlib.nullcontext()
+
+    def release(self):
+        """Do nothing: every answer has memory of its own."""
+
+    def close(self):
+        """Do nothing: mapped files end with the process."""
+
+
+def load_head(folder, spec):
+    """Return the Head of a cache of hidden states, on the spec's device."""
+    tensors = read_tensors(FLAG, folder / HEAD)
+    scale, softcap = tensors["numbers"].tolist()
+    bias = tensors.get("bias")
+    return Head(
+        tensors["weight"].to(spec.device), None if bias is None else bias.to(spec.device),
+        scale=scale, softcap=softcap, vocab=spec.vocab)
+
+
+def head_tensors(head):
+    """Return what `load_head` reads of a Head."""
+    tensors = {"weight": head.weight_VH.detach()[: head.tokens].cpu().contiguous(),
+               "numbers": torch.tensor([head.scale, head.softcap], dtype=torch.float64)}
+    if head.bias_V is not None:
+        tensors["bias"] = head.bias_V.detach()[: head.tokens].cpu().contiguous()
+    return tensors

@@ -1,0 +1,188 @@
+"""Keep what a model says of the text beside logits that are truncated.
+
+`--teacher_output topk` keeps K tokens per position.  What does not follow from these, such as the
+probability of the text's own token, is computed where all logits exist and kept beside them.
+
+Shapes: T positions of the flattened batch, W vocabulary, N positions asked for.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from isogloss.teachers.mixing import FLOOR
+from isogloss.tiles import LogitsSource, TopKLogits
+
+
+class TextScores(NamedTuple):
+    """Hold what whole distributions say of the text, (T,) float32 each.
+
+    logp_T: log-probability of the label, in nats; where there is no label it says nothing.
+    entropy_T: in nats.
+    max_logp_T: log-probability of the most likely token, in nats.
+    correct_T: 1 where that token is the label, else 0.
+    """
+
+    logp_T: torch.Tensor
+    entropy_T: torch.Tensor
+    max_logp_T: torch.Tensor
+    correct_T: torch.Tensor
+
+    def at(self, positions):
+        """Return the scores of (N,) int64 positions."""
+        return TextScores(*(score.index_select(0, positions) for score in self))
+
+    def packed(self):
+        """Return all scores as one (T, 4) tensor, as it is sent."""
+        return torch.stack(self, 1)
+
+    @classmethod
+    def unpacked(cls, packed_T4):
+        """Return what `packed` was called on."""
+        return cls(*packed_T4.unbind(1))
+
+
+class WholeRows(NamedTuple):
+    """Hold what is computed of whole rows before tokens are left out.
+
+    scores: TextScores.
+    best_N: (N,) the largest logit; total_N: (N,) logsumexp of the logits.
+    mass_NW: (N, W) exp(logits - best).
+    """
+
+    scores: TextScores
+    best_N: torch.Tensor
+    total_N: torch.Tensor
+    mass_NW: torch.Tensor
+
+    def rest(self, logits_NW, ids_NK, temperature):
+        """Return (N,) log-probabilities, softened, of all tokens but (N, K) some; masses end."""
+        mass_NW = self.mass_NW
+        if temperature != 1:
+            mass_NW = ((logits_NW - self.best_N[:, None]) / temperature).exp_()
+        rest_N = mass_NW.scatter_(1, ids_NK, 0).sum(-1).log() * temperature
+        return rest_N + self.best_N - self.total_N
+
+
+def scores_of_rows(logits_NW, best_N, labels_N, correct_N):
+    """Return the WholeRows of some rows of float32 logits.
+
+    Args:
+        best_N: (N,) the largest of them.
+        labels_N: (N,) int64 token of each; correct_N: (N,) bool, it is the most likely one.
+    """
+    # tokens that never come have logits of -inf and add nothing; sums by row, not by a matmul,
+    # which adds up in an order that depends on the other rows
+    distance_NW = (logits_NW - best_N[:, None]).clamp_(min=FLOOR)
+    mass_NW = distance_NW.exp()  # the one pass with exponentials
+    Z_N = mass_NW.sum(-1)
+    total_N = best_N + Z_N.log()
+    label_logp_N = logits_NW.gather(1, labels_N[:, None])[:, 0] - total_N
+    scores = TextScores(
+        logp_T=label_logp_N.clamp(min=FLOOR),
+        # by distances, which are small where masses are large
+        entropy_T=Z_N.log() - distance_NW.mul_(mass_NW).sum(-1) / Z_N,
+        max_logp_T=-Z_N.log(),
+        correct_T=correct_N.float())
+    return WholeRows(scores, best_N, total_N, mass_NW)
+
+
+class BatchText(NamedTuple):
+    """Name the positions of a batch that read one text.
+
+    sample: its number in the micro-batch.
+    positions: (n,) int64, of the flattened batch.
+    tokens: (n + 1,) int64, what they read and what the last one predicts.
+    """
+
+    sample: int
+    positions: torch.Tensor
+    tokens: torch.Tensor
+
+
+def batch_texts(batch):
+    """List the BatchText, on the CPU, of each sample of a TeacherBatch that has a position."""
+    labels = batch.labels.flatten().cpu()
+    ids = batch.ids.flatten().cpu()
+    is_text = labels != -100
+    sample = batch.sample.cpu()
+    texts = []
+    for number in range(batch.num_samples):
+        positions = (is_text & (sample == number)).nonzero().squeeze(1)
+        if len(positions):
+            tokens = torch.cat([ids[positions], labels[positions[-1:]]])
+            texts.append(BatchText(number, positions, tokens))
+    return texts
+
+
+@dataclass
+class ScoredLogits:
+    """Give truncated logits, and what the whole distributions say of the text.
+
+    Attributes:
+        logits: LogitsSource.
+        scores: TextScores of all its positions.
+    """
+
+    logits: LogitsSource
+    scores: TextScores
+
+    def __call__(self, positions):
+        return self.logits(positions)
+
+    def columns(self, ids):
+        return self.logits.columns(ids)
+
+    @classmethod
+    def empty(cls, width, vocab):
+        """Return the ScoredLogits of no position, of which each would have `width` tokens."""
+        none = torch.zeros(0)
+        ids = torch.zeros(0, width, dtype=torch.int)
+        logits = TopKLogits(ids, torch.zeros(0, width), vocab, none, none)
+        return cls(logits, TextScores(none, none, none, none))
+
+    @classmethod
+    def joined(cls, blocks):
+        """Return the ScoredLogits of all positions of blocks, whose logits are TopKLogits."""
+        rows = [block.logits for block in blocks]
+        logits = TopKLogits(
+            torch.cat([row.ids_TK for row in rows]), torch.cat([row.logp_TK for row in rows]),
+            rows[0].vocab, torch.cat([row.rest_T for row in rows]),
+            torch.cat([row.total_T for row in rows]))
+        packed = torch.cat([block.scores.packed() for block in blocks])
+        return cls(logits, TextScores.unpacked(packed))
+
+    def at(self, positions):
+        """Return the ScoredLogits of (N,) int64 positions.
+
+        The logits, here and below, are TopKLogits with totals.
+        """
+        return self.with_tensors([value.index_select(0, positions) for value in self.tensors()])
+
+    def to(self, device):
+        """Return the same on a device."""
+        return self.with_tensors([value.to(device) for value in self.tensors()])
+
+    def spread(self, positions, num_positions):
+        """Return the ScoredLogits of a batch that has these at (N,) int64 positions, else zeros."""
+        spread = []
+        for value in self.tensors():
+            whole = value.new_zeros(num_positions, *value.shape[1:])
+            spread.append(whole.index_copy(0, positions, value))
+        return self.with_tensors(spread)
+
+    def tensors(self):
+        """List all tensors, of which `with_tensors` makes ScoredLogits again."""
+        logits = self.logits
+        return logits.ids_TK, logits.logp_TK, logits.rest_T, logits.total_T, *self.scores
+
+    def with_tensors(self, tensors):
+        """Return the ScoredLogits of the same vocabulary that these tensors make."""
+        ids_TK, logp_TK, rest_T, total_T, *scores = tensors
+        logits = TopKLogits(ids_TK, logp_TK, self.logits.vocab, rest_T, total_T)
+        return ScoredLogits(logits, TextScores(*scores))
+
+    @property
+    def nbytes(self):
+        return self.logits.nbytes + sum(score.nbytes for score in self.scores)

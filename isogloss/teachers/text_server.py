@@ -1,0 +1,447 @@
+"""Ask a server over HTTP what its model says of texts: token ids in, likely tokens out.
+
+Two servers can say it of the tokens of a prompt, each in its way:
+
+    vLLM    POST /v1/completions, whose extension `prompt_logprobs` takes the number of tokens
+    SGLang  POST /generate with `return_logprob`; its /v1/completions answers without token ids
+
+`/v1/models` tells them apart by `owned_by`, and says how long a prompt may be.  Any other server
+that speaks as vLLM does will do.  An error that may pass (no connection, half an answer, a status
+from 500 on) is tried again, with pauses that double, until the time-out.
+
+Nothing that a server sends is believed: an answer has a time and a size, and every field of it a
+type and a range.
+
+Needs aiohttp and numpy.  Tests: tests/test_text_server.py.
+
+Shapes: N tokens of a prompt behind its first, E tokens named in an answer, of all positions.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import aiohttp
+import numpy as np
+
+from isogloss.errors import DataError
+from isogloss.job.rendezvous import one_line
+
+KEY_VARIABLE = "TEACHER_API_KEY"
+FIRST_PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
+LONGEST_PAUSE = 30.0
+PASSING = 408, 425, 429  # statuses below 500 that may pass
+MOST_BYTES = 2**24  # of an answer, and beside what its entries take
+BYTES_PER_ENTRY = 512  # vLLM's takes 100, and a token can be long
+LARGEST = 2**31  # ids, indices and lengths are below
+SAID = 300  # characters of a server's own words in a message
+SPARE = 2  # positions of a context that a prompt leaves: its last token is no input, one is written
+
+
+def is_address(name):
+    """Tell whether the name of a teacher is the address of a server."""
+    return str(name).lower().startswith(("http://", "https://"))
+
+
+class Address(NamedTuple):
+    """Hold the address of a server.
+
+    scheme: "http" or "https".
+    host, port: port None is the scheme's.
+    prefix: path in front of "/v1/models".
+    model: name of one of its models; empty: it has one.
+    """
+
+    scheme: str
+    host: str
+    port: int | None
+    prefix: str
+    model: str
+
+    @classmethod
+    def of(cls, url):
+        """Return the Address of http://host:8000, or http://host:8000/prefix/v1#model.
+
+        Raises:
+            ValueError: it is another one, or holds a secret.
+        """
+        parts = urlsplit(url)
+        if "@" in parts.netloc or parts.query:  # run.json holds the flags; say nothing of it here
+            raise ValueError("--teacher http://...: its address holds a password or a query, which "
+                             f"logs would keep; put a key into the variable {KEY_VARIABLE}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if not parts.hostname or port == -1:
+            raise ValueError(f"--teacher {url}: no address of a server; expected one such as "
+                             "http://host:8000")
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.scheme.lower(), parts.hostname, port, prefix, parts.fragment)
+
+
+def api_key():
+    """Return the key that the environment holds for servers, or None.
+
+    Raises:
+        ValueError: it cannot be sent; the message does not repeat it.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"the variable {KEY_VARIABLE} holds characters that no key has")
+    return key or None
+
+
+class ServedModel(NamedTuple):
+    """Hold what a server says of its model.
+
+    name: by which requests name it.
+    owner: "vllm", "sglang", or what else made the server.
+    context: tokens of a prompt and what follows; None: it does not say.
+    """
+
+    name: str
+    owner: str
+    context: int | None
+
+
+class Likely(NamedTuple):
+    """Hold what a server says of one text, position by position.
+
+    ids_E, logp_E: int64 and float64, tokens and their log-probabilities, in no order; the text's
+        own are among them, and no token comes twice at a position.
+    counts_N: int64, how many of them each position has.
+    spelled: what the server writes for the text's own tokens, or None where it does not say.
+    """
+
+    ids_E: np.ndarray
+    logp_E: np.ndarray
+    counts_N: np.ndarray
+    spelled: list
+
+
+class Passing(Exception):
+    """Report an error after which the same request may succeed."""
+
+
+class TextServer:
+    """Ask one server; each call is whole or raises.
+
+    Attributes:
+        url: as the flag says it.
+        address: Address.
+        timeout: seconds for a request with all its tries.
+        key: sent with every request, and in no message; or None.
+    """
+
+    def __init__(self, url, timeout, key=None):
+        self.url = url
+        self.address = Address.of(url)
+        self.timeout = timeout
+        self.key = key
+
+    def describe(self):
+        """Return the ServedModel.
+
+        Raises:
+            DataError: the server does not answer, or not with one model of the wanted name.
+        """
+        cards = self._ask("GET", "/v1/models").get("data")
+        if not isinstance(cards, list) or not all(map(_is_card, cards)):
+            raise self.error("its /v1/models lists no models; expected vLLM or SGLang")
+        named = {card.get("id"): card for card in cards}
+        wanted = self.address.model
+        if (wanted and wanted not in named) or (not wanted and len(named) != 1):
+            listed = ", ".join(named) or "none"
+            raise self.error(f"its models are {listed[:SAID]}; name one of them behind #, as in "
+                             "http://host:8000#name")
+        [card] = [named[wanted]] if wanted else named.values()
+        context = card.get("max_model_len")
+        return ServedModel(card["id"], str(card.get("owned_by")),
+                           context if _is_number(context) and context else None)
+
+    def tokenize(self, model, text):
+        """Return the tokens of a text without special ones, or None where a server has no say."""
+        body = {"model": model.name, "prompt": text, "add_special_tokens": False}
+        try:
+            tokens = self._ask("POST", "/tokenize", body).get("tokens")
+        except DataError:
+            return None
+        return tokens if isinstance(tokens, list) and all(map(_is_number, tokens)) else None
+
+    def score(self, model, texts, top_k):
+        """Return the Likely of each text.
+
+        Args:
+            texts: lists of token ids, of two or more.
+            top_k: most likely tokens of each position; the text's own come beside them.
+        Raises:
+            DataError: the time is over, or the answer is not what was asked for.
+        """
+        num_entries = (top_k + 1) * sum(map(len, texts))
+        most_bytes = MOST_BYTES + BYTES_PER_ENTRY * num_entries
+        if model.owner == "sglang":
+            body = {"input_ids": texts, "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+                    "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
+            answers = self._ask("POST", "/generate", body, most_bytes, expected=list)
+            read = of_sglang
+        else:
+            body = {"model": model.name, "prompt": texts, "max_tokens": 1, "temperature": 0,
+                    "prompt_logprobs": top_k}
+            answers = self._ask("POST", "/v1/completions", body, most_bytes).get("choices")
+            read = of_vllm
+        try:
+            if len(answers) != len(texts):
+                raise ValueError(f"{len(answers)} answers to {len(texts)} texts")
+            if read is of_vllm:
+                answers = sorted(answers, key=lambda answer: answer["index"])
+                if [answer["index"] for answer in answers] != list(range(len(texts))):
+                    raise ValueError("its choices have other indices than the texts")
+            return [read(answer, ids) for answer, ids in zip(answers, texts)]
+        except ValueError as error:
+            raise self.error(f"{error}; another model, or another version of the server, answers "
+                             "there") from None
+        except (KeyError, TypeError, AttributeError, IndexError):
+            raise self.error("its answer has no log-probabilities of the prompt; expected vLLM "
+                             "(with prompt_logprobs) or SGLang") from None
+
+    def error(self, what):
+        """Return a DataError of one line, without the key."""
+        line = one_line(f"--teacher {self.url}: {what}")
+        return DataError(line.replace(self.key, "***") if self.key else line)
+
+    # --- HTTP
+
+    def _ask(self, method, path, body=None, most_bytes=MOST_BYTES, expected=dict):
+        """Return the JSON of an answer; try again what may pass, until the time is over."""
+        deadline = time.monotonic() + self.timeout
+        pause = FIRST_PAUSE
+        for tries in itertools.count(1):
+            try:
+                plain = self._try(method, path, body, deadline, most_bytes)
+                if not isinstance(plain, expected):
+                    kind = "an object" if expected is dict else "a list"
+                    raise self.error(f"its answer to {path} is not {kind}; expected vLLM or SGLang")
+                return plain
+            except Passing as error:
+                last = str(error)
+            except TimeoutError:
+                last = "TimeoutError"
+            except (OSError, aiohttp.ClientError) as error:
+                cause = getattr(error, "os_error", error)
+                last = f"{type(cause).__name__} {' '.join(str(cause).split())[:SAID]}".strip()
+            if time.monotonic() + pause >= deadline:
+                raise self.error(
+                    f"no answer to {path} in {self.timeout:g} seconds and {tries} tries (the last "
+                    f"one: {last}); see whether the server runs, or raise --teacher_timeout")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _try(self, method, path, body, deadline, most_bytes):
+        """Return the JSON of an answer of one try.
+
+        Raises:
+            Passing, OSError, ClientError: it may pass.
+            DataError: it will not.
+        """
+        # not asyncio.run, which waits for the thread that looks up a name beyond the deadline
+        loop = asyncio.new_event_loop()
+        try:
+            status, content = loop.run_until_complete(
+                self._sent(method, path, body, deadline, most_bytes))
+        finally:
+            loop.close()
+        return self._checked(status, content)
+
+    async def _sent(self, method, path, body, deadline, most_bytes):
+        """Return (status, content) of an answer, complete before the deadline."""
+        # an answer that is packed could be of any size
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
+        port = "" if self.address.port is None else f":{self.address.port}"
+        url = f"{self.address.scheme}://{host}{port}{self.address.prefix}{path}"
+        timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+            async with session.request(method, url, headers=headers, allow_redirects=False,
+                                       data=None if body is None else json.dumps(body)) as response:
+                pieces = []
+                async for piece in response.content.iter_any():
+                    pieces.append(piece)
+                    most_bytes -= len(piece)
+                    if most_bytes < 0:
+                        raise self.error(f"its answer to {path} is longer than any that was asked "
+                                         "for; expected vLLM or SGLang")
+                return response.status, b"".join(pieces)
+
+    def _checked(self, status, content):
+        """Return the JSON of an answer that is no error."""
+        if status >= 500 or status in PASSING:
+            raise Passing(f"HTTP {status} {_words(content)}")
+        if status >= 300:  # a redirection would take the key to another server
+            raise self.error(f"HTTP {status} {_words(content)}{_advice(status, content)}")
+        try:
+            return json.loads(content)
+        except RecursionError:
+            raise self.error("its answer is no JSON of vLLM or SGLang; it is too deep") from None
+        except ValueError:
+            raise Passing("half an answer, or one that is not JSON") from None
+
+
+def _is_card(card):
+    """Tell whether this describes a model."""
+    return isinstance(card, dict) and isinstance(card.get("id"), str)
+
+
+def _is_number(value):
+    """Tell whether this is an index, an id or a length."""
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def _words(content):
+    """Return what a server says of an error, in short."""
+    text = content.decode(errors="replace")
+    try:
+        plain = json.loads(text)
+        error = plain.get("error", plain)
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        pass
+    return " ".join(text[: 2**16].split())[:SAID]
+
+
+def _advice(status, content):
+    """Return what to do about an error, as far as its words tell."""
+    if status in (401, 403):
+        return f"; put its key into the variable {KEY_VARIABLE}"
+    if b"max allowed" in content and b"logprobs" in content:
+        return ("; start the server with --max-logprobs of at least as many, or ask for fewer with "
+                "--teacher_output_topk")
+    return ""
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def of_vllm(choice, ids):
+    """Return the Likely of a choice of vLLM.
+
+    Its `prompt_logprobs` are a list over the tokens of the prompt: null for the first one, then
+    {id: {"logprob", "rank", "decoded_token"}} of the most likely ones and of the token itself.
+
+    Raises:
+        ValueError: it is about another text.
+    """
+    positions = _about(choice["prompt_logprobs"], ids)
+    entries = list(itertools.chain.from_iterable(map(dict.values, positions)))
+    logp = [entry["logprob"] for entry in entries]
+    token_ids = list(map(int, itertools.chain.from_iterable(positions)))
+    spelled = []
+    for position, label in zip(positions, ids[1:]):
+        spelled.append(_own(position.get(str(label)), label).get("decoded_token"))
+    counts = np.array([len(position) for position in positions], np.int64)
+    return _likely(token_ids, logp, counts, spelled)
+
+
+def of_sglang(answer, ids):
+    """Return the Likely of an answer of SGLang.
+
+    Its `meta_info` has `input_token_logprobs`, [log-probability, id, text] of each token of the
+    prompt, and `input_top_logprobs`, a list of the same of each, null for the first one.
+
+    Raises:
+        ValueError: it is about another text.
+    """
+    meta = answer["meta_info"]
+    labels = _about(meta["input_token_logprobs"], ids)
+    tops = _about(meta["input_top_logprobs"], ids)
+    entries = []
+    counts = []
+    for label, top, expected in zip(labels, tops, ids[1:]):
+        _own(label if label[1] == expected else None, expected)
+        others = [entry for entry in top if entry[1] != expected]
+        entries += [label, *others]
+        counts.append(1 + len(others))
+    return _likely([entry[1] for entry in entries], [entry[0] for entry in entries],
+                   np.array(counts, np.int64), [label[2] for label in labels])
+
+
+def _likely(token_ids, logp, counts_N, spelled):
+    """Return a Likely whose fields have their types and ranges, and no token twice at a position.
+
+    Raises:
+        ValueError: they have others.
+    """
+    if not set(map(type, token_ids)) <= {int} or not all(0 <= one < LARGEST for one in token_ids):
+        raise ValueError("it names tokens by something else than their ids")
+    if not set(map(type, logp)) <= {int, float} or any(abs(value) > 1e300 for value in logp
+                                                       if type(value) is int):
+        raise ValueError("it has log-probabilities that are no numbers")
+    if not set(map(type, spelled)) <= {str, type(None)}:
+        raise ValueError("it spells tokens by something else than text")
+    ids_E = np.array(token_ids, np.int64)
+    position_E = np.repeat(np.arange(len(counts_N)), counts_N)
+    if len(np.unique(position_E * LARGEST + ids_E)) < len(ids_E):
+        raise ValueError("it names a token twice at one position")
+    return Likely(ids_E, np.array(logp, np.float64), counts_N, spelled)
+
+
+def _about(positions, ids):
+    """Return what an answer says of all tokens but the first."""
+    if len(positions) != len(ids):
+        raise ValueError(f"it answers {len(positions)} positions of a text of {len(ids)} tokens")
+    return positions[1:]
+
+
+def _own(entry, label):
+    """Return what an answer says of the text's own token at a position."""
+    if entry is None:
+        raise ValueError(f"it says nothing of token {label} of a text, where it stands, so it "
+                         "reads other tokens than were sent")
+    return entry
+
+
+# --- beside the student ---------------------------------------------------------------------------
+
+
+class Requests:
+    """Run calls in a few threads, in order; their results are `Future`s.
+
+    Threads start with the first call: data workers are forked before.  They do not keep the process
+    from ending.
+    """
+
+    def __init__(self, num_threads):
+        self.calls = queue.SimpleQueue()
+        self.num_threads = num_threads
+        self.threads = []
+
+    def submit(self, function, *arguments):
+        """Return the Future of function(*arguments)."""
+        if len(self.threads) < self.num_threads:
+            self.threads.append(threading.Thread(target=self._run, daemon=True))
+            self.threads[-1].start()
+        future = Future()
+        self.calls.put((future, function, arguments))
+        return future
+
+    def close(self):
+        """End the threads, once they have done what they have begun."""
+        for _ in self.threads:
+            self.calls.put(None)
+
+    def _run(self):
+        while call := self.calls.get():
+            future, function, arguments = call
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # it belongs to the one who waits
+                future.set_exception(error)

@@ -1,0 +1,1 @@
+"""Writing: the student's own texts, who writes them, and how old they may be."""

@@ -1,0 +1,570 @@
+"""Let the student write: the rollouts of a step, of a few steps, and of an evaluation.
+
+The prompts come from the data workers (rollouts.py), the loop over tokens is rollout.py.  Here is
+what lies between: with which weights it runs, when rollouts are used again, what they weigh then,
+and what is logged of them.
+
+Tests: tests/test_on_policy.py.
+"""
+
+import os
+import time
+from dataclasses import dataclass, field
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from isogloss.align import Located
+from isogloss.config import Config
+from isogloss.data.batch import Collator
+from isogloss.data.batch_types import Example
+from isogloss.data.ends import stop_ids
+from isogloss.data.order import ExampleReader
+from isogloss.data.rollouts import (
+    HELD_OUT,
+    TRAINING,
+    OldRollout,
+    Prompter,
+    Rollout,
+    RolloutPrompt,
+    SkippedPrompt,
+    completed,
+)
+from isogloss.data.sample import TextEncoder
+from isogloss.data.workers import in_pinned_memory
+from isogloss.job.counts import Counts, PairCounts, global_sums, mean_of
+from isogloss.job.flat import to_device
+from isogloss.job.rendezvous import values_of_ranks
+from isogloss.job.sequence_group import SequenceGroup
+from isogloss.job.watch import node_name
+from isogloss.rollout import Prompt, write
+from isogloss.student.whole_student import WholeStudent, refresh
+from isogloss.targets import rollout_nats
+from isogloss.writing.rollout_ratio import current_logp
+from isogloss.writing.writer_process import (
+    WriterError,
+    WriterProcess,
+    WriterStopped,
+    check_command,
+    completion_of_plain,
+    prompt_as_plain,
+)
+
+# Steps of which the first is asked how far the student is from its teachers, which takes the
+# teachers' logits once more: 6 % of a step of small models.
+MEASURED_STEP = 5
+
+
+@dataclass
+class WrittenExample:
+    """Keep a Rollout with the value that chooses its teachers."""
+
+    rollout: Rollout
+    route: object
+
+
+@dataclass
+class Writer:
+    """Write rollouts with the student's current weights.
+
+    Attributes:
+        cfg: Config.
+        engine: DeepSpeed engine around a StudentWithLoss.
+        encoder: TextEncoder of the student.
+        collator: makes Batches of Drafts.
+        prompter: Prompter, for held-out rows.
+        reader: ExampleReader.
+        held_out_data: rows of an evaluation.
+        device: of this rank.
+        sequence_group: ranks that read the same samples, or None.
+        student: WholeStudent that writes, unless a process of its own does.
+        process: WriterProcess of this node, on its first rank, or None.
+        written: {(source, copy): WrittenExample} of the current batch of rollouts.
+        seconds: that this rank has spent on the rollouts of the current step.
+        records: the first rollouts of the latest step or evaluation, dicts of `record_of`.
+    """
+
+    cfg: Config
+    engine: deepspeed.DeepSpeedEngine
+    encoder: TextEncoder
+    collator: Collator
+    prompter: Prompter
+    reader: ExampleReader
+    held_out_data: object
+    device: torch.device
+    sequence_group: SequenceGroup | None = None
+    student: WholeStudent | None = None
+    process: WriterProcess | None = None
+    written: dict = field(default_factory=dict)
+    seconds: float = 0.0
+    records: list = field(default_factory=list)
+    shared: dict = field(default_factory=dict)  # {name: weight} in the memory of the process
+
+    def __post_init__(self):
+        if self.cfg.rollout_command:
+            check_command(self.cfg.rollout_command)
+            if os.environ["LOCAL_RANK"] == "0":
+                self.process = WriterProcess(self.cfg.rollout_command, self.cfg.rollout_timeout)
+
+    # the rollouts of a step
+
+    def complete(self, drafts, step):
+        """Return the Batches of the Drafts of a step; all ranks take part.
+
+        Args:
+            step: number of the step, from 1 on.
+        """
+        begin = time.perf_counter()
+        if self.staleness(step) == 0:
+            self._write_batch(drafts)
+        batches = []
+        for draft in drafts:
+            examples = [self._finished(example) for example in draft.examples]
+            batch = self.collator(examples, draft.sample_ids)
+            batch.rollout_age = self.staleness(step)
+            num_old = sum(isinstance(example.content, OldRollout) for example in draft.examples)
+            num_missing = num_old and sum(example.content is None for example in examples)
+            batch.skipped_prompts = draft.skipped_prompts + num_missing
+            batch.is_measured = (step - 1) % MEASURED_STEP == 0
+            if not batch.is_measured:
+                for teacher in batch.teachers:
+                    teacher.is_rollout = None  # its tiles know it already
+            batches.append(self._to_be_moved(batch))
+        self.seconds = time.perf_counter() - begin
+        return batches
+
+    def _to_be_moved(self, batch):
+        """Return a Batch as the device copies it best."""
+        return in_pinned_memory(batch) if self.device.type == "cuda" else batch
+
+    def staleness(self, step):
+        """Return how many steps ago the rollouts of a step were written."""
+        return (step - 1) % self.cfg.rollout_every
+
+    def _write_batch(self, drafts):
+        """Write all rollouts that the Drafts ask for, and forget those before."""
+        examples = []
+        for draft in drafts:
+            for example in draft.examples:
+                if isinstance(example.content, RolloutPrompt):
+                    examples.append(example)
+        prompts = [example.content for example in examples]
+        self.written = {}
+        for example, rollout in zip(examples, self.rollouts(prompts, TRAINING)):
+            self.written[rollout.prompt.key] = WrittenExample(rollout, example.route)
+
+    def _finished(self, example):
+        """Return an Example with its Rollout in place of its prompt."""
+        content = example.content
+        if not isinstance(content, (RolloutPrompt, OldRollout)):
+            return example
+        # None: its prompt was skipped when the others were written
+        written = self.written.get(content.key)
+        return Example(written.rollout, written.route) if written else Example(None)
+
+    def rollouts(self, prompts, purpose):
+        """Return the Rollout of each RolloutPrompt; all ranks take part.
+
+        Args:
+            purpose: first counter of the noise, TRAINING or HELD_OUT.
+        """
+        group = self.sequence_group
+        # ranks of a sequence group have the same prompts and share the work
+        shard = prompts[group.rank :: group.size] if group else prompts
+        starts = []
+        for prompt in shard:
+            key = self.cfg.seed, purpose, *prompt.key
+            starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
+        if self.cfg.rollout_command:
+            completions = self._written_by_process(starts)
+        else:
+            with self.student.model() as (model, agree):
+                completions = write(
+                    model, starts, stop_ids(self.encoder), len(self.encoder.table),
+                    self.cfg.rollout_temperature, self.cfg.rollout_top_p, self.cfg.rollout_batch,
+                    max(self.encoder.table.pad, 0), agree,
+                    equal_lengths=self.student.equal_lengths)
+        written = []
+        for prompt, completion in zip(shard, completions):
+            written.append(completed(prompt, completion, self.encoder))
+        if not group:
+            return written
+        plain = [rollout.to_plain() for rollout in written]
+        rollouts = [None] * len(prompts)
+        for rank, of_rank in enumerate(values_of_ranks(plain, group.group)):
+            rollouts[rank :: group.size] = [Rollout.from_plain(entry) for entry in of_rank]
+        return rollouts
+
+    def end_when(self, asked_to_end):
+        """Wait for the process that writes only until asked_to_end() is true."""
+        if self.process:
+            self.process.asked_to_end = asked_to_end
+
+    def close(self):
+        """End the process that writes, if there is one."""
+        if self.process:
+            self.process.close()
+
+    def has_other_weights(self):
+        """Tell whether what writes is not the student itself."""
+        has_replica = self.student is not None and self.student.replica is not None
+        return has_replica or bool(self.cfg.rollout_command)
+
+    def _written_by_process(self, starts):
+        """Return the Completions of this rank's prompts, by the process of its node.
+
+        All ranks take part: the first one of a node asks for all of them.
+
+        Raises:
+            WriterError, WriterStopped: on all ranks.
+        """
+        self._share_weights()
+        plain = [prompt_as_plain(prompt) for prompt in starts]
+        asked = values_of_ranks([node_name(), plain])
+        by_rank = {}
+        problem = ""
+        is_stopped = False
+        if self.process:
+            try:
+                by_rank = self._ask_process(asked)
+            except WriterError as error:
+                problem = str(error)
+            except WriterStopped:
+                is_stopped = True
+        completions = []
+        answers = values_of_ranks([by_rank, problem, is_stopped])
+        if any(is_stopped for _, _, is_stopped in answers):
+            raise WriterStopped
+        for of_leader, problem_of_leader, _ in answers:
+            if problem_of_leader:  # on every rank
+                raise WriterError(problem_of_leader)
+            completions += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
+        return [completion_of_plain(plain) for plain in completions]
+
+    def _ask_process(self, asked):
+        """Return {rank: completions} of the ranks of this node, as they are sent.
+
+        Args:
+            asked: [node, prompts] of every rank, likewise.
+        """
+        if self.process.is_loaded:
+            self.process.refresh()
+        else:
+            dtype = next(self.engine.module.model.parameters()).dtype
+            self.process.load(self.cfg.student, dtype, self.encoder.max_length)
+        of_node = []
+        for rank, (node, prompts) in enumerate(asked):
+            if node == node_name():
+                of_node += [(rank, prompt) for prompt in prompts]
+        completions = self.process.write(
+            [prompt for _, prompt in of_node], stop_ids(self.encoder), len(self.encoder.table),
+            self.cfg.rollout_temperature, self.cfg.rollout_top_p)
+        by_rank = {}
+        for (rank, _), completion in zip(of_node, completions):
+            by_rank.setdefault(rank, []).append(completion)
+        return by_rank
+
+    def _share_weights(self):
+        """Write the current weights to the memory of the process; all ranks take part."""
+        model = self.engine.module.model
+        if self.process and not self.shared:
+            of_parameter = {}
+            weights = {}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                if id(parameter) not in of_parameter:
+                    # partitioned parameters have their own shape only while they are gathered
+                    shape = getattr(parameter, "ds_shape", parameter.shape)
+                    of_parameter[id(parameter)] = torch.empty(
+                        shape, dtype=parameter.dtype, device=self.device)
+                weights[name] = of_parameter[id(parameter)]
+            self.shared = self.process.share(weights)
+        refresh(self.shared, model)
+
+    # the state of a run
+
+    def state(self):
+        """Return what a checkpoint keeps, the same on every rank; all ranks take part."""
+        if self.cfg.rollout_every == 1:
+            return []
+        plain = []
+        for example in self.written.values():
+            route = None if example.route is ... else [example.route]
+            plain.append({"route": route, "rollout": example.rollout.to_plain()})
+        by_key = {}
+        for of_rank in values_of_ranks(plain):
+            for entry in of_rank:
+                by_key[tuple(entry["rollout"]["key"])] = entry
+        return [by_key[key] for key in sorted(by_key)]
+
+    def load_state(self, plain):
+        """Restore what `state` returned."""
+        for entry in plain:
+            rollout = Rollout.from_plain(entry["rollout"])
+            route = ... if entry["route"] is None else entry["route"][0]
+            self.written[rollout.prompt.key] = WrittenExample(rollout, route)
+
+    # what is logged
+
+    def describe(self, batches, counts, targets, names):
+        """Keep the records of a step; return its metrics, equal on every rank.
+
+        All ranks take part.
+
+        Args:
+            batches: Batches of the step on this rank.
+            counts: global Counts.
+            targets: of each batch, the TeacherTarget of every teacher.
+            names: of the teachers.
+        """
+        nats_of_batches = []
+        for of_batch in targets:
+            nats_of_batches.append([target.rollout_nats for target in of_batch])
+        self.records = self.first_records(batches, nats_of_batches, names)
+        teacher_nats = [0.0] * len(names)
+        for of_batch in targets:
+            for number, target in enumerate(of_batch):
+                if target.rollout_nats is not None:
+                    teacher_nats[number] += float(target.rollout_nats.sum())
+        sums = RolloutSums()
+        for batch in batches if self._counts_samples() else []:
+            sums.samples += len(batch.sample_ids)
+            sums.skipped_prompts += batch.skipped_prompts
+            for rollout in batch.rollouts:
+                if rollout is not None:
+                    sums.add(rollout)
+        numbers = [*sums.numbers(), self.seconds, *teacher_nats]
+        totals = global_sums(numbers).tolist()
+        num_sums = len(sums.numbers())
+        sums = RolloutSums(*totals[:num_sums])
+        metrics = sums.metrics()
+        metrics["seconds"] = totals[num_sums] / dist.get_world_size()
+        metrics["staleness"] = batches[0].rollout_age
+        if sums.rollouts:
+            metrics["tokens_per_second"] = sums.tokens / max(metrics["seconds"], 1e-9)
+        if batches[0].is_measured:
+            metrics |= compared(sums, counts.pairs, totals[num_sums + 1 :], names)
+        return {f"rollout/{name}": value for name, value in metrics.items()}
+
+    def _counts_samples(self):
+        """Tell whether this rank counts its samples: of a sequence group the first one does."""
+        return self.sequence_group is None or self.sequence_group.rank == 0
+
+    def first_records(self, batches, nats_of_batches, names, held_out=False):
+        """Return the first rollouts of this rank as dicts, at most --rollout_log.
+
+        Args:
+            nats_of_batches: of each batch, (samples,) -log q of every teacher, or None.
+            held_out: the rollouts are those of an evaluation.
+        """
+        records = []
+        for batch, of_batch in zip(batches, nats_of_batches):
+            nats = [self._whole_nats(nats_B) for nats_B in of_batch]
+            for number, rollout in enumerate(batch.rollouts):
+                if rollout is not None and len(records) < self.cfg.rollout_log:
+                    of_teachers = {}
+                    for name, nats_B in zip(names, nats):
+                        if nats_B is not None:
+                            of_teachers[name] = float(nats_B[number])
+                    sample = rollout.prompt.key[0] if held_out else batch.sample_ids[number]
+                    record = {"sample": sample, "held_out": held_out}
+                    records.append(record | record_of(rollout, of_teachers))
+        return records
+
+    def _whole_nats(self, nats_B):
+        """Return (samples,) nats over the whole sequences, of which this rank has its shards'."""
+        if nats_B is None or self.sequence_group is None:
+            return nats_B
+        nats_B = nats_B.clone()
+        dist.all_reduce(nats_B, group=self.sequence_group.group)
+        return nats_B
+
+    def gap(self, batches):
+        """Return how far the student's log-probabilities are from those when it wrote.
+
+        All ranks take part.
+
+        Args:
+            batches: Batches of a step on the device; the first one is asked.
+        Returns:
+            metrics, equal on every rank.
+        """
+        student = batches[0].student
+        logp_BS = current_logp(self.engine, student)
+        difference = torch.zeros(1, device=self.device)
+        if student.logp is not None:
+            is_written = ~student.logp.isnan()
+            difference = (logp_BS - student.logp)[is_written].abs()
+        totals = global_sums([float(difference.sum()), difference.numel()]).tolist()
+        largest = difference.max() if difference.numel() else torch.zeros((), device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return {"rollout/logp_gap": mean_of(totals[0], totals[1]),
+                "rollout/logp_gap_max": float(largest) if totals[1] else None}
+
+    # evaluations
+
+    def held_out_batches(self, micro_batch_size):
+        """Write the rollouts of the first held-out rows; return (Batches, RolloutSums of them).
+
+        All ranks take part, with equally many batches.
+        """
+        group_size = self.sequence_group.size if self.sequence_group else 1
+        reader_rank = dist.get_rank() // group_size
+        num_readers = dist.get_world_size() // group_size
+        num_rows = min(self.cfg.rollout_eval, len(self.held_out_data))
+        examples = []
+        for row in range(reader_rank, num_rows, num_readers):
+            example = self.reader(self.held_out_data[row], row)
+            try:
+                prompt = self.prompter.prompt(example, (row, 0))
+            except SkippedPrompt:
+                continue
+            examples.append(example._replace(content=prompt))
+        sums = RolloutSums()
+        finished = []
+        prompts = [example.content for example in examples]
+        for example, rollout in zip(examples, self.rollouts(prompts, HELD_OUT)):
+            finished.append(Example(rollout, example.route))
+            if self._counts_samples():
+                sums.samples += 1
+                sums.add(rollout)
+        # rounded up: every rank takes part in what its teachers compute
+        per_rank = -(-num_rows // num_readers)
+        finished += [Example(None)] * (-(-per_rank // micro_batch_size) * micro_batch_size
+                                       - len(finished))
+        batches = []
+        for first in range(0, len(finished), micro_batch_size):
+            batch = self.collator(finished[first : first + micro_batch_size])
+            batches.append(self._to_be_moved(batch))
+        return batches, sums
+
+
+@torch.no_grad()
+def evaluate_rollouts(writer, setups):
+    """Let the student write from held-out rows; return the metrics, equal on every rank.
+
+    All ranks take part.  The noise is the same at every evaluation.
+
+    Args:
+        setups: `targets.TeacherSetup` of every teacher.
+    """
+    begin = time.perf_counter()
+    batches, sums = writer.held_out_batches(writer.engine.train_micro_batch_size_per_gpu())
+    seconds = time.perf_counter() - begin
+    counts = [PairCounts() for _ in setups]
+    teacher_nats = [0.0] * len(setups)
+    nats_of_batches = []
+    for batch in batches:
+        batch = to_device(batch, writer.device)
+        nats_of_batches.append([])
+        for number, setup in enumerate(setups):
+            teacher_batch = batch.teachers[number]
+            logits = setup.source.targets(teacher_batch)
+            nats_B = None
+            if teacher_batch.is_rollout is not None:
+                nats_B = rollout_nats(logits, teacher_batch)
+                teacher_nats[number] += float(nats_B.sum())
+            nats_of_batches[-1].append(nats_B)
+            counts[number].rollout_nats += batch.counts.pairs[number].rollout_nats
+            counts[number].rollout_bytes += batch.counts.pairs[number].rollout_bytes
+            setup.source.release()
+    whole = Counts(pairs=counts).all_reduce()
+    numbers = [*sums.numbers(), *teacher_nats]
+    totals = global_sums(numbers).tolist()
+    num_sums = len(sums.numbers())
+    sums = RolloutSums(*totals[:num_sums])
+    metrics = sums.metrics() | {"seconds": seconds}
+    names = [setup.name for setup in setups]
+    writer.records = writer.first_records(batches, nats_of_batches, names, held_out=True)
+    metrics |= compared(sums, whole.pairs, totals[num_sums:], names)
+    return {f"rollout/{name}": value for name, value in metrics.items()}
+
+
+def compared(sums, pairs, teacher_nats, names):
+    """Return how far the student is from each teacher on what it wrote.
+
+    Args:
+        sums: global RolloutSums.
+        pairs: global PairCounts of every teacher.
+        teacher_nats: global -log q of the aligned tokens of each teacher.
+    """
+    metrics = {}
+    for name, pair, nats in zip(names, pairs, teacher_nats):
+        if pair.rollout_bytes:
+            suffix = f"/{name}" if len(names) > 1 else ""
+            difference = nats - pair.rollout_nats
+            metrics[f"reverse_kl_per_byte{suffix}"] = difference / pair.rollout_bytes
+            metrics[f"aligned_bytes{suffix}"] = mean_of(pair.rollout_bytes, sums.num_bytes)
+    return metrics
+
+
+@dataclass
+class RolloutSums:
+    """Sum up what rollouts are like; all fields add up."""
+
+    samples: float = 0
+    skipped_prompts: float = 0
+    rollouts: float = 0
+    tokens: float = 0
+    num_bytes: float = 0
+    truncated: float = 0
+    entropy: float = 0.0
+    repeated: float = 0.0
+    noncanonical: float = 0
+
+    def add(self, rollout):
+        """Count a Rollout."""
+        self.rollouts += 1
+        self.tokens += len(rollout.ids)
+        self.num_bytes += len(rollout.text.encode())
+        self.truncated += not rollout.ended
+        self.entropy += rollout.entropy * len(rollout.ids)
+        self.repeated += rollout.repeated
+        self.noncanonical += not rollout.is_canonical
+
+    def numbers(self):
+        """List the fields."""
+        return list(vars(self).values())
+
+    def metrics(self):
+        """Return the metrics, see docs/metrics.md."""
+        return {
+            "share": mean_of(self.rollouts, self.samples),
+            "skipped_prompts": int(self.skipped_prompts),
+            "tokens": int(self.tokens),
+            "length": mean_of(self.tokens, self.rollouts),
+            "truncated": mean_of(self.truncated, self.rollouts),
+            "entropy": mean_of(self.entropy, self.tokens),
+            "repeated_4grams": mean_of(self.repeated, self.rollouts),
+            "noncanonical": mean_of(self.noncanonical, self.rollouts),
+        }
+
+
+def record_of(rollout, teacher_nats):
+    """Return what rollouts.jsonl says of a Rollout.
+
+    Args:
+        teacher_nats: {name: -log q of the aligned tokens}.
+    """
+    num_bytes = max(len(rollout.text.encode()), 1)
+    per_byte = {name: nats / num_bytes for name, nats in teacher_nats.items()}
+    return {
+        "copy": rollout.prompt.key[1], "prompt": rollout.prompt.text,
+        "text": rollout.text, "ids": rollout.ids.tolist(), "ended": rollout.ended,
+        "student_nats_per_byte": -float(rollout.logp.sum()) / num_bytes,
+        "teacher_nats_per_byte": per_byte,
+    }
+
+
+def check_writing(writer):
+    """Raise a ValueError for a student that cannot write; all ranks take part."""
+    table = writer.encoder.table
+    ids = np.array([table.bos if table.bos >= 0 else max(table.eos, 0)])
+    nowhere = np.full(1, -1)
+    located = Located(nowhere, nowhere, np.zeros(1, np.int8))
+    prompt = RolloutPrompt((0, 0), ids, "", located, None, 2)
+    try:
+        writer.rollouts([prompt], HELD_OUT)
+    except WriterError as error:
+        raise ValueError(str(error)) from None

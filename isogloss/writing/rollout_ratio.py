@@ -1,0 +1,129 @@
+"""Weigh rollouts that older weights wrote, and compare what two sets of weights say of them.
+
+Tests: tests/test_on_policy.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from isogloss.job.counts import global_sums, mean_of
+from isogloss.job.sequence_group import halo_values
+from isogloss.losses import at_least_float32, prefix_ratio
+from isogloss.objective.objective import weigh_positions
+from isogloss.teachers.specs import BLOCK
+
+
+class LabelLogp:
+    """Tell `StudentWithLoss` to return the log-probability of each label, 0 where there is none."""
+
+    def __init__(self, labels_BS):
+        self.labels_BS = labels_BS
+
+    def reduce(self, student_logits):
+        """Return (B, S) float32."""
+        labels = self.labels_BS.flatten()
+        logp = torch.zeros(len(labels), device=labels.device)
+        positions = (labels >= 0).nonzero().squeeze(1)
+        for block in positions.split(BLOCK):
+            logp_NV = at_least_float32(student_logits(block)).log_softmax(-1)
+            logp[block] = logp_NV.gather(1, labels[block][:, None]).squeeze(1).float()
+        return logp.view_as(self.labels_BS)
+
+
+def current_logp(engine, batch):
+    """Return (B, S) log-probabilities of a StudentBatch's labels; all ranks take part."""
+    engine.eval()
+    with torch.no_grad():
+        logp_BS = engine(batch, LabelLogp(batch.labels))
+    engine.train()
+    return logp_BS
+
+
+@dataclass
+class RatioSums:
+    """Sum up the ratios of positions in rollouts.
+
+    Attributes:
+        total: sum of the ratios as they are used; count: of positions.
+        limited: positions whose ratio was clamped or masked.
+        largest: ratio before that.
+    """
+
+    total: float = 0.0
+    count: float = 0
+    limited: float = 0
+    largest: float = 0.0
+
+
+def weigh_by_ratio(cfg, engine, batches, sequence_group):
+    """Weigh the terms of rollouts that older weights wrote; all ranks take part.
+
+    A term at a place of a rollout weighs p / p_old of the tokens before it, because so much more
+    often the student would be there today.
+
+    Args:
+        batches: Batches on the device.
+    Returns:
+        (the batches, metrics).
+    """
+    sums = RatioSums()
+    for batch in batches:
+        logp_BS = current_logp(engine, batch.student)
+        if batch.student.logp is None:
+            continue
+        ratio_BS = rollout_ratio(cfg, batch, logp_BS, sequence_group, sums)
+        teachers = []
+        for teacher in batch.teachers:
+            ratio_N1 = ratio_BS.reshape(-1, 1)
+            ratio_N1 = halo_values(ratio_N1, teacher.halo_index, sequence_group)
+            teachers.append(weigh_positions(teacher, ratio_N1.squeeze(1)))
+        batch.teachers = teachers
+    device = logp_BS.device
+    totals = global_sums([sums.total, sums.count, sums.limited]).tolist()
+    largest = torch.tensor(sums.largest, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    metrics = {"rollout/ratio": mean_of(totals[0], totals[1]),
+               "rollout/ratio_limited": mean_of(totals[2], totals[1]),
+               "rollout/ratio_max": float(largest) if totals[1] else None}
+    return batches, metrics
+
+
+def rollout_ratio(cfg, batch, logp_BS, sequence_group, sums):
+    """Return (B, S) weights of this rank's positions, 1 outside of rollouts; add to RatioSums."""
+    student = batch.student
+    is_written_BS = ~student.logp.isnan()
+    positions_BS = student.positions
+    if positions_BS is None:
+        positions_BS = torch.arange(logp_BS.shape[1], device=logp_BS.device).expand_as(logp_BS)
+    rows = [whole_rows(x_BS, sequence_group)
+            for x_BS in (logp_BS, student.logp.nan_to_num(), is_written_BS, positions_BS)]
+    logp, old_logp, mask, positions = rows
+    sample = (positions == 0).cumsum(1)  # a packed row holds several
+    ratio = prefix_ratio(logp, old_logp, mask, cfg.max_ratio, cfg.ratio, sample)
+    unlimited = prefix_ratio(logp, old_logp, mask, math.inf, "clamp", sample)
+    sums.largest = max(sums.largest, float(unlimited.max()))
+    is_limited_BS = own_columns(ratio != unlimited, sequence_group)
+    ratio_BS = own_columns(ratio, sequence_group)
+    sums.total += float(ratio_BS[is_written_BS].sum())
+    sums.count += int(is_written_BS.sum())
+    sums.limited += int(is_limited_BS[is_written_BS].sum())
+    return torch.where(is_written_BS, ratio_BS, 1.0)
+
+
+def whole_rows(values_BS, sequence_group):
+    """Return the rows of which the ranks of a sequence group hold a shard each."""
+    if sequence_group is None:
+        return values_BS
+    parts = [torch.empty_like(values_BS) for _ in range(sequence_group.size)]
+    dist.all_gather(parts, values_BS.contiguous(), group=sequence_group.group)
+    return torch.cat(parts, 1)
+
+
+def own_columns(values_BS, sequence_group):
+    """Return this rank's shard of whole rows."""
+    if sequence_group is None:
+        return values_BS
+    return values_BS.chunk(sequence_group.size, 1)[sequence_group.rank]

@@ -1,0 +1,205 @@
+"""The two tokenizers of a pair: load them, as their files say, and tell them apart."""
+
+import hashlib
+import json
+import warnings
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from isogloss.align import TokenTable, fingerprint
+from isogloss.spelling import ROLES
+
+from isogloss.flags.model_names import read_model_name
+
+
+@dataclass
+class Pair:
+    """A student's and a teacher's tokenizer, with what is known of them; the student's comes first.
+
+    Attributes:
+        names: hub ids or directories.
+        tokenizers, tables: the fast tokenizers and their TokenTables.
+        fingerprints: digests of the tokenizers.
+        roles: which id is the eos, bos, ... of each, as text; a tokenizer.json does not say that.
+    """
+
+    names: tuple
+    tokenizers: tuple
+    tables: tuple
+    fingerprints: tuple
+
+    @property
+    def roles(self):
+        return tuple(_roles(table) for table in self.tables)
+
+    @property
+    def digest(self):
+        """The digest of all that tables of the pair depend on, for the names of cached files."""
+        roles = hashlib.sha256(repr(self.roles).encode()).hexdigest()[:8]
+        return f"{self.fingerprints[0][:16]}-{self.fingerprints[1][:16]}-{roles}"
+
+    @classmethod
+    def of(cls, student_tokenizer, teacher_tokenizer, names=("", ""), tables=None):
+        """Return the pair of two fast tokenizers; `tables`: their TokenTables, if at hand."""
+        tokenizers = (student_tokenizer, teacher_tokenizer)
+        if tables is None:
+            tables = tuple(map(TokenTable.from_tokenizer, tokenizers))
+        return cls(tuple(names), tokenizers, tables, tuple(map(fingerprint, tokenizers)))
+
+    @classmethod
+    def load(cls, student, teacher, trust_remote_code=False):
+        """Load the tokenizers of two hub ids or directories.
+
+        Args:
+            trust_remote_code: run the Python code that comes with a tokenizer.
+        Raises:
+            ValueError: one of them cannot be loaded.
+        """
+        student_tokenizer, student_table = load_tokenizer("student", student, trust_remote_code)
+        teacher_tokenizer, teacher_table = load_tokenizer("teacher", teacher, trust_remote_code)
+        tables = (student_table, teacher_table)
+        return cls.of(student_tokenizer, teacher_tokenizer, (student, teacher), tables)
+
+
+def _roles(table):
+    return ", ".join(f"{role} {getattr(table, role)}" for role in ROLES)
+
+
+def load_tokenizer(flag, name, trust_remote_code=False):
+    """Load a tokenizer and the table of its tokens.
+
+    Control tokens beyond the rows of the model's lm_head, which no text holds, are left out of the
+    table.
+
+    Returns:
+        (tokenizer, TokenTable).
+    Raises:
+        ValueError: it cannot be loaded, or is no fast tokenizer.
+    """
+    from transformers import AutoTokenizer, logging  # seconds to import
+
+    # What it raises is reported in one line, which stands alone.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = read_model_name(flag, name)
+    place, revision = model.of_tokenizer
+    with reading(flag, name, "its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = as_in_its_file(flag, name, tokenizer, place, revision)
+    try:
+        table = TokenTable.from_tokenizer(tokenizer)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"--{flag} {name}: its tokenizer cannot be used ({reason_of(error)})") \
+            from None
+    num_rows = _rows_of_head(model.base, model.revision)
+    if num_rows and num_rows < len(table):
+        with suppress(ValueError):  # ids that may stand in a text are for the caller to refuse
+            table = table.below(num_rows)
+    return tokenizer, table
+
+
+def _rows_of_head(place, revision):
+    """Return the rows of a model's lm_head by its config.json; None: there is none that says so.
+
+    Not by AutoConfig: a folder may hold a tokenizer alone, and a wrong config is for others to
+    refuse.
+    """
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(place, "config.json", revision=revision,
+                           _raise_exceptions_for_missing_entries=False,
+                           _raise_exceptions_for_connection_errors=False)
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        num_rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return num_rows if type(num_rows) is int and num_rows > 0 else None
+
+
+# Text that tokenizers cut differently: spaces, breaks, digits, words that no English has.
+PROBE = "In 2010,  there\n\n was a naïve 12345 日本 🙂\tdef f(x):\n    return x_1 ** 2\r\n"
+
+
+def as_in_its_file(flag, name, tokenizer, place, revision):
+    """Return the tokenizer that tokenizer.json describes, if AutoTokenizer has made another one.
+
+    For some types of models (`qwen2` in config.json) transformers 5 takes the tokenizer class of
+    that type, whatever tokenizer_config.json names: the vocabulary is the file's, how text is cut
+    is not.
+
+    Args:
+        tokenizer: what AutoTokenizer has made.
+        place, revision: of its files.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    path = cached_file(place, "tokenizer.json", revision=revision,
+                       _raise_exceptions_for_missing_entries=False,
+                       _raise_exceptions_for_connection_errors=False)
+    if path is None or not tokenizer.is_fast:
+        return tokenizer
+    ids = Tokenizer.from_file(path).encode(PROBE, add_special_tokens=False).ids
+    if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == ids:
+        return tokenizer
+    as_written = PreTrainedTokenizerFast.from_pretrained(place, revision=revision)
+    if as_written(PROBE, add_special_tokens=False)["input_ids"] != ids:
+        return tokenizer
+    warnings.warn(
+        f"--{flag} {name}: AutoTokenizer makes a {type(tokenizer).__name__} of it, which cuts text "
+        "in another way than its tokenizer.json; the file is right here, and whoever uses the "
+        "model should read it with PreTrainedTokenizerFast", stacklevel=2)
+    return as_written
+
+
+@contextmanager
+def reading(flag, name, what):
+    """Turn whatever a library raises about a model's files into a ValueError that names the flag.
+
+    A damaged file makes the libraries raise errors of any type, so the block should hold nothing
+    but their calls: an error of our own must not look like a damaged file.
+
+    Args:
+        flag: that names the model.
+        name: hub id or directory.
+        what: what is read, as in "its tokenizer".
+    Raises:
+        ValueError: the block failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"--{flag} {name}: needs Python code that comes with the model; read that code, "
+                "and add --trust_remote_code to run it"
+            ) from None
+        raise ValueError(f"--{flag} {name}: {what} cannot be loaded ({reason_of(error)})") from None
+
+
+def reason_of(error):
+    """Return the first line of an error's text, with its type where the text alone says little."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = lines[0]
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1]}"
+    text = text.removesuffix(".")
+    if isinstance(error, (OSError, ValueError, ImportError)):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def tokenizer_metadata(pair):
+    """Return what a file says of the tokenizers that it belongs to, by the names of its keys."""
+    values = {"fingerprint": pair.fingerprints, "roles": pair.roles, "model_id": pair.names}
+    metadata = {}
+    for key, (student_value, teacher_value) in values.items():
+        metadata[f"student_{key}"] = student_value
+        metadata[f"teacher_{key}"] = teacher_value
+    return metadata
