@@ -23,7 +23,7 @@ class StudentBatch:
         tiles: list of `tiles.Tile` for the cross-entropy of a run without a teacher, else None.
         logp: (B, S) float32, log-probability of the label when the student wrote it, NaN for what
             it did not write; None: there is no rollout.
-        documents: of shards, the `sequence.document_spans` of their whole rows, else None.
+        documents: of shards, the `spans.document_spans` of their whole rows, else None.
     """
 
     ids: torch.Tensor
@@ -49,7 +49,7 @@ class TeacherBatch:
             divergences between two tokenizers, else `Chunks`.
         sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
-            `sequence.SequenceShard`; None without sequence parallelism.
+            `spans.SequenceShard`; None without sequence parallelism.
         is_rollout: (samples,) bool, which of them the student wrote; None: there is no rollout.
         keys: (samples, 2) int64, by which a cache finds what it holds of them; None: none is asked.
     """

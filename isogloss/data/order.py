@@ -322,9 +322,9 @@ class Draft:
     Attributes:
         examples: Example each; of rollouts the content is a `rollouts.RolloutPrompt`, or an
             `rollouts.OldRollout`.
-        sample_ids: see `batch.Batch`.
+        sample_ids: see `batch_types.Batch`.
         skipped_prompts: samples that are left out because they give no prompt.
-        place: see `batch.Batch`.
+        place: see `batch_types.Batch`.
     """
 
     examples: list

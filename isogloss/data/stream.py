@@ -38,7 +38,7 @@ def take_sample(unread, reader):
     """Return the next rows of an iterator that make up a sample; at its end, those that are left.
 
     Args:
-        reader: `data.ExampleReader`, which says up to how many characters rows are joined.
+        reader: `order.ExampleReader`, which says up to how many characters rows are joined.
     """
     rows = []
     num_characters = 0

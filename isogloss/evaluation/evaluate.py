@@ -246,7 +246,7 @@ def evaluate(batches, student, setups, sequence_group=None):
 
     Args:
         batches: Batches on the device.
-        student: `student.StudentRunner`.
+        student: `engine.StudentRunner`.
         setups: `targets.TeacherSetup` of every teacher, with its source.
         sequence_group: SequenceGroup where ranks hold shards of sequences.
     Returns:

@@ -172,7 +172,7 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
 
     Args:
         adapter: peft's config of the adapter by which a student is trained, or None.
-        attention: one of `specs.ATTENTIONS`, which the model has to have.
+        attention: one of `attention.ATTENTIONS`, which the model has to have.
     Raises:
         ValueError: see `load_model`, `adapters.add_adapter`, `check_attention`.
     """
@@ -209,7 +209,7 @@ def check_attention(role, path, model, attention):
     """Raise a ValueError for a model that does not have an attention.
 
     Args:
-        attention: one of `specs.ATTENTIONS`.
+        attention: one of `attention.ATTENTIONS`.
     """
     has = {"sdpa": model._supports_sdpa, "flash_attention_2": model._supports_flash_attn}
     if not has.get(attention, True):

@@ -68,7 +68,7 @@ class StudentWithLoss(nn.Module):
         if batch.positions is not None:
             arguments["position_ids"] = batch.positions
         if batch.documents is not None and takes_any_keyword(self.model.base_model.forward):
-            arguments["documents"] = batch.documents  # for `sequence.core_attention`
+            arguments["documents"] = batch.documents  # for `ulysses.core_attention`
         if terms is None:
             return self.model(**arguments).logits
         with kept_activations(self.model, batch.ids.shape, self.activation_offload):
@@ -262,7 +262,7 @@ def load_student(cfg, ds_config, attention="auto"):
     """Load the student in float32 (DeepSpeed casts it); under ZeRO-3 each rank loads its shard.
 
     Args:
-        attention: one of `specs.ATTENTIONS`, or the name of an attention registered beside these.
+        attention: one of `attention.ATTENTIONS`, or the name of an attention registered beside these.
     Raises:
         ValueError: see `pretrained.load_model`.
     """

@@ -48,7 +48,7 @@ class PipelinedStudent(PipelineModule):
     Attributes:
         model: the Hugging Face model, of which this stage's weights are left, under their names.
         stage: `stages.Stage`.
-        vocab, tiled, activation_offload: see `student.StudentWithLoss`.
+        vocab, tiled, activation_offload: see `engine.StudentWithLoss`.
         is_last: this is the last stage.
         pending: terms of the micro-batches that are under way, in their order; last stage.
         results: what became of them.
@@ -208,7 +208,7 @@ class StageClock:
 
 
 class PipelineRunner:
-    """Run the student through the stages of a pipeline; a `student.StudentRunner`."""
+    """Run the student through the stages of a pipeline; a `engine.StudentRunner`."""
 
     def __init__(self, engine, description):
         self.engine = engine
