@@ -32,7 +32,8 @@ MOST_MODULES = 16  # of a folder: more are a list, no map
 
 def modules():
     """Return {module: path} of everything that runs, tests and benchmarks apart."""
-    paths = [*ROOT.glob("*.py"), *ROOT.glob("isogloss/**/*.py"), *ROOT.glob("projection_tools/*.py")]
+    patterns = "*.py", "isogloss/**/*.py", "projection_tools/*.py"
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
     found = {}
     for path in paths:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
