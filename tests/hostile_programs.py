@@ -235,7 +235,10 @@ MIB = 331  # no other test uses as much; the processes' command lines hold it in
 
 def run_all(secret, port, pid):
     """Return {name: sandbox.Result} of all programs."""
-    from isogloss.evaluation import sandbox
+    try:
+        from isogloss.evaluation import sandbox
+    except ImportError:  # copied beside this file
+        import sandbox
 
     results = {}
     for name, program in PROGRAMS.items():

@@ -396,7 +396,7 @@ def test_a_model_is_judged_by_what_it_writes(monkeypatch):
             texts.append("\n" + item.reference if key[-1] == 0 else "    pass\n")
         return texts
 
-    monkeypatch.setattr("isogloss.tasks.write_answers", write)
+    monkeypatch.setattr("isogloss.evaluation.tasks.write_answers", write)
     metrics, records = run_tasks(tasks, model, encoder, options)
     for task in ("humaneval_plus", "mbpp_plus"):
         assert metrics[f"eval/{task}_pass@1"] == 0.5

@@ -185,7 +185,7 @@ def test_only_its_owner_may_open_the_memory():
 
 
 def test_the_file_works_alone(tmp_path):
-    shutil.copy(ROOT / "ipc.py", tmp_path)
+    shutil.copy(ROOT / "isogloss" / "job" / "ipc.py", tmp_path)
     code = "import torch, ipc; print(ipc.attach(ipc.publish(torch.arange(3))).tolist())"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     result = subprocess.run(

@@ -394,11 +394,12 @@ UNPICKLES = {"pickle", "all_gather_object", "broadcast_object_list", "gather_obj
 # workers.py reads what the processes that it forked itself send it through a pipe; unpickle.py
 # names the error of torch.load with weights_only
 EXCEPTIONS = "workers.py", "unpickle.py"
-MODULES = [path for path in sorted((ROOT / "isogloss").glob("*.py")) if path.name not in EXCEPTIONS]
+MODULES = [path for path in sorted((ROOT / "isogloss").rglob("*.py"))
+           if path.name not in EXCEPTIONS]
 
 
-@pytest.mark.parametrize("path", [ROOT / "ipc.py", ROOT / "distill.py", *MODULES],
-                         ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [ROOT / "distill.py", *MODULES],
+                         ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_module_unpickles_what_other_processes_send(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = set()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from isogloss import plot
+from isogloss import curves, plot
 
 
 def write_run(folder, lines, tail=""):
@@ -17,14 +17,14 @@ def write_run(folder, lines, tail=""):
 def lines_of(bits, kd):
     """Return the lines of a run of ten steps with two teachers, the second without rows at first.
     """
-    lines = [{"step": 0, plot.FIRST: bits, "eval/kd/A": kd}]
+    lines = [{"step": 0, curves.FIRST: bits, "eval/kd/A": kd}]
     for step in range(1, 11):
         line = {"step": step, "loss": 10.0 - step, "kd/A": kd / step}
         if step > 5:
             line["kd/B"] = kd
         lines.append(line)
     lines[3]["loss"] = None  # a skipped step
-    lines.append({"step": 10, plot.FIRST: bits / 2, "eval/kd/A": kd / 4})
+    lines.append({"step": 10, curves.FIRST: bits / 2, "eval/kd/A": kd / 4})
     return lines
 
 
@@ -40,7 +40,7 @@ def test_held_out_bits_come_first_and_each_teacher_has_a_panel(runs, tmp_path, c
     plot.cli([*map(str, runs), f"--png={picture}", "--metrics=student_bits_per_byte,kd,loss"])
     printed = capsys.readouterr().out
     titles = [line for line in printed.splitlines() if line and not line.startswith(" ")]
-    assert titles == [plot.FIRST, "kd/A", "kd/B", "loss", str(picture)]
+    assert titles == [curves.FIRST, "kd/A", "kd/B", "loss", str(picture)]
     assert "● first/seed0: first 3, last 1.5, least 1.5 at step 10" in printed
     assert "○ second/seed0: first 4, last 4, least 4 at step 6" in printed  # of kd/B
     # every panel has ink of both curves
@@ -56,11 +56,11 @@ def test_held_out_bits_come_first_and_each_teacher_has_a_panel(runs, tmp_path, c
 def test_without_metrics_what_the_runs_have_is_drawn(runs, capsys):
     plot.cli([str(runs[0])])
     titles = [line for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
-    assert titles == [plot.FIRST, "eval/kd/A", "loss"]
+    assert titles == [curves.FIRST, "eval/kd/A", "loss"]
 
 
 def test_a_mark_stands_where_its_number_is():
-    panel = plot.Panel("eval/x", [plot.Curve("a", [0, 50, 100], [3.0, 2.0, 1.0])])
+    panel = curves.Panel("eval/x", [curves.Curve("a", [0, 50, 100], [3.0, 2.0, 1.0])])
     lines = plot.text_panel(panel)[1 : plot.HEIGHT + 1]
     cells = [line.partition("│")[2] for line in lines]
     assert cells[0].index("●") == 0 and lines[0].split()[0] == "3"
@@ -68,15 +68,15 @@ def test_a_mark_stands_where_its_number_is():
     middle = [row for row, line in enumerate(cells) if "●" in line][1]
     assert abs(middle - (plot.HEIGHT - 1) / 2) <= 1
     assert sum(line.count("●") for line in cells) == 3
-    flat = plot.text_panel(panel._replace(curves=[plot.Curve("a", [0], [2.0])]))
+    flat = plot.text_panel(panel._replace(curves=[curves.Curve("a", [0], [2.0])]))
     assert sum(line.count("●") for line in flat[1:-1]) == 1
 
 
 def test_metrics_of_steps_are_means_of_neighbors():
-    curve = plot.Curve("a", list(range(1, 201)), [float(step) for step in range(1, 201)])
-    drawn = plot.smoothed(curve)
+    curve = curves.Curve("a", list(range(1, 201)), [float(step) for step in range(1, 201)])
+    drawn = curves.smoothed(curve)
     assert drawn.values == [step - 1.5 for step in drawn.steps] and drawn.steps[-1] == 200
-    assert len(drawn.steps) == plot.LINES_OF_SMOOTHING
+    assert len(drawn.steps) == curves.LINES_OF_SMOOTHING
 
 
 @pytest.mark.parametrize("words, message", [
@@ -123,7 +123,7 @@ def test_runs_of_before_a_metric_was_renamed_are_drawn_with_those_of_today(tmp_p
 def test_a_foreign_line_is_named(tmp_path, line):
     folder = write_run(tmp_path / "run", [{"step": 1}], f'{line}\n{{"step": 2}}\n')
     with pytest.raises(ValueError, match="line 2 is no line of metrics"):
-        plot.read_run(folder)
+        curves.read_run(folder)
 
 
 def test_a_damaged_line_is_named(tmp_path):
@@ -131,4 +131,4 @@ def test_a_damaged_line_is_named(tmp_path):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('nothing\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2 is no line of metrics"):
-        plot.read_run(folder)
+        curves.read_run(folder)

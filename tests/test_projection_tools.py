@@ -658,7 +658,7 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
         assert ended.value.code == 2
         assert message in error
         assert error.count("\n") == 1, error
-        assert error.startswith(f"{module.__name__}: ")
+        assert error.startswith(module.__name__.removeprefix("isogloss.") + ": ")
     assert not (tmp_path / "o.pt").exists()
 
     # compare takes its two files before the flags.

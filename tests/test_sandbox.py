@@ -90,7 +90,7 @@ def test_hostile_programs_do_not_get_out_without_rights(host):
     if os.getuid() != 0 or python is None:
         pytest.skip("needs root and an interpreter that everyone can read")
     secret, server, victim = host
-    for name in ("sandbox.py", "tests/hostile_programs.py"):
+    for name in ("isogloss/evaluation/sandbox.py", "tests/hostile_programs.py"):
         shutil.copy(ROOT / name, secret.parent)
         (secret.parent / Path(name).name).chmod(0o644)
     arguments = [str(secret), str(server.getsockname()[1]), str(victim.pid)]
@@ -148,7 +148,8 @@ def test_threads_run_programs_side_by_side():
 @needs_sandbox
 def test_a_program_ends_with_the_process_that_started_it():
     mib = 400 + os.getpid() % 1000  # by which its processes are found
-    code = f"import sandbox; sandbox.run('while True: pass', seconds=600, mib={mib})"
+    code = ("from isogloss.evaluation import sandbox; "
+            f"sandbox.run('while True: pass', seconds=600, mib={mib})")
     mark = str(mib * sandbox.MIB)
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
         while not processes_with(mark):
@@ -176,7 +177,7 @@ def test_unsafe_runs_have_limits_alone():
 
 
 def test_the_file_works_as_a_copy(tmp_path):
-    shutil.copy(ROOT / "sandbox.py", tmp_path)
+    shutil.copy(ROOT / "isogloss" / "evaluation" / "sandbox.py", tmp_path)
     code = ("import sys; sys.path.insert(0, '.'); import sandbox; "
             "print(sandbox.run('print(1)', unsafe=True).stdout)")
     done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True,

@@ -1,4 +1,4 @@
-"""sequence.py: attention over shards is attention; every chunk has one owner.  activations.py."""
+"""ulysses.py: attention over shards is attention; every chunk has one owner.  activations.py."""
 
 import copy
 
@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
 from isogloss.data.spans import sequence_shard
+from isogloss.job import sequence_group
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.models import activations
-from isogloss.student import ulysses as sequence
+from isogloss.student import ulysses
 from isogloss.student.ulysses import check_sequence_layout
 
 SHAPE = {
@@ -86,18 +87,18 @@ def worst_errors_of_shards(kinds):
 
     start_distributed()
     silence_libraries()
-    group = sequence.join_sequence_group(dist.get_world_size())
+    group = sequence_group.join_sequence_group(dist.get_world_size())
     worst = {}
     for name, changes in MODELS.items():
         shape = {key: value for key, value in (SHAPE | changes).items() if value is not None}
         config = AutoConfig.for_model(name, **shape)
-        sequence.register_attention(config, group)
+        ulysses.register_attention(config, group)
         torch.manual_seed(0)
         whole = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="eager"
         )
         sharded = AutoModelForCausalLM.from_config(
-            config, attn_implementation=sequence.ATTENTION
+            config, attn_implementation=ulysses.ATTENTION
         )
         sharded.load_state_dict(whole.state_dict())
         for kind in kinds:
@@ -151,9 +152,9 @@ def recomputed_error(sharded, group):
     sharded.zero_grad()
     sharded.train()
     sharded.gradient_checkpointing_enable({"use_reentrant": False})
-    arguments["documents"] = sequence.document_spans(positions)
+    arguments["documents"] = ulysses.document_spans(positions)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequence, "document_spans", None)
+        patch.setattr(ulysses, "document_spans", None)
         hidden = sharded.base_model(**arguments, use_cache=False)[0]
         hidden.square().sum().backward()
     worst = float((hidden - expected).abs().max())
@@ -177,12 +178,12 @@ def test_document_spans_of_a_row():
     """A document begins where a position does not follow the one before; single ones merge."""
     whole = torch.arange(6)
     left_padded = torch.tensor([0, 0, 0, 0, 1, 2])
-    spans = sequence.document_spans(torch.stack([whole, whole + 5]))
+    spans = ulysses.document_spans(torch.stack([whole, whole + 5]))
     assert spans == [[(0, 6, False)]] * 2
-    assert sequence.document_spans(left_padded[None]) == [[(0, 3, True), (3, 6, False)]]
+    assert ulysses.document_spans(left_padded[None]) == [[(0, 3, True), (3, 6, False)]]
     mixed = torch.tensor([[0, 1, 7, 0, 0, 1]])
-    assert sequence.document_spans(mixed) == [[(0, 2, False), (2, 4, True), (4, 6, False)]]
-    assert sequence.document_spans(torch.zeros(1, 1)) == [[(0, 1, True)]]
+    assert ulysses.document_spans(mixed) == [[(0, 2, False), (2, 4, True), (4, 6, False)]]
+    assert ulysses.document_spans(torch.zeros(1, 1)) == [[(0, 1, True)]]
 
 
 class NoSquares(TorchDispatchMode):
@@ -213,7 +214,7 @@ def test_long_attention_in_blocks(window, softcap):
     value = torch.randn(1, 2, S, 8)
     positions = positions_of(sizes)[None]
     with NoSquares(S):
-        out, _ = sequence.core_attention(
+        out, _ = ulysses.core_attention(
             None,
             query,
             key,
@@ -297,10 +298,10 @@ def gathered_halo_and_gradient(chunk_S, chunk_T, values_SX, weight_SX):
     """(masks, values, gradient) of a rank whose loss is the weighted sum of what it owns."""
     start_distributed()
     silence_libraries()
-    group = sequence.join_sequence_group(dist.get_world_size())
+    group = sequence_group.join_sequence_group(dist.get_world_size())
     shard = sequence_shard(chunk_S, chunk_T, group.rank, group.size)
     local_NX = values_SX.chunk(group.size)[group.rank].clone().requires_grad_()
-    gathered = sequence.gather_halo(Logits(local_NX), shard.halo_index, group)
+    gathered = sequence_group.gather_halo(Logits(local_NX), shard.halo_index, group)
     owned = shard.owned_mask.flatten()
     owned_values = gathered.values[shard.local_position[owned]]
     (owned_values * weight_SX[owned]).sum().backward()
@@ -327,8 +328,8 @@ def test_the_halo_arrives_at_its_owner_and_its_gradient_at_its_holder(size):
 def test_without_a_halo_nothing_is_sent():
     # No group is given, so that a collective would fail.
     logits = Logits(torch.randn(4, 3))
-    assert sequence.gather_halo(logits, None, None) is logits
-    assert sequence.gather_halo(logits, torch.zeros(0, dtype=torch.long), None) is logits
+    assert sequence_group.gather_halo(logits, None, None) is logits
+    assert sequence_group.gather_halo(logits, torch.zeros(0, dtype=torch.long), None) is logits
 
 
 # --- what is rejected -----------------------------------------------------------------------------
@@ -366,7 +367,7 @@ def test_models_that_mix_positions_otherwise_are_rejected():
         with pytest.raises(ValueError, match="would see only the shard of their own rank; use 1"):
             check_sequence_layout(2, 4, mixed)
     with pytest.raises(ValueError, match="has sinks; use 1"):
-        sequence.core_attention(None, *torch.zeros(3, 1, 2, 4, 8), s_aux=torch.zeros(2))
+        ulysses.core_attention(None, *torch.zeros(3, 1, 2, 4, 8), s_aux=torch.zeros(2))
     with pytest.raises(ValueError, match="gpt2 models do not pass positions to their attention"):
         check_sequence_layout(2, 4, AutoConfig.for_model("gpt2"))
 

@@ -124,7 +124,7 @@ def error_line(capsys, module, argv):
     error = capsys.readouterr().err
     assert ended.value.code == 2
     assert error.count("\n") == 1, error
-    assert error.startswith(f"{module.__name__}: "), error
+    assert error.startswith(module.__name__.removeprefix("isogloss.") + ": "), error
     return error
 
 
