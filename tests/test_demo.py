@@ -176,14 +176,12 @@ def test_a_student_that_diverged_is_printed_and_drawn(tmp_path):
 # --- the demo itself ------------------------------------------------------------------------------
 
 
-def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, capsys):
-    """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
-    launched = []
+def shorten(monkeypatch, folder, documents):
+    """Give the demo sizes too small to learn, and ranks of this process; return its arms."""
     lock = threading.Lock()  # the real launcher starts processes, which run side by side
 
     def launch(world, flags, log, threads):
         with lock:
-            launched.append(flags)
             log.write_text("")
             return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))
 
@@ -201,8 +199,8 @@ def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, cap
     monkeypatch.setattr(demo, "launch", launch)
     monkeypatch.setattr(demo, "side_by_side", one_by_one)
     monkeypatch.setattr(demo, "documents", lambda: documents[:60])
-    monkeypatch.setattr(demo, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(demo, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(demo, "CACHE", folder / "cache")
+    monkeypatch.setattr(demo, "RUNS", folder / "runs")
     monkeypatch.setattr(demo, "ARMS", arms)
     monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 4, "eval_rows": 8})
     monkeypatch.setattr(demo, "NUM_EVALUATIONS", 2)
@@ -210,6 +208,12 @@ def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, cap
     monkeypatch.setattr(demo_report, "equal_time_steps", lambda runs, arm: 5)
     short = {"steps": 2, "rollout_tokens": 8, "rollout_eval": 8}
     monkeypatch.setattr(demo, "ON_POLICY", demo.ON_POLICY | short)
+    return arms
+
+
+def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, capsys):
+    """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
+    arms = shorten(monkeypatch, tmp_path, documents)
     monkeypatch.setenv("SEEDS", "0")
     demo.main()
 
