@@ -42,10 +42,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from benchmarks.exact_conversion import ExactConverter
-from isogloss.align import TokenTable
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isogloss import demo, demo_report
+from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions, as_example
 from isogloss.data.batch_types import text_key

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from isogloss.rollout import Prompt, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from isogloss import distill
@@ -34,6 +33,7 @@ from isogloss.flags.parse import tool
 from isogloss.inputs import build_collator, check_inputs
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
+from isogloss.rollout import Prompt, write
 from isogloss.student.whole_student import WholeStudent, refresh
 
 PROMPTS = ["Once upon a time", "Lily and Tom", "The dog was very happy because he", "One day"] * 8

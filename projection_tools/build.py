@@ -13,6 +13,8 @@ import json
 from dataclasses import asdict, dataclass
 
 import numpy as np
+
+from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 from isogloss.projection_tools.arrays import fill_empty
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
@@ -21,8 +23,6 @@ from isogloss.projection_tools.generate import Embedder, similar_rows
 from isogloss.projection_tools.multitoken import multitoken_rows
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import spell
-
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 
 VERSION = 5  # of what is cached; raise it when the same flags give another projection
 

@@ -6,12 +6,12 @@
 from dataclasses import dataclass
 
 import numpy as np
+
+from isogloss.flags.parse import OLD_NAMES, check_range, check_types, tool
 from isogloss.projection_tools.arrays import entries
 from isogloss.projection_tools.files import load_arrays
 from isogloss.projection_tools.show import byte_explained, row_text
 from isogloss.projection_tools.tokenizers import Pair
-
-from isogloss.flags.parse import OLD_NAMES, check_range, check_types, tool
 
 SAME = 1e-6  # rows at this distance or less are the same; float32 in a file rounds to 6e-8
 

@@ -6,11 +6,10 @@
 
 from dataclasses import dataclass
 
+from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 from isogloss.projection_tools.arrays import entries, pack
 from isogloss.projection_tools.files import check_output, finish, load_arrays
 from isogloss.projection_tools.tokenizers import Pair
-
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 
 
 def cut_rows(projection, top_k, threshold=0.0):

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+from isogloss.flags.parse import OLD_NAMES, check_types, tool
 from isogloss.projection_tools.arrays import widen
 from isogloss.projection_tools.files import check_output, finish, load_arrays
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import all_bytes, spell
-
-from isogloss.flags.parse import OLD_NAMES, check_types, tool
 
 
 class Duplicates(NamedTuple):

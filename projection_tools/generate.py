@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from isogloss.projection_tools.arrays import pack
-from isogloss.projection_tools.files import check_output, finish
-from isogloss.projection_tools.tokenizers import Pair, load_tokenizer, reading
 
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
+from isogloss.projection_tools.arrays import pack
+from isogloss.projection_tools.files import check_output, finish
+from isogloss.projection_tools.tokenizers import Pair, load_tokenizer, reading
 
 FLOATS_PER_MIB = 2**18  # of float32
 

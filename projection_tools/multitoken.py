@@ -11,12 +11,12 @@ tokens are paired by role, by equal name, by similar name.
 from dataclasses import dataclass
 
 import numpy as np
+
+from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 from isogloss.projection_tools.arrays import entries, fill_empty, pack
 from isogloss.projection_tools.files import check_output, finish, load_arrays
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import link_special_tokens, spell
-
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 
 # Weight of the first piece, and of each further piece relative to the one before it.  Not tuned.
 FIRST = 0.9

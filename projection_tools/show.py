@@ -9,13 +9,13 @@ A row's tokens are written with their bytes; `*` marks an entry that the bytes d
 from dataclasses import dataclass
 
 import numpy as np
+
+from isogloss.flags.parse import OLD_NAMES, check_range, check_types, tool
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
 from isogloss.projection_tools.files import check_picture, load_arrays
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import all_bytes, link_special_tokens
-
-from isogloss.flags.parse import OLD_NAMES, check_range, check_types, tool
 
 # Top weight from which on a row takes part in the relaxed common set, as in the loss h_kl.
 RELAXED_WEIGHT = 0.6

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from isogloss.projection_tools.files import cached, check_output, save_atomically
-from isogloss.projection_tools.tokenizers import Pair, tokenizer_metadata
-from isogloss.spelling import prefix_ranges, spell_each_other
 from numba import njit
 
 from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
+from isogloss.projection_tools.files import cached, check_output, save_atomically
+from isogloss.projection_tools.tokenizers import Pair, tokenizer_metadata
+from isogloss.spelling import prefix_ranges, spell_each_other
 
 VERSION = 5  # of the tables; raise it when they change for the same two tokenizers
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isogloss.align import TokenTable, fingerprint
-from isogloss.spelling import ROLES
-
 from isogloss.flags.model_names import read_model_name
+from isogloss.spelling import ROLES
 
 
 @dataclass

@@ -8,12 +8,12 @@ import random
 
 import pytest
 import torch
-from isogloss.losses import Spelling, event_kl, event_terms, projection_kl
-from isogloss.projection_tools.spell import events
-from isogloss.spelling import prefix_ranges
 
 import oracle
+from isogloss.losses import Spelling, event_kl, event_terms, projection_kl
 from isogloss.objective.vocab_parallel import on_whole_rows
+from isogloss.projection_tools.spell import events
+from isogloss.spelling import prefix_ranges
 
 F64 = torch.float64
 

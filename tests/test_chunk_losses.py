@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from isogloss.spelling import translation_tables
-from isogloss.translation import Tables, list_nodes, translated
 
 import oracle
 import ranks
 from cases import Case, close, common_of, gradient, padded, shard_error, shards
 from isogloss import losses
+from isogloss.spelling import translation_tables
+from isogloss.translation import Tables, list_nodes, translated
 from waiting import FixedOrder
 
 F64 = torch.float64

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from isogloss.projection_tools.build import build_projection
-from isogloss.projection_tools.files import as_tables, save_atomically
-from isogloss.projection_tools.tokenizers import Pair
 
 import ranks
 from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
+from isogloss.projection_tools.build import build_projection
+from isogloss.projection_tools.files import as_tables, save_atomically
+from isogloss.projection_tools.tokenizers import Pair
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from wrong_input import Wrong, check_one_line, run_wrong
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import ROOT, asset
 from isogloss.cross_tokenizer import LOSSES, CrossTokenizerKD
 from isogloss.projection_tools import build, cells
 from isogloss.projection_tools.build import as_tables
 from isogloss.projection_tools.files import save_atomically
 from isogloss.projection_tools.tokenizers import Pair
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from conftest import ROOT, asset
 
 STUDENT, TEACHER = "stories260K", "tinytalk_neo_3M"
 

@@ -14,9 +14,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from isogloss.projection_tools.build import build_projection
-from isogloss.projection_tools.files import load_projection
-from isogloss.projection_tools.tokenizers import Pair
 
 import ranks
 from conftest import ROOT
@@ -27,6 +24,9 @@ from isogloss.inputs import build_collator
 from isogloss.job.counts import global_sums
 from isogloss.job.launch import start_distributed
 from isogloss.objective.loss_table import LOSSES, build_loss
+from isogloss.projection_tools.build import build_projection
+from isogloss.projection_tools.files import load_projection
+from isogloss.projection_tools.tokenizers import Pair
 from isogloss.student import engine as student
 from isogloss.student.engine import StudentWithLoss
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus

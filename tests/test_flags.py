@@ -6,17 +6,6 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 
 import pytest
-from isogloss.projection_tools import (
-    build,
-    cells,
-    compare,
-    cut,
-    exact,
-    generate,
-    multitoken,
-    show,
-    spell,
-)
 
 from isogloss import cache, export, plan, plot, tasks
 from isogloss.config import Config, configs_by_teacher
@@ -29,6 +18,17 @@ from isogloss.flags.parse import (
     help_text,
     parse_flags,
     undescribed,
+)
+from isogloss.projection_tools import (
+    build,
+    cells,
+    compare,
+    cut,
+    exact,
+    generate,
+    multitoken,
+    show,
+    spell,
 )
 
 TOOLS = (build, compare, cut, exact, generate, multitoken, show, spell)

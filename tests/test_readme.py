@@ -12,13 +12,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from isogloss.projection_tools import build, cells, show, spell
 from transformers import AutoModelForCausalLM
 
 from conftest import ROOT, asset
 from isogloss import cache, demo, demo_report, export, plot
 from isogloss.config import GROUPS, Config
 from isogloss.flags.parse import OLD_NAMES, parse_flags
+from isogloss.projection_tools import build, cells, show, spell
 
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -290,9 +290,9 @@ def test_every_stop_can_be_found():
 
 def test_the_text_that_is_followed():
     """The ids, labels, chunks and counts that the page shows are those of the Collator."""
-    from isogloss.align import TokenTable
     from transformers import AutoTokenizer
 
+    from isogloss.align import TokenTable
     from isogloss.data.batch import Collator, PairOptions
     from isogloss.data.sample import TextEncoder
 
