@@ -54,6 +54,7 @@ from isogloss.job.launch import (
 from isogloss.job.layout import split_ranks
 from isogloss.job.rendezvous import LOADING_TIMEOUT, TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.job.sequence_group import SequenceGroup, join_sequence_group
+from isogloss.job.step_report import StepReport, gradient_norm_of, named
 from isogloss.job.transfers import Moment, Readback, Uploads
 from isogloss.job.watch import (
     FAILED,
@@ -67,7 +68,6 @@ from isogloss.job.watch import (
 from isogloss.log import TIMED_STEPS, Log, speed_metrics, time_collectives
 from isogloss.models.pretrained import load_config
 from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
-from isogloss.step_report import StepReport, gradient_norm_of, named
 from isogloss.student.engine import (
     EngineRunner,
     StudentRunner,

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from isogloss.checkpoints.checkpoint import position_of
 from isogloss.checkpoints.checkpoint_weights import checkpoint_of_step, weights_of_checkpoint
+from isogloss.checkpoints.model_card import read_record, write_card
 from isogloss.checkpoints.run_identity import checkpoint_folder
 from isogloss.config import HIGHEST, configs_by_teacher, template_kwargs
 from isogloss.data.ends import load_generation, write_generation
@@ -42,7 +43,6 @@ from isogloss.job.files import (
     write_atomically,
 )
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.model_card import read_record, write_card
 from isogloss.models.adapters import (
     adapter_of,
     add_adapter,

@@ -49,7 +49,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.flags.model_names import read_model_name
-from isogloss.flags.parse import check_range, check_types, parse_flags, tool
+from isogloss.flags.parse import check_range, check_types, parse_flags, shipped, tool
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
@@ -59,7 +59,7 @@ from isogloss.teachers.model import check_compilation, resolve_engine
 from isogloss.teachers.sources import MODEL_ENGINES
 
 GIB = 2**30
-ARCHITECTURES = Path(__file__).resolve().parent.parent / "recipes" / "architectures.yaml"
+ARCHITECTURES = Path(shipped("recipes/architectures.yaml"))
 OF_THE_GPU = 2 * GIB  # context, NCCL, fragmentation: not measured
 TABLES = 280  # bytes a token, of piece_kl's tables; measured with vocabularies of 512 and 14,019
 USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
@@ -633,5 +633,9 @@ def summary_of(need):
             f"in its node and {need.sent_to_nodes / GIB:.1f} to others in a step")
 
 
+def cli(argv=None):
+    tool(Args, main, positional=("recipe",), argv=argv)
+
+
 if __name__ == "__main__":
-    tool(Args, main, positional=("recipe",))
+    cli()

@@ -185,5 +185,9 @@ def main(args):
         dist.destroy_process_group()
 
 
+def cli(argv=None):
+    tool(Args, main, argv=argv)
+
+
 if __name__ == "__main__":
-    tool(Args, main)
+    cli()

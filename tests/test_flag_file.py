@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from isogloss.checkpoints.model_card import read_record
 from isogloss.config import GROUPS, Config, teacher_entries, template_kwargs
 from isogloss.evaluation import code_tasks, task_items
 from isogloss.flags.parse import parse_flags
 from isogloss.flags.yaml_file import MOST_BYTES, MOST_RECORD
-from isogloss.model_card import read_record
 from isogloss.student.ds_config import read_ds_config
 from isogloss.teachers.cache_files import Manifest
 

@@ -24,8 +24,8 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
 # A room imports from those before it.  A name with a dot is a file of isogloss/ itself.
 ROOMS = ["STANDALONE", ".errors", "flags", "projection_tools", ".curves", "job", "data", "models",
          "teachers", "objective", ".config", ".targets", "student", "checkpoints", "evaluation",
-         "writing", ".checks", ".log", ".step_report", ".model_card", ".demo_report", ".plan",
-         ".plot", ".tasks", ".export", ".vllm_writer", ".inputs", ".cache", "PROGRAMS"]
+         "writing", ".checks", ".log", ".demo_report", ".plan", ".plot", ".tasks", ".export",
+         ".vllm_writer", ".inputs", ".cache", "PROGRAMS", ".command"]
 PROGRAMS = "distill", "demo"
 MOST_MODULES = 16  # of a folder: more are a list, no map
 

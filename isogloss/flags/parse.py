@@ -22,6 +22,7 @@ from pathlib import Path
 
 import fire
 
+import isogloss
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.yaml_file import read_flag_file
 
@@ -36,6 +37,9 @@ PATH_FLAGS = frozenset("""assets config data ds_config embedding_model eval_data
 WRITTEN = frozenset(("export", "output", "output_dir", "png"))
 LONGEST_NAME = 255  # bytes, of Linux's file systems
 SCRATCH_BYTES = 32
+
+# Folders of files that come with us: beside the package in a checkout, inside it when installed.
+SHIPPED = "ds_configs", "recipes"
 
 # Slots of a row of a table: 250,000 rows of so many take 4 GB.
 MOST_SLOTS = 1024
@@ -123,7 +127,19 @@ def expanded(flag, path, is_written=False):
     if longest > limit and "://" not in full:
         raise ValueError(f"{flag} {path:.200}: a name in it has {longest} bytes; expected {limit} "
                          "or fewer")
-    return full
+    return full if is_written else shipped(full)
+
+
+def shipped(path):
+    """Return where a file lies that comes with us, such as ds_configs/zero2.json.
+
+    A file of that name in the working directory wins; any other path is returned as it is.
+    """
+    if path.split("/")[0] in SHIPPED and not os.path.exists(path):
+        for folder in isogloss.__path__:
+            if os.path.exists(os.path.join(folder, path)):
+                return os.path.join(folder, path)
+    return path
 
 
 # --- the command line -----------------------------------------------------------------------------
