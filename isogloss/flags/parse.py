@@ -85,6 +85,8 @@ def check_types(config):
             raise ValueError(f"--{field.name} {value}: expected a number")
         if field.name in PATH_FLAGS and value != field.default:
             value = expanded(f"--{field.name}", value, field.name in WRITTEN)
+        elif field.name in PATH_FLAGS:
+            value = shipped(value)
         setattr(config, field.name, value)
 
 
