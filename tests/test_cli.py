@@ -333,8 +333,8 @@ def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
 
 
 BROKEN = """
-import distill
-from isogloss import objective
+from isogloss import distill
+from isogloss.objective import objective
 objective.micro_batch_loss = lambda *_: 1 / 0
 distill.cli()
 """

@@ -355,7 +355,8 @@ MEMORY_OF_A_BUILD = """
 import copy, resource
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
-from projection_tools import Pair, build, spell
+from isogloss.projection_tools import build, spell
+from isogloss.projection_tools.tokenizers import Pair
 
 one = AutoTokenizer.from_pretrained({folder!r})
 other = copy.deepcopy(one)
