@@ -17,8 +17,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"project.md": "README.md", "configurations.md": "ds_configs/README.md",
          "recipes.md": "recipes/README.md"}
-MODULES = ("align", "align_dp", "losses", "translation", "tiles", "teacher_mixing", "rollout",
-           "sandbox", "ipc")
+MODULES = ("align", "align_dp", "losses", "translation", "spelling", "cross_tokenizer", "tiles",
+           "rollout")
 SOURCES = "source"
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
