@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ranks
 from conftest import ROOT
-from isogloss import distill
+from isogloss import build, distill
 from isogloss.checkpoints import checkpoint
 from isogloss.checkpoints.run_identity import run_identity
 from isogloss.inputs import build_collator
@@ -111,7 +111,7 @@ def ignore_positions(argv, path, num_rows):
 
 def mix_neighbors(argv, path):
     """`run_with_output` of a run whose student looks back by other means than attention."""
-    load_student = distill.load_student
+    load_student = build.load_student
 
     def load_mixing_student(*args):
         model = load_student(*args)
@@ -120,7 +120,7 @@ def mix_neighbors(argv, path):
         mlp.forward = lambda hidden: forward(hidden + hidden.roll(1, 1))
         return model
 
-    distill.load_student = load_mixing_student
+    build.load_student = load_mixing_student
     return run_with_output(argv, path)
 
 
