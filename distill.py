@@ -21,7 +21,7 @@ import transformers
 
 from isogloss import build, once_in_a_while as once
 from isogloss.checkpoints.checkpoint import CannotSave
-from isogloss.config import GROUPS, Config
+from isogloss.config import Config
 from isogloss.data.workers import end_workers
 from isogloss.errors import DataError
 from isogloss.flags.parse import parse_flags
@@ -79,8 +79,7 @@ def train_student(cfg, roles, device):
 def cli(argv=None):
     """Run the command line; wrong input ends it with one line and exit code 2."""
     try:
-        cfg = parse_flags(Config, sys.argv[1:] if argv is None else argv, groups=GROUPS,
-                          file_flag="config")
+        cfg = parse_flags(Config, sys.argv[1:] if argv is None else argv, file_flag="config")
     except ValueError as error:
         launch.fail(str(error))
     main(cfg)

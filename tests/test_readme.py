@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import ROOT, asset
 from isogloss import cache, demo, demo_report, export, plot
-from isogloss.config import GROUPS, Config
+from isogloss.config import Config
 from isogloss.flags.parse import OLD_NAMES, parse_flags
 from isogloss.projection_tools import build, cells, show, spell
 
@@ -76,7 +76,7 @@ def test_every_command_is_understood():
     assert len(commands()) >= 6
     for words in commands():
         if words[:2] == ["deepspeed", "distill.py"]:
-            cfg = parse_flags(Config, words[2:], groups=GROUPS)
+            cfg = parse_flags(Config, words[2:])
             assert (ROOT / cfg.ds_config).is_file()
             for entry in json.loads(cfg.teachers or "[]"):
                 assert "/" in entry["model"]
