@@ -115,12 +115,29 @@ def flags_page():
     for node in config.body:
         if isinstance(node, ast.AnnAssign) and node.value is not None:
             defaults[node.target.id] = ast.unparse(node.value)
-    lines = ["# Flags", "", "Of `distill.py`; `python distill.py --help` prints the same.", "",
-             "| flag | default | meaning |", "| --- | --- | --- |"]
-    for name, meaning in flag_meanings(ast.get_docstring(config)):
-        escaped = meaning.replace("|", "\\|")
-        lines.append(f"| `--{name}` | `{defaults.get(name, '')}` | {escaped} |")
+    lines = ["# Flags", "", "Of `distill.py`; `python distill.py --help` prints the same."]
+    meanings = dict(flag_meanings(ast.get_docstring(config)))
+    for title, names in flag_groups(tree, meanings).items():
+        lines += ["", f"## {title}", "", "| flag | default | meaning |", "| --- | --- | --- |"]
+        for name in names:
+            escaped = meanings[name].replace("|", "\\|")
+            lines.append(f"| `--{name}` | `{defaults.get(name, '')}` | {escaped} |")
     return "\n".join(lines) + "\n"
+
+
+def flag_groups(tree, meanings):
+    """Return {title: names of flags} in the groups of `--help`."""
+    table, = [node.value for node in tree.body
+              if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS"]
+    named = {node.value for node in ast.walk(table) if isinstance(node, ast.Constant)}
+    rest = [name for name in meanings if name not in named]
+    groups = {}
+    for title, entries in zip(table.keys, table.values):
+        names = []
+        for entry in entries.elts:  # `*loss_flags()` stands for those that no group names
+            names += rest if isinstance(entry, ast.Starred) else [entry.value]
+        groups[title.value] = [name for name in names if name in meanings]
+    return groups
 
 
 def flag_meanings(docstring):

@@ -20,6 +20,9 @@ from isogloss.flags.parse import OLD_NAMES, parse_flags
 from isogloss.projection_tools import build, cells, show, spell
 
 README = (ROOT / "README.md").read_text()
+DEMO = (ROOT / "docs" / "demo.md").read_text()
+RUNNING = (ROOT / "docs" / "running.md").read_text()
+LIMITS = (ROOT / "docs" / "limits.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs/README.md",
          ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md"]
@@ -66,6 +69,18 @@ def test_the_lines_to_copy_work(tokenizers, models, texts):
     scope = dict(F=F, student_logits=logits, teacher_logits=logits.flip(1))
     exec(before, scope)
     assert scope["loss"] > 0
+
+
+def test_the_files_to_copy_are_counted():
+    """The README's number of lines is that of the files that it says to copy."""
+    [names] = re.findall(r"^    cp (.*) YOUR_FOLDER$", README, re.M)
+    lines = sum(len((ROOT / name).read_text().splitlines()) for name in names.split())
+    assert f"five files ({lines:,} lines)" in README and len(names.split()) == 5
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 1800
+    assert "Nothing here has run\non a GPU yet" in README.split("\n- ")[0]  # on the first screen
 
 
 def test_every_command_is_understood():
@@ -120,7 +135,7 @@ def test_flags_that_the_text_names_exist():
     for tool in (build, show, spell, cells, cache, export, plot):
         known |= set(tool.Args.__dataclass_fields__)
     known |= {"show", "html"}  # of align.py
-    for flag in re.findall(r"`--([a-z]\w*)", README + ARCHITECTURE):
+    for flag in re.findall(r"`--([a-z]\w*)", README + RUNNING + LIMITS + DEMO + ARCHITECTURE):
         assert flag in known, flag
 
 
@@ -141,8 +156,8 @@ def cells_of(line):
 
 
 def test_the_output_of_the_demo_has_its_form():
-    """The numbers that the README shows, given to the functions that print, give its text."""
-    shown = code_blocks("text")[1]
+    """The numbers that docs/demo.md shows, given to the functions that print, give its text."""
+    shown = code_blocks("text", DEMO)[0]
     rows = [cells_of(line) for line in shown.splitlines() if line.startswith("|")][2:]
     teachers = {name: float(bits) for name, steps, _, bits, *_ in rows if not steps}
     runs = []
@@ -164,7 +179,7 @@ def test_the_output_of_the_demo_has_its_form():
 
 
 def test_the_last_act_of_the_demo_has_its_form():
-    shown = code_blocks("text")[2]
+    shown = code_blocks("text", DEMO)[1]
     rows = [cells_of(line) for line in shown.splitlines() if line.startswith("|")][2:]
     evaluations = []
     for _, reverse_kl, bits, repeated, _ in rows:
@@ -182,7 +197,7 @@ def test_tables_agree_with_the_log():
     log = re.sub(r"\| (text only|no teacher) +\|", "| no teacher (CE only) |", log)
     log += re.sub(r"^\| `piece_kl` ", "| `event_kl` ", log, flags=re.M)
     log_lines = [cells_of(line) for line in log.splitlines() if line.startswith("|")]
-    results = README.split("## Results")[1].split("\n## ")[0]
+    results = (ROOT / "docs" / "results.md").read_text()
     [losses] = re.findall(r"(?:^\|.*\n)+", results, re.M)
     for line in losses.splitlines()[2:]:
         name, _, *numbers = cells_of(line)
@@ -192,7 +207,7 @@ def test_tables_agree_with_the_log():
         assert abs(mean - float(numbers[3])) < 0.001
     of_demo = (ROOT / "docs" / "LOG.md").read_text().split("## 2026-11-25: the demo")[1]
     of_demo = of_demo.split("\n## ")[0]
-    shown = code_blocks("text")[1] + code_blocks("text")[2]
+    shown = "".join(code_blocks("text", DEMO))
     for line in filter(None, shown.splitlines()):
         assert line in of_demo, line
 
@@ -221,6 +236,30 @@ def test_links_lead_somewhere(page):
     defined = set(re.findall(r"^\[([\w-]+)\]: https://\S+$", text, re.M))
     used = set(re.findall(r"\]\[([\w-]+)\]", text))
     assert used == defined
+
+
+# COMMIT:PATH is a file of that commit, `git show` finds it
+NAMED_PATH = re.compile(r"(?<![\w:/])(?:isogloss|docs|tests|benchmarks)/[\w/-]+\.(?:py|md)\b")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "LOG.md"],
+                         ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_that_a_page_names_exist(page):
+    """The log speaks of its own time; every other page of what is there."""
+    for path in NAMED_PATH.findall(re.sub(r"https://\S+", "", page.read_text())):
+        assert (ROOT / path).exists(), path
+
+
+def test_paths_that_docstrings_name_exist():
+    """Pages and modules, also those of "Tests: tests/test_x.py"."""
+    for name in tracked_files():
+        if not name.endswith(".py") or name.startswith("tests/"):
+            continue
+        tree = ast.parse((ROOT / name).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                for path in NAMED_PATH.findall(ast.get_docstring(node) or ""):
+                    assert (ROOT / path).exists(), (name, path)
 
 
 def test_nothing_is_missing_on_the_map():
