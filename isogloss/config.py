@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from isogloss.data.open_data import TXT_SAMPLES
 from isogloss.data.sample import ALIGNERS
@@ -28,6 +29,44 @@ LOWEST_TEMPERATURE = 1e-3
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
 RATIOS = "clamp", "mask"
+
+# Flags of other trainers (transformers, TRL, NeMo RL), and what does it here.
+FOREIGN = {
+    **dict.fromkeys(("lr", "max_lr"), "--learning_rate"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size",
+                     "train_global_batch_size"), "train_batch_size of the ds_config"),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size"),
+                    "train_micro_batch_size_per_gpu of the ds_config"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"),
+                    "gradient_accumulation_steps of the ds_config"),
+    **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision"),
+                    "bf16 or fp16 of the ds_config"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "lr_scheduler_type"),
+                    "scheduler of the ds_config"),
+    **dict.fromkeys(("weight_decay", "optim", "adam_beta1", "adam_beta2"),
+                    "optimizer of the ds_config"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "gradient_clipping of the ds_config"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_num_epochs"), "--epochs"),
+    **dict.fromkeys(("max_steps", "train_steps", "num_train_steps", "max_num_steps"), "--steps"),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "max_total_sequence_length"), "--max_length"),
+    **dict.fromkeys(("model", "model_name", "model_name_or_path", "student_model_name_or_path"),
+                    "--student"),
+    **dict.fromkeys(("teacher_model_name_or_path", "teacher_name_or_path"), "--teacher"),
+    **dict.fromkeys(("dataset", "dataset_name", "train_file", "dataset_path"), "--data"),
+    "dataset_text_field": "--text_key", "dataset_num_proc": "--num_workers",
+    "dataloader_num_workers": "--num_workers", "packing": "--pack",
+    "gradient_checkpointing": "--activation_checkpointing", "attn_implementation": "--attention",
+    "use_peft": "--lora_r", "lora_rank": "--lora_r", "eval_steps": "--eval_every",
+    "save_steps": "--save_every", "save_total_limit": "--keep_checkpoints",
+    "resume_from_checkpoint": "--resume", "deepspeed": "--ds_config",
+    "report_to": "--wandb_project, or a monitor of the ds_config",
+    "push_to_hub": "python -m isogloss.export RUN --push_to_hub OWNER/NAME",
+    "alpha": "--ce_weight and --kd_weight", "beta": "--jsd_beta", "lmbda": "--on_policy",
+    "vocab_topk": "--projection_topk", "max_new_tokens": "--rollout_tokens",
+    "max_completion_length": "--rollout_tokens", "num_generations": "--rollouts_per_prompt",
+    "use_vllm": "--rollout_command", "tensor_parallel_size": "--teacher_tp",
+    "context_parallel_size": "--sequence_parallel",
+}
 
 
 @dataclass(kw_only=True)
@@ -389,6 +428,10 @@ class RunFlags:
     learning_rate: float = flag(
         0.0, 'fills "lr": "auto" of the ds_config. 0: the ds_config states it.', low=0, high=1e3)
     steps: int = flag(1000, "optimizer steps in all, 1 or more.", low=1, high=10**12, free=True)
+    epochs: float = flag(
+        0.0, "passes over the rows to train on, in place of steps, which follow: as many as have "
+        "read them so often, the last one whole. 0: steps says it. Not of a stream, whose end is "
+        "not known.", low=0, high=1e6, free=True)
     seed: int = flag(
         0, "of the data order, of dropout, and of the weights with from_scratch.",
         low=0, high=2**32 - 2**16)
@@ -439,6 +482,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     Batch sizes, precision, optimizer, schedule and ZeRO live in the DeepSpeed configuration; see
     ds_configs/README.md.
     """
+
+    FOREIGN: ClassVar[dict] = FOREIGN  # see `parse_flags`
 
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
@@ -497,6 +542,9 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                 if getattr(self, name):
                     raise ValueError(f"--join_rows {self.join_rows} with --{name} "
                                      f"{getattr(self, name)}, {reason}; leave out one of them")
+        if self.epochs and self.streaming:
+            raise ValueError(f"--epochs {self.epochs:g} with --streaming: the end of a stream is "
+                             "not known; give --steps")
         if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
             raise ValueError("--eval_data or --eval_split with --streaming: a stream may have no "
                              "end; say by --eval_rows how many rows of it are used")
