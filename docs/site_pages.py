@@ -107,46 +107,22 @@ def source_page(path):
 
 
 def flags_page():
-    """Return a page of all flags of distill.py, from the docstring of Config."""
+    """Return a page of all flags of distill.py, from the entries in isogloss/config.py.
+
+    A class whose docstring is no sentence is a group of `--help`.
+    """
     tree = ast.parse((ROOT / "isogloss" / "config.py").read_text(encoding="utf-8"))
-    config, = [node for node in tree.body
-               if isinstance(node, ast.ClassDef) and node.name == "Config"]
-    defaults = {}
-    for node in config.body:
-        if isinstance(node, ast.AnnAssign) and node.value is not None:
-            defaults[node.target.id] = ast.unparse(node.value)
     lines = ["# Flags", "", "Of `distill.py`; `python distill.py --help` prints the same."]
-    meanings = dict(flag_meanings(ast.get_docstring(config)))
-    for title, names in flag_groups(tree, meanings).items():
+    for group in tree.body:
+        title = ast.get_docstring(group) if isinstance(group, ast.ClassDef) else "."
+        if title.endswith("."):
+            continue
         lines += ["", f"## {title}", "", "| flag | default | meaning |", "| --- | --- | --- |"]
-        for name in names:
-            escaped = meanings[name].replace("|", "\\|")
-            lines.append(f"| `--{name}` | `{defaults.get(name, '')}` | {escaped} |")
+        for entry in group.body[1:]:
+            default, about = entry.value.args[:2]
+            meaning = " ".join(about.value.split()).replace("|", "\\|")
+            lines.append(f"| `--{entry.target.id}` | `{ast.unparse(default)}` | {meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def flag_groups(tree, meanings):
-    """Return {title: names of flags} in the groups of `--help`."""
-    table, = [node.value for node in tree.body
-              if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS"]
-    named = {node.value for node in ast.walk(table) if isinstance(node, ast.Constant)}
-    rest = [name for name in meanings if name not in named]
-    groups = {}
-    for title, entries in zip(table.keys, table.values):
-        names = []
-        for entry in entries.elts:  # `*loss_flags()` stands for those that no group names
-            names += rest if isinstance(entry, ast.Starred) else [entry.value]
-        groups[title.value] = [name for name in names if name in meanings]
-    return groups
-
-
-def flag_meanings(docstring):
-    """Yield (name, meaning) of every entry under `Args:` of a docstring."""
-    _, _, arguments = docstring.partition("Args:\n")
-    for entry in re.split(r"\n(?=    \w+: )", "\n" + arguments.rstrip()):
-        name, _, meaning = entry.strip().partition(": ")
-        if name:
-            yield name, " ".join(meaning.split())
 
 
 def module_page(name):

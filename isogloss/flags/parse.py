@@ -58,7 +58,7 @@ def flag(default, about, low=None, high=None, choices=(), free=False, key=""):
 
     Args:
         default: of the type of the field.
-        about: what it means, for --help and docs/flags.md; an empty line ends a paragraph.
+        about: what it means, for --help and the page of flags; an empty line ends a paragraph.
         low, high: the smallest and the largest number that it takes; None: no bound.
         choices: the texts that it takes, or a function that lists them; read when it is checked.
         free: it may change when a run resumes; all others decide what is learned.
