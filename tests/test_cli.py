@@ -117,7 +117,7 @@ WRONG = {
                    "two teachers are named a; give each"),
     # ds_config
     "no ds_config": Wrong("--ds_config={folder}/nowhere.json",
-                          "no such file; ready-made ones are in ds_configs/"),
+                          "no such file; ready-made ones are ds_configs/pipeline.json, "),
     "ds_config is no JSON": Wrong("--ds_config={folder}/text.json", "text.json: not valid JSON"),
     "ds_config with a typo": Wrong("--ds_config={folder}/typo.json",
                                    "did you mean 'gradient_clipping'?"),
