@@ -34,11 +34,13 @@ import numpy as np
 import torch
 
 try:
-    from . import losses
-    from .align import TokenTable, adds_bos, align, common_cut, fingerprint
+    from . import align, losses
 except ImportError:  # copied beside them, not into a package
+    import align
     import losses
-    from align import TokenTable, adds_bos, align, common_cut, fingerprint
+for module, name in ((align, "TokenTable"), (losses, "BESIDE")):
+    if not hasattr(module, name):
+        raise ImportError(f"{module.__file__} is another module: copy Isogloss's beside {__file__}")
 
 
 def _beside(name):
@@ -218,7 +220,7 @@ def read_tables(needs, source, tokenizers, token_tables):
         source = torch.load(source, weights_only=True, map_location="cpu")
     for role, tokenizer in zip(("student", "teacher"), tokenizers):
         expected = source.get(f"{role}_fingerprint")
-        if expected not in (None, fingerprint(tokenizer)):
+        if expected not in (None, align.fingerprint(tokenizer)):
             raise ValueError(f"tables: made for another {role} tokenizer; make them by {command}")
     keys = ("indices", "likelihoods")
     if needs == "translation":
@@ -276,9 +278,9 @@ class CrossTokenizerKD:
         if max_length < 2:
             raise ValueError(f"max_length={max_length}: expected 2 or more")
         self.tokenizers = (student_tokenizer, teacher_tokenizer)
-        self.token_tables = tuple(map(TokenTable.from_tokenizer, self.tokenizers))
+        self.token_tables = tuple(map(align.TokenTable.from_tokenizer, self.tokenizers))
         self.spec = LOSSES[loss]
-        if fingerprint(student_tokenizer) == fingerprint(teacher_tokenizer):
+        if align.fingerprint(student_tokenizer) == align.fingerprint(teacher_tokenizer):
             if self.spec.needs == "translation":
                 self.spec = LossSpec(self.spec.function, compute_per_position)
         self.tables = read_tables(self.spec.needs, tables, self.tokenizers, self.token_tables)
@@ -305,7 +307,7 @@ class CrossTokenizerKD:
         text_bytes = 0
         aligned_bytes = 0
         for text, student_text, teacher_text in zip(texts, student, teacher):
-            alignment = align(student_text.ids, teacher_text.ids, *self.token_tables, text,
+            alignment = align.align(student_text.ids, teacher_text.ids, *self.token_tables, text,
                               student_text.offsets, teacher_text.offsets)
             pairs.append(_cut(student_text.ids, teacher_text.ids, alignment, self.max_length))
             text_bytes += alignment.text_bytes
@@ -328,7 +330,7 @@ class CrossTokenizerKD:
             terms=losses.find_chunks(student_chunk[:, 1:], teacher_chunk[:, 1:]),
             text_bytes=text_bytes, aligned_bytes=aligned_bytes)
         if self.spec.needs == "translation":
-            from translation import list_nodes
+            list_nodes = _beside("translation").list_nodes
 
             batch.terms = list_nodes(
                 inputs[0]["input_ids"][:, :-1], batch.student_next, teacher_ids[:, 1:],
@@ -413,7 +415,7 @@ class CutPair(NamedTuple):
 
 def _encode(texts, tokenizer, table):
     """Return an EncodedText `[bos] text eos` for each text, as far as the tokenizer has these."""
-    prefix = [table.bos] if adds_bos(tokenizer, table.bos) else []
+    prefix = [table.bos] if align.adds_bos(tokenizer, table.bos) else []
     suffix = [table.eos] if table.eos >= 0 else []
     # not truncated: where to cut depends on the other tokenizer
     coded = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False,
@@ -433,7 +435,7 @@ def _cut(student_ids, teacher_ids, alignment, max_length):
     # words; the last entry is that of chunk -1
     usable = np.append(np.where(alignment.same_bytes, np.arange(len(alignment.same_bytes)), -1), -1)
     chunks = [usable[alignment.student_chunk], usable[alignment.teacher_chunk]]
-    cuts = common_cut(chunks, [max_length, max_length])
+    cuts = align.common_cut(chunks, [max_length, max_length])
     # no position predicts a first token, so its chunk is lost; so is one that does not fit
     lost = [chunks[0][:1], chunks[1][:1]]
     lost += [chunks[0][cuts[0] : cuts[0] + 1], chunks[1][cuts[1] : cuts[1] + 1]]

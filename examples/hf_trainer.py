@@ -7,7 +7,7 @@ import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from isogloss.cross_tokenizer import CrossTokenizerKD
+from isogloss import CrossTokenizerKD  # of copied files: from cross_tokenizer import ...
 
 if len(sys.argv) != 8:
     raise SystemExit(__doc__)

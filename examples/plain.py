@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isogloss.cross_tokenizer import CrossTokenizerKD
+from isogloss import CrossTokenizerKD  # of copied files: from cross_tokenizer import ...
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
 for name in ("student", "teacher", "texts", "output"):
