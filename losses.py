@@ -12,9 +12,6 @@ count over the *whole* batch, so that neither micro-batches nor ranks change the
 
     weight_BS: (B, S) float, weight of the terms that begin at a student position; None: 1.
     reduction: "sum"; "sample": (B,) sums and counts; "none": (N,) terms and weights, in order.
-    group: process group over which the last axis of the logits, and nothing else, is sharded in
-        rank order, evenly or not.  Every rank gets the same result, and the gradient of its
-        columns.
 
 Shapes: B samples, S student tokens, T teacher tokens, C chunks, V student vocabulary, W teacher
 vocabulary, K kept entries, P pieces of a spelling, N rows of terms, X either vocabulary.  Logits at
@@ -25,8 +22,7 @@ tokenizer's vocabulary (no padding rows of the lm_head).
 Needs torch only.  Copy this file into your own repository.  With cpu_kernels.py and numba beside
 it, all but adaptive_kl take a tenth to two thirds of the time on a CPU.
 gpu_kernels.py, with triton, has the divergences per position for a GPU (never measured on one).
-`group` needs vocab_parallel.py beside it.  Tests: tests/test_losses.py, tests/test_divergences.py
-and tests/test_chunk_losses.py.
+Tests: tests/test_losses.py, tests/test_divergences.py and tests/test_chunk_losses.py.
 License: Apache-2.0 (see LICENSE).
 """
 
@@ -39,7 +35,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 SumAndCount = tuple[Tensor, Tensor]
 ValueAndDerivative = tuple[Tensor, Tensor]
@@ -152,7 +147,7 @@ def reduce_terms(
 
 def next_token_cross_entropy(
     logits_BSV: Tensor, labels_BS: Tensor, weight_BS: Tensor | None = None, reduction: str = "sum",
-    group: ProcessGroup | None = None, select: bool = True,
+    select: bool = True,
 ) -> SumAndCount:
     """Compute the sum of -log p(next token).
 
@@ -161,21 +156,21 @@ def next_token_cross_entropy(
         labels_BS: (B, S) int64, the token that each position predicts (shifted already) or -100.
         select: True selects the rows that have a label, and waits for the device to count them.
             False promises that the rows without a label hold finite logits too.  A plain sum
-            (reduction "sum", no weights, no group) is then bit-identical to F.cross_entropy, and
+            (reduction "sum", no weights) is then bit-identical to F.cross_entropy, and
             nothing here waits for the device.  Other calls select rows in any case.
     Returns:
         (sum, count): nats over labeled positions, and how many there are.
     """
     check_side("student", logits_BSV, labels_BS=labels_BS)
-    if not select and reduction == "sum" and weight_BS is None and group is None:
+    if not select and reduction == "sum" and weight_BS is None:
         logits_NV = at_least_float32(logits_BSV.flatten(0, 1))
         total = F.cross_entropy(
             logits_NV, labels_BS.reshape(-1), ignore_index=-100, reduction="sum"
         )
         return total, (labels_BS != -100).sum().to(total.dtype)
     is_labeled = labels_BS != -100  # rows are selected, not masked: 0 * NaN reaches the gradient
-    logp_NV = vocab_log_softmax(at_least_float32(logits_BSV[is_labeled]), group)
-    value_N = -vocab_gather(logp_NV, labels_BS[is_labeled][:, None], group).squeeze(1)
+    logp_NV = at_least_float32(logits_BSV[is_labeled]).log_softmax(-1)
+    value_N = -logp_NV.gather(1, labels_BS[is_labeled][:, None]).squeeze(1)
     row_N = is_labeled.reshape(-1).nonzero().squeeze(1)
     return reduce_terms(value_N, row_N, labels_BS.shape, weight_BS, reduction)
 
@@ -284,110 +279,6 @@ class _Permuted(torch.autograd.Function):
         return torch.empty_like(grads[0]).index_copy_(1, ctx.order_X, grads[0]), None
 
 
-# --- operations over the vocabulary, whole or sharded (vocab_parallel.py) ------------------------
-
-
-def vocab_sum(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Add up what the ranks of `group` computed from their columns."""
-    if group is None:
-        return x
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.sum_over_ranks(x, group)
-
-
-def vocab_copy(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Mark what all ranks of `group` have, before it meets columns that one rank has alone."""
-    if group is None:
-        return x
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.copy_to_ranks(x, group)
-
-
-def vocab_range(x_NX: Tensor, group: ProcessGroup | None = None) -> tuple[int, int]:
-    """Return (first column of this rank's shard, columns of all ranks)."""
-    if group is None:
-        return 0, x_NX.shape[1]
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.shard_range(x_NX, group)
-
-
-def vocab_logsumexp(logits_NX: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the (N,) logsumexp over all columns."""
-    if group is None:
-        return logits_NX.logsumexp(-1)
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.logsumexp(logits_NX, group)
-
-
-def vocab_log_softmax(logits_NX: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the (N, X) log-probabilities of this rank's columns."""
-    if group is None:
-        return logits_NX.log_softmax(-1)
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.log_softmax(logits_NX, group)
-
-
-def vocab_softmax(logits_NX: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the (N, X) probabilities of this rank's columns."""
-    if group is None:
-        return logits_NX.softmax(-1)
-    return vocab_log_softmax(logits_NX, group).exp()
-
-
-def vocab_gather(x_NX: Tensor, ids_NK: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the (N, K) entries at ids of the whole vocabulary."""
-    if group is None:
-        return x_NX.gather(1, ids_NK)
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.gather(x_NX, ids_NK, group)
-
-
-def vocab_topk(x_NX: Tensor, k: int, group: ProcessGroup | None = None) -> Tensor:
-    """Return the (N, k) int64 ids, in the whole vocabulary, of the largest entries; no gradient."""
-    x_NX = x_NX.detach()
-    if group is None:
-        return x_NX.topk(min(k, x_NX.shape[1]), -1).indices
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.topk(x_NX, k, group)
-
-
-def columns_to_rows(x_NX: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, slice]:
-    """Exchange some columns of all rows for all columns of some rows, as many on each rank.
-
-    For operations that need whole rows (sorting, sums over sets of tokens).  Memory stays the same.
-
-    Returns:
-        (local rows with all columns, which of the N rows they are).
-    """
-    if group is None:
-        return x_NX, slice(0, len(x_NX))
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.columns_to_rows(x_NX, group)
-
-
-def gather_row_values(
-    value_N: Tensor, local_rows: slice, num_rows: int, group: ProcessGroup | None = None
-) -> Tensor:
-    """Return, on every rank, the (num_rows,) values that the ranks computed for their rows.
-
-    Args:
-        value_N: values of this rank's rows.
-        local_rows: which rows these are; see `columns_to_rows`.
-    """
-    if group is None:
-        return value_N
-    # rows of other ranks hold 0, so the sum puts the values together
-    return vocab_sum(F.pad(value_N, (local_rows.start, num_rows - local_rows.stop)), group)
-
-
 # --- one vocabulary: divergences per position ----------------------------------------------------
 
 
@@ -395,7 +286,7 @@ def forward_kl(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, *,
     temperature: float = 1.0, teacher_temperature: float | None = None, top_k: int = 0,
     support: str | Tensor = "teacher", tail: bool = True, weight_BS: Tensor | None = None,
-    reduction: str = "sum", group: ProcessGroup | None = None,
+    reduction: str = "sum",
 ) -> SumAndCount:
     """Compute KL(q || p): the student covers all that the teacher gives mass (arXiv:1503.02531).
 
@@ -403,7 +294,7 @@ def forward_kl(
     """
     return position_divergence(
         "forward_kl", student_logits_BSV, teacher_logits_BSV, mask_BS,
-        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, group,
+        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction,
     )
 
 
@@ -411,7 +302,7 @@ def reverse_kl(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, *,
     temperature: float = 1.0, teacher_temperature: float | None = None, top_k: int = 0,
     support: str | Tensor = "teacher", tail: bool = True, weight_BS: Tensor | None = None,
-    reduction: str = "sum", group: ProcessGroup | None = None,
+    reduction: str = "sum",
 ) -> SumAndCount:
     """Compute KL(p || q): the student gives mass only where the teacher does (arXiv:2306.08543).
 
@@ -419,7 +310,7 @@ def reverse_kl(
     """
     return position_divergence(
         "reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS,
-        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, group,
+        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction,
     )
 
 
@@ -427,7 +318,7 @@ def generalized_jsd(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
     beta: float = 0.5, *, temperature: float = 1.0, teacher_temperature: float | None = None,
     top_k: int = 0, support: str | Tensor = "teacher", tail: bool = True,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
 ) -> SumAndCount:
     """Compute beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p.
 
@@ -439,7 +330,7 @@ def generalized_jsd(
     """
     return position_divergence(
         "generalized_jsd", student_logits_BSV, teacher_logits_BSV, mask_BS,
-        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, group, beta,
+        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, beta,
     )
 
 
@@ -447,7 +338,7 @@ def skew_forward_kl(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
     skew: float = 0.1, *, temperature: float = 1.0, teacher_temperature: float | None = None,
     top_k: int = 0, support: str | Tensor = "teacher", tail: bool = True,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
 ) -> SumAndCount:
     """Compute KL(q || skew q + (1 - skew) p), 0 <= skew < 1 (DistiLLM, arXiv:2402.03898).
 
@@ -455,7 +346,7 @@ def skew_forward_kl(
     """
     return position_divergence(
         "skew_forward_kl", student_logits_BSV, teacher_logits_BSV, mask_BS,
-        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, group, skew,
+        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, skew,
     )
 
 
@@ -463,7 +354,7 @@ def skew_reverse_kl(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
     skew: float = 0.1, *, temperature: float = 1.0, teacher_temperature: float | None = None,
     top_k: int = 0, support: str | Tensor = "teacher", tail: bool = True,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
 ) -> SumAndCount:
     """Compute KL(p || skew p + (1 - skew) q), 0 <= skew < 1 (DistiLLM, arXiv:2402.03898).
 
@@ -471,7 +362,7 @@ def skew_reverse_kl(
     """
     return position_divergence(
         "skew_reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS,
-        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, group, skew,
+        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, skew,
     )
 
 
@@ -479,7 +370,7 @@ def adaptive_kl(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
     alpha: float = 0.5, *, temperature: float = 1.0, teacher_temperature: float | None = None,
     top_k: int = 0, support: str | Tensor = "teacher", tail: bool = True,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
 ) -> SumAndCount:
     """Compute h KL(q || p) + (1 - h) KL(p || q) (AKL, arXiv:2404.02657).
 
@@ -490,7 +381,7 @@ def adaptive_kl(
     """
     return position_divergence(
         "adaptive_kl", student_logits_BSV, teacher_logits_BSV, mask_BS,
-        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, group, alpha,
+        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, alpha,
     )
 
 
@@ -498,7 +389,7 @@ def total_variation(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, *,
     temperature: float = 1.0, teacher_temperature: float | None = None, top_k: int = 0,
     support: str | Tensor = "teacher", tail: bool = True, weight_BS: Tensor | None = None,
-    reduction: str = "sum", group: ProcessGroup | None = None,
+    reduction: str = "sum",
 ) -> SumAndCount:
     """Compute sum |p - q| / 2, from 0 to 1 (f-DISTILL, arXiv:2307.15190).
 
@@ -506,7 +397,7 @@ def total_variation(
     """
     return position_divergence(
         "total_variation", student_logits_BSV, teacher_logits_BSV, mask_BS,
-        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction, group,
+        temperature, teacher_temperature, top_k, support, tail, weight_BS, reduction,
     )
 
 
@@ -515,7 +406,7 @@ def topk_tail_policy_loss(
     top_k: int = 16, old_logp_BS: Tensor | None = None, max_ratio: float = 10.0, *,
     ratio: str = "clamp", sample_BS: Tensor | None = None, old_logits_BSV: Tensor | None = None,
     temperature: float = 1.0, teacher_temperature: float | None = None, tail: bool = True,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
 ) -> SumAndCount:
     """Compute the on-policy reverse KL on the student's top_k tokens and one bucket for the rest.
 
@@ -556,19 +447,19 @@ def topk_tail_policy_loss(
         value_N = _bucket_ratio_loss(
             student_logits_BSV[mask_BS], teacher_logits_BSV[mask_BS],
             None if old_logits_BSV is None else old_logits_BSV[mask_BS],
-            temperature, teacher_temperature or temperature, top_k, tail, max_ratio, group,
+            temperature, teacher_temperature or temperature, top_k, tail, max_ratio,
         )
         return reduce_terms(value_N, row_N, mask_BS.shape, weight_BS, reduction)
     if old_logits_BSV is not None:
         raise ValueError(f"ratio={ratio!r} needs old_logp_BS; only 'bucket' reads old_logits_BSV")
     value_N, _ = position_divergence(
         "reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS,
-        temperature, teacher_temperature, top_k, "student", tail, None, "none", group,
+        temperature, teacher_temperature, top_k, "student", tail, None, "none",
     )
     if old_logp_BS is not None:
         logits_NV = at_least_float32(student_logits_BSV.detach()[mask_BS])
-        logp_NV = vocab_log_softmax(logits_NV, group)
-        logp_N = vocab_gather(logp_NV, next_BS[mask_BS][:, None], group).squeeze(1)
+        logp_NV = logits_NV.log_softmax(-1)
+        logp_N = logp_NV.gather(1, next_BS[mask_BS][:, None]).squeeze(1)
         logp_BS = logp_N.new_zeros(mask_BS.shape)
         logp_BS[mask_BS] = logp_N
         ratio_BS = prefix_ratio(logp_BS, old_logp_BS, mask_BS, max_ratio, ratio, sample_BS)
@@ -637,19 +528,18 @@ def prefix_ratio(
 def _bucket_ratio_loss(
     student_NV: Tensor, teacher_NV: Tensor, old_NV: Tensor | None, temperature: float,
     teacher_temperature: float, top_k: int, tail: bool, max_ratio: float,
-    group: ProcessGroup | None,
 ) -> Tensor:
     """Return the (N,) values of `topk_tail_policy_loss` with ratio "bucket"; old None: student."""
-    logp = vocab_log_softmax(_soften(student_NV, temperature), group).clamp(min=FLOOR)
+    logp = _soften(student_NV, temperature).log_softmax(-1).clamp(min=FLOOR)
     with torch.no_grad():
-        logq = vocab_log_softmax(_soften(teacher_NV, teacher_temperature), group).clamp(min=FLOOR)
+        logq = _soften(teacher_NV, teacher_temperature).log_softmax(-1).clamp(min=FLOOR)
         log_old = logp.detach()
         if old_NV is not None:
-            log_old = vocab_log_softmax(_soften(old_NV, temperature), group).clamp(min=FLOOR)
-        ids_NK = vocab_topk(log_old, top_k, group)
-        logq = _top_k_buckets(logq, ids_NK, tail, group)
-        log_old = _top_k_buckets(log_old, ids_NK, tail, group)
-    logp = _top_k_buckets(logp, ids_NK, tail, group)
+            log_old = _soften(old_NV, temperature).log_softmax(-1).clamp(min=FLOOR)
+        ids_NK = _largest_ids(log_old, top_k)
+        logq = _top_k_buckets(logq, ids_NK, tail)
+        log_old = _top_k_buckets(log_old, ids_NK, tail)
+    logp = _top_k_buckets(logp, ids_NK, tail)
     # p_old min(p / p_old, max_ratio), without a quotient that may overflow
     limit = log_old + math.log(max_ratio)
     mass = torch.where(logp > limit, limit, logp).exp()
@@ -667,7 +557,7 @@ def position_divergence(
     name: str, student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
     temperature: float = 1.0, teacher_temperature: float | None = None, top_k: int = 0,
     support: str | Tensor = "teacher", tail: bool = True, weight_BS: Tensor | None = None,
-    reduction: str = "sum", group: ProcessGroup | None = None, coefficient: float = 0.0,
+    reduction: str = "sum", coefficient: float = 0.0,
 ) -> SumAndCount:
     """Sum tau^2 D(q, p) over positions, q = softmax(teacher / tau), p = softmax(student / tau).
 
@@ -699,12 +589,12 @@ def position_divergence(
     whole_vocabulary = not top_k and isinstance(support, str)
     kernels = None
     if whole_vocabulary and name != "adaptive_kl":
-        kernels = compiled_kernels(student_NV, teacher_NV, group)
+        kernels = compiled_kernels(student_NV, teacher_NV)
         if kernels:
             student_NV = at_least_float32(student_NV)
             teacher_NV = at_least_float32(teacher_NV)
         else:
-            kernels = triton_kernels(student_NV, teacher_NV, group=group)
+            kernels = triton_kernels(student_NV, teacher_NV)
     if kernels:
         value_N: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
             student_NV, None, kernels.divergence, teacher_NV, _mixture(name, coefficient),
@@ -712,27 +602,21 @@ def position_divergence(
         )
         return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
     if whole_vocabulary:
-        logp = _clamped_logp(student_NV, temperature, group)
+        logp = _clamped_logp(student_NV, temperature)
         with torch.no_grad():
-            logq = _clamped_logp(teacher_NV, teacher_temperature, group)
+            logq = _clamped_logp(teacher_NV, teacher_temperature)
     else:
         if isinstance(support, Tensor):
             ids_NK = _select_positions(support, mask_BS)
         else:
-            ids_NK = _support_ids(student_NV, teacher_NV, support, top_k, group)
-        logp = _buckets_of(student_NV, ids_NK, tail, temperature, group)
+            ids_NK = _support_ids(student_NV, teacher_NV, support, top_k)
+        logp = _buckets_of(student_NV, ids_NK, tail, temperature)
         with torch.no_grad():
-            logq = _buckets_of(teacher_NV, ids_NK, tail, teacher_temperature, group)
-        group = None  # every rank holds all buckets now
+            logq = _buckets_of(teacher_NV, ids_NK, tail, teacher_temperature)
     if name == "adaptive_kl":
-        # it sorts whole rows, so each rank compares some rows over all columns
-        num_rows = len(logp)
-        logp, local_rows = columns_to_rows(logp, group)
-        logq, _ = columns_to_rows(logq, group)
-        local_N = _adaptive_divergence(logp, logq, coefficient)
-        value_N = gather_row_values(local_N, local_rows, num_rows, group)
+        value_N = _adaptive_divergence(logp, logq, coefficient)
     else:
-        value_N = vocab_sum(_divergence(_mixture(name, coefficient), logp, logq), group)
+        value_N = _divergence(_mixture(name, coefficient), logp, logq)
     return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
 
 
@@ -820,13 +704,13 @@ def _soften(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits / temperature
 
 
-def _clamped_logp(logits_NV: Tensor, temperature: float, group: ProcessGroup | None) -> Tensor:
+def _clamped_logp(logits_NV: Tensor, temperature: float) -> Tensor:
     """Return the (N, V) log-probabilities, none below FLOOR."""
-    return vocab_log_softmax(_soften(logits_NV, temperature), group).clamp(min=FLOOR)
+    return _soften(logits_NV, temperature).log_softmax(-1).clamp(min=FLOOR)
 
 
 def _support_ids(
-    student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int, group: ProcessGroup | None
+    student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int
 ) -> Tensor:
     """Return the (N, K) int64 ids of the student's or the teacher's top_k tokens."""
     if support not in ("teacher", "student"):
@@ -834,17 +718,22 @@ def _support_ids(
             f"support={support!r}: expected 'teacher', 'student' or a tensor of token ids"
         )
     # likelier tokens have larger logits
-    return vocab_topk(teacher_NV if support == "teacher" else student_NV, top_k, group)
+    return _largest_ids(teacher_NV if support == "teacher" else student_NV, top_k)
+
+
+def _largest_ids(x_NV: Tensor, k: int) -> Tensor:
+    """Return the (N, k) int64 ids of the largest entries, k at most V; no gradient."""
+    return x_NV.detach().topk(min(k, x_NV.shape[1]), -1).indices
 
 
 def _buckets_of(
-    logits_NV: Tensor, ids_NK: Tensor, tail: bool, temperature: float, group: ProcessGroup | None
+    logits_NV: Tensor, ids_NK: Tensor, tail: bool, temperature: float
 ) -> Tensor:
     """Return `_top_k_buckets` of the log-probabilities of these logits."""
-    kernels = compiled_kernels(logits_NV, logits_NV, group)
+    kernels = compiled_kernels(logits_NV, logits_NV)
     if not kernels:
-        logp_NV = _clamped_logp(logits_NV, temperature, group)
-        return _top_k_buckets(logp_NV, ids_NK, tail, group)
+        logp_NV = _clamped_logp(logits_NV, temperature)
+        return _top_k_buckets(logp_NV, ids_NK, tail)
     row_N = torch.arange(len(logits_NV))
     kept_NK, tail_N = _KeptLogp.apply(  # type: ignore[no-untyped-call]
         at_least_float32(logits_NV), row_N, ids_NK, kernels, temperature, tail
@@ -857,22 +746,18 @@ def _renormalize(logp_NK: Tensor) -> Tensor:
 
 
 def _top_k_buckets(
-    logp_NV: Tensor, ids_NK: Tensor, tail: bool, group: ProcessGroup | None
+    logp_NV: Tensor, ids_NK: Tensor, tail: bool
 ) -> Tensor:
     """Return log-probabilities of the kept tokens and, with `tail`, of all others together.
 
     Without `tail`, renormalize the kept tokens.
     """
-    kept_NK = vocab_gather(logp_NV, ids_NK, group)
+    kept_NK = logp_NV.gather(1, ids_NK)
     if not tail:
         return _renormalize(kept_NK)
     # the tail comes from the other tokens: 1 - sum would lose a small tail, and its gradient
-    first, _ = vocab_range(logp_NV, group)
-    width = logp_NV.shape[1]
-    is_local = (ids_NK >= first) & (ids_NK < first + width)
-    column = torch.where(is_local, ids_NK - first, width)  # one column more, for ids of other ranks
-    others = F.pad(logp_NV, (0, 1)).scatter(1, column, 10 * FLOOR)[:, :-1]  # exp(10 * FLOOR) is 0
-    tail_N = vocab_logsumexp(others, group)
+    others = logp_NV.scatter(1, ids_NK, 10 * FLOOR)  # exp(10 * FLOOR) is 0
+    tail_N = others.logsumexp(-1)
     return torch.cat([kept_NK, tail_N[:, None].clamp(min=FLOOR)], 1)
 
 
@@ -1072,7 +957,7 @@ def _chunk_rows(logits_BNX: Tensor, row_N: Tensor, whole: bool, temperature: flo
 
 def chunk_logp(
     logits_NX: Tensor, next_BX: Tensor, row_N: Tensor, of_N: Tensor, num_chunks: int,
-    temperature: float, group: ProcessGroup | None,
+    temperature: float,
 ) -> Tensor:
     """Return the (num_chunks,) log-probability of the tokens of each chunk, by the chain rule.
 
@@ -1081,13 +966,13 @@ def chunk_logp(
         row_N, of_N: rows of logits and next tokens, and the number of their chunk.
     """
     next_N1 = next_BX.reshape(-1)[row_N[:, None]]
-    if kernels := compiled_kernels(logits_NX, logits_NX, group):
+    if kernels := compiled_kernels(logits_NX, logits_NX):
         logp_N1, _ = _KeptLogp.apply(  # type: ignore[no-untyped-call]
             at_least_float32(logits_NX), row_N, next_N1, kernels, temperature, False
         )
     else:
-        logp_NX = vocab_log_softmax(_select_rows(logits_NX, row_N, temperature), group)
-        logp_N1 = vocab_gather(logp_NX, next_N1, group).clamp(min=FLOOR)
+        logp_NX = _select_rows(logits_NX, row_N, temperature).log_softmax(-1)
+        logp_N1 = logp_NX.gather(1, next_N1).clamp(min=FLOOR)
     logp_N: Tensor = logp_N1.squeeze(1)
     return row_sums(logp_N, of_N, num_chunks)
 
@@ -1125,15 +1010,14 @@ def soften_bernoulli(logp: Tensor, temperature: float) -> Tensor:
 
 
 def check_width(
-    side: str, logits_BNX: Tensor, num_tokens: int, table: str, group: ProcessGroup | None
+    side: str, logits_BNX: Tensor, num_tokens: int, table: str
 ) -> None:
     """Raise a ValueError for logits of more or fewer tokens than a table is of.
 
-    More are the padding of an lm_head, which would take its share of the softmax in silence.  Of
-    logits that are sharded over a group this rank knows its own columns alone, so they pass.
+    More are the padding of an lm_head, which would take its share of the softmax in silence.
     """
     width = logits_BNX.shape[-1]
-    if group is None and width != num_tokens:
+    if width != num_tokens:
         advice = "they are of another tokenizer"
         if width > num_tokens:
             advice = f"cut the padding of the lm_head off: logits[..., :{num_tokens}]"
@@ -1271,13 +1155,13 @@ def _scale_rows(d_NV: Tensor, row_R: Tensor, factor_R: Tensor) -> Tensor:
 
 
 def compiled_kernels(
-    student_logits: Tensor, teacher_logits: Tensor, group: ProcessGroup | None = None
+    student_logits: Tensor, teacher_logits: Tensor
 ) -> Any:
     """Import the module of compiled kernels if it serves these tensors; else return None.
 
     It works on float32, so its callers convert bfloat16 and float16, which are served too.
     """
-    if not HAS_KERNELS or group is not None:
+    if not HAS_KERNELS:
         return None
     for logits in (student_logits, teacher_logits):
         if logits.device.type != "cpu" or logits.dtype == torch.float64:
@@ -1285,9 +1169,9 @@ def compiled_kernels(
     return import_module(BESIDE + "cpu_kernels")
 
 
-def triton_kernels(*logits_NX: Tensor, group: ProcessGroup | None = None) -> Any:
+def triton_kernels(*logits_NX: Tensor) -> Any:
     """Import the module of Triton kernels if it serves these tensors; else return None."""
-    if not HAS_TRITON_KERNELS or group is not None:
+    if not HAS_TRITON_KERNELS:
         return None
     if any(logits.device.type not in TRITON_DEVICES for logits in logits_NX):
         return None
@@ -1335,7 +1219,7 @@ def projection_kl(
     teacher_chunk_BT: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor,
     kept_K: Tensor | None = None, temperature: float = 1.0, teacher_average: str = "p",
     reverse: bool = False, weight_BS: Tensor | None = None, reduction: str = "sum",
-    group: ProcessGroup | None = None, entries: "Entries | None" = None,
+    entries: "Entries | None" = None,
     chunks: Chunks | None = None, has_rest: bool = False,
 ) -> SumAndCount:
     """Compute P-KL: the sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary.
@@ -1355,11 +1239,11 @@ def projection_kl(
             uses (can be negative; kept for comparison with it).
         reverse: KL(r || target).
         entries: `projection_entries` of this projection and these kept columns, if many calls share
-            them; with a group and kept columns, those of the rank's rows.
+            them.
         chunks: `find_chunks` of the same ids, if known; then nothing here waits for the device.
         has_rest: the last column of the teacher's logits is no token, but all those whose logits
             are -inf, as one event (`tiles.TopKLogits`).  It is compared with all columns of which
-            the chunk's rows keep nothing.  Not with a group, nor with teacher_average "logp".
+            the chunk's rows keep nothing.  Not with teacher_average "logp".
     Returns:
         (sum, count): nats over chunks that have a position on both sides, and how many there are.
     Raises:
@@ -1368,31 +1252,28 @@ def projection_kl(
     """
     check_side("student", student_logits_BSV, student_chunk_BS=student_chunk_BS)
     check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
-    check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
+    check_width("student", student_logits_BSV, len(indices_VK), "indices_VK")
     if entries is not None and kept_K is None:
-        check_width("teacher", teacher_logits_BTW, entries.width + has_rest, "entries", group)
+        check_width("teacher", teacher_logits_BTW, entries.width + has_rest, "entries")
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
-    num_chunks = len(chunks.first_S)
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
         if kept_K is not None and has_rest:
             columns_K = torch.cat([kept_K, kept_K.new_tensor([y_MW.shape[1] - 1])])
-            log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average, group)
+            log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average)
         else:
-            log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average, group)
+            log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average)
     if entries is None:
         entries = _entries_of_call(
-            indices_VK, likelihoods_VK, student_logits_BSV, y_MW, kept_K, has_rest, group
+            indices_VK, likelihoods_VK, student_logits_BSV, y_MW, kept_K, has_rest
         )
-    kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
+    kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW)
     if entries.weight_E.requires_grad:  # learned; the kernels know no derivative by them
         kernels = None
-    r_CK, local_chunks = _projected_mass(
-        student_logits_BSV, chunks, entries, kept_K, temperature, kernels, group
+    r_CK = _projected_mass(
+        student_logits_BSV, chunks, entries, kept_K, temperature, kernels
     )
-    if kept_K is None:
-        log_target_CK, _ = columns_to_rows(log_target_CK, group)
     # EPSILON last: added before, it would be all that is left of r once the student has moved its
     # mass out of the kept columns, and leaving them would be an optimum
     r_CK = r_CK / (r_CK.sum(-1, keepdim=True) + EPSILON)
@@ -1401,8 +1282,6 @@ def projection_kl(
     else:
         log_r_CK = (r_CK + EPSILON).log()
     kl_C = _kl(log_r_CK, log_target_CK) if reverse else _kl(log_target_CK, log_r_CK)
-    if kept_K is None:
-        kl_C = gather_row_values(kl_C, local_chunks, num_chunks, group)
     value_C = temperature**2 * kl_C
     shape_BS = student_chunk_BS.shape
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
@@ -1410,39 +1289,26 @@ def projection_kl(
 
 def _entries_of_call(
     indices_VK: Tensor, likelihoods_VK: Tensor, student_logits_BSV: Tensor, y_MW: Tensor,
-    kept_K: Tensor | None, has_rest: bool, group: ProcessGroup | None,
+    kept_K: Tensor | None, has_rest: bool,
 ) -> "Entries":
     """Return the entries that one call of `projection_kl` needs on this rank."""
-    _, num_columns = vocab_range(y_MW, group)
-    rows = slice(None)
-    if kept_K is not None and group is not None:  # those of this rank's columns of the student
-        first, _ = vocab_range(student_logits_BSV[0], group)
-        rows = slice(first, first + student_logits_BSV.shape[-1])
-    return projection_entries(
-        indices_VK[rows], likelihoods_VK[rows], num_columns - has_rest, kept_K
-    )
+    return projection_entries(indices_VK, likelihoods_VK, y_MW.shape[1] - has_rest, kept_K)
 
 
 def _projected_mass(
     student_logits_BSV: Tensor, chunks: Chunks, entries: "Entries", kept_K: Tensor | None,
-    temperature: float, kernels: Any, group: ProcessGroup | None,
-) -> tuple[Tensor, slice]:
-    """Return (the student's mean mass in the kept columns, which chunks this rank holds)."""
-    all_chunks = slice(0, len(chunks.first_S))
+    temperature: float, kernels: Any,
+) -> Tensor:
+    """Return the (C, K) mean mass of the student in the kept columns."""
     if kernels:
         r_NK: Tensor = _Projected.apply(  # type: ignore[no-untyped-call]
             at_least_float32(student_logits_BSV.flatten(0, 1)), chunks.row_S, kernels, entries,
             temperature,
         )
-        return chunk_mean(r_NK, chunks.of_S, chunks.count_S), all_chunks
+        return chunk_mean(r_NK, chunks.of_S, chunks.count_S)
     x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
-    if kept_K is None and group is not None:
-        # a student column may add to columns of any rank: compare whole rows instead
-        p_CV = chunk_mean(vocab_softmax(x_NV, group), chunks.of_S, chunks.count_S)
-        p_CV, local_chunks = columns_to_rows(p_CV, group)
-        return _project(p_CV, entries), local_chunks
-    r_NK = vocab_sum(_project(vocab_log_softmax(x_NV, group), entries, is_logp=True), group)
-    return chunk_mean(r_NK, chunks.of_S, chunks.count_S), all_chunks
+    r_NK = _project(x_NV.log_softmax(-1), entries, is_logp=True)
+    return chunk_mean(r_NK, chunks.of_S, chunks.count_S)
 
 
 def projection_in_place(
@@ -1464,9 +1330,9 @@ def projection_in_place(
     kernels = chunk_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None
-    check_width("student", student_NV, len(tables.start_V) - 1, "the projection", None)
+    check_width("student", student_NV, len(tables.start_V) - 1, "the projection")
     if kept_K is None:
-        check_width("teacher", teacher_MW, tables.width, "the projection", None)
+        check_width("teacher", teacher_MW, tables.width, "the projection")
     rows = _rows_of(kernels, chunks, student_NV)
     totals = kernels.row_totals(student_NV, teacher_MW, temperature, kept_K, tables.mass_V)
     cross_entropy = _cross_entropy_of(student_NV, totals.plain_log_total_N, labels_N)
@@ -1483,13 +1349,12 @@ def projection_in_place(
 
 def _projection_target(
     y_MW: Tensor, chunks: Chunks, kept_K: Tensor | None, teacher_average: str,
-    group: ProcessGroup | None,
 ) -> Tensor:
     """Return the (C, K) log of the teacher's mean distribution over the kept columns."""
     if kept_K is None:
-        logq_MK = vocab_log_softmax(y_MW, group)
+        logq_MK = y_MW.log_softmax(-1)
     else:
-        logq_MK = vocab_gather(y_MW, kept_K.expand(len(y_MW), -1), group).log_softmax(-1)
+        logq_MK = y_MW.gather(1, kept_K.expand(len(y_MW), -1)).log_softmax(-1)
     if teacher_average == "logp":
         return chunk_mean(logq_MK, chunks.of_T, chunks.count_T)
     q_CK = chunk_mean(logq_MK.exp(), chunks.of_T, chunks.count_T)
@@ -1743,7 +1608,7 @@ def _inside_ranges(
 def event_kl(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
     teacher_next_BT: Tensor, terms: EventTerms, spelling: Spelling, temperature: float = 1.0,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
 ) -> SumAndCount:
     """Compute KL(teacher || student) on events that both vocabularies can express.
 
@@ -1778,13 +1643,13 @@ def event_kl(
     """
     check_side("student", student_logits_BSV, student_next_BS=student_next_BS)
     check_side("teacher", teacher_logits_BTW, teacher_next_BT=teacher_next_BT)
-    check_width("student", student_logits_BSV, len(spelling.event_V), "event_V", group)
-    check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", group)
+    check_width("student", student_logits_BSV, len(spelling.event_V), "event_V")
+    check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W")
     x_NV = student_logits_BSV.flatten(0, 1)
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
     if x_NV.device.type == "cpu":  # once; elsewhere the rows that each term needs, later
         x_NV = at_least_float32(x_NV)
-    values = [_start_kl(x_NV, y_MW, terms, spelling, temperature, group)]
+    values = [_start_kl(x_NV, y_MW, terms, spelling, temperature)]
     rows = [terms.start_S]
     # select what the other terms need of x at once: each selection has a gradient as large as x
     row_many = terms.many_S[:, 0]
@@ -1795,20 +1660,20 @@ def event_kl(
     if len(terms.inside_teacher.low):
         y_inside_teacher = y_MW.index_select(0, terms.inside_teacher.coarse_row)
         inside_N = _inside_teacher_kl(
-            x_inside_teacher, y_inside_teacher, terms.inside_teacher, spelling, temperature, group
+            x_inside_teacher, y_inside_teacher, terms.inside_teacher, spelling, temperature
         )
         values.append(inside_N)
         rows.append(terms.inside_teacher.fine_row)
     if terms.count_many:
         next_M = student_next_BS.reshape(-1)[row_many]
-        values.append(_many_kl(x_many, y_MW, next_M, teacher_next_BT, terms, temperature, group))
+        values.append(_many_kl(x_many, y_MW, next_M, teacher_next_BT, terms, temperature))
         rows.append(_second_rows(terms.many_S, terms.count_many))
     value_N = torch.cat(values)
     row_N = torch.cat(rows)
     if len(terms.inside_student.low):
         y_inside_student = y_MW.index_select(0, terms.inside_student.fine_row)
         inside_N = _inside_student_kl(
-            x_inside_student, y_inside_student, terms.inside_student, spelling, temperature, group
+            x_inside_student, y_inside_student, terms.inside_student, spelling, temperature
         )
         # they belong to the one student token, whose term is that of the chunk's start
         start_number = torch.zeros(x_NV.shape[0], dtype=torch.long, device=x_NV.device)
@@ -1840,8 +1705,8 @@ def event_in_place(
     """
     check_side("student", student_NV, labels_N=labels_N, next_S=next_S, weight_N=weight_N)
     check_side("teacher", teacher_MW, next_T=next_T)
-    check_width("student", student_NV, len(spelling.event_V), "event_V", None)
-    check_width("teacher", teacher_MW, len(spelling.event_W), "event_W", None)
+    check_width("student", student_NV, len(spelling.event_V), "event_V")
+    check_width("teacher", teacher_MW, len(spelling.event_W), "event_W")
     kernels = triton_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None
@@ -1958,28 +1823,20 @@ def _rows_of_other_events(terms: EventTerms) -> Tensor:
 
 def _start_kl(
     x_NV: Tensor, y_MW: Tensor, terms: EventTerms, spelling: Spelling, temperature: float,
-    group: ProcessGroup | None,
 ) -> Tensor:
     """Return the (C,) KL over events at the start of every chunk."""
     row_S = terms.start_S
     row_T = terms.start_T
-    num_chunks = len(terms.start_S)
-    local_chunks = slice(0, num_chunks)
-    if group is not None:
-        x_NV, local_chunks = columns_to_rows(x_NV[row_S], group)
-        y_MW, _ = columns_to_rows(y_MW[row_T], group)
-        row_S = torch.arange(len(x_NV), device=x_NV.device)
-        row_T = row_S
     value_C: Tensor = _WithDerivative.apply(  # type: ignore[no-untyped-call]
         at_least_float32(x_NV), row_S, _kl_over_events,
         row_S, at_least_float32(y_MW), row_T, spelling, temperature,
     )
-    return gather_row_values(value_C, local_chunks, num_chunks, group)
+    return value_C
 
 
 def _many_kl(
     x_MV: Tensor, y_NW: Tensor, student_next_M: Tensor, teacher_next_BT: Tensor, terms: EventTerms,
-    temperature: float, group: ProcessGroup | None,
+    temperature: float,
 ) -> Tensor:
     """Return the KL between two Bernoulli variables, "the text goes on so", of each n:m chunk.
 
@@ -1989,10 +1846,10 @@ def _many_kl(
     """
     every_row = torch.arange(len(x_MV), device=x_MV.device)
     logp_C = chunk_logp(
-        x_MV, student_next_M, every_row, terms.many_S[:, 1], terms.count_many, 1.0, group
+        x_MV, student_next_M, every_row, terms.many_S[:, 1], terms.count_many, 1.0
     )
     logq_C = chunk_logp(
-        y_NW, teacher_next_BT, terms.many_T[:, 0], terms.many_T[:, 1], terms.count_many, 1.0, group
+        y_NW, teacher_next_BT, terms.many_T[:, 0], terms.many_T[:, 1], terms.count_many, 1.0
     )
     return bernoulli_kl(
         soften_bernoulli(logq_C, temperature), soften_bernoulli(logp_C, temperature)
@@ -2018,7 +1875,7 @@ def event_coverage(
     sides).
     """
     check_side("teacher", teacher_logits_BTW)
-    check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W", None)
+    check_width("teacher", teacher_logits_BTW, len(spelling.event_W), "event_W")
     with torch.no_grad():
         y_NW = teacher_logits_BTW.detach().flatten(0, 1)
         ranges = terms.inside_teacher
@@ -2216,51 +2073,37 @@ def _segment_logsumexp(x_N: Tensor, segment_N: Tensor, num: int) -> Tensor:
     return mass.clamp(min=torch.finfo(mass.dtype).tiny).log() + largest
 
 
-def _local_ranges(ranges: Ranges, local: slice, group: ProcessGroup | None) -> Ranges:
-    """Return the ranges of this rank's rows, for logits that hold one row per range, in order."""
-    low = ranges.low[local]
-    high = ranges.high[local]
-    level = ranges.level[local]
-    row = torch.arange(len(level), device=level.device)
-    entries = ranges.entries if group is None else int((high - low).sum())
-    return Ranges(row, row, low, high, level, entries)
+def _own_rows(ranges: Ranges) -> Ranges:
+    """Return the ranges for logits that hold one row per range, in order."""
+    row = torch.arange(len(ranges.level), device=ranges.level.device)
+    return Ranges(row, row, ranges.low, ranges.high, ranges.level, ranges.entries)
 
 
 def _inside_teacher_kl(
     x_NV: Tensor, y_NW: Tensor, ranges: Ranges, spelling: Spelling, temperature: float,
-    group: ProcessGroup | None,
 ) -> Tensor:
     """Return the (N,) KL(T_k || p_k) inside teacher tokens; both sides have a row per range."""
-    num_ranges = len(ranges.level)
-    x_NV, local = columns_to_rows(x_NV, group)
-    y_NW, _ = columns_to_rows(y_NW, group)
-    ranges = _local_ranges(ranges, local, group)
+    ranges = _own_rows(ranges)
     num_local = len(ranges.level)
     to = _continuations(ranges, spelling.order_W, spelling.pieces_W)
     logp_NV = _select_rows(x_NV, ranges.fine_row, temperature).log_softmax(-1)
     # groups without an entry read the last row; their result lands in term N, which is cut off
     logp_G = logp_NV[to.term_G.clamp(max=num_local - 1), to.next_G].clamp(min=FLOOR)
     logq_G = _group_logp(_coarse_logits(y_NW, ranges, to), ranges, to, temperature)
-    kl_N = _compare_groups(logp_G, logq_G, to, num_local)
-    return gather_row_values(kl_N, local, num_ranges, group)
+    return _compare_groups(logp_G, logq_G, to, num_local)
 
 
 def _inside_student_kl(
     x_NV: Tensor, y_NW: Tensor, ranges: Ranges, spelling: Spelling, temperature: float,
-    group: ProcessGroup | None,
 ) -> Tensor:
     """Return the (N,) KL(q_k || S_k) inside student tokens; both sides have a row per range."""
-    num_ranges = len(ranges.level)
-    y_NW, local = columns_to_rows(y_NW, group)
-    x_NV, _ = columns_to_rows(x_NV, group)
-    ranges = _local_ranges(ranges, local, group)
+    ranges = _own_rows(ranges)
     num_local = len(ranges.level)
     to = _continuations(ranges, spelling.order_V, spelling.pieces_V)
     logp_G = _group_logp(_coarse_logits(x_NV, ranges, to), ranges, to, temperature)
     row_G = _rows_of_groups(ranges.fine_row, to)
     logq_G = _normalized(_soften(y_NW[row_G, to.next_G], temperature), to, num_local)
-    kl_N = _compare_groups(logp_G, logq_G, to, num_local)
-    return gather_row_values(kl_N, local, num_ranges, group)
+    return _compare_groups(logp_G, logq_G, to, num_local)
 
 
 # --- two vocabularies: common tokens, sorted probabilities, the chunks' own bytes ----------------
@@ -2320,7 +2163,7 @@ def gold(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, common_V: Tensor, common_W: Tensor, temperature: float = 1.0,
     uncommon_topk: int = 8192, average: str = "p", reverse: bool = False,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
     chunks: Chunks | None = None, rest: tuple[Tensor, Tensor] | None = None,
 ) -> SumAndCount:
     """Compute the KL on common tokens plus the distance of the sorted probabilities of the rest.
@@ -2343,16 +2186,15 @@ def gold(
     check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
     if chunks is None:
         chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
-    num_chunks = len(chunks.first_S)
     common = TokenIds(common_V, common_W)
     if rest is not None:
         num_student_tokens = len(common_V) + len(rest[0])
         num_teacher_tokens = len(common_W) + len(rest[1])
-        check_width("student", student_logits_BSV, num_student_tokens, "rest", group)
-        check_width("teacher", teacher_logits_BTW, num_teacher_tokens, "rest", group)
+        check_width("student", student_logits_BSV, num_student_tokens, "rest")
+        check_width("teacher", teacher_logits_BTW, num_teacher_tokens, "rest")
     else:
-        _, num_student_tokens = vocab_range(student_logits_BSV[0], group)
-        _, num_teacher_tokens = vocab_range(teacher_logits_BTW[0], group)
+        num_student_tokens = student_logits_BSV.shape[-1]
+        num_teacher_tokens = teacher_logits_BTW.shape[-1]
         rest = (
             other_tokens(common_V, num_student_tokens),
             other_tokens(common_W, num_teacher_tokens),
@@ -2363,7 +2205,7 @@ def gold(
     shift = 0.0 if reverse or average == "logp" else SHIFT / max(temperature, 1)
     kernels = None
     if average == "p":
-        kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW, group)
+        kernels = compiled_kernels(student_logits_BSV, teacher_logits_BTW)
     if kernels:
         student, teacher = _mean_rows(student_logits_BSV, teacher_logits_BTW.detach(), chunks)
         value_C: Tensor = _MixtureDistance.apply(  # type: ignore[no-untyped-call]
@@ -2373,10 +2215,10 @@ def gold(
     else:
         x = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
         y = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
-        p_NV = _scaled_softmax(x, average, shift, group)
-        p_CV, local = columns_to_rows(chunk_mean(p_NV, chunks.of_S, chunks.count_S), group)
-        q_NW = _scaled_softmax(y, average, 0.0, group)
-        q_CW, _ = columns_to_rows(chunk_mean(q_NW, chunks.of_T, chunks.count_T), group)
+        p_NV = _scaled_softmax(x, average, shift)
+        p_CV = chunk_mean(p_NV, chunks.of_S, chunks.count_S)
+        q_NW = _scaled_softmax(y, average, 0.0)
+        q_CW = chunk_mean(q_NW, chunks.of_T, chunks.count_T)
         if average == "logp":
             value_C = _gold_of_mean_logp(p_CV, q_CW, common, others, num_compared, reverse)
         else:
@@ -2384,7 +2226,6 @@ def gold(
                 p_CV, None, _common_and_rest,
                 q_CW, common, others, num_compared, reverse, shift,
             )
-        value_C = gather_row_values(value_C, local, num_chunks, group)
     value_C = temperature**2 * value_C
     shape_BS = student_chunk_BS.shape
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
@@ -2410,8 +2251,8 @@ def gold_in_place(
     kernels = chunk_kernels(student_NV, teacher_MW)
     if kernels is None:
         return None
-    check_width("student", student_NV, len(common.student) + len(others.student), "rest", None)
-    check_width("teacher", teacher_MW, len(common.teacher) + len(others.teacher), "rest", None)
+    check_width("student", student_NV, len(common.student) + len(others.student), "rest")
+    check_width("teacher", teacher_MW, len(common.teacher) + len(others.teacher), "rest")
     shift = 0.0 if reverse else SHIFT / max(temperature, 1)
     unshift = math.exp(-shift)
     rows = _rows_of(kernels, chunks, student_NV)
@@ -2469,7 +2310,7 @@ def h_kl(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor, temperature: float = 1.0,
     uncommon_topk: int = 8192, average: str = "p", reverse: bool = False,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
     chunks: Chunks | None = None,
 ) -> SumAndCount:
     """Compute `gold` with the relaxed set of common tokens, determined in every call.
@@ -2480,12 +2321,12 @@ def h_kl(
         indices_VK, likelihoods_VK: the projection, rows sorted by weight, -1 in unused slots.
     Others and Returns: see `gold`.
     """
-    check_width("student", student_logits_BSV, len(indices_VK), "indices_VK", group)
+    check_width("student", student_logits_BSV, len(indices_VK), "indices_VK")
     common = common_tokens(indices_VK, likelihoods_VK, relaxed=True)
     return gold(
         student_logits_BSV, teacher_logits_BTW, student_chunk_BS, teacher_chunk_BT,
         common.student, common.teacher, temperature, uncommon_topk, average, reverse,
-        weight_BS, reduction, group, chunks,
+        weight_BS, reduction, chunks,
     )
 
 
@@ -2509,14 +2350,14 @@ def _mean_rows(
 
 
 def _scaled_softmax(
-    logits_NX: Tensor, average: str, shift: float, group: ProcessGroup | None
+    logits_NX: Tensor, average: str, shift: float
 ) -> Tensor:
     """Return the (N, X) rows that `gold` averages: log p, p exp(shift) or p."""
     if average == "logp":
-        return vocab_log_softmax(logits_NX, group).clamp(min=FLOOR)
+        return logits_NX.log_softmax(-1).clamp(min=FLOOR)
     if shift:
-        return (vocab_log_softmax(logits_NX, group) + shift).exp()
-    return vocab_softmax(logits_NX, group)
+        return (logits_NX.log_softmax(-1) + shift).exp()
+    return logits_NX.softmax(-1)
 
 
 def _gold_of_mean_logp(
@@ -2605,7 +2446,7 @@ def uld(
     teacher_next_BT: Tensor, student_chunk_BS: Tensor, teacher_chunk_BT: Tensor,
     temperature: float = 1.0, common: tuple[Tensor, Tensor] | None = None,
     matched_weight: float | None = None, weight_BS: Tensor | None = None, reduction: str = "sum",
-    group: ProcessGroup | None = None, chunks: Chunks | None = None,
+    chunks: Chunks | None = None,
     rest: tuple[Tensor, Tensor] | None = None,
 ) -> SumAndCount:
     """Sum over chunks sum |sorted p - sorted q| (ULD, arXiv:2402.12030); needs no projection.
@@ -2635,15 +2476,15 @@ def uld(
     last_S = chunks.first_S + chunks.count_S - 1
     last_T = chunks.first_T + chunks.count_T - 1
     p_before_C = _probability_before(
-        x_NV, student_next_BS, last_S, chunks.row_S, chunks.of_S, temperature, group
+        x_NV, student_next_BS, last_S, chunks.row_S, chunks.of_S, temperature
     )
     q_before_C = _probability_before(
-        y_MW, teacher_next_BT, last_T, chunks.row_T, chunks.of_T, temperature, group
+        y_MW, teacher_next_BT, last_T, chunks.row_T, chunks.of_T, temperature
     )
     if common is not None and rest is not None:
-        check_width("student", x_NV, len(common[0]) + len(rest[0]), "rest", group)
-        check_width("teacher", y_MW, len(common[1]) + len(rest[1]), "rest", group)
-    kernels = compiled_kernels(x_NV, y_MW, group) if common is None else None
+        check_width("student", x_NV, len(common[0]) + len(rest[0]), "rest")
+        check_width("teacher", y_MW, len(common[1]) + len(rest[1]), "rest")
+    kernels = compiled_kernels(x_NV, y_MW) if common is None else None
     if kernels:
         number = torch.arange(num_chunks)
         x_NV = at_least_float32(x_NV)
@@ -2655,21 +2496,20 @@ def uld(
             *student, kernels, teacher, None, None, longest, temperature
         )
         return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
-    p_CV, local = _end_distribution(x_NV, last_S, p_before_C, temperature, group)
-    q_CW, _ = _end_distribution(y_MW, last_T, q_before_C, temperature, group)
+    p_CV = _end_distribution(x_NV, last_S, p_before_C, temperature)
+    q_CW = _end_distribution(y_MW, last_T, q_before_C, temperature)
     if common is None:
         value_C = _all_sorted(p_CV, q_CW)
     else:
         if rest is None:
             rest = (other_tokens(common[0], p_CV.shape[1]), other_tokens(common[1], q_CW.shape[1]))
         value_C = _hybrid_uld(p_CV, q_CW, TokenIds(*common), TokenIds(*rest), matched_weight)
-    value_C = gather_row_values(value_C, local, num_chunks, group)
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
 
 
 def _probability_before(
     logits_NX: Tensor, next_BX: Tensor, last_C: Tensor, row_N: Tensor, of_N: Tensor,
-    temperature: float, group: ProcessGroup | None,
+    temperature: float,
 ) -> Tensor | None:
     """Return the (C,) probability of each chunk's tokens before its last; None: there are none.
 
@@ -2683,7 +2523,7 @@ def _probability_before(
     # the size is known, so nothing waits for the device
     before = torch.nonzero_static(row_N != last_C[of_N], size=num_before).squeeze(1)
     logp_C = chunk_logp(
-        logits_NX, next_BX, row_N[before], of_N[before], len(last_C), temperature, group
+        logits_NX, next_BX, row_N[before], of_N[before], len(last_C), temperature
     )
     return logp_C.exp()
 
@@ -2694,14 +2534,12 @@ def _or_ones(weight_C: Tensor | None, like: Tensor, num_chunks: int) -> Tensor:
 
 def _end_distribution(
     logits_NX: Tensor, last_C: Tensor, before_C: Tensor | None, temperature: float,
-    group: ProcessGroup | None,
-) -> tuple[Tensor, slice]:
-    """Return (the chunks' distributions as `uld` defines them, which chunks this rank holds)."""
-    p_CX = vocab_softmax(_select_rows(logits_NX, last_C, temperature), group)
-    p_CX, local = columns_to_rows(p_CX, group)
+) -> Tensor:
+    """Return the (C, X) distributions of the chunks as `uld` defines them."""
+    p_CX = _select_rows(logits_NX, last_C, temperature).softmax(-1)
     if before_C is not None:
-        p_CX = p_CX * vocab_copy(before_C, group)[local, None]
-    return p_CX, local
+        p_CX = p_CX * before_C[:, None]
+    return p_CX
 
 
 def _hybrid_uld(
@@ -2733,7 +2571,7 @@ def alm(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
     teacher_next_BT: Tensor, student_chunk_BS: Tensor, teacher_chunk_BT: Tensor,
     temperature: float = 1.0, mode: str = "binary_kl", weight_BS: Tensor | None = None,
-    reduction: str = "sum", group: ProcessGroup | None = None, chunks: Chunks | None = None,
+    reduction: str = "sum", chunks: Chunks | None = None,
 ) -> SumAndCount:
     """Sum f(q, p) over chunks, the two models' probabilities of the chunk's own bytes.
 
@@ -2764,10 +2602,10 @@ def alm(
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
     # the temperature applies to the chunk, not to its tokens' distributions, whence the 1.0
     logp_C = chunk_logp(
-        x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0, group
+        x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0
     )
     logq_C = chunk_logp(
-        y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0, group
+        y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0
     )
     value_C = _alm_value(mode, logp_C, logq_C, temperature)
     shape_BS = student_chunk_BS.shape

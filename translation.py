@@ -37,7 +37,7 @@ the flattened batch); V, W vocabularies; C cells of the roots; K nodes of anothe
 such a node, or of all of them one after the other; E entries (tokens in cells); P pieces; F, J see
 `Tables`.
 
-Needs torch and losses.py; `group` needs vocab_parallel.py too.  With cpu_kernels.py and numba
+Needs torch and losses.py.  With cpu_kernels.py and numba
 beside it, float32 on a CPU takes a tenth to a third of the time (adaptive_kl: up to 0.6).  Copy
 these files into your own repository.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_translation.py.
@@ -50,7 +50,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 try:
     from .losses import (
@@ -1207,7 +1206,7 @@ def translated(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
     teacher_next_BT: Tensor, nodes: Nodes, tables: Tables,
     divergence: Callable[..., SumAndCount] = forward_kl, temperature: float = 1.0,
-    weight_BS: Tensor | None = None, reduction: str = "sum", group: ProcessGroup | None = None,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
     has_rest: bool = False, **parameters: Any,
 ) -> SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
@@ -1236,9 +1235,9 @@ def translated(
     """
     check_side("student", student_logits_BSV, student_next_BS=student_next_BS)
     check_side("teacher", teacher_logits_BTW, teacher_next_BT=teacher_next_BT)
-    _check_widths(student_logits_BSV, teacher_logits_BTW, tables, group)
-    x_NV = whole_columns(student_logits_BSV.flatten(0, 1), group)
-    y_MW = at_least_float32(whole_columns(teacher_logits_BTW.detach().flatten(0, 1), group))
+    _check_widths(student_logits_BSV, teacher_logits_BTW, tables)
+    x_NV = student_logits_BSV.flatten(0, 1)
+    y_MW = at_least_float32(teacher_logits_BTW.detach().flatten(0, 1))
     if x_NV.device.type == "cpu":  # else the rows that are needed, later
         x_NV = at_least_float32(x_NV)
 
@@ -1355,10 +1354,9 @@ def translated_in_place(
 
 def _check_widths(
     student_logits: Tensor, teacher_logits: Tensor, tables: Tables,
-    group: ProcessGroup | None = None,
 ) -> None:
-    check_width("student", student_logits, len(tables.cell_V), "cell_V", group)
-    check_width("teacher", teacher_logits, len(tables.cell_W), "cell_W", group)
+    check_width("student", student_logits, len(tables.cell_V), "cell_V")
+    check_width("teacher", teacher_logits, len(tables.cell_W), "cell_W")
 
 
 def _rows_of_others(nodes: Nodes) -> Tensor:
@@ -1595,7 +1593,7 @@ def cell_coverage(
     that it is left out.
     """
     check_side("teacher", teacher_logits_BTW)
-    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W", None)
+    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W")
     with torch.no_grad():
         y_MW = teacher_logits_BTW.detach().flatten(0, 1)
         roots = nodes.roots
@@ -1628,12 +1626,3 @@ def _second_rows(nodes: Nodes) -> Tensor:
     row_S, chunk_S = nodes.many_S.unbind(1)
     first = row_S.new_full((nodes.count_many,), torch.iinfo(torch.int64).max)
     return first.scatter_reduce(0, chunk_S, row_S, "amin") + 1
-
-
-def whole_columns(x_NX: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return all columns of rows that are sharded over `group`; memory grows by its size."""
-    if group is None:
-        return x_NX
-    from isogloss.objective import vocab_parallel
-
-    return vocab_parallel.whole_columns(x_NX, group)

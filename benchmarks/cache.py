@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from isogloss.tiles import HiddenLogits, TopKLogits, head_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss import cache, demo_report
@@ -46,6 +45,7 @@ from isogloss.objective.objective import LossTerms, TeacherTarget, TeacherTerm, 
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens
 from isogloss.teachers.model import load_replicated, truncate
 from isogloss.teachers.sources import load_teacher
+from isogloss.tiles import HiddenLogits, TopKLogits, head_of
 
 BATCH = 8
 KEPT = 16, 64, 256

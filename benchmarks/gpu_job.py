@@ -101,7 +101,7 @@ def build(folder, micro_batch_size, precision, **flags):
         data=str(folder / "corpus.jsonl"), ds_config=str(ds_config), max_length=MAX_LENGTH,
         teacher_max_length=MAX_LENGTH, output_dir=str(folder / "run"), **flags)
     inputs = check_inputs(cfg, device)
-    state = distill.build_state(cfg, inputs, device)
+    state = build.build_state(cfg, inputs, device)
     return state, build_collator(cfg, inputs, device), inputs.data.train_data["text"]
 
 

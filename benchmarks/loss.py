@@ -42,6 +42,8 @@ import fire
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from isogloss import losses, translation
 from isogloss.spelling import translation_tables
 from isogloss.tiles import (
     CPU_SUB_TILES,
@@ -55,8 +57,6 @@ from isogloss.tiles import (
     plan_tiles,
     tiled_loss,
 )
-
-from isogloss import losses, translation
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
 TRANSLATED = "translated_"  # and the name of a divergence

@@ -62,7 +62,7 @@ def measure(flags):
     """
     from torch.profiler import ProfilerActivity, profile
 
-    from isogloss import distill
+    from isogloss import build, distill
     from isogloss.inputs import check_inputs, load_batches
     from isogloss.job.launch import silence_libraries, start_distributed
 
@@ -72,7 +72,7 @@ def measure(flags):
     foreign = live_bytes()  # of jobs before
     cfg = distill.Config(**flags)
     inputs = check_inputs(cfg, device)
-    state = distill.build_state(cfg, inputs, device)
+    state = build.build_state(cfg, inputs, device)
     batches, _ = load_batches(cfg, inputs, state.engine, device, 0)
     num = state.engine.gradient_accumulation_steps()
     steps = [[next(batches) for _ in range(num)] for _ in range(2)]

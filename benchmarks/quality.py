@@ -1,7 +1,7 @@
 """Compare losses by what a small student learns from a teacher with another tokenizer.
 
     python benchmarks/quality.py ASSETS [--pairs finer,coarser,crossing] [--seeds 8]
-                                 [--losses piece_kl,event_kl,equal,exact] [--weights 2] [--alone]
+                                 [--losses piece_kl,event_kl,equal] [--weights 2] [--alone]
 
 A fresh student learns from 900 stories, 8 a step; 100 stories are held out.  Some of them hold
 characters that were decoded wrongly ("odd" rows), which a table shows apart.  The pairs:
@@ -10,12 +10,10 @@ finer      student tok512, teacher tinytalk_neo_3M (14,019 tokens)
 coarser    student tinytalk's tokenizer, teacher stories260K (tok512)
 crossing   student a Unigram tokenizer of 1,024 tokens, trained on the 900 stories; teacher tinytalk
 
-Beside the losses of `distill.py` there are two limits:
+Beside the losses of `distill.py` there is a limit:
 
 equal      forward KL from a teacher with the student's tokenizer: bitstories_1M (finer), tinytalk
            (coarser).  It is another teacher, and not as good a one everywhere.
-exact      forward KL from the pair's own teacher, exactly converted (exact_conversion.py), with
-           branches of less than --threshold by chance
 
 A loss with a number, as piece_kl@256, learns from a teacher of which so many tokens are kept, the
 most likely ones; piece_kl@256-cache from what a cache keeps, piece_kl@256-sampled from one that was
@@ -38,16 +36,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmarks.exact_conversion import ExactConverter
-from isogloss.align import TokenTable
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isogloss import demo, demo_report
+from isogloss.align import TokenTable
 from isogloss.config import Config
-from isogloss.data.batch import Collator, PairOptions, as_example
+from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import text_key
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.parse import tool
@@ -75,20 +71,18 @@ class Args:
         pairs: of the module's docstring, with commas.
         seeds: students per loss, with seeds 0, 1, ...
         steps: optimizer steps of each student.
-        losses: losses and limits, with commas.
+        losses: losses and the limit, with commas.
         weights: kd_weight of the losses, with commas: one, or one for each.
         alone: train without the text: ce_weight 0.
-        threshold: see exact_conversion.py.
     """
 
     assets: str
     pairs: str = "finer,coarser,crossing"
     seeds: int = 8
     steps: int = 150
-    losses: str = "piece_kl,event_kl,equal,exact"
+    losses: str = "piece_kl,event_kl,equal"
     weights: str = "2"
     alone: bool = False
-    threshold: float = 1e-2
 
 
 # --- a pair of models -----------------------------------------------------------------------------
@@ -168,7 +162,6 @@ class ModelPair:
         self.equal_name = {"finer": "bitstories_1M", "coarser": "tinytalk_neo_3M"}.get(name)
         self.loaded = {}
         self.hidden = {}
-        self.exact_of_story = {}
 
     def load(self, name):
         """Return (model, TextEncoder) of a teacher."""
@@ -185,10 +178,10 @@ class ModelPair:
             return None
         name = self.equal_name if loss == "equal" else self.teacher_name
         model, encoder = self.load(name)
-        # the limits compare by forward KL; exact uses its alignment only
+        # the limit compares by forward KL
         kind, _, top_k = loss.partition("@")
         top_k, _, kept = top_k.partition("-")
-        if kind in ("equal", "exact"):
+        if kind == "equal":
             kind = "forward_kl"
         cfg = Config(student=str(self.student_folder), teacher=str(self.models / name), data="-",
                      loss=kind)
@@ -201,44 +194,6 @@ class ModelPair:
         config = AutoConfig.from_pretrained(self.models / SHAPE)
         config.vocab_size = len(self.student.table)
         return AutoModelForCausalLM.from_config(config)
-
-    def exact_targets(self, numbers, threshold):
-        """Return [(positions, tokens, probabilities)] of stories, from disk where they are.
-
-        positions: student positions of the entries.
-        """
-        folder = RUNS / f"exact_{self.name}_{threshold:g}"
-        folder.mkdir(parents=True, exist_ok=True)
-        targets = []
-        for number in numbers:
-            if number not in self.exact_of_story:
-                path = folder / f"{number}.npz"
-                if not path.exists():
-                    self._convert(number, threshold, path)
-                with np.load(path) as file:
-                    self.exact_of_story[number] = [torch.from_numpy(file[key]) for key in
-                                                   ("position", "token", "probability")]
-            targets.append(self.exact_of_story[number])
-        return targets
-
-    def _convert(self, number, threshold, path):
-        teacher = self.teacher("exact")
-        if not hasattr(self, "converter"):
-            self.converter = ExactConverter(teacher.model, self.student, teacher.encoder, threshold)
-        story = self.train[number]
-        collator = Collator(self.student, [PairOptions(teacher.encoder, teacher.loss.spelling)])
-        sample, = collator.samples([as_example(story)])
-        pair = sample.pairs[0]
-        positions = np.flatnonzero(pair.student_chunk >= 0)
-        if len(positions):
-            belief = self.converter.convert(story, positions, len(pair.teacher.ids))
-        else:
-            belief = np.zeros((0, len(self.student.table)))
-        row, token = np.nonzero(belief > 1e-5)
-        part = path.with_suffix(".part.npz")
-        np.savez(part, position=positions[row].astype(np.int64), token=token.astype(np.int64),
-                 probability=belief[row, token].astype(np.float32))
-        part.rename(path)
 
 
 def encoder_of(folder, longest):
@@ -269,11 +224,11 @@ class Run:
                       f"{self.steps}.json"
 
 
-def result_of(run, pair, threshold):
+def result_of(run, pair):
     """Return {"all", "clean", "odd": bits per byte, "seconds"}; train where that is not done."""
     if not run.path.exists():
         start = time.process_time()
-        student = train(run, pair, threshold)
+        student = train(run, pair)
         seconds = time.process_time() - start
         result = held_out_bits(student, pair) | {"seconds": seconds}
         part = run.path.with_suffix(f".{time.time_ns()}.part")
@@ -283,7 +238,7 @@ def result_of(run, pair, threshold):
     return json.loads(run.path.read_text())
 
 
-def train(run, pair, threshold):
+def train(run, pair):
     """Train a student and return it."""
     student = pair.fresh_student(run.seed)
     teacher = pair.teacher(run.loss)
@@ -299,10 +254,7 @@ def train(run, pair, threshold):
         logits = student(input_ids=ids).logits.flatten(0, 1)
         labels = batch.student.labels.flatten()
         loss = run.ce_weight * F.cross_entropy(logits, labels, ignore_index=-100)
-        if run.loss == "exact":
-            targets = pair.exact_targets(numbers, threshold)
-            loss = loss + run.weight * exact_loss(logits, targets, ids.shape[1])
-        elif teacher:
+        if teacher:
             loss = loss + run.weight * teacher_loss(logits, batch, numbers, pair, teacher, collator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -346,19 +298,6 @@ def teacher_loss(logits, batch, numbers, pair, teacher, collator):
             total = total + teacher.loss.loss_fn(
                 block[sub_tile.student_slice], answers[sub_tile.teacher_slice], sub_tile)
     return total / batch.counts.pairs[0].kd_terms
-
-
-def exact_loss(logits, targets, width):
-    """Return the mean cross-entropy with exact targets; its gradient is that of the forward KL."""
-    positions = []
-    for row, (position, _, _) in enumerate(targets):
-        positions.append(position + row * width)
-    position = torch.cat(positions)
-    token = torch.cat([token for _, token, _ in targets])
-    probability = torch.cat([probability for _, _, probability in targets])
-    used, row = position.unique(return_inverse=True)
-    logp = logits[used].log_softmax(-1)
-    return -(probability * logp[row, token]).sum() / len(used)
 
 
 @torch.no_grad()
@@ -428,7 +367,7 @@ def main(args):
             for loss, weight in arms:
                 ce_weight = 0.0 if args.alone and loss else 1.0
                 run = Run(name, loss, weight, ce_weight, seed, args.steps)
-                results[loss, weight].append(result_of(run, pair, args.threshold))
+                results[loss, weight].append(result_of(run, pair))
         print(f"{name}, {args.steps} steps, {args.seeds} seeds")
         print(table(results), flush=True)
 

@@ -24,16 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from isogloss.rollout import Prompt, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from isogloss import distill
+from isogloss import build, distill
 from isogloss.data.batch_types import Example
 from isogloss.data.order import Draft
 from isogloss.flags.parse import tool
 from isogloss.inputs import build_collator, check_inputs
+from isogloss.job import launch
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
+from isogloss.rollout import Prompt, write
 from isogloss.student.whole_student import WholeStudent, refresh
 
 PROMPTS = ["Once upon a time", "Lily and Tom", "The dog was very happy because he", "One day"] * 8
@@ -112,9 +113,9 @@ def state_of(args, folder, student, stage, **flags):
         **flags)
     device = start_distributed()
     inputs = check_inputs(cfg, device)
-    state = distill.build_state(cfg, inputs, device)
+    state = build.build_state(cfg, inputs, device)
     state.whole_student = WholeStudent(state.engine, None, device, cfg.rollout_replica)
-    state.writer = distill.build_writer(state, inputs)
+    state.writer = build.build_writer(state, inputs)
     return state, inputs
 
 
@@ -215,7 +216,7 @@ def main(args):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if args.writing:
         measure_writing(args)
-    distill.join_store()
+    launch.join_store()
     with tempfile.TemporaryDirectory() as folder:
         start_distributed()
         with end_together():

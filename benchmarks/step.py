@@ -111,7 +111,7 @@ def seconds_of(run):
 def main(args):
     import torch
 
-    from isogloss import distill
+    from isogloss import build, distill
     from isogloss.inputs import build_collator, check_inputs
     from isogloss.job.launch import silence_libraries, start_distributed
 
@@ -120,7 +120,7 @@ def main(args):
     with tempfile.TemporaryDirectory() as name:
         cfg = distill.Config(**write_inputs(Path(name), args))
         inputs = check_inputs(cfg, device)
-        state = distill.build_state(cfg, inputs, device)
+        state = build.build_state(cfg, inputs, device)
         parts = Parts(cfg, state)
     batch = build_collator(cfg, inputs, device)([inputs.data.train_data[0]["text"]])
     weights = distill.TermWeights(1 / batch.counts.ce_tokens, [])

@@ -17,8 +17,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"project.md": "README.md", "configurations.md": "ds_configs/README.md",
          "recipes.md": "recipes/README.md"}
-MODULES = ("align", "align_dp", "losses", "translation", "tiles", "teacher_mixing", "rollout",
-           "sandbox", "ipc")
+MODULES = ("align", "align_dp", "losses", "translation", "spelling", "cross_tokenizer", "tiles",
+           "rollout")
 SOURCES = "source"
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
@@ -107,29 +107,22 @@ def source_page(path):
 
 
 def flags_page():
-    """Return a page of all flags of distill.py, from the docstring of Config."""
+    """Return a page of all flags of distill.py, from the entries in isogloss/config.py.
+
+    A class whose docstring is no sentence is a group of `--help`.
+    """
     tree = ast.parse((ROOT / "isogloss" / "config.py").read_text(encoding="utf-8"))
-    config, = [node for node in tree.body
-               if isinstance(node, ast.ClassDef) and node.name == "Config"]
-    defaults = {}
-    for node in config.body:
-        if isinstance(node, ast.AnnAssign) and node.value is not None:
-            defaults[node.target.id] = ast.unparse(node.value)
-    lines = ["# Flags", "", "Of `distill.py`; `python distill.py --help` prints the same.", "",
-             "| flag | default | meaning |", "| --- | --- | --- |"]
-    for name, meaning in flag_meanings(ast.get_docstring(config)):
-        escaped = meaning.replace("|", "\\|")
-        lines.append(f"| `--{name}` | `{defaults.get(name, '')}` | {escaped} |")
+    lines = ["# Flags", "", "Of `distill.py`; `python distill.py --help` prints the same."]
+    for group in tree.body:
+        title = ast.get_docstring(group) if isinstance(group, ast.ClassDef) else "."
+        if title.endswith("."):
+            continue
+        lines += ["", f"## {title}", "", "| flag | default | meaning |", "| --- | --- | --- |"]
+        for entry in group.body[1:]:
+            default, about = entry.value.args[:2]
+            meaning = " ".join(about.value.split()).replace("|", "\\|")
+            lines.append(f"| `--{entry.target.id}` | `{ast.unparse(default)}` | {meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def flag_meanings(docstring):
-    """Yield (name, meaning) of every entry under `Args:` of a docstring."""
-    _, _, arguments = docstring.partition("Args:\n")
-    for entry in re.split(r"\n(?=    \w+: )", "\n" + arguments.rstrip()):
-        name, _, meaning = entry.strip().partition(": ")
-        if name:
-            yield name, " ".join(meaning.split())
 
 
 def module_page(name):

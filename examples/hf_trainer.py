@@ -5,8 +5,9 @@ import sys
 
 import torch
 from datasets import load_dataset
-from isogloss.cross_tokenizer import CrossTokenizerKD
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from isogloss.cross_tokenizer import CrossTokenizerKD
 
 if len(sys.argv) != 8:
     raise SystemExit(__doc__)

@@ -5,9 +5,10 @@ import argparse
 import json
 
 import torch
-from isogloss.cross_tokenizer import CrossTokenizerKD
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from isogloss.cross_tokenizer import CrossTokenizerKD
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
 for name in ("student", "teacher", "texts", "output"):

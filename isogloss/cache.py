@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from isogloss.align import fingerprint
-from isogloss.config import HIGHEST, Config, template_kwargs
+from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import pad_id
 from isogloss.data.batch_types import text_key
 from isogloss.data.chat import SkippedChat, render
@@ -33,7 +33,13 @@ from isogloss.data.checks import explained
 from isogloss.data.open_data import holds_chats
 from isogloss.errors import DataError
 from isogloss.flags.model_names import read_model_name, without_secrets
-from isogloss.flags.parse import check_range, check_types, parse_flags
+from isogloss.flags.parse import (
+    MISSING,
+    check_flags,
+    flag,
+    parse_flags,
+    shared,
+)
 from isogloss.inputs import load_text_encoder, open_rows, served_encoder, teacher_spec
 from isogloss.job.files import check_shared, size_and_checksum
 from isogloss.job.launch import (
@@ -80,72 +86,54 @@ GIB = 2**30
 
 @dataclass(kw_only=True)
 class Args:
-    """Let a teacher read all texts of a data set once, and keep what it says.
+    """Let a teacher read all texts of a data set once, and keep what it says."""
 
-    Args:
-        teacher: hub id or directory of the teacher, or the address of a server.
-        teacher_tokenizer, teacher_timeout, teacher_connections: as of distill.py, of a server.
-        data: the texts, named as by --data of distill.py. A run may use any of them, in any order.
-        output: directory of the cache. A command that was ended goes on there.
-        eval_data: further texts, such as held-out ones, named likewise. Empty: none.
-        split, eval_split: splits of data and of eval_data.
-        streaming: read the data as a stream, once before the teacher is loaded, then for each rank.
-        text_key, completion_key, prompt_key, tools_key, template_kwargs, txt_samples: as of
-            distill.py.
-        hidden: keep final hidden states, from which every loss is exact. Else some tokens, and all
-            others as one event.
-        top_k: tokens of each position, beside the text's own: the most likely ones, and those that
-            begin as the text's own does.
-        sampled: draw some of these tokens from all others, for which they stand without bias.
-        seed: of the draws, which depend on it and the text alone.
-        logp_bits: bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32.
-        temperature: of the losses that will read the cache: the mass of all other tokens is kept at
-            this temperature and at 1.
-        teacher_max_length: positions of a text, at most. 0 means the teacher's context.
-        teacher_dtype, teacher_engine, teacher_tp, teacher_offload, teacher_compile: as of
-            distill.py. Hidden states are kept in the type in which the teacher computes.
-        batch_tokens: positions that a rank reads at a time.
-        trust_remote_code: run the Python code that comes with the teacher.
-        local_rank: set by the launcher.
-    """
-
-    teacher: str
-    data: str
-    output: str
-    teacher_tokenizer: str = ""
-    teacher_timeout: float = 600.0
-    teacher_connections: int = 8
-    eval_data: str = ""
-    split: str = "train"
-    eval_split: str = "train"
-    streaming: bool = False
-    text_key: str = "text"
-    completion_key: str = ""
-    prompt_key: str = ""
-    tools_key: str = "tools"
-    template_kwargs: str = ""
-    txt_samples: str = "line"
-    hidden: bool = False
-    top_k: int = 256
-    sampled: bool = False
-    seed: int = 0
-    logp_bits: int = 16
-    temperature: float = 1.0
-    teacher_max_length: int = 0
-    teacher_dtype: str = "auto"
-    teacher_engine: str = "auto"
-    teacher_tp: int = 1
-    teacher_offload: bool = False
-    teacher_compile: bool = False
-    batch_tokens: int = 8192
-    trust_remote_code: bool = False
-    local_rank: int = -1
+    teacher: str = shared(Config, "teacher", MISSING)
+    data: str = flag(
+        MISSING, "the texts, named as by --data of distill.py. A run may use any of them, in any "
+        "order.")
+    output: str = flag(MISSING, "directory of the cache. A command that was ended goes on there.")
+    teacher_tokenizer: str = shared(Config, "teacher_tokenizer")
+    teacher_timeout: float = shared(Config, "teacher_timeout")
+    teacher_connections: int = shared(Config, "teacher_connections")
+    eval_data: str = flag("", "further texts, such as held-out ones, named likewise. Empty: none.")
+    split: str = flag("train", "split of data.")
+    eval_split: str = flag("train", "split of eval_data.")
+    streaming: bool = flag(
+        False, "read the data as a stream, once before the teacher is loaded, then for each rank.")
+    text_key: str = shared(Config, "text_key")
+    completion_key: str = shared(Config, "completion_key")
+    prompt_key: str = shared(Config, "prompt_key")
+    tools_key: str = shared(Config, "tools_key")
+    template_kwargs: str = shared(Config, "template_kwargs")
+    txt_samples: str = shared(Config, "txt_samples")
+    hidden: bool = flag(
+        False, "keep final hidden states, from which every loss is exact. Else some tokens, and "
+        "all others as one event.")
+    top_k: int = flag(
+        256, "tokens of each position, beside the text's own: the most likely ones, and those "
+        "that begin as the text's own does.", low=1, high=2**20)
+    sampled: bool = flag(
+        False, "draw some of these tokens from all others, for which they stand without bias.")
+    seed: int = flag(
+        0, "of the draws, which depend on it and the text alone.", low=0, high=2**32 - 2**16)
+    logp_bits: int = flag(
+        16, "bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32.")
+    temperature: float = flag(
+        1.0, "of the losses that will read the cache: the mass of all other tokens is kept at "
+        "this temperature and at 1.")
+    teacher_max_length: int = shared(Config, "teacher_max_length")
+    teacher_dtype: str = shared(Config, "teacher_dtype")
+    teacher_engine: str = shared(Config, "teacher_engine")
+    teacher_tp: int = shared(Config, "teacher_tp")
+    teacher_offload: bool = shared(Config, "teacher_offload")
+    teacher_compile: bool = shared(Config, "teacher_compile")
+    batch_tokens: int = flag(8192, "positions that a rank reads at a time.", low=1, high=2**24)
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the teacher.")
+    local_rank: int = shared(Config, "local_rank")
 
     def __post_init__(self):
-        check_types(self)
-        check_range(self, dict(top_k=1, batch_tokens=1, seed=0),
-                    dict(top_k=HIGHEST["teacher_output_topk"], batch_tokens=2**24,
-                         seed=HIGHEST["seed"]))
+        check_flags(self)
         if self.logp_bits not in (16, 32):
             raise ValueError(f"--logp_bits {self.logp_bits}: expected 16 or 32")
         self._check_what_is_kept()

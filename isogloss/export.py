@@ -25,12 +25,17 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from isogloss.checkpoints.checkpoint import position_of
 from isogloss.checkpoints.checkpoint_weights import checkpoint_of_step, weights_of_checkpoint
+from isogloss.checkpoints.model_card import read_record, write_card
 from isogloss.checkpoints.run_identity import checkpoint_folder
-from isogloss.config import HIGHEST, configs_by_teacher, template_kwargs
+from isogloss.config import configs_by_teacher, template_kwargs
 from isogloss.data.ends import load_generation, write_generation
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.model_names import ADAPTER_CONFIG
-from isogloss.flags.parse import check_range, check_types, tool
+from isogloss.flags.parse import (
+    check_flags,
+    flag,
+    tool,
+)
 from isogloss.job.files import (
     check_shared,
     check_writable,
@@ -42,7 +47,6 @@ from isogloss.job.files import (
     write_atomically,
 )
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.model_card import read_record, write_card
 from isogloss.models.adapters import (
     adapter_of,
     add_adapter,
@@ -111,11 +115,11 @@ def _check_overlap(cfg):
     checkpoints = _real_path(checkpoint_folder(cfg))
     if target.is_relative_to(checkpoints):
         _refuse_overlap(cfg, "the checkpoints", checkpoints)
-    for flag, path in _inputs(cfg):
+    for name, path in _inputs(cfg):
         if os.path.exists(os.path.expanduser(path)):  # else it is a hub id
             real = _real_path(path)
             if real.is_relative_to(target) or target.is_relative_to(real):
-                _refuse_overlap(cfg, flag, path)
+                _refuse_overlap(cfg, name, path)
 
 
 def _refuse_overlap(cfg, flag, path):
@@ -362,29 +366,22 @@ def export_projection(engine, learned_projection, target):
 
 @dataclass(kw_only=True)
 class Args:
-    """Export the student of a checkpoint: python -m isogloss.export runs/a --step 400.
+    """Export the student of a checkpoint: python -m isogloss.export runs/a --step 400."""
 
-    Args:
-        run: --output_dir of the run.
-        step: of the checkpoint; 0: the newest one.
-        output: directory for the student, an earlier export or none; empty: export_STEP in the run.
-        push_to_hub: repository of the hub to upload it to, as in me/student; it is made if there is
-            none. An adapter of a base model without a hub id is refused. You are logged in by `hf
-            auth login`, or HF_TOKEN. Empty: none.
-        private: make that repository a private one.
-        trust_remote_code: run the Python code that comes with the student, which can do anything.
-    """
-
-    run: str = ""
-    step: int = 0
-    output: str = ""
-    push_to_hub: str = ""
-    private: bool = False
-    trust_remote_code: bool = False
+    run: str = flag("", "--output_dir of the run.")
+    step: int = flag(0, "of the checkpoint; 0: the newest one.", low=0, high=10**12)
+    output: str = flag(
+        "", "directory for the student, an earlier export or none; empty: export_STEP in the run.")
+    push_to_hub: str = flag(
+        "", "repository of the hub to upload it to, as in me/student; it is made if there is "
+        "none. An adapter of a base model without a hub id is refused. You are logged in by `hf "
+        "auth login`, or HF_TOKEN. Empty: none.")
+    private: bool = flag(False, "make that repository a private one.")
+    trust_remote_code: bool = flag(
+        False, "run the Python code that comes with the student, which can do anything.")
 
     def __post_init__(self):
-        check_types(self)
-        check_range(self, dict(step=0), dict(step=HIGHEST["steps"]))
+        check_flags(self)
         if self.push_to_hub.count("/") != bool(self.push_to_hub):
             raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
         if self.private and not self.push_to_hub:

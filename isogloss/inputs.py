@@ -46,6 +46,7 @@ from isogloss.data.order import (
     check_templates,
     joined_rows,
     loader,
+    sample_bounds,
     split_dataset,
 )
 from isogloss.data.rollouts import SkippedPrompt, build_prompter
@@ -140,6 +141,9 @@ def check_inputs(cfg, device, roles=None):
     """
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
+    if cfg.epochs and cfg.steps != type(cfg).steps:
+        raise ValueError(f"--epochs {cfg.epochs:g} with --steps {cfg.steps}: both say when the run "
+                         "ends; leave out one of them")
     check_results(cfg)
     check_projections(cfg)
     student, student_config = load_text_encoder(
@@ -159,6 +163,10 @@ def check_inputs(cfg, device, roles=None):
     check_flash_attention(cfg, ds_config)
     check_with_deepspeed(ds_config, cfg.ds_config, num_ranks // cfg.pipeline_parallel)
     data = load_data(cfg, student, encoders)
+    if cfg.epochs:
+        cfg.steps = steps_of_epochs(cfg, data, raw_ds_config)
+        ds_config = resolve_ds_config(
+            raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
     if not cfg.route_key:  # else a cache needs no more than its routes
         check_texts(cache_folders(cfg), data.parts())
     teachers = plan_teachers(cfg, student, encoders, device)
@@ -170,6 +178,14 @@ def check_inputs(cfg, device, roles=None):
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
     return RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks)
+
+
+def steps_of_epochs(cfg, data, raw_ds_config):
+    """Return after how many steps the samples have been read --epochs times, the last one whole."""
+    samples = len(sample_bounds(data.train_data, data.reader)) - 1
+    num_readers = dist.get_world_size() // cfg.ranks_per_reader
+    batch = batch_sizes(raw_ds_config, num_readers, cfg.ds_config).train_batch_size
+    return max(1, math.ceil(cfg.epochs * samples / batch - 1e-9))
 
 
 def check_start(cfg, checkpoint):

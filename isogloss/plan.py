@@ -49,7 +49,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.flags.model_names import read_model_name
-from isogloss.flags.parse import check_range, check_types, parse_flags, tool
+from isogloss.flags.parse import (
+    MISSING,
+    check_flags,
+    flag,
+    parse_flags,
+    shipped,
+    tool,
+)
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
@@ -59,7 +66,7 @@ from isogloss.teachers.model import check_compilation, resolve_engine
 from isogloss.teachers.sources import MODEL_ENGINES
 
 GIB = 2**30
-ARCHITECTURES = Path(__file__).resolve().parent.parent / "recipes" / "architectures.yaml"
+ARCHITECTURES = Path(shipped("recipes/architectures.yaml"))
 OF_THE_GPU = 2 * GIB  # context, NCCL, fragmentation: not measured
 TABLES = 280  # bytes a token, of piece_kl's tables; measured with vocabularies of 512 and 14,019
 USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
@@ -557,25 +564,19 @@ def sending_cost(need):
 
 @dataclass(kw_only=True)
 class Args:
-    """Say what a run needs: memory of a rank, bytes that it sends, what to choose.
+    """Say what a run needs: memory of a rank, bytes that it sends, what to choose."""
 
-    Args:
-        recipe: YAML file of flags of distill.py.
-        gpus: of the job. 0: as many as the recipe is for, by its comment "# GPUs: 16 of 80 GiB, 8
-            on a node"; 8 without one.
-        per_node: of one node. 0: as the recipe says, or as many, at most 8.
-        gpu_gib: memory of one, GiB. 0: as the recipe says, or 80.
-    """
-
-    recipe: str
-    gpus: int = 0
-    per_node: int = 0
-    gpu_gib: float = 0.0
+    recipe: str = flag(MISSING, "YAML file of flags of distill.py.")
+    gpus: int = flag(
+        0, 'of the job. 0: as many as the recipe is for, by its comment "# GPUs: 16 of 80 '
+        'GiB, 8 on a node"; 8 without one.', low=0, high=2**20)
+    per_node: int = flag(
+        0, "of one node. 0: as the recipe says, or as many, at most 8.", low=0, high=2**20)
+    gpu_gib: float = flag(
+        0.0, "memory of one, GiB. 0: as the recipe says, or 80.", low=0, high=2**20)
 
     def __post_init__(self):
-        check_types(self)
-        limits = dict(gpus=2**20, per_node=2**20, gpu_gib=2**20)
-        check_range(self, dict.fromkeys(limits, 0), limits)
+        check_flags(self)
 
 
 def gpus_of(args):
@@ -633,5 +634,9 @@ def summary_of(need):
             f"in its node and {need.sent_to_nodes / GIB:.1f} to others in a step")
 
 
+def cli(argv=None):
+    tool(Args, main, positional=("recipe",), argv=argv)
+
+
 if __name__ == "__main__":
-    tool(Args, main, positional=("recipe",))
+    cli()

@@ -22,7 +22,12 @@ from isogloss.curves import (
     read_run,
     with_new_name,
 )
-from isogloss.flags.parse import check_types, expanded, parse_flags
+from isogloss.flags.parse import (
+    check_types,
+    expanded,
+    flag,
+    parse_flags,
+)
 from isogloss.projection_tools.files import check_picture
 
 MARKS = "●○■□▲△◆◇"  # of the runs, in a terminal
@@ -75,23 +80,15 @@ def text_panel(panel):
     return lines
 
 
-# --- as a picture ---------------------------------------------------------------------------------
-
-
 # --- the command line -----------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
 class Args:
-    """Draw the curves of runs, named before the flags: python -m isogloss.plot runs/a runs/b.
+    """Draw the curves of runs, named before the flags: python -m isogloss.plot runs/a runs/b."""
 
-    Args:
-        metrics: of docs/metrics.md, or the ends of their names, with commas.
-        png: picture to write beside what is printed, .png, .svg or .pdf; empty: none.
-    """
-
-    metrics: str = DEFAULT
-    png: str = ""
+    metrics: str = flag(DEFAULT, "of docs/metrics.md, or the ends of their names, with commas.")
+    png: str = flag("", "picture to write beside what is printed, .png, .svg or .pdf; empty: none.")
 
     def __post_init__(self):
         check_types(self)

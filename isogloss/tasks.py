@@ -25,7 +25,7 @@ from isogloss.evaluation.task_model import (
     TaskEncoder,
 )
 from isogloss.evaluation.tasks import Sums, TaskOptions, load_tasks, run_tasks
-from isogloss.flags.parse import check_types, tool
+from isogloss.flags.parse import MISSING, check_types, flag, tool
 from isogloss.job.counts import global_sums
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.pretrained import load_config, load_model
@@ -37,42 +37,27 @@ DTYPES = "auto", "float32", "bfloat16", "float16"
 
 @dataclass(kw_only=True)
 class Args:
-    """Evaluate a model on tasks, and print a table.
+    """Evaluate a model on tasks, and print a table."""
 
-    Args:
-        model: hub id or directory of a causal language model.
-        tasks: some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus and mbpp_plus, with
-            commas.
-        data: folder of the tasks' files; without it they come from the hub.
-        shots: solved examples in the prompt; LAMBADA has none.
-        limit: items of each task, of MMLU of each subject, the first ones; 0: all.
-        batch_size: rows of a forward pass.
-        max_new_tokens: of a written answer; 0: as many as its task is made for, of GSM8K 256, of
-            code 768.
-        samples: answers to each item that is written; their mean counts, of code pass@k.
-        temperature: of written answers, 0 (the most likely tokens) or more.
-        seed: of the draws at a temperature above 0.
-        allow_unsafe_code: run what the model writes without a sandbox; it can then do all that you
-            can.
-        output: file for one JSON line per item: task, id, prediction, verdict, nats.
-        dtype: auto (that of the files), float32, bfloat16 or float16.
-        trust_remote_code: run Python code that comes with the model.
-    """
-
-    model: str
-    tasks: str
-    data: str = ""
-    shots: int = 0
-    limit: int = 0
-    batch_size: int = 16
-    max_new_tokens: int = 0
-    samples: int = 1
-    temperature: float = 0.0
-    seed: int = 0
-    allow_unsafe_code: bool = False
-    output: str = ""
-    dtype: str = "auto"
-    trust_remote_code: bool = False
+    model: str = flag(MISSING, "hub id or directory of a causal language model.")
+    tasks: str = flag(
+        MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus and mbpp_plus, "
+        "with commas.")
+    data: str = flag("", "folder of the tasks' files; without it they come from the hub.")
+    shots: int = flag(0, "solved examples in the prompt; LAMBADA has none.")
+    limit: int = flag(0, "items of each task, of MMLU of each subject, the first ones; 0: all.")
+    batch_size: int = flag(16, "rows of a forward pass.")
+    max_new_tokens: int = flag(
+        0, "of a written answer; 0: as many as its task is made for, of GSM8K 256, of code 768.")
+    samples: int = flag(
+        1, "answers to each item that is written; their mean counts, of code pass@k.")
+    temperature: float = flag(0.0, "of written answers, 0 (the most likely tokens) or more.")
+    seed: int = flag(0, "of the draws at a temperature above 0.")
+    allow_unsafe_code: bool = flag(
+        False, "run what the model writes without a sandbox; it can then do all that you can.")
+    output: str = flag("", "file for one JSON line per item: task, id, prediction, verdict, nats.")
+    dtype: str = flag("auto", "auto (that of the files), float32, bfloat16 or float16.")
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model.")
 
     def __post_init__(self):
         check_types(self)
@@ -185,5 +170,9 @@ def main(args):
         dist.destroy_process_group()
 
 
+def cli(argv=None):
+    tool(Args, main, argv=argv)
+
+
 if __name__ == "__main__":
-    tool(Args, main)
+    cli()

@@ -13,31 +13,36 @@ import json
 from dataclasses import asdict, dataclass
 
 import numpy as np
+
+from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import fill_empty
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
 from isogloss.projection_tools.files import as_tables, cached, check_output, finish
 from isogloss.projection_tools.generate import Embedder, similar_rows
 from isogloss.projection_tools.multitoken import multitoken_rows
-from isogloss.projection_tools.tokenizers import Pair
+from isogloss.projection_tools.tokenizers import Pair, PairArgs
 from isogloss.spelling import spell
-
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 
 VERSION = 5  # of what is cached; raise it when the same flags give another projection
 
 
 @dataclass(kw_only=True)
 class Recipe:
-    """The choices that decide a projection; `Args` describes them."""
+    """The choices that decide a projection."""
 
     # None of these defaults is tuned.  A change of one changes the cached files' names by itself.
-    top_k: int = 4
-    threshold: float = 0.0
-    max_pieces: int = 4
-    reverse: bool = False
-    special_threshold: float = 0.8
-    embedding_model: str = ""
+    top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
+    threshold: float = flag(0.0, "drop entries that weigh less than this, 0 to 1.", low=0, high=1)
+    max_pieces: int = flag(
+        4, "pieces of a spelling that are used, 1 or more.", low=1, high=MOST_SLOTS)
+    reverse: bool = flag(
+        False, "also add teacher tokens that the student spells with several tokens.")
+    special_threshold: float = flag(
+        0.8, "pair control tokens whose names are at least this similar, 0 to 1.", low=0, high=1)
+    embedding_model: str = flag(
+        "", "hub id or directory of a model whose embeddings fill the rows that bytes leave empty; "
+        "if not given, these rows stay empty.")
 
 
 def build_projection(pair, recipe=None, trust_remote_code=False):
@@ -121,32 +126,10 @@ def empty_row_reasons(pair, indices):
 
 
 @dataclass(kw_only=True)
-class Args(Recipe):
-    """Build the projection between a student's and a teacher's vocabulary.
+class Args(Recipe, PairArgs):
+    """Build the projection between a student's and a teacher's vocabulary."""
 
-    Args:
-        student: hub id or directory with the student's tokenizer.
-        teacher: hub id or directory with the teacher's tokenizer.
-        output: file to write, .pt or .safetensors.
-        top_k: entries kept per row, 1 or more.
-        threshold: drop entries that weigh less than this, 0 to 1.
-        max_pieces: pieces of a spelling that are used, 1 or more.
-        reverse: also add teacher tokens that the student spells with several tokens.
-        special_threshold: pair control tokens whose names are at least this similar, 0 to 1.
-        embedding_model: hub id or directory of a model whose embeddings fill the rows that bytes
-            leave empty; if not given, these rows stay empty.
-        trust_remote_code: run the Python code that comes with a model, which can do anything.
-    """
-
-    student: str
-    teacher: str
-    output: str
-    trust_remote_code: bool = False
-
-    def __post_init__(self):
-        check_types(self)
-        check_range(self, dict(top_k=1, max_pieces=1, threshold=0, special_threshold=0),
-                    dict(top_k=MOST_SLOTS, max_pieces=MOST_SLOTS, threshold=1, special_threshold=1))
+    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
 
 
 def main(args):

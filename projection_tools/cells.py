@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from isogloss.projection_tools.files import cached, check_output, save_atomically
-from isogloss.projection_tools.tokenizers import Pair, tokenizer_metadata
-from isogloss.spelling import build_translation_tables
 
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
+from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, flag, tool
+from isogloss.projection_tools.files import cached, check_output, save_atomically
+from isogloss.projection_tools.tokenizers import Pair, PairArgs, tokenizer_metadata
+from isogloss.spelling import build_translation_tables
 
 VERSION = 3  # of the tables; raise it when they change for the same two tokenizers
 
@@ -61,26 +61,12 @@ def statistics(tables):
 
 
 @dataclass(kw_only=True)
-class Args:
-    """Build the tables by which a teacher's belief is translated into a student's vocabulary.
+class Args(PairArgs):
+    """Build the tables by which a teacher's belief is translated into a student's vocabulary."""
 
-    Args:
-        student: hub id or directory with the student's tokenizer.
-        teacher: hub id or directory with the teacher's tokenizer.
-        output: file to write, .pt or .safetensors; empty: none, only print statistics.
-        max_pieces: pieces kept of a spelling, 1 or more.
-        trust_remote_code: run the Python code that comes with a model, which can do anything.
-    """
-
-    student: str
-    teacher: str
-    output: str = ""
-    max_pieces: int = 16
-    trust_remote_code: bool = False
-
-    def __post_init__(self):
-        check_types(self)
-        check_range(self, dict(max_pieces=1), dict(max_pieces=MOST_SLOTS))
+    output: str = flag(
+        "", "file to write, .pt or .safetensors; empty: none, only print statistics.")
+    max_pieces: int = flag(16, "pieces kept of a spelling, 1 or more.", low=1, high=MOST_SLOTS)
 
 
 def main(args):

@@ -6,12 +6,12 @@
 from dataclasses import dataclass
 
 import numpy as np
+
+from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import entries
 from isogloss.projection_tools.files import load_arrays
 from isogloss.projection_tools.show import byte_explained, row_text
-from isogloss.projection_tools.tokenizers import Pair
-
-from isogloss.flags.parse import OLD_NAMES, check_range, check_types, tool
+from isogloss.projection_tools.tokenizers import Pair, PairArgs
 
 SAME = 1e-6  # rows at this distance or less are the same; float32 in a file rounds to 6e-8
 
@@ -70,28 +70,13 @@ def differences(a, b):
 
 
 @dataclass(kw_only=True)
-class Args:
-    """Show how two projections of the same pair differ.
+class Args(PairArgs):
+    """Show how two projections of the same pair differ."""
 
-    Args:
-        projection: the first file, .pt or .safetensors.
-        other: the second file, .pt or .safetensors.
-        student: hub id or directory with the student's tokenizer.
-        teacher: hub id or directory with the teacher's tokenizer.
-        num_examples: rows to show, those that differ most; 0: none.
-        trust_remote_code: run the Python code that comes with a model, which can do anything.
-    """
-
-    projection: str
-    other: str
-    student: str
-    teacher: str
-    num_examples: int = 20
-    trust_remote_code: bool = False
-
-    def __post_init__(self):
-        check_types(self)
-        check_range(self, dict(num_examples=0), dict(num_examples=10**6))
+    projection: str = flag(MISSING, "the first file, .pt or .safetensors.")
+    other: str = flag(MISSING, "the second file, .pt or .safetensors.")
+    num_examples: int = flag(
+        20, "rows to show, those that differ most; 0: none.", low=0, high=10**6)
 
 
 def main(args):

@@ -6,11 +6,10 @@
 
 from dataclasses import dataclass
 
+from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import entries, pack
 from isogloss.projection_tools.files import check_output, finish, load_arrays
-from isogloss.projection_tools.tokenizers import Pair
-
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
+from isogloss.projection_tools.tokenizers import Pair, PairArgs
 
 
 def cut_rows(projection, top_k, threshold=0.0):
@@ -33,30 +32,13 @@ def cut_rows(projection, top_k, threshold=0.0):
 
 
 @dataclass(kw_only=True)
-class Args:
-    """Keep the heaviest entries of every row of a projection, and normalize them again.
+class Args(PairArgs):
+    """Keep the heaviest entries of every row of a projection, and normalize them again."""
 
-    Args:
-        student: hub id or directory with the student's tokenizer.
-        teacher: hub id or directory with the teacher's tokenizer.
-        projection: file to read.
-        output: file to write, .pt or .safetensors.
-        top_k: entries kept per row, 1 or more.
-        threshold: drop entries that weigh less than this, 0 to 1.
-        trust_remote_code: run the Python code that comes with a model, which can do anything.
-    """
-
-    student: str
-    teacher: str
-    projection: str
-    output: str
-    top_k: int = 4
-    threshold: float = 0.0  # keeps every entry
-    trust_remote_code: bool = False
-
-    def __post_init__(self):
-        check_types(self)
-        check_range(self, dict(top_k=1, threshold=0), dict(top_k=MOST_SLOTS, threshold=1))
+    projection: str = flag(MISSING, "file to read.")
+    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
+    top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
+    threshold: float = flag(0.0, "drop entries that weigh less than this, 0 to 1.", low=0, high=1)
 
 
 def main(args):

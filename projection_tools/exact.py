@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import widen
 from isogloss.projection_tools.files import check_output, finish, load_arrays
-from isogloss.projection_tools.tokenizers import Pair
+from isogloss.projection_tools.tokenizers import Pair, PairArgs
 from isogloss.spelling import all_bytes, spell
-
-from isogloss.flags.parse import OLD_NAMES, check_types, tool
 
 
 class Duplicates(NamedTuple):
@@ -82,25 +82,11 @@ def pin_exact(projection, v, w):
 
 
 @dataclass(kw_only=True)
-class Args:
-    """Pin tokens of equal bytes: weight 1, alone in their row.
+class Args(PairArgs):
+    """Pin tokens of equal bytes: weight 1, alone in their row."""
 
-    Args:
-        student: hub id or directory with the student's tokenizer.
-        teacher: hub id or directory with the teacher's tokenizer.
-        output: file to write, .pt or .safetensors.
-        projection: file that supplies all other rows; empty: they stay empty.
-        trust_remote_code: run the Python code that comes with a model, which can do anything.
-    """
-
-    student: str
-    teacher: str
-    output: str
-    projection: str = ""
-    trust_remote_code: bool = False
-
-    def __post_init__(self):
-        check_types(self)
+    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
+    projection: str = flag("", "file that supplies all other rows; empty: they stay empty.")
 
 
 def main(args):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.tokenizers import (
     tokenizer_metadata,

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from isogloss.projection_tools.arrays import pack
-from isogloss.projection_tools.files import check_output, finish
-from isogloss.projection_tools.tokenizers import Pair, load_tokenizer, reading
 
 from isogloss.flags.model_names import read_model_name
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
+from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
+from isogloss.projection_tools.arrays import pack
+from isogloss.projection_tools.files import check_output, finish
+from isogloss.projection_tools.tokenizers import Pair, PairArgs, load_tokenizer, reading
 
 FLOATS_PER_MIB = 2**18  # of float32
 
@@ -154,35 +154,22 @@ def similar_rows(pair, embed, top_k=4, sharpness=10.0, block_mib=256):
 
 
 @dataclass(kw_only=True)
-class Args:
-    """Make the rows of a projection from the similarity of embeddings.
+class Args(PairArgs):
+    """Make the rows of a projection from the similarity of embeddings."""
 
-    Args:
-        student: hub id or directory with the student's tokenizer.
-        teacher: hub id or directory with the teacher's tokenizer.
-        embedding_model: hub id or directory of the model that embeds the tokens of both
-            vocabularies.
-        output: file to write, .pt or .safetensors.
-        pooling: input (mean of input embeddings) or output (mean of last hidden states).
-        top_k: entries kept per row, 1 or more.
-        sharpness: weights are proportional to exp(sharpness * cosine), > 0.
-        trust_remote_code: run the Python code that comes with a model, which can do anything.
-    """
-
-    student: str
-    teacher: str
-    embedding_model: str
-    output: str
-    pooling: str = "input"
-    top_k: int = 4
-    sharpness: float = 10.0  # not tuned
-    trust_remote_code: bool = False
+    embedding_model: str = flag(
+        MISSING, "hub id or directory of the model that embeds the tokens of both vocabularies.")
+    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
+    pooling: str = flag(
+        "input", "input (mean of input embeddings) or output (mean of last hidden states).")
+    top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
+    sharpness: float = flag(
+        10.0, "weights are proportional to exp(sharpness * cosine), > 0.", high=1e6)
 
     def __post_init__(self):
-        check_types(self)
+        super().__post_init__()
         if self.pooling not in ("input", "output"):
             raise ValueError(f"--pooling {self.pooling}: expected input or output")
-        check_range(self, dict(top_k=1), dict(top_k=MOST_SLOTS, sharpness=1e6))
         if self.sharpness <= 0:
             raise ValueError(f"--sharpness {self.sharpness}: expected more than 0")
 

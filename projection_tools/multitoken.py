@@ -11,12 +11,12 @@ tokens are paired by role, by equal name, by similar name.
 from dataclasses import dataclass
 
 import numpy as np
+
+from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import entries, fill_empty, pack
 from isogloss.projection_tools.files import check_output, finish, load_arrays
-from isogloss.projection_tools.tokenizers import Pair
+from isogloss.projection_tools.tokenizers import Pair, PairArgs
 from isogloss.spelling import link_special_tokens, spell
-
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_range, check_types, tool
 
 # Weight of the first piece, and of each further piece relative to the one before it.  Not tuned.
 FIRST = 0.9
@@ -98,35 +98,18 @@ def _reverse_entries(back, max_pieces, rows, columns):
 
 
 @dataclass(kw_only=True)
-class Args:
-    """Make the rows of a projection from spellings.
+class Args(PairArgs):
+    """Make the rows of a projection from spellings."""
 
-    Args:
-        student: hub id or directory with the student's tokenizer.
-        teacher: hub id or directory with the teacher's tokenizer.
-        output: file to write, .pt or .safetensors.
-        projection: file whose rows replace those left empty here; empty: none.
-        top_k: entries kept per row, 1 or more.
-        max_pieces: pieces of a spelling that are used, 1 or more.
-        reverse: also add teacher tokens that the student spells with several tokens.
-        special_threshold: pair control tokens whose names are at least this similar, 0 to 1.
-        trust_remote_code: run the Python code that comes with a model, which can do anything.
-    """
-
-    student: str
-    teacher: str
-    output: str
-    projection: str = ""
-    top_k: int = 4
-    max_pieces: int = 8
-    reverse: bool = False
-    special_threshold: float = 0.8
-    trust_remote_code: bool = False
-
-    def __post_init__(self):
-        check_types(self)
-        check_range(self, dict(top_k=1, max_pieces=1, special_threshold=0),
-                    dict(top_k=MOST_SLOTS, max_pieces=MOST_SLOTS, special_threshold=1))
+    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
+    projection: str = flag("", "file whose rows replace those left empty here; empty: none.")
+    top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
+    max_pieces: int = flag(
+        8, "pieces of a spelling that are used, 1 or more.", low=1, high=MOST_SLOTS)
+    reverse: bool = flag(
+        False, "also add teacher tokens that the student spells with several tokens.")
+    special_threshold: float = flag(
+        0.8, "pair control tokens whose names are at least this similar, 0 to 1.", low=0, high=1)
 
 
 def main(args):

@@ -9,13 +9,13 @@ A row's tokens are written with their bytes; `*` marks an entry that the bytes d
 from dataclasses import dataclass
 
 import numpy as np
+
+from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
 from isogloss.projection_tools.files import check_picture, load_arrays
-from isogloss.projection_tools.tokenizers import Pair
+from isogloss.projection_tools.tokenizers import Pair, PairArgs
 from isogloss.spelling import all_bytes, link_special_tokens
-
-from isogloss.flags.parse import OLD_NAMES, check_range, check_types, tool
 
 # Top weight from which on a row takes part in the relaxed common set, as in the loss h_kl.
 RELAXED_WEIGHT = 0.6
@@ -260,31 +260,16 @@ def _plain(text):
 
 
 @dataclass(kw_only=True)
-class Args:
-    """Show examples and statistics of a projection, and check it against its two tokenizers.
+class Args(PairArgs):
+    """Show examples and statistics of a projection, and check it against its two tokenizers."""
 
-    Args:
-        student: hub id or directory with the student's tokenizer.
-        teacher: hub id or directory with the teacher's tokenizer.
-        projection: file to show, .pt or .safetensors.
-        tokens: student tokens to show, separated by commas: text, name in the vocabulary, or #id.
-        num_examples: rows to show if tokens is empty, evenly spaced among those with several
-            teacher tokens.
-        png: file for a picture of the rows shown; empty: none.
-        trust_remote_code: run the Python code that comes with a model, which can do anything.
-    """
-
-    student: str
-    teacher: str
-    projection: str
-    tokens: str = ""
-    num_examples: int = 20
-    png: str = ""
-    trust_remote_code: bool = False
-
-    def __post_init__(self):
-        check_types(self)
-        check_range(self, dict(num_examples=0), dict(num_examples=10**6))
+    projection: str = flag(MISSING, "file to show, .pt or .safetensors.")
+    tokens: str = flag(
+        "", "student tokens to show, separated by commas: text, name in the vocabulary, or #id.")
+    num_examples: int = flag(
+        20, "rows to show if tokens is empty, evenly spaced among those with several teacher "
+        "tokens.", low=0, high=10**6)
+    png: str = flag("", "file for a picture of the rows shown; empty: none.")
 
 
 def example_rows(indices, num_examples):

@@ -4,13 +4,13 @@ import hashlib
 import json
 import warnings
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from isogloss.align import TokenTable, fingerprint
-from isogloss.spelling import ROLES
-
 from isogloss.flags.model_names import read_model_name
+from isogloss.flags.parse import check_flags, flag
+from isogloss.spelling import ROLES
 
 
 @dataclass
@@ -193,6 +193,19 @@ def reason_of(error):
     if isinstance(error, (OSError, ValueError, ImportError)):
         return text
     return f"{type(error).__name__}: {text}"
+
+
+@dataclass(kw_only=True)
+class PairArgs:
+    """The flags of every tool that is about two tokenizers."""
+
+    student: str = flag(MISSING, "hub id or directory with the student's tokenizer.")
+    teacher: str = flag(MISSING, "hub id or directory with the teacher's tokenizer.")
+    trust_remote_code: bool = flag(
+        False, "run the Python code that comes with a model, which can do anything.")
+
+    def __post_init__(self):
+        check_flags(self)
 
 
 def tokenizer_metadata(pair):

@@ -8,11 +8,12 @@ import random
 
 import pytest
 import torch
-from isogloss.losses import Spelling, event_kl, event_terms, projection_kl
-from isogloss.projection_tools.spell import events
-from isogloss.spelling import prefix_ranges
 
 import oracle
+from isogloss.losses import Spelling, event_kl, event_terms, projection_kl
+from isogloss.objective.vocab_parallel import on_whole_rows
+from isogloss.projection_tools.spell import events
+from isogloss.spelling import prefix_ranges
 
 F64 = torch.float64
 
@@ -206,7 +207,7 @@ def shard_error(loss, sides, bounds, group):
     """Return the largest relative error of value and gradient when a rank has only some columns.
 
     Args:
-        loss: (student logits, teacher logits, group) -> sum.
+        loss: (student logits, teacher logits, slice of samples) -> (sum, count).
         sides: logits of the student and the teacher, all columns.
         bounds: this rank's (low, high) of both sides.
     """
@@ -214,8 +215,9 @@ def shard_error(loss, sides, bounds, group):
     (low, high), (teacher_low, teacher_high) = bounds
     local_x = x.detach()[..., low:high].clone().requires_grad_()
     local_y = y.detach()[..., teacher_low:teacher_high].clone()
-    whole = loss(x, y, None)
-    sharded = loss(local_x, local_y, group)
+    whole, count = loss(x, y, slice(None))
+    sharded, sharded_count = on_whole_rows(loss, local_x, local_y, group)
+    assert count == sharded_count
     expected = gradient(whole, x)
     error = gradient(sharded, local_x) - expected[..., low:high]
     gradient_error = error.norm() / expected.norm().clamp(min=1e-9)

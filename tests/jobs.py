@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from isogloss import distill
+from isogloss import build, distill
 from isogloss.inputs import check_inputs
 from isogloss.job.launch import silence_libraries, start_distributed
 
@@ -35,7 +35,7 @@ def job_for(flags):
     silence_libraries()
     cfg = distill.Config(**flags)
     inputs = check_inputs(cfg, device)
-    return distill.build_state(cfg, inputs, device), inputs
+    return build.build_state(cfg, inputs, device), inputs
 
 
 def run_distill(argv_list):

@@ -12,6 +12,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+
+import oracle
+from conftest import ROOT, asset
 from isogloss.align import (
     EXACT,
     Located,
@@ -27,9 +30,6 @@ from isogloss.align import (
     main,
     view,
 )
-
-import oracle
-from conftest import ROOT, asset
 from tokens import segmented, table_of
 
 NAMES = "llama3", "llama2", "qwen2", "gpt2", "t5", "deepseek_coder", "mistral_v7", "tok512"

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+
 from isogloss.align import align, coverage
 from isogloss.align_dp import align_dp
-
 from tokens import segmented, table_of
 
 WORDS = st.lists(

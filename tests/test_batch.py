@@ -9,12 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from isogloss.losses import Spelling, find_chunks, forward_kl
-from isogloss.projection_tools.cells import build_translation
-from isogloss.projection_tools.spell import build_spelling
-from isogloss.projection_tools.tokenizers import Pair
-from isogloss.tiles import StoredLogits
-from isogloss.translation import Tables, translated
 
 from isogloss.data.batch import Collator, PairOptions, pack_rows
 from isogloss.data.batch_types import Example
@@ -22,8 +16,14 @@ from isogloss.data.sample import TextEncoder
 from isogloss.data.spans import document_spans
 from isogloss.job.counts import FIELDS, PAIR_FIELDS, Counts, PairCounts
 from isogloss.job.flat import to_device
+from isogloss.losses import Spelling, find_chunks, forward_kl
 from isogloss.objective.objective import weigh_samples
+from isogloss.projection_tools.cells import build_translation
+from isogloss.projection_tools.spell import build_spelling
+from isogloss.projection_tools.tokenizers import Pair
 from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
+from isogloss.tiles import StoredLogits
+from isogloss.translation import Tables, translated
 from test_chat import CHAT, with_templates
 from test_sample import lower_casing, small_chunks, spelled
 

@@ -4,12 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from isogloss.align import Located, TokenTable
-from isogloss.projection_tools.tokenizers import Pair, load_tokenizer
-from isogloss.spelling import spell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
+from isogloss.align import Located, TokenTable
 from isogloss.data.chat import render
 from isogloss.data.rollouts import (
     Rollout,
@@ -20,6 +18,8 @@ from isogloss.data.rollouts import (
 )
 from isogloss.data.sample import TextEncoder, TokenBeyondHead
 from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.projection_tools.tokenizers import Pair, load_tokenizer
+from isogloss.spelling import spell
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from wrong_input import check_one_line, outcomes
 

@@ -4,8 +4,8 @@ import copy
 
 import numpy as np
 import pytest
-from isogloss.align import TokenTable
 
+from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import (
     SkippedChat,

@@ -4,10 +4,10 @@ import copy
 import json
 
 import pytest
-from isogloss.align import TokenTable
 from transformers import AutoTokenizer
 
 from conftest import asset
+from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Example
 from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools

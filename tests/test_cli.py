@@ -1,4 +1,4 @@
-"""The command line: wrong input ends with one line, and real jobs run through real launchers."""
+"""Real jobs run through real launchers; one whose rank is killed or fails ends."""
 
 import json
 import os
@@ -148,9 +148,20 @@ def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
     assert losses_of(output)[-1]["step"] == reached + 2
 
 
+@pytest.mark.slow
+def test_epochs_say_how_many_steps_there_are(models, texts, tmp_path):
+    """18 rows to train on, once and a half, 4 a step; a resumed run takes no more."""
+    flags = small_run(models, texts, tmp_path, "--epochs=1.5", "--eval_rows=2", "--num_workers=0",
+                      f"--output_dir={tmp_path / 'run'}")
+    twice = [flags, flags, [*flags, "--steps=9"], [*flags, "--streaming"]]
+    assert ranks.run(2, run_distill, twice) == [[0, 0, 2, 2]] * 2
+    assert [line["step"] for line in losses_of(tmp_path / "run") if "loss" in line] == (
+        list(range(1, 8)))
+
+
 BROKEN = """
-import distill
-from isogloss import objective
+from isogloss import distill
+from isogloss.objective import objective
 objective.micro_batch_loss = lambda *_: 1 / 0
 distill.cli()
 """

@@ -9,15 +9,12 @@ import torch
 
 from isogloss import losses, tiles
 from isogloss.config import (
-    GROUPS,
-    LOWEST,
     Config,
-    choices_of_flags,
     configs_by_teacher,
     routes_by_teacher,
     teacher_keys,
 )
-from isogloss.flags.parse import help_text
+from isogloss.flags.parse import choices_of, groups_of, help_text
 from isogloss.objective.loss_table import LOSSES, LossSpec, loss_flags
 
 GOOD = dict(student="s", teacher="t", data="d")
@@ -30,19 +27,21 @@ def several(*entries, **flags):
 
 def test_every_flag_is_in_one_group_of_help():
     listed = []
-    for names in GROUPS.values():
+    for names in groups_of(Config).values():
         listed += names
     assert sorted(listed) == sorted(NAMES)
 
 
 def test_help_names_every_loss_and_every_choice():
-    text = help_text(Config, GROUPS)
-    for name, choices in choices_of_flags().items():
-        for choice in choices:
-            assert choice in text, (name, choice)
+    text = help_text(Config)
+    for entry in fields(Config):
+        for choice in choices_of(entry):
+            assert choice in text, (entry.name, choice)
 
 
-@pytest.mark.parametrize("name, low", LOWEST.items())
+@pytest.mark.parametrize("name, low", [
+    (entry.name, entry.metadata["low"]) for entry in fields(Config)
+    if entry.metadata["low"] is not None])
 def test_the_smallest_value_passes_and_less_does_not(name, low):
     needed = {"dynamic_scale": False}
     if name not in ("kd_weight", "ce_weight"):  # each may be 0 while the other is not

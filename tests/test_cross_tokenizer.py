@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import ROOT, asset
 from isogloss.cross_tokenizer import LOSSES, CrossTokenizerKD
 from isogloss.projection_tools import build, cells
 from isogloss.projection_tools.build import as_tables
 from isogloss.projection_tools.files import save_atomically
 from isogloss.projection_tools.tokenizers import Pair
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from conftest import ROOT, asset
 
 STUDENT, TEACHER = "stories260K", "tinytalk_neo_3M"
 
@@ -294,7 +294,7 @@ def test_the_examples_run_in_a_directory_of_copies(pair, stories, tmp_path):
 def test_a_few_steps_lower_the_divergence(pair, stories):
     """The gradient is that of what both models say: a student nears the teacher on the same texts.
 
-    Held-out bits per byte over three seeds are in docs/LOG.md (benchmarks/copying.py).
+    Held-out bits per byte over three seeds are in docs/LOG.md.
     """
     torch.manual_seed(0)
     student = AutoModelForCausalLM.from_config(pair.models[0].config)

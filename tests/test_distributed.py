@@ -14,19 +14,19 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from isogloss.projection_tools.build import build_projection
-from isogloss.projection_tools.files import load_projection
-from isogloss.projection_tools.tokenizers import Pair
 
 import ranks
 from conftest import ROOT
-from isogloss import distill
+from isogloss import build, distill
 from isogloss.checkpoints import checkpoint
 from isogloss.checkpoints.run_identity import run_identity
 from isogloss.inputs import build_collator
 from isogloss.job.counts import global_sums
 from isogloss.job.launch import start_distributed
 from isogloss.objective.loss_table import LOSSES, build_loss
+from isogloss.projection_tools.build import build_projection
+from isogloss.projection_tools.files import load_projection
+from isogloss.projection_tools.tokenizers import Pair
 from isogloss.student import engine as student
 from isogloss.student.engine import StudentWithLoss
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
@@ -111,7 +111,7 @@ def ignore_positions(argv, path, num_rows):
 
 def mix_neighbors(argv, path):
     """`run_with_output` of a run whose student looks back by other means than attention."""
-    load_student = distill.load_student
+    load_student = build.load_student
 
     def load_mixing_student(*args):
         model = load_student(*args)
@@ -120,7 +120,7 @@ def mix_neighbors(argv, path):
         mlp.forward = lambda hidden: forward(hidden + hidden.roll(1, 1))
         return model
 
-    distill.load_student = load_mixing_student
+    build.load_student = load_mixing_student
     return run_with_output(argv, path)
 
 

@@ -100,7 +100,7 @@ def test_json_that_is_not_an_object_is_rejected(tmp_path, text, kind):
 
 
 def test_a_missing_file_and_broken_json_are_rejected(tmp_path):
-    with pytest.raises(ValueError, match="no such file; ready-made ones are in ds_configs/"):
+    with pytest.raises(ValueError, match="no such file; ready-made ones are ds_configs/pipeline"):
         read_ds_config(tmp_path / "nowhere.json")
     with pytest.raises(ValueError, match=r"not valid JSON \(line 1, column 2\)"):
         read_ds_config(write(tmp_path, "{stage: 2}"))

@@ -5,10 +5,10 @@ import json
 import shutil
 
 import pytest
-from isogloss.align import TokenTable
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from conftest import asset
+from isogloss.align import TokenTable
 from isogloss.data.ends import load_generation, stop_ids, write_generation
 from isogloss.data.sample import TextEncoder
 

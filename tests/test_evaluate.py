@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ranks
-from isogloss import distill
+from isogloss import distill, once_in_a_while
 from isogloss.inputs import build_collator
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 
@@ -18,7 +18,7 @@ def evaluated(flags, texts):
     """Return the metrics of held-out texts, evaluated in one batch with a filler beside them."""
     state, inputs = job_for(flags)
     collator = build_collator(state.cfg, inputs, state.device)
-    return distill.run_evaluation(state, [collator([*texts, None])])
+    return once_in_a_while.run_evaluation(state, [collator([*texts, None])])
 
 
 def next_token_rows(model, tokenizer, table, text):
@@ -125,7 +125,7 @@ def evaluated_beside_nothing(flags_list, texts):
         batch = collator(texts)
         nothing = collator([None, None])
         for batches in ([batch], [nothing, batch, nothing], [collator(["", None]), nothing]):
-            answers.append(distill.run_evaluation(state, batches))
+            answers.append(once_in_a_while.run_evaluation(state, batches))
     return [answers[first : first + 3] for first in range(0, len(answers), 3)]
 
 

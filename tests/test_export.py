@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 import ranks
 from conftest import asset
-from isogloss import export, log, model_card
-from isogloss.checkpoints import run_identity
+from isogloss import export, log
+from isogloss.checkpoints import model_card, run_identity
 from isogloss.config import Config
 from isogloss.flags import model_names
 from isogloss.job import launch

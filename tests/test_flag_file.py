@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from isogloss.config import GROUPS, Config, teacher_entries, template_kwargs
+from isogloss.checkpoints.model_card import read_record
+from isogloss.config import Config, teacher_entries, template_kwargs
 from isogloss.evaluation import code_tasks, task_items
 from isogloss.flags.parse import parse_flags
 from isogloss.flags.yaml_file import MOST_BYTES, MOST_RECORD
-from isogloss.model_card import read_record
 from isogloss.student.ds_config import read_ds_config
 from isogloss.teachers.cache_files import Manifest
 
@@ -21,7 +21,7 @@ NEEDED = "student: S\nteacher: T\ndata: D\n"
 def parse(tmp_path, text, *argv):
     path = tmp_path / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return parse_flags(Config, [f"--config={path}", *argv], groups=GROUPS, file_flag="config")
+    return parse_flags(Config, [f"--config={path}", *argv], file_flag="config")
 
 
 # lines of a file, and the words of a command line that they stand for

@@ -6,17 +6,6 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 
 import pytest
-from isogloss.projection_tools import (
-    build,
-    cells,
-    compare,
-    cut,
-    exact,
-    generate,
-    multitoken,
-    show,
-    spell,
-)
 
 from isogloss import cache, export, plan, plot, tasks
 from isogloss.config import Config, configs_by_teacher
@@ -29,6 +18,17 @@ from isogloss.flags.parse import (
     help_text,
     parse_flags,
     undescribed,
+)
+from isogloss.projection_tools import (
+    build,
+    cells,
+    compare,
+    cut,
+    exact,
+    generate,
+    multitoken,
+    show,
+    spell,
 )
 
 TOOLS = (build, compare, cut, exact, generate, multitoken, show, spell)
@@ -397,3 +397,21 @@ def test_undescribed_finds_flags_and_descriptions_without_each_other():
         undescribed(Silent)
     with pytest.raises(AssertionError, match="the description 'gone' has no flag"):
         undescribed(Stray)
+
+
+@pytest.mark.parametrize("word, answer", [
+    ("--lr=1e-4", "--learning_rate"), ("--batch-size=8", "train_batch_size of the ds_config"),
+    ("--num_train_epochs=3", "--epochs"), ("--bf16", "bf16 or fp16 of the ds_config")])
+def test_words_of_other_trainers_are_answered_with_ours(word, answer):
+    with pytest.raises(ValueError) as refused:
+        parse_flags(Config, [word])
+    flag = word.partition("=")[0]
+    assert str(refused.value) == f"unknown flag {flag}; it is {answer}"
+
+
+def test_the_answers_to_words_of_other_trainers_exist():
+    ours = set(Config.__dataclass_fields__)
+    assert not ours & set(Config.FOREIGN)
+    for answer in Config.FOREIGN.values():
+        names = set(re.findall(r"--(\w+)", answer))
+        assert names <= {*ours, "push_to_hub"} and (names or "ds_config" in answer)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from isogloss.projection_tools.tokenizers import Pair
-from isogloss.tiles import Head, HiddenLogits, TeacherBlocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.job import flat
 from isogloss.job.flat import Flat, FlatSequence, flatten, to_device
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tiles import Head, HiddenLogits, TeacherBlocks
 from test_batch import spelling  # noqa: F401  a fixture
 from test_rollouts import translation_of
 

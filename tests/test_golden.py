@@ -8,15 +8,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from isogloss.spelling import translation_tables
-from isogloss.translation import Tables, list_nodes, translated
 
 import oracle
 import toys
 from cases import close, gradient
 from conftest import GOLDEN
 from isogloss import losses
+from isogloss.spelling import translation_tables
 from isogloss.teachers import mixing as teacher_mixing
+from isogloss.translation import Tables, list_nodes, translated
 
 
 def golden(name):

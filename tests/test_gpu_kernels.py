@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from isogloss.projection_tools.tokenizers import Pair
-from isogloss.tiles import KERNEL_SUB_TILES, Head, HiddenLogits, SubTile
 
 import oracle
 from interpreted import (  # noqa: F401
@@ -28,6 +26,8 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.objective import loss_table
 from isogloss.objective.objective import PairLoss, pair_loss
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tiles import KERNEL_SUB_TILES, Head, HiddenLogits, SubTile
 from test_translation import ALL_PAIRS, COARSE, CROSSING, Toy, random_logits
 from waiting import NoWaiting, without_modes
 

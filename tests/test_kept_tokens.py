@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from isogloss.align import TokenTable
-from isogloss.tiles import TopKLogits
 
 from conftest import asset
 from isogloss import losses
+from isogloss.align import TokenTable
 from isogloss.data.batch_types import text_key
 from isogloss.teachers.kept_tokens import (
     byte_order,
@@ -20,6 +19,7 @@ from isogloss.teachers.kept_tokens import (
 )
 from isogloss.teachers.model import truncate
 from isogloss.teachers.text_scores import ScoredLogits
+from isogloss.tiles import TopKLogits
 
 SPELLED = [b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff", b"\xff\xff", b"abcab",
            b"<s>", b"c", b"ca", b"cab", b"cabbage", b"x" * 40, b"x" * 39, b"x" * 15]

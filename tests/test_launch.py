@@ -83,10 +83,10 @@ def no_memory(*_, **__):
 
 def no_memory_on_rank_1(rank):
     """The others wait for it in a collective."""
-    from isogloss import distill
+    from isogloss import build
 
     if rank == 1:
-        distill.load_student = no_memory
+        build.load_student = no_memory
 
 
 def no_key_on_rank_0(rank):
@@ -98,10 +98,10 @@ def no_key_on_rank_0(rank):
 
 
 def no_memory_for_the_teacher(rank):
-    from isogloss import distill
+    from isogloss import build
 
     if rank == 1:
-        distill.load_teacher = no_memory
+        build.load_teacher = no_memory
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_what_is_no_wrong_input_ends_all_ranks_with_its_traceback(small_run, tmp
 
 def wrong_input_on_rank_1(rank):
     """The others wait in a collective of the same block, where they cannot hear of it."""
-    from isogloss import distill
+    from isogloss import build
     from isogloss.job import watch
 
     watch.REFUSAL_GRACE = 1.0
@@ -134,7 +134,7 @@ def wrong_input_on_rank_1(rank):
         raise ValueError("this model is wrong")
 
     if rank == 1:
-        distill.load_student = refuse
+        build.load_student = refuse
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def hangs_in_step_2(rank):
     from isogloss import distill
     from isogloss.job import rendezvous
 
-    distill.TRAINING_TIMEOUT = rendezvous.timedelta(seconds=5)
+    rendezvous.TRAINING_TIMEOUT = rendezvous.timedelta(seconds=5)
     train_step = distill.train_step
     steps = []
 

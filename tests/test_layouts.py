@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from isogloss.losses import next_token_cross_entropy, teacher_importance
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +19,7 @@ from isogloss.config import configs_by_teacher
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.inputs import build_collator, load_text_encoder, plan_teachers
 from isogloss.job.launch import start_distributed
+from isogloss.losses import next_token_cross_entropy, teacher_importance
 from isogloss.objective.loss_table import LOSSES, build_loss
 from isogloss.student.engine import window_ends
 from isogloss.student.stages import NoWeights

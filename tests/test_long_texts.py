@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from isogloss.align import TokenTable
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from conftest import asset
+from isogloss.align import TokenTable
 from isogloss.data import long_texts
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.long_texts import BOUNDARY, leave_out_tail, splits_at_spaces

@@ -8,6 +8,11 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+
+import oracle
+from cases import Case, check_wrong_input, close, gradient, spelling_of
+from conftest import ROOT
+from isogloss import losses
 from isogloss.losses import (
     event_kl,
     event_terms,
@@ -15,11 +20,6 @@ from isogloss.losses import (
     projection_kl,
     teacher_importance,
 )
-
-import oracle
-from cases import Case, check_wrong_input, close, gradient, spelling_of
-from conftest import ROOT
-from isogloss import losses
 from isogloss.teachers import mixing as teacher_mixing
 
 F64 = torch.float64

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from isogloss.losses import next_token_cross_entropy
-from isogloss.rollout import Completion
 from transformers import AutoModelForCausalLM
 
 import ranks
@@ -23,6 +21,8 @@ from isogloss.data.batch_types import Example
 from isogloss.data.rollouts import Prompter, completed
 from isogloss.inputs import load_text_encoder, plan_teachers
 from isogloss.job.launch import start_distributed
+from isogloss.losses import next_token_cross_entropy
+from isogloss.rollout import Completion
 from isogloss.student import whole_student
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 from test_layouts import (

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from isogloss.distill import Config
 
 import ranks
 from isogloss.data import file_rows, open_data
@@ -26,6 +25,7 @@ from isogloss.data.open_data import Request, filled_columns, holds_chats, load_d
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
 from isogloss.data.stream import StreamedExamples
+from isogloss.distill import Config
 from isogloss.errors import DataError
 from isogloss.inputs import load_data
 from jobs import ds_config, losses_of, run_distill

@@ -15,9 +15,9 @@ import torch
 
 import ranks
 from conftest import ASSETS
-from isogloss import demo, distill
-from isogloss.checks import check_logits, check_packing
+from isogloss import demo, distill, once_in_a_while
 from isogloss.inputs import build_collator
+from isogloss.student.checks import check_logits, check_packing
 from isogloss.student.stages import num_weights, probe_ids
 from isogloss.teachers.sources import SilentTeacher
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
@@ -138,7 +138,7 @@ def take_step(flags, step, samples):
     check_stage(state, micro_batches)
     gradients = keep_gradients(state)
     asked = count_requests(state)
-    evaluation = distill.run_evaluation(state, micro_batches)
+    evaluation = once_in_a_while.run_evaluation(state, micro_batches)
     asked.clear()
     metrics = distill.train_step(state, micro_batches).metrics()
     kept = dict(gradients)

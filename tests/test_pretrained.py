@@ -10,8 +10,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from isogloss.projection_tools import generate
-from isogloss.projection_tools.tokenizers import load_tokenizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import (
@@ -30,6 +28,8 @@ from isogloss.export import gathered
 from isogloss.inputs import check_flash_attention
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.models.pretrained import check_random, check_weights, load_model
+from isogloss.projection_tools import generate
+from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import load_student
 from isogloss.teachers.model import load_replicated
 from isogloss.teachers.specs import TeacherSpec

@@ -9,7 +9,11 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
+
+from conftest import ROOT, asset
 from isogloss.align import fingerprint
+from isogloss.flags.parse import parse_flags
 from isogloss.projection_tools import (
     build,
     cells,
@@ -32,10 +36,6 @@ from isogloss.projection_tools.files import (
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import link_special_tokens, spell as spell_tokens
 from isogloss.translation import Tables
-from transformers import AutoTokenizer
-
-from conftest import ROOT, asset
-from isogloss.flags.parse import parse_flags
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +355,8 @@ MEMORY_OF_A_BUILD = """
 import copy, resource
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
-from projection_tools import Pair, build, spell
+from isogloss.projection_tools import build, spell
+from isogloss.projection_tools.tokenizers import Pair
 
 one = AutoTokenizer.from_pretrained({folder!r})
 other = copy.deepcopy(one)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from isogloss.projection_tools.tokenizers import load_tokenizer
 
 import ranks
 from conftest import GOLDEN, asset
 from isogloss.data.sample import TextEncoder
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.tasks import TaskOptions, load_tasks, run_tasks
+from isogloss.projection_tools.tokenizers import load_tokenizer
 from jobs import ds_config, losses_of, run_distill
 
 pytestmark = pytest.mark.slow

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from isogloss import rollout
 from isogloss.rollout import (
     Prompt,
     gumbel_noise,
@@ -13,8 +15,6 @@ from isogloss.rollout import (
     uniform,
     write,
 )
-
-from isogloss import rollout
 
 VOCAB = 11
 STOP = 3

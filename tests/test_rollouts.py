@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from isogloss.align import TokenTable
-from isogloss.projection_tools.cells import build_translation
-from isogloss.projection_tools.tokenizers import Pair
-from isogloss.rollout import Completion
-from isogloss.tiles import StoredLogits
-from isogloss.translation import Asked, Tables, before_goes_on, root_target
 
 from isogloss import losses
+from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Batch, Example, StudentBatch
 from isogloss.data.rollouts import Prompter, Rollout, SkippedPrompt, completed
@@ -23,6 +18,11 @@ from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts
 from isogloss.objective import loss_table
 from isogloss.objective.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
+from isogloss.projection_tools.cells import build_translation
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.rollout import Completion
+from isogloss.tiles import StoredLogits
+from isogloss.translation import Asked, Tables, before_goes_on, root_target
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."

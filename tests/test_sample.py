@@ -4,10 +4,10 @@ import copy
 
 import numpy as np
 import pytest
-from isogloss.align import TokenTable
 from tokenizers import normalizers, processors
 
 from isogloss import demo
+from isogloss.align import TokenTable
 from isogloss.data.sample import (
     NO_TOKENS,
     Pairing,

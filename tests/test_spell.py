@@ -3,6 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
+
+import oracle
+from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.projection_tools import spell
 from isogloss.projection_tools.cells import build_translation
@@ -16,10 +20,6 @@ from isogloss.spelling import (
     translation_tables,
     unwritten_tokens,
 )
-from transformers import AutoTokenizer
-
-import oracle
-from conftest import asset
 
 
 def without_padding(pieces):

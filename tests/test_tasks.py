@@ -33,7 +33,7 @@ from isogloss.evaluation.tasks import (
 from isogloss.flags.parse import tool, undescribed
 from isogloss.tasks import Args, main
 
-EXAMPLES = 40  # of GSM8K, from the end of the test split; see benchmarks/tasks.py
+EXAMPLES = 40  # of GSM8K, from the end of the test split
 NEW_TOKENS = 64
 ENTRIES = json.loads((GOLDEN / "tasks.json").read_text())
 CASES = [entry for entry in ENTRIES if "model" in entry]

@@ -9,6 +9,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cases import Case, common_of
+from conftest import ROOT
+from isogloss import losses, tiles as tiles_module
 from isogloss.tiles import (
     GPU_SUB_TILES,
     Head,
@@ -25,11 +30,6 @@ from isogloss.tiles import (
     tiled_loss,
     tiled_losses,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from cases import Case, common_of
-from conftest import ROOT
-from isogloss import losses, tiles as tiles_module
 
 H = 6
 STUDENT_PADDING = 2  # rows of the head that are no token

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ranks
-from isogloss import distill
+from isogloss import distill, once_in_a_while
 from isogloss.errors import DataError
 from isogloss.job.flat import flatten, moved_to_device
 from isogloss.job.transfers import Moment, Readback, Uploads
@@ -79,8 +79,8 @@ def run_and_look(argv, output, trouble=None):
     seen = []
     patch = pytest.MonkeyPatch()
 
-    def look_before(name):
-        function = getattr(distill, name)
+    def look_before(module, name):
+        function = getattr(module, name)
 
         def look(*args, **options):
             seen.append((name, lines_on_disk(output)))
@@ -88,10 +88,11 @@ def run_and_look(argv, output, trouble=None):
                 trouble[1]()
             return function(*args, **options)
 
-        patch.setattr(distill, name, look)
+        patch.setattr(module, name, look)
 
-    for name in ("next_micro_batches", "save_checkpoint", "run_evaluation"):
-        look_before(name)
+    look_before(distill, "next_micro_batches")
+    for name in ("save_checkpoint", "run_evaluation"):
+        look_before(once_in_a_while, name)
     try:
         [code] = run_distill([[*argv, f"--output_dir={output}"]])
     except RuntimeError as error:

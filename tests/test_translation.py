@@ -8,7 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
+
+import oracle
+import toys
+from cases import check_wrong_input
+from conftest import asset
+from isogloss import losses
 from isogloss.align import TokenTable
+from isogloss.config import Config
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.sample import TextEncoder
+from isogloss.objective import loss_table
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.tiles import StoredLogits, SubTile, TeacherBlocks
@@ -28,17 +39,6 @@ from isogloss.translation import (
     translated,
     translated_in_place,
 )
-from transformers import AutoTokenizer
-
-import oracle
-import toys
-from cases import check_wrong_input
-from conftest import asset
-from isogloss import losses
-from isogloss.config import Config
-from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.sample import TextEncoder
-from isogloss.objective import loss_table
 from test_tiles import on_meta
 from toys import EOS, Tokenizer
 from waiting import FixedOrder

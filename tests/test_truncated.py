@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from isogloss.translation import merge_rest, with_rest
 
 import oracle
 from isogloss import losses
 from isogloss.teachers.mixing import average_teachers, common_events
 from isogloss.teachers.model import truncate
+from isogloss.translation import merge_rest, with_rest
 from test_translation import ALL_PAIRS, DIVERGENCES, Toy, check_equal, value_and_gradient
 
 TAU = 1.7

@@ -129,7 +129,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_batch_is_noticed(monkeypatch):
 
 PARENT = """
 import multiprocessing, signal, socket, sys
-from isogloss.workers import Loader
+from isogloss.data.workers import Loader
 from test_workers import Tensors
 
 listener = socket.socket()  # as the store of the job

@@ -88,6 +88,7 @@ def state_of_process():
     import numpy as np
     import torch
 
+    from isogloss import distill  # noqa: F401
 
     state = attributes() | {
         "numpy's errors": np.geterr(), "dtype": torch.get_default_dtype(),

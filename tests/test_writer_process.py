@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from isogloss.rollout import Prompt
 
 import ranks
 from isogloss.job.ipc import is_running
+from isogloss.rollout import Prompt
 from isogloss.writing.writer_process import (
     WriterError,
     WriterProcess,

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+
 from isogloss.projection_tools.build import build_projection
 from isogloss.projection_tools.files import as_tables, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
-
 from jobs import ds_config
 from wrong_input import Wrong, check_one_line, good_line, run_wrong
 
@@ -308,6 +308,9 @@ FLAGS = {
         "--eval_tasks=humaneval_plus --allow_unsafe_code --eval_task_data={folder}",
         "HumanEvalPlus.jsonl.gz does not exist; expected it"),
     "no harness": Wrong("--eval_tasks=lm_eval:no_such", "--eval_tasks lm_eval:no_such: "),
+    "no data": Wrong("--data={folder}/nowhere.jsonl", "no such file, directory or glob match"),
+    "no ds_config": Wrong("--ds_config={folder}/nowhere.json",
+                          "no such file; ready-made ones are ds_configs/pipeline.json, "),
     "a ds_config that is a folder": Wrong("--ds_config={folder}", "no such file; ready-made"),
     "a ds_config of bytes": Wrong("--ds_config={folder}/bytes.json", "not JSON"),
 }

@@ -7,6 +7,9 @@ import stat
 
 import pytest
 import torch
+
+import ranks
+from isogloss import distill
 from isogloss.projection_tools import (
     build,
     compare,
@@ -20,9 +23,6 @@ from isogloss.projection_tools import (
 )
 from isogloss.projection_tools.files import as_tables, cached, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
-
-import ranks
-from isogloss import distill
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 

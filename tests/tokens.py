@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+
 from isogloss.align import TokenTable
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+
 from isogloss.spelling import translation_tables
 from isogloss.translation import Tables
 

@@ -12,9 +12,9 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import torch
 import transformers.conversion_mapping
 import transformers.trainer_utils  # noqa: F401
-from isogloss.align import TokenTable
 
-from isogloss import cpu_kernels, demo
+from isogloss import cpu_kernels, demo, distill  # noqa: F401
+from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 

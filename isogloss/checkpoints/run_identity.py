@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from isogloss.config import FREE_ON_RESUME, teacher_entries, teacher_keys
+from isogloss.config import Config, teacher_entries, teacher_keys
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.parse import flags_that
 from isogloss.student.ds_config import (
     BATCH_KEYS,
     RESUMABLE_KEYS,
@@ -34,8 +35,9 @@ def run_identity(cfg):
     other --steps the learning rate of the next step would be another.
     """
     identity = {}
+    free = flags_that(Config, "free")
     for name, value in asdict(cfg).items():
-        if name not in FREE_ON_RESUME:
+        if name not in free:
             identity[name] = value
     if cfg.is_served:  # a server may move
         identity["teacher"] = "served"
@@ -60,9 +62,10 @@ def run_identity(cfg):
 def _without_free_keys(entry):
     """Return an entry of --teachers without what may change when a run resumes."""
     flags = teacher_keys()
+    free = flags_that(Config, "free")
     kept = {}
     for key, value in entry.items():
-        if flags.get(key) not in FREE_ON_RESUME:
+        if flags.get(key) not in free:
             kept[key] = "served" if key == "model" and is_address(value) else value
     return kept
 

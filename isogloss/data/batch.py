@@ -33,9 +33,6 @@ from isogloss.losses import Spelling, event_terms, find_chunks
 from isogloss.tiles import CPU_SUB_TILES, Tile, plan_tiles
 from isogloss.translation import Tables, nodes_of_chunks, tokens_that_ended
 
-# --- batches --------------------------------------------------------------------------------------
-
-
 # --- collate --------------------------------------------------------------------------------------
 
 

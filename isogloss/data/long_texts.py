@@ -205,4 +205,3 @@ def _is_local_model(backend, splits):
     if kind not in ("BPE", "Unigram") or not has_mark:
         return False
     return not any(LETTER_AND_MARK.search(token) for token in vocab)
-

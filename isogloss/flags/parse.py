@@ -9,6 +9,7 @@ Fire reads the values.  The words around them are read here, because fire alone
 - ends a description in ``--help`` where a later line of it holds a colon, and offers short flags.
 """
 
+import dataclasses
 import difflib
 import inspect
 import math
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import fire
 
+import isogloss
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.yaml_file import read_flag_file
 
@@ -37,12 +39,82 @@ WRITTEN = frozenset(("export", "output", "output_dir", "png"))
 LONGEST_NAME = 255  # bytes, of Linux's file systems
 SCRATCH_BYTES = 32
 
+# Folders of files that come with us: beside the package in a checkout, inside it when installed.
+SHIPPED = "ds_configs", "recipes"
+
 # Slots of a row of a table: 250,000 rows of so many take 4 GB.
 MOST_SLOTS = 1024
 
 # Columns of the help: below 60 a description becomes a ribbon, above 120 the eye loses its line.
 NARROWEST = 60
 WIDEST = 120
+
+
+# --- one entry a flag -----------------------------------------------------------------------------
+
+
+def flag(default, about, low=None, high=None, choices=(), free=False, key=""):
+    """Return a field of a dataclass that is a flag; help, bounds and checks follow from it.
+
+    Args:
+        default: of the type of the field.
+        about: what it means, for --help and the page of flags; an empty line ends a paragraph.
+        low, high: the smallest and the largest number that it takes; None: no bound.
+        choices: the texts that it takes, or a function that lists them; read when it is checked.
+        free: it may change when a run resumes; all others decide what is learned.
+        key: its name in an entry of --teachers; empty: it is of the whole run.
+    """
+    return dataclasses.field(default=default, metadata=dict(
+        about=about, low=low, high=high, choices=choices, free=free, key=key))
+
+
+def shared(kind, name, default=..., about=None):
+    """Return a field that is a flag of another dataclass too; `...`: with its default."""
+    entry = kind.__dataclass_fields__[name]
+    about = about or "\n\n".join(descriptions(kind)[name])
+    return dataclasses.field(default=entry.default if default is ... else default,
+                 metadata={**entry.metadata, "about": about})
+
+
+def choices_of(entry):
+    """Return the values that the field of a flag takes; empty: any."""
+    choices = entry.metadata.get("choices", ())
+    return tuple(choices() if callable(choices) else choices)
+
+
+def flags_that(kind, word):
+    """Return {name: value} of the flags whose entry says something under that word."""
+    values = {entry.name: entry.metadata.get(word) for entry in fields(kind)}
+    return {name: value for name, value in values.items() if value not in (None, False, "", ())}
+
+
+def groups_of(kind):
+    """Return {title: names of flags}: those of each of several base classes, named by its doc.
+
+    A base class whose doc is a sentence is no group of the help.
+    """
+    bases = [base for base in kind.__bases__
+             if dataclasses.is_dataclass(base) and not base.__doc__.endswith(".")]
+    return {base.__doc__: list(base.__annotations__) for base in bases}
+
+
+def check_flags(config):
+    """Check every flag of a dataclass by itself; for its __post_init__.
+
+    Raises:
+        ValueError: see `check_types`; a number beyond its bounds, or a text that is no choice.
+    """
+    check_types(config)
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        low, high = entry.metadata.get("low"), entry.metadata.get("high")
+        if low is not None and value < low:
+            raise ValueError(f"--{entry.name} {value}: expected {low} or more")
+        if high is not None and value > high:
+            raise ValueError(f"--{entry.name} {value}: expected {high} or less")
+        choices = choices_of(entry)
+        if choices and value not in choices:
+            raise ValueError(f"--{entry.name} {value}: expected one of {', '.join(choices)}")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -81,23 +153,9 @@ def check_types(config):
             raise ValueError(f"--{field.name} {value}: expected a number")
         if field.name in PATH_FLAGS and value != field.default:
             value = expanded(f"--{field.name}", value, field.name in WRITTEN)
+        elif field.name in PATH_FLAGS:
+            value = shipped(value)
         setattr(config, field.name, value)
-
-
-def check_range(config, lowest, highest):
-    """Check numbers of a dataclass.
-
-    Args:
-        lowest, highest: {field name: smallest or largest value}.
-    Raises:
-        ValueError: one is beyond them.
-    """
-    for name, low in lowest.items():
-        if getattr(config, name) < low:
-            raise ValueError(f"--{name} {getattr(config, name)}: expected {low} or more")
-    for name, high in highest.items():
-        if getattr(config, name) > high:
-            raise ValueError(f"--{name} {getattr(config, name)}: expected {high} or less")
 
 
 def expanded(flag, path, is_written=False):
@@ -123,7 +181,19 @@ def expanded(flag, path, is_written=False):
     if longest > limit and "://" not in full:
         raise ValueError(f"{flag} {path:.200}: a name in it has {longest} bytes; expected {limit} "
                          "or fewer")
-    return full
+    return full if is_written else shipped(full)
+
+
+def shipped(path):
+    """Return where a file lies that comes with us, such as ds_configs/zero2.json.
+
+    A file of that name in the working directory wins; any other path is returned as it is.
+    """
+    if path.split("/")[0] in SHIPPED and not os.path.exists(path):
+        for folder in isogloss.__path__:
+            if os.path.exists(os.path.join(folder, path)):
+                return os.path.join(folder, path)
+    return path
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -136,7 +206,8 @@ def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=
     ``--nopack`` is false.  ``-h`` or ``--help`` anywhere prints the help.
 
     Args:
-        kind: the dataclass; its fields are of type bool, int, float or str.
+        kind: the dataclass; its fields are of type bool, int, float or str.  Its FOREIGN, if there
+            is one, says {flag of another program: what does it here}.
         argv: the words of the command line, without the program.
         positional: names of the fields that the first words without a flag fill.
         aliases: {other name of a flag: field name}.
@@ -280,6 +351,9 @@ def _field_of(kind, flag, aliases):
     if is_long and opposite is not None and opposite.type is bool:
         return opposite, True
 
+    answer = getattr(kind, "FOREIGN", {}).get(name)
+    if answer:
+        raise ValueError(f"unknown flag {flag}; it is {answer}")
     near = _nearest(name, by_name, aliases)
     hint = f"did you mean --{near}?" if near else "--help lists them all"
     if is_long:
@@ -301,7 +375,7 @@ def _nearest(name, names, aliases):
 
 
 def descriptions(kind):
-    """Read the ``Args:`` block of a class docstring.
+    """Return what is said of the flags of a dataclass: by `flag`, or in its docstring's ``Args:``.
 
     Every line at the block's first indentation begins an entry, ``name: text``.  All deeper lines
     belong to that entry, whatever they hold: colons, parentheses, lists.  Blank lines separate its
@@ -310,10 +384,10 @@ def descriptions(kind):
     Returns:
         {name: list of paragraphs}, each paragraph one line of text.
     """
+    entries = {name: about.split("\n\n") for name, about in flags_that(kind, "about").items()}
     lines = inspect.getdoc(kind).splitlines()
     if "Args:" not in lines:
-        return {}
-    entries = {}
+        return entries
     indentation = None  # of the first entry, and so of all
     begins_paragraph = True
     for line in lines[lines.index("Args:") + 1 :]:
@@ -367,6 +441,7 @@ def help_text(kind, groups=None, width=None, positional=(), aliases=None):
         width = min(max(columns, NARROWEST), WIDEST)
     by_name = _fields_by_name(kind)
     about = descriptions(kind)
+    groups = groups or groups_of(kind) or None
     summary = inspect.getdoc(kind).split("\n\n")[0]
     blocks = [_usage(kind, positional, width), _wrapped(summary, width)]
     for title, names in _grouped(by_name, about, groups).items():

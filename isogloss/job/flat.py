@@ -14,7 +14,7 @@ A list of named tuples comes back as a `FlatSequence`, which makes an item when 
 thousands of views of a plan exist for one sub-tile at a time, so that receiving a batch costs
 little, and the garbage collector has nothing to look at.
 
-Tests: tests/test_flat.py.  Measured by benchmarks/batches.py.
+Tests: tests/test_flat.py.  Measured by `git show fa267fb:benchmarks/batches.py`.
 """
 
 from array import array

@@ -124,7 +124,7 @@ def _parent(process):
 def _is_runner(words):
     """Tell whether this is the command `deepspeed`, which starts one launcher per node."""
     names = [Path(word).name for word in words[:3]]
-    return bool({"deepspeed", "deepspeed.pt", "ds"} & set(names)) or (
+    return bool({"deepspeed", "deepspeed.pt", "ds", "isogloss-distill"} & set(names)) or (
         "deepspeed.launcher.runner" in words
     )
 

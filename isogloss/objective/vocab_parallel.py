@@ -1,23 +1,21 @@
-"""Compute softmaxes, top-k and gathers over a vocabulary whose columns are sharded over ranks.
+"""Compute a loss of logits whose columns (tokens of a vocabulary) are sharded over ranks.
 
-losses.py imports this file where it is called with `group`, the process group over which the last
-axis of the logits is sharded in rank order, evenly or not.  Every rank gets the same result, and
-the gradient of the columns that it holds.
+Every rank gets whole rows of some samples in exchange for its columns of the others, so any loss
+works as it is, no rank holds more than it held, and the gradient of its columns comes back.
 
-Shapes: N rows, V columns of this rank's shard, K ids.  Ids count the columns of the whole
-vocabulary.
+    sum, count = on_whole_rows(
+        lambda x, y, samples: losses.alm(x, y, *(ids[samples] for ids in of_batch)), x, y, group)
 
-Needs torch only.  Copy this file beside losses.py.  Tests: tests/test_divergences.py and
-tests/test_chunk_losses.py.
-License: Apache-2.0 (see LICENSE).
+Shapes: B samples, S student and T teacher positions, V and W columns of all ranks, v and w of this
+one, N rows.  Tests: tests/test_divergences.py and tests/test_chunk_losses.py.
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -34,21 +32,6 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-class _CopyToRanks(torch.autograd.Function):
-    """Pass on a number of all ranks that meets columns of one rank: its gradients add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 class _ColumnsToRows(torch.autograd.Function):
@@ -88,111 +71,39 @@ class _ColumnsToRows(torch.autograd.Function):
         return received.view(-1, local_width), None, None, None
 
 
-class _WholeColumns(torch.autograd.Function):
-    """Collect the columns of all ranks; all compute the same from them, so each keeps its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NV: Tensor, widths: list[int], group: ProcessGroup) -> Tensor:
-        ctx.widths = widths
-        ctx.rank = dist.get_rank(group)
-        shards = [x_NV.new_empty(len(x_NV), width) for width in widths]
-        # gloo gathers tensors of one shape only
-        for rank, shard in enumerate(shards):
-            if rank == ctx.rank:
-                shard.copy_(x_NV)
-            dist.broadcast(shard, group=group, group_src=rank)
-        return torch.cat(shards, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return torch.split(grads[0], ctx.widths, 1)[ctx.rank], None, None
-
-
-def whole_columns(x_NV: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the columns of all ranks, for what cannot be cut into rows either."""
-    whole: Tensor = _WholeColumns.apply(  # type: ignore[no-untyped-call]
-        x_NV, shard_widths(x_NV, group), group
+def _whole_rows(x_BXv: Tensor, bounds: list[int], group: ProcessGroup) -> Tensor:
+    """Return all columns of this rank's samples, which are those between two of the bounds."""
+    local_width = torch.tensor(x_BXv.shape[-1], device=x_BXv.device)
+    gathered = [torch.empty_like(local_width) for _ in bounds[1:]]
+    dist.all_gather(gathered, local_width, group=group)
+    num_positions = x_BXv.shape[1]
+    heights = [(end - start) * num_positions for start, end in itertools.pairwise(bounds)]
+    whole: Tensor = _ColumnsToRows.apply(  # type: ignore[no-untyped-call]
+        x_BXv.flatten(0, 1), heights, [int(width) for width in gathered], group
     )
-    return whole
+    return whole.unflatten(0, (-1, num_positions))
 
 
-def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Add up what the ranks of `group` computed from their columns."""
-    total: Tensor = _SumOverRanks.apply(x, group)  # type: ignore[no-untyped-call]
-    return total
+def on_whole_rows(
+    loss: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]],
+    student_logits_BSv: Tensor, teacher_logits_BTw: Tensor, group: ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Return the (sum, count) of a loss over all samples, on every rank.
 
-
-def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Mark what all ranks of `group` have, before it meets columns that one rank has alone."""
-    copy: Tensor = _CopyToRanks.apply(x, group)  # type: ignore[no-untyped-call]
-    return copy
-
-
-def _all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, x, group=group)
-    return gathered
-
-
-def shard_widths(x_NV: Tensor, group: ProcessGroup) -> list[int]:
-    """List how many columns every rank has; waits for the device."""
-    local_width = torch.tensor(x_NV.shape[1], device=x_NV.device)
-    return [int(width) for width in _all_gather(local_width, group)]
-
-
-def shard_range(x_NV: Tensor, group: ProcessGroup) -> tuple[int, int]:
-    """Return (first column of this rank's shard, columns of all ranks)."""
-    widths = shard_widths(x_NV, group)
-    return sum(widths[: dist.get_rank(group)]), sum(widths)
-
-
-def logsumexp(logits_NV: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the (N,) logsumexp over the columns of all ranks."""
-    # shifting by the largest logit cancels, so that it needs no gradient
-    largest_N = logits_NV.detach().amax(-1)
-    dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
-    local_N = (logits_NV - largest_N[:, None]).exp().sum(-1)
-    return sum_over_ranks(local_N, group).log() + largest_N
-
-
-def log_softmax(logits_NV: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the (N, V) log-probabilities of this rank's columns."""
-    normalizer_N = copy_to_ranks(logsumexp(logits_NV, group), group)
-    return logits_NV - normalizer_N[:, None]
-
-
-def gather(x_NV: Tensor, ids_NK: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the (N, K) entries at ids of the whole vocabulary."""
-    first, _ = shard_range(x_NV, group)
-    width = x_NV.shape[1]
-    # ids of other shards read some column, whose entry is then replaced by 0
-    is_local = (ids_NK >= first) & (ids_NK < first + width)
-    entries_NK = x_NV.gather(1, (ids_NK - first).clamp(0, width - 1))
-    return sum_over_ranks(torch.where(is_local, entries_NK, 0.0), group)
-
-
-def topk(x_NV: Tensor, k: int, group: ProcessGroup) -> Tensor:
-    """Return the (N, k) int64 ids, in the whole vocabulary, of the largest entries; no gradient."""
-    first, num_columns = shard_range(x_NV, group)
-    k = min(k, num_columns)
-    local = x_NV.topk(min(k, x_NV.shape[1]), -1)
-    # a narrow shard has less than k columns: pad, so that every rank sends blocks of one size
-    missing = (0, k - local.values.shape[1])
-    values = F.pad(local.values, missing, value=-torch.inf).contiguous()
-    ids = F.pad(local.indices + first, missing).contiguous()
-    all_values = torch.cat(_all_gather(values, group), 1)
-    all_ids = torch.cat(_all_gather(ids, group), 1)
-    best = all_values.topk(k, -1).indices  # places among all candidates, not yet ids
-    return all_ids.gather(1, best)
-
-
-def columns_to_rows(x_NV: Tensor, group: ProcessGroup) -> tuple[Tensor, slice]:
-    """Turn some columns of all rows into all columns of some rows; see `losses.columns_to_rows`."""
-    widths = shard_widths(x_NV, group)
-    num_ranks = len(widths)
-    # rank i gets the rows from bounds[i] to bounds[i + 1]; the numbers differ by at most 1
-    bounds = [len(x_NV) * rank // num_ranks for rank in range(num_ranks + 1)]
-    heights = [end - start for start, end in itertools.pairwise(bounds)]
-    whole = _ColumnsToRows.apply(x_NV, heights, widths, group)  # type: ignore[no-untyped-call]
+    Args:
+        loss: (logits of the student, of the teacher, which samples they are of) -> (sum, count);
+            it is called with no sample on a rank for which there is none.
+        student_logits_BSv, teacher_logits_BTw: this rank's columns, in the order of the ranks.
+        group: the ranks that hold columns; the backward pass is collective, too.
+    """
+    num_samples = len(student_logits_BSv)
+    num_ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
-    return whole, slice(bounds[rank], bounds[rank + 1])
+    # rank i gets the samples from bounds[i] to bounds[i + 1]; the numbers differ by at most 1
+    bounds = [num_samples * i // num_ranks for i in range(num_ranks + 1)]
+    student_BSV = _whole_rows(student_logits_BSv, bounds, group)
+    with torch.no_grad():
+        teacher_BTW = _whole_rows(teacher_logits_BTw, bounds, group)
+    value, count = loss(student_BSV, teacher_BTW, slice(bounds[rank], bounds[rank + 1]))
+    count = torch.as_tensor(count, device=value.device)
+    return _SumOverRanks.apply(value, group), _SumOverRanks.apply(count, group)  # type: ignore

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from isogloss.flags.parse import shipped
 from isogloss.flags.yaml_file import parse_json
 from isogloss.student.ds_values import check_values
 
@@ -56,6 +57,12 @@ class BatchSizes(NamedTuple):
     grad_accum_steps: int
 
 
+def ready_made():
+    """Say which configurations come with us."""
+    names = sorted(file.name for file in Path(shipped("ds_configs")).glob("*.json"))
+    return f"ready-made ones are ds_configs/{', '.join(names)}"
+
+
 def read_ds_config(path):
     """Read a ds_config and check its top-level keys.
 
@@ -65,7 +72,7 @@ def read_ds_config(path):
         ValueError: no such file, not a JSON object, or a key that DeepSpeed would silently ignore.
     """
     if not Path(path).is_file():
-        raise ValueError(f"--ds_config {path}: no such file; ready-made ones are in ds_configs/")
+        raise ValueError(f"--ds_config {path}: no such file; {ready_made()}")
     try:
         if os.path.getsize(path) > MOST_BYTES:
             raise ValueError(f"has more than {MOST_BYTES} bytes; expected a file of settings")
@@ -80,7 +87,7 @@ def read_ds_config(path):
     if not isinstance(config, dict):
         raise ValueError(
             f"--ds_config {path}: expected a JSON object ({{...}}), got {type(config).__name__}; "
-            "ready-made ones are in ds_configs/"
+            f"{ready_made()}"
         )
     for key in config:
         if key not in DS_KEYS:

@@ -230,8 +230,3 @@ def _soft_capped_attention(query, key, value, visible_mask, dropout, scale, soft
     scores = scores.masked_fill(~visible_mask, -torch.inf)
     probabilities = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return F.dropout(probabilities, dropout) @ value
-
-
-# --- chunks across shards -------------------------------------------------------------------------
-
-

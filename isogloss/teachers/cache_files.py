@@ -42,8 +42,6 @@ SERVED = "served"  # dtype of a teacher of which a server answered
 LOGP_STEPS = 1024  # a log-probability in 16 bits is a multiple of 1 / 1024 nat, from -64 to 0
 LOW_BITS = 16  # of an id are stored together, the others bit by bit
 
-# --- texts ----------------------------------------------------------------------------------------
-
 
 # --- numbers in few bits --------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def check_logits(state, student_ids):
     A tiled loss computes logits from hidden states (`head_of`), as does --teacher_output topk.
 
     Args:
-        state: `distill.TrainState`.
+        state: `build.TrainState`.
         student_ids: list of ids that every model has.
     """
     ids = torch.tensor([student_ids], device=state.device)

@@ -1,0 +1,303 @@
+"""Build what a run needs: the models on these ranks, the engine, the teachers, who writes.
+
+Tests: tests/test_launch.py, tests/test_distributed.py.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from isogloss.checkpoints.checkpoint import load_checkpoint
+from isogloss.config import Config
+from isogloss.data.rollouts import build_prompter
+from isogloss.data.stream import Places
+from isogloss.evaluation.eval_samples import EvalSamples, load_samples
+from isogloss.evaluation.task_suite import TaskSuite
+from isogloss.inputs import build_collator, load_batches, samples_per_step
+from isogloss.job.launch import fail_together
+from isogloss.job.rendezvous import LOADING_TIMEOUT, set_timeout
+from isogloss.job.sequence_group import SequenceGroup, join_sequence_group
+from isogloss.job.transfers import Uploads
+from isogloss.job.watch import current_watch, ignore_stop_signals
+from isogloss.models.pretrained import load_config
+from isogloss.student.checks import (
+    check_logits,
+    check_packing,
+    check_sequence_shards,
+    check_side_by_side,
+)
+from isogloss.student.engine import (
+    EngineRunner,
+    StudentRunner,
+    StudentWithLoss,
+    attach_projection,
+    follow_schedule,
+    load_student,
+    start_engine,
+)
+from isogloss.student.finite import BadSteps
+from isogloss.student.pipeline import start_pipeline
+from isogloss.student.stages import probe_ids
+from isogloss.student.ulysses import ATTENTION, register_attention
+from isogloss.student.whole_student import WholeStudent
+from isogloss.teachers.remote import (
+    TENSORS_PER_RESPONSE,
+    TeacherClient,
+    client_roles,
+    client_size,
+    serve_requests,
+)
+from isogloss.teachers.sources import SilentTeacher, load_silent, load_teacher
+from isogloss.teachers.specs import TeacherSpec
+from isogloss.writing.on_policy import Writer, check_writing
+
+
+@dataclass
+class TrainState:
+    """Hold what a step needs.
+
+    Attributes:
+        cfg: Config.
+        student: StudentRunner, which runs the student on micro-batches.
+        teachers: TeacherSetup of every teacher; empty: cross-entropy alone.
+        vocab: tokens of the student.
+        device: of this rank.
+        client: TeacherClient of teachers on ranks of their own, or None.
+        sequence_group: SequenceGroup that shares this rank's sequences, or None.
+        scales: {teacher: factor of its next step}, of --dynamic_scale.
+        bad_steps: BadSteps, the latest ones that were not finite.
+        last_checkpoint: Path of the newest checkpoint that this run wrote or began with, or None.
+        tasks: TaskSuite by which the student is judged, or None.
+        samples: EvalSamples that it writes at an evaluation, or None.
+        whole_student: WholeStudent, for texts that each rank writes or reads alone, or None.
+        writer: Writer of what the student learns from itself, or None.
+        places: Places from which a stream of data can go on.
+        steps_taken: steps of the whole run so far.
+        uploads: Uploads of the micro-batches.
+    """
+
+    cfg: Config
+    student: StudentRunner
+    teachers: list
+    vocab: int
+    device: torch.device
+    client: TeacherClient | None = None
+    sequence_group: SequenceGroup | None = None
+    scales: dict = field(default_factory=dict)
+    bad_steps: BadSteps = field(default_factory=BadSteps)
+    last_checkpoint: Path | None = None
+    tasks: TaskSuite | None = None
+    samples: EvalSamples | None = None
+    whole_student: WholeStudent | None = None
+    writer: Writer | None = None
+    places: Places = field(default_factory=Places)
+    steps_taken: int = 0
+    uploads: Uploads = field(init=False)
+
+    def __post_init__(self):
+        self.uploads = Uploads(self.device)
+
+    @property
+    def engine(self):
+        """DeepSpeed's engine around the student, or around this rank's stage of it."""
+        return self.student.engine
+
+    @property
+    def asks_ahead(self):
+        """Whether a teacher works elsewhere, beside the student, and so can be asked before."""
+        is_served = any(spec.engine == "served" for spec in single_specs(self.teachers))
+        return bool(self.client) or is_served
+
+
+def build_state(cfg, inputs, device, roles=None):
+    """Load the models that these ranks hold and start the engine; all of them take part.
+
+    Raises:
+        ValueError: a model that cannot be loaded.
+    """
+    sequence_group = None
+    if cfg.sequence_parallel > 1:
+        sequence_group = join_sequence_group(cfg.sequence_parallel)
+        config = load_config("student", cfg.student, cfg.trust_remote_code)
+        register_attention(config.get_text_config(), sequence_group)
+    model = load_student(cfg, inputs.ds_config, ATTENTION if sequence_group else cfg.attention)
+    vocab = len(inputs.student.table)
+    if cfg.pipeline_parallel > 1:
+        student = start_pipeline(
+            cfg, model, vocab, inputs.ds_config, inputs.teachers, are_local=not roles)
+    else:
+        student = start_whole(cfg, model, vocab, inputs)
+    set_timeout(LOADING_TIMEOUT)  # of DeepSpeed's own groups too
+    if not roles:
+        load = load_teacher if student.computes_loss else load_silent
+        for setup in inputs.teachers:
+            setup.source = load(setup.spec)
+    return TrainState(cfg, student, inputs.teachers, vocab, device, sequence_group=sequence_group,
+                      tasks=inputs.tasks)
+
+
+def start_whole(cfg, model, vocab, inputs):
+    """Start the engine of a student that is whole on each rank or sharded by ZeRO-3.
+
+    Returns:
+        EngineRunner.
+    """
+    module = StudentWithLoss(model, vocab, cfg.tiled, cfg.activation_offload)
+    attach_projection(module, inputs.teachers, model.device)
+    dist.barrier()  # waits for slow loads: DeepSpeed's own groups do not wait for long
+    engine = start_engine(module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate)
+    return EngineRunner(engine, vocab)
+
+
+def prepare(state, inputs, roles, stack):
+    """Reach the teachers, check what the loaded models say, and make ready who writes.
+
+    Args:
+        inputs: RunInputs.
+        roles: Roles, where teachers have ranks of their own; else None.
+        stack: ExitStack; what has to be ended is pushed on it.
+    """
+    cfg = state.cfg
+    if roles:
+        connect(state, roles)
+        stack.push(partial(shut_down, state.client))
+    stack.callback(close_teachers, state)
+    with fail_together():
+        check_logits(state, probe_ids(state.vocab).tolist())
+        if cfg.sequence_parallel > 1:
+            check_sequence_shards(state)
+        if cfg.pack:
+            check_packing(state)
+        writes = cfg.on_policy and not cfg.rollout_command
+        if inputs.tasks or cfg.eval_samples or writes:
+            state.whole_student = WholeStudent(
+                state.engine, state.sequence_group, state.device, cfg.rollout_replica)
+        if writes or cfg.eval_samples or (inputs.tasks and inputs.tasks.writes):
+            check_side_by_side(state)
+        if cfg.eval_samples:
+            state.samples = load_samples(cfg, inputs, state.whole_student)
+        if cfg.on_policy:
+            state.writer = build_writer(state, inputs)
+            stack.callback(state.writer.close)
+            check_writing(state.writer)
+
+
+def resume(state, inputs):
+    """Restore the state of a checkpoint, if there is one; return how many steps it has taken."""
+    if not inputs.checkpoint:
+        return 0
+    with fail_together(what="checkpoint"):
+        start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
+    state.scales = extra.get("scales", {})
+    state.places.note(extra.get("place"))
+    if state.writer:
+        state.writer.load_state(extra.get("rollouts", []))
+    state.last_checkpoint = inputs.checkpoint
+    if state.cfg.extend_schedule:
+        follow_schedule(state.engine)
+    return start
+
+
+def read_batches(state, inputs, start, signals):
+    """Return (iterator over micro-batches from step `start` on, iterable over held-out batches).
+
+    Args:
+        signals: StopSignals, which data workers inherit.
+    """
+    def asked_to_end():
+        return bool(signals.received)
+
+    if state.writer:
+        state.writer.end_when(asked_to_end)
+    cfg = state.cfg
+    place = state.places.before(start * samples_per_step(cfg, state.engine))
+    return load_batches(cfg, inputs, state.engine, state.device, start, place, asked_to_end)
+
+
+def build_writer(state, inputs):
+    """Return the Writer of a run."""
+    cfg = state.cfg
+    prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, state.engine))
+    return Writer(
+        cfg, state.engine, inputs.student, build_collator(cfg, inputs, state.device), prompter,
+        inputs.data.held_out_reader, inputs.data.held_out_data, state.device, state.sequence_group,
+        None if cfg.rollout_command else state.whole_student)
+
+
+# --- teachers on ranks of their own ---------------------------------------------------------------
+
+
+def single_specs(setups):
+    """List the TeacherSpecs to load, members of ensembles one by one."""
+    specs = []
+    for setup in setups:
+        specs += setup.spec.single()
+    return specs
+
+
+def remote_specs(setups):
+    """List the TeacherSpecs that the teachers' ranks load: caches are read by the student's."""
+    return [spec for spec in single_specs(setups) if not spec.cache]
+
+
+def announce_teachers(inputs, roles):
+    """Tell the ranks that are for teachers alone what to load."""
+    if roles and roles.local_rank == 0:
+        specs = [spec.to_plain() for spec in remote_specs(inputs.teachers)]
+        roles.publish("teacher specs", specs)
+
+
+def connect(state, roles):
+    """Reach the teachers of this node, where this rank computes a loss."""
+    if not state.student.computes_loss:
+        for setup in state.teachers:
+            setup.source = SilentTeacher([])
+        return
+    roles = client_roles(roles, state.cfg.pipeline_parallel)
+    specs = remote_specs(state.teachers)
+    # this step and the next one
+    num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
+    tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)
+    size = client_size(roles, state.cfg.sequence_parallel)
+    state.client = TeacherClient(roles, num_requests, state.device, size, tensors)
+    # from here on the same specs describe how this rank reaches the loaded teachers
+    for number, spec in enumerate(specs):
+        spec.engine = "remote"
+        spec.number = number
+        spec.client = state.client
+    for setup in state.teachers:
+        setup.source = load_teacher(setup.spec)
+
+
+def shut_down(client, error_type, *_):
+    """Tell the teachers at a clean end; after an error no one waits for them to listen."""
+    if client and (error_type is None or issubclass(error_type, SystemExit)):
+        client.shut_down()
+
+
+def close_teachers(state):
+    """End the teachers, at a clean end or after an error."""
+    for setup in state.teachers:
+        setup.source.close()
+
+
+def serve_teachers(cfg, roles, device):
+    """Run a rank that is for teachers alone, until the student's ranks shut down."""
+    with fail_together(roles, "inputs"):
+        pass  # the student's ranks read them
+    with fail_together(roles, "models"):
+        teachers = []
+        for plain in roles.read("teacher specs"):
+            spec = TeacherSpec.from_plain(plain)
+            spec.device = device
+            spec.same_ids = True  # all members of a replica read the same request
+            spec.sequence_parallel_size = 1
+            teachers.append(load_teacher(spec))
+    current_watch().training = True
+    ignore_stop_signals()  # the student takes a checkpoint first
+    roles = client_roles(roles, cfg.pipeline_parallel)
+    size = client_size(roles, cfg.sequence_parallel)
+    serve_requests(roles, teachers, size, from_hidden=cfg.tiled)

@@ -1,0 +1,197 @@
+"""What a run does once in a while: evaluate, save, give up, export; all ranks take part.
+
+Tests: tests/test_evaluate.py, tests/test_checkpoint.py, tests/test_finite.py.
+"""
+
+import deepspeed
+
+from isogloss.checkpoints.checkpoint import CannotSave, checkpoint_name, save_checkpoint
+from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.evaluation.evaluate import evaluate
+from isogloss.export import export_model, export_projection, projection_path
+from isogloss.inputs import samples_per_step
+from isogloss.job.counts import global_sums
+from isogloss.job.flat import to_device
+from isogloss.job.launch import fail
+from isogloss.job.rendezvous import values_of_ranks
+from isogloss.job.step_report import named
+from isogloss.job.watch import FAILED, current_watch
+from isogloss.log import TIMED_STEPS, speed_metrics, time_collectives
+from isogloss.student.finite import has_finite_state
+from isogloss.writing.on_policy import evaluate_rollouts
+
+
+def write_results(state, inputs):
+    """Write what a run leaves behind beside its checkpoints; all ranks take part.
+
+    Where that fails, all ranks end with exit code 1 and one line: the last step is saved, so the
+    same command tries again.
+    """
+    cfg = state.cfg
+    if cfg.learn_projection or cfg.export:
+        end_unless_finite(state, cfg.steps)
+    if cfg.learn_projection:
+        learned = inputs.teachers[0].loss.learned_projection
+        end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
+    if cfg.export:
+        end_if_failed(export_model(state.engine, inputs.student, cfg))
+
+
+def end_if_failed(error):
+    if error:
+        fail(f"{error}; the last checkpoint holds the result, and once this is repaired the same "
+             "command writes it", code=1)
+
+
+def timed_metrics(report, begin, end):
+    """Return the metrics of a step with its speed.
+
+    Args:
+        report: StepReport; begin, end: Moments.
+    """
+    state = report.state
+    metrics = report.metrics()
+    seconds = begin.seconds_until(end)
+    speed = speed_metrics(state.student.num_parameters, state.device, metrics["tokens"], seconds)
+    return metrics | speed
+
+
+def is_every(num_steps, step):
+    """Tell whether a step is one of every so many; 0: of none."""
+    return num_steps > 0 and step % num_steps == 0
+
+
+def end_if_stopped(state, stop, log):
+    """End this rank, as all others, for what they have agreed on; see `StopSignals.agree`."""
+    if not stop:
+        return
+    log.close()
+    code = 1 if stop == FAILED else 128 + stop
+    if log.failure:
+        fail(f"{log.failure}, so the job ends; {describe_last_checkpoint(state)}; once this is "
+             "repaired the same command goes on", code=code)
+    if stop != FAILED:
+        current_watch().say_who_died()
+    raise SystemExit(code)
+
+
+def log_evaluation(state, held_out, step, log):
+    """Evaluate and log what comes out."""
+    log.flush()
+    log.write(step, run_evaluation(state, held_out))
+    if state.samples:
+        log.write_samples(step, state.samples.write())
+    if state.writer and state.cfg.rollout_eval:
+        log.write_rollouts(step, state.writer.records)
+
+
+def run_evaluation(state, held_out):
+    """Return held-out metrics."""
+    state.engine.eval()
+    # one batch at a time is on the device
+    batches = (to_device(batch, state.device) for batch in held_out)
+    student, of_teachers = evaluate(batches, state.student, state.teachers, state.sequence_group)
+    state.engine.train()
+    metrics = dict(student)
+    for setup, of_teacher in zip(state.teachers, of_teachers):
+        metrics |= named(state, setup, of_teacher)
+    if state.writer and state.cfg.rollout_eval:
+        metrics |= evaluate_rollouts(state.writer, state.teachers)
+    return {f"eval/{key}": value for key, value in metrics.items()}
+
+
+def log_tasks(state, step, log, stop):
+    """Judge the student by --eval_tasks, and log what comes out.
+
+    Args:
+        stop: () -> this rank has been asked to end; then nothing is logged.
+    """
+    log.flush()
+    with state.whole_student.model() as (model, agree):
+        metrics, records = state.tasks.run(
+            model, global_sums, agree, stop)
+    if metrics:
+        log.write(step, metrics)
+        of_ranks = values_of_ranks(records)
+        log.write_task_items(step, [record for of_rank in of_ranks for record in of_rank])
+
+
+def times_collectives(ds_config):
+    """Return whether the ds_config asks how long collectives take; starts that, too."""
+    enabled = bool(ds_config.get("comms_logger", {}).get("enabled"))
+    if enabled:
+        time_collectives()
+    return enabled
+
+
+def show_collectives(step, start, steps):
+    """Print what the collectives of the first steps took, and time no more, once they are over."""
+    if step == min(start + TIMED_STEPS, steps):
+        deepspeed.comm.log_summary()
+        deepspeed.comm.comm.comms_logger.enabled = False
+
+
+def save_if_new(state, start, log):
+    """Write a checkpoint of the steps so far, unless there are none after `start`, or there is one.
+    """
+    saved = state.last_checkpoint and state.last_checkpoint.name
+    if state.steps_taken > start and saved != checkpoint_name(state.steps_taken):
+        save(state, state.steps_taken, log)
+
+
+def save(state, step, log):
+    """Write a checkpoint of the last good step, which `step` is or bad steps lie in between.
+
+    Bad steps change nothing, so the state is still that of the good one.  A resumed run meets them
+    again.
+    """
+    log.flush()  # of a step that is in a checkpoint, the metrics are on disk
+    cfg = state.cfg
+    folder = checkpoint_folder(cfg)
+    good_step = step - state.bad_steps.count
+    keep = cfg.keep_checkpoints
+    if state.bad_steps.count:
+        exists = state.last_checkpoint and state.last_checkpoint.name == checkpoint_name(good_step)
+        if exists or good_step == 0:
+            return
+        keep += 1  # weights can be finite and useless: the one before stays
+    end_unless_finite(state, step, log)
+    extra = {"scales": state.scales}
+    extra["place"] = state.places.before(good_step * samples_per_step(cfg, state.engine))
+    if state.writer:
+        extra["rollouts"] = state.writer.state()
+    try:
+        save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
+                        extra)
+    except CannotSave as error:
+        raise CannotSave(f"{error}; {describe_last_checkpoint(state)}; once this is repaired the "
+                         "same command goes on") from None
+    state.last_checkpoint = folder / checkpoint_name(good_step)
+
+
+def give_up(state, step, log):
+    """Save the state before the bad steps, which is that after them, and end with exit code 1."""
+    save(state, step, log)
+    log.close()
+    bad = state.bad_steps
+    steps = f"step {step}" if bad.count == 1 else f"steps {step - bad.count + 1} to {step}"
+    fail(f"{steps} skipped, not finite: {bad.causes}; the job ends after {bad.count} such steps in "
+         f"a row (--max_bad_steps), which have changed no weight; "
+         f"{describe_last_checkpoint(state)}; check the data and the teacher of these steps and "
+         "the learning rate before them, or walk over them with a larger --max_bad_steps", code=1)
+
+
+def end_unless_finite(state, step, log=None):
+    """End the job with exit code 1 if weights or optimizer state on any rank are not finite."""
+    num_bad_ranks = global_sums([not has_finite_state(state.engine)]).sum()
+    if num_bad_ranks:
+        if log:
+            log.close()
+        fail(f"step {step}: the weights or the optimizer's state are not finite, so nothing is "
+             f"saved; {describe_last_checkpoint(state)}; lower the learning rate", code=1)
+
+
+def describe_last_checkpoint(state):
+    if state.last_checkpoint is None:
+        return "there is no checkpoint"
+    return f"the last good checkpoint is {state.last_checkpoint}"

@@ -1,0 +1,84 @@
+"""Installed from a wheel, without a checkout: modules, commands, configurations."""
+
+import json
+import os
+import site
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from conftest import ROOT
+from isogloss.command import split_words
+from jobs import write_corpus
+
+NAMES = ["student", "pack", "ds_config"]
+
+
+@pytest.mark.parametrize("words, launcher", [
+    (["--num_gpus", "2", "--student", "S"], 2),
+    (["--student=S", "--num_gpus", "2"], 0),
+    (["--master_port=1", "--nopack"], 1),
+    (["--num_nodes", "2", "--ds-config", "x.json"], 2),
+    (["--num_gpus=1"], 1),
+])
+def test_words_before_the_first_flag_of_ours_are_the_launchers(words, launcher):
+    assert split_words(words, NAMES) == (words[:launcher], words[launcher:])
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """(folder of an environment's programs, its variables): the packages of this one, and a wheel.
+    """
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation",
+                    "--wheel-dir", str(folder)], check=True)
+    wheel, = folder.glob("*.whl")
+    venv.create(folder / "env", symlinks=True)
+    packages, = (folder / "env" / "lib").glob("python*/site-packages")
+    (packages / "tested.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    programs = folder / "env" / "bin"
+    subprocess.run([*pip, "--python", str(programs / "python"), "install", "--no-deps",
+                    "--no-index", str(wheel)], check=True)
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return programs, variables | {"PATH": f"{programs}:{os.environ['PATH']}"}
+
+
+def run(installed, folder, *words):
+    """Run a program of the environment in a folder; return what it printed."""
+    programs, variables = installed
+    done = subprocess.run([programs / words[0], *words[1:]], cwd=folder, env=variables,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_modules_and_tools_of_an_installation(installed, tmp_path):
+    code = ("import sys, isogloss; assert 'torch' not in sys.modules; "
+            "from isogloss import CrossTokenizerKD, losses, align; "
+            "print(isogloss.__version__, losses.HAS_KERNELS, losses.__file__)")
+    version, kernels, path = run(installed, tmp_path, "python", "-c", code).split()
+    assert (version, kernels) == ("0.1.0", "True")
+    assert path.startswith(str(installed[0].parent))
+    assert "--top_k" in run(installed, tmp_path, "python", "-m", "isogloss.projection_tools.build",
+                            "--help")
+    recipe = "recipes/qwen3_4b_to_llama_3.2_1b.yaml"
+    assert recipe in run(installed, tmp_path, "isogloss-plan", recipe)
+    assert "--teacher_output_topk" in run(installed, tmp_path, "isogloss-distill", "--help")
+
+
+@pytest.mark.slow
+def test_the_main_job_runs_from_another_folder(installed, models, texts, tmp_path):
+    """As a user types it, with a ready-made configuration and an export."""
+    flags = dict(student=models[0], teacher=models[1], data=write_corpus(tmp_path, texts, 40),
+                 ds_config="ds_configs/zero2.json", learning_rate=1e-3, steps=2, max_length=64,
+                 num_workers=0, output_dir="run", export="run/student")
+    run(installed, tmp_path, "isogloss-distill", "--num_gpus=1",
+        *(f"--{name}={value}" for name, value in flags.items()))
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2 and last["kd"] > 0
+    assert (tmp_path / "run" / "student" / "model.safetensors").exists()
