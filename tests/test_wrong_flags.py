@@ -200,7 +200,7 @@ FLAGS = {
     "routes of one teacher": Wrong("--route_key=domain", "chooses among teachers; list them with"),
     "routes without a key": Wrong(teachers('[{"model":"a","routes":["x"]}]'),
                                   "column that --route_key names"),
-    "twins": Wrong(teachers('[{"model":"a"},{"model":"a"}]'),
+    "teachers of one name": Wrong(teachers('[{"model":"a"},{"model":"a"}]'),
                    "two teachers are named a; give each"),
     "two learning rates": Wrong("--learning_rate=1e-3", "says lr 0.001; drop one"),
     # numbers
