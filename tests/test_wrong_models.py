@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ranks  # noqa: F401  (tests that start ranks share a worker)
-from jobs import ds_config, write_corpus
-from wrong_input import Wrong, check_one_line, run_wrong
+from jobs import ds_config
+from wrong_input import Wrong, check_one_line, good_line, run_wrong
 
 # --- how a good model becomes a wrong one ---------------------------------------------------------
 
@@ -213,6 +213,7 @@ MODELS = {
     "more layers than tensors": (config(num_hidden_layers=3), NAMES),
     "a wider config": (config(intermediate_size=96), SHAPE),
     "a head that is not tied": (config(tie_word_embeddings=False), NAMES + "lm_head.weight"),
+    "no file of weights": (removed("model.safetensors"), WEIGHTS),
     "a missing shard": (sharded(MISSING_SHARD), WEIGHTS),
     "an index that is no JSON": (sharded("{"), WEIGHTS),
     "an index without a map": (sharded("{}"), WEIGHTS),
@@ -276,6 +277,7 @@ MODELS = {
     "a tokenizer that is a list": (written("tokenizer.json", "[]"), TOKENIZER),
     "a tokenizer of another kind": (written("tokenizer.json", '{"version": "9"}'), TOKENIZER),
     "no tokenizer": (removed("tokenizer.json", "tokenizer_config.json"), TOKENIZER),
+    "no eos": (edited("tokenizer_config.json", eos_token=None), "its tokenizer has no eos token"),
     "a tokenizer of no class": (
         both(edited("tokenizer_config.json", tokenizer_class="NoTokenizer"),
              removed("tokenizer.json")), TOKENIZER),
@@ -300,7 +302,7 @@ FROM_SCRATCH = [
     "no such dtype", "an encoder", "an encoder and a decoder", "a model of images"]
 # What a teacher may be.
 # transformers turns the first into bfloat16 on a CPU; a teacher does not write
-ONLY_STUDENTS = {"fp8", "generation settings of another model"}
+ONLY_STUDENTS = {"fp8", "generation settings of another model", "no eos"}
 # Command lines that name no folder of MODELS.
 PATHS = {
     "a file for a model": Wrong("--student={folder}/corpus20.jsonl", "no such directory"),
@@ -380,12 +382,7 @@ def ended(models, texts, tmp_path_factory):
     edited("tokenizer_config.json", chat_template="{% for x in %}")(folder / "template")
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (folder / "chats.jsonl").write_text(json.dumps({"text": chat}) + "\n")
-    base = [f"--student={models[0]}", f"--teacher={models[1]}",
-            f"--data={write_corpus(folder, texts, 20)}",
-            f"--ds_config={ds_config(folder / 'good.json', 2, 4, 1)}", "--steps=1",
-            "--max_length=120", f"--output_dir={folder / 'run'}"]
-    outcomes = run_wrong(2, WRONG, base, folder)
-    assert not (folder / "run").exists()  # nothing was written before the first step
+    outcomes = run_wrong(2, WRONG, good_line(models, texts, folder), folder)
     assert not Path("exploded").exists()  # no pickle ran
     return outcomes
 
@@ -405,10 +402,6 @@ def test_a_wrong_teacher_on_ranks_of_its_own_ends_with_one_line(models, texts, t
     teacher = tmp_path / "teacher"
     shutil.copytree(models[1], teacher)
     weights(lose_one)(teacher)
-    base = [f"--student={models[0]}", f"--teacher={teacher}", "--teacher_ranks=1", "--steps=1",
-            f"--data={write_corpus(tmp_path, texts, 20)}", "--max_length=60",
-            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 4, 1)}"]
-    change = f"--output_dir={tmp_path / 'run'}"
-    outcomes = run_wrong(2, {"": Wrong(change, "")}, base, tmp_path)
+    cases = {"": Wrong(f"--teacher={teacher} --teacher_ranks=1", "")}
+    outcomes = run_wrong(2, cases, good_line(models, texts, tmp_path), tmp_path)
     check_one_line(outcomes[""], NAMES + "model.layers.1.self_attn.q_proj.weight")
-    assert not (tmp_path / "run").exists()

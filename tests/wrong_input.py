@@ -1,6 +1,6 @@
 """Run wrong command lines on real ranks: each has to end with one line and exit code 2.
 
-The cases are in test_cli.py and the test_wrong_*.py beside it.
+The cases are in the test_wrong_*.py, {name: Wrong} each.
 """
 
 import os
@@ -9,13 +9,15 @@ import tempfile
 from typing import NamedTuple
 
 import ranks
-from jobs import run_distill
+from jobs import ds_config, run_distill, write_corpus
 
 
 class Wrong(NamedTuple):
     """What is changed in a good command line, and what the one line has to say.
 
-    change: flags, separated by spaces; "{folder}" stands for the folder of the wrong files.
+    "{folder}" in both stands for the folder of the wrong files.
+
+    change: flags, separated by spaces.
     message: part of the line.
     """
 
@@ -28,6 +30,14 @@ class Outcome(NamedTuple):
 
     exit_code: int
     stderr: str
+
+
+def good_line(models, texts, folder):
+    """Return flags of a good run of one step, which writes to folder/run."""
+    return [f"--student={models[0]}", f"--teacher={models[1]}",
+            f"--data={write_corpus(folder, texts, 20)}",
+            f"--ds_config={ds_config(folder / 'good.json', 2, 4, 1)}", "--steps=1",
+            "--max_length=120", f"--output_dir={folder / 'run'}"]
 
 
 def outcomes(folder, base, changes):
@@ -46,18 +56,24 @@ def outcomes(folder, base, changes):
     return ended
 
 
-def run_wrong(world, cases, base, folder):
-    """Return {case: (Outcome of every rank)}.
+def run_wrong(world, cases, base, folder, has_steps=False):
+    """Return {case: (Outcome of every rank, with "{folder}" for it)}.
 
     Args:
         world: ranks.
         cases: {name: Wrong}.
-        base: flags of a good command line.
+        base: flags of a good command line, which writes to folder/run.
         folder: of the wrong files.
+        has_steps: whether the runs begin; else nothing may be written.
     """
     changes = [case.change for case in cases.values()]
     on_ranks = ranks.run(world, outcomes, folder, base, changes)
-    return dict(zip(cases, zip(*on_ranks, strict=True), strict=True))
+    assert has_steps or not (folder / "run").exists()
+    ended = {}
+    for name, of_ranks in zip(cases, zip(*on_ranks, strict=True), strict=True):
+        ended[name] = [outcome._replace(stderr=outcome.stderr.replace(str(folder), "{folder}"))
+                       for outcome in of_ranks]
+    return ended
 
 
 def check_one_line(of_ranks, message):

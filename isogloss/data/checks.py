@@ -1,8 +1,9 @@
 """Find out what is wrong with data, and say it in one line that names the file and the row.
 
 Three looks at a data set: the first bytes of its files, before anything reads them; its columns,
-by Arrow, which is fast (streams have none); and every row when its turn comes.  Where a reader
-gives up, `explain` searches the files for the reason.
+by Arrow, which is fast (streams have none); and every row when its turn comes.  The readers of
+file_rows.py name the line that they cannot read; of what `datasets` reads, text and tables,
+`find_problem` does.
 
 Tests: tests/test_wrong_data.py.
 """
@@ -10,7 +11,6 @@ Tests: tests/test_wrong_data.py.
 import bz2
 import codecs
 import collections
-import csv
 import glob
 import gzip
 import io
@@ -29,7 +29,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from isogloss.data.chat_rows import is_text, problem_of
+from isogloss.data.chat_rows import problem_of
 from isogloss.errors import DataError
 
 EMPTY_DATA = "the data set is empty; at least one row of text is needed"
@@ -49,19 +49,14 @@ def _open_zstd(file, mode):
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what they raise
 KINDS = f"{', '.join(READERS)}, the texts also with {', '.join(OPENERS)}"
-SEARCH_SECONDS = 60  # for which the reason of a failure is searched; not tuned
 CHECK_SECONDS = 10  # for which JSON values, of which Arrow knows nothing, are checked at first
 ROWS_TO_CHECK = 1000  # of them at a time; at least so many are
 
-UTF16 = "is UTF-16, expected UTF-8; convert it, as iconv -f UTF-16 -t UTF-8 does"
-UTF32 = "is UTF-32, expected UTF-8; convert it, as iconv -f UTF-32 -t UTF-8 does"
+UTF16 = "is UTF-16 or UTF-32, expected UTF-8; convert it, as iconv -f UTF-16 -t UTF-8 does"
 POINTER = "is a pointer of git-lfs, not the file itself; fetch it with git lfs pull"
 PAGE = "is a web page, not the file itself; download it again"
-UNPACK = "expected a file, not an archive; unpack it"
-# First bytes of what is no file of text, and what to say of it.  The longer ones come first.
+# First bytes of what is no file of text, and what to say of it.
 SIGNATURES = {
-    codecs.BOM_UTF32_LE: UTF32,
-    codecs.BOM_UTF32_BE: UTF32,
     codecs.BOM_UTF16_LE: UTF16,
     codecs.BOM_UTF16_BE: UTF16,
     b"version https://git-lfs": POINTER,
@@ -73,10 +68,6 @@ SIGNATURES = {
     b"\xfd7zXZ": "is compressed by xz; rename it to end in .xz, behind the suffix of its kind",
     b"\x28\xb5\x2f\xfd":
         "is compressed by zstd; rename it to end in .zst, behind the suffix of its kind",
-    b"PK\3\4": f"is a zip archive; {UNPACK}",
-    b"%PDF-": "is a PDF file; extract its text",
-    b"SQLite format 3": "is a SQLite database; export the table of texts",
-    b"\x80\x04": "is a pickle; write its texts as .jsonl",
 }
 NAMES_OF_JSON = {str: "a string", int: "a number", float: "a number", bool: "a truth value",
                  list: "a list", dict: "an object", type(None): "null"}
@@ -145,11 +136,11 @@ def check_is_file(source, file):
         raise DataError(f"{_place(source, file)}: {problem}")
 
 
-def check_first_bytes(source, file, text_key):
+def check_first_bytes(source, file):
     """Raise a DataError for a file of which the first bytes tell that it is of another kind."""
     if not os.path.getsize(file):
         return  # one empty file among others does no harm, but to the readers of tables
-    problem = _problem_of_file(file, text_key)
+    problem = _problem_of_file(file)
     if problem:
         raise DataError(f"{_place(source, file)}: {problem}")
 
@@ -158,7 +149,7 @@ def _place(source, file):
     return f"--data {source}" if file == source else f"--data {source}: {file}"
 
 
-def _problem_of_file(file, text_key):
+def _problem_of_file(file):
     """Return what the first bytes of a file tell against it; None: nothing."""
     kind = kind_of(file)
     if kind == "parquet":
@@ -182,10 +173,6 @@ def _problem_of_file(file, text_key):
     start = first.removeprefix(codecs.BOM_UTF8).lstrip()
     if kind != "text" and start[:9].lower() in (b"<!doctype", b"<html", b"<html><he"):
         return PAGE
-    if kind == "json" and start[:1] not in (b"{", b"["):  # the reader may crash on such files
-        return _problem_of_json(file, time.monotonic() + SEARCH_SECONDS)
-    if kind == "csv":
-        return _problem_of_header(first, text_key)
     return None
 
 
@@ -209,16 +196,6 @@ def _signature(first):
         if first.startswith(signature):
             return problem
     return None
-
-
-def _problem_of_header(first, text_key):
-    """Return what is wrong with the first line of a .csv file, of which `first` are some bytes."""
-    text = first.decode("utf-8-sig", "replace")
-    if "\n" not in text.replace("\r", "\n"):
-        return None
-    header = next(csv.reader(text.splitlines()), [])
-    # the reader would rename the others
-    return _problem_of_names([name for name in header if name == text_key])
 
 
 def _problem_of_names(names):
@@ -252,10 +229,11 @@ def explained(source):
 
 
 def explain(source, error):
-    """Return why data cannot be read: the first bad line of its files, or what the reader said."""
+    """Return why data cannot be read: the bad line or row of a file, or what the reader said."""
     cause = error.__cause__ or error
     if isinstance(cause, BadLine):
-        return f"--data {source}: {cause}"
+        is_named = str(cause).startswith(f"{source}: ")
+        return f"--data {cause}" if is_named else f"--data {source}: {cause}"
     problem = find_problem(source)
     if problem:
         return problem
@@ -265,36 +243,40 @@ def explain(source, error):
 
 
 def find_problem(source):
-    """Return the first thing that is wrong inside of local files; None: nothing is known."""
-    deadline = time.monotonic() + SEARCH_SECONDS
+    """Return what is wrong inside of local files of text or tables; None: nothing is known."""
     for file in local_files(source):
         try:
-            problem = _problem_inside(file, deadline)
+            problem = _problem_inside(file)
         except (*DAMAGE, ValueError) as damage:
-            problem = f"is cut off or damaged ({_first_line(damage)}); write it again"
+            problem = damaged(damage)
         if problem:
             return f"{_place(source, file)}: {problem}"
     return None
 
 
-def _problem_inside(file, deadline):
+def damaged(error):
+    """Return what to say of a file in which a reader has met damage."""
+    return f"is cut off or damaged ({_first_line(error)}); write it again"
+
+
+def _problem_inside(file):
     """Return what is wrong with a file that a reader could not read; None: unknown."""
     kind = kind_of(file)
     if kind == "parquet":
-        return _problem_inside_parquet(file, deadline)
+        return _problem_inside_parquet(file)
     if kind == "arrow":
-        return _problem_of_batches(arrow_batches(file), deadline)
-    if kind == "json":
-        return _problem_of_json(file, deadline)
-    with open_bytes(file) as stream:
-        for number, line in enumerate(stream, 1):
-            problem = _problem_of_bytes(line)
-            if problem or time.monotonic() > deadline:
-                return problem and f"line {number} {problem}"
+        return _problem_of_batches(arrow_batches(file))
+    if kind == "json" and is_saved(os.path.dirname(file)):
+        json.loads(Path(file).read_bytes())
+    if kind == "text":
+        with open_bytes(file) as stream:
+            for number, line in enumerate(stream, 1):
+                if problem := problem_of_bytes(line):
+                    return f"line {number} {problem}"
     return None
 
 
-def _problem_inside_parquet(file, deadline):
+def _problem_inside_parquet(file):
     if not os.path.getsize(file):
         return "is empty; remove it"
     problem = _problem_of_parquet(file)
@@ -304,7 +286,7 @@ def _problem_inside_parquet(file, deadline):
     if not parquet.metadata.num_rows:
         return "holds no row; remove it"
     twins = _problem_of_names(parquet.schema_arrow.names)
-    return twins or _problem_of_batches(parquet.iter_batches(), deadline)
+    return twins or _problem_of_batches(parquet.iter_batches())
 
 
 def arrow_batches(file):
@@ -319,7 +301,7 @@ def arrow_batches(file):
         yield from pa.ipc.open_stream(stream)
 
 
-def _problem_of_batches(batches, deadline):
+def _problem_of_batches(batches):
     """Return which row of some record batches holds what is not UTF-8; None: none of them."""
     begin = 0
     for batch in batches:
@@ -329,8 +311,6 @@ def _problem_of_batches(batches, deadline):
                 return (f"row {begin + row} of {name!r} is not UTF-8; convert the text or remove "
                         "the row")
         begin += len(batch)
-        if time.monotonic() > deadline:
-            return None
     return None
 
 
@@ -352,7 +332,8 @@ def invalid_row(column):
     return None
 
 
-def _problem_of_bytes(line):
+def problem_of_bytes(line):
+    """Return what is wrong with the bytes of a line of text; None: nothing."""
     try:
         line.decode()
     except UnicodeDecodeError as error:
@@ -361,47 +342,8 @@ def _problem_of_bytes(line):
     return None
 
 
-def _problem_of_json(file, deadline):
-    """Return what is wrong with a .json or .jsonl file: one list, or an object on every line."""
-    with open_bytes(file) as stream:
-        for number, line in enumerate(stream, 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            problem = _problem_of_bytes(line)
-            if not problem and line.strip():
-                problem = _problem_of_json_line(line.decode())
-            if problem and number == 1 and _is_whole(file):
-                return _problem_of_whole(file)
-            if problem or time.monotonic() > deadline:
-                return problem and f"line {number} {problem}"
-    return None
-
-
-def _is_whole(file):
-    """Tell whether a file is meant as one JSON value over many lines."""
-    with open_bytes(file) as stream:
-        first = stream.readline().removeprefix(codecs.BOM_UTF8).strip()
-    if split_suffix(file)[0] == ".json" and first.startswith(b"["):
-        return True
-    return first in (b"[", b"{")
-
-
-def _problem_of_whole(file):
-    with open_bytes(file) as stream:
-        data = stream.read().removeprefix(codecs.BOM_UTF8)
-    number = 1
-    for line in data.splitlines():
-        if problem := _problem_of_bytes(line):
-            return f"line {number} {problem}"
-        number += 1
-    try:
-        json.loads(data)
-    except ValueError as error:
-        return f"is not JSON ({error}); repair it"
-    return None
-
-
-def _problem_of_json_line(line):
+def problem_of_json(line):
+    """Return why a line is no JSON object; None: it is one."""
     try:
         value = json.loads(line, object_pairs_hook=without_twins)
     except RecursionError:
@@ -412,8 +354,6 @@ def _problem_of_json_line(line):
         return str(error)
     if type(value) is not dict:
         return f'holds {NAMES_OF_JSON[type(value)]}, expected an object like {{"text": "..."}}'
-    if not is_text(json.dumps(value, ensure_ascii=False)):
-        return "holds half of a surrogate pair, which is no text; repair or remove it"
     return None
 
 
@@ -501,9 +441,6 @@ def _check_utf8(source, column, text_key):
     for chunk in column.chunks:
         row = invalid_row(chunk)
         if row is not None:
-            problem = find_problem(source)  # a line of a file helps more than a row
-            if problem:
-                raise DataError(problem)
             _refuse(source, text_key, begin + row,
                     "is not UTF-8; convert the text or remove the row")
         begin += len(chunk)

@@ -20,10 +20,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from isogloss.data.checks import (
+    DAMAGE,
     NAMES_OF_JSON,
     OPENERS,
     BadLine,
     arrow_batches,
+    damaged,
+    problem_of_bytes,
+    problem_of_json,
     split_suffix,
     without_twins,
 )
@@ -78,18 +82,27 @@ def _suffixes(file):
     return split_suffix(urlsplit(file).path if "://" in file else file)
 
 
-def _lines(file, newline=None):
-    """Yield the lines of a file, which may be compressed or far away."""
+def _lines(file):
+    """Yield the lines of a file, which may be compressed or far away, with what ends them."""
     is_local = "://" not in file
     suffix = _suffixes(file)[1]
     with open(file, "rb") if is_local else fsspec.open(file, "rb") as raw:
         stream = OPENERS[suffix](raw, "rb") if suffix else raw
-        # not every reader of compressed files knows lines
-        lines = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline=newline)
-        while line := lines.readline(MOST_CHARACTERS):
+        stream = io.BufferedReader(stream)  # not every reader of compressed files knows lines
+        for number in itertools.count(1):
+            try:
+                line = stream.readline(MOST_CHARACTERS)
+            except DAMAGE as error:
+                if not is_local:
+                    raise
+                raise BadLine(f"{file}: {damaged(error)}") from None
+            if not line:
+                return
             if len(line) == MOST_CHARACTERS:
                 raise BadLine(f"{file}: a line, or all of it, is {UNSPLIT}")
-            yield line
+            if problem := problem_of_bytes(line):
+                raise BadLine(f"{file}: line {number} {problem}")
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
 
 
 def json_rows(file, _):
@@ -101,14 +114,12 @@ def json_rows(file, _):
             continue
         try:
             rows = _objects(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             rows = None
-        except RecursionError:
-            raise BadLine(f"{file}: line {number} is nested too deep; remove it") from None
         if rows is None and is_first and _begins_value(file, line.strip()):
             rows = _rows_of_value(file, itertools.chain([line], lines), number)
         if rows is None:
-            raise ValueError(f"{file}: line {number} is not a JSON object")
+            raise BadLine(f"{file}: line {number} {problem_of_json(line)}")
         for row in rows:
             yield number, row
         is_first = False
@@ -148,16 +159,30 @@ def _rows_of_value(file, lines, number):
     except RecursionError:
         raise BadLine(f"{file}: is nested too deep; repair it") from None
     except ValueError as error:
-        raise ValueError(f"{file}: line {number} is not JSON ({error})") from None
-    if not isinstance(value, list):
+        first = text.getvalue().splitlines()[0]
+        is_row = not first.startswith(("[", "{")) or first.endswith("]")
+        problem = problem_of_json(first) if is_row else f"is not JSON ({error}); repair it"
+        raise BadLine(f"{file}: line {number} {problem}") from None
+    if isinstance(value, dict):
         value = [value]
+    elif not isinstance(value, list):
+        raise BadLine(f"{file}: line {number} {problem_of_json(text.getvalue())}")
     return [row if isinstance(row, dict) else {"text": row} for row in value]
+
+
+LONE_RETURN = re.compile(r"(?<=\r)(?!\n)")
+
+
+def _cells(file):
+    """Yield the lines of a CSV file for its reader, which takes no carriage return within one."""
+    for line in _lines(file):
+        yield from LONE_RETURN.split(line) if "\r" in line else [line]
 
 
 def csv_rows(file, names):
     """Yield (line, {name: text}); a cell is what stands there, and an empty one the empty text."""
     csv.field_size_limit(MOST_CHARACTERS - 1)
-    reader = csv.reader(_lines(file, newline=""), strict=True)
+    reader = csv.reader(_cells(file), strict=True)
     header = None
     try:
         for cells in reader:
@@ -212,7 +237,7 @@ def first_values(files, wanted=()):
 
 def header_of(file):
     """Return the names of the columns of a CSV file; [] of an empty one."""
-    return next(csv.reader(_lines(file, newline="")), [])
+    return next(csv.reader(_cells(file)), [])
 
 
 def schema_of(kind, file):

@@ -168,7 +168,7 @@ def _open_files(request, splits):
     kind = _kind_of(source, files)
     if is_local:
         for file in files:
-            check_first_bytes(source, file, request.text_key)
+            check_first_bytes(source, file)
         if not any(os.path.getsize(file) for file in files):
             raise DataError(f"--data {source}: {EMPTY_DATA}")
     if request.txt_samples != "line" and kind != "text":

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isogloss.data.checks import SEARCH_SECONDS, explained
+from isogloss.data.checks import explained
 from isogloss.errors import DataError
 
 BLOCK_ROWS = 10_000  # some 50 MB of web text; not tuned
+SEARCH_SECONDS = 60  # for which the first bad row is searched; not tuned
 
 
 @dataclass
