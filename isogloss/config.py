@@ -429,9 +429,9 @@ class RunFlags:
         0.0, 'fills "lr": "auto" of the ds_config. 0: the ds_config states it.', low=0, high=1e3)
     steps: int = flag(1000, "optimizer steps in all, 1 or more.", low=1, high=10**12, free=True)
     epochs: float = flag(
-        0.0, "passes over the rows to train on, in place of steps, which follow: as many as have "
-        "read them so often, the last one whole. 0: steps says it. Not of a stream, whose end is "
-        "not known.", low=0, high=1e6, free=True)
+        0.0, "passes over the samples to train on, in place of steps, which follow: as many as "
+        "have read them so often, the last one whole. 0: steps says it. Not of a stream, whose end "
+        "is not known.", low=0, high=1e6, free=True)
     seed: int = flag(
         0, "of the data order, of dropout, and of the weights with from_scratch.",
         low=0, high=2**32 - 2**16)

@@ -192,7 +192,8 @@ def check_start(cfg, checkpoint):
     """Raise a ValueError where a run has nothing to do, or cannot go on with what is there."""
     start = position_of(checkpoint)["step"] if checkpoint else 0
     if start > cfg.steps:
-        raise ValueError(f"--steps {cfg.steps}: {checkpoint} has taken {start} already; give more, "
+        end = f"--epochs {cfg.epochs:g}" if cfg.epochs else f"--steps {cfg.steps}"
+        raise ValueError(f"{end}: {checkpoint} has taken {start} already; give more, "
                          "or name an earlier checkpoint with --resume")
     check_logs(cfg.output_dir, start)
 

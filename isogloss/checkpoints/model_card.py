@@ -177,9 +177,10 @@ def results_of(lines):
 def flags_text(cfg):
     """Return the flags that differ from their defaults, as they are written on a command line."""
     words = []
+    left_out = {*LEFT_OUT, "steps"} if cfg.epochs else LEFT_OUT  # epochs say how many there are
     for field in fields(Config):
         value = getattr(cfg, field.name)
-        if field.name not in LEFT_OUT and value != field.default:
+        if field.name not in left_out and value != field.default:
             if isinstance(value, str) and _is_path(value):
                 value = public_name(value)
             words.append(f"--{field.name} {without_secrets(value)}")

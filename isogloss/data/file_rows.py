@@ -181,7 +181,7 @@ def _cells(file):
 
 def csv_rows(file, names):
     """Yield (line, {name: text}); a cell is what stands there, and an empty one the empty text."""
-    csv.field_size_limit(MOST_CHARACTERS - 1)
+    of_process = csv.field_size_limit(MOST_CHARACTERS - 1)
     reader = csv.reader(_cells(file), strict=True)
     header = None
     try:
@@ -196,6 +196,8 @@ def csv_rows(file, names):
                 yield reader.line_num, dict(zip(header, cells))
     except csv.Error as error:
         raise BadLine(f"{file}: line {reader.line_num} is no CSV ({error}); repair it") from None
+    finally:
+        csv.field_size_limit(of_process)
 
 
 def _check_header(file, header, names):
