@@ -152,7 +152,7 @@ def test_events_of_all_kinds_are_compared():
     x = rows.x.index_select(0, terms.inside_student.coarse_row)
     y = rows.y.index_select(0, terms.inside_student.fine_row)
     inside_N = losses._inside_student_kl(
-        x, y, terms.inside_student, rows.case.spelling, 1.0, None)
+        x, y, terms.inside_student, rows.case.spelling, 1.0)
     assert (inside_N > 0).all()
 
 
