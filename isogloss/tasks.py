@@ -3,10 +3,7 @@
     python -m isogloss.tasks --model DIR --tasks mmlu,lambada [--data DIR] [--shots 5]
     torchrun --nproc_per_node 4 -m isogloss.tasks --model DIR --tasks gsm8k
 
-A task is a list of items, a function that judges what the model says of one item, and a function
-that makes metrics of the sums over all items.  Item i belongs to rank i mod R, and what ranks
-exchange is sums, so metrics do not depend on ranks or batches.  They are those of
-lm-evaluation-harness, of code those of EvalPlus; docs/tasks.md says which.
+isogloss/evaluation/tasks.py says what a task is; docs/tasks.md lists them.
 
 Tests: tests/test_tasks.py.
 """

@@ -1,7 +1,4 @@
-"""Evaluate a language model on tasks: MMLU, LAMBADA, GSM8K, HumanEval+, MBPP+.
-
-    python -m isogloss.tasks --model DIR --tasks mmlu,lambada [--data DIR] [--shots 5]
-    torchrun --nproc_per_node 4 -m isogloss.tasks --model DIR --tasks gsm8k
+"""Tasks by which a language model is judged: MMLU, LAMBADA, GSM8K, HumanEval+, MBPP+.
 
 A task is a list of items, a function that judges what the model says of one item, and a function
 that makes metrics of the sums over all items.  Item i belongs to rank i mod R, and what ranks
