@@ -18,7 +18,7 @@ from isogloss import cache
 from isogloss.config import Config
 from isogloss.errors import DataError
 from isogloss.flags.parse import parse_flags
-from isogloss.inputs import check_inputs, load_text_encoder, teacher_spec
+from isogloss.inputs import check_inputs, load_text_encoder
 from isogloss.job.files import scratch_of
 from isogloss.job.launch import start_distributed
 from isogloss.job.watch import end_together
@@ -275,11 +275,12 @@ class Reading:
         self.student, _ = load_text_encoder("student", cfg.student, cfg.max_length)
         self.teacher, _ = load_text_encoder("teacher", cfg.teacher, 0)
         device = torch.device("cpu")
-        self.live = load_replicated(teacher_spec(cfg, self.teacher, device))
+        self.live = load_replicated(cfg.teacher_kind.of(cfg, self.teacher, device))
         self.cached = {}
         for kind, folder in folders.items():
             of_cache = Config(student=cfg.student, data=cfg.data, teacher_cache=str(folder))
-            self.cached[kind] = CachedTeacher(teacher_spec(of_cache, self.teacher, device))
+            spec = of_cache.teacher_kind.of(of_cache, self.teacher, device)
+            self.cached[kind] = CachedTeacher(spec)
 
     def check(self, samples, tolerances, **options):
         """Compare the probabilities of all positions of a batch with a text."""

@@ -13,12 +13,13 @@ import ranks
 from isogloss import cache, distill
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
-from isogloss.inputs import check_inputs, teacher_spec
+from isogloss.inputs import check_inputs
 from isogloss.job.launch import start_distributed
 from isogloss.job.watch import end_together
 from isogloss.teachers import cache_files, text_server
+from isogloss.teachers.kinds import TEACHER_KINDS
+from isogloss.teachers.protocol import load_teacher
 from isogloss.teachers.served import ServedTeacher, groups_of, scored_text
-from isogloss.teachers.sources import load_teacher
 from isogloss.teachers.text_server import Likely
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from launched import Job
@@ -399,7 +400,7 @@ def served_and_cached(commands, folders, data, url, folder, chats):
     reading = Reading(cfg, {"all": folder})
     flags = dict(teacher=url, teacher_tokenizer=folders[1], teacher_output_topk=600)
     of_server = Config(student=folders[0], data=data, **flags)
-    spec = teacher_spec(of_server, reading.teacher, torch.device("cpu"))
+    spec = of_server.teacher_kind.of(of_server, reading.teacher, torch.device("cpu"))
     reading.cached["served"] = load_teacher(spec)
     for options in ({}, {"pack": True}, {"sequence_rank": 1, "sequence_size": 2}):
         reading.check(chats, {"all": 3e-5, "served": 3e-5}, **options)
@@ -415,7 +416,7 @@ def served_and_cached(commands, folders, data, url, folder, chats):
 ])
 def test_a_cache_of_a_server_keeps_its_likely_tokens_alone(flags, expected):
     command = ["--teacher=http://h", "--teacher_tokenizer=T", "--data=d.txt", "--output=o"]
-    assert parse_flags(cache.Args, command).run_config().is_served
+    assert parse_flags(cache.Args, command).run_config().teacher_kind is TEACHER_KINDS["served"]
     with pytest.raises(ValueError, match=expected):
         parse_flags(cache.Args, [*command, *flags])
 

@@ -13,7 +13,7 @@ from isogloss.job.counts import global_sums, mean_of
 from isogloss.job.sequence_group import halo_values
 from isogloss.losses import at_least_float32, prefix_ratio
 from isogloss.objective.objective import weigh_positions
-from isogloss.teachers.specs import BLOCK
+from isogloss.teachers.protocol import BLOCK
 
 
 class LabelLogp:
