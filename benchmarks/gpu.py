@@ -30,7 +30,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from isogloss import losses, tiles
+from isogloss import event_kl as events, losses, tiles
 from isogloss.job import ipc
 
 MIB = 2**20
@@ -316,7 +316,7 @@ class Fused:
 
     Args:
         name: one of TABLE_LOSSES.
-        tables: `translation.Tables` of piece_kl, `losses.Spelling` of event_kl, ChunkTables of gold
+        tables: `translation.Tables` of piece_kl, `events.Spelling` of event_kl, ChunkTables of gold
             and projection_kl, on the device; None for the others.
         use_kernels: False: the plain path, by autograd.
     """
@@ -343,7 +343,7 @@ class Fused:
                 student[None], teacher[None], labels, sub_tile.teacher_labels[None],
                 sub_tile.terms, self.tables)
         elif self.name == "event_kl":
-            kd, _ = losses.event_kl(
+            kd, _ = events.event_kl(
                 student[None], teacher[None], labels, sub_tile.teacher_labels[None],
                 sub_tile.terms, self.tables)
         elif self.name == "forward_kl":

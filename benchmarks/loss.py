@@ -43,7 +43,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from isogloss import losses, translation
+from isogloss import event_kl as events, losses, translation
 from isogloss.spelling import translation_tables
 from isogloss.tiles import (
     CPU_SUB_TILES,
@@ -123,7 +123,7 @@ def random_text(tokens: int, V: int, W: int) -> Text:
 
 
 class PieceTable(NamedTuple):
-    """Hold the tables of one side of a `losses.Spelling`; see there."""
+    """Hold the tables of one side of a `events.Spelling`; see there."""
 
     pieces: torch.Tensor
     order: torch.Tensor
@@ -150,7 +150,7 @@ def random_pieces(size: int, other_size: int, common: int) -> PieceTable:
     )
 
 
-def random_spelling(V: int, W: int) -> losses.Spelling:
+def random_spelling(V: int, W: int) -> events.Spelling:
     """Draw a spelling in which most tokens have an equal in the other vocabulary."""
     events = int(EVENTS_PER_TOKEN * V)
     common = int(COMMON_PER_TOKEN * V)
@@ -161,10 +161,10 @@ def random_spelling(V: int, W: int) -> losses.Spelling:
     event_W[:common] = torch.arange(common)
     teacher = random_pieces(W, V, common)
     student = random_pieces(V, W, common)
-    return losses.Spelling(event_V.int(), event_W.int(), events, *teacher, *student)
+    return events.Spelling(event_V.int(), event_W.int(), events, *teacher, *student)
 
 
-def random_tables(spelling: losses.Spelling) -> translation.Tables:
+def random_tables(spelling: events.Spelling) -> translation.Tables:
     """Return the tables of a translation between two vocabularies that spell each other so."""
     V = len(spelling.pieces_V)
     W = len(spelling.pieces_W)
@@ -183,7 +183,7 @@ def random_tables(spelling: losses.Spelling) -> translation.Tables:
     return translation.Tables(**tensors | joins)
 
 
-def spell_long_chunks(text: Text, V: int, spelling: losses.Spelling) -> None:
+def spell_long_chunks(text: Text, V: int, spelling: events.Spelling) -> None:
     """Let the tokens of a chunk spell each other where one side has a single one; in place."""
     chunks = losses.find_chunks(text.student_chunk, text.teacher_chunk)
     # Common tokens have one piece; only the others can stand for a chunk of two.
@@ -230,7 +230,7 @@ def build_loss(
     V: int,
     W: int,
     kept_K: torch.Tensor,
-    spelling: losses.Spelling | translation.Tables | None,
+    spelling: events.Spelling | translation.Tables | None,
     device: str,
 ) -> Loss:
     """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
@@ -273,13 +273,13 @@ def cross_entropy(x, y, sub_tile):
     return F.cross_entropy(x.float(), sub_tile.student_labels, reduction="sum")
 
 
-def build_event_kl(spelling: losses.Spelling, device: str) -> Loss:
+def build_event_kl(spelling: events.Spelling, device: str) -> Loss:
     on_device = to(spelling, device)
 
     def event_kl(x, y, sub_tile):
         ids = SampleIds.of(sub_tile)
         next_ids = ids.student_next, ids.teacher_next
-        return losses.event_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
+        return events.event_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
 
     return event_kl
 
@@ -503,7 +503,7 @@ def shaped(flat: torch.Tensor, rows: torch.Tensor, head: torch.Tensor) -> torch.
     return flat[: len(rows) * len(head)].view(len(rows), len(head))
 
 
-def with_terms(tile: Tile, spelling: losses.Spelling | translation.Tables | None) -> Tile:
+def with_terms(tile: Tile, spelling: events.Spelling | translation.Tables | None) -> Tile:
     """List the terms of every sub-tile: those of event_kl or a translation, else the chunks."""
     sub_tiles = []
     for sub_tile in tile.sub_tiles:
@@ -512,7 +512,7 @@ def with_terms(tile: Tile, spelling: losses.Spelling | translation.Tables | None
             read = F.pad(ids.student_next[:, :-1], (1, 0), value=-1)
             terms = translation.list_nodes(read, *ids, spelling)
         elif spelling:
-            terms = losses.event_terms(*ids, spelling)
+            terms = events.event_terms(*ids, spelling)
         else:
             terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
         sub_tiles.append(sub_tile._replace(terms=terms))
