@@ -43,6 +43,7 @@ Tests: tests/test_translation.py.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -751,6 +752,21 @@ class Cells(NamedTuple):
         return _above_zero(self.nodes().sum(mass_G))[self.node_G]
 
 
+# (logits_KG, log q_KG) -> (K,) divergences
+Compare = Callable[[Tensor, Tensor], Tensor]
+
+
+def compare_cells(
+    divergence: Callable[..., SumAndCount], temperature: float, parameters: dict[str, Any],
+    logits_KG: Tensor, logq_KG: Tensor,
+) -> Tensor:
+    """Return the (K,) divergences of nodes whose cells have these masses; see `translated`."""
+    logp_KG = softened(logits_KG, LOG_ZERO - SHIFT, temperature)
+    logq_KG = softened(logq_KG, LOG_ZERO, temperature)
+    value_K, _ = divergence(logp_KG[None], logq_KG[None], None, reduction="none", **parameters)
+    return value_K
+
+
 class Question(NamedTuple):
     """Hold some nodes as both models answer them; rows are padded.
 
@@ -766,9 +782,22 @@ class Question(NamedTuple):
         return self.target_KG.clamp(min=math.exp(LOG_ZERO)).log()
 
 
-def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
-    """Return the root nodes; x_NV are the student's logits in these rows."""
-    return Question(log_masses(x_NV, tables.cell_V, tables.num_cells), target.cell_NC)
+def root_values(
+    x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor, compare: Compare, has_rest: bool = False
+) -> Tensor:
+    """Return the (N,) divergences of root nodes: most of the time, and plain enough to compile.
+
+    Args:
+        x_NV: the student's logits in these rows, at least float32.
+        cell_NC: the teacher's mass in each cell, see `RootTarget`.
+        cell_V: of `Tables`.
+        has_rest: see `translated`.
+    """
+    question = Question(log_masses(x_NV, cell_V, cell_NC.shape[1]), cell_NC)
+    logits_NC, logq_NC = question.logits_KG, question.logq_KG()
+    if has_rest:
+        logits_NC, logq_NC = merge_rest(logits_NC, logq_NC)
+    return compare(logits_NC, logq_NC)
 
 
 class Scopes(NamedTuple):
@@ -1033,21 +1062,14 @@ class Answers(NamedTuple):
     log_total_M: Tensor
 
 
-# (log p_KG, log q_KG) -> (K,) divergences
-Compare = Callable[[Tensor, Tensor], Tensor]
-
-
-def _compare_roots(
-    x_NV: Tensor, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, reads: Reads,
-    tables: Tables, compare: Compare,
+def _read(
+    x_NV: Tensor, y_MW: Tensor, nodes: Nodes, target: RootTarget, reads: Reads
 ) -> tuple[Tensor, Answers]:
-    """Return (the (N,) divergences of the roots, the answers to all else)."""
+    """Return (the student's logits in the rows of the roots, the answers to all else)."""
     # rows are selected once: each selection has a gradient as large as x
     x_RV = at_least_float32(take_rows(x_NV, reads.row_R))
     num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
-    target = root_target(y_MW, nodes, goes, asked, tables)
-    question = root_question(x_root, target, tables)
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
     nothing = x_LV.new_full((len(reads.token_X),), 10 * FLOOR)
     x_LV = x_LV.clamp(min=10 * FLOOR)
@@ -1058,7 +1080,7 @@ def _compare_roots(
         q_A=target.q_A,
         log_total_M=y_MW.logsumexp(-1),
     )
-    return compare(question.logits_KG, question.logq_KG()), answers
+    return x_root, answers
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -1069,7 +1091,7 @@ def translated(
     teacher_next_BT: Tensor, nodes: Nodes, tables: Tables,
     divergence: Callable[..., SumAndCount] = forward_kl, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum",
-    has_rest: bool = False, **parameters: Any,
+    has_rest: bool = False, of_roots: Callable[..., Tensor] = root_values, **parameters: Any,
 ) -> SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
 
@@ -1088,6 +1110,7 @@ def translated(
         has_rest: the teacher's logits have W + 1 columns, some -inf and the last the rest, as those
             of `tiles.TopKLogits`, and the tables are those of `with_rest`; see `merge_rest`.  In
             other nodes than roots tokens that are not kept count as tokens that do not come.
+        of_roots: `root_values`, or what computes the same, as torch.compile makes it of that.
         parameters: of the divergence (beta, skew, alpha, ...); top_k and support choose among the
             cells of a node by their masses.
     Returns:
@@ -1103,27 +1126,15 @@ def translated(
     if x_NV.device.type == "cpu":  # else the rows that are needed, later
         x_NV = at_least_float32(x_NV)
 
-    def compare(logits_KG: Tensor, logq_KG: Tensor) -> Tensor:
-        logp_KG = softened(logits_KG, LOG_ZERO - SHIFT, temperature)
-        logq_KG = softened(logq_KG, LOG_ZERO, temperature)
-        value_K, _ = divergence(
-            logp_KG[None], logq_KG[None], None, reduction="none", **parameters
-        )
-        return value_K
-
-    def compare_roots(logp_NC: Tensor, logq_NC: Tensor) -> Tensor:
-        if has_rest:
-            logp_NC, logq_NC = merge_rest(logp_NC, logq_NC)
-        return compare(logp_NC, logq_NC)
-
+    compare = partial(compare_cells, divergence, temperature, parameters)
     roots, choices, insides = nodes.roots, nodes.choices, nodes.insides
     goes = before_goes_on(y_MW, nodes, tables)
     scopes = list_scopes(choices, tables, nodes.sizes)
     openings = inside_target(y_MW, nodes, tables)
     reads = list_reads(nodes, scopes, openings, student_next_BS)
-    value_N, answers = _compare_roots(
-        x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, compare_roots
-    )
+    target = root_target(y_MW, nodes, goes, scopes.asked, tables)
+    x_root, answers = _read(x_NV, y_MW, nodes, target, reads)
+    value_N = of_roots(x_root, target.cell_NC, tables.cell_V, compare, has_rest)
     others = _compare_others(
         answers, y_MW, teacher_next_BT, Listed(nodes, goes, scopes, openings), tables, compare,
         temperature,

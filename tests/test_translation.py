@@ -33,7 +33,6 @@ from isogloss.translation import (
     inside_target,
     list_nodes,
     list_scopes,
-    root_question,
     root_target,
     tokens_that_ended,
     translated,
@@ -220,8 +219,9 @@ def test_targets_are_distributions_and_divergences_are_not_negative(student, tea
     target = root_target(rows, nodes, goes, scopes.asked, toy.tables)
     x_root = x.flatten(0, 1)[nodes.roots.row_S]
     x_scope = x_root[nodes.choices.root[scopes.node_E], scopes.token_E]
+    torch.testing.assert_close(target.cell_NC.sum(1), torch.ones_like(target.cell_NC[:, 0]))
+    assert (target.cell_NC >= 0).all()
     questions = [
-        root_question(x_root, target, toy.tables),
         choice_question(x_scope, rows, rows.logsumexp(-1), target.q_A, goes, scopes, nodes,
                         toy.tables),
         inside_target(rows, nodes, toy.tables)]

@@ -20,12 +20,13 @@ from isogloss.losses import (
     projection_kl,
     reachable_tokens,
 )
+from isogloss.models.compiler import loss_compiler, plain
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.files import as_tables, load_projection
 from isogloss.projection_tools.spell import cached_spelling
 from isogloss.projection_tools.tokenizers import Pair
-from isogloss.translation import Tables, cell_coverage, translated, with_rest
+from isogloss.translation import Tables, cell_coverage, root_values, translated, with_rest
 
 LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
@@ -244,18 +245,21 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of):
 def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
     if pair.fingerprints[0] == pair.fingerprints[1]:
-        return build_per_position(divergence, parameters, has_rest)
+        return build_per_position(divergence, parameters, has_rest, compiler)
     unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
     if has_rest and (unbounded or parameters.get("beta") == 1):
         raise ValueError(f"--loss {cfg.loss} between two tokenizers: it needs what the teacher "
                          "says of every token that the student may write, and of this teacher the "
                          "most likely ones are kept; keep hidden states, or use another loss")
-    return build_translated(pair, device, divergence, parameters, has_rest)
+    return build_translated(pair, device, divergence, parameters, has_rest, compiler)
 
 
-def build_per_position(divergence, parameters, has_rest=False):
+def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
     """Build a divergence for equal tokenizers: every chunk is one position on either side."""
+    divergence = compiler(divergence)
+
     def loss_fn(student_logits, teacher_logits, sub_tile):
         chunks = sub_tile.terms
         weight = sub_tile.weight
@@ -270,8 +274,9 @@ def build_per_position(divergence, parameters, has_rest=False):
     return DistillationLoss(loss_fn)
 
 
-def build_translated(pair, device, divergence, parameters, has_rest=False):
+def build_translated(pair, device, divergence, parameters, has_rest=False, compiler=plain):
     """Build a divergence between any two tokenizers, see translation.py."""
+    of_roots = compiler(root_values)
     tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
     on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
                          for value in tables])
@@ -282,7 +287,7 @@ def build_translated(pair, device, divergence, parameters, has_rest=False):
         return translated(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
             sub_tile.terms, of_rows, divergence, weight_BS=ids.weight, has_rest=has_rest,
-            **parameters)[0]
+            of_roots=of_roots, **parameters)[0]
 
     def coverage(teacher_logits, sub_tile):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
