@@ -30,6 +30,7 @@ from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size, teacher_groups
 from isogloss.job.rendezvous import broadcast_value
 from isogloss.models.attention import attention_options
+from isogloss.models.compiler import missing_compiler
 from isogloss.models.pretrained import (
     check_language_model,
     check_weights,
@@ -136,22 +137,6 @@ def check_compilation(engine, config):
     if missing:
         raise ValueError(f"--teacher_compile: {missing}, which torch.compile needs; install it, or "
                          "leave the flag out")
-
-
-def missing_compiler():
-    """Say what torch.compile lacks on this machine; "": nothing."""
-    # seconds of imports, which few runs need
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
-    if torch.cuda.is_available():
-        return "" if has_triton() else "there is no triton"
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "there is no C++ compiler"
-    return ""
 
 
 def _engine_of_quantized(engine, degree, method):
