@@ -9,6 +9,7 @@ from isogloss.data.open_data import TXT_SAMPLES
 from isogloss.data.sample import ALIGNERS
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import LONGEST_NAME, check_flags, flag, flags_that
+from isogloss.flags.plugins import load_plugins
 from isogloss.flags.yaml_file import parse_json
 from isogloss.models.attention import ATTENTIONS
 from isogloss.models.compiler import LOSS_BACKENDS
@@ -429,6 +430,9 @@ class RunFlags:
 
     config: str = flag(
         "", "YAML file of flags, as in recipes/; those of the command line win.", free=True)
+    plugin: str = flag(
+        "", "Python files of your own, with commas, that are run before anything else and add a "
+        "loss or a kind of teachers to our tables. See docs/extending.md.", free=True)
     ds_config: str = flag(
         "ds_configs/zero2.json", "DeepSpeed JSON; see ds_configs/README.md.", free=True)
     learning_rate: float = flag(
@@ -494,6 +498,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
             self.loss_memory_mib = 0
+        load_plugins(self.plugin)  # which add to what the others are checked against
         check_flags(self)
         self._check_values()
         self._check_data()
