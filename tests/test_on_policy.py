@@ -24,15 +24,16 @@ from isogloss.job.launch import start_distributed
 from isogloss.losses import next_token_cross_entropy
 from isogloss.rollout import Completion
 from isogloss.student import whole_student
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
-from test_layouts import (
+from jobs import ds_config, losses_of, run_distill, write_corpus
+from steps import (
     AS_FLAGS_SAY,
-    SMALL_TILE_MIB,
     Layout,
     Reference,
     check_gradients,
     collator_of,
+    flags_for,
     keep_gradients,
+    start_layout,
     texts_of_rank,
 )
 
@@ -54,14 +55,6 @@ def mixed_samples(texts):
     """Eight samples: texts, an empty place, and what was written, some of it cut."""
     return [texts[0], Written(texts[1], 5, True), None, Written(texts[2], 30, False), texts[3][:60],
             Written(texts[4], 2, False), Written(texts[5], 12, True), "a"]
-
-
-def flags_for(models, texts, folder, **changes):
-    flags = dict(
-        student=str(models[0]), teacher=str(models[1]), data=write_corpus(folder, texts, 20),
-        max_length=250, kd_weight=0.7, ce_weight=0.3, projection_topk=100, output_dir=str(folder),
-        on_policy=0.5)
-    return flags | changes
 
 
 def as_example(sample, encoder):
@@ -133,15 +126,11 @@ def one_step(flags, samples, layouts):
     """Return [(layout, metrics, gradients of rank 0)] of one step; runs on every rank."""
     results = []
     for layout in layouts:
-        path = Path(flags["output_dir"]) / f"ds-{os.environ['RANK']}.json"
-        config = ds_config(path, layout.zero_stage, layout.micro_batch_size,
-                           layout.grad_accum_steps,
-                           optimizer={"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}})
-        state, inputs = job_for(flags | {"ds_config": config} | layout.flags)
+        state, inputs = start_layout(flags, layout)
         gradients = keep_gradients(state.engine)
         examples = [as_example(sample, inputs.student) for sample in samples]
-        collator = collator_of(state, inputs, AS_FLAGS_SAY, examples, SMALL_TILE_MIB)
-        parts = texts_of_rank(examples, layout, state.cfg.sequence_parallel)
+        collator = collator_of(state, inputs, AS_FLAGS_SAY, examples)
+        parts = texts_of_rank(examples, layout)
         metrics = distill.train_step(state, [collator(part) for part in parts]).metrics()
         results.append((layout, metrics, dict(gradients)))
         state.engine.destroy()
@@ -164,7 +153,7 @@ def test_what_was_written_teaches_like_the_same_text(models, texts, tmp_path, lo
     To 1e-6: in float32 the norm of the difference is 2e-7 to 4e-7 of that of the gradient, for
     plain data too.
     """
-    flags = flags_for(models, texts, tmp_path, loss=loss)
+    flags = flags_for(models, texts, tmp_path, on_policy=0.5, loss=loss)
     samples = mixed_samples(texts)
     [expected] = ranks.run(1, reference, flags, samples)
     for num_ranks, layouts in LAYOUTS.items():
