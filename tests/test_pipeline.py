@@ -20,7 +20,7 @@ from isogloss.inputs import build_collator
 from isogloss.student.checks import check_logits, check_packing
 from isogloss.student.stages import num_weights, probe_ids
 from isogloss.teachers.sources import SilentTeacher
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from jobs import ds_config, job_for, losses_of, run_all, run_distill, write_corpus
 from steps import (
     Layout,
     check_gradients,
@@ -371,13 +371,13 @@ def jobs(models, students, texts, tmp_path_factory):
     jobs = Jobs(folder, [*argv, f"--student={students['tied']}"])
     random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
     learned = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=1e-2"]
-    run_all(1, [jobs.line("one", 1, 4), jobs.line("one judged", 1, 4, *tasks),
-                jobs.line("one learned", 1, 4, *learned)])
+    run_all(1, jobs.line("one", 1, 4), jobs.line("one judged", 1, 4, *tasks),
+            jobs.line("one learned", 1, 4, *learned))
     killed = random.line("killed", 2, 2, num_readers=2)
-    run_all(4, [jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
-                jobs.line("two judged", 2, 2, *tasks, num_readers=2),
-                random.line("unkilled", 2, 2, num_readers=2),
-                jobs.line("four learned", 4, 4, *learned)])
+    run_all(4, jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
+            jobs.line("two judged", 2, 2, *tasks, num_readers=2),
+            random.line("unkilled", 2, 2, num_readers=2),
+            jobs.line("four learned", 4, 4, *learned))
     group = ranks.start(4, run_until_killed, killed, 1, 4)
     for process, _ in group:  # the others end by themselves
         process.join(120)
@@ -387,20 +387,15 @@ def jobs(models, students, texts, tmp_path_factory):
     jobs.copy("one", "one to four", 4)
     jobs.copy("one learned", "one to two learned", 4)
     jobs.copy("four learned", "four to four learned", 4)
-    run_all(4, [killed, jobs.line("two to four", 4, 4), jobs.line("one to four", 4, 4),
-                jobs.line("one to two learned", 2, 2, *learned, num_readers=2),
-                jobs.line("four to four learned", 4, 4, *learned)])
+    run_all(4, killed, jobs.line("two to four", 4, 4), jobs.line("one to four", 4, 4),
+            jobs.line("one to two learned", 2, 2, *learned, num_readers=2),
+            jobs.line("four to four learned", 4, 4, *learned))
     # processes join one world, so two worlds take new ones
-    run_all(4, [jobs.line("remote", 2, 4, "--teacher_ranks=2")])
+    run_all(4, jobs.line("remote", 2, 4, "--teacher_ranks=2"))
     jobs.copy("four", "four to one", 4)
     jobs.copy("two", "two exported", 6)
-    run_all(1, [jobs.line("four to one", 1, 2), jobs.line("two exported", 1, 4)])
+    run_all(1, jobs.line("four to one", 1, 2), jobs.line("two exported", 1, 4))
     return jobs
-
-
-def run_all(num_ranks, lines):
-    codes = ranks.run(num_ranks, run_distill, lines)
-    assert codes == [[0] * len(lines)] * num_ranks
 
 
 def check_curve(jobs, name, expected, tolerance):
