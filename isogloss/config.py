@@ -10,6 +10,7 @@ from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import LONGEST_NAME, check_flags, flag, flags_that
 from isogloss.flags.yaml_file import parse_json
 from isogloss.models.attention import ATTENTIONS
+from isogloss.models.compiler import LOSS_BACKENDS
 from isogloss.objective.loss_table import (
     ALM_MODES,
     AUTO_WEIGHT,
@@ -244,6 +245,10 @@ class LossFlags:
         512, "MiB for the logits of a tile and what the loss makes of them. auto (or 0): at most "
         "a sixteenth of the GPU's memory that is free before the first step, 512 to 8192; 512 on "
         "a CPU.", low=0, high=2**20, free=True)
+    loss_backend: str = flag(
+        "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "
+        "first step waits some seconds for it). auto compiles on a GPU.", choices=LOSS_BACKENDS,
+        free=True)
     head_gradient: str = flag(
         "auto", "how often autograd gets the gradient of the output layer: window (once per step, "
         "a float32 sum of its micro-batches until then), or micro_batch. auto takes window, but "

@@ -14,7 +14,6 @@ from deepspeed.accelerator import get_accelerator
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
-from isogloss import losses
 from isogloss.align import fingerprint
 from isogloss.checkpoints.checkpoint import (
     agree_on_start,
@@ -75,7 +74,7 @@ from isogloss.teachers.model import check_compilation, reads_more_than_text, res
 from isogloss.teachers.served import check_server
 from isogloss.teachers.sources import MODEL_ENGINES
 from isogloss.teachers.specs import TeacherSpec
-from isogloss.tiles import CPU_SUB_TILES, GPU_SUB_TILES, KERNEL_SUB_TILES, MIB
+from isogloss.tiles import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 # --loss_memory_mib auto: the fraction of a GPU's free memory, and bounds.  Not tuned.
@@ -694,10 +693,7 @@ def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=la
     """
     # ranks of a sequence group or of a pipeline read the same samples
     reader_rank = dist.get_rank() // cfg.ranks_per_reader
-    half = engine.bfloat16_enabled() or engine.fp16_enabled()
-    collator = build_collator(cfg, inputs, device, half=half)
-    # evaluations need no gradient, so what spares copies of the logits takes no part
-    held_out_collator = build_collator(cfg, inputs, device, trains=False)
+    collator = build_collator(cfg, inputs, device)
     micro_batch_size = engine.train_micro_batch_size_per_gpu()
     prompter = None
     if cfg.on_policy:
@@ -710,7 +706,7 @@ def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=la
     batches = MicroBatches(
         stream, collator, micro_batch_size, engine.gradient_accumulation_steps(), reader_rank,
         num_readers(cfg), start, prompter)
-    held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, held_out_collator,
+    held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
                               micro_batch_size, reader_rank, num_readers(cfg))
     pinned = device.type == "cuda"
     training = loader(batches, cfg.num_workers, asked_to_end, pinned)
@@ -750,31 +746,11 @@ def automatic_mib(free_bytes):
     return min(max(power, LEAST_AUTO_MIB), MOST_AUTO_MIB)
 
 
-def sub_tile_budget(cfg, setups, device, trains, half):
-    """Return how the memory of a tile is divided, see `tiles.SubTileBudget`.
-
-    Args:
-        setups: TeacherSetups.
-        trains, half: see `build_collator`.
-    """
-    if device.type == "cpu":
-        return CPU_SUB_TILES
-    in_place = losses.HAS_TRITON_KERNELS and device.type in losses.TRITON_DEVICES
-    in_place &= all(hasattr(setup.loss.loss_fn, "overwrite") for setup in setups)
-    if not (trains and in_place):
-        return GPU_SUB_TILES
-    logit_bytes = 2 if half and cfg.teacher_dtype != "float32" else 4
-    live_copies = max([setup.loss.loss_fn.live_copies for setup in setups], default=1)
-    return KERNEL_SUB_TILES._replace(logit_bytes=logit_bytes, live_copies=live_copies)
-
-
-def build_collator(cfg, inputs, device, tile_mib=None, trains=True, half=False):
+def build_collator(cfg, inputs, device, tile_mib=None):
     """Return the Collator of a run.
 
     Args:
         tile_mib: see `tiles.plan_tiles`; None: what the flags say.
-        trains: its batches get a gradient.
-        half: the student computes its logits in bfloat16 or float16.
     """
     if tile_mib is None:
         tile_mib = tile_memory(cfg, device)
@@ -788,7 +764,7 @@ def build_collator(cfg, inputs, device, tile_mib=None, trains=True, half=False):
                                  same_tokenizer, is_cached))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
-        sub_tiles=sub_tile_budget(cfg, inputs.teachers, device, trains, half),
+        sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
         # neighboring ranks hold the shards of one sequence
         sequence_rank=dist.get_rank() % cfg.sequence_parallel,
         sequence_size=cfg.sequence_parallel,

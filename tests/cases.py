@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import oracle
-from isogloss.losses import Spelling, event_kl, event_terms, projection_kl
+from isogloss.event_kl import Spelling, event_kl, event_terms
+from isogloss.losses import projection_kl
 from isogloss.objective.vocab_parallel import on_whole_rows
 from isogloss.projection_tools.spell import events
 from isogloss.spelling import prefix_ranges
@@ -180,7 +181,8 @@ class Case:
         """Return projection_kl of this case, or of other logits."""
         x = self.x if x is None else x
         y = self.y if y is None else y
-        return projection_kl(x, y, *self.chunk, self.indices, self.likelihoods, kept, tau)
+        tables = self.indices, self.likelihoods, kept
+        return projection_kl(x, y, *self.chunk, *tables, temperature=tau)
 
 
 def common_of(case):

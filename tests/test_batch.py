@@ -14,9 +14,10 @@ from isogloss.data.batch import Collator, PairOptions, pack_rows
 from isogloss.data.batch_types import Example
 from isogloss.data.sample import TextEncoder
 from isogloss.data.spans import document_spans
+from isogloss.event_kl import Spelling
 from isogloss.job.counts import FIELDS, PAIR_FIELDS, Counts, PairCounts
 from isogloss.job.flat import to_device
-from isogloss.losses import Spelling, find_chunks, forward_kl
+from isogloss.losses import find_chunks, forward_kl
 from isogloss.objective.objective import weigh_samples
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.spell import build_spelling

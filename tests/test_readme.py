@@ -306,7 +306,7 @@ def test_every_stop_can_be_found():
     way = ("loader", "Collator", "TextEncoder.encode", "align_located", "cut_sample", "plan_tiles",
            "Counts.all_reduce", "term_weights", "TeacherSource.targets", "StudentWithLoss.forward",
            "LossTerms.reduce", "micro_batch_loss", "tiled_loss", "PairLoss", "translated",
-           "translated_kl", "engine.backward", "engine.step", "StepReport.metrics", "Log.write")
+           "root_values", "engine.backward", "engine.step", "StepReport.metrics", "Log.write")
     last = ARCHITECTURE.index("## In a data worker")
     for name in way:
         last = ARCHITECTURE.index(f"`{name}`", last)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import Case, common_of
 from conftest import ROOT
-from isogloss import losses, tiles as tiles_module
+from isogloss import event_kl as events, losses, tiles as tiles_module
 from isogloss.tiles import (
     GPU_SUB_TILES,
     Head,
@@ -99,7 +99,7 @@ class Models:
             memory_mib,
             GPU_SUB_TILES,
         )
-        return with_terms(tiles, lambda *ids: losses.event_terms(*ids, self.case.spelling))
+        return with_terms(tiles, lambda *ids: events.event_terms(*ids, self.case.spelling))
 
 
 def with_terms(tiles, terms_of):
@@ -144,13 +144,14 @@ def loss_of(name, case):
             result = losses.next_token_cross_entropy(x_BSV, sub_tile.student_labels[None])
         elif name == "event_kl":
             terms = sub_tile.terms
-            result = losses.event_kl(x_BSV, y_BTW, next_S, next_T, terms, case.spelling, 2.0)
+            result = events.event_kl(x_BSV, y_BTW, next_S, next_T, terms, case.spelling, 2.0)
         elif name in ("projection_kl", "kept"):
             result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept)
         elif name == "gold":
-            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *common, 2.0)
+            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *common, temperature=2.0)
         elif name == "h_kl":
-            result = losses.h_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection)
+            relaxed = losses.common_tokens(*projection, relaxed=True)
+            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *relaxed)
         else:
             function = getattr(losses, name)
             result = function(x_BSV, y_BTW, next_S, next_T, chunk_S, chunk_T)
@@ -360,13 +361,13 @@ def meta_loss(name, models):
         chunk_ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
         terms = sub_tile.terms
         if name == "event_kl":
-            result = losses.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, 2.0)
+            result = events.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, 2.0)
         elif name in ("projection_kl", "kept"):
             result = losses.projection_kl(
                 x_BSV, y_BTW, *chunk_ids, *projection, kept_K=kept, entries=entries, chunks=terms
             )
         elif name == "gold":
-            result = losses.gold(x_BSV, y_BTW, *chunk_ids, *common, 2.0, chunks=terms)
+            result = losses.gold(x_BSV, y_BTW, *chunk_ids, *common, temperature=2.0, chunks=terms)
         elif name in ("jsd", "top_k"):
             first = torch.zeros_like(terms.first_S)
             student_rows = x.index_select(0, first)[None, :, :V]

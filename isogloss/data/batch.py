@@ -28,8 +28,9 @@ from isogloss.data.sample import (
     pair_texts,
 )
 from isogloss.data.spans import SequenceShard, document_spans, sequence_shard
+from isogloss.event_kl import Spelling, event_terms
 from isogloss.job.counts import Counts, PairCounts
-from isogloss.losses import Spelling, event_terms, find_chunks
+from isogloss.losses import find_chunks
 from isogloss.tiles import CPU_SUB_TILES, Tile, plan_tiles
 from isogloss.translation import Tables, nodes_of_chunks, tokens_that_ended
 

@@ -29,6 +29,7 @@ from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size
 from isogloss.job.rendezvous import broadcast_value
 from isogloss.models.attention import attention_options
+from isogloss.models.compiler import missing_compiler
 from isogloss.models.pretrained import load_config, load_model, quantization_of
 from isogloss.teachers.specs import BLOCK, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, scores_of_rows
@@ -129,22 +130,6 @@ def check_compilation(engine, config):
     if missing:
         raise ValueError(f"--teacher_compile: {missing}, which torch.compile needs; install it, or "
                          "leave the flag out")
-
-
-def missing_compiler():
-    """Say what torch.compile lacks on this machine; "": nothing."""
-    # seconds of imports, which few runs need
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
-    if torch.cuda.is_available():
-        return "" if has_triton() else "there is no triton"
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "there is no C++ compiler"
-    return ""
 
 
 def _engine_of_quantized(engine, degree, method):

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from isogloss.job.counts import global_sums, mean_of
 from isogloss.job.sequence_group import halo_values
-from isogloss.losses import at_least_float32, prefix_ratio
+from isogloss.losses import at_least_float32
 from isogloss.objective.objective import weigh_positions
+from isogloss.policy_losses import prefix_ratio
 from isogloss.teachers.specs import BLOCK
 
 
