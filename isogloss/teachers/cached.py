@@ -149,7 +149,7 @@ class CacheSpec(TeacherSpec):
             raise ValueError("--teacher_compile: a --teacher_cache has no forward pass; leave it "
                              "out")
         refuse(cfg, f"--{FLAG} {cfg.teacher_cache}", {
-            "on_policy": "of which it holds nothing",
+            "on_policy": "and it holds nothing of what the student writes",
             "teacher_engine": "which is for a model that this job loads"})
 
     @classmethod
