@@ -201,7 +201,9 @@ def test_tables_agree_with_the_log():
     log += re.sub(r"^\| `piece_kl` ", "| `event_kl` ", log, flags=re.M)
     log_lines = [cells_of(line) for line in log.splitlines() if line.startswith("|")]
     results = (ROOT / "docs" / "results.md").read_text()
-    [losses] = re.findall(r"(?:^\|.*\n)+", results, re.M)
+    claims, losses = re.findall(r"(?:^\|.*\n)+", results, re.M)
+    for path in re.findall(r"(?:benchmarks|tests)/\w+\.py", claims):
+        assert (ROOT / path).exists(), path
     for line in losses.splitlines()[2:]:
         name, _, *numbers = cells_of(line)
         name = name.split(",")[0]
