@@ -27,7 +27,7 @@ from isogloss.teachers.cached import CachedTeacher
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
 from isogloss.teachers.model import load_replicated
 from isogloss.teachers.text_scores import batch_texts
-from jobs import ds_config, losses_of, run_distill, write_corpus
+from jobs import ds_config, losses_of, run_and_listen, run_distill, write_corpus
 from steps import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
@@ -249,16 +249,8 @@ def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_
                 assert abs(line[key] - value) <= 1e-4 * abs(value) + 1e-6, (weights, key)
     alone = [*argv[:-1], f"--teacher_cache={caches['20']}", "--teacher_ranks=1",
              f"--output_dir={tmp_path / 'none'}"]
-    line = "".join(ranks.run(2, end_with_ranks_for_nothing, alone))
+    line = "".join(said for _, said in ranks.run(2, run_and_listen, alone))
     assert "a cache needs no ranks" in line
-
-
-def end_with_ranks_for_nothing(argv):
-    """Return the line that a run ends with."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        run_distill([argv])
-    return said.getvalue()
 
 
 class Reading:
