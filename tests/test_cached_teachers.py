@@ -28,7 +28,7 @@ from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, un
 from isogloss.teachers.model import load_replicated
 from isogloss.teachers.text_scores import batch_texts
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from test_layouts import (
+from steps import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
     Case,
@@ -84,7 +84,7 @@ def bytes_of(folder):
 
 @pytest.fixture(scope="module")
 def data(texts, tmp_path_factory):
-    """Return the flags of the data: a corpus, and the samples of test_layouts.py."""
+    """Return the flags of the data: a corpus, and the samples of steps.py."""
     folder = tmp_path_factory.mktemp("data")
     samples = folder / "samples.jsonl"
     rows = [text for text in uneven_samples(texts) if text is not None]

@@ -22,8 +22,7 @@ from isogloss.teachers.sources import load_teacher
 from isogloss.teachers.text_server import Likely
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from launched import Job
-from test_cached_teachers import CHAT_TEMPLATE, Reading, with_template
-from test_layouts import (
+from steps import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
     Case,
@@ -38,6 +37,7 @@ from test_layouts import (
     references_of,
     uneven_samples,
 )
+from test_cached_teachers import CHAT_TEMPLATE, Reading, with_template
 from text_servers import StandIn
 
 KEY = "sk-secret-1234"
