@@ -150,7 +150,7 @@ class CacheSpec(TeacherSpec):
                              "out")
         refuse(cfg, f"--{FLAG} {cfg.teacher_cache}", {
             "on_policy": "and it holds nothing of what the student writes",
-            "teacher_engine": "which is for a model that this job loads"})
+            "teacher_engine": "and it loads no teacher"})
 
     @classmethod
     def tokenizer_path(cls, cfg):
