@@ -128,7 +128,7 @@ def compute_translated(divergence, student_logits, teacher_logits, batch, tables
     translated = _beside("translation").translated
 
     return translated(student_logits, teacher_logits, batch.student_next, batch.teacher_next,
-                      batch.terms, tables, divergence, **parameters)
+                      batch.terms, tables, divergence=divergence, **parameters)
 
 
 def compute_per_position(divergence, student_logits, teacher_logits, batch, tables, parameters):

@@ -116,23 +116,23 @@ def event_terms(
     inside_teacher = _inside_ranges(
         student_next,
         teacher_next,
-        chunks.first_S[one_teacher_token],
-        chunks.first_T[one_teacher_token],
-        chunks.count_S[one_teacher_token],
-        spelling.pieces_W,
-        spelling.low_W,
-        spelling.high_W,
+        fine_first=chunks.first_S[one_teacher_token],
+        coarse_first=chunks.first_T[one_teacher_token],
+        fine_count=chunks.count_S[one_teacher_token],
+        pieces=spelling.pieces_W,
+        low=spelling.low_W,
+        high=spelling.high_W,
     )
     one_student_token = (chunks.count_S == 1) & (chunks.count_T > 1)
     inside_student = _inside_ranges(
         teacher_next,
         student_next,
-        chunks.first_T[one_student_token],
-        chunks.first_S[one_student_token],
-        chunks.count_T[one_student_token],
-        spelling.pieces_V,
-        spelling.low_V,
-        spelling.high_V,
+        fine_first=chunks.first_T[one_student_token],
+        coarse_first=chunks.first_S[one_student_token],
+        fine_count=chunks.count_T[one_student_token],
+        pieces=spelling.pieces_V,
+        low=spelling.low_V,
+        high=spelling.high_V,
     )
     is_many = (chunks.count_S > 1) & (chunks.count_T > 1)
     count_many = int(is_many.sum())
@@ -151,7 +151,7 @@ def event_terms(
 
 
 def _inside_ranges(
-    fine_next: Tensor, coarse_next: Tensor, fine_first: Tensor, coarse_first: Tensor,
+    fine_next: Tensor, coarse_next: Tensor, *, fine_first: Tensor, coarse_first: Tensor,
     fine_count: Tensor, pieces: Tensor, low: Tensor, high: Tensor,
 ) -> Ranges:
     """List positions k >= 1 of chunks with one coarse token, as far as the text spells it so.
@@ -186,8 +186,8 @@ def _inside_ranges(
 
 def event_kl(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
-    teacher_next_BT: Tensor, terms: EventTerms, spelling: Spelling, temperature: float = 1.0,
-    weight_BS: Tensor | None = None, reduction: str = "sum",
+    teacher_next_BT: Tensor, terms: EventTerms, spelling: Spelling, *,
+    temperature: float = 1.0, weight_BS: Tensor | None = None, reduction: str = "sum",
 ) -> losses.SumAndCount:
     """Compute KL(teacher || student) on events that both vocabularies can express.
 

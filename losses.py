@@ -784,7 +784,7 @@ def teacher_importance(
 def projection_kl(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor,
-    kept_K: Tensor | None = None, *, temperature: float = 1.0, teacher_average: str = "p",
+    *, kept_K: Tensor | None = None, temperature: float = 1.0, teacher_average: str = "p",
     reverse: bool = False, weight_BS: Tensor | None = None, reduction: str = "sum",
     entries: "Entries | None" = None,
     chunks: Chunks | None = None, has_rest: bool = False,

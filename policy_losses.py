@@ -21,7 +21,7 @@ except ImportError:  # copied beside it, not into a package
 
 def topk_tail_policy_loss(
     student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, next_BS: Tensor, mask_BS: Tensor,
-    top_k: int = 16, old_logp_BS: Tensor | None = None, max_ratio: float = 10.0, *,
+    top_k: int = 16, *, old_logp_BS: Tensor | None = None, max_ratio: float = 10.0,
     ratio: str = "clamp", sample_BS: Tensor | None = None,
     temperature: float = 1.0, teacher_temperature: float | None = None, tail: bool = True,
     weight_BS: Tensor | None = None, reduction: str = "sum",

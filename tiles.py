@@ -403,6 +403,7 @@ def plan_tiles(
     teacher_chunk_BT: Tensor,
     vocab_sizes: tuple[int, int],
     memory_mib: float = 512.0,
+    *,
     sub_tiles: SubTileBudget = GPU_SUB_TILES,
     teacher_context: bool = False,
 ) -> list[Tile]:
@@ -756,6 +757,7 @@ def tiled_loss(
     tile_loss: TileLoss,
     tiles: Sequence[Tile],
     weights: Sequence[float],
+    *,
     params: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Compute the weighted sum of some losses over all tiles.
@@ -1062,8 +1064,9 @@ class _TiledLoss(torch.autograd.Function):
             hidden_SH = hidden.reshape(-1, hidden.shape[-1])
             d_hidden_SH = _zero_gradient(hidden_SH, need)
             tile_pass = _TilePass(
-                run, part, head, hidden_SH, part_scale or 1.0, scale, gradients, d_hidden_SH,
-                any(needs) or window is not None,
+                run, part, head=head, hidden_SH=hidden_SH, scale=part_scale or 1.0,
+                common_scale=scale, gradients=gradients, d_hidden_SH=d_hidden_SH,
+                train=any(needs) or window is not None,
             )
             for tile in part.tiles:
                 tile_pass.add_tile(tile)
@@ -1164,6 +1167,7 @@ class _TilePass:
         self,
         run: _Run,
         part: LossPart,
+        *,
         head: Head,
         hidden_SH: Tensor,
         scale: float,

@@ -321,21 +321,22 @@ def list_nodes(
     for chunk_BX in (student_chunk_BS, teacher_chunk_BT):
         texts.append(torch.arange(len(chunk_BX))[:, None].expand_as(chunk_BX))
     ended_BT = tokens_that_ended(
-        student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables, *texts
+        student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables,
+        student_text_BS=texts[0], teacher_text_BT=texts[1],
     )
     follows_BT = teacher_next_BT >= 0
     follows_BT[:, :1] = False
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     return nodes_of_chunks(
         chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
-        teacher_next_BT.reshape(-1).clamp(min=0), tables, ended_BT.reshape(-1),
-        follows_BT.reshape(-1),
+        teacher_next_BT.reshape(-1).clamp(min=0), tables, teacher_ended=ended_BT.reshape(-1),
+        teacher_follows=follows_BT.reshape(-1),
     )
 
 
 def nodes_of_chunks(
     chunks: Chunks, student_ids: Tensor, student_next: Tensor, teacher_next: Tensor, tables: Tables,
-    teacher_ended: Tensor, teacher_follows: Tensor,
+    *, teacher_ended: Tensor, teacher_follows: Tensor,
 ) -> Nodes:
     """List the nodes of some chunks, of which the rows may be a part of a batch.
 
@@ -482,7 +483,7 @@ def _list_insides(
 
 def tokens_that_ended(
     student_next_BS: Tensor, teacher_next_BT: Tensor, student_chunk_BS: Tensor,
-    teacher_chunk_BT: Tensor, tables: Tables, student_text_BS: Tensor, teacher_text_BT: Tensor,
+    teacher_chunk_BT: Tensor, tables: Tables, *, student_text_BS: Tensor, teacher_text_BT: Tensor,
 ) -> Tensor:
     """Return (B, T) the teacher token in front of each chunk, where the student knows its bytes.
 
@@ -539,7 +540,8 @@ class GoingOn(NamedTuple):
 
 
 def going_on(
-    y_MW: Tensor, row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables, num: int
+    y_MW: Tensor, row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables, *,
+    num: int,
 ) -> GoingOn:
     """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces.
 
@@ -697,7 +699,7 @@ def before_goes_on(y_MW: Tensor, nodes: Nodes, tables: Tables) -> GoingOn:
     lambda is 0 where that token is not known.
     """
     before = _ranges_before(nodes.roots, tables)
-    return going_on(y_MW, *before, tables, nodes.sizes.before_E)
+    return going_on(y_MW, *before, tables, num=nodes.sizes.before_E)
 
 
 # --- small nodes ----------------------------------------------------------------------------------
@@ -782,6 +784,11 @@ class Question(NamedTuple):
         return self.target_KG.clamp(min=math.exp(LOG_ZERO)).log()
 
 
+def root_question(x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor) -> Question:
+    """Return the root nodes; arguments: see `root_values`."""
+    return Question(log_masses(x_NV, cell_V, cell_NC.shape[1]), cell_NC)
+
+
 def root_values(
     x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor, compare: Compare, has_rest: bool = False
 ) -> Tensor:
@@ -793,7 +800,7 @@ def root_values(
         cell_V: of `Tables`.
         has_rest: see `translated`.
     """
-    question = Question(log_masses(x_NV, cell_V, cell_NC.shape[1]), cell_NC)
+    question = root_question(x_NV, cell_NC, cell_V)
     logits_NC, logq_NC = question.logits_KG, question.logq_KG()
     if has_rest:
         logits_NC, logq_NC = merge_rest(logits_NC, logq_NC)
@@ -859,7 +866,7 @@ def _choice_keys(node_E: Tensor, token_E: Tensor, choices: Choices, tables: Tabl
 
 
 def choice_question(
-    x_E: Tensor, y_MW: Tensor, log_total_M: Tensor, q_A: Tensor, goes: GoingOn, scopes: Scopes,
+    x_E: Tensor, y_MW: Tensor, *, log_total_M: Tensor, q_A: Tensor, goes: GoingOn, scopes: Scopes,
     nodes: Nodes, tables: Tables,
 ) -> Question:
     """Return the choice nodes.
@@ -973,7 +980,7 @@ def inside_target(y_MW: Tensor, nodes: Nodes, tables: Tables) -> Openings:
     insides = nodes.insides
     goes = going_on(
         y_MW, insides.row_T, insides.low, insides.high, insides.level, tables,
-        nodes.sizes.inside_E,
+        num=nodes.sizes.inside_E,
     )
     cells, cell_E = _inside_cells(
         goes.node_E, goes.next_E, len(insides.row_S), tables, nodes.sizes
@@ -1088,7 +1095,7 @@ def _read(
 
 def translated(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
-    teacher_next_BT: Tensor, nodes: Nodes, tables: Tables,
+    teacher_next_BT: Tensor, nodes: Nodes, tables: Tables, *,
     divergence: Callable[..., SumAndCount] = forward_kl, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum",
     has_rest: bool = False, of_roots: Callable[..., Tensor] = root_values, **parameters: Any,
@@ -1137,7 +1144,7 @@ def translated(
     value_N = of_roots(x_root, target.cell_NC, tables.cell_V, compare, has_rest)
     others = _compare_others(
         answers, y_MW, teacher_next_BT, Listed(nodes, goes, scopes, openings), tables, compare,
-        temperature,
+        temperature=temperature,
     )
     value_N = value_N + Segments.of(choices.root, len(value_N)).sum(others.choice_K)
     values = [value_N, others.inside_K, others.rest_M]
@@ -1174,7 +1181,7 @@ class OtherValues(NamedTuple):
 
 def _compare_others(
     answers: Answers, y_MW: Tensor, teacher_next_BT: Tensor, listed: Listed, tables: Tables,
-    compare: Compare, temperature: float = 1.0,
+    compare: Compare, *, temperature: float = 1.0,
 ) -> OtherValues:
     """Compare all nodes but the roots."""
     nodes, goes, scopes, openings = listed
@@ -1186,7 +1193,8 @@ def _compare_others(
     choice_K = inside_K = rest_M = answers.x_E.new_zeros(0)
     if len(nodes.choices.root):
         question = choice_question(
-            x_scope, y_MW, answers.log_total_M, answers.q_A, goes, scopes, nodes, tables
+            x_scope, y_MW, log_total_M=answers.log_total_M, q_A=answers.q_A, goes=goes,
+            scopes=scopes, nodes=nodes, tables=tables,
         )
         choice_K = compare(question.logits_KG, question.logq_KG())
     if num_insides:

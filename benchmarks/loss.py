@@ -299,7 +299,7 @@ def build_translated(
         ids = SampleIds.of(sub_tile)
         return translation.translated(
             x[None], y[None], ids.student_next, ids.teacher_next, sub_tile.terms, on_device,
-            divergence, of_roots=of_roots,
+            divergence=divergence, of_roots=of_roots,
         )[0]
 
     return translated
@@ -487,7 +487,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     def planned(memory_mib):
         budget = CPU_SUB_TILES if device == "cpu" else GPU_SUB_TILES
         vocab_sizes = (V, W if teacher else 0)
-        tiles = plan_tiles(*text, vocab_sizes, memory_mib, budget)
+        tiles = plan_tiles(*text, vocab_sizes, memory_mib, sub_tiles=budget)
         if teacher:
             tiles = [with_terms(tile, spelling) for tile in tiles]
         return [to(tile, device) for tile in tiles]

@@ -175,14 +175,14 @@ class Case:
         terms = event_terms(*self.next, *self.chunk, self.spelling)
         x = self.x if x is None else x
         y = self.y if y is None else y
-        return event_kl(x, y, *self.next, terms, self.spelling, tau)
+        return event_kl(x, y, *self.next, terms, self.spelling, temperature=tau)
 
     def projection(self, tau=1.0, x=None, y=None, kept=None):
         """Return projection_kl of this case, or of other logits."""
         x = self.x if x is None else x
         y = self.y if y is None else y
-        tables = self.indices, self.likelihoods, kept
-        return projection_kl(x, y, *self.chunk, *tables, temperature=tau)
+        tables = self.indices, self.likelihoods
+        return projection_kl(x, y, *self.chunk, *tables, kept_K=kept, temperature=tau)
 
 
 def common_of(case):

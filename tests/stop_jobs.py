@@ -21,10 +21,11 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import ranks
-from launched import PATIENCE, ROOT, Job, processes_of
+from launched import PATIENCE, ROOT, Job, processes_of, rank_with_trouble
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                "DS_ACCELERATOR": "cpu", "WANDB_MODE": "offline"}
@@ -62,38 +63,22 @@ def prepare(folder):
             f"--save_every={SAVE_EVERY}", "--eval_rows=8", "--eval_every=12", "--num_workers=2"]
 
 
-def rank_of_its_own(argv, port, stderr):
-    """Run a command line on a rank as its own process would."""
-    import traceback
+def in_a_session(port, rank):
+    """Let this rank be on its own as a launched one is."""
+    from isogloss.job import rendezvous
 
     os.setsid()
     os.environ["MASTER_PORT"] = str(port)
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    from isogloss import distill
-    from isogloss.job import rendezvous
-
     # A launcher would end the others when a rank is gone before any other has heard of it.
     rendezvous.JOINING_TIMEOUT = timedelta(seconds=60)
-
-    code = 0
-    try:
-        distill.cli([*argv, "--local_rank=" + os.environ["LOCAL_RANK"]])
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
 
 
 class ForkedJob:
     """A job of two ranks without a launcher, each in a session of its own."""
 
     def __init__(self, flags, port, folder):
-        self.stderr = folder / "stderr.txt"
-        self.stderr.write_text("")
-        self.group = ranks.start(2, rank_of_its_own, flags, port, str(self.stderr))
+        self.folder = folder
+        self.group = ranks.start(2, rank_with_trouble, flags, folder, partial(in_a_session, port))
         self.sessions = [process.pid for process, _ in self.group]
 
     def targets(self):
@@ -108,7 +93,7 @@ class ForkedJob:
         return next((code for code in codes if code), 0)
 
     def message(self):
-        return self.stderr.read_text()
+        return "".join(path.read_text() for path in self.folder.glob("stderr?"))
 
 
 class LaunchedJob:

@@ -17,7 +17,7 @@ from isogloss.data.spans import document_spans
 from isogloss.event_kl import Spelling
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.flat import to_device
-from isogloss.losses import find_chunks, forward_kl
+from isogloss.losses import find_chunks
 from isogloss.objective.objective import weigh_samples
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.spell import build_spelling
@@ -691,7 +691,7 @@ def translated_of(batches, tables, student_VV, teacher_NTW):
             labels = sub_tile.student_labels.clamp(min=0)[None], sub_tile.teacher_labels[None]
             nats, terms = translated(
                 student_VV[labels[0]], block[sub_tile.teacher_slice][None], *labels,
-                sub_tile.terms, tables, forward_kl)
+                sub_tile.terms, tables)
             total, count = total + nats, count + int(terms)
     total.backward()
     assert count == sum(batch.counts.pairs[0].kd_terms for batch in batches)

@@ -33,7 +33,7 @@ def losses_of(case, tau=1.0):
 
     def event_kl(x, y, **options):
         terms = events.event_terms(*ids, case.spelling)
-        return events.event_kl(x, y, *case.next, terms, case.spelling, tau, **options)
+        return events.event_kl(x, y, *case.next, terms, case.spelling, temperature=tau, **options)
 
     def projection_kl(x, y, **options):
         projection = case.indices, case.likelihoods
@@ -240,7 +240,7 @@ def test_agreement_at_high_temperature(tau):
     spelling = events.Spelling(ids, ids, 5000, *ranges, *ranges)
     chunk = torch.arange(16)[None]
     terms = events.event_terms(chunk, chunk, chunk, chunk, spelling)
-    event_kl = events.event_kl(y, y, chunk, chunk, terms, spelling, tau)[0]
+    event_kl = events.event_kl(y, y, chunk, chunk, terms, spelling, temperature=tau)[0]
     gold = losses.gold(y, y, chunk, chunk, ids[:4000], ids[:4000], temperature=tau)[0]
     # 16 positions; sums of probabilities are rounded, whatever the shift
     limit = 1e-4 + 16 * 1e-6 * tau**2

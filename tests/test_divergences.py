@@ -206,7 +206,7 @@ def test_policy_loss_weighs_positions_by_what_precedes_them():
     )
     for old, kind in ((None, "clamp"), (old_logp, "clamp"), (old_logp, "mask")):
         value, count = policy_losses.topk_tail_policy_loss(
-            case.x, case.y, case.next, case.mask, 3, old, 2.0, ratio=kind
+            case.x, case.y, case.next, case.mask, 3, old_logp_BS=old, max_ratio=2.0, ratio=kind
         )
         expected = 0.0
         for b, t, term in terms:

@@ -57,7 +57,7 @@ def nemo_rl(data, case, x):
         num_kept = min(cfg["vocab_topk"], teacher.shape[-1])
         kept = teacher.amax((0, 1)).topk(num_kept).indices.sort().values
         kd, num_chunks = losses.projection_kl(
-            x, teacher, *chunks, indices, likelihoods, kept,
+            x, teacher, *chunks, indices, likelihoods, kept_K=kept,
             temperature=cfg["temperature"], teacher_average="logp", reverse=cfg["reverse_kl"],
         )
     else:
@@ -106,7 +106,7 @@ def test_nemo_rl_with_columns_that_no_student_token_reaches(reverse):
             kept = teacher.amax((0, 1)).topk(case["vocab_topk"]).indices.sort().values
             x = data["student_logits"].clone().requires_grad_()
             total, count = losses.projection_kl(
-                x, teacher, *chunks, data["indices"], data["likelihoods"], kept,
+                x, teacher, *chunks, data["indices"], data["likelihoods"], kept_K=kept,
                 temperature=case["temperature"], teacher_average="logp", reverse=reverse,
             )
             assert int(count) == case["num_chunks"]
@@ -277,7 +277,8 @@ class Translated:
         parameters = {"beta": case["beta"]} if case["divergence"] == "generalized_jsd" else {}
         value, count = translated(
             x, case["teacher_logits"].to(dtype), next_S, next_T, list_nodes(*ids, self.tables),
-            self.tables, getattr(losses, case["divergence"]), tau, case["weight"], **parameters)
+            self.tables, divergence=getattr(losses, case["divergence"]), temperature=tau,
+            weight_BS=case["weight"], **parameters)
         return value.detach(), torch.autograd.grad(value, x)[0], count
 
     def by_definition(self, tau, **as_it_was):

@@ -394,7 +394,7 @@ def test_leaving_the_kept_columns_is_no_optimum():
     for away in (0.0, 5.0, 10.0, 40.0):
         student = torch.tensor([[[0.0, 2.0, away]]])
         value, _ = losses.projection_kl(
-            student, teacher, chunk, chunk, indices, likelihoods, kept)
+            student, teacher, chunk, chunk, indices, likelihoods, kept_K=kept)
         values.append(float(value))
     target = torch.tensor([2.0, 0.0]).softmax(0)
     student = torch.tensor([0.0, 2.0]).softmax(0)
@@ -416,7 +416,7 @@ def test_columns_that_no_student_token_reaches():
     r = torch.stack([0.9 * p[0], p[1] + p[2], 0.1 * p[0]])
     teacher = torch.cat([r.log(), torch.tensor([2.0, 1.0, 0.0])])[None, None]
     arguments = student, teacher, chunk, chunk, indices, likelihoods
-    among_reachable, _ = losses.projection_kl(*arguments, reachable.nonzero().squeeze(1))
+    among_reachable, _ = losses.projection_kl(*arguments, kept_K=reachable.nonzero().squeeze(1))
     among_all, _ = losses.projection_kl(*arguments)
     assert abs(float(among_reachable)) < 1e-6
     unreachable = teacher[0, 0].softmax(0)[3:].sum()

@@ -97,7 +97,7 @@ class Models:
             self.chunk[1],
             self.vocab_sizes,
             memory_mib,
-            GPU_SUB_TILES,
+            sub_tiles=GPU_SUB_TILES,
         )
         return with_terms(tiles, lambda *ids: events.event_terms(*ids, self.case.spelling))
 
@@ -144,9 +144,10 @@ def loss_of(name, case):
             result = losses.next_token_cross_entropy(x_BSV, sub_tile.student_labels[None])
         elif name == "event_kl":
             terms = sub_tile.terms
-            result = events.event_kl(x_BSV, y_BTW, next_S, next_T, terms, case.spelling, 2.0)
+            result = events.event_kl(
+                x_BSV, y_BTW, next_S, next_T, terms, case.spelling, temperature=2.0)
         elif name in ("projection_kl", "kept"):
-            result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept)
+            result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept_K=kept)
         elif name == "gold":
             result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *common, temperature=2.0)
         elif name == "h_kl":
@@ -174,7 +175,7 @@ def tiled(models, loss, tiles, weights, source=None, params=()):
     """Compute the tiled loss of cross-entropy and `loss`; by default from hidden states."""
     source = source or models.teacher["hidden"]
     tile_loss = with_cross_entropy(loss)
-    return tiled_loss(models.hidden, models.head, source, tile_loss, tiles, weights, params)
+    return tiled_loss(models.hidden, models.head, source, tile_loss, tiles, weights, params=params)
 
 
 def plain(models, loss, weights):
@@ -361,7 +362,7 @@ def meta_loss(name, models):
         chunk_ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
         terms = sub_tile.terms
         if name == "event_kl":
-            result = events.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, 2.0)
+            result = events.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, temperature=2.0)
         elif name in ("projection_kl", "kept"):
             result = losses.projection_kl(
                 x_BSV, y_BTW, *chunk_ids, *projection, kept_K=kept, entries=entries, chunks=terms
@@ -520,7 +521,8 @@ def test_parts_add_up_to_the_sum_of_their_losses(kind):
                               models.tiles(memory), weights))
     inputs = [*models.inputs, other_hidden, weight]
     value, sums = tiled_losses(models.head, parts, [weight])
-    apart = [tiled_loss(part.student_hidden, models.head, *part[1:], [weight]) for part in parts]
+    apart = [tiled_loss(part.student_hidden, models.head, *part[1:], params=[weight])
+             for part in parts]
     for ours, (_, expected) in zip(sums, apart, strict=True):
         assert torch.equal(ours, expected)
     expected = sum(part_value for part_value, _ in apart)
@@ -860,8 +862,7 @@ ARCHITECTURES = {
 def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from isogloss.teachers.model import ModelTeacher, WholeModel, head_gives_own_logits
-    from isogloss.teachers.specs import TeacherSpec
+    from isogloss.teachers.model import ModelSpec, ModelTeacher, WholeModel, head_gives_own_logits
 
     torch.manual_seed(0)
     shape = {"vocab_size": 40} if architecture == "gpt2" else SHAPE  # it has names of its own
@@ -871,7 +872,7 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
         torch.nn.init.normal_(model.get_output_embeddings().bias)
     ids = torch.randint(40, (2, 7))
     logits = model(input_ids=ids).logits[..., :37].detach()
-    spec = TeacherSpec(architecture, vocab=37)
+    spec = ModelSpec(architecture, vocab=37)
     teacher = ModelTeacher(WholeModel(model), head_of(model, 37), spec, "replicated", 0)
     for output in ("hidden", "logits"):
         assert head_gives_own_logits(teacher.read(ids, output), logits)

@@ -95,7 +95,8 @@ class Toy:
 
     def loss(self, x, y, divergence, **options):
         """Return what `translated` makes of some logits."""
-        return translated(x, y, *self.ids[1:3], list_nodes(*self.ids), self.tables, divergence,
+        return translated(x, y, *self.ids[1:3], list_nodes(*self.ids), self.tables,
+                          divergence=divergence,
                           **options)
 
     def gradient(self, divergence, **options):
@@ -174,10 +175,10 @@ def test_a_run_keeps_the_likely_cells_of_either_side(side, monkeypatch):
         value = loss_table.LOSSES["reverse_kl"].build(cfg, pair, "cpu").loss_fn(x, y, sub_tile)
         expected, _ = translated(
             x[None], y[None], next_S[b : b + 1], next_T[b : b + 1], sub_tile.terms, tables,
-            partial(losses.reverse_kl, top_k=top_k, support=side))
+            divergence=partial(losses.reverse_kl, top_k=top_k, support=side))
         other, _ = translated(
             x[None], y[None], next_S[b : b + 1], next_T[b : b + 1], sub_tile.terms, tables,
-            losses.reverse_kl)
+            divergence=losses.reverse_kl)
         assert abs(value - expected) < 1e-12 and 0 < value < other - 1e-3
         assert torch.autograd.grad(value, x)[0].abs().max() > 1e-3
 
@@ -222,8 +223,8 @@ def test_targets_are_distributions_and_divergences_are_not_negative(student, tea
     torch.testing.assert_close(target.cell_NC.sum(1), torch.ones_like(target.cell_NC[:, 0]))
     assert (target.cell_NC >= 0).all()
     questions = [
-        choice_question(x_scope, rows, rows.logsumexp(-1), target.q_A, goes, scopes, nodes,
-                        toy.tables),
+        choice_question(x_scope, rows, log_total_M=rows.logsumexp(-1), q_A=target.q_A, goes=goes,
+                        scopes=scopes, nodes=nodes, tables=toy.tables),
         inside_target(rows, nodes, toy.tables)]
     for question in questions:
         assert (question.target_KG >= 0).all()
@@ -242,7 +243,7 @@ def test_nothing_waits_for_the_device():
     nodes, tables, ids = on_meta([nodes, toy.tables, toy.ids[1:3]])
     for divergence in DIVERGENCES.values():
         x = on_meta(toy.x.clone().requires_grad_())
-        value, _ = translated(x, on_meta(toy.y), *ids, nodes, tables, divergence)
+        value, _ = translated(x, on_meta(toy.y), *ids, nodes, tables, divergence=divergence)
         value.backward()
         assert x.grad.shape == x.shape
 
@@ -315,7 +316,7 @@ def test_a_token_ended_directly_in_front_in_the_same_text(
     a = [torch.full((1, len(text)), 0) for text in (text_S, text_T)]
     ended = tokens_that_ended(
         *a, *[torch.tensor([side]) for side in (chunk_S, chunk_T)], tables,
-        *[torch.tensor([side]) for side in (text_S, text_T)])
+        student_text_BS=torch.tensor([text_S]), teacher_text_BT=torch.tensor([text_T]))
     assert ended[0, -1] == (0 if is_known else -1)
     assert (ended[0, :-1] == -1).all()
 
@@ -572,7 +573,7 @@ def test_without_a_chunk_there_is_nothing(divergence):
     x.requires_grad_()
     none = [torch.full_like(chunk, -1) for chunk in toy.ids[3:5]]
     nodes = list_nodes(*toy.ids[:3], *none, toy.tables)
-    value, count = translated(x, y, *toy.ids[1:3], nodes, toy.tables, divergence)
+    value, count = translated(x, y, *toy.ids[1:3], nodes, toy.tables, divergence=divergence)
     value.backward()
     assert value == count == 0
     assert (x.grad == 0).all()
@@ -740,7 +741,7 @@ def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
             leaf = x.to(dtype, copy=True).requires_grad_()
             value, _ = translated(leaf[None], y[None].to(dtype), sub_tile.student_labels[None],
                                   sub_tile.teacher_labels[None], sub_tile.terms, on_cpu,
-                                  divergence, temperature=1.5)
+                                  divergence=divergence, temperature=1.5)
             value.backward()
             results.append((value.detach().double(), leaf.grad.double()))
         check_equal(*results, 2e-6, divergence)

@@ -180,7 +180,7 @@ def test_projections_compare_the_rest_with_the_columns_of_which_nothing_is_kept(
         q = [target[i] for i in outcomes] + [target[-1]]
         expected = expected + TAU**2 * (oracle.kl(p, q) if reverse else oracle.kl(q, p))
     ours, count = losses.projection_kl(
-        x, rows, *chunks, indices, likelihoods, kept_K, temperature=TAU,
+        x, rows, *chunks, indices, likelihoods, kept_K=kept_K, temperature=TAU,
         reverse=reverse, has_rest=True)
     assert count == 3
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)

@@ -117,7 +117,7 @@ def build_event_kl(cfg, pair, device, has_rest=False):
         ids = batch_of_one(sub_tile)
         return event_kl(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            sub_tile.terms, on_device, cfg.temperature, ids.weight)[0]
+            sub_tile.terms, on_device, temperature=cfg.temperature, weight_BS=ids.weight)[0]
 
     def coverage(teacher_logits, sub_tile):
         return event_coverage(teacher_logits[None], sub_tile.terms, on_device)
@@ -153,9 +153,9 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
             ids = batch_of_one(sub_tile)
             return projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-                indices, likelihoods, kept_K, temperature=cfg.temperature, reverse=cfg.reverse_kl,
-                weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms,
-                has_rest=has_rest)[0]
+                indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
+                reverse=cfg.reverse_kl, weight_BS=ids.weight, entries=entries,
+                chunks=sub_tile.terms, has_rest=has_rest)[0]
 
         return loss_fn
 
@@ -286,7 +286,7 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
         ids = batch_of_one(sub_tile)
         return translated(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            sub_tile.terms, of_rows, divergence, weight_BS=ids.weight, has_rest=has_rest,
+            sub_tile.terms, of_rows, divergence=divergence, weight_BS=ids.weight, has_rest=has_rest,
             of_roots=of_roots, **parameters)[0]
 
     def coverage(teacher_logits, sub_tile):

@@ -106,7 +106,8 @@ def micro_batch_loss(student_logits, terms):
     """
     if not terms.teachers:  # the text alone
         weights = [terms.ce_weight, 0.0]
-        loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights, (), terms.window)
+        loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights=weights,
+                               parameters=(), window=terms.window)
         return torch.stack([loss]).sum(), torch.stack([sums])
     sources = []
     parts = []
@@ -132,7 +133,7 @@ def untiled_part(source, part):
     return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
 
 
-def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameters, window=None):
+def pair_loss(student_logits, teacher_logits, kd_loss, tiles, *, weights, parameters, window=None):
     """Compute cross-entropy and distillation loss over some tiles.
 
     Args:
