@@ -60,7 +60,7 @@ from isogloss.flags.parse import (
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
-from isogloss.student.stages import check_pipeline_layout
+from isogloss.student.stages import check_pipeline_layout, num_weights
 from isogloss.student.ulysses import check_sequence_layout
 from isogloss.teachers.model import checked_engine
 
@@ -149,10 +149,6 @@ def _empty_model(role, path, trust_remote_code):
                              f"{', '.join(table)}") from None
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def num_weights(module):
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _widest_layer(model, num_layers):

@@ -48,7 +48,7 @@ class DistillationLoss:
         comparable_W: bool, the teacher columns that it can compare; None: all.
         coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
             None.
-        coverage_names: the metrics of `coverage`; fields of `evaluate.PairSums`.
+        coverage_names: the metrics of `coverage` that an evaluation logs.
         indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
         learned_projection: LearnedProjection whose scores are trained with the student, or None.
     """
