@@ -1,5 +1,7 @@
 """Helpers for tests of whole jobs: a ds_config, a corpus, command lines on ranks, their logs."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -56,6 +58,14 @@ def run_all(num_ranks, *argv_list):
     """Run command lines one after the other; all of them must succeed on all ranks."""
     codes = ranks.run(num_ranks, run_distill, list(argv_list))
     assert codes == [[0] * len(argv_list)] * num_ranks, argv_list
+
+
+def run_and_listen(argv):
+    """Run a command line on this rank; return (exit codes, what it says)."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        codes = run_distill([argv])
+    return codes, said.getvalue()
 
 
 def losses_of(output, start=0):

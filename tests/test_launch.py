@@ -19,6 +19,7 @@ import ranks
 from conftest import ROOT
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from launched import PATIENCE, Job, run_with_trouble, wait_until
+from pickled import Command
 from test_cached_teachers import write as write_caches
 from test_evaluate import next_token_rows
 
@@ -183,16 +184,6 @@ def test_a_port_that_is_taken_ends_with_one_line(small_run, tmp_path):
 
 
 # --- nothing is unpickled -------------------------------------------------------------------------
-
-
-class Command:
-    """Unpickled, it writes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_pickled_command_in_the_store_does_not_run(tmp_path):

@@ -247,12 +247,12 @@ def test_teachers_on_ranks_of_their_own_correct_rollouts(base):
         flags = [*argv, f"--rollout_every={every}", "--steps=5"]
         run_all(1, [*flags, config_of(base, 2, 8, 1), f"--output_dir={folder / f'own{every}'}"])
         run_all(2, [*flags, config_of(base, 2, 8, 1), "--teacher_ranks=1",
-                     f"--output_dir={folder / f'served{every}'}"])
+                    f"--output_dir={folder / f'served{every}'}"])
         check_same_rollouts_curve(losses_of(folder / f"own{every}", -1),
                                   losses_of(folder / f"served{every}", -1))
     # shards of sequences: the two ranks have the samples of one
     run_all(2, [*argv, "--rollout_every=3", "--steps=5", config_of(base, 2, 8, 1),
-                 "--sequence_parallel=2", f"--output_dir={folder / 'shards3'}"])
+                "--sequence_parallel=2", f"--output_dir={folder / 'shards3'}"])
     check_same_rollouts_curve(losses_of(folder / "own3", -1), losses_of(folder / "shards3", -1))
 
 

@@ -19,7 +19,7 @@ from isogloss import demo, distill, once_in_a_while
 from isogloss.inputs import build_collator
 from isogloss.student.checks import check_logits, check_packing
 from isogloss.student.stages import num_weights, probe_ids
-from isogloss.teachers.sources import SilentTeacher
+from isogloss.teachers.ensemble import SilentTeacher
 from jobs import ds_config, job_for, losses_of, run_all, run_distill, write_corpus
 from steps import (
     Layout,

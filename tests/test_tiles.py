@@ -862,8 +862,7 @@ ARCHITECTURES = {
 def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from isogloss.teachers.model import ModelTeacher, WholeModel, head_gives_own_logits
-    from isogloss.teachers.specs import TeacherSpec
+    from isogloss.teachers.model import ModelSpec, ModelTeacher, WholeModel, head_gives_own_logits
 
     torch.manual_seed(0)
     shape = {"vocab_size": 40} if architecture == "gpt2" else SHAPE  # it has names of its own
@@ -873,7 +872,7 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
         torch.nn.init.normal_(model.get_output_embeddings().bias)
     ids = torch.randint(40, (2, 7))
     logits = model(input_ids=ids).logits[..., :37].detach()
-    spec = TeacherSpec(architecture, vocab=37)
+    spec = ModelSpec(architecture, vocab=37)
     teacher = ModelTeacher(WholeModel(model), head_of(model, 37), spec, "replicated", 0)
     for output in ("hidden", "logits"):
         assert head_gives_own_logits(teacher.read(ids, output), logits)

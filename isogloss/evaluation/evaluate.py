@@ -17,7 +17,7 @@ from isogloss.job.sequence_group import SequenceGroup, gather_halo
 from isogloss.losses import at_least_float32, find_chunks, next_token_cross_entropy
 from isogloss.objective.loss_table import DistillationLoss
 from isogloss.targets import SpellingIds
-from isogloss.teachers.specs import BLOCK
+from isogloss.teachers.protocol import BLOCK
 from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import LogitsSource, TeacherBlocks
 

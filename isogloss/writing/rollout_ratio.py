@@ -14,7 +14,7 @@ from isogloss.job.sequence_group import halo_values
 from isogloss.losses import at_least_float32
 from isogloss.objective.objective import weigh_positions
 from isogloss.policy_losses import prefix_ratio
-from isogloss.teachers.specs import BLOCK
+from isogloss.teachers.protocol import BLOCK
 
 
 class LabelLogp:
