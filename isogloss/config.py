@@ -494,6 +494,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     """
 
     FOREIGN: ClassVar[dict] = FOREIGN  # see `parse_flags`
+    given: ClassVar[frozenset] = frozenset()  # flags of the command line; `parse_flags` sets it
 
     def __post_init__(self):
         if self.loss_memory_mib == "auto":

@@ -141,7 +141,7 @@ def check_inputs(cfg, device, roles=None):
     """
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
-    if cfg.epochs and cfg.steps != type(cfg).steps:
+    if cfg.epochs and ("steps" in cfg.given or cfg.steps != type(cfg).steps):
         raise ValueError(f"--epochs {cfg.epochs:g} with --steps {cfg.steps}: both say when the run "
                          "ends; leave out one of them")
     check_results(cfg)
