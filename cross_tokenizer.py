@@ -38,14 +38,16 @@ try:
 except ImportError:  # copied beside them, not into a package
     import align
     import losses
-for module, name in ((align, "TokenTable"), (losses, "BESIDE")):
+for module, name in ((align, "TokenTable"), (losses, "log_masses")):
     if not hasattr(module, name):
         raise ImportError(f"{module.__file__} is another module: copy Isogloss's beside {__file__}")
+
+BESIDE = f"{__package__}." if __package__ else ""
 
 
 def _beside(name):
     """Import a module that lies beside this one."""
-    return import_module(losses.BESIDE + name)
+    return import_module(BESIDE + name)
 
 
 IGNORED = -100  # label of positions that predict nothing, as in transformers
@@ -126,7 +128,7 @@ def compute_translated(divergence, student_logits, teacher_logits, batch, tables
     translated = _beside("translation").translated
 
     return translated(student_logits, teacher_logits, batch.student_next, batch.teacher_next,
-                      batch.terms, tables, divergence, **parameters)
+                      batch.terms, tables, divergence=divergence, **parameters)
 
 
 def compute_per_position(divergence, student_logits, teacher_logits, batch, tables, parameters):
@@ -181,10 +183,11 @@ def check_parameters(name, parameters):
     if name not in LOSSES:
         raise ValueError(f"loss={name!r}: no such loss; choose one of {', '.join(LOSSES)}")
     # what is left of a signature is what this file passes itself
-    known = list(inspect.signature(LOSSES[name].function).parameters)
-    settings = {"temperature", "beta", "skew", "alpha", "top_k", "support", "mode", "reverse",
-                "uncommon_topk", "average", "teacher_average", "kept_K", "matched_weight"}
-    settings &= set(known)
+    known = set(inspect.signature(LOSSES[name].function).parameters)
+    if "options" in known:
+        known |= set(inspect.signature(losses.position_divergence).parameters)
+    settings = known & {"temperature", "beta", "skew", "alpha", "top_k", "support", "mode",
+                        "reverse", "uncommon_topk", "teacher_average", "kept_K", "matched_weight"}
     for parameter in parameters:
         if parameter not in settings:
             raise ValueError(f"{parameter}={parameters[parameter]!r}: {name} has no such parameter;"
@@ -209,7 +212,7 @@ def read_tables(needs, source, tokenizers, token_tables):
         return ()
     command = MAKE_TABLES[needs]
     if source is None:
-        if needs == "projection" or not find_spec(losses.BESIDE + "spelling"):
+        if needs == "projection" or not find_spec(BESIDE + "spelling"):
             beside = ", or put spelling.py beside cross_tokenizer.py" * (needs == "translation")
             raise ValueError(f"tables=None: this loss needs a {needs}; make it by {command} and "
                              f"pass tables=\"FILE.pt\"{beside}")

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 MIB = 2**20  # bytes
+LOGIT_BYTES = 4  # the planner counts float32, whatever the model computes in: losses make that
 
 
 class SubTileBudget(NamedTuple):
@@ -35,22 +36,16 @@ class SubTileBudget(NamedTuple):
     memory_fraction: fraction of the memory for everything that a loss allocates for one sub-tile.
     live_copies: how often the logits of the sub-tile are in memory at the peak of the loss, beside
         those of the tile.
-    logit_bytes: bytes of a logit; the planner counts it as float32, whatever the model computes in,
-        unless the loss makes no float32 of it.
     """
 
     memory_fraction: float
     live_copies: float
-    logit_bytes: int = 4
 
 
-# A CPU gains from large tiles, which multiply faster; its compiled losses allocate little.
-CPU_SUB_TILES = SubTileBudget(memory_fraction=0.07, live_copies=2)
-# A GPU gains from few, large calls; the losses in plain torch keep about eight copies.
+# A CPU gains from large tiles, which multiply faster; a GPU from few, large calls.  The losses, in
+# plain torch, keep about eight copies of what they compare.
+CPU_SUB_TILES = SubTileBudget(memory_fraction=0.28, live_copies=8)
 GPU_SUB_TILES = SubTileBudget(memory_fraction=0.5, live_copies=8)
-# gpu_kernels.py makes at most one float32 for each cell, of which there are no more than tokens in
-# either vocabulary.  Use it where every loss has `overwrite` (see `TileLoss`).  Not tuned.
-KERNEL_SUB_TILES = SubTileBudget(memory_fraction=0.3, live_copies=1)
 # Positions whose teacher logits exist at a time, per student position of the tile.  Measured on two
 # CPU cores: with half of a tile (300 positions) the teacher's matmul takes 1.2 times as long as in
 # one piece, with three quarters (386 positions) 1.02 times.
@@ -130,13 +125,6 @@ class Head(NamedTuple):
         if not self.softcap:
             return out
         return self.softcap * torch.tanh(out / self.softcap)
-
-    def unfinish(self, linear_NV: Tensor, gradient_NV: Tensor) -> Tensor:
-        """Turn a gradient by the finished logits into that by the linear ones, in its place."""
-        if self.softcap:
-            fraction_NV = torch.tanh(linear_NV * (self.scale / self.softcap))
-            gradient_NV *= 1 - fraction_NV.square_()
-        return gradient_NV if self.scale == 1 else gradient_NV.mul_(self.scale)
 
     def columns(self, ids: Tensor) -> "Head":
         """Return the head of these token ids alone."""
@@ -406,9 +394,6 @@ class Tile(NamedTuple):
 
 # (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> (J,) sums
 TileLoss = Callable[[Tensor, Tensor | None, SubTile], Tensor]
-# A TileLoss may have a method `overwrite` that spares copies of the logits: (student logits,
-# teacher logits, sub-tile, J factors) -> (J,) sums, with the gradient of sum_j factors[j] * sums[j]
-# written over the student's logits.  None: it cannot, and the logits are as they were.
 
 
 def plan_tiles(
@@ -418,6 +403,7 @@ def plan_tiles(
     teacher_chunk_BT: Tensor,
     vocab_sizes: tuple[int, int],
     memory_mib: float = 512.0,
+    *,
     sub_tiles: SubTileBudget = GPU_SUB_TILES,
     teacher_context: bool = False,
 ) -> list[Tile]:
@@ -433,7 +419,7 @@ def plan_tiles(
         vocab_sizes: V and W.
         memory_mib: MiB for the logits of a tile and what a loss allocates for them; a tile has at
             least one chunk, however large.  inf: one tile of one sub-tile.
-        sub_tiles: CPU_SUB_TILES, GPU_SUB_TILES or KERNEL_SUB_TILES.  Small sub-tiles leave room for
+        sub_tiles: CPU_SUB_TILES or GPU_SUB_TILES.  Small sub-tiles leave room for
             large tiles; large ones need fewer calls.
         teacher_context: a sub-tile also has the teacher position before and that after each of its
             chunks, in the same row; those in none of its chunks have chunk -1.
@@ -443,8 +429,8 @@ def plan_tiles(
     )
     # Three cuts of the same units: tiles by the student's logits, sub-tiles within a tile by the
     # logits of both, and blocks of whole sub-tiles, across tiles, by the teacher's logits.
-    student_mib = _cumulative_mib(student, vocab_sizes[0] * sub_tiles.logit_bytes)
-    teacher_mib = _cumulative_mib(teacher, vocab_sizes[1] * sub_tiles.logit_bytes)
+    student_mib = _cumulative_mib(student, vocab_sizes[0] * LOGIT_BYTES)
+    teacher_mib = _cumulative_mib(teacher, vocab_sizes[1] * LOGIT_BYTES)
     limits = _memory_limits(student, teacher, vocab_sizes, memory_mib, sub_tiles)
     tile_spans = _split(student_mib, _Span(0, student.num_units), limits.student_tile)
     spans_of_tile = []
@@ -771,6 +757,7 @@ def tiled_loss(
     tile_loss: TileLoss,
     tiles: Sequence[Tile],
     weights: Sequence[float],
+    *,
     params: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Compute the weighted sum of some losses over all tiles.
@@ -1077,8 +1064,9 @@ class _TiledLoss(torch.autograd.Function):
             hidden_SH = hidden.reshape(-1, hidden.shape[-1])
             d_hidden_SH = _zero_gradient(hidden_SH, need)
             tile_pass = _TilePass(
-                run, part, head, hidden_SH, part_scale or 1.0, scale, gradients, d_hidden_SH,
-                any(needs) or window is not None,
+                run, part, head=head, hidden_SH=hidden_SH, scale=part_scale or 1.0,
+                common_scale=scale, gradients=gradients, d_hidden_SH=d_hidden_SH,
+                train=any(needs) or window is not None,
             )
             for tile in part.tiles:
                 tile_pass.add_tile(tile)
@@ -1179,6 +1167,7 @@ class _TilePass:
         self,
         run: _Run,
         part: LossPart,
+        *,
         head: Head,
         hidden_SH: Tensor,
         scale: float,
@@ -1194,7 +1183,6 @@ class _TilePass:
         self.factors = [weight / scale for weight in part.weights]
         self.common_factor = scale / common_scale
         self.weight_factor = scale / gradients.weight_scale
-        self.overwrite = getattr(part.tile_loss, "overwrite", None) if train else None
         self.gradients = gradients
         self.d_hidden_SH = d_hidden_SH
         self.train = train
@@ -1230,15 +1218,6 @@ class _TilePass:
         if self.teacher is not None:
             with self.without_autocast():
                 teacher_logits = self.teacher(sub_tile)
-        if self.overwrite is not None:
-            # A tensor apart from the linear logits, if the head has a scale or a soft-cap.
-            logits_NV = self.head.finish(linear_NV)
-            sums_J = self.overwrite(logits_NV, teacher_logits, sub_tile, self.factors)
-            if sums_J is not None:
-                self.sums_J += sums_J
-                if logits_NV is not linear_NV:
-                    linear_NV.copy_(self.head.unfinish(linear_NV, logits_NV))
-                return
         # A graph from the linear logits to the losses, built and freed here.
         d_linear_NV = None
         d_params: Sequence[Tensor | None] = ()

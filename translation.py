@@ -37,15 +37,13 @@ the flattened batch); V, W vocabularies; C cells of the roots; K nodes of anothe
 such a node, or of all of them one after the other; E entries (tokens in cells); P pieces; F, J see
 `Tables`.
 
-Needs torch and losses.py.  With cpu_kernels.py and numba
-beside it, float32 on a CPU takes a tenth to a third of the time (adaptive_kl: up to 0.6).  Copy
-these files into your own repository.  License: Apache-2.0 (see LICENSE).
+Needs torch and losses.py.  Copy both into your own repository.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_translation.py.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,15 +63,13 @@ try:
         check_side,
         check_width,
         column_sums,
-        compiled_kernels,
         find_chunks,
         forward_kl,
-        numbers_of_rows,
+        log_masses,
         reduce_terms,
         soften_bernoulli,
         softened,
         take_rows,
-        triton_kernels,
     )
 except ImportError:  # copied beside it, not into a package
     from losses import (
@@ -89,15 +85,13 @@ except ImportError:  # copied beside it, not into a package
         check_side,
         check_width,
         column_sums,
-        compiled_kernels,
         find_chunks,
         forward_kl,
-        numbers_of_rows,
+        log_masses,
         reduce_terms,
         soften_bernoulli,
         softened,
         take_rows,
-        triton_kernels,
     )
 
 LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
@@ -327,21 +321,22 @@ def list_nodes(
     for chunk_BX in (student_chunk_BS, teacher_chunk_BT):
         texts.append(torch.arange(len(chunk_BX))[:, None].expand_as(chunk_BX))
     ended_BT = tokens_that_ended(
-        student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables, *texts
+        student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables,
+        student_text_BS=texts[0], teacher_text_BT=texts[1],
     )
     follows_BT = teacher_next_BT >= 0
     follows_BT[:, :1] = False
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     return nodes_of_chunks(
         chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
-        teacher_next_BT.reshape(-1).clamp(min=0), tables, ended_BT.reshape(-1),
-        follows_BT.reshape(-1),
+        teacher_next_BT.reshape(-1).clamp(min=0), tables, teacher_ended=ended_BT.reshape(-1),
+        teacher_follows=follows_BT.reshape(-1),
     )
 
 
 def nodes_of_chunks(
     chunks: Chunks, student_ids: Tensor, student_next: Tensor, teacher_next: Tensor, tables: Tables,
-    teacher_ended: Tensor, teacher_follows: Tensor,
+    *, teacher_ended: Tensor, teacher_follows: Tensor,
 ) -> Nodes:
     """List the nodes of some chunks, of which the rows may be a part of a batch.
 
@@ -488,7 +483,7 @@ def _list_insides(
 
 def tokens_that_ended(
     student_next_BS: Tensor, teacher_next_BT: Tensor, student_chunk_BS: Tensor,
-    teacher_chunk_BT: Tensor, tables: Tables, student_text_BS: Tensor, teacher_text_BT: Tensor,
+    teacher_chunk_BT: Tensor, tables: Tables, *, student_text_BS: Tensor, teacher_text_BT: Tensor,
 ) -> Tensor:
     """Return (B, T) the teacher token in front of each chunk, where the student knows its bytes.
 
@@ -535,7 +530,6 @@ class GoingOn(NamedTuple):
     node_E: (E,) int64, sorted, node.
     next_E: (E,) int64, the student token that comes next; -1: the token ends, with mass 0.
     mass_E: (E,) the probability of that token if it goes on.
-    with_ends: tokens that end are listed too.
     """
 
     mass_K: Tensor
@@ -543,23 +537,17 @@ class GoingOn(NamedTuple):
     node_E: Tensor
     next_E: Tensor
     mass_E: Tensor
-    with_ends: bool
 
 
 def going_on(
-    y_MW: Tensor, row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables, num: int
+    y_MW: Tensor, row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables, *,
+    num: int,
 ) -> GoingOn:
     """Ask the teacher's rows how the tokens ``order_W[low:high]`` go on after `level` pieces.
 
     Args:
         num: of these tokens, over all nodes.
     """
-    kernels = compiled_kernels(y_MW, y_MW) if y_MW.dtype == torch.float32 else None
-    if kernels:
-        mass_K, ends_K, node_E, next_E, mass_E = kernels.going_on(
-            y_MW, row_K, low, high, level, tables.order_W, tables.pieces_W
-        )
-        return GoingOn(mass_K, ends_K, node_E, next_E, mass_E, with_ends=False)
     node_E, place_E = expand(low, high, num)
     nodes = Segments.of(node_E, len(low))
     token_E = tables.order_W[place_E]
@@ -579,7 +567,6 @@ def going_on(
         node_E=node_E,
         next_E=next_E,
         mass_E=going_E / _above_zero(going_K)[node_E],
-        with_ends=True,
     )
 
 
@@ -712,7 +699,7 @@ def before_goes_on(y_MW: Tensor, nodes: Nodes, tables: Tables) -> GoingOn:
     lambda is 0 where that token is not known.
     """
     before = _ranges_before(nodes.roots, tables)
-    return going_on(y_MW, *before, tables, nodes.sizes.before_E)
+    return going_on(y_MW, *before, tables, num=nodes.sizes.before_E)
 
 
 # --- small nodes ----------------------------------------------------------------------------------
@@ -767,6 +754,21 @@ class Cells(NamedTuple):
         return _above_zero(self.nodes().sum(mass_G))[self.node_G]
 
 
+# (logits_KG, log q_KG) -> (K,) divergences
+Compare = Callable[[Tensor, Tensor], Tensor]
+
+
+def compare_cells(
+    divergence: Callable[..., SumAndCount], temperature: float, parameters: dict[str, Any],
+    logits_KG: Tensor, logq_KG: Tensor,
+) -> Tensor:
+    """Return the (K,) divergences of nodes whose cells have these masses; see `translated`."""
+    logp_KG = softened(logits_KG, LOG_ZERO - SHIFT, temperature)
+    logq_KG = softened(logq_KG, LOG_ZERO, temperature)
+    value_K, _ = divergence(logp_KG[None], logq_KG[None], None, reduction="none", **parameters)
+    return value_K
+
+
 class Question(NamedTuple):
     """Hold some nodes as both models answer them; rows are padded.
 
@@ -782,14 +784,27 @@ class Question(NamedTuple):
         return self.target_KG.clamp(min=math.exp(LOG_ZERO)).log()
 
 
-def root_question(x_NV: Tensor, target: RootTarget, tables: Tables) -> Question:
-    """Return the root nodes; x_NV are the student's logits in these rows."""
-    unlinked_V = tables.cell_V == tables.num_cells
-    top_N1 = x_NV.detach().masked_fill(unlinked_V, -torch.inf).amax(-1, keepdim=True)
-    # lifted: float32 then reaches log p = -157; tokens without a cell may be larger than the top
-    mass_NV = (x_NV - top_N1 + SHIFT).clamp(max=SHIFT).exp()
-    mass_NC = column_sums(mass_NV, tables.cell_V, tables.num_cells + 1)[:, :-1]
-    return Question(_above_zero(mass_NC).log(), target.cell_NC)
+def root_question(x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor) -> Question:
+    """Return the root nodes; arguments: see `root_values`."""
+    return Question(log_masses(x_NV, cell_V, cell_NC.shape[1]), cell_NC)
+
+
+def root_values(
+    x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor, compare: Compare, has_rest: bool = False
+) -> Tensor:
+    """Return the (N,) divergences of root nodes: most of the time, and plain enough to compile.
+
+    Args:
+        x_NV: the student's logits in these rows, at least float32.
+        cell_NC: the teacher's mass in each cell, see `RootTarget`.
+        cell_V: of `Tables`.
+        has_rest: see `translated`.
+    """
+    question = root_question(x_NV, cell_NC, cell_V)
+    logits_NC, logq_NC = question.logits_KG, question.logq_KG()
+    if has_rest:
+        logits_NC, logq_NC = merge_rest(logits_NC, logq_NC)
+    return compare(logits_NC, logq_NC)
 
 
 class Scopes(NamedTuple):
@@ -851,7 +866,7 @@ def _choice_keys(node_E: Tensor, token_E: Tensor, choices: Choices, tables: Tabl
 
 
 def choice_question(
-    x_E: Tensor, y_MW: Tensor, log_total_M: Tensor, q_A: Tensor, goes: GoingOn, scopes: Scopes,
+    x_E: Tensor, y_MW: Tensor, *, log_total_M: Tensor, q_A: Tensor, goes: GoingOn, scopes: Scopes,
     nodes: Nodes, tables: Tables,
 ) -> Question:
     """Return the choice nodes.
@@ -937,8 +952,9 @@ def _going_on_in_scope(
     choices = nodes.choices
     number_N = torch.arange(len(goes.mass_K) + 1, device=goes.node_E.device)
     begin_N = torch.searchsorted(goes.node_E, number_N)
-    num = nodes.sizes.going_E if goes.with_ends else None
-    node_E, place_E = expand(begin_N[choices.root], begin_N[choices.root + 1], num)
+    node_E, place_E = expand(
+        begin_N[choices.root], begin_N[choices.root + 1], nodes.sizes.going_E
+    )
     next_E = goes.next_E[place_E].clamp(min=0)
     rank_E = tables.rank_V[next_E]
     in_scope = (rank_E >= choices.low[node_E]) & (rank_E < choices.high[node_E])
@@ -964,7 +980,7 @@ def inside_target(y_MW: Tensor, nodes: Nodes, tables: Tables) -> Openings:
     insides = nodes.insides
     goes = going_on(
         y_MW, insides.row_T, insides.low, insides.high, insides.level, tables,
-        nodes.sizes.inside_E,
+        num=nodes.sizes.inside_E,
     )
     cells, cell_E = _inside_cells(
         goes.node_E, goes.next_E, len(insides.row_S), tables, nodes.sizes
@@ -1053,21 +1069,14 @@ class Answers(NamedTuple):
     log_total_M: Tensor
 
 
-# (log p_KG, log q_KG) -> (K,) divergences
-Compare = Callable[[Tensor, Tensor], Tensor]
-
-
-def _compare_roots(
-    x_NV: Tensor, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked, reads: Reads,
-    tables: Tables, compare: Compare,
+def _read(
+    x_NV: Tensor, y_MW: Tensor, nodes: Nodes, target: RootTarget, reads: Reads
 ) -> tuple[Tensor, Answers]:
-    """Return (the (N,) divergences of the roots, the answers to all else)."""
+    """Return (the student's logits in the rows of the roots, the answers to all else)."""
     # rows are selected once: each selection has a gradient as large as x
     x_RV = at_least_float32(take_rows(x_NV, reads.row_R))
     num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
-    target = root_target(y_MW, nodes, goes, asked, tables)
-    question = root_question(x_root, target, tables)
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
     nothing = x_LV.new_full((len(reads.token_X),), 10 * FLOOR)
     x_LV = x_LV.clamp(min=10 * FLOOR)
@@ -1078,125 +1087,7 @@ def _compare_roots(
         q_A=target.q_A,
         log_total_M=y_MW.logsumexp(-1),
     )
-    return compare(question.logits_KG, question.logq_KG()), answers
-
-
-def _compare_roots_compiled(
-    kernels: Any, x_NV: Tensor, y_MW: Tensor, nodes: Nodes, goes: GoingOn, asked: Asked,
-    reads: Reads, tables: Tables, compare: Compare | None,
-) -> tuple[Tensor, Answers]:
-    """Do what `_compare_roots` does by the kernels of cpu_kernels.py; compare None: forward KL."""
-    roots = nodes.roots
-    numbers = torch.arange(len(roots.row_S) + 1)
-    cell_V, cell_W = [
-        torch.where(cell == tables.num_cells, -1, cell).int()
-        for cell in (tables.cell_V, tables.cell_W)
-    ]
-    belief = kernels.Belief(
-        logits=y_MW,
-        row=roots.row_T,
-        cell=cell_W,
-        join_start=tables.join_start_V,
-        join_low=tables.join_low_J,
-        join_high=tables.join_high_J,
-        order=tables.order_W,
-        before=roots.before_S,
-        next=roots.next_T,
-        going_mass=goes.mass_K,
-        going_ends=goes.ends_K,
-        going_start=torch.searchsorted(goes.node_E, numbers),
-        going_cell=cell_V[goes.next_E],
-        going_share=goes.mass_E,
-        asked_start=torch.searchsorted(asked.root_A, numbers),
-        asked_token=asked.token_A,
-    )
-    student = StudentRows(roots.row_S, reads, cell_V, tables.num_cells)
-    read = _ReadStudent.apply(  # type: ignore[no-untyped-call]
-        x_NV, kernels, student, belief, compare is None
-    )
-    value, logq_NC, x_E, rest_L, q_A, log_total_N = read
-    value_N = compare(value, logq_NC) if compare else value
-    log_total_M = y_MW.new_full((len(y_MW),), torch.nan).index_copy(0, roots.row_T, log_total_N)
-    # rows inside of chunks are not those of a root
-    other_M = torch.zeros(len(y_MW), dtype=torch.bool)
-    other_M[nodes.choices.row_T.clamp(min=0)] = True
-    other_M[nodes.many_T[:, 0]] = True
-    other_M[roots.row_T] = False
-    row_L = other_M.nonzero().squeeze(1)
-    none = torch.zeros(len(row_L) + 1, dtype=torch.int64)
-    total_L = kernels.logsumexp_without(y_MW, row_L, none, none[:0])
-    return value_N, Answers(x_E, rest_L, q_A, log_total_M.index_copy(0, row_L, total_L))
-
-
-class StudentRows(NamedTuple):
-    """Say what the compiled kernels read of the student."""
-
-    row_N: Tensor
-    reads: Reads
-    cell_V: Tensor
-    num_cells: int
-
-    def of_roots(self) -> tuple[Tensor, Tensor]:
-        return self.row_N, self.cell_V
-
-    def left_out(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows, starts and tokens, as `logsumexp_without` takes them."""
-        row_L = self.reads.row_R[len(self.row_N):]
-        start_L1 = torch.searchsorted(self.reads.number_X, torch.arange(len(row_L) + 1))
-        return row_L, start_L1, self.reads.token_X
-
-
-class _ReadStudent(torch.autograd.Function):
-    """Read all that the nodes need of the student, with one gradient (N, V) for all of it.
-
-    Returns the forward KL of the roots, or the logarithms of the student's masses of the cells and
-    those of the teacher; x_E, rest_L, q_A; the teacher's logsumexp at the roots.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_NV: Tensor, kernels: Any, student: StudentRows, belief: Any, whole_kl: bool
-    ) -> tuple[Tensor, ...]:
-        reads = student.reads
-        roots = x_NV, *student.of_roots(), belief, student.num_cells, SHIFT
-        ctx.kernels = kernels
-        ctx.student = student
-        ctx.roots = roots[1:]
-        if whole_kl:
-            value, ctx.first_d_NV, answers = kernels.translated_kl(*roots)
-            ctx.masses = None
-            logq_NC = value[:0]
-        else:
-            value, logq_NC, ctx.masses, answers = kernels.translated_cells(*roots)
-        x_E = x_NV[reads.row_R[reads.number_E], reads.token_E]
-        rest_L = kernels.logsumexp_without(x_NV, *student.left_out())
-        ctx.save_for_backward(x_NV, rest_L)
-        ctx.mark_non_differentiable(logq_NC, answers.asked_A, answers.log_total_N)
-        return value, logq_NC, x_E, rest_L, answers.asked_A, answers.log_total_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, _, grad_E, grad_L, _, _ = grads
-        x_NV, rest_L = ctx.saved_tensors
-        student = ctx.student
-        reads = student.reads
-        if ctx.masses is None:
-            # it is handed over, not copied; a second backward computes it again
-            d_NV = ctx.first_d_NV
-            ctx.first_d_NV = None
-            if d_NV is None:
-                _, d_NV, _ = ctx.kernels.translated_kl(x_NV, *ctx.roots)
-            if not bool((grad == 1).all()):
-                factor_N = grad.new_zeros(len(d_NV)).index_copy_(0, student.row_N, grad)
-                d_NV *= factor_N[:, None]
-        else:
-            d_NV = ctx.kernels.cells_derivative(
-                x_NV, *student.of_roots(), ctx.masses, grad, SHIFT
-            )
-        place_E = reads.row_R[reads.number_E] * d_NV.shape[1] + reads.token_E
-        d_NV.view(-1).index_add_(0, place_E, grad_E)
-        ctx.kernels.add_softmax_without(x_NV, *student.left_out(), rest_L, grad_L, d_NV)
-        return d_NV, None, None, None, None
+    return x_root, answers
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -1204,10 +1095,10 @@ class _ReadStudent(torch.autograd.Function):
 
 def translated(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
-    teacher_next_BT: Tensor, nodes: Nodes, tables: Tables,
+    teacher_next_BT: Tensor, nodes: Nodes, tables: Tables, *,
     divergence: Callable[..., SumAndCount] = forward_kl, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum",
-    has_rest: bool = False, **parameters: Any,
+    has_rest: bool = False, of_roots: Callable[..., Tensor] = root_values, **parameters: Any,
 ) -> SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
 
@@ -1226,6 +1117,7 @@ def translated(
         has_rest: the teacher's logits have W + 1 columns, some -inf and the last the rest, as those
             of `tiles.TopKLogits`, and the tables are those of `with_rest`; see `merge_rest`.  In
             other nodes than roots tokens that are not kept count as tokens that do not come.
+        of_roots: `root_values`, or what computes the same, as torch.compile makes it of that.
         parameters: of the divergence (beta, skew, alpha, ...); top_k and support choose among the
             cells of a node by their masses.
     Returns:
@@ -1241,38 +1133,18 @@ def translated(
     if x_NV.device.type == "cpu":  # else the rows that are needed, later
         x_NV = at_least_float32(x_NV)
 
-    def compare(logits_KG: Tensor, logq_KG: Tensor) -> Tensor:
-        logp_KG = softened(logits_KG, LOG_ZERO - SHIFT, temperature)
-        logq_KG = softened(logq_KG, LOG_ZERO, temperature)
-        value_K, _ = divergence(
-            logp_KG[None], logq_KG[None], None, reduction="none", **parameters
-        )
-        return value_K
-
-    def compare_roots(logp_NC: Tensor, logq_NC: Tensor) -> Tensor:
-        if has_rest:
-            logp_NC, logq_NC = merge_rest(logp_NC, logq_NC)
-        return compare(logp_NC, logq_NC)
-
+    compare = partial(compare_cells, divergence, temperature, parameters)
     roots, choices, insides = nodes.roots, nodes.choices, nodes.insides
     goes = before_goes_on(y_MW, nodes, tables)
     scopes = list_scopes(choices, tables, nodes.sizes)
     openings = inside_target(y_MW, nodes, tables)
     reads = list_reads(nodes, scopes, openings, student_next_BS)
-    if kernels := compiled_kernels(x_NV, y_MW):
-        whole_kl = divergence is forward_kl and set(parameters) <= {"top_k", "support"}
-        whole_kl = whole_kl and not parameters.get("top_k") and not has_rest and temperature == 1
-        value_N, answers = _compare_roots_compiled(
-            kernels, x_NV, y_MW, nodes, goes, scopes.asked, reads, tables,
-            None if whole_kl else compare_roots,
-        )
-    else:
-        value_N, answers = _compare_roots(
-            x_NV, y_MW, nodes, goes, scopes.asked, reads, tables, compare_roots
-        )
+    target = root_target(y_MW, nodes, goes, scopes.asked, tables)
+    x_root, answers = _read(x_NV, y_MW, nodes, target, reads)
+    value_N = of_roots(x_root, target.cell_NC, tables.cell_V, compare, has_rest)
     others = _compare_others(
         answers, y_MW, teacher_next_BT, Listed(nodes, goes, scopes, openings), tables, compare,
-        temperature,
+        temperature=temperature,
     )
     value_N = value_N + Segments.of(choices.root, len(value_N)).sum(others.choice_K)
     values = [value_N, others.inside_K, others.rest_M]
@@ -1283,258 +1155,11 @@ def translated(
     return reduce_terms(value_N, row_N[order], student_next_BS.shape, weight_BS, reduction)
 
 
-# --- the loss in place of the logits, on a GPU ----------------------------------------------------
-
-
-def translated_in_place(
-    student_NV: Tensor, teacher_MW: Tensor, labels_N: Tensor | None, next_S: Tensor,
-    next_T: Tensor, nodes: Nodes, tables: Tables, cells: Any, factors: tuple[float, float],
-    weight_N: Tensor | None = None,
-) -> SumAndCount | None:
-    """Compute cross-entropy and `translated` forward KL; write the gradient over the logits.
-
-    The temperature is 1.
-
-    The gradient is that of factors[0] * cross-entropy + factors[1] * divergence.  For tensors that
-    gpu_kernels.py serves.  The roots take three passes over the logits; the other nodes read single
-    entries, and autograd knows these alone.
-
-    Args:
-        student_NV: bfloat16, float16 or float32, overwritten by the gradient.
-        teacher_MW: likewise; written to in between, and as it was in the end.
-        labels_N: int64, the next tokens, -100 for none; None: no cross-entropy.
-        next_S, next_T: int64, the token that each position predicts.
-        tables: of which no two joins of a student token name the same teacher token, as those that
-            spelling.py builds.
-        cells: `gpu_kernels.cell_tables` of these tables.
-        weight_N: weight of the terms that begin at each student row; None: 1.
-    Returns:
-        (cross-entropy, divergence), float32 sums in nats without the factors.  None: no kernel
-        serves these tensors, which stay as they are.
-    Raises:
-        ValueError: logits of more or fewer tokens than the tables.
-    """
-    check_side("student", student_NV, labels_N=labels_N, next_S=next_S, weight_N=weight_N)
-    check_side("teacher", teacher_MW, next_T=next_T)
-    _check_widths(student_NV, teacher_MW, tables)
-    kernels = triton_kernels(student_NV, teacher_MW)
-    if kernels is None:
-        return None
-    roots = nodes.roots
-    with torch.no_grad():
-        goes = before_goes_on(teacher_MW, nodes, tables)
-        scopes = list_scopes(nodes.choices, tables, nodes.sizes)
-        openings = inside_target(teacher_MW, nodes, tables)
-        reads = list_reads(nodes, scopes, openings, next_S)
-        student = _StudentInPlace(kernels, student_NV, labels_N, roots, reads, cells)
-        teacher = _TeacherInPlace(teacher_MW, nodes, tables)
-        with teacher.without_joined():
-            student.read_totals(teacher)
-            student.compare_roots(teacher, *teacher.belief(kernels, goes, cells))
-            q_A = teacher.answers(scopes.asked)
-    x_E = student.x_E.requires_grad_()
-    rest_L = student.rest_L.requires_grad_()
-    listed = Listed(nodes, goes, scopes, openings)
-    with torch.enable_grad():
-        others = _compare_others(
-            Answers(x_E, rest_L, q_A, teacher.log_total_M), teacher_MW, next_T, listed, tables,
-            _forward_kl_of_cells,
-        )
-        value_K = torch.cat(others) * _weights(weight_N, _rows_of_others(nodes))
-        # the empty sums keep the graph whole where there are roots alone
-        others_sum = value_K.sum() + x_E[:0].sum() + rest_L[:0].sum()
-        d_E, d_L = torch.autograd.grad(
-            others_sum * factors[1], [x_E, rest_L], materialize_grads=True
-        )
-    weight_R = _weights(weight_N, roots.row_S)
-    student.write_gradient(factors[1] * weight_R, d_E, d_L, factors[0])
-    kd = (student.value_R * weight_R).sum() + others_sum.detach()
-    return student.cross_entropy(), kd
-
-
 def _check_widths(
     student_logits: Tensor, teacher_logits: Tensor, tables: Tables,
 ) -> None:
     check_width("student", student_logits, len(tables.cell_V), "cell_V")
     check_width("teacher", teacher_logits, len(tables.cell_W), "cell_W")
-
-
-def _rows_of_others(nodes: Nodes) -> Tensor:
-    """Return the student rows of choices, insides and rests, in the order of `OtherValues`."""
-    rows = [nodes.roots.row_S[nodes.choices.root], nodes.insides.row_S, _second_rows(nodes)]
-    return torch.cat(rows)
-
-
-def _forward_kl_of_cells(logp_KG: Tensor, logq_KG: Tensor) -> Tensor:
-    value_K, _ = forward_kl(logp_KG[None], logq_KG[None], None, reduction="none")
-    return value_K
-
-
-def _weights(weight_N: Tensor | None, row_K: Tensor) -> Tensor | float:
-    """Return the factors of the terms that begin in these rows."""
-    return 1.0 if weight_N is None else weight_N[row_K].float()
-
-
-class _TeacherInPlace:
-    """Leave out of the teacher's logits what cannot come, for the time of some kernels.
-
-    Args:
-        y_MW: logits; as they were in the end.
-    Attributes:
-        root_M: (M,) int32, number of the root of each row, -1 for none.
-        totals: `gpu_kernels.CellTotals` without what is left out.
-        log_total_M: (M,) logsumexp of all tokens, of which the one that came is counted once.
-    """
-
-    totals: Any
-    log_total_M: Tensor
-
-    def __init__(self, y_MW: Tensor, nodes: Nodes, tables: Tables) -> None:
-        self.y_MW = y_MW
-        self.roots = nodes.roots
-        self.tables = tables
-        self.root_M = numbers_of_rows(nodes.roots.row_T, len(y_MW))
-        self.root_E, self.token_E = _joined(nodes, tables)
-        self.place_E = nodes.roots.row_T[self.root_E], self.token_E
-        self.joined_E = y_MW[self.place_E]
-
-    @contextmanager
-    def without_joined(self) -> Iterator[None]:
-        """Make -inf of the tokens that a join would have kept from coming."""
-        came = self.roots.row_T, self.roots.next_T
-        came_N = self.y_MW[came]
-        self.y_MW[self.place_E] = self.joined_E - torch.inf  # NaN stays
-        self.y_MW[came] = came_N  # it did come, whatever the tables say
-        try:
-            yield
-        finally:
-            self.y_MW[self.place_E] = self.joined_E
-
-    def set_totals(self, totals: Any) -> None:
-        """Take the sums over the rows as they are without what is left out."""
-        self.totals = totals
-        logits_E = at_least_float32(self.joined_E)
-        is_counted_E = self.token_E == self.roots.next_T[self.root_E]
-        logits_E = logits_E.masked_fill(is_counted_E, -torch.inf)
-        joined_R = Segments.of(self.root_E, len(self.roots.row_T)).logsumexp(logits_E)
-        joined_M = torch.full_like(totals.log_total_N, -torch.inf)
-        joined_M.index_copy_(0, self.roots.row_T, joined_R)
-        self.log_total_M = torch.logaddexp(totals.log_total_N, joined_M)
-
-    def belief(self, kernels: Any, goes: GoingOn, cells: Any) -> tuple[Tensor, Any]:
-        """Return what `gpu_kernels.compare_cells` takes as ends_R and added.
-
-        Args:
-            goes: how the token in front of each root goes on.
-        """
-        row_R = self.roots.row_T
-        log_linked_R = self.totals.top_N[row_R] + self.totals.log_linked_N[row_R]
-        ends_R = goes.ends_K * (log_linked_R - self.log_total_M[row_R]).exp()
-        cell_E = self.tables.cell_V[goes.next_E.clamp(min=0)]
-        mass_E = goes.mass_K[goes.node_E] * goes.mass_E
-        linked_E = torch.where(cell_E < self.tables.num_cells, mass_E, 0.0)
-        total_R = _above_zero(ends_R + Segments.of(goes.node_E, len(row_R)).sum(linked_E))
-        place_E = goes.node_E * (cells.num_cells + 1) + cells.slot_C[cell_E]
-        added = kernels.AddedMasses.of(
-            place_E, mass_E / total_R[goes.node_E], len(row_R), cells.num_cells
-        )
-        return ends_R / total_R, added
-
-    def answers(self, asked: Asked) -> Tensor:
-        """Return what the rows at the roots say to `asked`."""
-        row_A = self.roots.row_T[asked.root_A]
-        logits_A = at_least_float32(self.y_MW[row_A, asked.token_A])
-        q_A: Tensor = (logits_A - self.log_total_M[row_A]).exp()
-        return q_A
-
-
-class _StudentInPlace:
-    """Read what the nodes need of the student's logits, then write the gradient over them.
-
-    Args:
-        x_NV: logits.
-        labels_N: see `translated_in_place`.
-    Attributes:
-        x_E, rest_L: see `Answers`.
-        value_R: KL of each root, in nats, after `compare_roots`.
-    """
-
-    def __init__(
-        self, kernels: Any, x_NV: Tensor, labels_N: Tensor | None, roots: Roots, reads: Reads,
-        cells: Any,
-    ) -> None:
-        self.kernels = kernels
-        self.x_NV = x_NV
-        self.labels_N = labels_N
-        self.row_R = roots.row_S
-        self.cells = cells
-        self.root_N = numbers_of_rows(roots.row_S, len(x_NV))
-        self.place_E = reads.row_R[reads.number_E], reads.token_E
-        self.row_L = reads.row_R[len(roots.row_S):]
-        self.left_out = Segments.of(reads.number_X, len(self.row_L))
-        self.place_X = self.row_L[reads.number_X], reads.token_X
-        self.x_E = at_least_float32(x_NV[self.place_E])
-        self.x_X = at_least_float32(x_NV[self.place_X])
-        self.label_logit_N = None
-        if labels_N is not None:
-            logit_N1 = x_NV.gather(1, labels_N.clamp(min=0)[:, None])
-            self.label_logit_N = at_least_float32(logit_N1.squeeze(1))
-
-    def read_totals(self, teacher: _TeacherInPlace) -> None:
-        """Leave out what a logsumexp leaves out, and compute the sums over both models' rows."""
-        self.x_NV[self.place_X] = -torch.inf
-        self.totals, totals = self.kernels.cell_totals(
-            self.x_NV, self.root_N, teacher.y_MW, teacher.root_M, self.cells, 1.0
-        )
-        teacher.set_totals(totals)
-
-    def compare_roots(self, teacher: _TeacherInPlace, ends_R: Tensor, added: Any) -> None:
-        """Compute the roots; see `gpu_kernels.compare_cells`."""
-        totals = self.totals
-        self.value_R, self.slope_RC = self.kernels.compare_cells(
-            self.x_NV, teacher.y_MW, self.row_R, teacher.roots.row_T, totals, teacher.totals,
-            self.cells, 1.0, SHIFT, ends_R, added,
-        )
-        # cross-entropy leaves nothing out
-        left_out_N = torch.full_like(totals.plain_log_total_N, -torch.inf)
-        left_out_N.index_copy_(0, self.row_L, self.left_out.logsumexp(self.x_X))
-        plain_N = torch.logaddexp(totals.plain_log_total_N, left_out_N)
-        self.totals = totals._replace(plain_log_total_N=plain_N)
-        self.rest_L = totals.log_total_N[self.row_L]
-
-    def cross_entropy(self) -> Tensor:
-        """Return the sum over the rows that have a label."""
-        if self.labels_N is None:
-            return torch.zeros((), device=self.x_NV.device)
-        nats_N: Tensor = self.totals.plain_log_total_N - self.label_logit_N
-        return nats_N.masked_fill(self.labels_N < 0, 0.0).sum()
-
-    def write_gradient(
-        self, factor_R: Tensor | float, d_E: Tensor, d_L: Tensor, ce_factor: float
-    ) -> None:
-        """Write the gradient over the logits.
-
-        Args:
-            factor_R: of the roots' KL.
-            d_E, d_L: derivatives by x_E and rest_L.
-            ce_factor: of the cross-entropy.
-        """
-        factor_N = torch.zeros_like(self.totals.log_total_N)
-        factor_N[self.row_R] = factor_R
-        rest_factor_N = torch.zeros_like(factor_N)
-        rest_factor_N[self.row_L] = d_L
-        self.kernels.cells_gradient_(
-            self.x_NV, self.root_N, self.totals, self.slope_RC, factor_N, rest_factor_N,
-            self.labels_N, self.cells, 1.0, SHIFT, ce_factor,
-        )
-        self.x_NV.index_put_(self.place_E, d_E.to(self.x_NV), accumulate=True)
-        if self.labels_N is None:
-            return
-        # the kernel saw -inf where a logsumexp leaves something out
-        row_X = self.place_X[0]
-        d_X = ce_factor * (self.x_X - self.totals.plain_log_total_N[row_X]).exp()
-        d_X = torch.where(self.labels_N[row_X] >= 0, d_X, 0.0)
-        self.x_NV.index_put_(self.place_X, d_X.to(self.x_NV), accumulate=True)
 
 
 class Listed(NamedTuple):
@@ -1556,7 +1181,7 @@ class OtherValues(NamedTuple):
 
 def _compare_others(
     answers: Answers, y_MW: Tensor, teacher_next_BT: Tensor, listed: Listed, tables: Tables,
-    compare: Compare, temperature: float = 1.0,
+    compare: Compare, *, temperature: float = 1.0,
 ) -> OtherValues:
     """Compare all nodes but the roots."""
     nodes, goes, scopes, openings = listed
@@ -1568,7 +1193,8 @@ def _compare_others(
     choice_K = inside_K = rest_M = answers.x_E.new_zeros(0)
     if len(nodes.choices.root):
         question = choice_question(
-            x_scope, y_MW, answers.log_total_M, answers.q_A, goes, scopes, nodes, tables
+            x_scope, y_MW, log_total_M=answers.log_total_M, q_A=answers.q_A, goes=goes,
+            scopes=scopes, nodes=nodes, tables=tables,
         )
         choice_K = compare(question.logits_KG, question.logq_KG())
     if num_insides:

@@ -37,14 +37,14 @@ from isogloss import cache, demo_report
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.flags.parse import parse_flags, tool
-from isogloss.inputs import load_text_encoder, teacher_spec
+from isogloss.inputs import load_text_encoder
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
 from isogloss.objective.loss_table import build_loss
 from isogloss.objective.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens
 from isogloss.teachers.model import load_replicated, truncate
-from isogloss.teachers.sources import load_teacher
+from isogloss.teachers.protocol import load_teacher
 from isogloss.tiles import HiddenLogits, TopKLogits, head_of
 
 BATCH = 8
@@ -111,7 +111,8 @@ class Bench:
                           data=str(data), max_length=256)
         self.student, _ = load_text_encoder("student", self.cfg.student, 256)
         self.teacher, _ = load_text_encoder("teacher", self.cfg.teacher, 0)
-        self.source = load_replicated(teacher_spec(self.cfg, self.teacher, torch.device("cpu")))
+        spec = self.cfg.teacher_kind.of(self.cfg, self.teacher, torch.device("cpu"))
+        self.source = load_replicated(spec)
         self.args = args
 
     def cached(self, name, *flags):
@@ -203,7 +204,7 @@ def reading(bench, folders):
         elif "top" in name:
             cfg = Config(student=cfg.student, data=cfg.data, teacher=cfg.teacher,
                          teacher_output="topk")
-        spec = teacher_spec(cfg, bench.teacher, torch.device("cpu"))
+        spec = cfg.teacher_kind.of(cfg, bench.teacher, torch.device("cpu"))
         source = load_teacher(spec)
         loss = build_loss(cfg, bench.student, bench.teacher, "cpu", spec.is_truncated)
         pairs = [PairOptions(bench.teacher, loss.spelling, is_cached=True)]

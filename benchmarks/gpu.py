@@ -1,7 +1,7 @@
 """Check and measure what only a GPU shows: one line of JSON per check, all of them in a file.
 
     python -m benchmarks.gpu                       # make test-gpu
-    python -m benchmarks.gpu --checks kernels,loss_table --out gpu.json
+    python -m benchmarks.gpu --checks compiled,loss_table --out gpu.json
 
 Every check runs in a process of its own, so that one that fails, or hangs, hides no other.  A line
 has `check`, `result` (pass, fail or skip), `reason`, `seconds` and the figures of the check.  What
@@ -9,7 +9,7 @@ needs two devices, or a package that is not there, is skipped.  Nothing is downl
 are random, the texts are the interpreter's own documentation.  Without a GPU the command says so in
 one line and ends with status 1.
 
-The checks of this file need torch alone, `kernels` triton too; `loss_table` and
+The checks of this file need torch alone, `compiled` triton too; `loss_table` and
 `no_synchronization` what benchmarks/loss.py imports, those of gpu_job.py what distill.py does.
 """
 
@@ -30,8 +30,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from isogloss import losses, tiles
+from isogloss import event_kl as events, losses, tiles
 from isogloss.job import ipc
+from isogloss.models.compiler import loss_compiler, missing_compiler
 
 MIB = 2**20
 SIZES = 4, MIB, 3 * MIB, 3 * MIB + 4  # bytes that processes share; the last is no power of two
@@ -40,9 +41,10 @@ TIMEOUT = 1800  # seconds of a check
 TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl", "alm", "event_kl"
 SPELLED = "piece_kl", "event_kl"  # those that need to know how one vocabulary spells the other
 KEPT_COLUMNS = 8192  # of projection_kl, as --projection_topk
-LIVE_COPIES = {"gold": 3, "projection_kl": 1.25}  # as in isogloss/objective/loss_table.py
 TABLE_POSITIONS = 2048, 8192, 32_768
 DEVICE = "cuda"
+DIVERGENCES = ("forward_kl", "reverse_kl", "generalized_jsd", "skew_forward_kl",
+               "skew_reverse_kl", "total_variation")
 
 
 class Skipped(Exception):
@@ -230,54 +232,37 @@ def relative_error(ours, exact):
     return float(error)
 
 
-def kernels(rows=256, V=128_256, device=DEVICE, dtypes=(torch.float32, torch.bfloat16)):
-    """Compare the kernels with float64, and two runs with each other, in all precisions.
+def compiled(rows=256, V=128_256, device=DEVICE, dtypes=(torch.float32, torch.bfloat16)):
+    """Compare compiled divergences with float64, and two runs with each other.
 
-    Half precision may have twice the plain path's error; see tests/test_gpu_kernels.py.
+    Half precision may have twice the plain path's error.
     """
-    if not losses.HAS_TRITON_KERNELS:
-        raise Skipped("triton is not installed")
+    if missing := missing_compiler():
+        raise Skipped(missing)
     figures = {}
     passed = True
-    labels = torch.randint(V, (rows,), generator=torch.Generator().manual_seed(2)).to(device)
-    every = torch.arange(rows, device=device)
-    coefficients = {"forward_kl": 0.0, "reverse_kl": 0.0, "generalized_jsd": 0.5,
-                    "skew_forward_kl": 0.1, "skew_reverse_kl": 0.1, "total_variation": 0.0}
     for dtype in dtypes:
         generator = torch.Generator().manual_seed(0)
         x, y = (3 * torch.randn(2, rows, V, generator=generator)).to(device, dtype)
-        for name, coefficient in coefficients.items():
-            runs = []
-            for _ in range(2):
-                d = x.clone()
-                sums = losses.divergence_in_place(
-                    name, d, y, labels, every, every, (1.0, 1.0), coefficient=coefficient)
-                assert sums is not None, "the kernels did not take these tensors"
-                runs.append((d, torch.stack(sums)))
-            exact = plain_gradient(name, coefficient, x.double(), y.double(), labels)
-            plain = plain_gradient(name, coefficient, x.float(), y.float(), labels).to(dtype)
-            repeats = bool(torch.equal(runs[0][0], runs[1][0]) and
-                           torch.equal(runs[0][1], runs[1][1]))
-            error = relative_error(runs[0][0], exact)
-            plain_error = relative_error(plain, exact)
+        for name in DIVERGENCES:
+            function = getattr(losses, name)
+            in_graph = loss_compiler("compiled", device)(function)
+            runs = [gradient_of(in_graph, x, y) for _ in range(2)]
+            exact = gradient_of(function, x.double(), y.double())
+            plain_error = relative_error(gradient_of(function, x, y), exact)
+            error = relative_error(runs[0], exact)
+            repeats = bool(torch.equal(*runs))
             figures[f"{name} {dtype}"] = {
                 "error": error, "plain_error": plain_error, "two_runs_equal": repeats}
             passed &= repeats and error <= 2 * plain_error + 1e-5
     return passed, figures
 
 
-def plain_gradient(name, coefficient, x, y, labels):
-    """Return the gradient of cross-entropy plus divergence by the path without kernels."""
-    available = losses.HAS_TRITON_KERNELS
-    losses.HAS_TRITON_KERNELS = False
-    try:
-        leaf = x.requires_grad_()
-        kd, _ = losses.position_divergence(name, leaf[None], y[None], None,
-                                           coefficient=coefficient)
-        ce, _ = losses.next_token_cross_entropy(leaf[None], labels[None], select=False)
-        return torch.autograd.grad(ce + kd, leaf)[0]
-    finally:
-        losses.HAS_TRITON_KERNELS = available
+def gradient_of(divergence, x, y):
+    """Return the gradient of a divergence by the student's logits."""
+    leaf = x.detach().requires_grad_()
+    value, _ = divergence(leaf[None], y[None], None)
+    return torch.autograd.grad(value, leaf)[0]
 
 
 class ChunkTables:
@@ -288,7 +273,7 @@ class ChunkTables:
         indices, weights: the projection; entries, of_kernels: of its kept columns.
     """
 
-    def __init__(self, sizes, device, use_kernels):
+    def __init__(self, sizes, device):
         from benchmarks import loss as bench
 
         common = torch.arange(int(bench.COMMON_PER_TOKEN * sizes.V), device=device)
@@ -303,35 +288,25 @@ class ChunkTables:
         self.weights = torch.tensor(bench.PROJECTION_WEIGHTS, device=device).expand(shape)
         kept_K = torch.arange(min(sizes.W, KEPT_COLUMNS), device=device)
         self.entries = losses.projection_entries(self.indices, self.weights, sizes.W, kept_K)
-        self.of_kernels = None
-        if use_kernels:
-            from isogloss import gpu_chunks
-
-            self.of_kernels = gpu_chunks.projection_tables(
-                *self.entries, V=sizes.V, most_per_token=shape[1])
 
 
-class Fused:
+class PairLoss:
     """A tile loss of the table: cross-entropy and one distillation loss, as a run computes them.
 
     Args:
         name: one of TABLE_LOSSES.
-        tables: `translation.Tables` of piece_kl, `losses.Spelling` of event_kl, ChunkTables of gold
+        tables: `translation.Tables` of piece_kl, `events.Spelling` of event_kl, ChunkTables of gold
             and projection_kl, on the device; None for the others.
-        use_kernels: False: the plain path, by autograd.
+        compiler: see `models.compiler.loss_compiler`.
     """
 
-    def __init__(self, name, tables, use_kernels):
+    def __init__(self, name, tables, compiler):
+        from isogloss import translation
+
         self.name = name
         self.tables = tables
-        self.use_kernels = use_kernels
-        self.cells = None
-        if name in SPELLED and use_kernels:
-            from isogloss import gpu_kernels
-
-            cells = (tables.cell_V, tables.cell_W, tables.num_cells) if name == "piece_kl" else \
-                (tables.event_V, tables.event_W, tables.num_events)
-            self.cells = gpu_kernels.cell_tables(*cells)
+        self.of_roots = compiler(translation.root_values)
+        self.forward_kl = compiler(losses.forward_kl)
 
     def __call__(self, student, teacher, sub_tile):
         from isogloss import translation
@@ -341,14 +316,14 @@ class Fused:
         if self.name == "piece_kl":
             kd, _ = translation.translated(
                 student[None], teacher[None], labels, sub_tile.teacher_labels[None],
-                sub_tile.terms, self.tables)
+                sub_tile.terms, self.tables, of_roots=self.of_roots)
         elif self.name == "event_kl":
-            kd, _ = losses.event_kl(
+            kd, _ = events.event_kl(
                 student[None], teacher[None], labels, sub_tile.teacher_labels[None],
                 sub_tile.terms, self.tables)
         elif self.name == "forward_kl":
             chunks = sub_tile.terms
-            kd, _ = losses.forward_kl(
+            kd, _ = self.forward_kl(
                 student[chunks.first_S][None], teacher[chunks.first_T][None], None)
         else:
             kd = self.of_chunks(student[None], teacher[None], sub_tile)
@@ -368,45 +343,14 @@ class Fused:
             student, teacher, *ids, tables.indices, tables.weights, entries=tables.entries,
             chunks=chunks)[0]
 
-    def overwrite(self, student, teacher, sub_tile, factors):
-        from isogloss import translation
-
-        if not self.use_kernels:
-            return None
-        labels = sub_tile.student_labels
-        if self.name == "piece_kl":
-            sums = translation.translated_in_place(
-                student, teacher, labels, labels, sub_tile.teacher_labels, sub_tile.terms,
-                self.tables, self.cells, factors)
-        elif self.name == "event_kl":
-            sums = losses.event_in_place(
-                student, teacher, labels, labels, sub_tile.teacher_labels, sub_tile.terms,
-                self.tables, self.cells, factors)
-        elif self.name == "alm":
-            sums = losses.alm_in_place(
-                student, teacher, labels, labels, sub_tile.teacher_labels, sub_tile.terms, factors)
-        elif self.name == "gold":
-            sums = losses.gold_in_place(
-                student, teacher, labels, sub_tile.terms, self.tables.common, self.tables.others,
-                factors)
-        elif self.name == "projection_kl":
-            sums = losses.projection_in_place(
-                student, teacher, labels, sub_tile.terms, self.tables.of_kernels, None, factors)
-        else:
-            chunks = sub_tile.terms
-            sums = losses.divergence_in_place(
-                "forward_kl", student, teacher, labels, chunks.first_S, chunks.first_T, factors)
-        assert sums is not None, "the kernels did not take these tensors"
-        return torch.stack(sums)
-
 
 class TableRun:
     """Hold the inputs of one line of the loss table.
 
     Args:
-        name: see `Fused`.
+        name: see `PairLoss`.
         sizes: `benchmarks.loss.Sizes`.
-        path: plain (all logits at once), tiled, or kernels.
+        path: plain (all logits at once), tiled, or compiled.
     """
 
     def __init__(self, name, sizes, path, device=DEVICE):
@@ -421,20 +365,16 @@ class TableRun:
             if name == "piece_kl":
                 tables = bench.random_tables(tables)
         elif name in ("gold", "projection_kl"):
-            tables = ChunkTables(sizes, device, path == "kernels")
-        losses.HAS_TRITON_KERNELS = losses.HAS_TRITON_KERNELS and path == "kernels"
-        budget = tiles.GPU_SUB_TILES
-        if path == "kernels":
-            budget = tiles.KERNEL_SUB_TILES._replace(
-                logit_bytes=2, live_copies=LIVE_COPIES.get(name, 1))
+            tables = ChunkTables(sizes, device)
         memory_mib = float("inf") if path == "plain" else sizes.memory_mib
-        plan = tiles.plan_tiles(*text, (sizes.V, W), memory_mib, budget,
+        plan = tiles.plan_tiles(*text, (sizes.V, W), memory_mib,
                                 teacher_context=name == "piece_kl")
         listed = tables if name in SPELLED else None
         plan = [bench.with_terms(tile, listed) for tile in plan]
         self.plan = [bench.to(tile, device) for tile in plan]
         on_device = bench.to(tables, device) if name in SPELLED else tables
-        self.loss = Fused(name, on_device, path == "kernels")
+        backend = "compiled" if path == "compiled" else "plain"
+        self.loss = PairLoss(name, on_device, loss_compiler(backend, device))
 
         def tensor(*shape):
             values = torch.randn(*shape, device=device, dtype=torch.bfloat16)
@@ -500,19 +440,19 @@ def table_line(name, path, positions, memory_mib):
 
 
 def loss_table():
-    """Time every loss by every path; passes where the kernels stay within 1.6 of their matmuls."""
+    """Time every loss by every path; passes where compiled is within 1.6 of the matmuls."""
     lines = {}
     ratios = []
     for name in TABLE_LOSSES:
         for positions in TABLE_POSITIONS:
-            for path, memory_mib in (("plain", 512), ("tiled", 512), ("kernels", 512),
-                                     ("kernels", 4096)):
+            for path, memory_mib in (("plain", 512), ("tiled", 512), ("compiled", 512),
+                                     ("compiled", 4096)):
                 key = f"{name} {path} {positions} {memory_mib}"
                 lines[key] = in_its_own_process("table_line", name, path, positions, memory_mib)
-                if path == "kernels" and "of_matmuls" in lines[key]:
+                if path == "compiled" and "of_matmuls" in lines[key]:
                     ratios.append(lines[key]["of_matmuls"])
     if not ratios:
-        return False, {"lines": lines, "reason": "the kernels did not run"}
+        return False, {"lines": lines, "reason": "nothing was compiled"}
     return max(ratios) <= 1.6, {"lines": lines}
 
 
@@ -521,10 +461,7 @@ def no_synchronization(tokens=1024):
     from benchmarks.loss import Sizes
 
     figures = {}
-    for name, path in itertools.product(TABLE_LOSSES, ("tiled", "kernels")):
-        if path == "kernels" and not losses.HAS_TRITON_KERNELS:
-            continue
-        available = losses.HAS_TRITON_KERNELS
+    for name, path in itertools.product(TABLE_LOSSES, ("tiled", "compiled")):
         run = TableRun(name, Sizes(tokens, 32_000, 48_000, 512, 512, 0, 512), path)
         run.step()
         torch.cuda.synchronize()
@@ -539,7 +476,6 @@ def no_synchronization(tokens=1024):
                 place = f"{Path(warning.filename).name}:{warning.lineno}"
                 waits[place] = waits.get(place, 0) + 1
         figures[f"{name} {path}"] = waits
-        losses.HAS_TRITON_KERNELS = available
     return not any(figures.values()), {"waits": figures}
 
 
@@ -562,7 +498,7 @@ CHECKS = {
     "writer_ends_first": writer_ends_first,
     "ipc_full_cache": ipc_full_cache,
     "killed_process_frees_memory": killed_process_frees_memory,
-    "kernels": kernels,
+    "compiled": compiled,
     "no_synchronization": no_synchronization,
     "loss_table": loss_table,
     "nccl_gradients": job_check("nccl_gradients"),

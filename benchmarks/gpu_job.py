@@ -169,13 +169,13 @@ def teacher_states(folder, degree, dtype):
     from transformers import AutoTokenizer
 
     from isogloss.job.launch import silence_libraries, start_distributed
-    from isogloss.teachers.sources import load_teacher
-    from isogloss.teachers.specs import TeacherSpec
+    from isogloss.teachers.model import ModelSpec
+    from isogloss.teachers.protocol import load_teacher
 
     device = start_distributed()
     silence_libraries()
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "teacher")
-    spec = TeacherSpec(str(Path(folder) / "teacher"), len(tokenizer), "auto", dtype=dtype,
+    spec = ModelSpec(str(Path(folder) / "teacher"), len(tokenizer), "auto", dtype=dtype,
                        device=device, degree=degree, same_ids=True)
     teacher = load_teacher(spec)
     generator = torch.Generator().manual_seed(0)

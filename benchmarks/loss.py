@@ -2,7 +2,7 @@
 
     python benchmarks/loss.py                                # the record of docs/LOG.md
     python benchmarks/loss.py --losses piece_kl --tokens 1024 --path plain
-    python benchmarks/loss.py --losses gold --beside plain,reference    # these in turn with tiles
+    python benchmarks/loss.py --losses piece_kl --beside plain,compiled # these in turn with tiles
     python benchmarks/loss.py --losses piece_kl --tokens 512 --against event_kl
     OMP_NUM_THREADS=1 python benchmarks/loss.py --tokens 64 --H 128,1024,4096 --times 7
 
@@ -13,8 +13,8 @@ on both sides, the others have two on one side.  The vocabularies have as many t
 llama3 and qwen2 do.  Memory is the peak of the process (CPU) or of the allocator (CUDA) above
 inputs and gradients.
 
-tiled: `tiles.tiled_loss`.  plain: all logits at once.  reference: the plain path without compiled
-kernels, by torch alone.
+tiled: `tiles.tiled_loss`.  plain: all logits at once.  compiled: tiled, with what torch.compile
+makes of a divergence, or of the roots of a translation.
 matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's,
 over all tokens, in one piece, into memory that exists, in the same process.
 against: another loss, whose logits, of the same sizes, exist already; so do those of the first
@@ -43,7 +43,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from isogloss import losses, translation
+from isogloss import event_kl as event_losses, losses, translation
+from isogloss.event_kl import Spelling, event_terms
+from isogloss.models.compiler import loss_compiler, plain
 from isogloss.spelling import translation_tables
 from isogloss.tiles import (
     CPU_SUB_TILES,
@@ -123,7 +125,7 @@ def random_text(tokens: int, V: int, W: int) -> Text:
 
 
 class PieceTable(NamedTuple):
-    """Hold the tables of one side of a `losses.Spelling`; see there."""
+    """Hold the tables of one side of a `Spelling`; see there."""
 
     pieces: torch.Tensor
     order: torch.Tensor
@@ -150,7 +152,7 @@ def random_pieces(size: int, other_size: int, common: int) -> PieceTable:
     )
 
 
-def random_spelling(V: int, W: int) -> losses.Spelling:
+def random_spelling(V: int, W: int) -> Spelling:
     """Draw a spelling in which most tokens have an equal in the other vocabulary."""
     events = int(EVENTS_PER_TOKEN * V)
     common = int(COMMON_PER_TOKEN * V)
@@ -161,10 +163,10 @@ def random_spelling(V: int, W: int) -> losses.Spelling:
     event_W[:common] = torch.arange(common)
     teacher = random_pieces(W, V, common)
     student = random_pieces(V, W, common)
-    return losses.Spelling(event_V.int(), event_W.int(), events, *teacher, *student)
+    return Spelling(event_V.int(), event_W.int(), events, *teacher, *student)
 
 
-def random_tables(spelling: losses.Spelling) -> translation.Tables:
+def random_tables(spelling: Spelling) -> translation.Tables:
     """Return the tables of a translation between two vocabularies that spell each other so."""
     V = len(spelling.pieces_V)
     W = len(spelling.pieces_W)
@@ -183,7 +185,7 @@ def random_tables(spelling: losses.Spelling) -> translation.Tables:
     return translation.Tables(**tensors | joins)
 
 
-def spell_long_chunks(text: Text, V: int, spelling: losses.Spelling) -> None:
+def spell_long_chunks(text: Text, V: int, spelling: Spelling) -> None:
     """Let the tokens of a chunk spell each other where one side has a single one; in place."""
     chunks = losses.find_chunks(text.student_chunk, text.teacher_chunk)
     # Common tokens have one piece; only the others can stand for a chunk of two.
@@ -230,12 +232,13 @@ def build_loss(
     V: int,
     W: int,
     kept_K: torch.Tensor,
-    spelling: losses.Spelling | translation.Tables | None,
+    spelling: Spelling | translation.Tables | None,
     device: str,
+    compiler: Callable = plain,
 ) -> Loss:
     """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
     if divergence := translated_divergence(name):
-        return build_translated(divergence, spelling, device)
+        return build_translated(divergence, spelling, device, compiler)
     if name == "cross_entropy":
         return cross_entropy
     if name == "event_kl":
@@ -246,6 +249,7 @@ def build_loss(
         return build_gold(V, W, device)
     function = getattr(losses, name)
     if name in DIVERGENCES:
+        function = compiler(function)
 
         def divergence(x, y, sub_tile):
             # As for equal tokenizers: one row per chunk on either side.
@@ -273,26 +277,29 @@ def cross_entropy(x, y, sub_tile):
     return F.cross_entropy(x.float(), sub_tile.student_labels, reduction="sum")
 
 
-def build_event_kl(spelling: losses.Spelling, device: str) -> Loss:
+def build_event_kl(spelling: Spelling, device: str) -> Loss:
     on_device = to(spelling, device)
 
     def event_kl(x, y, sub_tile):
         ids = SampleIds.of(sub_tile)
         next_ids = ids.student_next, ids.teacher_next
-        return losses.event_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
+        return event_losses.event_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
 
     return event_kl
 
 
-def build_translated(name: str, tables: translation.Tables, device: str) -> Loss:
+def build_translated(
+    name: str, tables: translation.Tables, device: str, compiler: Callable
+) -> Loss:
     on_device = to(tables, device)
+    of_roots = compiler(translation.root_values)
     divergence = getattr(losses, name)
 
     def translated(x, y, sub_tile):
         ids = SampleIds.of(sub_tile)
         return translation.translated(
             x[None], y[None], ids.student_next, ids.teacher_next, sub_tile.terms, on_device,
-            divergence,
+            divergence=divergence, of_roots=of_roots,
         )[0]
 
     return translated
@@ -348,6 +355,7 @@ class LossRun(NamedTuple):
 
     name: str
     loss: Loss
+    compiled_loss: Loss
     hidden: torch.Tensor
     weight: torch.Tensor
     teacher: HiddenLogits | None
@@ -378,11 +386,15 @@ class LossRun(NamedTuple):
         self.hidden.grad = None
         self.weight.grad = None
 
-    def tiled(self) -> None:
+    def compiled(self) -> None:
+        self.tiled(self.compiled_loss)
+
+    def tiled(self, loss: Loss | None = None) -> None:
         self.clear_gradients()
+        loss = loss or self.loss
 
         def tile_loss(x, y, sub_tile):
-            return self.loss(x, y, sub_tile)[None]
+            return loss(x, y, sub_tile)[None]
 
         teacher = self.teacher_logits(self.tiles)
         head = Head(self.weight)
@@ -400,13 +412,6 @@ class LossRun(NamedTuple):
             all_positions = torch.arange(len(x), device=x.device)
             y = StoredLogits(teacher(all_positions))(sub_tile.teacher_positions)
         self.loss(x[tile.student_positions], y, sub_tile).backward()
-
-    def reference(self) -> None:
-        """Run the plain path without compiled kernels, as losses.py works alone."""
-        has_kernels = losses.HAS_KERNELS  # whether losses.py found cpu_kernels.py
-        losses.HAS_KERNELS = False
-        self.plain()
-        losses.HAS_KERNELS = has_kernels
 
     @torch.no_grad()
     def matmuls(self) -> None:
@@ -464,7 +469,9 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
         spell_long_chunks(text, V, spelling)
     if is_translated:
         spelling = random_tables(spelling)
-    loss = build_loss(name, V, W, kept_K, spelling, device)
+    loss, compiled_loss = (
+        build_loss(name, V, W, kept_K, spelling, device, loss_compiler(backend, device))
+        for backend in ("plain", "compiled"))
 
     def tensor(*shape):
         # Variance 1 / H keeps the logits small, as if the models knew nothing yet.
@@ -480,7 +487,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     def planned(memory_mib):
         budget = CPU_SUB_TILES if device == "cpu" else GPU_SUB_TILES
         vocab_sizes = (V, W if teacher else 0)
-        tiles = plan_tiles(*text, vocab_sizes, memory_mib, budget)
+        tiles = plan_tiles(*text, vocab_sizes, memory_mib, sub_tiles=budget)
         if teacher:
             tiles = [with_terms(tile, spelling) for tile in tiles]
         return [to(tile, device) for tile in tiles]
@@ -488,6 +495,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     return LossRun(
         name=name,
         loss=loss,
+        compiled_loss=compiled_loss,
         hidden=hidden,
         weight=weight,
         teacher=teacher,
@@ -503,7 +511,7 @@ def shaped(flat: torch.Tensor, rows: torch.Tensor, head: torch.Tensor) -> torch.
     return flat[: len(rows) * len(head)].view(len(rows), len(head))
 
 
-def with_terms(tile: Tile, spelling: losses.Spelling | translation.Tables | None) -> Tile:
+def with_terms(tile: Tile, spelling: Spelling | translation.Tables | None) -> Tile:
     """List the terms of every sub-tile: those of event_kl or a translation, else the chunks."""
     sub_tiles = []
     for sub_tile in tile.sub_tiles:
@@ -512,7 +520,7 @@ def with_terms(tile: Tile, spelling: losses.Spelling | translation.Tables | None
             read = F.pad(ids.student_next[:, :-1], (1, 0), value=-1)
             terms = translation.list_nodes(read, *ids, spelling)
         elif spelling:
-            terms = losses.event_terms(*ids, spelling)
+            terms = event_terms(*ids, spelling)
         else:
             terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
         sub_tiles.append(sub_tile._replace(terms=terms))
@@ -682,7 +690,7 @@ def main(
         K: kept columns of projection_kl.
         memory_mib: MiB, of `tiles.plan_tiles`.
         dtype: of hidden states and heads.
-        path: tiled, plain or reference.
+        path: tiled, plain or compiled.
         beside: some of these, separated by commas, to run in turn with it.
         times: number of rounds.
         here: measure in this process.

@@ -179,7 +179,7 @@ def pair_of_projection_kl(folder, V, W):
         chunk = torch.arange(len(x))[None]
         kept = y.amax(0).topk(TOPK).indices.sort().values
         total, count = losses.projection_kl(
-            x[None], y[None], chunk, chunk, indices, weights, kept,
+            x[None], y[None], chunk, chunk, indices, weights, kept_K=kept,
             entries=losses.projection_entries(indices, weights, W, kept),
             chunks=losses.find_chunks(chunk, chunk))
         return total / count

@@ -3,6 +3,7 @@
 Tests: tests/test_launch.py, tests/test_distributed.py.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,15 +44,17 @@ from isogloss.student.pipeline import start_pipeline
 from isogloss.student.stages import probe_ids
 from isogloss.student.ulysses import ATTENTION, register_attention
 from isogloss.student.whole_student import WholeStudent
+from isogloss.teachers.ensemble import SilentTeacher, load_silent
+from isogloss.teachers.model import ModelSpec
+from isogloss.teachers.protocol import load_teacher
 from isogloss.teachers.remote import (
     TENSORS_PER_RESPONSE,
+    RanksSpec,
     TeacherClient,
     client_roles,
     client_size,
     serve_requests,
 )
-from isogloss.teachers.sources import SilentTeacher, load_silent, load_teacher
-from isogloss.teachers.specs import TeacherSpec
 from isogloss.writing.on_policy import Writer, check_writing
 
 
@@ -108,8 +111,7 @@ class TrainState:
     @property
     def asks_ahead(self):
         """Whether a teacher works elsewhere, beside the student, and so can be asked before."""
-        is_served = any(spec.engine == "served" for spec in single_specs(self.teachers))
-        return bool(self.client) or is_served
+        return any(setup.spec.asks_ahead for setup in self.teachers)
 
 
 def build_state(cfg, inputs, device, roles=None):
@@ -230,23 +232,15 @@ def build_writer(state, inputs):
 # --- teachers on ranks of their own ---------------------------------------------------------------
 
 
-def single_specs(setups):
-    """List the TeacherSpecs to load, members of ensembles one by one."""
-    specs = []
-    for setup in setups:
-        specs += setup.spec.single()
-    return specs
-
-
-def remote_specs(setups):
-    """List the TeacherSpecs that the teachers' ranks load: caches are read by the student's."""
-    return [spec for spec in single_specs(setups) if not spec.cache]
+def specs_with_weights(setups):
+    """List the TeacherSpecs that the teachers' ranks load: others are read by the student's."""
+    return [spec for setup in setups for spec in setup.spec.single() if spec.has_weights]
 
 
 def announce_teachers(inputs, roles):
     """Tell the ranks that are for teachers alone what to load."""
     if roles and roles.local_rank == 0:
-        specs = [spec.to_plain() for spec in remote_specs(inputs.teachers)]
+        specs = [spec.to_plain() for spec in specs_with_weights(inputs.teachers)]
         roles.publish("teacher specs", specs)
 
 
@@ -257,18 +251,16 @@ def connect(state, roles):
             setup.source = SilentTeacher([])
         return
     roles = client_roles(roles, state.cfg.pipeline_parallel)
-    specs = remote_specs(state.teachers)
+    specs = specs_with_weights(state.teachers)
     # this step and the next one
     num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
     tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)
     size = client_size(roles, state.cfg.sequence_parallel)
     state.client = TeacherClient(roles, num_requests, state.device, size, tensors)
-    # from here on the same specs describe how this rank reaches the loaded teachers
-    for number, spec in enumerate(specs):
-        spec.engine = "remote"
-        spec.number = number
-        spec.client = state.client
+    numbers = itertools.count()
     for setup in state.teachers:
+        setup.spec = setup.spec.with_models(
+            lambda spec: RanksSpec.of_model(spec, next(numbers), state.client))
         setup.source = load_teacher(setup.spec)
 
 
@@ -291,11 +283,9 @@ def serve_teachers(cfg, roles, device):
     with fail_together(roles, "models"):
         teachers = []
         for plain in roles.read("teacher specs"):
-            spec = TeacherSpec.from_plain(plain)
-            spec.device = device
-            spec.same_ids = True  # all members of a replica read the same request
-            spec.sequence_parallel_size = 1
-            teachers.append(load_teacher(spec))
+            # all members of a replica read the same request
+            plain |= {"same_ids": True, "sequence_parallel_size": 1}
+            teachers.append(load_teacher(ModelSpec(**plain, device=device)))
     current_watch().training = True
     ignore_stop_signals()  # the student takes a checkpoint first
     roles = client_roles(roles, cfg.pipeline_parallel)

@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from isogloss.flags.parse import (
     parse_flags,
     shared,
 )
-from isogloss.inputs import load_text_encoder, open_rows, served_encoder, teacher_spec
+from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job.files import check_shared, size_and_checksum
 from isogloss.job.launch import (
     fail,
@@ -50,10 +51,9 @@ from isogloss.job.launch import (
     silence_libraries,
     start_distributed,
 )
-from isogloss.job.layout import node_size, teacher_groups
 from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
-from isogloss.models.pretrained import check_weights, load_config
+from isogloss.models.pretrained import load_config
 from isogloss.teachers.cache_files import (
     FORMAT,
     HEAD,
@@ -70,9 +70,9 @@ from isogloss.teachers.cache_files import (
 )
 from isogloss.teachers.cached import head_tensors, template_digest
 from isogloss.teachers.kept_tokens import byte_order, keep_tokens, uniform_numbers
-from isogloss.teachers.model import BLOCK, head_gives_own_logits, local_folder, resolve_engine
+from isogloss.teachers.model import head_gives_own_logits, local_folder
+from isogloss.teachers.protocol import BLOCK, load_teacher
 from isogloss.teachers.served import START_TIMEOUT
-from isogloss.teachers.sources import load_teacher
 from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.teachers.text_server import TextServer, api_key, is_address
 from isogloss.tiles import HiddenLogits
@@ -140,9 +140,9 @@ class Args:
 
     def _check_what_is_kept(self):
         """Raise a ValueError where flags do not go together."""
-        is_served = self.run_config().is_served
+        self.run_config()  # checks the flags that both have
         for name in ("hidden", "sampled"):
-            if is_served and getattr(self, name):
+            if is_address(self.teacher) and getattr(self, name):
                 raise ValueError(f"--{name} with --teacher {self.teacher}: a server gives its most "
                                  "likely tokens alone; leave it out")
         for name in ("top_k", "sampled", "logp_bits", "temperature"):
@@ -485,7 +485,7 @@ class ShardWriter:
         lengths = [max(len(ids) - 1, 0) for ids in tokens]
         batches = batches_of(lengths, self.batch_tokens)
         num_passes = len(batches)
-        if self.source.engine == "zero3":  # every pass takes all ranks
+        if self.source.takes_all_ranks:
             num_passes = max(values_of_ranks(num_passes))
         columns = [None] * len(tokens)
         for batch in range(num_passes):
@@ -568,7 +568,7 @@ def write_shards(args, folder, manifest, texts, source):
                if not (folder / shard_name(number)).exists()]
     missing = values_of_ranks(missing)[0]
     rank = dist.get_rank()
-    degree = 1 if source.engine == "zero3" else source.degree
+    degree = 1 if source.takes_all_ranks else source.degree
     replica, member = divmod(rank, degree)
     num_replicas = dist.get_world_size() // degree
     writer = ShardWriter(folder, manifest, texts, source, args.batch_tokens, member == 0)
@@ -589,22 +589,16 @@ def write_shards(args, folder, manifest, texts, source):
 def prepare(args, device):
     """Return (Texts, Manifest, TeacherSpec, positions) of a command, checked."""
     cfg = args.run_config()
-    encoder, config = load_text_encoder(
-        "teacher", args.teacher_path, args.teacher_max_length, args.trust_remote_code,
-        template_kwargs(cfg))
-    whole_config = load_config("teacher", args.teacher_path, args.trust_remote_code)
-    teacher_groups(dist.get_world_size(), node_size(), args.teacher_tp)
-    if cfg.is_served:
-        encoder = served_encoder(cfg, encoder, config.vocab_size)
-    else:
-        resolve_engine(args.teacher_engine, args.teacher_tp, whole_config, dist.get_world_size())
-        check_weights("teacher", args.teacher, args.trust_remote_code)
+    load = partial(load_text_encoder, "teacher", args.teacher_path, args.teacher_max_length,
+                   args.trust_remote_code, template_kwargs(cfg))
+    encoder = cfg.teacher_kind.encoder(cfg, load, student=None, roles=None)
+    config = load_config("teacher", args.teacher_path, args.trust_remote_code)
     check_shared("--output", args.output)
     texts = open_texts(args, encoder)
-    spec = teacher_spec(cfg, encoder, device)
+    spec = cfg.teacher_kind.of(cfg, encoder, device)
     spec.same_ids = True
-    dtype = getattr(torch, args.teacher_dtype, None) or whole_config.dtype or torch.float32
-    manifest, positions = plan(args, texts, encoder, config, dtype)
+    dtype = getattr(torch, args.teacher_dtype, None) or config.dtype or torch.float32
+    manifest, positions = plan(args, texts, encoder, config.get_text_config(), dtype)
     return texts, manifest, spec, positions
 
 

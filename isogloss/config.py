@@ -4,12 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+from isogloss.align import fingerprint
 from isogloss.data.open_data import TXT_SAMPLES
 from isogloss.data.sample import ALIGNERS
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import LONGEST_NAME, check_flags, flag, flags_that
+from isogloss.flags.plugins import load_plugins
 from isogloss.flags.yaml_file import parse_json
 from isogloss.models.attention import ATTENTIONS
+from isogloss.models.compiler import LOSS_BACKENDS
 from isogloss.objective.loss_table import (
     ALM_MODES,
     AUTO_WEIGHT,
@@ -18,10 +21,9 @@ from isogloss.objective.loss_table import (
     loss_flags,
     losses_of_truncated,
 )
-from isogloss.teachers.cache_files import TEACHER
-from isogloss.teachers.sources import engine_names
-from isogloss.teachers.specs import TEACHER_OUTPUTS
-from isogloss.teachers.text_server import Address, is_address
+from isogloss.teachers.kinds import kind_of
+from isogloss.teachers.model import ENGINES
+from isogloss.teachers.protocol import TEACHER_OUTPUTS
 
 # Below it logits / temperature leave float32.
 LOWEST_TEMPERATURE = 1e-3
@@ -244,6 +246,10 @@ class LossFlags:
         512, "MiB for the logits of a tile and what the loss makes of them. auto (or 0): at most "
         "a sixteenth of the GPU's memory that is free before the first step, 512 to 8192; 512 on "
         "a CPU.", low=0, high=2**20, free=True)
+    loss_backend: str = flag(
+        "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "
+        "first step waits some seconds for it). auto compiles on a GPU.", choices=LOSS_BACKENDS,
+        free=True)
     head_gradient: str = flag(
         "auto", "how often autograd gets the gradient of the output layer: window (once per step, "
         "a float32 sum of its micro-batches until then), or micro_batch. auto takes window, but "
@@ -366,7 +372,8 @@ class TeacherParallelismFlags:
         "auto", "replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference "
         "engine), transformers (its own tensor parallelism, over all ranks with teachers), zero3 "
         "(partitioned over these, for any architecture), or auto: the first of them that can "
-        "shard the model over teacher_tp ranks.", choices=engine_names, free=True, key="engine")
+        "shard the model over teacher_tp ranks.", choices=("auto", *ENGINES), free=True,
+        key="engine")
     teacher_tp: int = flag(
         1, "neighboring ranks of a node that share one teacher. It divides the ranks of a node.",
         low=1, high=2**16, free=True, key="tp")
@@ -423,6 +430,9 @@ class RunFlags:
 
     config: str = flag(
         "", "YAML file of flags, as in recipes/; those of the command line win.", free=True)
+    plugin: str = flag(
+        "", "Python files of your own, with commas, that are run before anything else and add a "
+        "loss or a kind of teachers to our tables. See docs/extending.md.", free=True)
     ds_config: str = flag(
         "ds_configs/zero2.json", "DeepSpeed JSON; see ds_configs/README.md.", free=True)
     learning_rate: float = flag(
@@ -484,10 +494,12 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     """
 
     FOREIGN: ClassVar[dict] = FOREIGN  # see `parse_flags`
+    given: ClassVar[frozenset] = frozenset()  # flags of the command line; `parse_flags` sets it
 
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
             self.loss_memory_mib = 0
+        load_plugins(self.plugin)  # which add to what the others are checked against
         check_flags(self)
         self._check_values()
         self._check_data()
@@ -562,13 +574,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
-        check_truncated(self, "--teacher_output topk",
-                        self.teacher_output == "topk" and not self.teacher_cache)
         self._check_on_policy()
         self._check_tasks()
-        if self.teacher_compile and self.teacher_cache:
-            raise ValueError("--teacher_compile: a --teacher_cache has no forward pass; leave it "
-                             "out")
         if self.teacher_compile and self.teacher_offload:
             raise ValueError("--teacher_compile: what is compiled reads its weights where they "
                              "were, and --teacher_offload moves them; leave out one of them")
@@ -644,66 +651,55 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                                  "one of them")
 
     @property
+    def teacher_kind(self):
+        """The kind of the teacher, of several not: see `configs_by_teacher`."""
+        return kind_of(self)
+
+    @property
     def teacher_path(self):
         """Hub id or directory of the teacher's tokenizer and config, those of a cache included."""
-        if self.teacher_cache:
-            return self.teacher or str(Path(self.teacher_cache) / TEACHER)
-        return self.teacher_tokenizer or self.teacher
+        return self.teacher_kind.tokenizer_path(self)
 
     @property
-    def is_served(self):
-        """Whether the teacher is the address of a server."""
-        return is_address(self.teacher)
+    def softens_truncated(self):
+        """Whether the loss softens rows that keep some tokens alone."""
+        return self.temperature != 1 and LOSSES[self.loss].truncated == "softened"
 
-    @property
-    def loads_teacher(self):
-        """Whether the teacher's weights are read by this job."""
-        return not (self.teacher_cache or self.is_served)
+    def reading_of_rest(self, student, encoder):
+        """Return how the loss reads truncated rows: (temperature of the rest, does it read draws?).
 
-    def _check_served(self):
-        """Check what does not go together with a server, which gives its likely tokens alone."""
-        if not self.is_served:
-            if self.teacher_tokenizer and not self.teachers:
-                raise ValueError(f"--teacher_tokenizer {self.teacher_tokenizer}: is for the "
-                                 "address of a server as --teacher; leave it out")
-            return
-        Address.of(self.teacher)
-        where = f"--teacher {self.teacher}"
-        if not self.teacher_tokenizer:
-            raise ValueError(f"{where}: a server is asked with token ids; name the directory or "
-                             "hub id of its tokenizer and config with --teacher_tokenizer")
-        unfit = {"teacher_cache": "which takes its place", "teacher_ranks": "which hold a model"}
-        for name in ("teacher_engine", "teacher_tp", "teacher_dtype", "teacher_offload"):
-            unfit[name] = "which is for a model that this job loads"
-        for name, reason in unfit.items():
-            if getattr(self, name) != getattr(Config, name):
-                raise ValueError(f"{where} with --{name} {getattr(self, name)}, {reason}; leave "
-                                 "out one of them")
-        gives = f"{where} gives the {self.teacher_output_topk} most likely tokens alone"
-        if self.teacher_output == "logits":
-            raise ValueError(f"{gives}; leave out --teacher_output logits")
-        check_truncated(self, gives, True)
-        if self.teacher_weights == "entropy":
-            raise ValueError(f"{gives}, so its entropy is not known; use another --teacher_weights "
-                             "than entropy, such as ce")
-        if self.temperature != 1 and LOSSES[self.loss].truncated == "softened":
-            raise ValueError(f"{gives}, and of all others their mass at temperature 1; leave out "
-                             f"--temperature {self.temperature}")
+        What sums up tokens before it softens the sums reads them at temperature 1, and is not
+        linear in them at another one.
 
-    def _check_cache(self):
-        """Check what does not go together with a cache."""
-        if not self.teacher_cache:
-            return
-        if self.on_policy:
-            raise ValueError(f"--teacher_cache with --on_policy {self.on_policy}: a cache holds "
-                             "nothing of what the student writes; use --teacher")
-        if self.teacher_engine != "auto":
-            raise ValueError(f"--teacher_cache with --teacher_engine {self.teacher_engine}: a "
-                             "cache loads no teacher; leave out one of them")
+        Args:
+            student, encoder: TextEncoder of the student and of the teacher.
+        """
+        spec = LOSSES[self.loss]
+        if not self.softens_truncated:
+            return 1.0, spec.reads_draws(self)
+        sums_first = spec.needs == "spellings"
+        if sums_first and fingerprint(student.tokenizer) != fingerprint(encoder.tokenizer):
+            return 1.0, False
+        return self.temperature, spec.reads_draws(self)
+
+    def check_truncated(self, what):
+        """Raise a ValueError where the loss needs all tokens of a teacher of which some are kept.
+
+        Args:
+            what: truncates, for the message.
+        """
+        # with --teachers each entry is checked
+        if self.kd_weight and not self.teachers and not LOSSES[self.loss].truncated:
+            raise ValueError(f"{what} with --loss {self.loss}: this loss reads all tokens of the "
+                             "teacher; keep hidden states, or use one of "
+                             f"{', '.join(losses_of_truncated())}")
 
     def _check_teachers(self):
-        self._check_cache()
-        self._check_served()
+        kind = self.teacher_kind
+        if self.teacher_tokenizer and not (kind.takes_tokenizer or self.teachers):
+            raise ValueError(f"--teacher_tokenizer {self.teacher_tokenizer}: is for the address of "
+                             "a server as --teacher; leave it out")
+        kind.check(self)
         if self.teachers:
             configs_by_teacher(self)
         elif self.route_key:
@@ -717,20 +713,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         for name in needed:
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
-
-
-def check_truncated(cfg, what, is_truncated):
-    """Raise a ValueError where a loss needs all tokens of a teacher of which some are kept.
-
-    Args:
-        cfg: Config of one teacher.
-        what: truncates, for the message.
-    """
-    # with --teachers each entry is checked
-    if cfg.kd_weight and not cfg.teachers and is_truncated and not LOSSES[cfg.loss].truncated:
-        raise ValueError(f"{what} with --loss {cfg.loss}: this loss reads all tokens of the "
-                         "teacher; keep hidden states, or use one of "
-                         f"{', '.join(losses_of_truncated())}")
 
 
 # What `apply_chat_template` is told by the code itself.

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -11,10 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
-from isogloss import losses
 from isogloss.align import fingerprint
 from isogloss.checkpoints.checkpoint import (
     agree_on_start,
@@ -23,7 +22,7 @@ from isogloss.checkpoints.checkpoint import (
     position_of,
 )
 from isogloss.checkpoints.run_identity import checkpoint_folder, expected_identity, run_layout
-from isogloss.config import check_truncated, configs_by_teacher, routes_by_teacher, template_kwargs
+from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, stop_ids
@@ -56,26 +55,27 @@ from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import TaskSuite, load_suite
 from isogloss.evaluation.tasks import TaskOptions
 from isogloss.export import check_results
-from isogloss.flags.model_names import read_model_name, split_revision
-from isogloss.job.layout import is_last_stage, node_size, teacher_groups
+from isogloss.flags.model_names import split_revision
+from isogloss.job.layout import is_last_stage
 from isogloss.log import check_logs
 from isogloss.models.adapters import student_adapter
-from isogloss.models.pretrained import check_random, check_weights, load_config
-from isogloss.objective.loss_table import LOSSES, build_loss
+from isogloss.models.pretrained import (
+    check_language_model,
+    check_random,
+    check_weights,
+    load_config,
+)
+from isogloss.objective.loss_table import build_loss
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.ds_engine import check_with_deepspeed
 from isogloss.student.stages import check_pipeline_layout
 from isogloss.student.ulysses import check_sequence_layout
 from isogloss.targets import SpellingIds, TeacherSetup
-from isogloss.teachers.cache_files import SERVED, Manifest
-from isogloss.teachers.cached import check_cache, check_rest, check_texts
+from isogloss.teachers.ensemble import EnsembleSpec
 from isogloss.teachers.mixing import vocabulary_factors
-from isogloss.teachers.model import check_compilation, reads_more_than_text, resolve_engine
-from isogloss.teachers.served import check_server
-from isogloss.teachers.sources import MODEL_ENGINES
-from isogloss.teachers.specs import TeacherSpec
-from isogloss.tiles import CPU_SUB_TILES, GPU_SUB_TILES, KERNEL_SUB_TILES, MIB
+from isogloss.teachers.model import reads_more_than_text
+from isogloss.tiles import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 # --loss_memory_mib auto: the fraction of a GPU's free memory, and bounds.  Not tuned.
@@ -141,7 +141,7 @@ def check_inputs(cfg, device, roles=None):
     """
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
-    if cfg.epochs and cfg.steps != type(cfg).steps:
+    if cfg.epochs and ("steps" in cfg.given or cfg.steps != type(cfg).steps):
         raise ValueError(f"--epochs {cfg.epochs:g} with --steps {cfg.steps}: both say when the run "
                          "ends; leave out one of them")
     check_results(cfg)
@@ -152,7 +152,7 @@ def check_inputs(cfg, device, roles=None):
     encoders = load_teacher_encoders(cfg, student, roles)
     student, encoders = with_common_ids(student, encoders)
     tasks = load_student_tasks(cfg, student, student_config)
-    check_models(cfg)
+    check_student_weights(cfg)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
     if cfg.sequence_parallel > 1:
@@ -167,8 +167,8 @@ def check_inputs(cfg, device, roles=None):
         cfg.steps = steps_of_epochs(cfg, data, raw_ds_config)
         ds_config = resolve_ds_config(
             raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
-    if not cfg.route_key:  # else a cache needs no more than its routes
-        check_texts(cache_folders(cfg), data.parts())
+    for teacher_cfg in configs_by_teacher(cfg).values() if encoders else ():
+        teacher_cfg.teacher_kind.check_data(teacher_cfg, data.parts())
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
@@ -268,15 +268,6 @@ def with_common_ids(student, encoders):
     return cut[0], dict(zip(encoders, cut[1:]))
 
 
-def check_language_model(role, path, config):
-    """Raise a ValueError for a config of which transformers makes no causal language model."""
-    has_code = getattr(config, "auto_map", None)  # the model brings a class of its own
-    if not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"--{role} {path}: transformers has no causal language model of type "
-            f"{config.model_type}; expected one that AutoModelForCausalLM loads")
-
-
 def check_student_class(path, trust_remote_code=False):
     """Raise a ValueError for a student that is no language model, or of which a part is none."""
     config = load_config("student", path, trust_remote_code)
@@ -318,80 +309,21 @@ def load_teacher_encoders(cfg, student, roles=None):
     """
     if not cfg.kd_weight:
         return {}
-    num_ranks = dist.get_world_size()
-    ranks_per_node = node_size()
-    if roles:  # this world has the student's ranks only
-        num_ranks = num_ranks // roles.student_ranks * roles.teacher_ranks
-        ranks_per_node = roles.teacher_ranks
     encoders = {}
     configs = configs_by_teacher(cfg)
-    if roles and all(of_teacher.teacher_cache for of_teacher in configs.values()):
+    if roles and not any(entry.teacher_kind.has_weights for entry in configs.values()):
         raise ValueError(f"--teacher_ranks {cfg.teacher_ranks}: a cache needs no ranks, and there "
                          "is no other teacher; leave it out")
     for name, teacher_cfg in configs.items():
-        if teacher_cfg.teacher_cache:  # before its tokenizer is looked for there
-            Manifest.read("teacher_cache", teacher_cfg.teacher_cache)
-        encoders[name], config = load_text_encoder(
-            "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
+        load = partial(
+            load_text_encoder, "teacher", teacher_cfg.teacher_path, teacher_cfg.teacher_max_length,
             teacher_cfg.trust_remote_code, template_kwargs(cfg))
-        if teacher_cfg.teacher_cache:
-            encoders[name] = cached_encoder(teacher_cfg, student, encoders[name])
-            continue
-        if teacher_cfg.is_served:
-            encoders[name] = served_encoder(teacher_cfg, encoders[name], config.vocab_size)
-            continue
-        teacher_groups(num_ranks, ranks_per_node, teacher_cfg.teacher_tp)
-        engine = teacher_cfg.teacher_engine
-        if engine in MODEL_ENGINES:
-            config = load_config("teacher", teacher_cfg.teacher, teacher_cfg.trust_remote_code)
-            check_language_model("teacher", teacher_cfg.teacher, config)
-            is_adapter = read_model_name("teacher", teacher_cfg.teacher).adapter is not None
-            engine = resolve_engine(
-                engine, teacher_cfg.teacher_tp, config, num_ranks, is_adapter)
-            if teacher_cfg.teacher_compile:
-                check_compilation(engine, config)
-        elif roles:
-            raise ValueError(f"--teacher_engine {engine}: does not run on ranks of its own; leave "
-                             "out --teacher_ranks")
+        encoders[name] = teacher_cfg.teacher_kind.encoder(teacher_cfg, load, student, roles)
     return encoders
 
 
-def cached_encoder(cfg, student, encoder):
-    """Return the TextEncoder of a cached teacher, which reads no more than the cache holds.
-
-    Args:
-        cfg: Config of this teacher alone.
-        student: TextEncoder; encoder: that of the teacher's tokenizer.
-    Raises:
-        ValueError: the cache is damaged, or does not fit.
-    """
-    folder = cfg.teacher_cache
-    manifest = check_cache(folder, encoder, cfg.teacher_max_length)
-    check_truncated(cfg, f"--teacher_cache {folder}, which keeps {manifest.top_k} tokens,",
-                    manifest.output == "topk")
-    check_rest(folder, manifest, *reading_of_rest(cfg, student, encoder))
-    if manifest.dtype == SERVED and cfg.teacher_weights == "entropy":
-        raise ValueError(f"--teacher_cache {folder}: was written from a server, which does not say "
-                         "its entropy; use another --teacher_weights than entropy, such as ce")
-    return replace(encoder, max_length=cfg.teacher_max_length or manifest.max_length)
-
-
-def served_encoder(cfg, encoder, model_vocab):
-    """Return the TextEncoder of a served teacher, which reads no more than its server takes.
-
-    Args:
-        cfg: Config of this teacher alone.
-        encoder: TextEncoder of its tokenizer; model_vocab: tokens of its config.
-    Raises:
-        ValueError: see `served_teachers.check_server`.
-    """
-    limit = check_server(cfg.teacher, cfg.teacher_timeout, cfg.teacher_output_topk, encoder,
-                         model_vocab, cfg.teacher_max_length)
-    return replace(encoder, max_length=min(encoder.max_length, limit or encoder.max_length))
-
-
-def check_models(cfg):
-    """Check that every model's files hold the weights of its config.
+def check_student_weights(cfg):
+    """Check that the student's files hold the weights of its config.
 
     Raises:
         ValueError: see `pretrained.check_weights`.
@@ -401,12 +333,6 @@ def check_models(cfg):
     else:
         check_weights("student", cfg.student, cfg.trust_remote_code, student_adapter(cfg),
                       attention=cfg.attention)
-    if cfg.kd_weight:
-        for teacher_cfg in configs_by_teacher(cfg).values():
-            # others may have no weights
-            if teacher_cfg.teacher_engine in MODEL_ENGINES and teacher_cfg.loads_teacher:
-                check_weights("teacher", teacher_cfg.teacher, cfg.trust_remote_code,
-                              attention=cfg.attention)
 
 
 def check_flash_attention(cfg, ds_config):
@@ -426,7 +352,7 @@ def check_flash_attention(cfg, ds_config):
         raise ValueError(f"{precision} {cfg.ds_config} leaves the student in float32; enable bf16 "
                          "there, or use sdpa")
     for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
-        if not teacher_cfg.loads_teacher:
+        if not teacher_cfg.teacher_kind.has_weights:
             continue
         dtype = teacher_cfg.teacher_dtype
         if dtype == "auto":
@@ -588,7 +514,7 @@ def plan_teachers(cfg, student, encoders, device):
     setups = []
     for name, teacher_cfg in configs.items():
         encoder = encoders[name]
-        spec = teacher_spec(teacher_cfg, encoder, device, student)
+        spec = teacher_cfg.teacher_kind.of(teacher_cfg, encoder, device, student)
         loss = build_loss(teacher_cfg, student, encoder, device, spec.is_truncated)
         ids = spelling_ids(cfg, student, encoder, device)
         setups.append(TeacherSetup(name, teacher_cfg, encoder, loss, spec, ids))
@@ -608,69 +534,15 @@ def plan_ensemble(cfg, student, encoders, configs, device):
     shortest = min(encoder.max_length for encoder in encoders.values())
     encoder = replace(encoders[first], max_length=shortest)
     ensemble_cfg = replace(configs[first], kd_weight=cfg.kd_weight)
-    members = [teacher_spec(member, encoders[name], device, student)
-               for name, member in configs.items()]
-    for member in members:
-        # a mean of logits is not linear in probabilities
-        member.reads_draws = member.reads_draws and cfg.teacher_weights == "mean_p"
-    spec = TeacherSpec(
-        path="mean", vocab=len(encoder.table), engine="ensemble", members=members,
+    spec = EnsembleSpec(
+        path="mean", vocab=len(encoder.table),
+        members=[member.teacher_kind.of(member, encoders[name], device, student)
+                 for name, member in configs.items()],
         weights=[member.kd_weight for member in configs.values()],
         space=cfg.teacher_weights.removeprefix("mean_"))
     loss = build_loss(ensemble_cfg, student, encoder, device, spec.is_truncated)
     ids = spelling_ids(cfg, student, encoder, device)
     return TeacherSetup("mean", ensemble_cfg, encoder, loss, spec, ids)
-
-
-def cache_folders(cfg):
-    """List the caches of a run."""
-    configs = configs_by_teacher(cfg).values() if cfg.kd_weight else ()
-    return [of_teacher.teacher_cache for of_teacher in configs if of_teacher.teacher_cache]
-
-
-def teacher_spec(cfg, encoder, device, student=None):
-    """Return the TeacherSpec of a run with one teacher.
-
-    Args:
-        encoder: TextEncoder of the teacher; student: that of the student, None without one.
-    """
-    rest_temperature, reads_draws = reading_of_rest(cfg, student or encoder, encoder)
-    if cfg.teacher_cache:
-        return TeacherSpec(
-            path=cfg.teacher_path, vocab=len(encoder.table), engine="cache", device=device,
-            output=Manifest.read("teacher_cache", cfg.teacher_cache).output,
-            rest_temperature=rest_temperature, reads_draws=reads_draws,
-            cache=cfg.teacher_cache)
-    if cfg.is_served:
-        return TeacherSpec(
-            path=cfg.teacher, vocab=len(encoder.table), engine="served", device=device,
-            output="topk", output_topk=cfg.teacher_output_topk, tokenizer=cfg.teacher_tokenizer,
-            timeout=cfg.teacher_timeout, connections=cfg.teacher_connections,
-            sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
-    output = cfg.teacher_output
-    if output == "hidden" and not cfg.tiled:
-        output = "logits"  # the model's own: a head may be more than `tiles.head_of` knows
-    return TeacherSpec(
-        path=cfg.teacher, vocab=len(encoder.table), engine=cfg.teacher_engine,
-        dtype=cfg.teacher_dtype, attention=cfg.attention, device=device, degree=cfg.teacher_tp,
-        offload=cfg.teacher_offload, compile=cfg.teacher_compile, output=output,
-        output_topk=cfg.teacher_output_topk, rest_temperature=rest_temperature,
-        sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
-
-
-def reading_of_rest(cfg, student, encoder):
-    """Return how a loss reads truncated rows: (temperature of the rest, does it read draws?).
-
-    What sums up tokens before it softens the sums reads them at temperature 1, and is not linear in
-    them at another one.
-    """
-    spec = LOSSES[cfg.loss]
-    if cfg.temperature == 1 or spec.truncated != "softened":
-        return 1.0, spec.reads_draws(cfg)
-    sums_first = spec.needs == "spellings"
-    if sums_first and fingerprint(student.tokenizer) != fingerprint(encoder.tokenizer):
-        return 1.0, False
-    return cfg.temperature, spec.reads_draws(cfg)
 
 
 def spelling_ids(cfg, student, encoder, device):
@@ -694,10 +566,7 @@ def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=la
     """
     # ranks of a sequence group or of a pipeline read the same samples
     reader_rank = dist.get_rank() // cfg.ranks_per_reader
-    half = engine.bfloat16_enabled() or engine.fp16_enabled()
-    collator = build_collator(cfg, inputs, device, half=half)
-    # evaluations need no gradient, so what spares copies of the logits takes no part
-    held_out_collator = build_collator(cfg, inputs, device, trains=False)
+    collator = build_collator(cfg, inputs, device)
     micro_batch_size = engine.train_micro_batch_size_per_gpu()
     prompter = None
     if cfg.on_policy:
@@ -710,7 +579,7 @@ def load_batches(cfg, inputs, engine, device, start, place=None, asked_to_end=la
     batches = MicroBatches(
         stream, collator, micro_batch_size, engine.gradient_accumulation_steps(), reader_rank,
         num_readers(cfg), start, prompter)
-    held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, held_out_collator,
+    held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
                               micro_batch_size, reader_rank, num_readers(cfg))
     pinned = device.type == "cuda"
     training = loader(batches, cfg.num_workers, asked_to_end, pinned)
@@ -750,31 +619,11 @@ def automatic_mib(free_bytes):
     return min(max(power, LEAST_AUTO_MIB), MOST_AUTO_MIB)
 
 
-def sub_tile_budget(cfg, setups, device, trains, half):
-    """Return how the memory of a tile is divided, see `tiles.SubTileBudget`.
-
-    Args:
-        setups: TeacherSetups.
-        trains, half: see `build_collator`.
-    """
-    if device.type == "cpu":
-        return CPU_SUB_TILES
-    in_place = losses.HAS_TRITON_KERNELS and device.type in losses.TRITON_DEVICES
-    in_place &= all(hasattr(setup.loss.loss_fn, "overwrite") for setup in setups)
-    if not (trains and in_place):
-        return GPU_SUB_TILES
-    logit_bytes = 2 if half and cfg.teacher_dtype != "float32" else 4
-    live_copies = max([setup.loss.loss_fn.live_copies for setup in setups], default=1)
-    return KERNEL_SUB_TILES._replace(logit_bytes=logit_bytes, live_copies=live_copies)
-
-
-def build_collator(cfg, inputs, device, tile_mib=None, trains=True, half=False):
+def build_collator(cfg, inputs, device, tile_mib=None):
     """Return the Collator of a run.
 
     Args:
         tile_mib: see `tiles.plan_tiles`; None: what the flags say.
-        trains: its batches get a gradient.
-        half: the student computes its logits in bfloat16 or float16.
     """
     if tile_mib is None:
         tile_mib = tile_memory(cfg, device)
@@ -783,12 +632,11 @@ def build_collator(cfg, inputs, device, tile_mib=None, trains=True, half=False):
     print_of_student = fingerprint(inputs.student.tokenizer)
     for setup in inputs.teachers:
         same_tokenizer = fingerprint(setup.encoder.tokenizer) == print_of_student
-        is_cached = any(member.cache for member in setup.spec.single())
         pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name),
-                                 same_tokenizer, is_cached))
+                                 same_tokenizer, setup.spec.reads_keys))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
-        sub_tiles=sub_tile_budget(cfg, inputs.teachers, device, trains, half),
+        sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
         # neighboring ranks hold the shards of one sequence
         sequence_rank=dist.get_rank() % cfg.sequence_parallel,
         sequence_size=cfg.sequence_parallel,

@@ -60,10 +60,9 @@ from isogloss.flags.parse import (
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
-from isogloss.student.stages import check_pipeline_layout
+from isogloss.student.stages import check_pipeline_layout, num_weights
 from isogloss.student.ulysses import check_sequence_layout
-from isogloss.teachers.model import check_compilation, resolve_engine
-from isogloss.teachers.sources import MODEL_ENGINES
+from isogloss.teachers.model import checked_engine
 
 GIB = 2**30
 ARCHITECTURES = Path(shipped("recipes/architectures.yaml"))
@@ -150,10 +149,6 @@ def _empty_model(role, path, trust_remote_code):
                              f"{', '.join(table)}") from None
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def num_weights(module):
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _widest_layer(model, num_layers):
@@ -313,7 +308,8 @@ def plan(cfg, num_ranks, on_gpu=True, stage=None, per_node=0):
     if cfg.kd_weight:
         for teacher_cfg in configs_by_teacher(cfg).values():
             shape = shape_of("teacher", teacher_cfg.teacher_path, cfg.trust_remote_code)
-            engine = engine_of(layout, teacher_cfg, shape) if teacher_cfg.loads_teacher else ""
+            has_weights = teacher_cfg.teacher_kind.has_weights
+            engine = engine_of(layout, teacher_cfg, shape) if has_weights else ""
             teachers.append((teacher_cfg, shape, engine))
     return need_of(layout, student, teachers)
 
@@ -341,15 +337,7 @@ def engine_of(layout, cfg, shape):
     """
     per_node = layout.cfg.teacher_ranks or layout.per_node
     num_ranks = layout.ranks // layout.per_node * per_node
-    teacher_groups(num_ranks, per_node, cfg.teacher_tp)
-    if cfg.teacher_engine not in ("auto", *MODEL_ENGINES):
-        return cfg.teacher_engine
-    is_adapter = read_model_name("teacher", cfg.teacher).adapter is not None
-    engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, shape.config, num_ranks,
-                            is_adapter)
-    if cfg.teacher_compile:
-        check_compilation(engine, shape.config)
-    return engine
+    return checked_engine(cfg, shape.config, num_ranks, per_node)
 
 
 def need_of(layout, student, teachers):
@@ -478,9 +466,9 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     # of all micro-batches, because teachers are asked before the step
     kept = {"hidden": b * shape.hidden, "logits": b * shape.vocab,
             "topk": 8 * min(cfg.teacher_output_topk, shape.vocab)}
-    output = "topk" if cfg.is_served else cfg.teacher_output
+    output = cfg.teacher_kind.only_output or cfg.teacher_output
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
-    if not cfg.loads_teacher:
+    if not cfg.teacher_kind.has_weights:
         return
     degree = cfg.teacher_tp
     outer = shape.head * (1 if shape.tied else 2)
@@ -526,7 +514,8 @@ def choices(cfg, num_ranks, per_node):
         stages = (0,)
     for stage in stages:
         for degree in (1, 2, 4, 8):
-            if per_node % degree or (degree > 1 and not (cfg.kd_weight and cfg.loads_teacher)):
+            shards = cfg.kd_weight and cfg.teacher_kind.has_weights
+            if per_node % degree or (degree > 1 and not shards):
                 continue
             for checkpointing in (False, True):
                 other = replace(cfg, activation_checkpointing=checkpointing,

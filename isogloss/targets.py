@@ -15,8 +15,7 @@ from isogloss.objective.loss_table import LOSSES, DistillationLoss
 from isogloss.objective.objective import TeacherTarget, weigh_samples
 from isogloss.spelling import all_bytes
 from isogloss.teachers.mixing import teacher_scores, teacher_weights
-from isogloss.teachers.sources import TeacherSource, engine_of
-from isogloss.teachers.specs import BLOCK, TeacherSpec
+from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import TeacherBlocks
 
@@ -83,15 +82,12 @@ class TeacherSetup:
         num = len(self.encoder.table) if comparable_W is None else int(comparable_W.sum())
         return LOSSES[self.cfg.loss].columns and num > self.cfg.projection_topk
 
-
     def can_be_asked_late(self):
         """Tell whether a rank can ask it by itself, without waiting for weights or for others.
 
         Columns are kept by what a teacher says of a whole step.
         """
-        return not self.keeps_columns and all(
-            engine_of(member) in ("replicated", "cache", "served") and not member.offload
-            for member in self.spec.single())
+        return not self.keeps_columns and self.spec.asked_late
 
 
 def step_targets(setups, micro_batches, group=None):

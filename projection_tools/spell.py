@@ -2,7 +2,7 @@
 
     python -m projection_tools.spell --student A --teacher B [--output spelling.pt]
 
-`event_kl` (losses.py) reads these.  spelling.py makes the spellings.  A token and the first piece
+event_kl.py reads these.  spelling.py makes the spellings.  A token and the first piece
 of its spelling are linked; connected components are the events.
 
 Shapes: V student vocabulary, W teacher vocabulary, P pieces, N tokens of either vocabulary.
@@ -83,7 +83,7 @@ def events(student_pieces_WP, teacher_pieces_VP):
 
 
 def build_spelling(pair, max_pieces=16):
-    """Return all tables of `losses.Spelling` (int32 tensors), with the tokenizers' fingerprints.
+    """Return all tables of `event_kl.Spelling` (int32 tensors), with the tokenizers' fingerprints.
 
     Args:
         pair: Pair.

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import oracle
-from isogloss.losses import Spelling, event_kl, event_terms, projection_kl
+from isogloss.event_kl import Spelling, event_kl, event_terms
+from isogloss.losses import projection_kl
 from isogloss.objective.vocab_parallel import on_whole_rows
 from isogloss.projection_tools.spell import events
 from isogloss.spelling import prefix_ranges
@@ -174,13 +175,14 @@ class Case:
         terms = event_terms(*self.next, *self.chunk, self.spelling)
         x = self.x if x is None else x
         y = self.y if y is None else y
-        return event_kl(x, y, *self.next, terms, self.spelling, tau)
+        return event_kl(x, y, *self.next, terms, self.spelling, temperature=tau)
 
     def projection(self, tau=1.0, x=None, y=None, kept=None):
         """Return projection_kl of this case, or of other logits."""
         x = self.x if x is None else x
         y = self.y if y is None else y
-        return projection_kl(x, y, *self.chunk, self.indices, self.likelihoods, kept, tau)
+        tables = self.indices, self.likelihoods
+        return projection_kl(x, y, *self.chunk, *tables, kept_K=kept, temperature=tau)
 
 
 def common_of(case):

@@ -1,9 +1,13 @@
 """Helpers for tests of whole jobs: a ds_config, a corpus, command lines on ranks, their logs."""
 
+import contextlib
+import io
 import json
+import math
 import os
 from pathlib import Path
 
+import ranks
 from isogloss import build, distill
 from isogloss.inputs import check_inputs
 from isogloss.job.launch import silence_libraries, start_distributed
@@ -50,6 +54,20 @@ def run_distill(argv_list):
     return codes
 
 
+def run_all(num_ranks, *argv_list):
+    """Run command lines one after the other; all of them must succeed on all ranks."""
+    codes = ranks.run(num_ranks, run_distill, list(argv_list))
+    assert codes == [[0] * len(argv_list)] * num_ranks, argv_list
+
+
+def run_and_listen(argv):
+    """Run a command line on this rank; return (exit codes, what it says)."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        codes = run_distill([argv])
+    return codes, said.getvalue()
+
+
 def losses_of(output, start=0):
     """Return what a run logged after step `start`, everything but times."""
     times = {"seconds", "tokens_per_second"}
@@ -60,3 +78,14 @@ def losses_of(output, start=0):
             lines.append({key: value for key, value in line.items()
                           if key not in times and not key.endswith("_seconds")})
     return lines
+
+
+def check_same_curve(expected, lines, rel_tol, abs_tol=0.0, name=""):
+    """Compare all metrics of two runs, line by line."""
+    for a, b in zip(expected, lines, strict=True):
+        assert a.keys() == b.keys(), name
+        for key, value in a.items():
+            # null: a mean over nothing
+            close = value == b[key] or math.isclose(
+                value, b[key], rel_tol=rel_tol, abs_tol=abs_tol)
+            assert close, (name, key, a, b)

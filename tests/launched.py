@@ -1,11 +1,15 @@
-"""Jobs under DeepSpeed's real launcher, each in a session of its own, and what is left of them."""
+"""Jobs whose ranks may die: under DeepSpeed's real launcher, in a session, or forked."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import NamedTuple
+
+import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 240  # seconds, on a busy machine, for what takes a few
@@ -80,3 +84,44 @@ class Job:
                    lambda: "for the end of {}\n{}".format(*self.what_waits()))
         message = self.runner.communicate(timeout=PATIENCE)[1]
         return self.runner.returncode, message
+
+
+# --- forked ranks ---------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """How a rank's process ended."""
+
+    code: int
+    stderr: str
+
+
+def rank_with_trouble(argv, folder, trouble):
+    """Run a command line as a process of its own would; trouble(rank) comes first."""
+    rank = int(os.environ["RANK"])
+    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    from isogloss import distill
+
+    trouble(rank)
+    code = 0
+    try:
+        distill.cli([*argv, f"--local_rank={rank}"])
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_with_trouble(num_ranks, argv, folder, trouble):
+    """Return Ended of every rank; a rank that does not end fails the test."""
+    folder.mkdir(exist_ok=True)
+    group = ranks.start(num_ranks, rank_with_trouble, argv, folder, trouble)
+    for process, _ in group:
+        process.join(PATIENCE)
+    codes = [process.exitcode for process, _ in group]
+    ranks.kill(group)
+    return [Ended(code, (folder / f"stderr{rank}").read_text())
+            for rank, code in enumerate(codes)]

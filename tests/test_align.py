@@ -23,6 +23,7 @@ from isogloss.align import (
     align_batch,
     align_located,
     align_regions,
+    character_starts,
     common_cut,
     coverage,
     html_page,
@@ -760,3 +761,9 @@ def test_a_space_in_front_is_no_byte_of_the_text():
     for text in (None, "the x"):
         alignment = align([0, 1], [0, 1], s, t, text)
         assert alignment.text_bytes == 5 and sum(alignment.dropped.values()) == 0
+
+
+def test_a_character_begins_where_its_bytes_do():
+    text = "a\x7f\x80é\u07ff\u0800€\uffff\U00010000😀z"
+    expected = [len(text[:place].encode()) for place in range(len(text) + 1)]
+    assert character_starts(text).tolist() == expected

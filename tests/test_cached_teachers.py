@@ -18,7 +18,7 @@ from isogloss import cache
 from isogloss.config import Config
 from isogloss.errors import DataError
 from isogloss.flags.parse import parse_flags
-from isogloss.inputs import check_inputs, load_text_encoder, teacher_spec
+from isogloss.inputs import check_inputs, load_text_encoder
 from isogloss.job.files import scratch_of
 from isogloss.job.launch import start_distributed
 from isogloss.job.watch import end_together
@@ -27,8 +27,8 @@ from isogloss.teachers.cached import CachedTeacher
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
 from isogloss.teachers.model import load_replicated
 from isogloss.teachers.text_scores import batch_texts
-from jobs import ds_config, losses_of, run_distill, write_corpus
-from test_layouts import (
+from jobs import ds_config, losses_of, run_and_listen, run_distill, write_corpus
+from steps import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
     Case,
@@ -84,7 +84,7 @@ def bytes_of(folder):
 
 @pytest.fixture(scope="module")
 def data(texts, tmp_path_factory):
-    """Return the flags of the data: a corpus, and the samples of test_layouts.py."""
+    """Return the flags of the data: a corpus, and the samples of steps.py."""
     folder = tmp_path_factory.mktemp("data")
     samples = folder / "samples.jsonl"
     rows = [text for text in uneven_samples(texts) if text is not None]
@@ -249,16 +249,8 @@ def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_
                 assert abs(line[key] - value) <= 1e-4 * abs(value) + 1e-6, (weights, key)
     alone = [*argv[:-1], f"--teacher_cache={caches['20']}", "--teacher_ranks=1",
              f"--output_dir={tmp_path / 'none'}"]
-    line = "".join(ranks.run(2, end_with_ranks_for_nothing, alone))
+    line = "".join(said for _, said in ranks.run(2, run_and_listen, alone))
     assert "a cache needs no ranks" in line
-
-
-def end_with_ranks_for_nothing(argv):
-    """Return the line that a run ends with."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        run_distill([argv])
-    return said.getvalue()
 
 
 class Reading:
@@ -275,11 +267,12 @@ class Reading:
         self.student, _ = load_text_encoder("student", cfg.student, cfg.max_length)
         self.teacher, _ = load_text_encoder("teacher", cfg.teacher, 0)
         device = torch.device("cpu")
-        self.live = load_replicated(teacher_spec(cfg, self.teacher, device))
+        self.live = load_replicated(cfg.teacher_kind.of(cfg, self.teacher, device))
         self.cached = {}
         for kind, folder in folders.items():
             of_cache = Config(student=cfg.student, data=cfg.data, teacher_cache=str(folder))
-            self.cached[kind] = CachedTeacher(teacher_spec(of_cache, self.teacher, device))
+            spec = of_cache.teacher_kind.of(of_cache, self.teacher, device)
+            self.cached[kind] = CachedTeacher(spec)
 
     def check(self, samples, tolerances, **options):
         """Compare the probabilities of all positions of a batch with a text."""

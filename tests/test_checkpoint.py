@@ -26,6 +26,7 @@ from isogloss.checkpoints.checkpoint import (
 from isogloss.job import files
 from isogloss.job.launch import start_distributed
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from pickled import Command
 from wrong_input import check_one_line, outcomes
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -175,16 +176,6 @@ def test_what_a_killed_save_left_makes_room_for_the_next(tmp_path):
 
 
 # --- commands in pickles --------------------------------------------------------------------------
-
-
-class Command:
-    """When it is unpickled, a file is made."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def poison(checkpoint, name, marker):

@@ -14,6 +14,7 @@ import ranks
 from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
 from jobs import ds_config, losses_of, run_distill, write_corpus
+from launched import rank_with_trouble
 
 # --- real launches --------------------------------------------------------------------------------
 
@@ -117,30 +118,68 @@ def process_of_rank(launcher_process, local_rank):
     raise AssertionError(f"no process of rank {local_rank}")
 
 
+class LaunchedRanks:
+    """Two ranks under DeepSpeed's launcher."""
+
+    def __init__(self, argv, folder):
+        self.job = start_launcher(2, *argv)
+        self.is_running = lambda: self.job.poll() is None
+
+    def processes(self):
+        return [process_of_rank(self.job.pid, rank) for rank in (0, 1)]
+
+    def end(self):
+        """Return (exit code, what was said)."""
+        message = self.job.communicate(timeout=60)[1]
+        return self.job.returncode, message
+
+
+class ForkedRanks:
+    """Two ranks that nothing watches but each other."""
+
+    def __init__(self, argv, folder):
+        self.folder = folder
+        self.group = ranks.start(2, rank_with_trouble, argv, folder, no_trouble)
+        self.is_running = self.group[0][0].is_alive
+
+    def processes(self):
+        return [process.pid for process, _ in self.group]
+
+    def end(self):
+        """Return (exit code of the first, what it said)."""
+        process, _ = self.group[0]
+        process.join(60)
+        return process.exitcode, (self.folder / "stderr0").read_text()
+
+
+def no_trouble(rank):
+    """Make no trouble."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("flag, name, at_once", [
-    ("--teacher_tp=2", "rank 1", False),
-    ("--teacher_ranks=1", "teacher rank 0", False),
-    # the launcher's SIGTERM ends the other rank before it has noticed
-    ("--teacher_ranks=1", "teacher rank 0", True),
+@pytest.mark.parametrize("kind, flag, name, at_once", [
+    (ForkedRanks, "--teacher_tp=2", "rank 1", False),
+    (LaunchedRanks, "--teacher_ranks=1", "teacher rank 0", False),
+    # as the launcher's SIGTERM may end the other rank before it has noticed
+    (ForkedRanks, "--teacher_ranks=1", "teacher rank 0", True),
 ])
 def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
-        models, texts, tmp_path, flag, name, at_once):
+        models, texts, tmp_path, kind, flag, name, at_once):
     """A shard of the teacher dies in mid-step; the job ends within a minute, and can resume."""
     output = tmp_path / "run"
     flags = small_run(models, texts, tmp_path, flag, "--save_every=1", f"--output_dir={output}")
-    with start_launcher(2, *flags, "--steps=100000") as job:
-        while not (output / "checkpoints" / "step_0000003").exists():
-            assert job.poll() is None, job.communicate()[1]
-            time.sleep(0.05)
-        victim, other = process_of_rank(job.pid, 1), process_of_rank(job.pid, 0)
-        os.kill(victim, signal.SIGKILL)
-        if at_once:
-            while is_running(victim):  # the launcher has seen it end
-                pass
-            os.kill(other, signal.SIGTERM)
-        message = job.communicate(timeout=60)[1]
-    assert job.returncode != 0
+    job = kind([*flags, "--steps=100000"], tmp_path)
+    while not (output / "checkpoints" / "step_0000003").exists():
+        assert job.is_running(), job.end()
+        time.sleep(0.05)
+    other, victim = job.processes()
+    os.kill(victim, signal.SIGKILL)
+    if at_once:
+        while is_running(victim):
+            pass
+        os.kill(other, signal.SIGTERM)
+    code, message = job.end()
+    assert code not in (0, None)
     line = f"distill.py: {name} (process {victim}) ended in mid-step"
     assert line in message, message[-3000:]
     reached = losses_of(output)[-1]["step"]
@@ -153,8 +192,8 @@ def test_epochs_say_how_many_steps_there_are(models, texts, tmp_path):
     """18 rows to train on, once and a half, 4 a step; a resumed run takes no more."""
     flags = small_run(models, texts, tmp_path, "--epochs=1.5", "--eval_rows=2", "--num_workers=0",
                       f"--output_dir={tmp_path / 'run'}")
-    twice = [flags, flags, [*flags, "--steps=9"], [*flags, "--streaming"]]
-    assert ranks.run(2, run_distill, twice) == [[0, 0, 2, 2]] * 2
+    twice = [flags, flags, [*flags, "--steps=9"], [*flags, "--steps=1000"], [*flags, "--streaming"]]
+    assert ranks.run(2, run_distill, twice) == [[0, 0, 2, 2, 2]] * 2
     assert [line["step"] for line in losses_of(tmp_path / "run") if "loss" in line] == (
         list(range(1, 8)))
 
@@ -181,6 +220,27 @@ def test_an_error_in_a_step_ends_the_process(models, texts, tmp_path):
     assert "ZeroDivisionError: division by zero" in done.stderr, done.stderr
 
 
+def on_two_nodes(argv_list):
+    """Run command lines on ranks two of which are a node, as launchers say it."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_SIZE": "2"}
+    return run_distill(argv_list)
+
+
+def by_torchrun(argv):
+    """Run a command line on two nodes of two ranks."""
+    nodes = []
+    port = ranks.free_port()
+    for number in range(2):
+        command = [Path(sys.executable).with_name("torchrun"), "--nnodes=2", "--nproc_per_node=2",
+                   "--master_addr=127.0.0.1", f"--master_port={port}", f"--node_rank={number}",
+                   "distill.py", *argv]
+        nodes.append(subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE))
+    for node in nodes:
+        message = node.communicate(timeout=600)[1]
+        assert node.returncode == 0, message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flag, num_ranks", [("--teacher_tp=2", 4), ("--teacher_ranks=1", 2)])
 def test_two_nodes(models, texts, tmp_path, flag, num_ranks):
@@ -189,16 +249,11 @@ def test_two_nodes(models, texts, tmp_path, flag, num_ranks):
     num_ranks counts those of the student on both nodes.
     """
     flags = small_run(models, texts, tmp_path, "--steps=3", "--eval_rows=4", micro_batch_size=1)
-    nodes = []
-    port = ranks.free_port()
-    for number in range(2):
-        command = [Path(sys.executable).with_name("torchrun"), "--nnodes=2", "--nproc_per_node=2",
-                   "--master_addr=127.0.0.1", f"--master_port={port}", f"--node_rank={number}",
-                   "distill.py", *flags, flag, f"--output_dir={tmp_path / 'nodes'}"]
-        nodes.append(subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE))
-    for node in nodes:
-        message = node.communicate(timeout=600)[1]
-        assert node.returncode == 0, message
+    nodes = [*flags, flag, f"--output_dir={tmp_path / 'nodes'}"]
+    if "ranks" in flag:
+        by_torchrun(nodes)
+    else:
+        assert ranks.run(4, on_two_nodes, [nodes]) == [[0]] * 4
     one_node = [[*flags, f"--output_dir={tmp_path / 'one'}"]]
     assert ranks.run(num_ranks, run_distill, one_node) == [[0]] * num_ranks
     curves = losses_of(tmp_path / "nodes", -1), losses_of(tmp_path / "one", -1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from isogloss import losses, tiles
+from isogloss import losses
 from isogloss.config import (
     Config,
     configs_by_teacher,
@@ -52,7 +52,7 @@ def test_the_smallest_value_passes_and_less_does_not(name, low):
 
 
 def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
-    from isogloss.inputs import automatic_mib, sub_tile_budget, tile_memory
+    from isogloss.inputs import automatic_mib, tile_memory
 
     cfg = Config(**GOOD, loss_memory_mib="auto")
     assert Config(**GOOD | {"loss_memory_mib": cfg.loss_memory_mib}) == cfg
@@ -63,31 +63,6 @@ def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
     assert tile_memory(Config(**GOOD, loss_memory_mib=7), cuda) == 7
     assert tile_memory(Config(**GOOD, loss_memory_mib=7, tiled=False), cuda) == float("inf")
     assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 1024, 8192]
-
-    in_place = SimpleNamespace(overwrite=None, live_copies=1)
-    fused = SimpleNamespace(loss=SimpleNamespace(loss_fn=in_place))
-    copying = SimpleNamespace(overwrite=None, live_copies=2)
-    fused_with_copies = SimpleNamespace(loss=SimpleNamespace(loss_fn=copying))
-    plain = SimpleNamespace(loss=SimpleNamespace(loss_fn=losses.uld))
-    monkeypatch.setattr(losses, "HAS_TRITON_KERNELS", True)
-    small = tiles.KERNEL_SUB_TILES._replace(logit_bytes=2, live_copies=1)
-    assert sub_tile_budget(cfg, [fused, fused], cuda, True, True) == small
-    most = small._replace(live_copies=2)
-    assert sub_tile_budget(cfg, [fused, fused_with_copies], cuda, True, True) == most
-    in_float32 = small._replace(logit_bytes=4)
-    assert sub_tile_budget(cfg, [fused], cuda, True, False) == in_float32
-    assert sub_tile_budget(cfg, [fused], cuda, False, True) == tiles.GPU_SUB_TILES
-    assert sub_tile_budget(cfg, [fused, plain], cuda, True, True) == tiles.GPU_SUB_TILES
-    assert sub_tile_budget(cfg, [fused], cpu, True, True) == tiles.CPU_SUB_TILES
-    wide = Config(**GOOD, teacher_dtype="float32")
-    assert sub_tile_budget(wide, [fused], cuda, True, True) == in_float32
-    monkeypatch.setattr(losses, "HAS_TRITON_KERNELS", False)
-    assert sub_tile_budget(cfg, [fused], cuda, True, True) == tiles.GPU_SUB_TILES
-
-    # llama3 and qwen2: tiles of 1,024 rows and more where memory allows
-    ids = torch.arange(8192)[None]
-    plan = tiles.plan_tiles(ids, ids, ids, ids, (128_256, 151_936), 4096, small)
-    assert min(len(tile.student_positions) for tile in plan[:-1]) >= 1024
 
 
 def test_values_get_their_types():

@@ -12,7 +12,6 @@ from conftest import ROOT
 SETS = {
     ("align", "losses", "translation", "spelling", "cross_tokenizer"): "piece_kl",
     ("align", "losses", "cross_tokenizer"): "alm",
-    ("align", "losses", "translation", "spelling", "cross_tokenizer", "cpu_kernels"): "piece_kl",
 }
 CODE = """
 import sys

@@ -29,7 +29,15 @@ from isogloss.projection_tools.files import load_projection
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.student import engine as student
 from isogloss.student.engine import StudentWithLoss
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from jobs import (
+    check_same_curve,
+    ds_config,
+    job_for,
+    losses_of,
+    run_all,
+    run_distill,
+    write_corpus,
+)
 
 
 class BaseRun(NamedTuple):
@@ -62,23 +70,6 @@ def base_run(models, texts, tmp_path_factory):
     argv = [f"--student={student}", f"--teacher={models[1]}",
             f"--data={write_corpus(folder, texts, 11)}", "--eval_rows=2", "--max_length=120"]
     return BaseRun(folder, argv)
-
-
-def run_all(num_ranks, *argv_list):
-    """Run command lines one after the other; all of them must succeed on all ranks."""
-    codes = ranks.run(num_ranks, run_distill, list(argv_list))
-    assert codes == [[0] * len(argv_list)] * num_ranks, argv_list
-
-
-def check_same_curve(expected, lines, rel_tol, abs_tol=0.0, name=""):
-    """Compare all metrics of two runs, line by line."""
-    for a, b in zip(expected, lines, strict=True):
-        assert a.keys() == b.keys(), name
-        for key, value in a.items():
-            # null: a mean over nothing
-            close = value == b[key] or math.isclose(
-                value, b[key], rel_tol=rel_tol, abs_tol=abs_tol)
-            assert close, (name, key, a, b)
 
 
 def run_with_output(argv, path):
@@ -210,24 +201,31 @@ CURVES = [Layout(4, 1, 2, 2, 1), Layout(4, 2, 2, 2, 2), Layout(4, 4, 3, 8, 1),
           Layout(4, 4, 3, 2, 4), Layout(2, 2, 2, 4, 2)]
 
 
+def run_layouts(lines):
+    """Run command lines, {(Layout, name): line}, in one group for each number of ranks."""
+    for num_ranks in sorted({layout.num_ranks for layout, _ in lines}):
+        run_all(num_ranks, *[line for (layout, _), line in lines.items()
+                             if layout.num_ranks == num_ranks])
+
+
 @pytest.mark.slow
 def test_the_same_curve_in_every_layout(models, texts, tmp_path):
-    """Twenty steps, evaluated on the way; learning rate and clipping are as in earnest."""
+    """Twelve steps, evaluated on the way; learning rate and clipping are as in earnest."""
     argv = [f"--student={models[0]}", f"--teacher={models[1]}",
             f"--data={write_corpus(tmp_path, texts, 60)}", "--eval_rows=5", "--max_length=120",
-            "--steps=20", "--eval_every=10"]
-
-    def curve_of(layout):
-        output = tmp_path / str(layout)
-        run_all(layout.num_ranks, [
+            "--steps=12", "--eval_every=6"]
+    layouts = [Layout(1, 1, 2, 8, 1), *CURVES]
+    lines = {}
+    for layout in layouts:
+        lines[layout, ""] = [
             *argv, f"--ds_config={layout.ds_config(tmp_path)}",
-            f"--sequence_parallel={layout.sequence_parallel}", f"--output_dir={output}"])
-        return losses_of(output, -1)
-
-    expected = curve_of(Layout(1, 1, 2, 8, 1))
+            f"--sequence_parallel={layout.sequence_parallel}",
+            f"--output_dir={tmp_path / str(layout)}"]
+    run_layouts(lines)
+    expected, *others = [losses_of(tmp_path / str(layout), -1) for layout in layouts]
     assert expected[-2]["loss"] < 0.9 * expected[1]["loss"]
-    for layout in CURVES:
-        check_same_curve(expected, curve_of(layout), 1e-4, 1e-6, layout)
+    for layout, curve in zip(CURVES, others, strict=True):
+        check_same_curve(expected, curve, 1e-4, 1e-6, layout)
 
 
 # the layout of a checkpoint -> those in which the run resumes
@@ -247,31 +245,30 @@ def test_a_run_resumes_in_another_layout(models, texts, tmp_path):
     schedule = {"type": "WarmupCosineLR", "params": steps}
     decay = {"lr": 1e-3, "weight_decay": 50.0, "torch_adam": True}  # spares norms
 
-    def run(layout, *flags):
-        """Return (output folder, set of exit codes)."""
-        output = tmp_path / f"{layout}-{len(flags)}"
+    def line(layout, name, *flags):
         config = layout.ds_config(tmp_path, scheduler=schedule,
                                   optimizer={"type": "AdamW", "params": decay})
-        line = [*argv, f"--ds_config={config}", f"--output_dir={output}",
+        return [*argv, f"--ds_config={config}", f"--output_dir={tmp_path / name}",
                 f"--sequence_parallel={layout.sequence_parallel}", *flags]
-        codes = ranks.run(layout.num_ranks, run_distill, [line])
-        return output, {code for [code] in codes}
 
+    run_layouts({(first, ""): line(first, str(first), "--save_every=3") for first in MOVES})
+    resumed = {}
     for first, layouts in MOVES.items():
-        output, codes = run(first, "--save_every=3")
-        assert codes == {0}
-        saved = output / "checkpoints" / "step_0000003"
-        expected = losses_of(output, 3)
+        saved = tmp_path / str(first) / "checkpoints" / "step_0000003"
         for layout in layouts:
-            other, codes = run(layout, f"--resume={saved}", "--save_every=4")
-            assert codes == {0}, layout
-            check_same_curve(expected, losses_of(other), 1e-5, 1e-7, layout)
-            names = {path.name for path in saved.parent.iterdir()}
-            # DeepSpeed puts zero_to_fp32.py beside its checkpoints
-            names = {name for name in names if "zero_to" not in name}
-            assert names == {"step_0000003", "step_0000005"}
-    _, codes = run(Layout(2, 1, 3, 4, 2), f"--resume={saved}")
-    assert codes == {2}  # 16 samples a step
+            name = f"{first} to {layout}"
+            resumed[layout, name] = line(layout, name, f"--resume={saved}", "--save_every=4")
+    run_layouts(resumed)
+    for _, name in resumed:
+        expected = losses_of(tmp_path / name.split(" to ")[0], 3)
+        check_same_curve(expected, losses_of(tmp_path / name), 1e-5, 1e-7, name)
+    for first in MOVES:
+        names = {path.name for path in (tmp_path / str(first) / "checkpoints").iterdir()}
+        # DeepSpeed puts zero_to_fp32.py beside its checkpoints
+        names = {name for name in names if "zero_to" not in name}
+        assert names == {"step_0000003", "step_0000005"}
+    other_size = line(Layout(2, 1, 3, 4, 2), "16 samples a step", f"--resume={saved}")
+    assert ranks.run(2, run_distill, [other_size]) == [[2]] * 2
 
 
 # --- teachers -------------------------------------------------------------------------------------
@@ -340,28 +337,32 @@ REMOTE = [
 def test_teachers_on_ranks_of_their_own(base_run, models, untied):
     """Losses, gradient norms and evaluations do not depend on where the teacher is."""
     folder = base_run.folder
-    curves = {}  # of the runs whose teachers are on the student's ranks
 
-    def curve_of(num_ranks, name, *flags):
-        output = folder / f"remote_{name}"
+    def line_of(name, *flags):
         argv = base_run.argv
         if any(flag.startswith("--teachers") for flag in flags):
             argv = base_run.without("--teacher")
-        run_all(num_ranks, [*argv, f"--ds_config={folder / 'zero2.json'}", "--steps=4",
-                            "--eval_every=2", *flags, f"--output_dir={output}"])
-        return losses_of(output)
+        return [*argv, f"--ds_config={folder / 'zero2.json'}", "--steps=4", "--eval_every=2",
+                *flags, f"--output_dir={folder / name}"]
 
+    names = {}
+    beside = {}  # runs whose teachers are on the student's ranks
+    remote = {}
     for number, (flags, teacher_ranks, teacher_flags) in enumerate(REMOTE):
         flags = [flag.replace("TEACHER", str(models[1])).replace("OTHER", str(untied))
                  for flag in flags]
-        key = " ".join(flags)
-        if key not in curves:
-            curves[key] = curve_of(2, f"{number}_not", *flags)
-        expected = curves[key]
-        assert [line["step"] for line in expected] == [1, 2, 2, 3, 4, 4]
-        remote = curve_of(2 + teacher_ranks, number, *flags, f"--teacher_ranks={teacher_ranks}",
-                          *teacher_flags)
-        check_same_curve(expected, remote, 1e-5, 1e-7, REMOTE[number])
+        here = names.setdefault(" ".join(flags), f"beside {number}")
+        beside[here] = line_of(here, *flags)
+        line = line_of(f"remote {number}", *flags, f"--teacher_ranks={teacher_ranks}",
+                       *teacher_flags)
+        remote[number] = here, 2 + teacher_ranks, line
+    run_all(2, *beside.values())
+    for number, (here, num_ranks, line) in remote.items():
+        run_all(num_ranks, line)  # processes join one world
+        expected = losses_of(folder / here)
+        assert [metrics["step"] for metrics in expected] == [1, 2, 2, 3, 4, 4]
+        check_same_curve(expected, losses_of(folder / f"remote {number}"), 1e-5, 1e-7,
+                         REMOTE[number])
 
 
 def one_tokenizer_steps(flags, texts, changes):

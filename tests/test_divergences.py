@@ -12,7 +12,7 @@ import torch.distributed as dist
 import oracle
 import ranks
 from cases import close, gradient, shard_error, shards
-from isogloss import losses
+from isogloss import losses, policy_losses
 
 F64 = torch.float64
 PARAMETERS = {  # by loss
@@ -205,8 +205,8 @@ def test_policy_loss_weighs_positions_by_what_precedes_them():
         "reverse_kl", case.x, case.y, case.mask, top_k=3, support="student"
     )
     for old, kind in ((None, "clamp"), (old_logp, "clamp"), (old_logp, "mask")):
-        value, count = losses.topk_tail_policy_loss(
-            case.x, case.y, case.next, case.mask, 3, old, 2.0, ratio=kind
+        value, count = policy_losses.topk_tail_policy_loss(
+            case.x, case.y, case.next, case.mask, 3, old_logp_BS=old, max_ratio=2.0, ratio=kind
         )
         expected = 0.0
         for b, t, term in terms:
@@ -274,7 +274,7 @@ def test_stale_samples_have_the_expectation_of_fresh_ones(top_k):
 
     def policy_loss(**options):
         def loss(x, weight_BS):
-            return losses.topk_tail_policy_loss(
+            return policy_losses.topk_tail_policy_loss(
                 x, toy.y, toy.next_BS, toy.mask_BS, top_k, max_ratio=math.inf,
                 weight_BS=weight_BS, **options)
         return loss
@@ -293,11 +293,8 @@ def test_stale_samples_have_the_expectation_of_fresh_ones(top_k):
         assert (d - fresh_d).abs().max() < 1e-9
     uncorrected, _ = toy.expectation(policy_loss(), toy.old_B)
     at_hand, _ = toy.expectation(ratio_of_the_token_at_hand, toy.old_B)
-    bucket, _ = toy.expectation(
-        policy_loss(ratio="bucket", old_logits_BSV=toy.old_x), toy.old_B)
     assert abs(at_hand - uncorrected) < 1e-9  # its expectation is 1: it corrects nothing
     assert abs(uncorrected - fresh) > 0.01
-    assert abs(bucket - fresh) > 0.01
     # fresh samples need no correction, and get none
     toy.old_logp_BS.copy_(toy.logp_BS)
     assert toy.expectation(corrected, toy.now_B)[0] == fresh
@@ -306,7 +303,7 @@ def test_stale_samples_have_the_expectation_of_fresh_ones(top_k):
 @pytest.mark.parametrize("name", ["forward_kl", "generalized_jsd", "total_variation"])
 def test_the_prefix_ratio_corrects_any_divergence(name):
     toy = StaleToy(1)
-    ratio_BS = losses.prefix_ratio(toy.logp_BS, toy.old_logp_BS, toy.mask_BS, math.inf)
+    ratio_BS = policy_losses.prefix_ratio(toy.logp_BS, toy.old_logp_BS, toy.mask_BS, math.inf)
 
     def loss(x, weight_BS):
         return getattr(losses, name)(x, toy.y, toy.mask_BS, weight_BS=weight_BS)
@@ -330,7 +327,7 @@ def test_the_prefix_ratio_leaves_out_prompt_padding_and_other_samples():
     for b, prompt in enumerate(prompts):  # a sample by itself, without prompt
         of_sample = logp[b : b + 1, prompt:], old_logp[b : b + 1, prompt:]
         ones = torch.ones_like(of_sample[0], dtype=torch.bool)
-        alone.append(losses.prefix_ratio(*of_sample, ones, 3.0)[0])
+        alone.append(policy_losses.prefix_ratio(*of_sample, ones, 3.0)[0])
         expected = (of_sample[0] - of_sample[1]).double()[0].cumsum(0)[:-1].exp().clamp(max=3)
         assert torch.allclose(alone[b], torch.cat([torch.ones(1), expected.float()]))
 
@@ -341,14 +338,14 @@ def test_the_prefix_ratio_leaves_out_prompt_padding_and_other_samples():
     packed = [torch.cat([with_nan(x, 0), with_nan(x, 1)])[None] for x in (logp, old_logp)]
     mask = ~packed[0].isnan()
     sample = torch.tensor([[0] * 7 + [1] * 7])
-    ratio = losses.prefix_ratio(*packed, mask, 3.0, sample_BS=sample)
+    ratio = policy_losses.prefix_ratio(*packed, mask, 3.0, sample_BS=sample)
     assert ratio.dtype == torch.float32 and ratio.isfinite().all()
     assert torch.equal(ratio[mask], torch.cat(alone))
     assert (ratio[0, :3] == 1).all() and (ratio[0, 7:9] == 1).all()
     # another sample's tokens, excluded by a model altogether, change nothing either
     for x, excluded in ((packed[0], -torch.inf), (packed[1], -50.0)):
         x[0, 3] = excluded
-    again = losses.prefix_ratio(*packed, mask, 3.0, sample_BS=sample)
+    again = policy_losses.prefix_ratio(*packed, mask, 3.0, sample_BS=sample)
     assert torch.equal(again[0, 7:], ratio[0, 7:]) and again[0, 4] == 0
 
 
@@ -357,55 +354,31 @@ def test_the_prefix_ratio_is_limited_and_has_no_gradient():
     logp = torch.tensor([[step] * 4, [-step] * 4], dtype=F64, requires_grad=True)
     old_logp = torch.zeros(2, 4, dtype=F64)
     mask = torch.ones(2, 4, dtype=torch.bool)
-    clamped = losses.prefix_ratio(logp, old_logp, mask, 2.0)
+    clamped = policy_losses.prefix_ratio(logp, old_logp, mask, 2.0)
     up = [1, 1.5, 2, 2]
     down = [1, 1 / 1.5, 1 / 1.5**2, 1 / 1.5**3]
     assert not clamped.requires_grad
     assert torch.allclose(clamped, torch.tensor([up, down], dtype=F64))
-    masked = losses.prefix_ratio(logp, old_logp, mask, 2.0, "mask")
+    masked = policy_losses.prefix_ratio(logp, old_logp, mask, 2.0, "mask")
     assert torch.allclose(masked, torch.tensor([[1, 1.5, 0, 0], [1, 1 / 1.5, 0, 0]], dtype=F64))
     # a product of e^5000 is clamped, not inf; NaN stays to be seen
-    assert losses.prefix_ratio(logp + 5000, old_logp, mask, 2.0).max() == 2
+    assert policy_losses.prefix_ratio(logp + 5000, old_logp, mask, 2.0).max() == 2
     logp = logp.detach().clone()
     logp[0, 1] = torch.nan
     for kind in ("clamp", "mask"):
-        assert losses.prefix_ratio(logp, old_logp, mask, 2.0, kind)[0, 2:].isnan().all()
+        assert policy_losses.prefix_ratio(logp, old_logp, mask, 2.0, kind)[0, 2:].isnan().all()
     for options, message in (({"kind": "bucket"}, "'bucket': expected one of clamp, mask"),
                              ({"max_ratio": 0.5}, "max_ratio=0.5: expected 1 or more"),
                              ({"max_ratio": math.nan}, "max_ratio=nan: expected 1 or more")):
         with pytest.raises(ValueError, match=message):
-            losses.prefix_ratio(logp, old_logp, mask, **options)
+            policy_losses.prefix_ratio(logp, old_logp, mask, **options)
 
 
-def test_the_ratio_of_buckets_is_inside_of_the_sum():
-    """The sum over buckets of p_old min(p / p_old, limit) (log p_old - log q), from the definition.
-
-    The buckets are the most likely tokens of the student that sampled.
-    """
+def test_an_unknown_ratio_is_refused():
     case = LogitsCase(7)
-    torch.manual_seed(8)
-    old_x = case.x.detach() + torch.randn(case.x.shape, dtype=F64)
-    value, count = losses.topk_tail_policy_loss(
-        case.x, case.y, case.next, case.mask, 3, max_ratio=1.5, ratio="bucket",
-        old_logits_BSV=old_x)
-    expected = 0.0
-    for b, t in case.mask.nonzero().tolist():
-        rows = [logits[b, t].softmax(-1) for logits in (case.x, old_x, case.y)]
-        kept = rows[1].argsort(descending=True)[:3]
-        p, p_old, q = [torch.cat([row[kept], (1 - row[kept].sum())[None]]) for row in rows]
-        ratio = (p / p_old).clamp(max=1.5)
-        expected = expected + (p_old * ratio * (p_old / q).log()).sum()
-    assert count == case.mask.sum()
-    assert abs(value - expected) < 1e-12
-    assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
-    old_logp = torch.zeros(case.mask.shape)
-    for options, message in (
-        ({"ratio": "bucket", "old_logp_BS": old_logp}, "expected old_logits_BSV"),
-        ({"old_logits_BSV": old_x}, "only 'bucket' reads old_logits_BSV"),
-        ({"ratio": "token"}, "'token': expected one of clamp, mask, bucket"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            losses.topk_tail_policy_loss(case.x, case.y, case.next, case.mask, **options)
+    with pytest.raises(ValueError, match="'token': expected one of clamp, mask"):
+        policy_losses.topk_tail_policy_loss(
+            case.x, case.y, case.next, case.mask, ratio="token")
 
 
 # --- the student's most likely tokens -------------------------------------------------------------
@@ -440,7 +413,7 @@ def test_the_buckets_hold_all_mass_of_both_models(top_k):
     sides = [x.detach()[case.mask].log_softmax(-1) for x in (case.x, case.y)]
     ids_NK = sides[0].topk(top_k, -1).indices
     for logp_NV in sides:
-        buckets = losses._top_k_buckets(logp_NV, ids_NK, tail=True)
+        buckets = losses.top_k_buckets(logp_NV, ids_NK, tail=True)
         assert buckets.shape == (len(logp_NV), top_k + 1)
         assert (buckets.exp().sum(-1) - 1).abs().max() < 1e-12
 

@@ -2,12 +2,14 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ranks
 from isogloss import distill, once_in_a_while
+from isogloss.evaluation.evaluate import PairSums, add_agreement
 from isogloss.inputs import build_collator
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
 
@@ -235,3 +237,19 @@ def test_top_k_outputs_say_of_the_text_what_whole_ones_do(models, untied, texts,
             for (_, local), (_, remote) in zip(on_ranks, of_student, strict=False):
                 torch.testing.assert_close(local[2 * kinds.index("max_prob")], remote[0],
                                            rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_agree_if_they_have_the_same_bytes():
+    """Tokens 0 have none, tokens 1 the same, tokens 2 others; a row of logits for each choice."""
+    choices = [(0, 0), (1, 1), (2, 2), (1, 2)]
+    rows = torch.eye(3)
+    student = rows[[v for v, _ in choices]]
+    teacher = rows[[w for _, w in choices]]
+    chunk = torch.arange(len(choices))
+    spelling = SimpleNamespace(student_V=torch.tensor([-1, 5, 6]),
+                               teacher_W=torch.tensor([-1, 5, 7]))
+    pair = SimpleNamespace(spelling_ids=spelling, loss=SimpleNamespace(indices_VK=None))
+    sums = PairSums()
+    sub_tile = SimpleNamespace(student_chunk=chunk, teacher_chunk=chunk)
+    add_agreement(sums, student, teacher, sub_tile, pair)
+    assert (sums.agree, sums.starts) == (1, 4)

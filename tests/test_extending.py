@@ -1,22 +1,30 @@
 """docs/extending.md: its code runs as it stands; every metric of a run is on docs/metrics.md."""
 
 import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ranks
 from conftest import ROOT
+from isogloss.config import Config
+from isogloss.teachers.kinds import TEACHER_KINDS
+from isogloss.teachers.protocol import load_teacher
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 PAGE = ROOT / "docs" / "extending.md"
 
 
-def run_with_example(number, argv):
-    """Run a code block of the page, then a command line."""
+def example(number, folder):
+    """Return the path of a file that holds a code block of the page."""
     block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[number]
-    exec(compile(block, f"{PAGE} block {number}", "exec"), {"__name__": "example"})
-    return run_distill([argv])
+    path = folder / f"example_{number}.py"
+    path.write_text(block)
+    return path
 
 
 @pytest.fixture
@@ -30,32 +38,83 @@ def argv(models, texts, tmp_path):
 @pytest.mark.slow
 def test_a_new_loss_is_a_function_and_an_entry(argv, tmp_path):
     """It is a choice of --loss, trains, and is evaluated."""
-    codes = ranks.run(2, run_with_example, 0, [*argv, "--loss=certainty_gap", "--ce_weight=0"])
+    run = [*argv, "--loss=certainty_gap", "--ce_weight=0"]
+    codes = ranks.run(2, run_distill, [[*run, f"--plugin={example(0, tmp_path)}"]])
     assert codes == [[0], [0]]
     lines = losses_of(tmp_path / "run", -1)
     assert 0 < lines[-1]["eval/kd"] < lines[0]["eval/kd"] < 1
-    unknown = ranks.run(1, run_distill, [[*argv, "--loss=certainty_gap"]])
+    unknown = ranks.run(1, run_distill, [run])
     assert unknown == [[2]]  # without the entry
+
+
+@pytest.fixture
+def table(models, tmp_path):
+    """Return the path of a bigram table for the teacher's tokenizer, of which there is no model."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for file in models[1].iterdir():
+        if "safetensors" not in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(0)
+    logp_WW = (3 * torch.randn(500, 500)).log_softmax(-1)
+    save_file({"logp": logp_WW}, tmp_path / "table.safetensors")
+    return tmp_path / "table.safetensors"
+
+
+def test_a_new_kind_of_teachers_says_what_its_table_says(table, tmp_path):
+    """Row by row; the flags of a model are refused, and without the plugin it is no such kind."""
+    flags = dict(student="s", data="d", teacher=f"bigram:{table}",
+                 teacher_tokenizer=str(tmp_path / "tokenizer"))
+    with pytest.raises(ValueError, match="--teacher_tokenizer"):
+        Config(**flags)
+    plugin = str(example(1, tmp_path))
+    try:
+        cfg = Config(**flags, plugin=plugin)
+        encoder = SimpleNamespace(table=range(500))
+        source = load_teacher(cfg.teacher_kind.of(cfg, encoder, "cpu"))
+        ids = torch.randint(500, (2, 9))
+        logits = source.targets(SimpleNamespace(ids=ids))
+        expected = load_file(table)["logp"]
+        for row in range(2):
+            for place in range(9):
+                [got] = logits(torch.tensor([9 * row + place]))
+                assert torch.equal(got, expected[ids[row, place]])
+        kept = torch.tensor([3, 7])
+        assert torch.equal(logits.columns(kept)(torch.arange(18)), expected[ids.flatten()][:, kept])
+        with pytest.raises(ValueError, match="for a model that this job loads"):
+            Config(**flags, plugin=plugin, teacher_tp=2)
+    finally:
+        TEACHER_KINDS.pop("bigram", None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["piece_kl", "projection_kl"])
-def test_a_new_teacher_source_is_a_class_and_an_entry(argv, models, tmp_path, loss):
-    """The student learns how often tokens occur, whatever the loss; checks and tiles take part."""
-    folder = tmp_path / "unigram"
-    folder.mkdir()
-    for file in models[1].iterdir():
-        if "safetensors" not in file.name:  # there is no model
-            (folder / file.name).write_bytes(file.read_bytes())
-    torch.manual_seed(0)
-    torch.save((3 * torch.randn(500)).log_softmax(0), folder / "unigram.pt")
+def test_a_student_learns_from_a_new_kind_of_teachers(argv, table, tmp_path, loss):
+    """In a fresh process, whatever the loss; checks and tiles take part."""
     argv = [flag for flag in argv if not flag.startswith("--teacher")]
-    argv += [f"--teacher={folder}", "--teacher_engine=unigram", f"--loss={loss}", "--ce_weight=0",
+    argv += [f"--plugin={example(1, tmp_path)}", f"--teacher=bigram:{table}", "--ce_weight=0",
+             f"--teacher_tokenizer={tmp_path / 'tokenizer'}", f"--loss={loss}",
              "--projection_topk=100"]
-    assert ranks.run(2, run_with_example, 1, argv) == [[0], [0]]
+    done = subprocess.run([sys.executable, "distill.py", *argv], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
     lines = losses_of(tmp_path / "run", -1)
     assert lines[-1]["eval/kd"] < lines[0]["eval/kd"]
     assert lines[1]["teacher_output_bytes"] > 0
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (None, "no such file"),
+    ("1 / 0", "ZeroDivisionError: division by zero"),
+    ("def f(:", "SyntaxError: "),
+])
+def test_a_wrong_plugin_is_one_line(tmp_path, text, expected):
+    path = tmp_path / "wrong.py"
+    if text:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"--plugin {path}: {expected}") as error:
+        Config(student="s", teacher="t", data="d", plugin=str(path))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

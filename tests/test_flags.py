@@ -154,6 +154,7 @@ WRONG = {
     "--text=a --count=true": "--count=true: expected int, got str",
     "--text=a --count=True": "--count=True: expected int, got bool",
     "--text=a --ratio=nan": "--ratio=nan: expected float, got str",
+    "--text=a --ratio=True": "--ratio=True: expected float, got bool",
     "--text=a --pack=1": "--pack=1: expected bool, got int",
     "--text=a --pack=no": "--pack=no: expected bool, got str",
 }

@@ -8,10 +8,9 @@ import torch
 
 from benchmarks import gpu, gpu_job
 from benchmarks.gpu import Skipped
-from isogloss import losses
 
 
-@pytest.mark.parametrize("argv", [[], ["--checks", "kernels,loss_table"]])
+@pytest.mark.parametrize("argv", [[], ["--checks", "compiled,loss_table"]])
 def test_without_a_gpu_it_ends_in_one_line(argv, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -25,7 +24,7 @@ def test_without_a_gpu_it_ends_in_one_line(argv, monkeypatch, tmp_path, capsys):
 
 
 def test_an_unknown_check_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--checks", "ipc,kernels"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--checks", "ipc,compiled"])
     with pytest.raises(SystemExit, match="--checks ipc: expected some of ipc_same_device, "):
         gpu.main()
 
@@ -64,36 +63,30 @@ def test_shared_memory_is_checked_in_both_directions():
     assert figures["read"] == figures["written"] == 8 * [True]
 
 
-def test_the_kernels_are_compared_with_float64(monkeypatch):
-    pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr(losses, "TRITON_DEVICES", ("cpu",))
-    passed, figures = gpu.kernels(rows=2, V=11, device="cpu", dtypes=[torch.float32])
+@pytest.mark.slow
+def test_compiled_divergences_are_compared_with_float64(monkeypatch):
+    monkeypatch.setattr(gpu, "DIVERGENCES", ["generalized_jsd"])
+    arguments = dict(rows=2, V=11, device="cpu", dtypes=[torch.float32])
+    passed, figures = gpu.compiled(**arguments)
     assert passed
-    assert len(figures) == 6
-    assert all(line["two_runs_equal"] for line in figures.values())
+    assert [line["two_runs_equal"] for line in figures.values()] == [True]
     # the comparison sees a wrong gradient
-    exact = gpu.plain_gradient
-    monkeypatch.setattr(gpu, "plain_gradient", lambda *inputs: 1.001 * exact(*inputs))
-    assert not gpu.kernels(rows=2, V=11, device="cpu", dtypes=[torch.float32])[0]
+    monkeypatch.setattr(gpu, "loss_compiler", lambda *_: lambda function: lambda *arguments: (
+        1.001 * function(*arguments)[0], 0))
+    assert not gpu.compiled(**arguments)[0]
 
 
 @pytest.mark.parametrize("name", gpu.TABLE_LOSSES)
-def test_all_paths_of_the_table_compute_the_same(name, monkeypatch):
+def test_all_paths_of_the_table_compute_the_same(name):
     pytest.importorskip("fire")
     from benchmarks.loss import Sizes
 
-    monkeypatch.setattr(losses, "HAS_TRITON_KERNELS", losses.HAS_TRITON_KERNELS)
     gradients = []
-    paths = ["plain", "tiled"]
-    if losses.HAS_TRITON_KERNELS and name != "piece_kl":
-        monkeypatch.setattr(losses, "TRITON_DEVICES", ("cpu",))
-        paths = ["kernels", *paths]  # first, because the others turn kernels off
-    for path in paths:
+    for path in ("plain", "tiled"):
         run = gpu.TableRun(name, Sizes(40, 60, 80, 8, 8, 0, 0.02), path, "cpu")
         run.step()
         gradients.append(run.hidden.grad.float())
-        if path != "kernels":  # larger tiles
-            assert (len(run.plan) > 1) == (path == "tiled")
+        assert (len(run.plan) > 1) == (path == "tiled")
     assert gradients[0].norm() > 0
     for gradient in gradients[1:]:
         assert (gradients[0] - gradient).norm() <= 0.02 * gradients[0].norm()

@@ -89,7 +89,7 @@ def test_it_is_what_it_is_defined_to_be(sides, matched_weight):
     assert (d - expected_d).norm() < 1e-9 * expected_d.norm()
 
 
-def test_compiled_rows_give_the_same_in_float32(sides):
+def test_float32_gives_the_same(sides):
     sizes = [len(side.table) for side in sides]
     sub_tile = sub_tile_of(sizes)
     loss = build_loss(Config(**GOOD), *sides, "cpu")

@@ -11,10 +11,9 @@ from conftest import ROOT
 STANDALONE = {  # file: which of our files it takes where it finds them beside it
     "align.py": set(),
     "align_dp.py": {"align"},
-    "losses.py": {"cpu_kernels", "gpu_kernels", "gpu_chunks"},
-    "cpu_kernels.py": set(),
-    "gpu_kernels.py": set(),
-    "gpu_chunks.py": {"gpu_kernels"},
+    "losses.py": set(),
+    "event_kl.py": {"losses"},
+    "policy_losses.py": {"losses"},
     "translation.py": {"losses"},
     "spelling.py": {"align"},
     "cross_tokenizer.py": {"align", "losses", "translation", "spelling"},

@@ -20,6 +20,7 @@ import torch
 import ranks
 from conftest import ROOT
 from isogloss.job import ipc
+from pickled import Command
 
 DTYPES = torch.float32, torch.bfloat16, torch.int64, torch.uint8
 
@@ -145,16 +146,6 @@ def test_what_was_released_cannot_be_attached():
     assert view.sum() == 3
     with pytest.raises(OSError):
         ipc.attach(handle)
-
-
-class Command:
-    """Unpickled, it makes a directory."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_pickled_command_on_the_board_does_not_run(tmp_path):

@@ -9,18 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 import ranks
 from conftest import ROOT
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from launched import PATIENCE, Job, wait_until
+from launched import PATIENCE, Job, run_with_trouble, wait_until
+from pickled import Command
 from test_cached_teachers import write as write_caches
 from test_evaluate import next_token_rows
 
@@ -36,45 +35,6 @@ def small_run(models, texts, tmp_path_factory):
 
 
 # --- one rank fails -------------------------------------------------------------------------------
-
-
-class Ended(NamedTuple):
-    """How a rank's process ended."""
-
-    code: int
-    stderr: str
-
-
-def rank_with_trouble(argv, folder, trouble):
-    """Run a command line as a process of its own would; trouble(rank) comes first."""
-    rank = int(os.environ["RANK"])
-    descriptor = os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 2)
-    from isogloss import distill
-
-    trouble(rank)
-    code = 0
-    try:
-        distill.cli([*argv, f"--local_rank={rank}"])
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def run_with_trouble(num_ranks, argv, folder, trouble):
-    """Return Ended of every rank; a rank that does not end fails the test."""
-    folder.mkdir(exist_ok=True)
-    group = ranks.start(num_ranks, rank_with_trouble, argv, folder, trouble)
-    for process, _ in group:
-        process.join(PATIENCE)
-    codes = [process.exitcode for process, _ in group]
-    ranks.kill(group)
-    return [Ended(code, (folder / f"stderr{rank}").read_text())
-            for rank, code in enumerate(codes)]
 
 
 def no_memory(*_, **__):
@@ -224,16 +184,6 @@ def test_a_port_that_is_taken_ends_with_one_line(small_run, tmp_path):
 
 
 # --- nothing is unpickled -------------------------------------------------------------------------
-
-
-class Command:
-    """Unpickled, it writes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_pickled_command_in_the_store_does_not_run(tmp_path):

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 import oracle
 from cases import Case, check_wrong_input, close, gradient, spelling_of
 from conftest import ROOT
-from isogloss import losses
+from isogloss import losses, policy_losses
+from isogloss.event_kl import event_coverage, event_kl, event_terms
 from isogloss.losses import (
-    event_kl,
-    event_terms,
     next_token_cross_entropy,
     projection_kl,
     teacher_importance,
@@ -66,18 +65,17 @@ def test_wrong_input_is_one_line():
                  "skew_reverse_kl", "adaptive_kl", "total_variation"):
         check_wrong_input(getattr(losses, name), both, [])
     logp = torch.zeros(next_S.shape)
-    check_wrong_input(losses.topk_tail_policy_loss, both | dict(
+    check_wrong_input(policy_losses.topk_tail_policy_loss, both | dict(
         next_BS=next_S.clamp(min=0), top_k=2, old_logp_BS=logp,
         sample_BS=torch.zeros_like(next_S)), [])
-    check_wrong_input(losses.prefix_ratio, dict(
+    check_wrong_input(policy_losses.prefix_ratio, dict(
         logp_BS=logp, old_logp_BS=logp, mask_BS=mask, sample_BS=torch.zeros_like(next_S)), [])
     labels = torch.where(mask, next_S, -100)
     check_wrong_input(next_token_cross_entropy, dict(logits_BSV=x, labels_BS=labels) | weight, [])
     check_wrong_input(losses.alm, logits | following | chunk | weight, [])
     check_wrong_input(losses.uld, logits | following | chunk | weight, [])
     tables = dict(indices_VK=case.indices, likelihoods_VK=case.likelihoods)
-    for function in (projection_kl, losses.h_kl):
-        check_wrong_input(function, logits | chunk | tables | weight, list(tables))
+    check_wrong_input(projection_kl, logits | chunk | tables | weight, list(tables))
     common = dict(zip(("common_V", "common_W"), losses.common_tokens(*tables.values())))
     check_wrong_input(losses.gold, logits | chunk | common | weight, list(common))
     terms = event_terms(*case.next, *case.chunk, case.spelling)
@@ -85,33 +83,12 @@ def test_wrong_input_is_one_line():
     events = {"terms": terms, "spelling": case.spelling}
     check_wrong_input(event_kl, logits | following | weight | events, [])
     teacher = {"teacher_logits_BTW": y}
-    check_wrong_input(losses.event_coverage, teacher | events, [])
+    check_wrong_input(event_coverage, teacher | events, [])
     check_wrong_input(teacher_importance, teacher | {"teacher_chunk_BT": case.chunk[1]}, [])
     with pytest.raises(ValueError, match="the same vocabulary"):
         losses.forward_kl(x, x[..., :-1], None)
     with pytest.raises(ValueError, match="teacher_chunk has the shape"):
         losses.find_chunks(case.chunk[0], case.chunk[1][:-1])
-
-
-def test_wrong_input_that_is_written_over_is_one_line():
-    case = Case(3)
-    x, y = case.x.detach().flatten(0, 1), case.y.flatten(0, 1)
-    next_S, next_T = [ids.flatten().clamp(min=0) for ids in case.next]
-    student = dict(student_NV=x, labels_N=next_S, factors=(1.0, 1.0), weight_N=torch.ones(len(x)))
-    chunks = losses.find_chunks(*case.chunk)
-    check_wrong_input(losses.divergence_in_place, student | dict(
-        name="forward_kl", teacher_MV=x / 2, row_C=chunks.first_S, teacher_row_C=chunks.first_S),
-        ["row_C", "teacher_row_C"])
-    pair = student | {"teacher_MW": y}
-    of_next = {"next_S": next_S, "next_T": next_T}
-    check_wrong_input(losses.alm_in_place, pair | of_next | {"chunks": chunks}, [])
-    terms = event_terms(*case.next, *case.chunk, case.spelling)
-    check_wrong_input(losses.event_in_place, pair | of_next | {
-        "terms": terms, "spelling": case.spelling, "cells": None}, [])
-    check_wrong_input(losses.gold_in_place, pair | {
-        "chunks": chunks, "common": None, "others": None}, [])
-    check_wrong_input(losses.projection_in_place, pair | {
-        "chunks": chunks, "tables": None, "kept_K": None}, [])
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
@@ -417,7 +394,7 @@ def test_leaving_the_kept_columns_is_no_optimum():
     for away in (0.0, 5.0, 10.0, 40.0):
         student = torch.tensor([[[0.0, 2.0, away]]])
         value, _ = losses.projection_kl(
-            student, teacher, chunk, chunk, indices, likelihoods, kept)
+            student, teacher, chunk, chunk, indices, likelihoods, kept_K=kept)
         values.append(float(value))
     target = torch.tensor([2.0, 0.0]).softmax(0)
     student = torch.tensor([0.0, 2.0]).softmax(0)
@@ -439,7 +416,7 @@ def test_columns_that_no_student_token_reaches():
     r = torch.stack([0.9 * p[0], p[1] + p[2], 0.1 * p[0]])
     teacher = torch.cat([r.log(), torch.tensor([2.0, 1.0, 0.0])])[None, None]
     arguments = student, teacher, chunk, chunk, indices, likelihoods
-    among_reachable, _ = losses.projection_kl(*arguments, reachable.nonzero().squeeze(1))
+    among_reachable, _ = losses.projection_kl(*arguments, kept_K=reachable.nonzero().squeeze(1))
     among_all, _ = losses.projection_kl(*arguments)
     assert abs(float(among_reachable)) < 1e-6
     unreachable = teacher[0, 0].softmax(0)[3:].sum()
@@ -452,22 +429,21 @@ def losses_with_tables(case):
     common = losses.common_tokens(case.indices, case.likelihoods, relaxed=True)
     rest = [losses.other_tokens(ids, size) for ids, size in zip(common, sizes)]
     entries = losses.projection_entries(case.indices, case.likelihoods, sizes[1])
-    terms = losses.event_terms(*case.next, *case.chunk, case.spelling)
+    terms = event_terms(*case.next, *case.chunk, case.spelling)
     tables = case.indices, case.likelihoods
     return {
-        "event_kl": lambda x, y: losses.event_kl(x, y, *case.next, terms, case.spelling),
-        "event_coverage": lambda x, y: losses.event_coverage(y, terms, case.spelling),
+        "event_kl": lambda x, y: event_kl(x, y, *case.next, terms, case.spelling),
+        "event_coverage": lambda x, y: event_coverage(y, terms, case.spelling),
         "projection_kl": lambda x, y: losses.projection_kl(x, y, *case.chunk, *tables),
         "with entries": lambda x, y: losses.projection_kl(
             x, y, *case.chunk, *tables, entries=entries),
         "gold": lambda x, y: losses.gold(x, y, *case.chunk, *common, rest=rest),
-        "h_kl": lambda x, y: losses.h_kl(x, y, *case.chunk, *tables),
     }
 
 
 # the teacher's tokens are not known from (indices, likelihoods) alone
 KNOWN_SIDES = {"event_kl": "both", "event_coverage": "teacher", "projection_kl": "student",
-               "with entries": "both", "gold": "both", "h_kl": "student"}
+               "with entries": "both", "gold": "both"}
 
 
 @pytest.mark.parametrize("name", KNOWN_SIDES)

@@ -1,7 +1,6 @@
 """Jobs whose student writes: the gradient of what was written, the same in every layout."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -24,15 +23,16 @@ from isogloss.job.launch import start_distributed
 from isogloss.losses import next_token_cross_entropy
 from isogloss.rollout import Completion
 from isogloss.student import whole_student
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
-from test_layouts import (
+from jobs import check_same_curve, ds_config, losses_of, run_all, run_distill, write_corpus
+from steps import (
     AS_FLAGS_SAY,
-    SMALL_TILE_MIB,
     Layout,
     Reference,
     check_gradients,
     collator_of,
+    flags_for,
     keep_gradients,
+    start_layout,
     texts_of_rank,
 )
 
@@ -54,14 +54,6 @@ def mixed_samples(texts):
     """Eight samples: texts, an empty place, and what was written, some of it cut."""
     return [texts[0], Written(texts[1], 5, True), None, Written(texts[2], 30, False), texts[3][:60],
             Written(texts[4], 2, False), Written(texts[5], 12, True), "a"]
-
-
-def flags_for(models, texts, folder, **changes):
-    flags = dict(
-        student=str(models[0]), teacher=str(models[1]), data=write_corpus(folder, texts, 20),
-        max_length=250, kd_weight=0.7, ce_weight=0.3, projection_topk=100, output_dir=str(folder),
-        on_policy=0.5)
-    return flags | changes
 
 
 def as_example(sample, encoder):
@@ -133,15 +125,11 @@ def one_step(flags, samples, layouts):
     """Return [(layout, metrics, gradients of rank 0)] of one step; runs on every rank."""
     results = []
     for layout in layouts:
-        path = Path(flags["output_dir"]) / f"ds-{os.environ['RANK']}.json"
-        config = ds_config(path, layout.zero_stage, layout.micro_batch_size,
-                           layout.grad_accum_steps,
-                           optimizer={"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}})
-        state, inputs = job_for(flags | {"ds_config": config} | layout.flags)
+        state, inputs = start_layout(flags, layout)
         gradients = keep_gradients(state.engine)
         examples = [as_example(sample, inputs.student) for sample in samples]
-        collator = collator_of(state, inputs, AS_FLAGS_SAY, examples, SMALL_TILE_MIB)
-        parts = texts_of_rank(examples, layout, state.cfg.sequence_parallel)
+        collator = collator_of(state, inputs, AS_FLAGS_SAY, examples)
+        parts = texts_of_rank(examples, layout)
         metrics = distill.train_step(state, [collator(part) for part in parts]).metrics()
         results.append((layout, metrics, dict(gradients)))
         state.engine.destroy()
@@ -164,7 +152,7 @@ def test_what_was_written_teaches_like_the_same_text(models, texts, tmp_path, lo
     To 1e-6: in float32 the norm of the difference is 2e-7 to 4e-7 of that of the gradient, for
     plain data too.
     """
-    flags = flags_for(models, texts, tmp_path, loss=loss)
+    flags = flags_for(models, texts, tmp_path, on_policy=0.5, loss=loss)
     samples = mixed_samples(texts)
     [expected] = ranks.run(1, reference, flags, samples)
     for num_ranks, layouts in LAYOUTS.items():
@@ -196,11 +184,6 @@ def config_of(base, stage, micro_batch_size, num_ranks):
     return f"--ds_config={base[0] / f'zero{stage}-{micro_batch_size}-{num_ranks}.json'}"
 
 
-def run_jobs(num_ranks, *argv_list):
-    codes = ranks.run(num_ranks, run_distill, list(argv_list))
-    assert codes == [[0] * len(argv_list)] * num_ranks, argv_list
-
-
 def written_by(output):
     """Return {(step, sample, copy): (ids, ended)} of rollouts.jsonl."""
     found = {}
@@ -222,14 +205,8 @@ def without_times(lines):
     return kept
 
 
-def check_same_curve(expected, lines, rel_tol=1e-4, abs_tol=1e-5, name=""):
-    for one, other in zip(without_times(expected), without_times(lines), strict=True):
-        assert one.keys() == other.keys(), name
-        for key, value in one.items():
-            # null: a mean over nothing
-            close = value == other[key] or math.isclose(
-                value, other[key], rel_tol=rel_tol, abs_tol=abs_tol)
-            assert close, (name, key, one, other)
+def check_same_rollouts_curve(expected, lines, name=""):
+    check_same_curve(without_times(expected), without_times(lines), 1e-4, 1e-5, name)
 
 
 def test_the_same_rollouts_and_curve_in_every_layout(base):
@@ -249,11 +226,11 @@ def test_the_same_rollouts_and_curve_in_every_layout(base):
         command = [*argv, *flags, "--steps=3", f"--output_dir={folder / name}"]
         by_ranks.setdefault(num_ranks, []).append(command)
     for num_ranks, commands in by_ranks.items():
-        run_jobs(num_ranks, *commands)
+        run_all(num_ranks, *commands)
     expected = losses_of(folder / "one", -1)
     rollouts = written_by(folder / "one")
     for name in runs:
-        check_same_curve(expected, losses_of(folder / name, -1), name=name)
+        check_same_rollouts_curve(expected, losses_of(folder / name, -1), name=name)
         for key, value in written_by(folder / name).items():  # rank 0 logs its own
             assert rollouts[key] == value, (name, key)
     last = expected[-2]
@@ -268,15 +245,15 @@ def test_teachers_on_ranks_of_their_own_correct_rollouts(base):
     folder, argv = base
     for every in (1, 3):
         flags = [*argv, f"--rollout_every={every}", "--steps=5"]
-        run_jobs(1, [*flags, config_of(base, 2, 8, 1), f"--output_dir={folder / f'own{every}'}"])
-        run_jobs(2, [*flags, config_of(base, 2, 8, 1), "--teacher_ranks=1",
-                     f"--output_dir={folder / f'served{every}'}"])
-        check_same_curve(losses_of(folder / f"own{every}", -1),
-                         losses_of(folder / f"served{every}", -1))
+        run_all(1, [*flags, config_of(base, 2, 8, 1), f"--output_dir={folder / f'own{every}'}"])
+        run_all(2, [*flags, config_of(base, 2, 8, 1), "--teacher_ranks=1",
+                    f"--output_dir={folder / f'served{every}'}"])
+        check_same_rollouts_curve(losses_of(folder / f"own{every}", -1),
+                                  losses_of(folder / f"served{every}", -1))
     # shards of sequences: the two ranks have the samples of one
-    run_jobs(2, [*argv, "--rollout_every=3", "--steps=5", config_of(base, 2, 8, 1),
-                 "--sequence_parallel=2", f"--output_dir={folder / 'shards3'}"])
-    check_same_curve(losses_of(folder / "own3", -1), losses_of(folder / "shards3", -1))
+    run_all(2, [*argv, "--rollout_every=3", "--steps=5", config_of(base, 2, 8, 1),
+                "--sequence_parallel=2", f"--output_dir={folder / 'shards3'}"])
+    check_same_rollouts_curve(losses_of(folder / "own3", -1), losses_of(folder / "shards3", -1))
 
 
 def test_resume_goes_on_with_the_rollouts_of_its_batch(base):
@@ -284,11 +261,11 @@ def test_resume_goes_on_with_the_rollouts_of_its_batch(base):
     folder, argv = base
     argv = [*argv, "--rollout_every=3", "--rollouts_per_prompt=2", "--save_every=1"]
     one = [*argv, config_of(base, 2, 8, 1)]
-    run_jobs(1, [*one, "--steps=7", f"--output_dir={folder / 'through'}"])
+    run_all(1, [*one, "--steps=7", f"--output_dir={folder / 'through'}"])
     expected = losses_of(folder / "through", -1)
     stopped = f"--output_dir={folder / 'stopped'}"
-    run_jobs(1, [*one, "--steps=2", stopped], [*one, "--steps=5", stopped])
-    run_jobs(1, [*one, "--steps=7", stopped])
+    run_all(1, [*one, "--steps=2", stopped], [*one, "--steps=5", stopped])
+    run_all(1, [*one, "--steps=7", stopped])
     own = [line for line in expected if line["step"] in (3, 4, 5, 6, 7)]
     again = [line for line in losses_of(folder / "stopped", 2) if line["step"] > 2]
     # an evaluation comes at the end of each command
@@ -297,10 +274,10 @@ def test_resume_goes_on_with_the_rollouts_of_its_batch(base):
     assert training[0]["rollout/staleness"] == 2 and training[1]["rollout/staleness"] == 0
     assert training[0]["rollout/ratio"] != 1.0
     moved = f"--output_dir={folder / 'moved'}"
-    run_jobs(1, [*one, "--steps=2", moved])
-    run_jobs(2, [*argv, config_of(base, 3, 2, 2), "--steps=4", moved])
+    run_all(1, [*one, "--steps=2", moved])
+    run_all(2, [*argv, config_of(base, 3, 2, 2), "--steps=4", moved])
     lines = [line for line in losses_of(folder / "moved", 2) if "loss" in line]
-    check_same_curve([line for line in own if "loss" in line][:2], lines)
+    check_same_rollouts_curve([line for line in own if "loss" in line][:2], lines)
 
 
 def test_rollouts_do_not_disturb_training(base):
@@ -308,7 +285,7 @@ def test_rollouts_do_not_disturb_training(base):
     folder, argv = base
     argv = [*argv, config_of(base, 2, 8, 1), "--steps=4", "--eval_every=1"]
     for name, count in (("some", 6), ("none", 0)):
-        run_jobs(1, [*argv, f"--rollout_eval={count}", f"--output_dir={folder / name}"])
+        run_all(1, [*argv, f"--rollout_eval={count}", f"--output_dir={folder / name}"])
     curves = []
     for name in ("some", "none"):
         lines = without_times(losses_of(folder / name, -1))
@@ -332,7 +309,7 @@ def test_a_student_that_is_its_teacher_learns_nothing(base, models):
                 *argv, f"--teacher={models[0]}", f"--loss={loss}", f"--loss_topk={top_k}",
                 "--on_policy=1", "--steps=1", config_of(base, 0, 8, 1),
                 f"--output_dir={folder / f'equal-{loss}-{top_k}'}"])
-    run_jobs(1, *commands)
+    run_all(1, *commands)
     for command in commands:
         line, = [line for line in losses_of(command[-1].split("=")[1], 0) if "loss" in line]
         assert abs(line["kd/on"]) < 1e-6 and line["grad_norm"] < 1e-4, command
@@ -380,8 +357,8 @@ def test_a_job_killed_while_the_student_writes_goes_on(base):
     os.kill(job.pid, signal.SIGKILL)
     job.communicate()
     saved = max(int(path.name[5:]) for path in (output / "checkpoints").glob("step_*[0-9]"))
-    run_jobs(1, [*flags, f"--steps={saved + 3}", f"--output_dir={output}"],
-             [*flags, f"--steps={saved + 3}", f"--output_dir={folder / 'peace'}"])
+    run_all(1, [*flags, f"--steps={saved + 3}", f"--output_dir={output}"],
+            [*flags, f"--steps={saved + 3}", f"--output_dir={folder / 'peace'}"])
     curves = []
     for name in ("killed", "peace"):
         lines = without_times(losses_of(folder / name, -1))

@@ -20,14 +20,18 @@ from isogloss import demo, distill, once_in_a_while
 from isogloss.inputs import build_collator
 from isogloss.student.checks import check_logits, check_packing
 from isogloss.student.stages import num_weights, probe_ids
-from isogloss.teachers.sources import SilentTeacher
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
-from test_layouts import (
-    SMALL_TILE_MIB,
+from isogloss.teachers.ensemble import SilentTeacher
+from jobs import ds_config, job_for, losses_of, run_all, run_distill, write_corpus
+from steps import (
+    Layout,
     check_gradients,
     cut_flags,
+    flags_for,
     references,
     several_teachers,
+    small_collator,
+    start_layout,
+    texts_of_rank,
     uneven_samples,
 )
 
@@ -64,16 +68,13 @@ def students(tokenizers, tmp_path_factory):
     return {path.name: str(path) for path in folder.iterdir()}
 
 
-class Step(NamedTuple):
-    """A step of a pipeline: stages, sizes, and the flags that differ from the others'.
+def step_of(num_stages, micro_batch_size, grad_accum_steps, **flags):
+    """Return the Layout of a step of 4 / num_stages pipelines."""
+    return Layout(1, micro_batch_size, grad_accum_steps, {"pipeline_parallel": num_stages} | flags)
 
-    The four ranks are 4 / num_stages pipelines.
-    """
 
-    num_stages: int
-    micro_batch_size: int
-    grad_accum_steps: int
-    flags: dict
+def stages_of(step):
+    return step.flags["pipeline_parallel"]
 
 
 class StepResult(NamedTuple):
@@ -99,23 +100,22 @@ class StepResult(NamedTuple):
 
 
 def steps_of(students, models, untied):
-    """Return {name: Step}: every P and number of pipelines, teachers everywhere, kinds of batches.
-    """
+    """Return {name: Layout}: every P and number of pipelines, teachers and batches of all kinds."""
     two = json.dumps(several_teachers(models, untied, sharded=False)[:2])
     several = {"teacher": "", "teachers": two, "teacher_weights": "ce", "teacher_alpha": 0.7}
     return {
-        "four stages": Step(4, 1, 8, {}),
-        "two pipelines": Step(2, 1, 4, {}),
-        "cut texts": Step(2, 1, 4, cut_flags(models)),
-        "untiled": Step(2, 2, 2, {"tiled": False, "loss": "gold"}),
-        "packed": Step(2, 2, 2, {"pack": True, "activation_checkpointing": True,
-                                 "student": students["gpt_neox"]}),
-        "sharded teacher": Step(2, 1, 4, {"teacher_tp": 4}),
-        "partitioned teacher, kept columns": Step(2, 1, 4, {"teacher_engine": "zero3",
-                                                            "loss": "projection_kl"}),
-        "several teachers": Step(4, 2, 4, several | {"student": students["qwen2"]}),
+        "four stages": step_of(4, 1, 8),
+        "two pipelines": step_of(2, 1, 4),
+        "cut texts": step_of(2, 1, 4, **cut_flags(models)),
+        "untiled": step_of(2, 2, 2, tiled=False, loss="gold"),
+        "packed": step_of(2, 2, 2, pack=True, activation_checkpointing=True,
+                          student=students["gpt_neox"]),
+        "sharded teacher": step_of(2, 1, 4, teacher_tp=4),
+        "partitioned teacher, kept columns": step_of(2, 1, 4, teacher_engine="zero3",
+                                                     loss="projection_kl"),
+        "several teachers": step_of(4, 2, 4, **several, student=students["qwen2"]),
         # one that cuts texts as the student alone does
-        "no teacher": Step(4, 1, 8, {"kd_weight": 0.0, "teacher": students["tied"]}),
+        "no teacher": step_of(4, 1, 8, kd_weight=0.0, teacher=students["tied"]),
     }
 
 
@@ -126,15 +126,11 @@ def take_steps(flags, steps, samples):
 
 def take_step(flags, step, samples):
     """Return the StepResult of a step whose learning rate is 0."""
-    optimizer = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
-    path = Path(flags["output_dir"]) / f"ds-{os.environ['RANK']}.json"
-    config = ds_config(path, 1, step.micro_batch_size, step.grad_accum_steps, optimizer=optimizer)
-    state, inputs = job_for(flags | step.flags | {
-        "ds_config": config, "pipeline_parallel": step.num_stages})
+    state, inputs = start_layout(flags, step)
     check_logits(state, probe_ids(state.vocab).tolist())
     if state.cfg.pack:
         check_packing(state)
-    collator = build_collator(state.cfg, inputs, state.device, SMALL_TILE_MIB)
+    collator = small_collator(state.cfg, inputs, state.device)
     micro_batches = [collator(texts) for texts in texts_of_rank(samples, step)]
     check_stage(state, micro_batches)
     gradients = keep_gradients(state)
@@ -164,18 +160,6 @@ def take_bad_step(state, micro_batches):
     distill.term_weights = term_weights
     after = list(state.engine.module.parameters())
     return not all(torch.equal(*both) for both in zip(weights, after, strict=True))
-
-
-def texts_of_rank(samples, step):
-    """Return the samples of this rank's micro-batches; those of a pipeline have the same."""
-    reader = int(os.environ["RANK"]) // step.num_stages
-    num_readers = int(os.environ["WORLD_SIZE"]) // step.num_stages
-    size = step.micro_batch_size
-    texts = []
-    for number in range(step.grad_accum_steps):
-        first = (number * num_readers + reader) * size
-        texts.append(samples[first : first + size])
-    return texts
 
 
 def check_stage(state, micro_batches):
@@ -239,7 +223,7 @@ def teacher_models(state):
 def gradients_of(of_ranks, step, attribute="gradients"):
     """Return the gradients of all stages by name; those of a tied head are equal at both ends."""
     gradients = {}
-    for result in of_ranks[: step.num_stages]:
+    for result in of_ranks[: stages_of(step)]:
         for name, gradient in getattr(result, attribute).items():
             if name in gradients:
                 assert torch.equal(gradients[name], gradient), name
@@ -250,10 +234,7 @@ def gradients_of(of_ranks, step, attribute="gradients"):
 @pytest.fixture(scope="module")
 def flags(models, students, texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("steps")
-    return dict(
-        student=students["tied"], teacher=str(models[1]), data=write_corpus(folder, texts, 20),
-        max_length=250, kd_weight=0.7, ce_weight=0.3, projection_topk=100, eval_rows=2,
-        output_dir=str(folder))
+    return flags_for((students["tied"], models[1]), texts, folder, eval_rows=2)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +244,7 @@ def steps(students, models, untied):
 
 @pytest.fixture(scope="module")
 def results(flags, steps, texts):
-    """{name of a Step: StepResult of every rank}."""
+    """{name of a step: StepResult of every rank}."""
     of_ranks = ranks.run(4, take_steps, flags, steps, uneven_samples(texts))
     return {name: [of_rank[name] for of_rank in of_ranks] for name in steps}
 
@@ -273,9 +254,8 @@ def expected(flags, steps, texts):
     """{name: Reference} of the same steps in one process, by torch alone."""
     runs = []
     for step in steps.values():
-        changes = {key: value for key, value in step.flags.items() if key != "pack"}
-        for key in ("teacher_tp", "teacher_engine"):
-            changes.pop(key, None)
+        spread = {"pipeline_parallel", "pack", "teacher_tp", "teacher_engine"}
+        changes = {key: value for key, value in step.flags.items() if key not in spread}
         runs.append(flags | changes)
     return dict(zip(steps, references(runs, uneven_samples(texts)), strict=True))
 
@@ -305,7 +285,7 @@ def test_each_teacher_is_asked_once_by_the_last_stage_alone(steps, results):
         if name == "no teacher":
             num_teachers = 0
         for rank, result in enumerate(results[name]):
-            is_last = rank % step.num_stages == step.num_stages - 1
+            is_last = rank % stages_of(step) == stages_of(step) - 1
             assert result.asked == is_last * num_teachers * step.grad_accum_steps, name
             is_shared = "teacher_tp" in step.flags or "teacher_engine" in step.flags
             if not is_last and not is_shared:
@@ -393,13 +373,13 @@ def jobs(models, students, texts, tmp_path_factory):
     jobs = Jobs(folder, [*argv, f"--student={students['tied']}"])
     random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
     learned = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=1e-2"]
-    run_all(1, [jobs.line("one", 1, 4), jobs.line("one judged", 1, 4, *tasks),
-                jobs.line("one learned", 1, 4, *learned)])
+    run_all(1, jobs.line("one", 1, 4), jobs.line("one judged", 1, 4, *tasks),
+            jobs.line("one learned", 1, 4, *learned))
     killed = random.line("killed", 2, 2, num_readers=2)
-    run_all(4, [jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
-                jobs.line("two judged", 2, 2, *tasks, num_readers=2),
-                random.line("unkilled", 2, 2, num_readers=2),
-                jobs.line("four learned", 4, 4, *learned)])
+    run_all(4, jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
+            jobs.line("two judged", 2, 2, *tasks, num_readers=2),
+            random.line("unkilled", 2, 2, num_readers=2),
+            jobs.line("four learned", 4, 4, *learned))
     group = ranks.start(4, run_until_killed, killed, 1, 4)
     for process, _ in group:  # the others end by themselves
         process.join(120)
@@ -409,20 +389,15 @@ def jobs(models, students, texts, tmp_path_factory):
     jobs.copy("one", "one to four", 4)
     jobs.copy("one learned", "one to two learned", 4)
     jobs.copy("four learned", "four to four learned", 4)
-    run_all(4, [killed, jobs.line("two to four", 4, 4), jobs.line("one to four", 4, 4),
-                jobs.line("one to two learned", 2, 2, *learned, num_readers=2),
-                jobs.line("four to four learned", 4, 4, *learned)])
+    run_all(4, killed, jobs.line("two to four", 4, 4), jobs.line("one to four", 4, 4),
+            jobs.line("one to two learned", 2, 2, *learned, num_readers=2),
+            jobs.line("four to four learned", 4, 4, *learned))
     # processes join one world, so two worlds take new ones
-    run_all(4, [jobs.line("remote", 2, 4, "--teacher_ranks=2")])
+    run_all(4, jobs.line("remote", 2, 4, "--teacher_ranks=2"))
     jobs.copy("four", "four to one", 4)
     jobs.copy("two", "two exported", 6)
-    run_all(1, [jobs.line("four to one", 1, 2), jobs.line("two exported", 1, 4)])
+    run_all(1, jobs.line("four to one", 1, 2), jobs.line("two exported", 1, 4))
     return jobs
-
-
-def run_all(num_ranks, lines):
-    codes = ranks.run(num_ranks, run_distill, lines)
-    assert codes == [[0] * len(lines)] * num_ranks
 
 
 def check_curve(jobs, name, expected, tolerance):

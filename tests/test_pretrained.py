@@ -31,8 +31,7 @@ from isogloss.models.pretrained import check_random, check_weights, load_model
 from isogloss.projection_tools import generate
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import load_student
-from isogloss.teachers.model import load_replicated
-from isogloss.teachers.specs import TeacherSpec
+from isogloss.teachers.model import ModelSpec, load_replicated
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from wrong_input import check_one_line, outcomes
 
@@ -277,7 +276,7 @@ def test_where_flash_attention_cannot_run(models, monkeypatch):
 def test_student_and_teacher_attend_as_the_flag_says(models, attention):
     cfg = distill.Config(student=str(models[0]), teacher="t", data="x", attention=attention)
     student = load_student(cfg, {}, cfg.attention)
-    spec = TeacherSpec(path=str(models[1]), vocab=10, attention=attention)
+    spec = ModelSpec(path=str(models[1]), vocab=10, attention=attention)
     teacher = load_replicated(spec).runner.model
     for model in (student, teacher):
         expected = "sdpa" if attention == "auto" else attention

@@ -23,9 +23,11 @@ README = (ROOT / "README.md").read_text()
 DEMO = (ROOT / "docs" / "demo.md").read_text()
 RUNNING = (ROOT / "docs" / "running.md").read_text()
 LIMITS = (ROOT / "docs" / "limits.md").read_text()
+LOG = (ROOT / "docs" / "LOG.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs/README.md",
-         ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md"]
+MONTHS = sorted((ROOT / "docs" / "log").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *MONTHS,
+         ROOT / "ds_configs/README.md", ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md"]
 
 
 def code_blocks(kind, text=README):
@@ -191,22 +193,23 @@ def test_the_last_act_of_the_demo_has_its_form():
 
 
 def test_tables_agree_with_the_log():
-    """Every line of numbers in the tables of results stands in docs/LOG.md, with the same mean."""
-    log = (ROOT / "docs" / "LOG.md").read_text()
+    """Every line of numbers in the tables of results stands in docs/log/, with the same mean."""
+    log = "".join(path.read_text() for path in MONTHS)
+    of_demo = log.split("## 2026-11-25: the demo")[1].split("\n## ")[0]
     # older entries call the baseline and a loss by other names
     log = re.sub(r"\| (text only|no teacher) +\|", "| no teacher (CE only) |", log)
     log += re.sub(r"^\| `piece_kl` ", "| `event_kl` ", log, flags=re.M)
     log_lines = [cells_of(line) for line in log.splitlines() if line.startswith("|")]
     results = (ROOT / "docs" / "results.md").read_text()
-    [losses] = re.findall(r"(?:^\|.*\n)+", results, re.M)
+    claims, losses = re.findall(r"(?:^\|.*\n)+", results, re.M)
+    for path in re.findall(r"(?:benchmarks|tests)/\w+\.py", claims):
+        assert (ROOT / path).exists(), path
     for line in losses.splitlines()[2:]:
         name, _, *numbers = cells_of(line)
         name = name.split(",")[0]
         assert any(other[0] == name and other[2:] == numbers for other in log_lines), line
         mean = sum(map(float, numbers[:3])) / 3
         assert abs(mean - float(numbers[3])) < 0.001
-    of_demo = (ROOT / "docs" / "LOG.md").read_text().split("## 2026-11-25: the demo")[1]
-    of_demo = of_demo.split("\n## ")[0]
     shown = "".join(code_blocks("text", DEMO))
     for line in filter(None, shown.splitlines()):
         assert line in of_demo, line
@@ -242,7 +245,8 @@ def test_links_lead_somewhere(page):
 NAMED_PATH = re.compile(r"(?<![\w:/])(?:isogloss|docs|tests|benchmarks)/[\w/-]+\.(?:py|md)\b")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "LOG.md"],
+@pytest.mark.parametrize("page", [
+    page for page in PAGES if page.name != "LOG.md" and page not in MONTHS],
                          ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_that_a_page_names_exist(page):
     """The log speaks of its own time; every other page of what is there."""
@@ -278,6 +282,8 @@ def test_nothing_is_missing_on_the_map():
             stem = rest.removesuffix(".py")
             assert f"`{rest}`" in ARCHITECTURE or f"`{stem}`" in ARCHITECTURE or (
                 stem in ("__init__", "demo_report", "loss_table")), name
+        elif name.startswith("docs/log/"):
+            assert f"({name.removeprefix('docs/')}#" in LOG, name
         elif folder == "docs" and name.endswith(".md"):
             assert name in pages, name
 
@@ -306,7 +312,7 @@ def test_every_stop_can_be_found():
     way = ("loader", "Collator", "TextEncoder.encode", "align_located", "cut_sample", "plan_tiles",
            "Counts.all_reduce", "term_weights", "TeacherSource.targets", "StudentWithLoss.forward",
            "LossTerms.reduce", "micro_batch_loss", "tiled_loss", "PairLoss", "translated",
-           "translated_kl", "engine.backward", "engine.step", "StepReport.metrics", "Log.write")
+           "root_values", "engine.backward", "engine.step", "StepReport.metrics", "Log.write")
     last = ARCHITECTURE.index("## In a data worker")
     for name in way:
         last = ARCHITECTURE.index(f"`{name}`", last)

@@ -1,7 +1,5 @@
 """A server says what the same teacher says here, in every layout; what it cannot say is refused."""
 
-import contextlib
-import io
 import json
 from pathlib import Path
 
@@ -13,17 +11,16 @@ import ranks
 from isogloss import cache, distill
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
-from isogloss.inputs import check_inputs, teacher_spec
+from isogloss.inputs import check_inputs
 from isogloss.job.launch import start_distributed
-from isogloss.job.watch import end_together
 from isogloss.teachers import cache_files, text_server
+from isogloss.teachers.kinds import TEACHER_KINDS
+from isogloss.teachers.protocol import load_teacher
 from isogloss.teachers.served import ServedTeacher, groups_of, scored_text
-from isogloss.teachers.sources import load_teacher
 from isogloss.teachers.text_server import Likely
-from jobs import ds_config, losses_of, run_distill, write_corpus
+from jobs import ds_config, losses_of, run_and_listen, run_distill, write_corpus
 from launched import Job
-from test_cached_teachers import CHAT_TEMPLATE, Reading, with_template
-from test_layouts import (
+from steps import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
     Case,
@@ -38,6 +35,7 @@ from test_layouts import (
     references_of,
     uneven_samples,
 )
+from test_cached_teachers import CHAT_TEMPLATE, Reading, with_template, write
 from text_servers import StandIn
 
 KEY = "sk-secret-1234"
@@ -353,7 +351,7 @@ def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
         written = [[*from_server(server, pair), f"--data={data}", f"--output={tmp_path / 'cache'}",
                     "--logp_bits=32"]]
         written[0] = [flag.replace("--teacher_output_topk", "--top_k") for flag in written[0]]
-        ranks.run(1, write_cache, written)
+        ranks.run(1, write, written)
         runs = [from_server(server, pair), [f"--teacher_cache={tmp_path / 'cache'}"],
                 [f"--teacher={teacher}", "--teacher_output=topk", "--teacher_output_topk=30"]]
         for run, folder in zip(runs, folders, strict=True):
@@ -361,13 +359,6 @@ def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
             assert codes == [[0], [0]]
     for folder in folders[:2]:
         check_same(losses_of(folder, -1), losses_of(folders[2], -1))
-
-
-def write_cache(argv_list):
-    device = start_distributed()
-    with end_together():
-        for argv in argv_list:
-            cache.run(parse_flags(cache.Args, argv), device)
 
 
 # --- chats, caches --------------------------------------------------------------------------------
@@ -394,12 +385,12 @@ def test_chats_of_a_server_and_of_its_cache(models, texts, tmp_path):
 
 
 def served_and_cached(commands, folders, data, url, folder, chats):
-    write_cache(commands)
+    write(commands)
     cfg = Config(student=folders[0], teacher=folders[1], data=data, max_length=200)
     reading = Reading(cfg, {"all": folder})
     flags = dict(teacher=url, teacher_tokenizer=folders[1], teacher_output_topk=600)
     of_server = Config(student=folders[0], data=data, **flags)
-    spec = teacher_spec(of_server, reading.teacher, torch.device("cpu"))
+    spec = of_server.teacher_kind.of(of_server, reading.teacher, torch.device("cpu"))
     reading.cached["served"] = load_teacher(spec)
     for options in ({}, {"pack": True}, {"sequence_rank": 1, "sequence_size": 2}):
         reading.check(chats, {"all": 3e-5, "served": 3e-5}, **options)
@@ -415,7 +406,7 @@ def served_and_cached(commands, folders, data, url, folder, chats):
 ])
 def test_a_cache_of_a_server_keeps_its_likely_tokens_alone(flags, expected):
     command = ["--teacher=http://h", "--teacher_tokenizer=T", "--data=d.txt", "--output=o"]
-    assert parse_flags(cache.Args, command).run_config().is_served
+    assert parse_flags(cache.Args, command).run_config().teacher_kind is TEACHER_KINDS["served"]
     with pytest.raises(ValueError, match=expected):
         parse_flags(cache.Args, [*command, *flags])
 
@@ -496,14 +487,6 @@ def drop_entries(answers):
         for position in answer["prompt_logprobs"][1:]:
             for key in list(position)[3:]:
                 del position[key]
-
-
-def run_and_listen(argv):
-    """Run a command line on this rank; return (exit codes, what it says)."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        codes = run_distill([argv])
-    return codes, said.getvalue()
 
 
 @pytest.mark.slow

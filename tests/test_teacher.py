@@ -13,14 +13,14 @@ from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.layout import join_ids, join_members, teacher_groups
 from isogloss.teachers import model as model_teachers
 from isogloss.teachers.model import (
+    ModelSpec,
     Offload,
     bucket,
     check_compilation,
     load_replicated,
     resolve_engine,
 )
-from isogloss.teachers.sources import load_teacher
-from isogloss.teachers.specs import TEACHER_OUTPUTS, TeacherSpec
+from isogloss.teachers.protocol import TEACHER_OUTPUTS, load_teacher
 
 VOCAB = 90  # of the tokenizer; the heads have 100 rows
 SPECIAL_TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -85,7 +85,7 @@ def checkpoints(tmp_path_factory):
 
 
 def load(folder, name, engine, degree, offload=False):
-    spec = TeacherSpec(path=str(folder / name), vocab=VOCAB, engine=engine, dtype="float32",
+    spec = ModelSpec(path=str(folder / name), vocab=VOCAB, engine=engine, dtype="float32",
                        device="cpu", degree=degree, offload=offload)
     return load_teacher(spec)
 
@@ -400,8 +400,7 @@ def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits,
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
     from isogloss.models.pretrained import check_weights
-    from isogloss.teachers.model import load_replicated
-    from isogloss.teachers.specs import TeacherSpec
+    from isogloss.teachers.model import ModelSpec, load_replicated
 
     torch.manual_seed(0)
     shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=96,
@@ -413,7 +412,7 @@ def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits,
         tmp_path / "whole", quantization_config=quantization, device_map={"": "cpu"})
     packed.save_pretrained(tmp_path / "packed")
     check_weights("teacher", str(tmp_path / "packed"))
-    teacher = load_replicated(TeacherSpec(
+    teacher = load_replicated(ModelSpec(
         path=str(tmp_path / "packed"), vocab=96, dtype="float32", device=torch.device("cpu")))
     ids = torch.arange(24)[None] * 3 % 96
     with torch.no_grad():
@@ -422,7 +421,7 @@ def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits,
     error = float((logits - expected).norm() / expected.norm())
     assert 0 < error < tolerance
     with pytest.raises(ValueError, match=r"--teacher_offload: .* is quantized"):
-        load_replicated(TeacherSpec(path=str(tmp_path / "packed"), vocab=96, offload=True))
+        load_replicated(ModelSpec(path=str(tmp_path / "packed"), vocab=96, offload=True))
 
 
 # --- compiled -------------------------------------------------------------------------------------
@@ -449,7 +448,7 @@ def test_a_compiled_teacher_gives_the_same_logits(checkpoints, monkeypatch):
     torch.manual_seed(1)
     for name in ("llama", "gemma3_text"):
         plain, compiled = (
-            load_replicated(TeacherSpec(path=str(checkpoints / name), vocab=VOCAB, dtype="float32",
+            load_replicated(ModelSpec(path=str(checkpoints / name), vocab=VOCAB, dtype="float32",
                                         compile=compile)) for compile in (False, True))
         packed_positions = torch.cat([torch.arange(9), torch.arange(6)])[None]
         ids = torch.randint(VOCAB, (1, 15))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import Case, common_of
 from conftest import ROOT
-from isogloss import losses, tiles as tiles_module
+from isogloss import event_kl as events, losses, tiles as tiles_module
 from isogloss.tiles import (
     GPU_SUB_TILES,
     Head,
@@ -97,9 +97,9 @@ class Models:
             self.chunk[1],
             self.vocab_sizes,
             memory_mib,
-            GPU_SUB_TILES,
+            sub_tiles=GPU_SUB_TILES,
         )
-        return with_terms(tiles, lambda *ids: losses.event_terms(*ids, self.case.spelling))
+        return with_terms(tiles, lambda *ids: events.event_terms(*ids, self.case.spelling))
 
 
 def with_terms(tiles, terms_of):
@@ -144,13 +144,15 @@ def loss_of(name, case):
             result = losses.next_token_cross_entropy(x_BSV, sub_tile.student_labels[None])
         elif name == "event_kl":
             terms = sub_tile.terms
-            result = losses.event_kl(x_BSV, y_BTW, next_S, next_T, terms, case.spelling, 2.0)
+            result = events.event_kl(
+                x_BSV, y_BTW, next_S, next_T, terms, case.spelling, temperature=2.0)
         elif name in ("projection_kl", "kept"):
-            result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept)
+            result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept_K=kept)
         elif name == "gold":
-            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *common, 2.0)
+            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *common, temperature=2.0)
         elif name == "h_kl":
-            result = losses.h_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection)
+            relaxed = losses.common_tokens(*projection, relaxed=True)
+            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *relaxed)
         else:
             function = getattr(losses, name)
             result = function(x_BSV, y_BTW, next_S, next_T, chunk_S, chunk_T)
@@ -173,7 +175,7 @@ def tiled(models, loss, tiles, weights, source=None, params=()):
     """Compute the tiled loss of cross-entropy and `loss`; by default from hidden states."""
     source = source or models.teacher["hidden"]
     tile_loss = with_cross_entropy(loss)
-    return tiled_loss(models.hidden, models.head, source, tile_loss, tiles, weights, params)
+    return tiled_loss(models.hidden, models.head, source, tile_loss, tiles, weights, params=params)
 
 
 def plain(models, loss, weights):
@@ -360,13 +362,13 @@ def meta_loss(name, models):
         chunk_ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
         terms = sub_tile.terms
         if name == "event_kl":
-            result = losses.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, 2.0)
+            result = events.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, temperature=2.0)
         elif name in ("projection_kl", "kept"):
             result = losses.projection_kl(
                 x_BSV, y_BTW, *chunk_ids, *projection, kept_K=kept, entries=entries, chunks=terms
             )
         elif name == "gold":
-            result = losses.gold(x_BSV, y_BTW, *chunk_ids, *common, 2.0, chunks=terms)
+            result = losses.gold(x_BSV, y_BTW, *chunk_ids, *common, temperature=2.0, chunks=terms)
         elif name in ("jsd", "top_k"):
             first = torch.zeros_like(terms.first_S)
             student_rows = x.index_select(0, first)[None, :, :V]
@@ -519,7 +521,8 @@ def test_parts_add_up_to_the_sum_of_their_losses(kind):
                               models.tiles(memory), weights))
     inputs = [*models.inputs, other_hidden, weight]
     value, sums = tiled_losses(models.head, parts, [weight])
-    apart = [tiled_loss(part.student_hidden, models.head, *part[1:], [weight]) for part in parts]
+    apart = [tiled_loss(part.student_hidden, models.head, *part[1:], params=[weight])
+             for part in parts]
     for ours, (_, expected) in zip(sums, apart, strict=True):
         assert torch.equal(ours, expected)
     expected = sum(part_value for part_value, _ in apart)
@@ -859,8 +862,7 @@ ARCHITECTURES = {
 def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from isogloss.teachers.model import ModelTeacher, WholeModel, head_gives_own_logits
-    from isogloss.teachers.specs import TeacherSpec
+    from isogloss.teachers.model import ModelSpec, ModelTeacher, WholeModel, head_gives_own_logits
 
     torch.manual_seed(0)
     shape = {"vocab_size": 40} if architecture == "gpt2" else SHAPE  # it has names of its own
@@ -870,7 +872,7 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
         torch.nn.init.normal_(model.get_output_embeddings().bias)
     ids = torch.randint(40, (2, 7))
     logits = model(input_ids=ids).logits[..., :37].detach()
-    spec = TeacherSpec(architecture, vocab=37)
+    spec = ModelSpec(architecture, vocab=37)
     teacher = ModelTeacher(WholeModel(model), head_of(model, 37), spec, "replicated", 0)
     for output in ("hidden", "logits"):
         assert head_gives_own_logits(teacher.read(ids, output), logits)

@@ -22,7 +22,7 @@ from jobs import losses_of, run_distill
 from launched import wait_until
 from test_on_policy import (
     base,  # noqa: F401, a fixture
-    check_same_curve,
+    check_same_rollouts_curve,
     config_of,
     written_by,
 )
@@ -51,8 +51,8 @@ def test_another_process_writes_what_the_student_would(base):  # noqa: F811
         flags = [*argv, config_of(base, stage, micro_batch_size, 2), f"--output_dir={output}",
                  f"--rollout_command={command()}"]
         assert ranks.run(2, run_distill, [flags]) == [[0]] * 2
-        check_same_curve(without_entropy(losses_of(folder / "own", -1)),
-                         without_entropy(losses_of(output, -1)))
+        check_same_rollouts_curve(without_entropy(losses_of(folder / "own", -1)),
+                                  without_entropy(losses_of(output, -1)))
         for key, value in written_by(output).items():
             assert written_by(folder / "own")[key] == value
         lines = [line for line in losses_of(output, 0) if "loss" in line]
@@ -86,8 +86,8 @@ def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base):  # noqa: F8
         [*stopped, f"--rollout_command={command()}"], straight])
     assert codes == [128 + signal.SIGTERM, 0, 0]
     assert (folder / "stopped" / "checkpoints" / "step_0000002").is_dir()
-    check_same_curve(without_entropy(losses_of(folder / "straight", -1)),
-                     without_entropy(losses_of(folder / "stopped", -1)))
+    check_same_rollouts_curve(without_entropy(losses_of(folder / "straight", -1)),
+                              without_entropy(losses_of(folder / "stopped", -1)))
 
 
 def run_with_message(flags):

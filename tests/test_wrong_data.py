@@ -568,6 +568,12 @@ def test_empty_files_among_others_are_read(tmp_path):
     assert read_whole(load_dataset(str(tmp_path), "text")) == GOOD
 
 
+def test_bytes_of_nothing_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"text\0\n")
+    with pytest.raises(DataError, match="is no text: it holds NUL bytes"):
+        load_dataset(str(tmp_path / "a.txt"), "text")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_a_file_that_may_not_be_read_is_named(tmp_path):
     write(tmp_path / "a.jsonl", ROWS)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import ranks  # noqa: F401  (tests that start ranks share a worker)
 from jobs import ds_config
+from pickled import Command
 from wrong_input import Wrong, check_one_line, good_line, run_wrong
 
 # --- how a good model becomes a wrong one ---------------------------------------------------------
@@ -111,13 +112,6 @@ def no_tensors(tensors):
     tensors.clear()
 
 
-class Explosive:
-    """Write a file when it is unpickled."""
-
-    def __reduce__(self):
-        return (exec, ("open('exploded', 'w').write('x')",))
-
-
 def as_pickle(content):
     """Return an edit that replaces the weights by a pickle."""
 
@@ -217,7 +211,7 @@ MODELS = {
     "a missing shard": (sharded(MISSING_SHARD), WEIGHTS),
     "an index that is no JSON": (sharded("{"), WEIGHTS),
     "an index without a map": (sharded("{}"), WEIGHTS),
-    "a pickle with code": (as_pickle({"model.norm.weight": Explosive()}), WEIGHTS),
+    "a pickle with code": (as_pickle({"model.norm.weight": Command("exploded")}), WEIGHTS),
     "a pickle of a list": (as_pickle([1, 2]), WEIGHTS),
     "a pickle cut off": (as_bytes(b"PK\x03\x04"), WEIGHTS),
     "bitsandbytes": (quantized("bitsandbytes", load_in_4bit=True), "quantized"),

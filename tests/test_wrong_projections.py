@@ -24,6 +24,7 @@ from isogloss.projection_tools import (
 from isogloss.projection_tools.files import as_tables, cached, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from jobs import ds_config, losses_of, run_distill, write_corpus
+from pickled import Command
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,6 @@ def good(pair):
 
 
 # --- projections ----------------------------------------------------------------------------------
-
-
-class Explosive:
-    """Write a file when it is unpickled."""
-
-    def __reduce__(self):
-        return (exec, ("open('exploded', 'w').write('x')",))
 
 
 def with_weights(change):
@@ -103,16 +97,12 @@ PROJECTIONS = {
 }
 
 
-def as_file(path, content):
-    torch.save(content, path)
-
-
 # {what is wrong: content of a file}
 FILES = {
     "an empty file": b"",
     "a web page": b"<!DOCTYPE html><html></html>",
     "a git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
-    "a pickle with code": pickle.dumps(Explosive()),
+    "a pickle with code": pickle.dumps(Command("exploded")),
     "a zip archive with nothing in it": b"PK\x05\x06" + b"\0" * 18,
 }
 

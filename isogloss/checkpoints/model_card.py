@@ -29,7 +29,8 @@ MEASURED = {
 LEFT_OUT = {
     "student", "teacher", "teachers", "data", "eval_data", "output_dir", "export", "ds_config",
     "resume", "wandb_project", "local_rank", "loss", "projection", "eval_task_data",
-    "rollout_command", "trust_remote_code", "config", "teacher_cache", "teacher_tokenizer"}
+    "rollout_command", "plugin", "trust_remote_code", "config", "teacher_cache",
+    "teacher_tokenizer"}
 
 
 def read_record(folder):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from isogloss.config import Config, teacher_entries, teacher_keys
+from isogloss.config import Config, configs_by_teacher, teacher_entries, teacher_keys
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import flags_that
 from isogloss.student.ds_config import (
@@ -15,7 +15,6 @@ from isogloss.student.ds_config import (
     read_ds_config,
     schedule_lengths,
 )
-from isogloss.teachers.text_server import is_address
 
 
 def checkpoint_folder(cfg):
@@ -39,10 +38,10 @@ def run_identity(cfg):
     for name, value in asdict(cfg).items():
         if name not in free:
             identity[name] = value
-    if cfg.is_served:  # a server may move
-        identity["teacher"] = "served"
+    identity["teacher"] = cfg.teacher_kind.lasting_name or cfg.teacher
     if cfg.teachers:
-        identity["teachers"] = [_without_free_keys(entry) for entry in teacher_entries(cfg)]
+        kinds = [teacher.teacher_kind for teacher in configs_by_teacher(cfg).values()]
+        identity["teachers"] = list(map(_lasting_entry, teacher_entries(cfg), kinds))
     ds_config = read_ds_config(cfg.ds_config)
     # how a step is cut into micro-batches may change, how many samples it has may not
     identity["samples_per_step"] = _batch_sizes(cfg, ds_config).train_batch_size
@@ -59,14 +58,14 @@ def run_identity(cfg):
     return without_secrets(identity)  # a checkpoint holds it, and a signature may change
 
 
-def _without_free_keys(entry):
+def _lasting_entry(entry, kind):
     """Return an entry of --teachers without what may change when a run resumes."""
     flags = teacher_keys()
     free = flags_that(Config, "free")
     kept = {}
     for key, value in entry.items():
         if flags.get(key) not in free:
-            kept[key] = "served" if key == "model" and is_address(value) else value
+            kept[key] = kind.lasting_name or value if key == "model" else value
     return kept
 
 

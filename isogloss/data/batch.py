@@ -28,8 +28,9 @@ from isogloss.data.sample import (
     pair_texts,
 )
 from isogloss.data.spans import SequenceShard, document_spans, sequence_shard
+from isogloss.event_kl import Spelling, event_terms
 from isogloss.job.counts import Counts, PairCounts
-from isogloss.losses import Spelling, event_terms, find_chunks
+from isogloss.losses import find_chunks
 from isogloss.tiles import CPU_SUB_TILES, Tile, plan_tiles
 from isogloss.translation import Tables, nodes_of_chunks, tokens_that_ended
 
@@ -361,7 +362,7 @@ class Collator:
     def _plan_tiles_of(self, pair, labels, batch, texts, on_policy):
         vocab_sizes = len(self.student.table), len(pair.encoder.table)
         tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
-                           vocab_sizes, self.tile_mib, self.sub_tiles,
+                           vocab_sizes, self.tile_mib, sub_tiles=self.sub_tiles,
                            teacher_context=bool(texts))
         planned = []
         teacher_positions = None  # those whose logits exist
@@ -416,7 +417,7 @@ class Collator:
         if shard:
             labels = torch.where(shard.owned_mask, labels, -100)
         student.tiles = plan_tiles(labels, no_chunk, nothing, nothing, (len(self.student.table), 0),
-                                   self.tile_mib, self.sub_tiles)
+                                   self.tile_mib, sub_tiles=self.sub_tiles)
         if shard:
             student.tiles = localize_tiles(student.tiles, shard)
         return labels
@@ -560,8 +561,8 @@ class TextsOf:
         # read; what the last column names is not asked for.
         next_ids = student.ids.roll(-1, 1)
         self.ended = tokens_that_ended(
-            next_ids, batch.labels, *read_chunks, tables, batch.sample_of_student,
-            batch.sample).flatten()
+            next_ids, batch.labels, *read_chunks, tables,
+            student_text_BS=batch.sample_of_student, teacher_text_BT=batch.sample).flatten()
 
     def nodes(self, sub_tile, student_positions, teacher_positions, tables):
         """Return the Nodes of a sub-tile, of which the positions of both sides are given."""
@@ -572,7 +573,8 @@ class TextsOf:
         chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
         return nodes_of_chunks(
             chunks, self.student_ids[student_positions], sub_tile.student_labels.clamp(min=0),
-            sub_tile.teacher_labels.clamp(min=0), tables, self.ended[teacher_positions], follows)
+            sub_tile.teacher_labels.clamp(min=0), tables,
+            teacher_ended=self.ended[teacher_positions], teacher_follows=follows)
 
 
 def with_terms(sub_tile, spelling):

@@ -7,24 +7,24 @@ fraction.  Accuracy and entropy are per token, so those of different tokenizers 
 
 import itertools
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 
 from isogloss.data.batch_types import TeacherBatch
-from isogloss.job.counts import global_sums, mean_of
+from isogloss.job.counts import Sums, global_sums, mean_of
 from isogloss.job.sequence_group import SequenceGroup, gather_halo
 from isogloss.losses import at_least_float32, find_chunks, next_token_cross_entropy
 from isogloss.objective.loss_table import DistillationLoss
 from isogloss.targets import SpellingIds
-from isogloss.teachers.specs import BLOCK
+from isogloss.teachers.protocol import BLOCK
 from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import LogitsSource, TeacherBlocks
 
 
 @dataclass
-class ModelSums:
-    """Sum up what one model says of the text of a batch; all fields add up.
+class ModelSums(Sums):
+    """Sum up what one model says of the text of a batch.
 
     Attributes:
         nats: -log p of the text tokens.
@@ -50,8 +50,16 @@ class ModelSums:
 
 
 @dataclass
-class PairSums:
-    """Sum up what a teacher and the student say of the same batch; all fields add up.
+class MeanSums(Sums):
+    """Sum up something, and count of how much; the mean is of both."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+
+@dataclass
+class PairSums(Sums):
+    """Sum up what a teacher and the student say of the same batch.
 
     Attributes:
         kd: sum of the distillation loss, nats; kd_terms: over so many terms.
@@ -59,8 +67,7 @@ class PairSums:
         agree: chunk starts where the most likely tokens of both models spell the same bytes.
         projected: those where the projection maps the student's most likely token to the teacher's.
         starts: chunk starts.
-        cell_coverage, joined_mass, event_coverage, prefix_coverage, unreachable_mass: what the loss
-            covers, summed; see docs/metrics.md.  Each has a count.
+        coverage: MeanSums of every metric of what the loss covers, by name; see docs/metrics.md.
     """
 
     kd: float = 0.0
@@ -70,16 +77,7 @@ class PairSums:
     agree: float = 0
     projected: float = 0
     starts: float = 0
-    cell_coverage: float = 0.0
-    cell_coverage_count: float = 0.0
-    joined_mass: float = 0.0
-    joined_mass_count: float = 0.0
-    event_coverage: float = 0.0
-    event_coverage_count: float = 0.0
-    prefix_coverage: float = 0.0
-    prefix_coverage_count: float = 0.0
-    unreachable_mass: float = 0.0
-    unreachable_mass_count: float = 0.0
+    coverage: dict[str, MeanSums] = field(default_factory=dict)
 
     def metrics(self, loss):
         """Return the metrics of a pair whose loss is a DistillationLoss."""
@@ -90,18 +88,23 @@ class PairSums:
         }
         if loss.indices_VK is not None:
             metrics["projected_agreement"] = mean_of(self.projected, self.starts)
-        for name in loss.coverage_names:
-            metrics[name] = mean_of(getattr(self, name), getattr(self, f"{name}_count"))
+        for name, covered in self.coverage.items():
+            metrics[name] = mean_of(covered.total, covered.count)
         return metrics
 
-    def add(self, name, value):
-        """Add a value to the field of that name."""
-        setattr(self, name, getattr(self, name) + float(value))
+    @classmethod
+    def of_loss(cls, loss):
+        """Return empty sums of a pair whose loss is a DistillationLoss."""
+        return cls(coverage={name: MeanSums() for name in loss.coverage_names})
 
 
-def numbers_of(sums):
-    """List the fields of ModelSums or PairSums, in order."""
-    return [getattr(sums, entry.name) for entry in fields(sums)]
+@dataclass
+class EvaluationSums(Sums):
+    """Sum up what the student, every teacher, and every pair of them say of a batch."""
+
+    student: ModelSums = field(default_factory=ModelSums)
+    teachers: list[ModelSums] = field(default_factory=list)
+    pairs: list[PairSums] = field(default_factory=list)
 
 
 @dataclass
@@ -142,8 +145,8 @@ class EvaluationTerms:
 
     @torch.no_grad()
     def reduce(self, student_logits):
-        """Return (n,) float64: ModelSums of the student, then both sums of every teacher."""
-        numbers = numbers_of(model_sums(student_logits, self.student))
+        """Return (n,) float64: the numbers of EvaluationSums."""
+        whole = EvaluationSums(model_sums(student_logits, self.student))
         for pair, counts in zip(self.pairs, self.counts.pairs):
             # chunks that a shard's border cuts belong to the rank of their first position
             complete = gather_halo(student_logits, pair.batch.halo_index, self.sequence_group)
@@ -151,9 +154,9 @@ class EvaluationTerms:
             sums.kd_terms = counts.kd_terms
             sums.aligned_bytes = counts.aligned_bytes
             sums.read_bytes = counts.read_bytes
-            numbers += numbers_of(model_sums(pair.text_logits, pair.batch))
-            numbers += numbers_of(sums)
-        return torch.tensor(numbers, dtype=torch.float64)
+            whole.teachers.append(model_sums(pair.text_logits, pair.batch))
+            whole.pairs.append(sums)
+        return torch.tensor(whole.numbers(), dtype=torch.float64)
 
 
 def model_sums(logits, batch):
@@ -192,7 +195,7 @@ def pair_sums(student_logits, pair):
     Args:
         student_logits: LogitsSource, complete; pair: EvaluationPair.
     """
-    sums = PairSums()
+    sums = PairSums.of_loss(pair.loss)
     blocks = TeacherBlocks(pair.logits, pair.batch.tiles)
     for tile in pair.batch.tiles:
         tile_logits = student_logits(tile.student_positions)
@@ -202,11 +205,10 @@ def pair_sums(student_logits, pair):
             sums.kd += float(pair.loss.loss_fn(student, teacher, sub_tile))
             add_agreement(sums, student, teacher, sub_tile, pair)
             if pair.loss.coverage:
-                covered = pair.loss.coverage(teacher, sub_tile)
-                for name, (value, count) in covered.items():
-                    if name in pair.loss.coverage_names:
-                        sums.add(name, value)
-                        sums.add(f"{name}_count", count)
+                for name, (total, count) in pair.loss.coverage(teacher, sub_tile).items():
+                    if name in sums.coverage:
+                        sums.coverage[name].total += float(total)
+                        sums.coverage[name].count += float(count)
     return sums
 
 
@@ -253,9 +255,9 @@ def evaluate(batches, student, setups, sequence_group=None):
         (metrics of the student, [metrics of each teacher]), equal on every rank; see
         docs/metrics.md.
     """
-    model_size = len(fields(ModelSums))
-    pair_size = len(fields(PairSums))
-    totals = torch.zeros(model_size + len(setups) * (model_size + pair_size), dtype=torch.float64)
+    empty = EvaluationSums(teachers=[ModelSums() for _ in setups],
+                           pairs=[PairSums.of_loss(setup.loss) for setup in setups])
+    totals = torch.tensor(empty.numbers(), dtype=torch.float64)
     batches = iter(batches)
     while group := list(itertools.islice(batches, student.batches_at_once)):
         terms = [evaluation_terms(batch, setups, sequence_group) for batch in group]
@@ -265,12 +267,8 @@ def evaluate(batches, student, setups, sequence_group=None):
                 totals += sums
         for setup in setups:
             setup.source.release()
-    # one collective for everything, in the order that `EvaluationTerms.reduce` writes
-    numbers = global_sums(totals).tolist()
+    sums = empty.with_numbers(global_sums(totals).tolist())  # one collective for everything
     metrics = []
-    for number, setup in enumerate(setups):
-        first = model_size + number * (model_size + pair_size)
-        teacher = ModelSums(*numbers[first : first + model_size])
-        pair = PairSums(*numbers[first + model_size : first + model_size + pair_size])
+    for teacher, pair, setup in zip(sums.teachers, sums.pairs, setups):
         metrics.append(teacher.metrics("teacher") | pair.metrics(setup.loss))
-    return ModelSums(*numbers[:model_size]).metrics("student"), metrics
+    return sums.student.metrics("student"), metrics

@@ -53,7 +53,7 @@ WIDEST = 120
 # --- one entry a flag -----------------------------------------------------------------------------
 
 
-def flag(default, about, low=None, high=None, choices=(), free=False, key=""):
+def flag(default, about, *, low=None, high=None, choices=(), free=False, key=""):
     """Return a field of a dataclass that is a flag; help, bounds and checks follow from it.
 
     Args:
@@ -202,6 +202,9 @@ def shipped(path):
 def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=""):
     """Return an instance of a keyword-only dataclass from the command line.
 
+    Its attribute `given` is a frozenset of the names of the flags that were written, there or in
+    the file, with their default value too.
+
     Flags are written with hyphens or underscores.  A bool flag may stand alone: ``--pack`` is true,
     ``--nopack`` is false.  ``-h`` or ``--help`` anywhere prints the help.
 
@@ -227,13 +230,15 @@ def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=
         given[file_flag] = expanded(f"--{file_flag}", given[file_flag])
         of_file = _assignments_of_file(kind, given[file_flag], file_flag, aliases)
     try:
-        return _instance(kind, of_file | given)
+        config = _instance(kind, of_file | given)
     except ValueError as error:
         # the flag that a message begins with may be none that its reader wrote
         name = re.match(r"--(\w*)", str(error))
         if name and name[1] in of_file.keys() - given.keys():
             raise ValueError(f"{error} ({name[0]} is from {given[file_flag]})") from None
         raise
+    config.given = frozenset(of_file | given)
+    return config
 
 
 def _instance(kind, given):

@@ -4,17 +4,69 @@ Every loss is a sum over its terms, divided by their number over all micro-batch
 are the numbers.  They also tell how much of the text is aligned, and why the rest is not.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from isogloss.align import coverage
 from isogloss.job.rendezvous import host_group
 
 
+class Sums:
+    """Base of the dataclasses whose fields add up over batches and ranks.
+
+    A field is a number, Sums, or a list or dict of these: as many of them, under the same keys, in
+    whatever is added and on every rank.
+    """
+
+    def numbers(self):
+        """List all numbers, in the order that `with_numbers` reads."""
+        return _numbers(self)
+
+    def with_numbers(self, numbers):
+        """Return the same fields with other numbers."""
+        numbers = iter(numbers)
+        filled = _filled(self, numbers)
+        assert next(numbers, None) is None, "more numbers than fields"
+        return filled
+
+    def __add__(self, other):
+        # strict: counts of other numbers of teachers do not add up
+        numbers = zip(self.numbers(), other.numbers(), strict=True)
+        return self.with_numbers([first + second for first, second in numbers])
+
+    def all_reduce(self):
+        """Return the sums over all ranks, equal on every rank; one collective."""
+        return self.with_numbers(global_sums(self.numbers()).tolist())
+
+
+def _numbers(value):
+    """List the numbers in a value of a field of Sums."""
+    if isinstance(value, Sums):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return [value]
+    numbers = []
+    for part in value:
+        numbers += _numbers(part)
+    return numbers
+
+
+def _filled(value, numbers):
+    """Return a value like this one with the next numbers of an iterator."""
+    if isinstance(value, Sums):
+        return type(value)(**_filled(vars(value), numbers))
+    if isinstance(value, dict):
+        return {name: _filled(part, numbers) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_filled(part, numbers) for part in value]
+    return next(numbers)
+
+
 @dataclass
-class PairCounts:
+class PairCounts(Sums):
     """Count what a batch holds for one student-teacher pair; fields are sums over samples.
 
     Attributes:
@@ -58,15 +110,13 @@ class PairCounts:
             self.normalized_bytes += alignment.dropped["normalized"]
             self.unencodable_bytes += alignment.dropped["unencodable"]
             self.unmatched_bytes += alignment.dropped["unmatched"]
-        # `coverage` gives fractions of the chunks.  Only counts add up over batches; rounding takes
-        # back the division exactly.
-        fractions = coverage(alignments)
-        chunks = fractions["chunks"]
-        self.chunks += chunks
-        self.chunks_1_1 += round(fractions["1:1"] * chunks)
-        self.chunks_1_n += round(fractions["1:n"] * chunks)
-        self.chunks_n_1 += round(fractions["n:1"] * chunks)
-        self.chunks_n_m += round(fractions["n:m"] * chunks)
+            several_student = alignment.student_tokens > 1
+            several_teacher = alignment.teacher_tokens > 1
+            self.chunks += len(several_student)
+            self.chunks_1_1 += int((~several_student & ~several_teacher).sum())
+            self.chunks_1_n += int((~several_student & several_teacher).sum())
+            self.chunks_n_1 += int((several_student & ~several_teacher).sum())
+            self.chunks_n_m += int((several_student & several_teacher).sum())
 
     def metrics(self):
         """Return the logged fractions, see docs/metrics.md."""
@@ -80,12 +130,9 @@ class PairCounts:
         return metrics
 
 
-PAIR_FIELDS = [entry.name for entry in fields(PairCounts)]
-
-
 @dataclass
-class Counts:
-    """Count what a batch, a step or a whole job's step holds; counts add up.
+class Counts(Sums):
+    """Count what a batch, a step or a whole job's step holds.
 
     Attributes:
         tokens: student tokens to predict.
@@ -102,34 +149,6 @@ class Counts:
     samples: float = 0
     cut_samples: float = 0
     pairs: list = field(default_factory=list)
-
-    def vector(self):
-        """Return all numbers as one list, in the order that `of_vector` reads."""
-        numbers = [getattr(self, name) for name in FIELDS]
-        for pair in self.pairs:
-            for name in PAIR_FIELDS:
-                numbers.append(getattr(pair, name))
-        return numbers
-
-    @classmethod
-    def of_vector(cls, numbers):
-        """Make Counts of what `vector` returned."""
-        counts = cls(*numbers[:len(FIELDS)])
-        for first in range(len(FIELDS), len(numbers), len(PAIR_FIELDS)):
-            counts.pairs.append(PairCounts(*numbers[first : first + len(PAIR_FIELDS)]))
-        return counts
-
-    def __add__(self, other):
-        # strict: counts of other numbers of teachers do not add up
-        numbers = zip(self.vector(), other.vector(), strict=True)
-        return Counts.of_vector([first + second for first, second in numbers])
-
-    def all_reduce(self):
-        """Return the sums over all ranks, equal on every rank."""
-        return Counts.of_vector(global_sums(self.vector()).tolist())
-
-
-FIELDS = [entry.name for entry in fields(Counts) if entry.name != "pairs"]
 
 
 def mean_of(total, count):

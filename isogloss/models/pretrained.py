@@ -7,7 +7,7 @@ the reason.  Code that comes with a model runs with --trust_remote_code alone.
 import re
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
 from isogloss.flags.model_names import read_model_name
@@ -68,6 +68,15 @@ def _check_sizes(role, path, config):
     if type(heads) is int and type(kv_heads) is int and (kv_heads < 1 or heads % kv_heads):
         raise ValueError(f"--{role} {path}: its config.json says num_key_value_heads {kv_heads}; "
                          f"expected a divisor of its num_attention_heads, {heads}")
+
+
+def check_language_model(role, path, config):
+    """Raise a ValueError for a config of which transformers makes no causal language model."""
+    has_code = getattr(config, "auto_map", None)  # the model brings a class of its own
+    if not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"--{role} {path}: transformers has no causal language model of type "
+            f"{config.model_type}; expected one that AutoModelForCausalLM loads")
 
 
 def load_model(role, path, trust_remote_code=False, adapter=None, **options):

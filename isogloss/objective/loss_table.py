@@ -10,31 +10,26 @@ from functools import partial
 import torch
 
 from isogloss import losses
+from isogloss.event_kl import Spelling, event_coverage, event_kl
 from isogloss.losses import (
-    Spelling,
-    TokenIds,
     at_least_float32,
     common_tokens,
-    event_coverage,
-    event_kl,
     merge_unkept,
     other_tokens,
     projection_entries,
     projection_kl,
     reachable_tokens,
 )
+from isogloss.models.compiler import loss_compiler, plain
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.files import as_tables, load_projection
 from isogloss.projection_tools.spell import cached_spelling
 from isogloss.projection_tools.tokenizers import Pair
-from isogloss.translation import Tables, cell_coverage, translated, translated_in_place, with_rest
+from isogloss.translation import Tables, cell_coverage, root_values, translated, with_rest
 
 LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
-# Probabilities of the tokens that are not common, their derivatives, and what sorts them: with
-# 20,000 and 42,000 of 128,000 and 152,000 tokens 1.5 MB, beside 0.6 MB of logits.
-OTHERS_LIVE_COPIES = 3
 ALM_MODES = (
     "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
 
@@ -53,7 +48,7 @@ class DistillationLoss:
         comparable_W: bool, the teacher columns that it can compare; None: all.
         coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
             None.
-        coverage_names: the metrics of `coverage`; fields of `evaluate.PairSums`.
+        coverage_names: the metrics of `coverage` that an evaluation logs.
         indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
         learned_projection: LearnedProjection whose scores are trained with the student, or None.
     """
@@ -66,26 +61,6 @@ class DistillationLoss:
     coverage_names: tuple = ()
     indices_VK: torch.Tensor | None = None
     learned_projection: "LearnedProjection | None" = None
-
-
-@dataclass(frozen=True)
-class FusedLoss:
-    """Hold a loss_fn that can also write its gradient over the student's logits.
-
-    Attributes:
-        loss_fn: see `DistillationLoss`.
-        overwrite: (student logits, teacher logits, SubTile, labels of the cross-entropy or None,
-            factors of cross-entropy and loss) -> (cross-entropy, loss), or None: nothing was
-            written; see `losses.divergence_in_place`.
-        live_copies: see `tiles.SubTileBudget`.
-    """
-
-    loss_fn: Callable
-    overwrite: Callable
-    live_copies: float = 1
-
-    def __call__(self, student_logits, teacher_logits, sub_tile):
-        return self.loss_fn(student_logits, teacher_logits, sub_tile)
 
 
 class LearnedProjection:
@@ -132,9 +107,7 @@ def build_event_kl(cfg, pair, device, has_rest=False):
     fields = {}
     for name in Spelling._fields:
         value = tables[name]
-        if isinstance(value, torch.Tensor) and "event" not in name:
-            value = value.long()  # indices; events stay int32, which the compiled rows read
-        fields[name] = value
+        fields[name] = as_index(value)
     spelling = Spelling(**fields)
     moved = {name: value.to(device) for name, value in fields.items()
              if isinstance(value, torch.Tensor)}
@@ -144,22 +117,11 @@ def build_event_kl(cfg, pair, device, has_rest=False):
         ids = batch_of_one(sub_tile)
         return event_kl(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            sub_tile.terms, on_device, cfg.temperature, ids.weight)[0]
+            sub_tile.terms, on_device, temperature=cfg.temperature, weight_BS=ids.weight)[0]
 
     def coverage(teacher_logits, sub_tile):
         return event_coverage(teacher_logits[None], sub_tile.terms, on_device)
 
-    kernels = losses.triton_kernels(on_device.event_V.new_zeros(0, 0, dtype=torch.float32))
-    if kernels is not None and cfg.temperature == 1:
-        cells = kernels.cell_tables(on_device.event_V, on_device.event_W, on_device.num_events)
-
-        def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
-            return losses.event_in_place(
-                student_logits, teacher_logits, labels, sub_tile.student_labels,
-                sub_tile.teacher_labels, sub_tile.terms, on_device, cells, factors,
-                sub_tile.weight)
-
-        loss_fn = FusedLoss(loss_fn, overwrite)
     return DistillationLoss(loss_fn, spelling, coverage=coverage,
                             coverage_names=("event_coverage", "prefix_coverage"))
 
@@ -191,13 +153,11 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
             ids = batch_of_one(sub_tile)
             return projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-                indices, likelihoods, kept_K, temperature=cfg.temperature, reverse=cfg.reverse_kl,
-                weight_BS=ids.weight, entries=entries, chunks=sub_tile.terms,
-                has_rest=has_rest)[0]
+                indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
+                reverse=cfg.reverse_kl, weight_BS=ids.weight, entries=entries,
+                chunks=sub_tile.terms, has_rest=has_rest)[0]
 
-        if learned or has_rest:
-            return loss_fn
-        return _fused_projection(cfg, loss_fn, listed, indices, kept_K)
+        return loss_fn
 
     def for_columns(kept_K):
         # once per step, not once per sub-tile: it goes through all V * K entries
@@ -216,27 +176,6 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned)
-
-
-def _fused_projection(cfg, loss_fn, listed, indices, kept_K):
-    """Return a FusedLoss of a projection_kl, or its loss_fn where no kernel serves it.
-
-    Args:
-        listed: `losses.Entries` of the columns kept_K.
-        indices: (V, K) of the projection, on the device.
-    """
-    kernels = losses.chunk_kernels(listed.weight_E[:0, None])
-    if kernels is None:
-        return loss_fn
-    tables = kernels.projection_tables(*listed, V=len(indices), most_per_token=indices.shape[1])
-
-    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
-        return losses.projection_in_place(
-            student_logits, teacher_logits, labels, sub_tile.terms, tables, kept_K, factors,
-            sub_tile.weight, cfg.temperature, cfg.reverse_kl)
-
-    # a float32 for each column, beside logits of both models in half precision
-    return FusedLoss(loss_fn, overwrite, live_copies=1.25)
 
 
 def build_gold(cfg, pair, device, has_rest=False):
@@ -262,14 +201,7 @@ def _common_and_rest(cfg, pair, device, relaxed):
             reverse=cfg.reverse_kl, weight_BS=ids.weight, chunks=sub_tile.terms,
             rest=(rest_V, rest_W))[0]
 
-    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
-        return losses.gold_in_place(
-            student_logits, teacher_logits, labels, sub_tile.terms,
-            TokenIds(common_V, common_W), TokenIds(rest_V, rest_W), factors, sub_tile.weight,
-            cfg.temperature, cfg.uncommon_topk, cfg.reverse_kl)
-
-    return DistillationLoss(
-        FusedLoss(loss_fn, overwrite, live_copies=OTHERS_LIVE_COPIES), indices_VK=indices)
+    return DistillationLoss(loss_fn, indices_VK=indices)
 
 
 def build_hybrid_uld(cfg, pair, device, has_rest=False):
@@ -284,20 +216,19 @@ def build_hybrid_uld(cfg, pair, device, has_rest=False):
         ids = batch_of_one(sub_tile)
         return losses.uld(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            ids.student_chunk, ids.teacher_chunk, cfg.temperature, common, matched_weight,
-            weight_BS=ids.weight, chunks=sub_tile.terms,
+            ids.student_chunk, ids.teacher_chunk, temperature=cfg.temperature, common=common,
+            matched_weight=matched_weight, weight_BS=ids.weight, chunks=sub_tile.terms,
             rest=(rest_V, rest_W))[0]
 
     return DistillationLoss(loss_fn, indices_VK=indices)
 
 
-def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of, in_place=None):
+def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of):
     """Build a loss that compares whole chunks and needs nothing but their ids.
 
     Args:
         loss: such as `losses.uld`.
         flag_of: {parameter of the loss: flag}.
-        in_place: such as `losses.alm_in_place`, or None; it serves no truncated rows.
     """
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
 
@@ -308,31 +239,27 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of, in_plac
             ids.student_chunk, ids.teacher_chunk, chunks=sub_tile.terms, weight_BS=ids.weight,
             **parameters)[0]
 
-    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
-        return in_place(
-            student_logits, teacher_logits, labels, sub_tile.student_labels,
-            sub_tile.teacher_labels, sub_tile.terms, factors, sub_tile.weight, **parameters)
-
-    if in_place is None or has_rest:
-        return DistillationLoss(loss_fn)
-    return DistillationLoss(FusedLoss(loss_fn, overwrite))
+    return DistillationLoss(loss_fn)
 
 
 def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
     if pair.fingerprints[0] == pair.fingerprints[1]:
-        return build_per_position(divergence, parameters, has_rest)
+        return build_per_position(divergence, parameters, has_rest, compiler)
     unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
     if has_rest and (unbounded or parameters.get("beta") == 1):
         raise ValueError(f"--loss {cfg.loss} between two tokenizers: it needs what the teacher "
                          "says of every token that the student may write, and of this teacher the "
                          "most likely ones are kept; keep hidden states, or use another loss")
-    return build_translated(pair, device, divergence, parameters, has_rest)
+    return build_translated(pair, device, divergence, parameters, has_rest, compiler)
 
 
-def build_per_position(divergence, parameters, has_rest=False):
+def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
     """Build a divergence for equal tokenizers: every chunk is one position on either side."""
+    divergence = compiler(divergence)
+
     def loss_fn(student_logits, teacher_logits, sub_tile):
         chunks = sub_tile.terms
         weight = sub_tile.weight
@@ -344,21 +271,12 @@ def build_per_position(divergence, parameters, has_rest=False):
             student = merge_unkept(student, teacher, parameters["temperature"])
         return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
 
-    if has_rest or parameters.get("top_k") or divergence is losses.adaptive_kl:
-        return DistillationLoss(loss_fn)
-    [coefficient] = [parameters[name] for name in ("beta", "skew") if name in parameters] or [0.0]
-
-    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
-        chunks = sub_tile.terms
-        return losses.divergence_in_place(
-            divergence.__name__, student_logits, teacher_logits, labels, chunks.first_S,
-            chunks.first_T, factors, sub_tile.weight, parameters["temperature"], coefficient)
-
-    return DistillationLoss(FusedLoss(loss_fn, overwrite))
+    return DistillationLoss(loss_fn)
 
 
-def build_translated(pair, device, divergence, parameters, has_rest=False):
+def build_translated(pair, device, divergence, parameters, has_rest=False, compiler=plain):
     """Build a divergence between any two tokenizers, see translation.py."""
+    of_roots = compiler(root_values)
     tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
     on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
                          for value in tables])
@@ -368,33 +286,14 @@ def build_translated(pair, device, divergence, parameters, has_rest=False):
         ids = batch_of_one(sub_tile)
         return translated(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            sub_tile.terms, of_rows, divergence, weight_BS=ids.weight, has_rest=has_rest,
-            **parameters)[0]
+            sub_tile.terms, of_rows, divergence=divergence, weight_BS=ids.weight, has_rest=has_rest,
+            of_roots=of_roots, **parameters)[0]
 
     def coverage(teacher_logits, sub_tile):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
 
-    # the kernels know the forward KL of whole cells at temperature 1
-    is_plain = parameters["temperature"] == 1 and not parameters.get("top_k") and not has_rest
-    if divergence is losses.forward_kl and is_plain:
-        loss_fn = _fused_translation(loss_fn, on_device)
     return DistillationLoss(loss_fn, tables, coverage=coverage,
                             coverage_names=("cell_coverage", "joined_mass"))
-
-
-def _fused_translation(loss_fn, tables):
-    """Return the FusedLoss of a translation, where the kernels serve its device."""
-    kernels = losses.triton_kernels(tables.cell_V.new_zeros(0, 0, dtype=torch.float32))
-    if kernels is None:
-        return loss_fn
-    cells = kernels.cell_tables(tables.cell_V, tables.cell_W, tables.num_cells)
-
-    def overwrite(student_logits, teacher_logits, sub_tile, labels, factors):
-        return translated_in_place(
-            student_logits, teacher_logits, labels, sub_tile.student_labels,
-            sub_tile.teacher_labels, sub_tile.terms, tables, cells, factors, sub_tile.weight)
-
-    return FusedLoss(loss_fn, overwrite)
 
 
 def translation_fields(pair):
@@ -458,16 +357,15 @@ class LossSpec:
         return bool(self.linear_unless) and not getattr(cfg, self.linear_unless)
 
 
-def per_chunk(loss, truncated="", in_place=None, **flag_of):
+def per_chunk(loss, truncated="", **flag_of):
     """Return the entry of a loss with the parameters of `losses.uld`.
 
     Args:
         truncated: see LossSpec.
-        in_place: see `build_per_chunk`.
         flag_of: {parameter of the loss: flag} beside the temperature.
     """
     flag_of = {"temperature": "temperature"} | flag_of
-    build = partial(build_per_chunk, loss=loss, flag_of=flag_of, in_place=in_place)
+    build = partial(build_per_chunk, loss=loss, flag_of=flag_of)
     return LossSpec(build, "chunks", tuple(flag_of.values()), truncated=truncated)
 
 
@@ -496,7 +394,7 @@ LOSSES: dict[str, LossSpec] = {
     "uld": per_chunk(losses.uld),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
-    "alm": per_chunk(losses.alm, "plain", losses.alm_in_place, mode="alm_mode"),
+    "alm": per_chunk(losses.alm, "plain", mode="alm_mode"),
     "forward_kl": divergence_loss(losses.forward_kl),
     "reverse_kl": divergence_loss(losses.reverse_kl),
     "generalized_jsd": divergence_loss(losses.generalized_jsd, beta="jsd_beta"),

@@ -12,7 +12,7 @@ import torch
 
 from isogloss.data.batch_types import TeacherBatch
 from isogloss.job.sequence_group import SequenceGroup, gather_halo
-from isogloss.losses import cross_entropy_in_place, next_token_cross_entropy
+from isogloss.losses import next_token_cross_entropy
 from isogloss.tiles import GradientWindow, HiddenLogits, LogitsSource, LossPart, tiled_losses
 
 
@@ -106,7 +106,8 @@ def micro_batch_loss(student_logits, terms):
     """
     if not terms.teachers:  # the text alone
         weights = [terms.ce_weight, 0.0]
-        loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights, (), terms.window)
+        loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights=weights,
+                               parameters=(), window=terms.window)
         return torch.stack([loss]).sum(), torch.stack([sums])
     sources = []
     parts = []
@@ -132,7 +133,7 @@ def untiled_part(source, part):
     return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
 
 
-def pair_loss(student_logits, teacher_logits, kd_loss, tiles, weights, parameters, window=None):
+def pair_loss(student_logits, teacher_logits, kd_loss, tiles, *, weights, parameters, window=None):
     """Compute cross-entropy and distillation loss over some tiles.
 
     Args:
@@ -181,27 +182,6 @@ class PairLoss:
         if self.kd_loss and self.weights[1]:
             kd = self.kd_loss(student, teacher, sub_tile)
         return torch.stack([ce, kd, kd.detach() if sub_tile.on_policy else zero])
-
-    def overwrite(self, student, teacher, sub_tile, factors):
-        """Write the gradient over the student's logits, where the loss can, see `tiles.TileLoss`.
-
-        Returns:
-            (3,) sums, or None: nothing was written.
-        """
-        labels = sub_tile.student_labels if self.has_cross_entropy(sub_tile) else None
-        if self.kd_loss and self.weights[1]:
-            overwrite = getattr(self.kd_loss, "overwrite", None)
-            if overwrite is None:
-                return None
-            pair_sums = overwrite(student, teacher, sub_tile, labels, factors[:2])
-        elif labels is not None:
-            pair_sums = cross_entropy_in_place(student, labels, factors[0])
-        else:
-            return None
-        if pair_sums is None:
-            return None
-        ce, kd = pair_sums
-        return torch.stack([ce, kd, kd if sub_tile.on_policy else torch.zeros_like(kd)])
 
 
 def untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights):

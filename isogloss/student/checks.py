@@ -12,7 +12,6 @@ import torch.distributed as dist
 from isogloss.data.batch_types import StudentBatch
 from isogloss.rollout import needs_equal_lengths
 from isogloss.teachers.model import head_gives_own_logits
-from isogloss.teachers.sources import model_teachers
 
 # Relative difference between two computations of the same logits: what one layer too many or too
 # few changes is far above it.  Half precision rounds at 0.4 %.
@@ -66,7 +65,7 @@ def _not_finite(role, logits, advice):
 def _all_models(state):
     """Yield (role, source, tokens of its tokenizer) of every teacher whose logits can be asked."""
     for setup in state.teachers:
-        for source in model_teachers(setup.source):
+        for source in setup.source.models():
             yield f"--teacher {source.spec.path}", source, len(setup.encoder.table)
 
 

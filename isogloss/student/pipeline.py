@@ -320,7 +320,7 @@ def teacher_work(spec):
     """
     work = 0
     for member in spec.single():
-        if member.engine in ("cache", "served"):  # this rank runs no model
+        if not member.has_weights:  # this rank runs no model
             continue
         model = load_model("teacher", member.path, member.trust_remote_code, device_map="meta")
         work += num_weights(model) / 3

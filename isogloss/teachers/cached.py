@@ -5,9 +5,9 @@ So a cache holds texts as long as the teacher reads them, and a run reads as muc
 leaves, whatever the student, its cut, the packing and the ranks.
 """
 
-import contextlib
 import hashlib
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,13 +18,17 @@ from isogloss.data.batch_types import text_key
 from isogloss.errors import DataError
 from isogloss.teachers.cache_files import (
     HEAD,
+    SERVED,
+    TEACHER,
     CacheReader,
+    Manifest,
     check_contents,
     open_cache,
     read_tensors,
     scored_logits,
 )
 from isogloss.teachers.kept_tokens import estimated, without_draws
+from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
 from isogloss.teachers.text_scores import ScoredLogits, batch_texts
 from isogloss.tiles import Head, HiddenLogits
 
@@ -76,7 +80,7 @@ def check_rest(folder, manifest, temperature, reads_draws):
 
     Args:
         temperature: at which the loss reads it.
-        reads_draws: see `specs.TeacherSpec`.
+        reads_draws: see `protocol.TeacherSpec`.
     """
     if manifest.sampled and reads_draws and temperature != manifest.temperature:
         raise ValueError(f"--temperature {temperature}: {folder} holds tokens that were drawn at "
@@ -88,26 +92,25 @@ def check_rest(folder, manifest, temperature, reads_draws):
                          "write the cache anew with this --temperature")
 
 
-def check_texts(folders, data):
-    """Check that caches hold all texts of a run that can be counted; ranks divide the rows.
+def check_texts(folder, data):
+    """Check that a cache holds all texts of a run that can be counted; ranks divide the rows.
 
     Args:
-        folders: of the caches.
+        folder: of the cache.
         data: [(dataset, ExampleReader, number of the first row)]; streams are left out, whose texts
             are looked up when they come.
     Raises:
-        ValueError: the first text that one lacks.
+        ValueError: the first text that it lacks.
     """
-    for folder in folders:
-        reader = CacheReader(folder, open_cache(FLAG, folder))
-        for dataset, read, first_row in data:
-            if not hasattr(dataset, "__len__"):
-                continue
-            for row in range(dist.get_rank(), len(dataset), dist.get_world_size()):
-                example = read(dataset[row], first_row + row)
-                if reader.find(text_key(example.content, example.tools)) is None:
-                    raise ValueError(lacks(folder, reader.manifest, f"row {first_row + row} of "
-                                           f"{read.source}"))
+    reader = CacheReader(folder, open_cache(FLAG, folder))
+    for dataset, read, first_row in data:
+        if not hasattr(dataset, "__len__"):
+            continue
+        for row in range(dist.get_rank(), len(dataset), dist.get_world_size()):
+            example = read(dataset[row], first_row + row)
+            if reader.find(text_key(example.content, example.tools)) is None:
+                raise ValueError(lacks(folder, reader.manifest, f"row {first_row + row} of "
+                                       f"{read.source}"))
 
 
 def lacks(folder, manifest, what):
@@ -116,22 +119,91 @@ def lacks(folder, manifest, what):
             "write a cache of this one")
 
 
+# --- the kind -------------------------------------------------------------------------------------
+
+
+@dataclass
+class CacheSpec(TeacherSpec):
+    """Describe a cache, and how the loss reads it.
+
+    Attributes:
+        rest_temperature: by which the loss divides truncated logits.
+        reads_draws: the loss takes tokens that were drawn for all others.
+        folder: of the cache.
+    """
+
+    rest_temperature: float = 1.0
+    reads_draws: bool = False
+    folder: str = ""
+
+    takes_tokenizer = False
+    reads_keys = True
+
+    @classmethod
+    def takes(cls, cfg):
+        return bool(cfg.teacher_cache)
+
+    @classmethod
+    def check(cls, cfg):
+        if cfg.teacher_compile:
+            raise ValueError("--teacher_compile: a --teacher_cache has no forward pass; leave it "
+                             "out")
+        refuse(cfg, f"--{FLAG} {cfg.teacher_cache}", {
+            "on_policy": "and it holds nothing of what the student writes",
+            "teacher_engine": "and it loads no teacher"})
+
+    @classmethod
+    def tokenizer_path(cls, cfg):
+        return cfg.teacher or str(Path(cfg.teacher_cache) / TEACHER)
+
+    @classmethod
+    def encoder(cls, cfg, load, student, roles):
+        """Return the TextEncoder of the teacher, which reads no more than the cache holds.
+
+        Raises:
+            ValueError: the cache is damaged, or does not fit.
+        """
+        folder = cfg.teacher_cache
+        Manifest.read(FLAG, folder)  # before its tokenizer is looked for there
+        encoder, _ = load()
+        manifest = check_cache(folder, encoder, cfg.teacher_max_length)
+        if manifest.output == "topk":
+            cfg.check_truncated(f"--{FLAG} {folder}, which keeps {manifest.top_k} tokens,")
+        check_rest(folder, manifest, *cfg.reading_of_rest(student, encoder))
+        if manifest.dtype == SERVED and cfg.teacher_weights == "entropy":
+            raise ValueError(f"--{FLAG} {folder}: was written from a server, which does not say "
+                             "its entropy; use another --teacher_weights than entropy, such as ce")
+        return replace(encoder, max_length=cfg.teacher_max_length or manifest.max_length)
+
+    @classmethod
+    def check_data(cls, cfg, parts):
+        if not cfg.route_key:  # else it needs no more than its routes
+            check_texts(cfg.teacher_cache, parts)
+
+    @classmethod
+    def of(cls, cfg, encoder, device, student=None):
+        output = Manifest.read(FLAG, cfg.teacher_cache).output
+        reading = cfg.reading_of_rest(student or encoder, encoder)
+        return cls(cls.tokenizer_path(cfg), len(encoder.table), device, output, *reading,
+                   cfg.teacher_cache)
+
+    def load(self):
+        return CachedTeacher(self)
+
+
 # --- the source -----------------------------------------------------------------------------------
 
 
-class CachedTeacher:
-    """Give what a cache holds of a batch; see `teachers.TeacherSource`."""
+class CachedTeacher(TeacherSource):
+    """Give what a cache holds of a batch."""
 
     def __init__(self, spec):
         self.spec = spec
-        self.folder = Path(spec.cache)
+        self.folder = Path(spec.folder)
         self.reader = CacheReader(self.folder, open_cache(FLAG, self.folder))
         self.manifest = self.reader.manifest
         self.head = load_head(self.folder, spec) if spec.output == "hidden" else None
         self.is_plain = spec.rest_temperature != self.manifest.temperature
-
-    def request(self, batch):
-        """Do nothing: `targets` reads at once."""
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch; positions that belong to no text hold zeros.
@@ -196,19 +268,6 @@ class CachedTeacher:
                 f"--{FLAG} {self.folder}: a text has other tokens there than this run reads; its "
                 "tokenizer or its chat template is another one")
         return place
-
-    def whole_targets(self, batch):
-        """Return what `targets` does: a truncated cache knows no more."""
-        return self.targets(batch)
-
-    def on_device(self):
-        return contextlib.nullcontext()
-
-    def release(self):
-        """Do nothing: every answer has memory of its own."""
-
-    def close(self):
-        """Do nothing: mapped files end with the process."""
 
 
 def load_head(folder, spec):

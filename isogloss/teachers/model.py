@@ -9,8 +9,9 @@ import io
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import deepspeed
 import torch
@@ -26,11 +27,18 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from isogloss.flags.model_names import read_model_name
 from isogloss.job import ipc
-from isogloss.job.layout import Replica, node_size
+from isogloss.job.layout import Replica, node_size, teacher_groups
 from isogloss.job.rendezvous import broadcast_value
 from isogloss.models.attention import attention_options
-from isogloss.models.pretrained import load_config, load_model, quantization_of
-from isogloss.teachers.specs import BLOCK, TeacherSpec
+from isogloss.models.compiler import missing_compiler
+from isogloss.models.pretrained import (
+    check_language_model,
+    check_weights,
+    load_config,
+    load_model,
+    quantization_of,
+)
+from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, scores_of_rows
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 
@@ -62,7 +70,7 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     """Return the engine that "auto" means; check the others.
 
     Args:
-        engine: key of `teachers.TEACHER_SOURCES` or "auto".
+        engine: key of ENGINES or "auto".
         degree: ranks that share the model.
         config: of the whole model.
         num_ranks: all ranks that hold teachers.
@@ -131,22 +139,6 @@ def check_compilation(engine, config):
                          "leave the flag out")
 
 
-def missing_compiler():
-    """Say what torch.compile lacks on this machine; "": nothing."""
-    # seconds of imports, which few runs need
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
-    if torch.cuda.is_available():
-        return "" if has_triton() else "there is no triton"
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "there is no C++ compiler"
-    return ""
-
-
 def _engine_of_quantized(engine, degree, method):
     """Return the engine of a quantized teacher, which every rank holds whole."""
     if engine not in ("auto", "replicated") or degree > 1:
@@ -154,6 +146,129 @@ def _engine_of_quantized(engine, degree, method):
             f"--teacher_tp {degree} with --teacher_engine {engine}: its weights are quantized "
             f"({method}), and only a whole copy on every rank is; use --teacher_tp 1 and auto")
     return "replicated"
+
+
+# --- the kind -------------------------------------------------------------------------------------
+
+
+@dataclass
+class ModelSpec(TeacherSpec):
+    """Describe a model to load, and how it will be asked.
+
+    Attributes:
+        engine: key of ENGINES, or "auto".
+        dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
+        attention: one of ATTENTIONS.
+        degree: ranks that share the model.
+        offload: keep the weights in the host's memory but for the teacher's forward passes.
+        compile: let torch.compile make its forward pass.
+        output_topk: tokens of the output "topk"; all others together are one event.
+        rest_temperature: by which the loss divides such logits.
+        same_ids: the ranks that share the model ask with the same ids; else each with its own.
+        sequence_parallel_size: neighboring ranks that ask with the same ids.
+        trust_remote_code: run the Python code that comes with the model.
+    """
+
+    output: str = "hidden"
+    engine: str = "replicated"
+    dtype: str = "auto"
+    attention: str = "auto"
+    degree: int = 1
+    offload: bool = False
+    compile: bool = False
+    output_topk: int = 256
+    rest_temperature: float = 1.0
+    same_ids: bool = False
+    sequence_parallel_size: int = 1
+    trust_remote_code: bool = False
+
+    has_weights: ClassVar[bool] = True
+    takes_tokenizer: ClassVar[bool] = False
+
+    @classmethod
+    def takes(cls, cfg):
+        return True
+
+    @classmethod
+    def check(cls, cfg):
+        if cfg.teacher_output == "topk":
+            cfg.check_truncated("--teacher_output topk")
+
+    @classmethod
+    def encoder(cls, cfg, load, student, roles):
+        num_ranks = dist.get_world_size()
+        ranks_per_node = node_size()
+        if roles:  # this world has the student's ranks only
+            num_ranks = num_ranks // roles.student_ranks * roles.teacher_ranks
+            ranks_per_node = roles.teacher_ranks
+        encoder, _ = load()
+        config = load_config("teacher", cfg.teacher, cfg.trust_remote_code)
+        check_language_model("teacher", cfg.teacher, config)
+        checked_engine(cfg, config, num_ranks, ranks_per_node)
+        check_weights("teacher", cfg.teacher, cfg.trust_remote_code, attention=cfg.attention)
+        return encoder
+
+    @classmethod
+    def of(cls, cfg, encoder, device, student=None):
+        output = cfg.teacher_output
+        if output == "hidden" and not cfg.tiled:
+            output = "logits"  # the model's own: a head may be more than `tiles.head_of` knows
+        rest_temperature, _ = cfg.reading_of_rest(student or encoder, encoder)
+        return cls(
+            path=cfg.teacher, vocab=len(encoder.table), device=device, output=output,
+            engine=cfg.teacher_engine, dtype=cfg.teacher_dtype, attention=cfg.attention,
+            degree=cfg.teacher_tp, offload=cfg.teacher_offload, compile=cfg.teacher_compile,
+            output_topk=cfg.teacher_output_topk, rest_temperature=rest_temperature,
+            sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
+
+    def load(self):
+        """Return its ModelTeacher; all ranks take part where they share it.
+
+        Raises:
+            ValueError: see `resolve_engine`, `check_compilation`.
+        """
+        engine = self._resolved()
+        if self.compile:
+            check_compilation(engine, _config(self))
+        return ENGINES[engine](self)
+
+    def _resolved(self):
+        return resolve_engine(self.engine, self.degree, _config(self), dist.get_world_size(),
+                              is_adapter(self.path))
+
+    @property
+    def is_shared(self):
+        return self._resolved() != "replicated"
+
+    @property
+    def asked_late(self):
+        return not (self.is_shared or self.offload)
+
+    def to_plain(self):
+        """Return {attribute: value} for JSON, from which another rank makes one for its device."""
+        return {name: value for name, value in asdict(self).items() if name != "device"}
+
+
+def checked_engine(cfg, config, num_ranks, ranks_per_node):
+    """Return the engine of the teacher of a run with it alone, whose layout is possible.
+
+    Args:
+        config: of the whole model.
+        num_ranks, ranks_per_node: that hold teachers.
+    Raises:
+        ValueError: see `teacher_groups`, `resolve_engine`, `check_compilation`.
+    """
+    teacher_groups(num_ranks, ranks_per_node, cfg.teacher_tp)
+    engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, config, num_ranks,
+                            is_adapter(cfg.teacher))
+    if cfg.teacher_compile:
+        check_compilation(engine, config)
+    return engine
+
+
+def is_adapter(path):
+    """Tell whether the name of a teacher is that of an adapter on another model."""
+    return read_model_name("teacher", path).adapter is not None
 
 
 # --- the source -----------------------------------------------------------------------------------
@@ -192,13 +307,13 @@ class Offload:
 
 
 @dataclass
-class ModelTeacher:
-    """Run a frozen model on this rank, whole or one shard of it; see `teachers.TeacherSource`.
+class ModelTeacher(TeacherSource):
+    """Run a frozen model on this rank, whole or one shard of it.
 
     Attributes:
         runner: WholeModel, CompiledModel, SharedModel or Zero3Model.
         head: `tiles.Head` that maps hidden states to logits, whole on every rank.
-        spec: TeacherSpec.
+        spec: ModelSpec.
         engine: which way of loading it is.
         num_parameters: that this rank holds, its copy of the head not counted.
         degree: ranks that share the model.
@@ -213,8 +328,10 @@ class ModelTeacher:
     degree: int = 1
     offload: Offload | None = None
 
-    def request(self, batch):
-        """Do nothing: `targets` computes at once."""
+    @property
+    def takes_all_ranks(self):
+        """Whether every forward pass takes all ranks, each with samples of its own."""
+        return self.engine == "zero3"
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch as the spec's output."""
@@ -231,7 +348,7 @@ class ModelTeacher:
 
         Args:
             ids: see `model_input`.
-            output, output_topk: see TeacherSpec.
+            output, output_topk: see ModelSpec.
             labels: (B, T) int64, kept by the output "topk", which is ScoredLogits.
         """
         if output == "logits":
@@ -256,11 +373,8 @@ class ModelTeacher:
     def on_device(self):
         return self.offload.on_device() if self.offload else contextlib.nullcontext()
 
-    def release(self):
-        """Do nothing: every answer has memory of its own."""
-
-    def close(self):
-        """Do nothing."""
+    def models(self):
+        return [self]
 
     def offloaded(self, model):
         """Return the same teacher with its weights in the host's memory, if the spec says so."""
@@ -401,7 +515,7 @@ class SharedModel:
     Attributes:
         whole: WholeModel; a call of it takes all ranks of the replica.
         replica: Replica.
-        same_ids, sequence_parallel_size: see TeacherSpec.
+        same_ids, sequence_parallel_size: see ModelSpec.
     """
 
     whole: WholeModel
@@ -607,6 +721,15 @@ def load_zero3(spec):
     config = _config(spec)
     return ModelTeacher(
         Zero3Model(engine), _head(weight, bias, spec, config), spec, "zero3", num_parameters)
+
+
+# Ways to load a model: ModelSpec -> ModelTeacher.
+ENGINES = {
+    "replicated": load_replicated,
+    "tensor_parallel": load_tensor_parallel,
+    "transformers": load_transformers,
+    "zero3": load_zero3,
+}
 
 
 def _load(spec, **options):

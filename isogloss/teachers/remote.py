@@ -22,11 +22,11 @@ import torch
 from isogloss.job import ipc
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
 from isogloss.teachers.model import model_input
-from isogloss.teachers.specs import TeacherSpec
+from isogloss.teachers.protocol import TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
 from isogloss.tiles import Head, HiddenLogits, ShardedLogits, StoredLogits, TopKLogits
 
-# What a request may ask for: a TeacherSpec's output, or the model's own logits, to check its head.
+# What a request may ask for: a ModelSpec's output, or the model's own logits, to check its head.
 KINDS = "hidden", "logits", "topk", "model_logits"
 TENSORS_PER_RESPONSE = {"hidden": 1, "logits": 1, "topk": 5}
 # A student that reads a stream again is silent for long; one that died is noticed by its process.
@@ -153,7 +153,7 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
             if client < len(requests):
                 for tensor in _respond(teacher, *requests[client], member, from_hidden):
                     writers[client].put(tensor)
-            elif teacher.engine == "zero3":  # its other ranks wait for this one's forward pass
+            elif teacher.takes_all_ranks:  # the others wait for this one's forward pass
                 _respond(teacher, *requests[-1], member, from_hidden)
 
 
@@ -298,10 +298,37 @@ class TeacherClient:
 
 
 @dataclass
-class RemoteTeacher:
-    """Read a teacher on ranks of its own; see `teachers.TeacherSource`."""
+class RanksSpec(TeacherSpec):
+    """Describe a model on ranks of its own, as a rank of the student reaches it.
 
-    spec: TeacherSpec
+    Attributes:
+        output_topk: tokens of the output "topk".
+        number: its place among all teachers of the job that have weights.
+        client: TeacherClient.
+    """
+
+    output_topk: int = 256
+    number: int = 0
+    client: TeacherClient | None = None
+
+    asks_ahead = True
+    asked_late = False
+
+    @classmethod
+    def of_model(cls, spec, number, client):
+        """Return what a ModelSpec becomes once the teachers' ranks have loaded it."""
+        return cls(spec.path, spec.vocab, client.device, spec.output, spec.output_topk, number,
+                   client)
+
+    def load(self):
+        return RemoteTeacher(self)
+
+
+@dataclass
+class RemoteTeacher(TeacherSource):
+    """Read a teacher on ranks of its own."""
+
+    spec: RanksSpec
 
     def __post_init__(self):
         self.client = self.spec.client
@@ -346,14 +373,11 @@ class RemoteTeacher:
         self.client.expect(self.spec.number, "model_logits", 0, ids)
         return self._next()
 
-    def on_device(self):
-        return contextlib.nullcontext()
-
     def release(self):
         self.client.release()
 
-    def close(self):
-        """Do nothing: the client is shut down once for all teachers."""
+    def models(self):
+        return [self]
 
     def _next(self, member=0):
         return self.readers[member].next().to(self.client.device)

@@ -7,8 +7,9 @@ its texts are known, while the student trains on the step before.
 Shapes: N positions of a text, M tokens that an answer names at one, K kept, T positions of a batch.
 """
 
-import contextlib
 from collections import deque
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,8 +18,16 @@ import torch.distributed as dist
 from isogloss.job.sequence_group import join_sequence_group
 from isogloss.models.pretrained import load_config
 from isogloss.teachers.mixing import FLOOR
+from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
 from isogloss.teachers.text_scores import ScoredLogits, TextScores, batch_texts
-from isogloss.teachers.text_server import SPARE, Requests, TextServer, api_key
+from isogloss.teachers.text_server import (
+    SPARE,
+    Address,
+    Requests,
+    TextServer,
+    api_key,
+    is_address,
+)
 from isogloss.tiles import TopKLogits
 
 # Entries that the answer to one request holds, at most: about 20 MB of JSON.  A text is never cut.
@@ -199,21 +208,92 @@ def as_float(values):
     return torch.from_numpy(np.asarray(values, np.float32))
 
 
+# --- the kind -------------------------------------------------------------------------------------
+
+
+@dataclass
+class ServedSpec(TeacherSpec):
+    """Describe a server, whose address is the path.
+
+    Attributes:
+        output_topk: tokens that it names of each position.
+        tokenizer: hub id or directory of the model's tokenizer and config.
+        timeout, connections: see `text_server.TextServer` and `Requests`.
+        sequence_parallel_size: neighboring ranks that hold shards of the same texts.
+        trust_remote_code: run the Python code that comes with the tokenizer.
+    """
+
+    output_topk: int = 256
+    tokenizer: str = ""
+    timeout: float = 600.0
+    connections: int = 8
+    sequence_parallel_size: int = 1
+    trust_remote_code: bool = False
+
+    lasting_name: ClassVar[str] = "served"  # a server may move
+    only_output: ClassVar[str] = "topk"
+    asks_ahead = True
+
+    @classmethod
+    def takes(cls, cfg):
+        return is_address(cfg.teacher)
+
+    @classmethod
+    def check(cls, cfg):
+        Address.of(cfg.teacher)
+        where = f"--teacher {cfg.teacher}"
+        super().check(cfg)
+        refuse(cfg, where, {"teacher_cache": "which takes its place"})
+        gives = f"{where} gives the {cfg.teacher_output_topk} most likely tokens alone"
+        if cfg.teacher_output == "logits":
+            raise ValueError(f"{gives}; leave out --teacher_output logits")
+        cfg.check_truncated(gives)
+        if cfg.teacher_weights == "entropy":
+            raise ValueError(f"{gives}, so its entropy is not known; use another --teacher_weights "
+                             "than entropy, such as ce")
+        if cfg.softens_truncated:
+            raise ValueError(f"{gives}, and of all others their mass at temperature 1; leave out "
+                             f"--temperature {cfg.temperature}")
+
+    @classmethod
+    def encoder(cls, cfg, load, student, roles):
+        """Return the TextEncoder of the teacher, which reads no more than its server takes.
+
+        Raises:
+            ValueError: see `check_server`.
+        """
+        encoder, config = load()
+        limit = check_server(cfg.teacher, cfg.teacher_timeout, cfg.teacher_output_topk, encoder,
+                             config.vocab_size, cfg.teacher_max_length)
+        return replace(encoder, max_length=min(encoder.max_length, limit or encoder.max_length))
+
+    @classmethod
+    def of(cls, cfg, encoder, device, student=None):
+        return cls(
+            path=cfg.teacher, vocab=len(encoder.table), device=device, output="topk",
+            output_topk=cfg.teacher_output_topk, tokenizer=cfg.teacher_tokenizer,
+            timeout=cfg.teacher_timeout, connections=cfg.teacher_connections,
+            sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
+
+    def load(self):
+        return ServedTeacher(self)
+
+
 # --- the source -----------------------------------------------------------------------------------
 
 
-class ServedTeacher:
-    """Ask a server about the texts of batches; see `teachers.TeacherSource`.
+class ServedTeacher(TeacherSource):
+    """Ask a server about the texts of batches.
 
     Ranks that hold shards of the same sequences ask for some of their texts each, and share what
     they are told.
     """
 
     degree = 1
+    takes_all_ranks = False
 
     def __init__(self, spec):
         self.spec = spec
-        self.engine = "served"
         self.server = TextServer(spec.path, spec.timeout, api_key())
         self.model = self.server.describe()
         config = load_config("teacher", spec.tokenizer, spec.trust_remote_code)
@@ -246,10 +326,6 @@ class ServedTeacher:
         scored = scored.to(self.spec.device)
         return self._shared(scored) if self.group else scored
 
-    def whole_targets(self, batch):
-        """Return what `targets` does: a server says no more."""
-        return self.targets(batch)
-
     def score(self, texts):
         """Return the ScoredLogits of some texts, one behind the other.
 
@@ -257,12 +333,6 @@ class ServedTeacher:
             texts: (N + 1,) int64 tokens each, of which the last N are scored.
         """
         return self._joined(self._ask(texts))
-
-    def on_device(self):
-        return contextlib.nullcontext()
-
-    def release(self):
-        """Do nothing: every answer has memory of its own."""
 
     def close(self):
         """Ask no more."""

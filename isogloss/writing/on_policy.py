@@ -34,7 +34,7 @@ from isogloss.data.rollouts import (
 )
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import in_pinned_memory
-from isogloss.job.counts import Counts, PairCounts, global_sums, mean_of
+from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
 from isogloss.job.flat import to_device
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.sequence_group import SequenceGroup
@@ -322,29 +322,25 @@ class Writer:
         for of_batch in targets:
             nats_of_batches.append([target.rollout_nats for target in of_batch])
         self.records = self.first_records(batches, nats_of_batches, names)
-        teacher_nats = [0.0] * len(names)
+        sums = RolloutSums(seconds=self.seconds, teacher_nats=[0.0] * len(names))
         for of_batch in targets:
             for number, target in enumerate(of_batch):
                 if target.rollout_nats is not None:
-                    teacher_nats[number] += float(target.rollout_nats.sum())
-        sums = RolloutSums()
+                    sums.teacher_nats[number] += float(target.rollout_nats.sum())
         for batch in batches if self._counts_samples() else []:
             sums.samples += len(batch.sample_ids)
             sums.skipped_prompts += batch.skipped_prompts
             for rollout in batch.rollouts:
                 if rollout is not None:
                     sums.add(rollout)
-        numbers = [*sums.numbers(), self.seconds, *teacher_nats]
-        totals = global_sums(numbers).tolist()
-        num_sums = len(sums.numbers())
-        sums = RolloutSums(*totals[:num_sums])
+        sums = sums.all_reduce()
         metrics = sums.metrics()
-        metrics["seconds"] = totals[num_sums] / dist.get_world_size()
+        metrics["seconds"] = sums.seconds / dist.get_world_size()
         metrics["staleness"] = batches[0].rollout_age
         if sums.rollouts:
             metrics["tokens_per_second"] = sums.tokens / max(metrics["seconds"], 1e-9)
         if batches[0].is_measured:
-            metrics |= compared(sums, counts.pairs, totals[num_sums + 1 :], names)
+            metrics |= compared(sums, counts.pairs, names)
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def _counts_samples(self):
@@ -453,7 +449,7 @@ def evaluate_rollouts(writer, setups):
     batches, sums = writer.held_out_batches(writer.engine.train_micro_batch_size_per_gpu())
     seconds = time.perf_counter() - begin
     counts = [PairCounts() for _ in setups]
-    teacher_nats = [0.0] * len(setups)
+    sums.teacher_nats = [0.0] * len(setups)
     nats_of_batches = []
     for batch in batches:
         batch = to_device(batch, writer.device)
@@ -464,33 +460,29 @@ def evaluate_rollouts(writer, setups):
             nats_B = None
             if teacher_batch.is_rollout is not None:
                 nats_B = rollout_nats(logits, teacher_batch)
-                teacher_nats[number] += float(nats_B.sum())
+                sums.teacher_nats[number] += float(nats_B.sum())
             nats_of_batches[-1].append(nats_B)
             counts[number].rollout_nats += batch.counts.pairs[number].rollout_nats
             counts[number].rollout_bytes += batch.counts.pairs[number].rollout_bytes
             setup.source.release()
     whole = Counts(pairs=counts).all_reduce()
-    numbers = [*sums.numbers(), *teacher_nats]
-    totals = global_sums(numbers).tolist()
-    num_sums = len(sums.numbers())
-    sums = RolloutSums(*totals[:num_sums])
+    sums = sums.all_reduce()
     metrics = sums.metrics() | {"seconds": seconds}
     names = [setup.name for setup in setups]
     writer.records = writer.first_records(batches, nats_of_batches, names, held_out=True)
-    metrics |= compared(sums, whole.pairs, totals[num_sums:], names)
+    metrics |= compared(sums, whole.pairs, names)
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
-def compared(sums, pairs, teacher_nats, names):
+def compared(sums, pairs, names):
     """Return how far the student is from each teacher on what it wrote.
 
     Args:
         sums: global RolloutSums.
         pairs: global PairCounts of every teacher.
-        teacher_nats: global -log q of the aligned tokens of each teacher.
     """
     metrics = {}
-    for name, pair, nats in zip(names, pairs, teacher_nats):
+    for name, pair, nats in zip(names, pairs, sums.teacher_nats):
         if pair.rollout_bytes:
             suffix = f"/{name}" if len(names) > 1 else ""
             difference = nats - pair.rollout_nats
@@ -500,8 +492,13 @@ def compared(sums, pairs, teacher_nats, names):
 
 
 @dataclass
-class RolloutSums:
-    """Sum up what rollouts are like; all fields add up."""
+class RolloutSums(Sums):
+    """Sum up what rollouts are like.
+
+    Attributes:
+        seconds: that the ranks wrote.
+        teacher_nats: of each teacher, -log q of the aligned tokens.
+    """
 
     samples: float = 0
     skipped_prompts: float = 0
@@ -512,6 +509,8 @@ class RolloutSums:
     entropy: float = 0.0
     repeated: float = 0.0
     noncanonical: float = 0
+    seconds: float = 0.0
+    teacher_nats: list = field(default_factory=list)
 
     def add(self, rollout):
         """Count a Rollout."""
@@ -522,10 +521,6 @@ class RolloutSums:
         self.entropy += rollout.entropy * len(rollout.ids)
         self.repeated += rollout.repeated
         self.noncanonical += not rollout.is_canonical
-
-    def numbers(self):
-        """List the fields."""
-        return list(vars(self).values())
 
     def metrics(self):
         """Return the metrics, see docs/metrics.md."""

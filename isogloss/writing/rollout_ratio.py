@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from isogloss.job.counts import global_sums, mean_of
+from isogloss.job.counts import Sums, mean_of
 from isogloss.job.sequence_group import halo_values
-from isogloss.losses import at_least_float32, prefix_ratio
+from isogloss.losses import at_least_float32
 from isogloss.objective.objective import weigh_positions
-from isogloss.teachers.specs import BLOCK
+from isogloss.policy_losses import prefix_ratio
+from isogloss.teachers.protocol import BLOCK
 
 
 class LabelLogp:
@@ -43,19 +44,17 @@ def current_logp(engine, batch):
 
 
 @dataclass
-class RatioSums:
+class RatioSums(Sums):
     """Sum up the ratios of positions in rollouts.
 
     Attributes:
         total: sum of the ratios as they are used; count: of positions.
         limited: positions whose ratio was clamped or masked.
-        largest: ratio before that.
     """
 
     total: float = 0.0
     count: float = 0
     limited: float = 0
-    largest: float = 0.0
 
 
 def weigh_by_ratio(cfg, engine, batches, sequence_group):
@@ -70,29 +69,34 @@ def weigh_by_ratio(cfg, engine, batches, sequence_group):
         (the batches, metrics).
     """
     sums = RatioSums()
+    largest = 0.0
     for batch in batches:
         logp_BS = current_logp(engine, batch.student)
         if batch.student.logp is None:
             continue
-        ratio_BS = rollout_ratio(cfg, batch, logp_BS, sequence_group, sums)
+        ratio_BS, largest_here = rollout_ratio(cfg, batch, logp_BS, sequence_group, sums)
+        largest = max(largest, largest_here)
         teachers = []
         for teacher in batch.teachers:
             ratio_N1 = ratio_BS.reshape(-1, 1)
             ratio_N1 = halo_values(ratio_N1, teacher.halo_index, sequence_group)
             teachers.append(weigh_positions(teacher, ratio_N1.squeeze(1)))
         batch.teachers = teachers
-    device = logp_BS.device
-    totals = global_sums([sums.total, sums.count, sums.limited]).tolist()
-    largest = torch.tensor(sums.largest, device=device)
+    sums = sums.all_reduce()
+    largest = torch.tensor(largest, device=logp_BS.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    metrics = {"rollout/ratio": mean_of(totals[0], totals[1]),
-               "rollout/ratio_limited": mean_of(totals[2], totals[1]),
-               "rollout/ratio_max": float(largest) if totals[1] else None}
+    metrics = {"rollout/ratio": mean_of(sums.total, sums.count),
+               "rollout/ratio_limited": mean_of(sums.limited, sums.count),
+               "rollout/ratio_max": float(largest) if sums.count else None}
     return batches, metrics
 
 
 def rollout_ratio(cfg, batch, logp_BS, sequence_group, sums):
-    """Return (B, S) weights of this rank's positions, 1 outside of rollouts; add to RatioSums."""
+    """Weigh this rank's positions, and add them to RatioSums.
+
+    Returns:
+        ((B, S) weights, 1 outside of rollouts; the largest ratio before it is clamped or masked).
+    """
     student = batch.student
     is_written_BS = ~student.logp.isnan()
     positions_BS = student.positions
@@ -104,13 +108,12 @@ def rollout_ratio(cfg, batch, logp_BS, sequence_group, sums):
     sample = (positions == 0).cumsum(1)  # a packed row holds several
     ratio = prefix_ratio(logp, old_logp, mask, cfg.max_ratio, cfg.ratio, sample)
     unlimited = prefix_ratio(logp, old_logp, mask, math.inf, "clamp", sample)
-    sums.largest = max(sums.largest, float(unlimited.max()))
     is_limited_BS = own_columns(ratio != unlimited, sequence_group)
     ratio_BS = own_columns(ratio, sequence_group)
     sums.total += float(ratio_BS[is_written_BS].sum())
     sums.count += int(is_written_BS.sum())
     sums.limited += int(is_limited_BS[is_written_BS].sum())
-    return torch.where(is_written_BS, ratio_BS, 1.0)
+    return torch.where(is_written_BS, ratio_BS, 1.0), float(unlimited.max())
 
 
 def whole_rows(values_BS, sequence_group):

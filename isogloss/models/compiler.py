@@ -1,0 +1,52 @@
+"""What torch.compile needs, and which formulas of a loss it makes faster."""
+
+import functools
+
+import torch
+
+from isogloss.job.watch import print_line
+
+LOSS_BACKENDS = "auto", "plain", "compiled"
+
+
+def missing_compiler():
+    """Say what torch.compile lacks on this machine; "": nothing."""
+    # seconds of imports, which few runs need
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if torch.cuda.is_available():
+        return "" if has_triton() else "there is no triton"
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler"
+    return ""
+
+
+def plain(function):
+    return function
+
+
+@functools.cache
+def loss_compiler(backend, device_type):
+    """Return what makes a formula of a loss faster: (function) -> function that computes the same.
+
+    A compiled one serves any number of rows; its first call takes seconds, of which most are spared
+    once the result is on disk.
+
+    Args:
+        backend: one of LOSS_BACKENDS.  auto: compiled on a GPU, where launches take the time.
+    Raises:
+        ValueError: "compiled", and there is no compiler.
+    """
+    if backend == "plain" or (backend == "auto" and device_type != "cuda"):
+        return plain
+    missing = missing_compiler()
+    if not missing:
+        return functools.cache(functools.partial(torch.compile, dynamic=True))
+    if backend == "compiled":
+        raise ValueError(f"--loss_backend compiled: {missing}; install it, or leave the flag out")
+    print_line(f"--loss_backend auto: {missing}, so the loss runs as plain torch")
+    return plain

@@ -1,0 +1,174 @@
+"""Average several teachers with one tokenizer, or take part in the passes of those that are shared.
+
+Members may be of different kinds.  Shapes: M members, n positions asked for.
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from isogloss.teachers.mixing import average_teachers, common_events
+from isogloss.teachers.protocol import TeacherSource, TeacherSpec, load_teacher
+from isogloss.teachers.text_scores import ScoredLogits
+from isogloss.tiles import SelectedColumns
+
+
+class EnsembleLogits(NamedTuple):
+    """Give the logits of the mean of teachers with one vocabulary; see `average_teachers`.
+
+    Attributes:
+        members: LogitsSource of every teacher.
+        weights_M: (M,) float, summing to 1.
+        space: "p": mean of the probabilities; "logits": of the logits.
+        vocab: tokens of the teachers.
+        is_truncated: some members keep some tokens alone; then rows have a column more.
+    """
+
+    members: tuple
+    weights_M: torch.Tensor
+    space: str
+    vocab: int
+    is_truncated: bool = False
+
+    def __call__(self, positions):
+        logits = [member(positions)[None] for member in self.members]
+        logits = common_events(logits, self.vocab)
+        return average_teachers(logits, self.weights_M, self.space)[0]
+
+    def columns(self, ids):
+        if self.is_truncated:
+            ids = torch.cat([ids, ids.new_tensor([self.vocab])])
+        return SelectedColumns(self, ids)
+
+    @property
+    def nbytes(self):
+        return sum(member.nbytes for member in self.members)
+
+
+@dataclass
+class EnsembleSpec(TeacherSpec):
+    """Describe the mean of teachers.
+
+    Attributes:
+        members: TeacherSpec of each.
+        weights: a number for each, in any unit.
+        space: see EnsembleLogits.
+    """
+
+    members: list = ()
+    weights: list = ()
+    space: str = "p"
+
+    def __post_init__(self):
+        for member in self.members:
+            # a mean of logits is not linear in probabilities
+            member.reads_draws = member.reads_draws and self.space == "p"
+
+    def load(self):
+        return EnsembleTeacher([load_teacher(member) for member in self.members], self)
+
+    def single(self):
+        return self.members
+
+    def with_models(self, replaced):
+        return replace(self, members=[member.with_models(replaced) for member in self.members])
+
+    @property
+    def is_truncated(self):
+        return any(member.is_truncated for member in self.members)
+
+    @property
+    def averages_top_k(self):
+        return self.is_truncated
+
+    @property
+    def asked_late(self):
+        return all(member.asked_late for member in self.members)
+
+    @property
+    def asks_ahead(self):
+        return any(member.asks_ahead for member in self.members)
+
+    @property
+    def reads_keys(self):
+        return any(member.reads_keys for member in self.members)
+
+
+@dataclass
+class TeacherGroup(TeacherSource):
+    """Pass what one teacher is asked to several.
+
+    Attributes:
+        members: TeacherSource of each.
+    """
+
+    members: list
+
+    def request(self, batch):
+        for member in self.members:
+            member.request(batch)
+
+    @contextlib.contextmanager
+    def on_device(self):
+        with contextlib.ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.on_device())
+            yield
+
+    def release(self):
+        for member in self.members:
+            member.release()
+
+    def close(self):
+        for member in self.members:
+            member.close()
+
+    def models(self):
+        return [model for member in self.members for model in member.models()]
+
+
+@dataclass
+class EnsembleTeacher(TeacherGroup):
+    """Average several teachers with one tokenizer, as an EnsembleSpec says."""
+
+    spec: EnsembleSpec
+
+    def targets(self, batch):
+        logits = [member.targets(batch) for member in self.members]
+        return self._mean(logits, batch, self.spec.is_truncated)
+
+    def whole_targets(self, batch):
+        logits = [member.whole_targets(batch) for member in self.members]
+        # what a cache has truncated stays so
+        is_truncated = any(isinstance(source, ScoredLogits) for source in logits)
+        return self._mean(logits, batch, is_truncated)
+
+    def _mean(self, logits, batch, is_truncated):
+        weights = torch.tensor(self.spec.weights, device=batch.ids.device)  # in any unit
+        return EnsembleLogits(tuple(logits), weights / weights.sum(), self.spec.space,
+                              self.spec.vocab, is_truncated)
+
+
+class SilentTeacher(TeacherGroup):
+    """Take part in a teacher's forward passes on a rank that computes no loss, and keep nothing.
+
+    Its members are the models that this rank shares with others; often there are none.
+    """
+
+    def request(self, batch):
+        """Do nothing: a rank that computes the loss asks."""
+
+    def targets(self, batch):
+        for member in self.members:
+            member.targets(batch)
+
+    def whole_targets(self, batch):
+        for member in self.members:
+            member.whole_targets(batch)
+
+
+def load_silent(spec):
+    """Load what other ranks need of a teacher on this one, which computes no loss."""
+    return SilentTeacher([load_teacher(member) for member in spec.single() if member.is_shared])

@@ -1,0 +1,128 @@
+"""Compute what a student's own text needs: the ratio of the student that learns and that wrote.
+
+Shapes: B samples, S positions, V vocabulary, N compared positions.  Arguments that all losses take,
+and what they return: see losses.py.
+
+Needs torch and losses.py.  Copy both into your own repository.  Tests: tests/test_divergences.py.
+License: Apache-2.0 (see LICENSE).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    from . import losses
+except ImportError:  # copied beside it, not into a package
+    import losses
+
+
+def topk_tail_policy_loss(
+    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, next_BS: Tensor, mask_BS: Tensor,
+    top_k: int = 16, *, old_logp_BS: Tensor | None = None, max_ratio: float = 10.0,
+    ratio: str = "clamp", sample_BS: Tensor | None = None,
+    temperature: float = 1.0, teacher_temperature: float | None = None, tail: bool = True,
+    weight_BS: Tensor | None = None, reduction: str = "sum",
+) -> losses.SumAndCount:
+    """Compute the on-policy reverse KL on the student's top_k tokens and one bucket for the rest.
+
+    The sum over positions t of rho_t KL(p || q), rho_t = `prefix_ratio`: how much likelier the
+    student has become, since it sampled, to write the tokens in front of t.  KL(p || q) needs no
+    ratio of the token at t, because it is a sum over all tokens that may come there.
+
+    Args:
+        next_BS: int64, the token that was sampled there; anything where the mask is False.
+        mask_BS: bool, positions that predict a sampled token.
+        top_k: number of tokens, the student's most likely ones.
+        old_logp_BS: float, log-probability of that token in nats under the student that sampled it,
+            both students as they are (temperature 1); None: ratio 1.
+        max_ratio, sample_BS: see `prefix_ratio`; 10 is not tuned.
+        ratio: "clamp" or "mask", the kind of `prefix_ratio`.
+    Others and Returns: see `position_divergence`; the count is that of positions, not of ratios.
+    Raises:
+        ValueError: unknown ratio, max_ratio below 1.
+    """
+    losses.check_side("student", student_logits_BSV, next_BS=next_BS, mask_BS=mask_BS)
+    _check_ratio(ratio, max_ratio)
+    row_N = mask_BS.reshape(-1).nonzero().squeeze(1)
+    value_N, _ = losses.reverse_kl(
+        student_logits_BSV, teacher_logits_BSV, mask_BS, temperature=temperature,
+        teacher_temperature=teacher_temperature, top_k=top_k, support="student", tail=tail,
+        reduction="none",
+    )
+    if old_logp_BS is not None:
+        logits_NV = losses.at_least_float32(student_logits_BSV.detach()[mask_BS])
+        logp_NV = logits_NV.log_softmax(-1)
+        logp_N = logp_NV.gather(1, next_BS[mask_BS][:, None]).squeeze(1)
+        logp_BS = logp_N.new_zeros(mask_BS.shape)
+        logp_BS[mask_BS] = logp_N
+        ratio_BS = prefix_ratio(logp_BS, old_logp_BS, mask_BS, max_ratio, ratio, sample_BS)
+        value_N = value_N * ratio_BS[mask_BS].to(value_N)
+    return losses.reduce_terms(value_N, row_N, mask_BS.shape, weight_BS, reduction)
+
+
+def prefix_ratio(
+    logp_BS: Tensor, old_logp_BS: Tensor, mask_BS: Tensor, max_ratio: float = 10.0,
+    kind: str = "clamp", sample_BS: Tensor | None = None,
+) -> Tensor:
+    """Return how much likelier the student has become to write what precedes each position.
+
+        rho_t = product over sampled tokens s < t of the same sample of p(s) / p_old(s)
+
+    Samples of an older student, weighted so, have the expectation of the student's own: for every
+    f of the tokens in front of t, E_old[rho_t f] = E[f].  The token at t is left out.  A divergence
+    at t sums over all tokens that may come there, so it depends on what precedes t alone.  The
+    ratio of the token at t has expectation 1 whatever precedes it, and would only add noise.  Use
+    it as `weight_BS` of any loss here (times other weights): it has no gradient.
+
+    It is exact with max_ratio = inf.  Its variance grows with the length, so it is limited.  A term
+    that reads sampled tokens from t on too (`alm` of a chunk) would need their ratios as well, so
+    it keeps a bias.
+
+    Args:
+        logp_BS: (B, S) float, log-probability in nats of the token that position t predicts, under
+            the student as it is now; -inf counts as -1e4.
+        old_logp_BS: (B, S) float, likewise, under the student that sampled.  Both under the
+            distribution that was sampled from (its temperature).
+        mask_BS: (B, S) bool, True where the token that position t predicts was sampled.  Others
+            (prompt, padding) contribute nothing; the log-probabilities may hold NaN there.
+        max_ratio: limit of the product, 1 or more; inf: none.
+        kind: "clamp": what is larger becomes max_ratio, which lets everything teach; "mask": what
+            is outside of [1 / max_ratio, max_ratio] becomes 0.
+        sample_BS: (B, S) int64, number of the sample at each position, for rows that hold several
+            one after the other; None: each row is one.
+    Returns:
+        (B, S) rho at every position, also where the mask is False; 1 up to the first sampled token
+        of each sample; dtype of logp_BS, at least float32.
+    Raises:
+        ValueError: unknown kind; max_ratio below 1.
+    """
+    _check_ratio(kind, max_ratio)
+    losses.check_positions("logp_BS has", logp_BS.shape, old_logp_BS=old_logp_BS, mask_BS=mask_BS,
+                    sample_BS=sample_BS)
+    logp_BS = losses.at_least_float32(logp_BS.detach())
+    # sums of a whole row in float64: those of a packed row are differences of them
+    now_BS = logp_BS.double().clamp(min=losses.FLOOR)
+    old_BS = old_logp_BS.detach().double().clamp(min=losses.FLOOR)
+    log_ratio_BS = torch.where(mask_BS, now_BS - old_BS, 0.0)
+    before_BS = F.pad(log_ratio_BS.cumsum(1)[:, :-1], (1, 0))
+    if sample_BS is not None:
+        begins_BS = F.pad(sample_BS[:, 1:] != sample_BS[:, :-1], (1, 0))
+        position_S = torch.arange(sample_BS.shape[1], device=sample_BS.device)
+        first_BS = torch.where(begins_BS, position_S, 0).cummax(1).values
+        before_BS = before_BS - before_BS.gather(1, first_BS)
+    limit = math.log(max_ratio)
+    ratio_BS = before_BS.clamp(max=limit).exp()
+    if kind == "mask":
+        # not <= limit, which would take NaN for a ratio outside
+        ratio_BS = torch.where(before_BS.abs() > limit, 0.0, ratio_BS)
+    return ratio_BS.to(logp_BS)
+
+
+def _check_ratio(kind: str, max_ratio: float) -> None:
+    if kind not in ("clamp", "mask"):
+        raise ValueError(f"ratio {kind!r}: expected one of clamp, mask")
+    if not max_ratio >= 1:
+        raise ValueError(f"max_ratio={max_ratio}: expected 1 or more")
