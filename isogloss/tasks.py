@@ -97,6 +97,11 @@ def write_records(path, records):
                          "above is whole") from None
 
 
+def number(value):
+    """Return four decimals, of what is large no more digits than float32 has."""
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.6g}"
+
+
 def as_markdown(names, metrics):
     """Return a table of the metrics of tasks: task, metric, value, standard error, seconds."""
     lines = ["| task | metric | value | stderr | seconds |", "|---|---|---|---|---|"]
@@ -106,9 +111,9 @@ def as_markdown(names, metrics):
         if "_stderr" in metric or metric == "seconds":
             continue
         stderr = metrics.get(f"{key}_stderr")
-        error = "" if stderr is None else f"{stderr:.4f}"
+        error = "" if stderr is None else number(stderr)
         seconds = metrics[f"eval/{name}_seconds"]
-        lines.append(f"| {name} | {metric} | {value:.4f} | {error} | {seconds:.1f} |")
+        lines.append(f"| {name} | {metric} | {number(value)} | {error} | {seconds:.1f} |")
     return "\n".join(lines)
 
 

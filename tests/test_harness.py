@@ -166,3 +166,12 @@ def test_without_lm_eval_a_line_says_how_to_install_it():
     for name in ("lm_eval:hellaswag", "gsm8k"):
         with pytest.raises(ValueError, match=name + r": needs .* pip install .isogloss.eval"):
             load_harness_task(name, TaskOptions())
+
+
+@needs_lm_eval
+def test_a_copy_that_changed_is_read_anew(tmp_path):
+    """datasets alone knows the folder by its name."""
+    for limit in (2, 3):
+        copy_lambada(tmp_path, limit)
+        task = load_harness_task("lambada", TaskOptions(data=str(tmp_path)))
+        assert len(task.loaded["tasks"]["lambada_openai"].eval_docs) == limit

@@ -235,7 +235,6 @@ WRONG_DATA = {
                  "exist; expected a copy of the hub's data set, as `hf download"),
     "no hub": ("--tasks=gsm8k", "gsm8k: its data cannot be loaded: "),
     "damaged": ("--tasks=lambada --data={damaged}", "lambada: its data cannot be loaded: "),
-    "many shots": ("--tasks=gsm8k --data={files} --shots=6", "gsm8k: "),
     "fields": ("--tasks=gsm8k --data={damaged}", "gsm8k: "),
 }
 

@@ -6,6 +6,7 @@ rank answers its share, and every rank's harness sees all of them.
 lm_eval is optional and imported when it is asked for.  Tests: tests/test_harness.py.
 """
 
+import hashlib
 import logging
 import math
 import os
@@ -87,7 +88,8 @@ def load_harness_task(name, options):
         raise ValueError(f"{name}: lm_eval has no such task; `lm_eval ls tasks` lists them")
     other_data = {}
     if name in NAMES and options.data:
-        other_data["dataset_path"] = _local_copy(name, options.data)
+        path = _local_copy(name, options.data)
+        other_data = {"dataset_path": path, "dataset_kwargs": {"cache_dir": _cache_of(path)}}
     try:
         # what `load` does by itself for a name; for a dict it knows no members of a group
         built = manager._factory.build(
@@ -117,6 +119,17 @@ def _local_copy(name, folder):
             f"`hf download --repo-type dataset {dataset} --local-dir {path}` makes it, or no data "
             "folder for the hub")
     return str(path.resolve())
+
+
+def _cache_of(folder):
+    """Return where datasets keeps what it reads of a folder.
+
+    It knows the folder by its name alone, and would go on with rows that are no longer there.
+    """
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    files = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in paths]
+    key = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / f"isogloss-{key}")
 
 
 @dataclass
@@ -239,6 +252,7 @@ def run_harness_task(task, answers):
 
     for of_harness in task.loaded["tasks"].values():
         of_harness.set_fewshot_seed(SHOT_SEED)  # the same examples on all ranks, and every time
+    os.environ["DISABLE_MULTIPROC"] = "1"  # a job of many threads must not be forked
     # what it prints and its progress bars would stand amid the job's
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         results = evaluate(_language_model(answers), task.loaded, limit=task.limit or None,
