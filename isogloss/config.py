@@ -407,18 +407,18 @@ class TaskFlags:
     eval_task_data: str = flag(
         "", "directory of the tasks' files. Empty: they come from the hub.", free=True)
     eval_task_shots: int = flag(
-        0, "worked examples in front of each question of mmlu and gsm8k.",
-        low=0, high=1024, free=True)
+        -1, "worked examples in front of each question, not of code. -1: as each task says, of "
+        "gsm8k 5.", low=-1, high=1000, free=True)
     eval_task_limit: int = flag(
         0, "items of each task (of mmlu: of each subject), the first ones. 0: all.",
         low=0, high=10**9, free=True)
     eval_task_batch: int = flag(
         16, "items that a rank reads or writes side by side.", low=1, high=2**16, free=True)
     eval_task_samples: int = flag(
-        1, "answers to each item that is written, whose mean counts, of code pass@k.",
+        1, "programs for each item of humaneval_plus and mbpp_plus, for pass@k.",
         low=1, high=2**16, free=True)
     eval_task_temperature: float = flag(
-        0.0, "of these answers, 0 (the most likely token) to 1000.", low=0, high=1e3, free=True)
+        0.0, "of these programs, 0 (the most likely token) to 1000.", low=0, high=1e3, free=True)
     allow_unsafe_code: bool = flag(
         False, "run the programs that the student writes for humaneval_plus and mbpp_plus without "
         "a sandbox, where there is none; they can do all that you can.", free=True)
@@ -606,7 +606,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                              f"within --max_length {self.max_length}")
 
     def _check_tasks(self):
-        """Check what needs no file; `tasks.load_tasks` checks the rest."""
+        """Check what needs no file; `task_suite.load_suite` checks the rest."""
         if not self.eval_tasks:
             for name in ("eval_task_every", "eval_task_data"):
                 if getattr(self, name):

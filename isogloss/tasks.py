@@ -3,7 +3,7 @@
     python -m isogloss.tasks --model DIR --tasks mmlu,lambada [--data DIR] [--shots 5]
     torchrun --nproc_per_node 4 -m isogloss.tasks --model DIR --tasks gsm8k
 
-isogloss/evaluation/tasks.py says what a task is; docs/tasks.md lists them.
+docs/tasks.md says what the tasks are.
 
 Tests: tests/test_tasks.py.
 """
@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from isogloss.data.ends import load_generation, stop_ids
 from isogloss.data.sample import TextEncoder
-from isogloss.evaluation.task_model import (
-    TaskEncoder,
-)
-from isogloss.evaluation.tasks import Sums, TaskOptions, load_tasks, run_tasks
+from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.task_suite import load_suite
+from isogloss.evaluation.tasks import TaskOptions
 from isogloss.flags.parse import MISSING, check_types, flag, tool
 from isogloss.job.counts import global_sums
 from isogloss.job.rendezvous import values_of_ranks
@@ -38,17 +37,17 @@ class Args:
 
     model: str = flag(MISSING, "hub id or directory of a causal language model.")
     tasks: str = flag(
-        MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus and mbpp_plus, "
-        "with commas.")
+        MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus, mbpp_plus and "
+        "lm_eval:NAME of lm-evaluation-harness, with commas.")
     data: str = flag("", "folder of the tasks' files; without it they come from the hub.")
-    shots: int = flag(0, "solved examples in the prompt; LAMBADA has none.")
+    shots: int = flag(
+        -1, "solved examples in the prompt, not of code; -1: as each task says, of gsm8k 5.")
     limit: int = flag(0, "items of each task, of MMLU of each subject, the first ones; 0: all.")
     batch_size: int = flag(16, "rows of a forward pass.")
     max_new_tokens: int = flag(
         0, "of a written answer; 0: as many as its task is made for, of GSM8K 256, of code 768.")
-    samples: int = flag(
-        1, "answers to each item that is written; their mean counts, of code pass@k.")
-    temperature: float = flag(0.0, "of written answers, 0 (the most likely tokens) or more.")
+    samples: int = flag(1, "programs for each item of a task of code, for pass@k.")
+    temperature: float = flag(0.0, "of programs, 0 (the most likely tokens) or more.")
     seed: int = flag(0, "of the draws at a temperature above 0.")
     allow_unsafe_code: bool = flag(
         False, "run what the model writes without a sandbox; it can then do all that you can.")
@@ -98,18 +97,23 @@ def write_records(path, records):
                          "above is whole") from None
 
 
-def as_markdown(tasks, metrics):
-    """Return a table of metrics: task, metric, value, standard error, items, seconds."""
-    lines = ["| task | metric | value | stderr | items | seconds |", "|---|---|---|---|---|---|"]
-    for task in tasks:
-        prefix = f"eval/{task.name}_"
-        seconds = metrics[f"{prefix}seconds"]
-        for name in task.summarize(Sums([""], task.numbers)):
-            value = metrics[prefix + name]
-            stderr = metrics.get(f"{prefix}{name}_stderr")
-            error = "" if stderr is None else f"{stderr:.4f}"
-            lines.append(f"| {task.name} | {name} | {value:.4f} | {error} | {len(task.items)} | "
-                         f"{seconds:.1f} |")
+def number(value):
+    """Return four decimals, of what is large no more digits than float32 has."""
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.6g}"
+
+
+def as_markdown(names, metrics):
+    """Return a table of the metrics of tasks: task, metric, value, standard error, seconds."""
+    lines = ["| task | metric | value | stderr | seconds |", "|---|---|---|---|---|"]
+    for key, value in metrics.items():
+        name = max((name for name in names if key.startswith(f"eval/{name}_")), key=len)
+        metric = key.removeprefix(f"eval/{name}_")
+        if "_stderr" in metric or metric == "seconds":
+            continue
+        stderr = metrics.get(f"{key}_stderr")
+        error = "" if stderr is None else number(stderr)
+        seconds = metrics[f"eval/{name}_seconds"]
+        lines.append(f"| {name} | {metric} | {number(value)} | {error} | {seconds:.1f} |")
     return "\n".join(lines)
 
 
@@ -150,17 +154,17 @@ def main(args):
     generation = load_generation("model", args.model, config, tokenizer)
     writer = TextEncoder(tokenizer, table, max_length=0, generation=generation)
     encoder = TaskEncoder(tokenizer, config, stop_ids(writer))
-    tasks = load_tasks(args.tasks.split(","), options, encoder, rank, size)
+    names = args.tasks.split(",")
+    suite = load_suite(names, options, encoder, rank, size)
     model = load_model("model", args.model, args.trust_remote_code, dtype=args.dtype).to(device)
     check_finite(args.model, model)
-    if any(not task.is_scored for task in tasks):
+    if suite.writes:
         encoder.equal_lengths = writes_equal_lengths(args.model, model, encoder)
     sums = global_sums if size > 1 else torch.as_tensor
-    metrics, records = run_tasks(
-        tasks, model, encoder, options, sums=sums, bar=rank == 0)
+    metrics, records = suite.run(model, sums)
     records = [record for of_rank in values_of_ranks(records) for record in of_rank]
     if rank == 0:
-        print(as_markdown(tasks, metrics))
+        print(as_markdown(names, metrics))
         if args.output:
             write_records(args.output, records)
     if size > 1:

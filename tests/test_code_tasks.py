@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import asset
 from isogloss.evaluation import code_tasks, sandbox
@@ -23,7 +24,8 @@ from isogloss.evaluation.code_tasks import (
     read_mbpp_plus,
     typed_arguments,
 )
-from isogloss.evaluation.tasks import TaskOptions, load_tasks, run_tasks
+from isogloss.evaluation.task_suite import load_suite
+from isogloss.evaluation.tasks import TaskOptions, load_code_task
 from test_tasks import loaded
 
 needs_sandbox = pytest.mark.skipif(
@@ -387,7 +389,7 @@ def test_a_model_is_judged_by_what_it_writes(monkeypatch):
     """A model that writes the reference for even samples, and for others a wrong program."""
     model, encoder = loaded(asset("models", "stories260K"))
     options = TaskOptions(data=str(asset("eval")), limit=4, samples=2, temperature=1.0)
-    tasks = load_tasks(["humaneval_plus", "mbpp_plus"], options, encoder)
+    suite = load_suite(["humaneval_plus", "mbpp_plus"], options, encoder)
 
     def write(model, encoder, items, keys, *_):
         assert all(item.max_new_tokens == 768 for item in items)
@@ -397,7 +399,7 @@ def test_a_model_is_judged_by_what_it_writes(monkeypatch):
         return texts
 
     monkeypatch.setattr("isogloss.evaluation.tasks.write_answers", write)
-    metrics, records = run_tasks(tasks, model, encoder, options)
+    metrics, records = suite.run(model, torch.as_tensor)
     for task in ("humaneval_plus", "mbpp_plus"):
         assert metrics[f"eval/{task}_pass@1"] == 0.5
         assert metrics[f"eval/{task}_base_pass@1"] == 0.5
@@ -407,7 +409,7 @@ def test_a_model_is_judged_by_what_it_writes(monkeypatch):
     assert len(records) == 16
     assert {(record["sample"], record["verdict"]) for record in records} == {
         (0, "right"), (1, "wrong")}
-    assert run_tasks(tasks, model, encoder, options, stop=lambda: True) == ({}, [])
+    assert suite.run(model, torch.as_tensor, stop=lambda: True) == ({}, [])
 
 
 def test_without_a_sandbox_code_tasks_are_refused(monkeypatch):
@@ -415,11 +417,11 @@ def test_without_a_sandbox_code_tasks_are_refused(monkeypatch):
     options = TaskOptions(data=str(asset("eval")), limit=1)
     with pytest.raises(ValueError, match=r"humaneval_plus runs what the model writes: no sandbox: "
                        r"apt install bubblewrap; .* --allow_unsafe_code"):
-        load_tasks(["humaneval_plus"], options, None)
+        load_code_task("humaneval_plus", options)
     unsafe = TaskOptions(data=str(asset("eval")), limit=1, allow_unsafe_code=True)
-    [task] = load_tasks(["humaneval_plus"], unsafe, None)
-    judgment = task.judge(task.items[0], ["\n" + task.items[0].reference])
-    assert judgment.numbers["pass@1"] == 1
+    task = load_code_task("humaneval_plus", unsafe)
+    numbers, _ = task.judged(task.items[0], ["\n" + task.items[0].reference])
+    assert numbers == [1, 1, 0]
 
 
 def test_the_runner_needs_the_standard_library_alone():

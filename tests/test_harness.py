@@ -1,10 +1,8 @@
 """Tasks of lm-evaluation-harness have the values that its own model class gives them.
 
-lm_eval is not installed with the tests' requirements, so most of this skips without it; what it
-says where it is absent is tested in any case.
+Most of this skips where lm_eval is not installed.
 """
 
-import importlib.util
 import json
 import logging
 import random
@@ -15,13 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import asset
-from isogloss.evaluation.harness import load_harness_task
+from hub_copies import HAS_LM_EVAL, copy_gsm8k, copy_lambada, copy_mmlu, needs_lm_eval
+from isogloss.evaluation.harness import NAMES, load_harness_task
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.evaluation.tasks import TaskOptions
-
-HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
-needs_lm_eval = pytest.mark.skipif(not HAS_LM_EVAL, reason="lm_eval is not installed")
 
 QUESTIONS = [
     {"question": "Who had a red ball?", "choices": ["Lily", "The big dog", "a cat", "no one"],
@@ -113,16 +109,69 @@ def test_values_are_those_of_the_harness_own_model_class(folder, model):
 
 
 @needs_lm_eval
+@pytest.mark.slow
+def test_named_tasks_are_the_harness_own_item_by_item(model, tmp_path):
+    """Prompts, answers and scores of its own evaluator, model class and data sets."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    student, tokenizer = model
+    copy_lambada(tmp_path, 12)
+    copy_gsm8k(tmp_path, 6)
+    copy_mmlu(tmp_path, 4)
+    theirs = HFLM(pretrained=student.eval(), tokenizer=tokenizer, batch_size=3)
+    for name, shots in (("lambada", -1), ("gsm8k", 2), ("mmlu", -1), ("mmlu_continuation", 1)):
+        options = TaskOptions(data=str(tmp_path), shots=shots, batch_size=5)
+        suite = load_suite([name], options, TaskEncoder(tokenizer, student.config))
+        metrics, records = suite.run(student, torch.as_tensor)
+        [task] = suite.tasks
+        of_harness = NAMES[name][0]
+        expected = simple_evaluate(
+            theirs, tasks=list(task.loaded["tasks"].values()), bootstrap_iters=0,
+            num_fewshot=None if shots < 0 else shots, task_manager=TaskManager(
+                include_defaults=False))
+        samples = []
+        for of_task in task.loaded["tasks"]:
+            samples += expected["samples"][of_task]
+        for record, sample in zip(records, samples, strict=True):
+            answers = sample["filtered_resps"]
+            if "answer" in record:
+                assert record["answer"] == sample["resps"][0][0]
+                assert record["prediction"] == answers[0]
+                assert record["exact_match"] == sample["exact_match"]
+            else:
+                nats = [-logp for logp, _ in answers]
+                assert record["nats"] == pytest.approx(nats, abs=1e-4)
+                assert record["acc"] == sample["acc"]
+        for metric, value in expected["results"].get(of_harness, {}).items():
+            shown = f"eval/{name}_" + metric.replace(",none", "").replace(",", "_")
+            if isinstance(value, float) and "stderr" not in metric:
+                assert metrics[shown] == pytest.approx(value, rel=1e-4)
+        assert not any("stem" in key for key in metrics)
+
+
+@needs_lm_eval
 @pytest.mark.parametrize("name, message", [
     ("own_code", "runs what the student writes inside of this job"),
     ("no_such_task", "lm_eval has no such task"),
 ])
 def test_what_does_not_fit_is_refused(folder, name, message):
     with pytest.raises(ValueError, match=message):
-        load_harness_task(name, str(folder))
+        load_harness_task(f"lm_eval:{name}", TaskOptions(data=str(folder)))
 
 
 @pytest.mark.skipif(HAS_LM_EVAL, reason="lm_eval is installed")
 def test_without_lm_eval_a_line_says_how_to_install_it():
-    with pytest.raises(ValueError, match="pip install lm_eval=="):
-        load_harness_task("hellaswag")
+    for name in ("lm_eval:hellaswag", "gsm8k"):
+        with pytest.raises(ValueError, match=name + r": needs .* pip install .isogloss.eval"):
+            load_harness_task(name, TaskOptions())
+
+
+@needs_lm_eval
+def test_a_copy_that_changed_is_read_anew(tmp_path):
+    """datasets alone knows the folder by its name."""
+    for limit in (2, 3):
+        copy_lambada(tmp_path, limit)
+        task = load_harness_task("lambada", TaskOptions(data=str(tmp_path)))
+        assert len(task.loaded["tasks"]["lambada_openai"].eval_docs) == limit

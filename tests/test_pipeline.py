@@ -15,6 +15,7 @@ import torch
 
 import ranks
 from conftest import ASSETS
+from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss import demo, distill, once_in_a_while
 from isogloss.inputs import build_collator
 from isogloss.student.checks import check_logits, check_packing
@@ -365,9 +366,10 @@ def jobs(models, students, texts, tmp_path_factory):
     argv = [f"--teacher={models[1]}", f"--data={write_corpus(folder, texts, 60)}",
             "--max_length=80", "--eval_rows=6", "--save_every=2", "--keep_checkpoints=9",
             "--num_workers=0"]
-    rows = [json.dumps({"text": text[:60]}) for text in texts[:7]]
-    (folder / "lambada_openai.jsonl").write_text("\n".join(rows) + "\n")
-    tasks = ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=4"]
+    rows = [{"text": text[:60]} for text in texts[:7]]
+    write_copy(folder, "EleutherAI/lambada_openai", {"default": {"test": rows}})
+    tasks = [f"--eval_task_data={folder}", "--eval_task_every=4"]
+    tasks = ["--eval_tasks=lambada", *tasks] if HAS_LM_EVAL else []
     jobs = Jobs(folder, [*argv, f"--student={students['tied']}"])
     random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
     learned = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=1e-2"]
@@ -418,6 +420,7 @@ def test_a_pipeline_logs_what_one_process_logs(jobs):
     assert not STAGE_METRICS & losses_of(jobs.folder / "one")[1].keys()
 
 
+@needs_lm_eval
 def test_tasks_judge_what_all_stages_are_together(jobs):
     check_curve(jobs, "two judged", "one judged", 1e-5)
     judged = [line for line in losses_of(jobs.folder / "one judged") if "eval/lambada_acc" in line]

@@ -7,9 +7,11 @@ import torch
 
 import ranks
 from conftest import GOLDEN, asset
+from hub_copies import copy_lambada, needs_lm_eval
 from isogloss.data.sample import TextEncoder
 from isogloss.evaluation.task_model import TaskEncoder
-from isogloss.evaluation.tasks import TaskOptions, load_tasks, run_tasks
+from isogloss.evaluation.task_suite import load_suite
+from isogloss.evaluation.tasks import TaskOptions
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from jobs import ds_config, losses_of, run_distill
 
@@ -110,13 +112,15 @@ def test_what_it_writes_has_the_probabilities_that_are_logged(smollm2, tmp_path)
         assert record["student_nats_per_byte"] == pytest.approx(per_byte, rel=0.05, abs=0.05)
 
 
-def test_lambada_is_what_the_harness_says(smollm2):
+@needs_lm_eval
+def test_lambada_is_what_the_harness_says(smollm2, tmp_path):
     """lm-evaluation-harness 0.4.13 said it of the same weights: tests/golden/README.md."""
     golden = json.loads((GOLDEN / "smollm2_lambada.json").read_text())
     model, tokenizer = loaded(smollm2, torch.float32)
     encoder = TaskEncoder(tokenizer, model.config)
-    options = TaskOptions(data=str(asset("eval")), limit=golden["limit"], batch_size=4)
-    metrics, records = run_tasks(load_tasks(["lambada"], options, encoder), model, encoder, options)
+    copy_lambada(tmp_path, golden["limit"])
+    options = TaskOptions(data=str(tmp_path), batch_size=4)
+    metrics, records = load_suite(["lambada"], options, encoder).run(model, torch.as_tensor)
     num_right = 0
     for item, record in zip(golden["items"], records, strict=True):
         assert record["nats"][0] == pytest.approx(-item["logp"][0], rel=1e-3)

@@ -6,7 +6,7 @@ What models say of them is compared in test_task_passes.py.
 import pytest
 
 from conftest import asset
-from isogloss.evaluation.task_items import WrittenItem
+from isogloss.evaluation.harness import Written
 from isogloss.evaluation.task_model import TaskEncoder, TextStop, write_answers
 from isogloss.evaluation.tasks import TaskOptions
 
@@ -178,7 +178,7 @@ def test_an_answer_ends_at_its_stop():
     encoder = TaskEncoder(AutoTokenizer.from_pretrained(path), model.config)
     items = []
     for prompt in ("Once upon a time", "Tom and his mom went to the park. They"):
-        items.append(WrittenItem("story", "0", prompt, (), 60, ""))
+        items.append(Written(prompt, [], 60, 0.0))
     passes = []
     hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
     whole = write_answers(model, encoder, items, [(0, 0), (0, 1)], TaskOptions())
@@ -189,7 +189,7 @@ def test_an_answer_ends_at_its_stop():
     assert whole[1].index(stop) == len(before) - 2
     assert stop not in [encoder.decode([piece]) for piece in pieces]
     del passes[:]
-    stopped = WrittenItem("story", "1", items[1].prompt, (stop,), 60, "")
+    stopped = Written(items[1].prompt, [stop], 60, 0.0)
     answers = write_answers(model, encoder, [stopped], [(0, 1)], TaskOptions())
     hook.remove()
     assert answers == [whole[1][: len(before) - 2]]

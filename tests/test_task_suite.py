@@ -9,30 +9,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
 from conftest import asset
+from hub_copies import copy_gsm8k, copy_lambada, needs_lm_eval
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.evaluation.tasks import TaskOptions
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 # 13 items that are written, so that ranks have unequal numbers of them, of unequal lengths
-FLAGS = ["--eval_tasks=lambada,gsm8k,mmlu_continuation", "--eval_task_limit=13",
-         "--eval_task_every=1"]
-NAMES = ("lambada_acc", "lambada_bits_per_byte", "gsm8k_acc", "mmlu_continuation_acc",
-         "mmlu_continuation_acc_norm", "mmlu_continuation_acc_stderr")
+FLAGS = ["--eval_tasks=lambada,gsm8k", "--eval_task_shots=0", "--eval_task_every=1"]
+NAMES = "lambada_acc", "lambada_perplexity", "gsm8k_exact_match_flexible-extract"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A folder with few items of each task."""
-    source = asset("eval")
     folder = tmp_path_factory.mktemp("eval")
-    for name in ("lambada_openai.jsonl", "gsm8k_test.jsonl"):
-        (folder / name).write_text("".join(open(source / name).readlines()[:13]))
-    test = folder / "mmlu" / "test"
-    test.mkdir(parents=True)
-    for subject in ("astronomy", "abstract_algebra"):
-        rows = (source / "mmlu" / "test" / f"{subject}_test.csv").read_text()
-        (test / f"{subject}_test.csv").write_text(rows)
+    copy_lambada(folder, 13)
+    copy_gsm8k(folder, 13)
     return folder
 
 
@@ -53,16 +46,17 @@ def config_of(job, stage, micro_batch_size, steps):
 
 
 def items_of(output):
-    """Return {(step, task, id): (prediction, verdict, nats)} of eval_tasks.jsonl."""
+    """Return {(step, task, id, rule): (prediction, verdict, nats)} of eval_tasks.jsonl."""
     items = {}
     for line in (output / "eval_tasks.jsonl").read_text().splitlines():
         record = json.loads(line)
-        key = record["step"], record["task"], record["id"]
+        key = record["step"], record["task"], record["id"], record["rule"]
         assert key not in items
         items[key] = record["prediction"], record["verdict"], record.get("nats", [])
     return items
 
 
+@needs_lm_eval
 @pytest.mark.slow
 def test_values_and_items_are_the_same_in_every_layout(job):
     folder, argv = job
@@ -81,15 +75,15 @@ def test_values_and_items_are_the_same_in_every_layout(job):
     for num_ranks, commands in by_ranks.items():
         codes = ranks.run(num_ranks, run_distill, commands)
         assert codes == [[0] * len(commands)] * num_ranks
-    expected = [line for line in losses_of(folder / "one", -1) if "eval/gsm8k_acc" in line]
+    expected = [line for line in losses_of(folder / "one", -1) if "eval/lambada_acc" in line]
     assert [line["step"] for line in expected] == [0, 1, 2]
     items = items_of(folder / "one")
-    assert len(items) == 3 * (13 + 13 + 2 * 13)
+    assert len(items) == 3 * (13 + 2 * 13)
     for name in runs:
-        lines = [line for line in losses_of(folder / name, -1) if "eval/gsm8k_acc" in line]
+        lines = [line for line in losses_of(folder / name, -1) if "eval/lambada_acc" in line]
         for one, other in zip(expected, lines, strict=True):
             for key in NAMES:
-                assert math.isclose(one[f"eval/{key}"], other[f"eval/{key}"], rel_tol=1e-5), name
+                assert math.isclose(one[f"eval/{key}"], other[f"eval/{key}"], rel_tol=1e-3), name
         others = items_of(folder / name)
         assert others.keys() == items.keys(), name
         for key, (prediction, verdict, nats) in items.items():
@@ -99,6 +93,7 @@ def test_values_and_items_are_the_same_in_every_layout(job):
             assert others[key][2] == pytest.approx(nats, rel=1e-4, abs=1e-4), (name, key)
 
 
+@needs_lm_eval
 @pytest.mark.slow
 def test_what_is_learned_is_bit_identical_without_the_tasks(job):
     """From scratch, with draws of programs and rollouts: all random states are as without."""
@@ -116,11 +111,12 @@ def test_what_is_learned_is_bit_identical_without_the_tasks(job):
     assert curves[0] == curves[1]
 
 
+@needs_lm_eval
 def test_an_evaluation_gives_up_where_the_job_ends(data):
     path = asset("models/stories260K")
     model = AutoModelForCausalLM.from_pretrained(path)
     model.train()
-    suite = load_suite(["lambada", "gsm8k"], TaskOptions(data=str(data), limit=4),
+    suite = load_suite(["lambada", "gsm8k"], TaskOptions(data=str(data), shots=0, limit=4),
                        TaskEncoder(AutoTokenizer.from_pretrained(path), model.config))
     asked = []
 
@@ -129,10 +125,10 @@ def test_an_evaluation_gives_up_where_the_job_ends(data):
         return len(asked) > 3
 
     assert suite.run(model, torch.as_tensor, stop=stop) == ({}, [])
-    assert len(asked) == 4
+    assert len(asked) == 4  # at the fourth pass
     assert model.training
     metrics, records = suite.run(model, torch.as_tensor)
     assert metrics["eval/gsm8k_seconds"] > 0
-    assert len(records) == 8
+    assert len(records) == 4 + 2 * 4
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hub_copies import HAS_LM_EVAL
 from isogloss.projection_tools.build import build_projection
 from isogloss.projection_tools.files import as_tables, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
@@ -299,7 +300,7 @@ FLAGS = {
     "no task": Wrong("--eval_task_every=5", "--eval_task_every 5: is for --eval_tasks, which"),
     "a task twice": Wrong("--eval_tasks=mmlu,mmlu --eval_task_data={folder}", "mmlu is named"),
     "a task without data": Wrong("--eval_tasks=lambada --eval_task_data={folder}",
-                                 "lambada_openai.jsonl does not exist"),
+                                 "does not exist" if HAS_LM_EVAL else "lambada: needs"),
     "no folder of tasks": Wrong("--eval_tasks=gsm8k --eval_task_data=/no/such", "/no/such"),
     "equal samples": Wrong("--eval_tasks=gsm8k --eval_task_samples=4",
                            "--eval_task_samples 4: all samples would be the same answer"),

@@ -28,7 +28,6 @@ import numpy as np
 from isogloss.data.chat_rows import is_text
 from isogloss.evaluation import code_runner, sandbox
 from isogloss.evaluation.code_runner import decode, encode
-from isogloss.evaluation.task_items import WrittenItem
 from isogloss.flags.yaml_file import bounded_lines
 from isogloss.projection_tools.tokenizers import reason_of
 
@@ -61,11 +60,15 @@ MOST_WORKERS = 8
 
 
 @dataclass(frozen=True)
-class CodeItem(WrittenItem):
+class CodeItem:
     """Ask a model to write a function.
 
     Attributes:
-        task, id, prompt, stops, max_new_tokens: as of WrittenItem.
+        task: name.
+        id: within the task.
+        prompt: text.
+        stops: texts that end an answer and are no part of it.
+        max_new_tokens: after so many tokens an answer is cut.
         reference: text of a program with a right solution.
         entry_point: name of the function.
         inputs: of each call its arguments.
@@ -73,6 +76,12 @@ class CodeItem(WrittenItem):
         tolerance: absolute, of floats; 0: EvalPlus' own, where floats are expected.
     """
 
+    task: str
+    id: str
+    prompt: str
+    stops: tuple[str, ...]
+    max_new_tokens: int
+    reference: str
     entry_point: str
     inputs: tuple[list, ...]
     num_base: int

@@ -1,23 +1,36 @@
-"""Run tasks of lm-evaluation-harness on the student, as `--eval_tasks lm_eval:NAME`.
+"""Run tasks of lm-evaluation-harness: mmlu, mmlu_continuation, lambada, gsm8k and lm_eval:NAME.
 
-The harness makes the requests and judges the answers.  The answers come from task_model.py, as for
-tasks of our own: each rank answers its share, and every rank's harness sees all of them.
+The harness makes the requests and judges the answers.  The answers come from task_model.py: each
+rank answers its share, and every rank's harness sees all of them.
 
 lm_eval is optional and imported when it is asked for.  Tests: tests/test_harness.py.
 """
 
+import hashlib
 import logging
-from contextlib import suppress
+import math
+import os
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+import datasets
 import numpy as np
 
 from isogloss.evaluation.task_model import GaveUp, Request, TaskEncoder, score, write_answers
 from isogloss.job.rendezvous import values_of_ranks
 
 PREFIX = "lm_eval:"
-INSTALL = "pip install lm_eval==0.4.13"
+INSTALL = 'pip install "isogloss[eval]"'
+# names of ours: the harness' name, its folder there, and the data set of the hub that it reads
+NAMES = {
+    "mmlu": ("mmlu", "mmlu/default", "cais/mmlu"),
+    "mmlu_continuation": ("mmlu_continuation", "mmlu/continuation", "cais/mmlu"),
+    "lambada": ("lambada_openai", "lambada", "EleutherAI/lambada_openai"),
+    "gsm8k": ("gsm8k", "gsm8k", "openai/gsm8k"),
+}
+SHOT_SEED = 1234  # of the harness
 NUM_RESAMPLED = 100  # for standard errors of what is no mean
 MAX_NEW_TOKENS = 256  # of the harness, where a task says nothing
 
@@ -27,7 +40,7 @@ class HarnessTask:
     """Hold a task, or a group of them, of the harness.
 
     Attributes:
-        name: as in --eval_tasks, without `lm_eval:`.
+        name: as in --eval_tasks.
         loaded: what its TaskManager loads.
         limit: items of each task; 0: all.
     """
@@ -41,43 +54,82 @@ class HarnessTask:
         """Whether the model has to write answers."""
         return any(task.OUTPUT_TYPE == "generate_until" for task in self.loaded["tasks"].values())
 
+    def shown(self, name):
+        """Return the name under which a task or group of the harness is logged."""
+        if self.name.startswith(PREFIX):
+            return PREFIX + name
+        return self.name if name == NAMES[self.name][0] else name
 
-def load_harness_task(name, folder="", shots=None, limit=0):
+
+def load_harness_task(name, options):
     """Return a HarnessTask; its data is loaded.
 
     Args:
-        name: of a task, a group or a tag.
-        folder: where YAML files of further tasks lie, which come first; "": nowhere.
-        shots: worked examples; None: as the task says.
-        limit: items of each task; 0: all.
+        name: one of NAMES, or `lm_eval:` and the name of a task, a group or a tag.
+        options: TaskOptions.  In its folder lie copies of the data sets of NAMES as the hub has
+            them, and YAML files of further tasks, which come first.
     Raises:
         ValueError: no lm_eval, no such task, a task that runs code, data that cannot be loaded.
     """
     try:
-        from lm_eval.tasks import TaskManager
+        from lm_eval import tasks
     except ImportError:
-        raise ValueError(f"--eval_tasks {PREFIX}{name}: needs lm-evaluation-harness: {INSTALL}"
-                         ) from None
+        raise ValueError(f"{name}: needs lm-evaluation-harness: {INSTALL}") from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_path=folder or None)
-    if name not in manager.all_tasks:
-        raise ValueError(f"--eval_tasks {PREFIX}{name}: lm_eval has no such task; "
-                         f"`lm_eval ls tasks` lists them")
+    datasets.disable_progress_bars()
+    if name in NAMES:  # to look through all of its folders takes many seconds
+        of_harness, folder, _ = NAMES[name]
+        manager = tasks.TaskManager(include_path=Path(tasks.__file__).parent / folder,
+                                    include_defaults=False)
+    else:
+        of_harness = name.removeprefix(PREFIX)
+        manager = tasks.TaskManager(include_path=options.data or None)
+    if of_harness not in manager.all_tasks:
+        raise ValueError(f"{name}: lm_eval has no such task; `lm_eval ls tasks` lists them")
+    other_data = {}
+    if name in NAMES and options.data:
+        path = _local_copy(name, options.data)
+        other_data = {"dataset_path": path, "dataset_kwargs": {"cache_dir": _cache_of(path)}}
     try:
-        loaded = manager.load([name])
+        # what `load` does by itself for a name; for a dict it knows no members of a group
+        built = manager._factory.build(
+            manager.task_index[of_harness], overrides=other_data, registry=manager.task_index)
+        loaded = manager.load(built if isinstance(built, list) else [built])
     except Exception as error:  # a data set's own code may raise anything
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--eval_tasks {PREFIX}{name}: its data cannot be loaded: "
-                         f"{type(error).__name__}: {reason}") from None
+        raise ValueError(f"{name}: its data cannot be loaded: {type(error).__name__}: {reason}"
+                         ) from None
     for task_name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
-            raise ValueError(f"--eval_tasks {PREFIX}{name}: {task_name} runs what the student "
-                             "writes inside of this job, where it could do anything; expected a "
-                             "task without code, or humaneval_plus or mbpp_plus, which have a "
-                             "sandbox")
-        if shots is not None:
-            task.set_config(key="num_fewshot", value=shots)
-    return HarnessTask(name, loaded, limit)
+            raise ValueError(f"{name}: {task_name} runs what the student writes inside of this "
+                             "job, where it could do anything; expected a task without code, or "
+                             "humaneval_plus or mbpp_plus, which have a sandbox")
+        if options.shots >= 0:
+            task.set_config(key="num_fewshot", value=options.shots)
+    return HarnessTask(name, loaded, options.limit)
+
+
+def _local_copy(name, folder):
+    """Return the path of the copy of a data set of the hub in a folder."""
+    dataset = NAMES[name][2]
+    path = Path(folder) / dataset
+    if not path.is_dir():
+        raise ValueError(
+            f"{name}: {path} does not exist; expected a copy of the hub's data set, as "
+            f"`hf download --repo-type dataset {dataset} --local-dir {path}` makes it, or no data "
+            "folder for the hub")
+    return str(path.resolve())
+
+
+def _cache_of(folder):
+    """Return where datasets keeps what it reads of a folder.
+
+    It knows the folder by its name alone, and would go on with rows that are no longer there.
+    """
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    files = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in paths]
+    key = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / f"isogloss-{key}")
 
 
 @dataclass
@@ -87,7 +139,7 @@ class Answers:
     Attributes:
         model: causal language model of transformers, in evaluation mode.
         encoder: TaskEncoder.
-        options: object with `batch_size`, `temperature` and `seed`.
+        options: TaskOptions.
         rank, size: this rank and how many there are.
         agree: as of `task_model.score`.
     """
@@ -101,11 +153,15 @@ class Answers:
 
     def loglikelihoods(self, pairs):
         """Return (log p, is greedy) of each (context, continuation)."""
-        return self._answered(self._loglikelihoods, pairs)
+        scores = self._answered(self._loglikelihoods, pairs)
+        _check_finite([logp for logp, _ in scores])
+        return scores
 
     def rolling(self, texts):
         """Return log p of each whole text, in windows that the model reads at once."""
-        return self._answered(self._rolling, texts)
+        scores = self._answered(self._rolling, texts)
+        _check_finite(scores)
+        return scores
 
     def texts(self, prompts):
         """Return what the model writes behind each `Written`."""
@@ -168,9 +224,16 @@ class Answers:
         return score(self.model, requests, self.options.batch_size, self.agree)
 
 
+def _check_finite(logp):
+    """Raise a ValueError, on every rank, where a log-probability is not finite."""
+    if not all(map(math.isfinite, logp)):
+        raise ValueError("the model's log-probabilities are not finite; expected a model whose "
+                         "weights and activations are, in its dtype")
+
+
 @dataclass
 class Written:
-    """Ask for a text: `prompt`, `stops`, `max_new_tokens` as of WrittenItem."""
+    """Ask for a text: `prompt`, `stops` and `max_new_tokens` as of CodeItem."""
 
     prompt: str
     stops: list
@@ -187,29 +250,52 @@ def run_harness_task(task, answers):
     """
     from lm_eval.evaluator import evaluate
 
-    results = evaluate(_language_model(answers), task.loaded, limit=task.limit or None,
-                       bootstrap_iters=NUM_RESAMPLED)
+    for of_harness in task.loaded["tasks"].values():
+        of_harness.set_fewshot_seed(SHOT_SEED)  # the same examples on all ranks, and every time
+    os.environ["DISABLE_MULTIPROC"] = "1"  # a job of many threads must not be forked
+    # what it prints and its progress bars would stand amid the job's
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        results = evaluate(_language_model(answers), task.loaded, limit=task.limit or None,
+                           bootstrap_iters=NUM_RESAMPLED)
     metrics = {}
     for name, of_task in results["results"].items():
+        if task.name in NAMES and name != NAMES[task.name][0]:
+            continue  # a subject of mmlu
         for key, value in of_task.items():
             metric, _, rule = key.partition(",")
-            if isinstance(value, (int, float)) and metric not in ("sample_len",):
-                suffix = "" if rule in ("none", "") else f"_{rule}"
-                metrics[f"{PREFIX}{name}_{metric}{suffix}"] = float(value)
-    return metrics, _records(results.get("samples") or {})
-
-
-def _records(samples):
+            if not isinstance(value, (int, float)) or metric == "sample_len":
+                continue
+            if rule not in ("none", ""):
+                is_error = metric.endswith("_stderr")
+                metric = f"{metric.removesuffix('_stderr')}_{rule}" + "_stderr" * is_error
+            metrics[f"{task.shown(name)}_{metric}"] = float(value)
     records = []
-    for name, of_task in samples.items():
-        for sample in of_task:
-            values = {key: sample[key] for key in sample["metrics"]}
-            plain = {key: value for key, value in values.items()
-                     if isinstance(value, (bool, int, float, str))}
-            records.append({"task": PREFIX + name, "id": str(sample["doc_id"]),
-                            "rule": sample["filter"],
-                            "prediction": str(sample["filtered_resps"][0]), **plain})
-    return records
+    for name, of_task in (results.get("samples") or {}).items():
+        records += [_record(task.shown(name), sample) for sample in of_task]
+    return metrics, records
+
+
+def _record(task, sample):
+    """Return what became of an item: a dict for the file of records."""
+    answers = sample["filtered_resps"]
+    record = {"task": task, "id": str(sample["doc_id"]), "rule": sample["filter"]}
+    metrics = {key: sample[key] for key in sample["metrics"]}
+    metrics = {key: value for key, value in metrics.items()
+               if isinstance(value, (bool, int, float, str))}
+    is_right = metrics.get("acc", metrics.get("exact_match"))
+    if is_right is not None:
+        record["verdict"] = "right" if is_right else "wrong"
+    if isinstance(answers[0], (tuple, list)):
+        nats = [-float(logp) for logp, _ in answers]
+        chosen = nats.index(min(nats))
+        text = sample["arguments"][chosen][1].strip()
+        is_chosen = len(answers) > 1 or answers[0][1]  # one alone: whether greedy decoding does
+        record |= {"prediction": text if is_chosen else None, "nats": nats}
+    else:
+        record["prediction"] = str(answers[0])
+        if isinstance(sample["resps"][0][0], str):
+            record["answer"] = sample["resps"][0][0]
+    return record | metrics
 
 
 def _language_model(answers):
@@ -227,15 +313,21 @@ def _language_model(answers):
             return answers.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests):
-            return answers.texts([_written(*request.args) for request in requests])
+            return answers.texts([
+                _written(*request.args, answers.options.max_new_tokens) for request in requests])
 
     return Model()
 
 
-def _written(prompt, options):
-    """Return the Written of a prompt and the options that a task has for it."""
+def _written(prompt, options, max_new_tokens):
+    """Return the Written of a prompt and the options that a task has for it.
+
+    Args:
+        max_new_tokens: 0: as the task says.
+    """
     stops = options.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     draws = options.get("do_sample", True)  # without a temperature it is greedy all the same
     temperature = options.get("temperature", 0.0) if draws else 0.0
-    return Written(prompt, stops, options.get("max_gen_toks", MAX_NEW_TOKENS), float(temperature))
+    max_new_tokens = max_new_tokens or options.get("max_gen_toks", MAX_NEW_TOKENS)
+    return Written(prompt, stops, max_new_tokens, float(temperature))

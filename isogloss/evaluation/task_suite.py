@@ -3,6 +3,7 @@
 Tests: tests/test_task_suite.py.
 """
 
+import difflib
 import random
 import time
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from isogloss.evaluation.harness import (
+    NAMES,
     PREFIX,
     Answers,
     HarnessTask,
@@ -19,7 +21,7 @@ from isogloss.evaluation.harness import (
     run_harness_task,
 )
 from isogloss.evaluation.task_model import GaveUp, TaskEncoder, evaluation_mode
-from isogloss.evaluation.tasks import TaskOptions, load_tasks, run_tasks
+from isogloss.evaluation.tasks import READERS, TaskOptions, load_code_task, run_code_task
 
 
 @dataclass
@@ -27,15 +29,13 @@ class TaskSuite:
     """Hold tasks that are ready to run.
 
     Attributes:
-        tasks: of `tasks.load_tasks`, with this rank's items.
-        harness_tasks: HarnessTasks.
+        tasks: HarnessTasks, and CodeTasks with this rank's items.
         encoder: TaskEncoder of the model.
         options: TaskOptions.
         rank, size: this rank and how many there are.
     """
 
     tasks: list
-    harness_tasks: list
     encoder: TaskEncoder
     options: TaskOptions
     rank: int = 0
@@ -44,8 +44,7 @@ class TaskSuite:
     @property
     def writes(self):
         """Whether the model has to write answers."""
-        return any(not task.is_scored for task in self.tasks) or any(
-            task.writes for task in self.harness_tasks)
+        return any(not isinstance(task, HarnessTask) or task.writes for task in self.tasks)
 
     def run(self, model, sums, agree=bool, stop=lambda: False):
         """Return (metrics, records of this rank's items); all ranks take part.
@@ -67,12 +66,13 @@ class TaskSuite:
         metrics = {}
         records = []
         answers = Answers(model, self.encoder, self.options, self.rank, self.size, goes_on)
-        for task in [*self.tasks, *self.harness_tasks]:
+        for task in self.tasks:
             if isinstance(task, HarnessTask):
                 of_task, of_items = self._run_harness_task(task, answers)
             else:
-                of_task, of_items = run_tasks([task], model, self.encoder, self.options, goes_on,
-                                              sums, self.rank == 0, stop)
+                of_task, of_items = run_code_task(
+                    task, model, self.encoder, self.options, agree=goes_on, sums=sums,
+                    bar=self.rank == 0, stop=stop)
             if not of_task:
                 return {}, []
             metrics |= of_task
@@ -82,9 +82,12 @@ class TaskSuite:
     def _run_harness_task(self, task, answers):
         with suppress(GaveUp), evaluation_mode(answers.model), random_states_restored():
             begin = time.perf_counter()
-            of_task, records = run_harness_task(task, answers)
+            try:
+                of_task, records = run_harness_task(task, answers)
+            except ValueError as error:
+                raise ValueError(f"{task.name}: {error}") from None
             metrics = {f"eval/{name}": value for name, value in of_task.items()}
-            metrics[f"eval/{PREFIX}{task.name}_seconds"] = time.perf_counter() - begin
+            metrics[f"eval/{task.name}_seconds"] = time.perf_counter() - begin
             return metrics, records if self.rank == 0 else []  # every rank has the same ones
         return {}, []
 
@@ -111,14 +114,22 @@ def load_suite(names, options, encoder, rank=0, size=1):
         encoder: TaskEncoder of the model.
         rank, size: item i belongs to rank i mod size.
     Raises:
-        ValueError: see `tasks.load_tasks` and `harness.load_harness_task`.
+        ValueError: an unknown name, or one twice; see `load_code_task` and `load_harness_task`.
     """
-    of_harness = [name for name in names if name.startswith(PREFIX)]
-    own = [name for name in names if not name.startswith(PREFIX)]
-    tasks = load_tasks(own, options, encoder, rank, size) if own else []
-    harness_tasks = []
-    for name in of_harness:
+    known = [*NAMES, *READERS]
+    for number, name in enumerate(names):
+        if name not in known and not name.startswith(PREFIX):
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else (
+                f"expected {', '.join(known)}, or {PREFIX}NAME")
+            raise ValueError(f"unknown task {name!r}; {hint}")
+        if name in names[:number]:
+            raise ValueError(f"task {name} is named twice; name it once")
+    tasks = []
+    for name in names:
+        if name in READERS:
+            tasks.append(load_code_task(name, options, rank, size))
+            continue
         with random_states_restored():
-            harness_tasks.append(load_harness_task(
-                name.removeprefix(PREFIX), options.data, options.shots or None, options.limit))
-    return TaskSuite(tasks, harness_tasks, encoder, options, rank, size)
+            tasks.append(load_harness_task(name, options))
+    return TaskSuite(tasks, encoder, options, rank, size)

@@ -1,0 +1,74 @@
+"""Copies of data sets as the hub has them, of the evaluation data or of rows of a test's own."""
+
+import csv
+import importlib.util
+import json
+
+import pytest
+
+from conftest import asset
+
+HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
+needs_lm_eval = pytest.mark.skipif(not HAS_LM_EVAL, reason="lm_eval is not installed")
+# of MMLU; their rows stand for those of subjects that are not there
+SUBJECTS = "abstract_algebra", "astronomy"
+
+
+def write_copy(folder, dataset, configs):
+    """Write a data set of the hub.
+
+    Args:
+        folder: where copies of data sets lie.
+        dataset: "owner/name".
+        configs: {name: {split: rows}}.
+    """
+    described = []
+    for config, splits in configs.items():
+        files = []
+        for split, rows in splits.items():
+            path = folder / dataset / config / f"{split}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            files.append({"split": split, "path": f"{config}/{split}.jsonl"})
+        described.append({"config_name": config, "data_files": files})
+    (folder / dataset / "README.md").write_text(
+        f"---\nconfigs: {json.dumps(described)}\n---\n", encoding="utf-8")
+
+
+def copy_lambada(folder, limit):
+    """Write the first items of LAMBADA."""
+    with open(asset("eval") / "lambada_openai.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(next(file)) for _ in range(limit)]
+    rows = [{"text": row["context"] + " " + row["continuation"].strip()} for row in rows]
+    write_copy(folder, "EleutherAI/lambada_openai", {"default": {"test": rows}})
+
+
+def copy_gsm8k(folder, limit, examples=40):
+    """Write the first items of GSM8K, and its last ones as examples."""
+    with open(asset("eval") / "gsm8k_test.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    write_copy(folder, "openai/gsm8k",
+               {"main": {"test": rows[:limit], "train": rows[-examples:]}})
+
+
+def copy_mmlu(folder, limit):
+    """Write the first items of subjects of MMLU, and one of others' for each that is not there."""
+    from lm_eval.tasks import TaskManager
+
+    names = [name for name in TaskManager().all_subtasks if name.endswith("_continuation")]
+    subjects = [name.removeprefix("mmlu_").removesuffix("_continuation") for name in names
+                if name.startswith("mmlu_")]
+    source = asset("eval") / "mmlu"
+    configs = {}
+    for number, subject in enumerate(sorted(subjects)):
+        is_there = (source / "test" / f"{subject}_test.csv").is_file()
+        configs[subject] = {}
+        for split in ("test", "dev"):
+            kept = subject if is_there else SUBJECTS[number % 2]
+            with open(source / split / f"{kept}_{split}.csv", newline="") as file:
+                rows = list(csv.reader(file))[1:]
+            rows = rows[:limit if is_there else 1] if split == "test" else rows
+            configs[subject][split] = [
+                {"question": row[0], "subject": subject, "choices": row[1:5],
+                 "answer": int(row[5])} for row in rows]
+    write_copy(folder, "cais/mmlu", configs)
