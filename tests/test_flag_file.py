@@ -9,7 +9,7 @@ import pytest
 
 from isogloss.checkpoints.model_card import read_record
 from isogloss.config import Config, teacher_entries, template_kwargs
-from isogloss.evaluation import code_tasks, task_items
+from isogloss.evaluation import code_tasks
 from isogloss.flags.parse import parse_flags
 from isogloss.flags.yaml_file import MOST_BYTES, MOST_RECORD
 from isogloss.student.ds_config import read_ds_config
@@ -164,7 +164,7 @@ def test_files_that_flags_name_have_a_bounded_size(tmp_path):
     with pytest.raises(ValueError, match=r"run.json: is no record of a run \(has more than"):
         read_record(tmp_path)
     lines = of_size("items.jsonl", 2**36)
-    for read in (task_items._json_lines, lambda *args: code_tasks._rows(*args, 0)):
+    for read in (lambda *args: code_tasks._rows(*args, 0),):
         with pytest.raises(ValueError, match=rf"row 1 cannot be read .*a line of {MOST_RECORD}"):
             read("task", lines)
 

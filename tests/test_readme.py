@@ -310,7 +310,7 @@ def test_every_stop_can_be_found():
         assert name in set(definitions(ast.parse((ROOT / path).read_text()))), (path, name)
     # the way of a text, in this order
     way = ("loader", "Collator", "TextEncoder.encode", "align_located", "cut_sample", "plan_tiles",
-           "Counts.all_reduce", "term_weights", "TeacherSource.targets", "StudentWithLoss.forward",
+           "Sums.all_reduce", "term_weights", "TeacherSource.targets", "StudentWithLoss.forward",
            "LossTerms.reduce", "micro_batch_loss", "tiled_loss", "PairLoss", "translated",
            "root_values", "engine.backward", "engine.step", "StepReport.metrics", "Log.write")
     last = ARCHITECTURE.index("## In a data worker")
