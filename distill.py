@@ -112,7 +112,8 @@ def train(state, batches, held_out, start, ds_config, signals):
             # there is nothing to save yet
             once.end_if_stopped(state, signals.agree(log.failure), log)
         with log:  # which reads the numbers of a step while the device works on the next one
-            take_steps(state, batches, held_out, start, log, signals, times_collectives)
+            take_steps(state, batches, held_out, start, log=log, signals=signals,
+                       times_collectives=times_collectives)
     except WriterStopped:  # on all ranks, and what was to be written belongs to no step yet
         once.save_if_new(state, start, log)
         once.end_if_stopped(state, signals.agree(log.failure), log)
@@ -123,7 +124,7 @@ def train(state, batches, held_out, start, ds_config, signals):
     log.close()
 
 
-def take_steps(state, batches, held_out, start, log, signals, times_collectives):
+def take_steps(state, batches, held_out, start, *, log, signals, times_collectives):
     """Take the steps after `start`, and what comes once in a while.
 
     Args: see `train`.

@@ -142,6 +142,7 @@ def write(
     prompts: Sequence[Prompt],
     stop_ids: Sequence[int],
     vocab: int | None = None,
+    *,
     temperature: float = 1.0,
     top_p: float = 1.0,
     batch_size: int = 64,

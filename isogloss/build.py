@@ -216,7 +216,8 @@ def read_batches(state, inputs, start, signals):
         state.writer.end_when(asked_to_end)
     cfg = state.cfg
     place = state.places.before(start * samples_per_step(cfg, state.engine))
-    return load_batches(cfg, inputs, state.engine, state.device, start, place, asked_to_end)
+    return load_batches(cfg, inputs, state.engine, state.device, start, place=place,
+                        asked_to_end=asked_to_end)
 
 
 def build_writer(state, inputs):

@@ -350,8 +350,9 @@ def plan(args, texts, encoder, config, dtype):
     positions = round(sum(lengths) / len(lengths) * num_texts)
     output = "hidden" if args.hidden else "topk"
     softened = args.temperature != 1
-    size = bytes_per_position(output, len(encoder.table), args.top_k, args.logp_bits,
-                              config.hidden_size * dtype.itemsize, softened, args.sampled)
+    size = bytes_per_position(output, len(encoder.table), args.top_k, logp_bits=args.logp_bits,
+                              hidden_bytes=config.hidden_size * dtype.itemsize,
+                              softened=softened, sampled=args.sampled)
     bytes_per_text = max(1, size * positions // num_texts)
     texts_per_shard = min(max(1, SHARD_BYTES // bytes_per_text), MOST_TEXTS)
     data = " and ".join(filter(None, [args.data, args.eval_data]))

@@ -161,8 +161,8 @@ def save(state, step, log):
     if state.writer:
         extra["rollouts"] = state.writer.state()
     try:
-        save_checkpoint(state.engine, folder, good_step, run_identity(cfg), run_layout(cfg), keep,
-                        extra)
+        save_checkpoint(state.engine, folder, good_step, identity=run_identity(cfg),
+                        layout=run_layout(cfg), keep=keep, state=extra)
     except CannotSave as error:
         raise CannotSave(f"{error}; {describe_last_checkpoint(state)}; once this is repaired the "
                          "same command goes on") from None

@@ -58,7 +58,8 @@ class Engine:
             time.sleep(1000)
         starts = [rollout.Prompt(prompt["ids"], tuple(prompt["key"]), prompt["max_new_tokens"])
                   for prompt in prompts]
-        found = rollout.write(self.model, starts, stop_ids, vocab, temperature, top_p)
+        found = rollout.write(self.model, starts, stop_ids, vocab, temperature=temperature,
+                              top_p=top_p)
         return [{"ids": one.ids.tolist(), "logp": one.logp.tolist(), "ended": one.ended}
                 for one in found]
 

@@ -76,8 +76,9 @@ def test_the_stated_bytes_are_those_of_the_file(vocab, top_k, logp_bits, tempera
     for drawn in (None, torch.zeros(6)):
         columns = top_k_columns(scored, vocab, logp_bits, plain, drawn)
         size = sum(tensor.nbytes for tensor in columns.values()) / 6 + 4  # an id
-        assert size == bytes_per_position("topk", vocab, top_k, logp_bits, 0, temperature != 1,
-                                          drawn is not None)
+        assert size == bytes_per_position(
+            "topk", vocab, top_k, logp_bits=logp_bits, hidden_bytes=0,
+            softened=temperature != 1, sampled=drawn is not None)
         if top_k == 256:
             assert size <= 1200
     hidden = hidden_columns(torch.zeros(6, 8, dtype=torch.bfloat16))

@@ -71,7 +71,7 @@ def found_after_damage(folder):
     start_distributed()
     folder = Path(folder)
     for step in (1, 2, 3):
-        save_checkpoint(Files(), folder, step, {}, {}, 2, {})
+        save_checkpoint(Files(), folder, step, identity={}, layout={}, keep=2, state={})
     answers = [found("auto", folder)]
     kept = folder.with_name("kept")
     if dist.get_rank() == 0:
@@ -114,7 +114,7 @@ def saved_beside_damage(folder):
     """Save steps 1 to 5 of which 4 is damaged at once; keep two."""
     start_distributed()
     for step in range(1, 6):
-        save_checkpoint(Files(), folder, step, {}, {}, 2, {})
+        save_checkpoint(Files(), folder, step, identity={}, layout={}, keep=2, state={})
         if step == 4:
             cut(Path(folder) / "step_0000004" / "weights_0.pt")
     return sorted(os.listdir(folder))
@@ -137,7 +137,7 @@ def saved_by_a_clock_that_goes_back(folder, keep):
     checkpoint.time.time = lambda: next(clock)
     saved = []
     for step in (1, 2, 3, 4, 2, 3):
-        save_checkpoint(Files(), folder, step, {}, {}, keep, {})
+        save_checkpoint(Files(), folder, step, identity={}, layout={}, keep=keep, state={})
         steps = [int(path.name[-1]) for path in Path(folder).iterdir()]
         saved.append((sorted(steps), find_checkpoint("auto", folder, {}).name))
     return saved
@@ -158,7 +158,7 @@ class FilesAlone(Files):
 
     def save_checkpoint(self, folder, tag, save_latest, exclude_frozen_parameters):
         assert not list(Path(folder).glob(".step_*"))
-        super().save_checkpoint(folder, tag, save_latest, exclude_frozen_parameters)
+        super().save_checkpoint(folder, tag, save_latest, identity=exclude_frozen_parameters)
 
 
 def saved_after_a_killed_save(folder):
@@ -167,7 +167,7 @@ def saved_after_a_killed_save(folder):
     half = Path(folder) / ".step_0000003.incomplete"
     half.mkdir()
     (half / "weights_0.pt").write_bytes(b"half")
-    save_checkpoint(FilesAlone(), folder, 2, {}, {}, 2, {})
+    save_checkpoint(FilesAlone(), folder, 2, identity={}, layout={}, keep=2, state={})
     return sorted(os.listdir(folder))
 
 

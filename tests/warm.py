@@ -8,8 +8,8 @@ they have in common.
 import gc
 
 import deepspeed.module_inject.auto_ep_layer
-import deepspeed.runtime.zero.muon.muon_optimizer
-import transformers.conversion_mapping
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import transformers.conversion_mapping  # noqa: F401
 import transformers.trainer_utils  # noqa: F401
 
 from isogloss import demo, distill  # noqa: F401

@@ -83,7 +83,7 @@ def write_errors_named(target):
                          "are free there)") from None
 
 
-def save_checkpoint(engine, folder, step, identity, layout, keep, state):
+def save_checkpoint(engine, folder, step, *, identity, layout, keep, state):
     """Write ``folder/step_NNNNNNN`` and remove the oldest checkpoints; all ranks take part.
 
     Args:

@@ -26,7 +26,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
-import pyarrow.parquet
+import pyarrow.parquet  # noqa: F401
 import zstandard
 
 from isogloss.data.chat_rows import problem_of

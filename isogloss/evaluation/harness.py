@@ -218,7 +218,7 @@ class Answers:
         keys = [(self.options.seed, number) for number, _ in numbered]
         prompts = [prompt for _, prompt in numbered]
         options = replace(self.options, temperature=temperature)
-        return write_answers(self.model, self.encoder, prompts, keys, options, self.agree)
+        return write_answers(self.model, self.encoder, prompts, keys, options, agree=self.agree)
 
     def _scores(self, requests):
         return score(self.model, requests, self.options.batch_size, self.agree)

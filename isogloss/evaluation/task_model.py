@@ -313,7 +313,7 @@ class Scores:
 # --- written answers ------------------------------------------------------------------------------
 
 
-def write_answers(model, encoder, items, keys, options, agree=bool, on_written=int):
+def write_answers(model, encoder, items, keys, options, *, agree=bool, on_written=int):
     """Let a model write answers.
 
     Args:
@@ -334,7 +334,7 @@ def write_answers(model, encoder, items, keys, options, agree=bool, on_written=i
         stops.append(stop)
         prompts.append(Prompt(ids, key, max_new_tokens, stop if item.stops else None))
     completions = write(
-        model, prompts, encoder.stop_ids, encoder.vocab, options.temperature,
+        model, prompts, encoder.stop_ids, encoder.vocab, temperature=options.temperature,
         batch_size=options.batch_size, agree=agree, on_written=on_written,
         equal_lengths=encoder.equal_lengths)
     answers = []

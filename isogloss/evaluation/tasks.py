@@ -181,7 +181,7 @@ def run_code_task(task, model, encoder, options, *, agree=bool, sums=torch.as_te
     judged = None
     try:
         with evaluation_mode(model):
-            judged = _judged_shard(task, model, encoder, options, agree, bar, stop)
+            judged = _judged_shard(task, model, encoder, options, agree=agree, bar=bar, stop=stop)
     except GaveUp:
         pass
     [num_gone] = sums(torch.tensor([judged is None], dtype=torch.float64)).tolist()
@@ -209,7 +209,7 @@ def run_code_task(task, model, encoder, options, *, agree=bool, sums=torch.as_te
     return metrics, records
 
 
-def _judged_shard(task, model, encoder, options, agree, bar, stop):
+def _judged_shard(task, model, encoder, options, *, agree, bar, stop):
     """Return what is known of each item of this rank."""
     items = [item for _, item in task.shard]
     answers = _written(task, model, encoder, options, agree, bar)
@@ -235,6 +235,7 @@ def _written(task, model, encoder, options, agree, bar):
     # None: only on a terminal
     with tqdm(total=len(items), desc=task.name, disable=None if bar else True,
               leave=False) as progress:
-        texts = write_answers(model, encoder, items, keys, options, agree, progress.update)
+        texts = write_answers(model, encoder, items, keys, options, agree=agree,
+                              on_written=progress.update)
     firsts = range(0, len(texts), options.samples)
     return [texts[first : first + options.samples] for first in firsts]

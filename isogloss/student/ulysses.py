@@ -163,7 +163,8 @@ def core_attention(
     spans_B = document_spans(position_ids) if documents is None else documents
     # The common case, whole rows of one document, takes one call for the whole batch.
     if all(len(spans) == 1 and not spans[0].isolated for spans in spans_B):
-        out = _attend(query, key, value, sliding_window, dropout, scaling, softcap)
+        out = _attend(query, key, value, window=sliding_window, dropout=dropout, scale=scaling,
+                      softcap=softcap)
         return out.transpose(1, 2).contiguous(), None
     rows = []
     for b, spans in enumerate(spans_B):
@@ -175,17 +176,17 @@ def core_attention(
                 query[sample, :, positions],
                 key[sample, :, positions],
                 value[sample, :, positions],
-                1 if span.isolated else sliding_window,
-                dropout,
-                scaling,
-                softcap,
+                window=1 if span.isolated else sliding_window,
+                dropout=dropout,
+                scale=scaling,
+                softcap=softcap,
             )
             pieces.append(piece)
         rows.append(torch.cat(pieces, 2))
     return torch.cat(rows).transpose(1, 2).contiguous(), None
 
 
-def _attend(query, key, value, window, dropout, scale, softcap):
+def _attend(query, key, value, *, window, dropout, scale, softcap):
     """Compute causal attention where every row is one document: (B, heads, S, D)."""
     S = query.shape[2]
     num_heads = query.shape[1]
@@ -214,7 +215,8 @@ def _attend(query, key, value, window, dropout, scale, softcap):
         block_value = value[:, :, key_start:end]
         if softcap:
             block = _soft_capped_attention(
-                block_query, block_key, block_value, visible_mask, dropout, scale, softcap
+                block_query, block_key, block_value, visible_mask, dropout=dropout, scale=scale,
+                softcap=softcap
             )
         else:
             block = F.scaled_dot_product_attention(
@@ -224,7 +226,7 @@ def _attend(query, key, value, window, dropout, scale, softcap):
     return torch.cat(blocks, 2)
 
 
-def _soft_capped_attention(query, key, value, visible_mask, dropout, scale, softcap):
+def _soft_capped_attention(query, key, value, visible_mask, *, dropout, scale, softcap):
     """Compute attention whose scores are softcap * tanh(scores / softcap), as in Gemma 2."""
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
     scores = scores.masked_fill(~visible_mask, -torch.inf)

@@ -135,7 +135,7 @@ def scored_logits(columns, labels_N, vocab, plain=False):
     return ScoredLogits(TopKLogits(ids_NK, logp_NK, vocab, rest, columns["total"]), scores)
 
 
-def bytes_per_position(output, vocab, top_k=0, logp_bits=16, hidden_bytes=0, softened=False,
+def bytes_per_position(output, vocab, top_k=0, *, logp_bits=16, hidden_bytes=0, softened=False,
                        sampled=False):
     """Return the bytes that a shard holds of one position, its id included.
 

@@ -183,9 +183,9 @@ class Writer:
             with self.student.model() as (model, agree):
                 completions = write(
                     model, starts, stop_ids(self.encoder), len(self.encoder.table),
-                    self.cfg.rollout_temperature, self.cfg.rollout_top_p, self.cfg.rollout_batch,
-                    max(self.encoder.table.pad, 0), agree,
-                    equal_lengths=self.student.equal_lengths)
+                    temperature=self.cfg.rollout_temperature, top_p=self.cfg.rollout_top_p,
+                    batch_size=self.cfg.rollout_batch, pad_id=max(self.encoder.table.pad, 0),
+                    agree=agree, equal_lengths=self.student.equal_lengths)
         written = []
         for prompt, completion in zip(shard, completions):
             written.append(completed(prompt, completion, self.encoder))
