@@ -501,11 +501,11 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             self.loss_memory_mib = 0
         load_plugins(self.plugin)  # which add to what the others are checked against
         check_flags(self)
+        check_together(self)
+        template_kwargs(self)
         self._check_values()
-        self._check_data()
         self._check_loss()
-        self._check_lora()
-        self._check_pipeline()
+        self._check_on_policy()
         self._check_teachers()
         self._check_presence()
 
@@ -534,33 +534,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         """Whether rows are held out for evaluations."""
         return bool(self.eval_rows or self.eval_data or self.eval_split)
 
-    def _check_data(self):
-        template_kwargs(self)
-        if self.eval_samples and not self.holds_out:
-            raise ValueError(f"--eval_samples {self.eval_samples}: they continue held-out rows, "
-                             "and there are none; add --eval_rows")
-        if self.completion_key and not self.prompt_key:
-            raise ValueError(f"--completion_key {self.completion_key}: what follows a prompt; name "
-                             "the column of prompts with --prompt_key")
-        if self.completion_key and self.text_key != "text":
-            raise ValueError(f"--completion_key {self.completion_key} with --text_key "
-                             f"{self.text_key}: both name what is learned; drop one")
-        if self.join_rows:
-            unfit = {"on_policy": "which writes from the beginning of one row",
-                     "prompt_key": "whose rows are one prompt each",
-                     "route_key": "which chooses teachers for one row",
-                     "teacher_cache": "which holds what is said of one row"}
-            for name, reason in unfit.items():
-                if getattr(self, name):
-                    raise ValueError(f"--join_rows {self.join_rows} with --{name} "
-                                     f"{getattr(self, name)}, {reason}; leave out one of them")
-        if self.epochs and self.streaming:
-            raise ValueError(f"--epochs {self.epochs:g} with --streaming: the end of a stream is "
-                             "not known; give --steps")
-        if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
-            raise ValueError("--eval_data or --eval_split with --streaming: a stream may have no "
-                             "end; say by --eval_rows how many rows of it are used")
-
     def _check_loss(self):
         """Check flags of the loss that contradict one another."""
         if self.kd_weight == self.ce_weight == 0:
@@ -574,14 +547,12 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
-        self._check_on_policy()
-        self._check_tasks()
-        if self.teacher_compile and self.teacher_offload:
-            raise ValueError("--teacher_compile: what is compiled reads its weights where they "
-                             "were, and --teacher_offload moves them; leave out one of them")
-        if self.activation_offload and not self.activation_checkpointing:
-            raise ValueError("--activation_offload: moves what --activation_checkpointing keeps; "
-                             "add --activation_checkpointing")
+        if self.eval_task_samples > 1 and not self.eval_task_temperature:
+            raise ValueError(f"--eval_task_samples {self.eval_task_samples}: all samples would be "
+                             "the same answer; raise --eval_task_temperature above 0, as to 0.8")
+        if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
+            raise ValueError("--eval_data or --eval_split with --streaming: a stream may have no "
+                             "end; say by --eval_rows how many rows of it are used")
 
     def _check_on_policy(self):
         if self.on_policy > 1:
@@ -591,9 +562,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--rollout_top_p {self.rollout_top_p}: expected more than 0, at most "
                              "1")
         if not self.on_policy:
-            if self.prompt_key and not self.completion_key:
-                raise ValueError("--prompt_key: names prompts of what the student writes, or of "
-                                 "completions; add --on_policy or --completion_key")
             return
         if not self.kd_weight:
             raise ValueError(f"--on_policy {self.on_policy} with --kd_weight 0: what the student "
@@ -604,51 +572,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.rollout_tokens >= self.max_length:
             raise ValueError(f"--rollout_tokens {self.rollout_tokens}: leaves no room for a prompt "
                              f"within --max_length {self.max_length}")
-
-    def _check_tasks(self):
-        """Check what needs no file; `task_suite.load_suite` checks the rest."""
-        if not self.eval_tasks:
-            for name in ("eval_task_every", "eval_task_data"):
-                if getattr(self, name):
-                    raise ValueError(f"--{name} {getattr(self, name)}: is for --eval_tasks, which "
-                                     "names none; add it")
-        if self.eval_task_samples > 1 and not self.eval_task_temperature:
-            raise ValueError(f"--eval_task_samples {self.eval_task_samples}: all samples would be "
-                             "the same answer; raise --eval_task_temperature above 0, as to 0.8")
-
-    def _check_lora(self):
-        """Check what does not go together with an adapter, and what is for one alone."""
-        if not self.lora_r:
-            for name in ("lora_alpha", "lora_targets", "merge"):
-                if getattr(self, name):
-                    raise ValueError(f"--{name} {getattr(self, name)}: is for the adapter of "
-                                     "--lora_r, which is 0; add it, or leave this out")
-            return
-        if self.merge and not self.export:
-            raise ValueError("--merge: says what --export writes; add --export")
-        others = {
-            "from_scratch": "whose frozen weights would be random",
-            "pipeline_parallel": "which cuts a model without adapters; use ZeRO-3",
-            "rollout_command": "which takes plain weights; let the student write itself",
-        }
-        for name, reason in others.items():
-            if getattr(self, name) != getattr(Config, name):
-                raise ValueError(f"--lora_r {self.lora_r} with --{name} {getattr(self, name)}, "
-                                 f"{reason}; leave out one of them")
-
-    def _check_pipeline(self):
-        """Check what does not go together with a pipeline."""
-        if self.pipeline_parallel == 1:
-            return
-        others = {
-            "sequence_parallel": self.sequence_parallel > 1,
-            "on_policy": self.on_policy,
-        }
-        for name, is_set in others.items():
-            if is_set:
-                raise ValueError(f"--pipeline_parallel {self.pipeline_parallel} with --{name} "
-                                 f"{getattr(self, name)}: these do not go together; leave out "
-                                 "one of them")
 
     @property
     def teacher_kind(self):
@@ -702,8 +625,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         kind.check(self)
         if self.teachers:
             configs_by_teacher(self)
-        elif self.route_key:
-            raise ValueError("--route_key: chooses among teachers; list them with --teachers")
 
     def _check_presence(self):
         """Check that what every run needs is given."""
@@ -713,6 +634,64 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         for name in needed:
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
+
+
+# (flag, those of which it needs one, why and what to do)
+NEEDS = [
+    ("eval_samples", ["eval_rows", "eval_data", "eval_split"],
+     "they continue held-out rows, and there are none; add --eval_rows"),
+    ("completion_key", ["prompt_key"],
+     "what follows a prompt; name the column of prompts with --prompt_key"),
+    ("prompt_key", ["on_policy", "completion_key"],
+     "names prompts of what the student writes, or of completions; add --on_policy or "
+     "--completion_key"),
+    ("activation_offload", ["activation_checkpointing"],
+     "moves what --activation_checkpointing keeps; add --activation_checkpointing"),
+    ("route_key", ["teachers"], "chooses among teachers; list them with --teachers"),
+    ("merge", ["export"], "says what --export writes; add --export"),
+    *[(name, ["eval_tasks"], "is for --eval_tasks, which names none; add it")
+      for name in ("eval_task_every", "eval_task_data")],
+    *[(name, ["lora_r"], "is for the adapter of --lora_r, which is 0; add it, or leave this out")
+      for name in ("lora_alpha", "lora_targets", "merge")],
+]
+# (flag, one that does not go with it, why and what to do)
+EXCLUDES = [
+    ("completion_key", "text_key", ": both name what is learned; drop one"),
+    ("epochs", "streaming", ": the end of a stream is not known; give --steps"),
+    ("join_rows", "on_policy",
+     ", which writes from the beginning of one row; leave out one of them"),
+    ("join_rows", "prompt_key", ", whose rows are one prompt each; leave out one of them"),
+    ("join_rows", "route_key", ", which chooses teachers for one row; leave out one of them"),
+    ("join_rows", "teacher_cache", ", which holds what is said of one row; leave out one of them"),
+    ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
+    ("lora_r", "pipeline_parallel",
+     ", which cuts a model without adapters; use ZeRO-3, or leave out one of them"),
+    ("lora_r", "rollout_command",
+     ", which takes plain weights; let the student write itself, or leave out one of them"),
+    ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
+    ("pipeline_parallel", "on_policy", ": these do not go together; leave out one of them"),
+    ("teacher_compile", "teacher_offload",
+     ", which moves the weights that compiled code reads where they were; leave out one of them"),
+]
+
+
+def check_together(cfg):
+    """Raise a ValueError for flags that `NEEDS` or `EXCLUDES` does not let stand as they are."""
+    def is_set(name):
+        return getattr(cfg, name) != getattr(Config, name)
+
+    def shown(name):
+        value = getattr(cfg, name)
+        if value is True:
+            return f"--{name}"
+        return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+
+    for name, others, reason in NEEDS:
+        if is_set(name) and not any(map(is_set, others)):
+            raise ValueError(f"{shown(name)}: {reason}")
+    for name, other, reason in EXCLUDES:
+        if is_set(name) and is_set(other):
+            raise ValueError(f"{shown(name)} with {shown(other)}{reason}")
 
 
 # What `apply_chat_template` is told by the code itself.
