@@ -876,6 +876,15 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
 # the two sides are written out, and nothing is called per token: counting the references of
 # array arguments would take numba longer than the token
 @njit(cache=True)
+def _write_counts(counts_4, start, stop, s_num, t_num):
+    """Write the counts of one chunk, see `_merge`."""
+    counts_4[0] = start
+    counts_4[1] = stop - start
+    counts_4[2] = s_num
+    counts_4[3] = t_num
+
+
+@njit(cache=True)
 def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
                  t_ids, t_begin, t_end, t_kind, t_data, t_starts, text_bytes,
                  s_chunk, t_chunk, counts, same_bytes):
@@ -930,10 +939,7 @@ def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
         if verdict != DIFFERENT:
             s_chunk[s - s_num : s] = num_chunks
             t_chunk[t - t_num : t] = num_chunks
-            counts[0, num_chunks] = start
-            counts[1, num_chunks] = s_reached - start
-            counts[2, num_chunks] = s_num
-            counts[3, num_chunks] = t_num
+            _write_counts(counts[:, num_chunks], start, s_reached, s_num, t_num)
             same_bytes[num_chunks] = verdict == SAME
             num_chunks += 1
         elif has_gap:
