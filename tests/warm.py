@@ -6,16 +6,20 @@ they have in common.
 """
 
 import gc
+import warnings
 
-import deepspeed.module_inject.auto_ep_layer
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-import transformers.conversion_mapping  # noqa: F401
-import transformers.trainer_utils  # noqa: F401
+import deepspeed
 
 from isogloss import demo, distill  # noqa: F401
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
+
+with warnings.catch_warnings():  # a rank of its own imports these later, if at all
+    import deepspeed.module_inject.auto_ep_layer  # noqa: F401
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import transformers.conversion_mapping  # noqa: F401
+    import transformers.trainer_utils  # noqa: F401
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # probes them all
 tokenizer = demo.byte_level_bpe(["warm"], 256)
