@@ -158,7 +158,7 @@ class FilesAlone(Files):
 
     def save_checkpoint(self, folder, tag, save_latest, exclude_frozen_parameters):
         assert not list(Path(folder).glob(".step_*"))
-        super().save_checkpoint(folder, tag, save_latest, identity=exclude_frozen_parameters)
+        super().save_checkpoint(folder, tag, save_latest, exclude_frozen_parameters)
 
 
 def saved_after_a_killed_save(folder):

@@ -262,7 +262,7 @@ FLAGS = {
     "no room": Wrong("--on_policy=1 --rollout_tokens=120", "leaves no room for a prompt"),
     "no prompt column": Wrong("--on_policy=1 --rollout_tokens=20 --prompt_key=question",
                               "--prompt_key question: no such column; it has text"),
-    "prompts for nobody": Wrong("--prompt_key=text", "--prompt_key: names prompts"),
+    "prompts for nobody": Wrong("--prompt_key=text", "--prompt_key text: names prompts"),
     "long prompts": Wrong("--on_policy=1 --rollout_tokens=20 --data={folder}/long.jsonl "
                           "--prompt_key=prompt", "leaves no room behind it; so it is with"),
     "prompts of numbers": Wrong("--on_policy=1 --rollout_tokens=20 --data={folder}/numbers.jsonl "
@@ -279,7 +279,7 @@ FLAGS = {
     # joined rows
     "joined to nothing": Wrong("--join_rows=-1", "--join_rows -1: expected 0 or more"),
     "joined rollouts": Wrong("--join_rows=99 --on_policy=1 --rollout_tokens=20",
-                             "--join_rows 99 with --on_policy 1.0, which writes from"),
+                             "--join_rows 99 with --on_policy 1, which writes from"),
     "joined completions": Wrong("--join_rows=99 --prompt_key=prompt --completion_key=text",
                                 "--join_rows 99 with --prompt_key prompt, whose rows are"),
     "joined caches": Wrong('--join_rows=99 --teacher= --teachers=[{"cache":"a"}]',
