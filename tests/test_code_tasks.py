@@ -391,7 +391,7 @@ def test_a_model_is_judged_by_what_it_writes(monkeypatch):
     options = TaskOptions(data=str(asset("eval")), limit=4, samples=2, temperature=1.0)
     suite = load_suite(["humaneval_plus", "mbpp_plus"], options, encoder)
 
-    def write(model, encoder, items, keys, *_):
+    def write(model, encoder, items, keys, *_, **_options):
         assert all(item.max_new_tokens == 768 for item in items)
         texts = []
         for item, key in zip(items, keys):
