@@ -885,9 +885,8 @@ def _write_counts(counts_4, start, stop, s_num, t_num):
 
 
 @njit(cache=True)
-def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
-                 t_ids, t_begin, t_end, t_kind, t_data, t_starts, text_bytes,
-                 s_chunk, t_chunk, counts, same_bytes):
+def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts, t_ids, t_begin, t_end, t_kind,
+                 t_data, t_starts, text_bytes, s_chunk, t_chunk, counts, same_bytes):
     """Do the pass of `_merge` and write its arrays.
 
     Returns:
