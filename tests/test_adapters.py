@@ -352,11 +352,11 @@ def test_a_revision_is_what_is_read_and_recorded(models, tmp_path, monkeypatch):
 # --- flags ----------------------------------------------------------------------------------------
 
 FLAGS = {
-    "lora_alpha=4": "--lora_alpha 4.0: is for the adapter of --lora_r, which is 0",
+    "lora_alpha=4": "--lora_alpha 4: is for the adapter of --lora_r, which is 0",
     "lora_targets=q_proj": "--lora_targets q_proj: is for the adapter",
-    "merge export=x": "--merge True: is for the adapter",
+    "merge export=x": "--merge: is for the adapter",
     "lora_r=2 merge": "--merge: says what --export writes",
-    "lora_r=2 from_scratch": "--lora_r 2 with --from_scratch True, whose frozen weights would",
+    "lora_r=2 from_scratch": "--lora_r 2 with --from_scratch, whose frozen weights would",
     "lora_r=2 pipeline_parallel=2": "--lora_r 2 with --pipeline_parallel 2, which cuts a model",
     "lora_r=2 rollout_command=x on_policy=1": "--lora_r 2 with --rollout_command x, which takes",
     "lora_r=-1": "--lora_r -1: expected 0 or more",
