@@ -78,7 +78,7 @@ class EventTerms(NamedTuple):
     many_S, many_T: (M, 2) int64 (row, chunk): all rows of the chunks with several tokens on
         both sides.
     count_many: how many such chunks.
-    count_all: () int64, student positions (and n:m remainders) that the terms cover; their sum is
+    count_all: student positions (and n:m remainders) that the terms cover; their sum is
         the loss.
     """
 
@@ -89,7 +89,7 @@ class EventTerms(NamedTuple):
     many_S: Tensor
     many_T: Tensor
     count_many: int
-    count_all: Tensor
+    count_all: int
 
 
 def event_terms(
@@ -137,7 +137,6 @@ def event_terms(
     is_many = (chunks.count_S > 1) & (chunks.count_T > 1)
     count_many = int(is_many.sum())
     number = torch.where(is_many, is_many.cumsum(0) - 1, -1)
-    count_all = len(chunks.first_S) + len(inside_teacher.low) + count_many
     return EventTerms(
         start_S=chunks.first_S,
         start_T=chunks.first_T,
@@ -146,7 +145,7 @@ def event_terms(
         many_S=torch.stack([chunks.row_S, number[chunks.of_S]], 1)[is_many[chunks.of_S]],
         many_T=torch.stack([chunks.row_T, number[chunks.of_T]], 1)[is_many[chunks.of_T]],
         count_many=count_many,
-        count_all=torch.tensor(count_all, device=number.device),
+        count_all=len(chunks.first_S) + len(inside_teacher.low) + count_many,
     )
 
 

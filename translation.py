@@ -287,7 +287,7 @@ class Nodes(NamedTuple):
     many_S, many_T: (M, 2) int64 (row, chunk): all rows of the chunks with several tokens on both
         sides.
     count_many: how many such chunks.
-    count_all: () int64, student positions (and n:m rests) that the nodes cover.
+    count_all: student positions (and n:m rests) that the nodes cover.
     sizes: Sizes.
     """
 
@@ -297,7 +297,7 @@ class Nodes(NamedTuple):
     many_S: Tensor
     many_T: Tensor
     count_many: int
-    count_all: Tensor
+    count_all: int
     sizes: Sizes
 
 
@@ -368,7 +368,7 @@ def nodes_of_chunks(
         many_S=torch.stack([chunks.row_S, number[chunks.of_S]], 1)[is_many[chunks.of_S]],
         many_T=torch.stack([chunks.row_T, number[chunks.of_T]], 1)[is_many[chunks.of_T]],
         count_many=count_many,
-        count_all=torch.tensor(len(roots.row_S) + len(insides.row_S) + count_many),
+        count_all=len(roots.row_S) + len(insides.row_S) + count_many,
         sizes=_measure(roots, choices, insides, tables),
     )
 

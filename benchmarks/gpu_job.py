@@ -225,12 +225,12 @@ def keep_busy():
 
 def transfers_overlap():
     """Return {what: whether it happens while the device works on something else}."""
-    from isogloss.job.flat import flatten
+    from isogloss.job.columns import pack
     from isogloss.job.transfers import Readback, Uploads
 
     uploads = Uploads(torch.device("cuda"))
-    flat = flatten([torch.arange(1 << 20), torch.rand(3, 5)])
-    batch = flat._replace(buffer=flat.buffer.pin_memory()).value()
+    packed, buffer = pack([torch.arange(1 << 20), torch.rand(3, 5)], pinned=True)
+    batch = packed.value(buffer)
     uploads.to_device([batch])  # memory is there now
     end = keep_busy()
     [moved] = uploads.to_device([batch])

@@ -10,8 +10,8 @@ from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, r
 from isogloss.evaluation.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.inputs import samples_per_step
+from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
-from isogloss.job.flat import to_device
 from isogloss.job.launch import fail
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.step_report import named

@@ -15,8 +15,8 @@ from isogloss.data.batch_types import Example
 from isogloss.data.sample import TextEncoder
 from isogloss.data.spans import document_spans
 from isogloss.event_kl import Spelling
+from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts
-from isogloss.job.flat import to_device
 from isogloss.losses import find_chunks
 from isogloss.objective.objective import weigh_samples
 from isogloss.projection_tools.cells import build_translation

@@ -26,7 +26,7 @@ from isogloss.data.order import (
 )
 from isogloss.data.sample import TextEncoder
 from isogloss.errors import DataError
-from isogloss.job.flat import FlatSequence
+from isogloss.job.columns import Columns
 from test_chat import CHAT, refuse_chats_of, with_templates
 
 READER = ExampleReader("text")
@@ -368,7 +368,7 @@ def tensors_of(value):
     """Yield the tensors of a batch, one after the other."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple, FlatSequence)):
+    elif isinstance(value, (list, tuple, Columns)):
         for item in value:
             yield from tensors_of(item)
     elif hasattr(value, "__dataclass_fields__"):

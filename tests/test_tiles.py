@@ -263,8 +263,8 @@ def test_every_position_and_every_chunk_is_in_one_sub_tile():
             assert sorted(positions.tolist()) == whole_sub_tile.teacher_positions.tolist()
             assert_memory_is_bounded(models, tiles, blocks, memory)
             sub_tiles = all_sub_tiles(tiles)
-            terms = sum(int(sub_tile.terms.count_all) for sub_tile in sub_tiles)
-            assert terms == int(whole_sub_tile.terms.count_all)
+            terms = sum(sub_tile.terms.count_all for sub_tile in sub_tiles)
+            assert terms == whole_sub_tile.terms.count_all
 
 
 def assert_memory_is_bounded(models, tiles, blocks, memory):

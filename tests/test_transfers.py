@@ -11,7 +11,7 @@ import torch
 import ranks
 from isogloss import distill, once_in_a_while
 from isogloss.errors import DataError
-from isogloss.job.flat import flatten, moved_to_device
+from isogloss.job.columns import moved_to_device, pack
 from isogloss.job.transfers import Moment, Readback, Uploads
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
@@ -40,7 +40,8 @@ def test_seconds_lie_between_two_moments():
 
 def test_the_memory_of_all_that_moves_is_known():
     """A stream has to be told of each block that it uses and another stream has allocated."""
-    batch = flatten([torch.arange(5), torch.rand(2, 3)]).value()
+    packed, buffer = pack([torch.arange(5), torch.rand(2, 3)])
+    batch = packed.value(buffer)
     loose = torch.arange(4)
     moved, storages = moved_to_device([batch, loose, [loose[1:]]], "meta")
     known = {tensor.untyped_storage()._cdata for tensor in storages}
@@ -51,7 +52,7 @@ def test_the_memory_of_all_that_moves_is_known():
 
 
 def test_uploads_leave_a_batch_as_it_is_on_a_cpu():
-    batches = [flatten([torch.arange(5), 7]).value(), flatten([torch.rand(2, 3)]).value()]
+    batches = [[torch.arange(5), 7], [torch.rand(2, 3)]]
     first, second = Uploads(CPU).to_device(batches)
     assert first[0].tolist() == [0, 1, 2, 3, 4] and first[1] == 7
     assert torch.equal(second[0], batches[1][0])

@@ -29,6 +29,7 @@ from isogloss.data.sample import (
 )
 from isogloss.data.spans import SequenceShard, document_spans, sequence_shard
 from isogloss.event_kl import Spelling, event_terms
+from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
 from isogloss.tiles import CPU_SUB_TILES, Tile, plan_tiles
@@ -124,6 +125,8 @@ class Collator:
             count_samples(counts, samples)
         if self.sequence_size > 1:
             self._keep_shard(student)
+        for side in (student, *teachers):
+            side.tiles = side.tiles and Columns.of(side.tiles)
         sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
         rollouts = []
         if student.logp is not None:
@@ -520,7 +523,7 @@ def number_of_terms(sub_tile, spelling):
     """Return how many terms the distillation loss of a sub-tile has."""
     if spelling is None:
         return len(sub_tile.terms.first_S)
-    return int(sub_tile.terms.count_all)
+    return sub_tile.terms.count_all
 
 
 def pad_id(table):

@@ -1,7 +1,7 @@
 """Prepare batches in other processes, which end with the process that they work for.
 
 A worker is forked, so it inherits tokenizers and rows.  It sends every batch as one buffer
-(isogloss/job/flat.py) through a pipe, which the training process reads straight into the memory
+(isogloss/job/columns.py) through a pipe, which the training process reads straight into the memory
 from which a device copies it.  A pipe has no name that could stay behind, and a batch needs no file
 descriptor, as every tensor would that torch shares between processes.
 
@@ -27,7 +27,7 @@ import traceback
 import torch
 
 from isogloss.errors import DataError
-from isogloss.job.flat import Contents, Flat, flatten
+from isogloss.job.columns import Packed, pack
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
 
 PREFETCHED = 2  # batches that wait in a worker to be sent, as many as torch's loader has
@@ -116,10 +116,10 @@ class Worker:
         try:
             self._wait(asked_to_end)
             kind, value = pickle.loads(self.connection.recv_bytes())
-            if isinstance(value, Contents):
+            if isinstance(value, Packed):
                 buffer = torch.empty(value.nbytes, dtype=torch.uint8, pin_memory=pinned)
                 self._read_into(memoryview(buffer.numpy()), asked_to_end)
-                value = Flat(value, buffer).value()
+                value = value.value(buffer)
         except (EOFError, OSError):
             self.process.join(PERIOD)
             raise DataError(
@@ -159,8 +159,8 @@ class Worker:
 
 def in_pinned_memory(batch):
     """Return a batch whose tensors are views of one buffer in pinned memory."""
-    flat = flatten(batch)
-    return flat._replace(buffer=flat.buffer.pin_memory()).value()
+    packed, buffer = pack(batch, pinned=True)
+    return packed.value(buffer)
 
 
 # --- in the worker --------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def _work(batches, place, connection, parent):
     sender.start()
     try:
         for batch in batches:
-            flat = flatten(batch)
-            messages.put((_header("batch", flat.contents), flat.buffer.numpy()))
+            packed, buffer = pack(batch)
+            messages.put((_header("batch", packed), buffer.numpy()))
         messages.put((_header("batch", None), b""))
     except ValueError as error:
         messages.put((_header("refused", str(error)), b""))
@@ -210,7 +210,7 @@ def _header(kind, value):
     """Return what goes before a buffer, as bytes.
 
     Args:
-        kind: "batch", whose Contents is the value, or None after the last one; "refused", a line
+        kind: "batch", whose Packed is the value, or None after the last one; "refused", a line
             about the data; or "failed", a traceback.
     """
     return pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from isogloss.job.flat import moved_to_device
+from isogloss.job.columns import moved_to_device
 
 
 class Readback:

@@ -34,8 +34,8 @@ from isogloss.data.rollouts import (
 )
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import in_pinned_memory
+from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
-from isogloss.job.flat import to_device
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.sequence_group import SequenceGroup
 from isogloss.job.watch import node_name
