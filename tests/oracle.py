@@ -114,7 +114,7 @@ def project(p, indices, likelihoods, num_teacher_tokens):
 
 
 def projection_kl(
-    x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0
+    x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0, reverse=False
 ):
     num_teacher_tokens = y.shape[-1]
     kept = list(range(num_teacher_tokens)) if kept is None else kept.tolist()
@@ -131,7 +131,7 @@ def projection_kl(
         target = ZERO
         for t in teacher_positions:
             target = target + softmax(y[b, t, kept], tau) / len(teacher_positions)
-        result = result + tau**2 * kl(list(target), r)
+        result = result + tau**2 * (kl(r, list(target)) if reverse else kl(list(target), r))
         count += 1
     return result, count
 
@@ -542,6 +542,24 @@ def end_distribution(logits, next_ids, b, positions, tau):
     """Return p of the last position, times the probability of the tokens before it."""
     before = chunk_logp(logits, next_ids, b, positions[:-1], tau).exp()
     return [p_i * before for p_i in softmax(logits[b, positions[-1]], tau)]
+
+
+def hybrid_uld(
+    x, y, student_next, teacher_next, student_chunk, teacher_chunk, common, weight=None, tau=1.0
+):
+    """Return [term] per chunk; weight: of the common tokens, None: their part of the teacher's."""
+    student_ids, teacher_ids = common
+    weight = len(teacher_ids) / y.shape[-1] if weight is None else weight
+    terms = []
+    for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
+        p = end_distribution(x, student_next, b, student_positions, tau)
+        q = end_distribution(y, teacher_next, b, teacher_positions, tau)
+        jsd = divergence("generalized_jsd", [p[v] for v in student_ids],
+                         [q[w] for w in teacher_ids], 0.5)
+        p_others = [p[v] for v in range(len(p)) if v not in student_ids]
+        q_others = [q[w] for w in range(len(q)) if w not in teacher_ids]
+        terms.append(weight * jsd + (1 - weight) * sorted_distance(p_others, q_others))
+    return terms
 
 
 def uld(x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0):

@@ -1,9 +1,7 @@
 """tiles.py: the same loss and gradient as the plain path, in bounded memory."""
 
+import itertools
 import math
-import shutil
-import subprocess
-import sys
 import weakref
 from contextlib import nullcontext
 
@@ -11,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import Case, common_of
-from conftest import ROOT
-from isogloss import event_kl as events, losses, tiles as tiles_module
+from cases import Case, Ids, on_meta
+from every_loss import CHUNK_LOSSES, LossTables
+from isogloss import losses, tiles as tiles_module
 from isogloss.tiles import (
     GPU_SUB_TILES,
     Head,
@@ -34,7 +32,8 @@ from isogloss.tiles import (
 H = 6
 STUDENT_PADDING = 2  # rows of the head that are no token
 TEACHER_PADDING = 3
-LOSSES = "ce", "event_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
+LOSSES = "event_kl", "projection_kl", "projection_kl, kept", "gold", "h_kl", "uld", "alm, binary_kl"
+KINDS = "plain", "bias", "capped", "adapter", "frozen"  # of heads
 
 
 class Models:
@@ -45,6 +44,7 @@ class Models:
 
     def __init__(self, seed, dtype=torch.float64, samples=3, kind="plain"):
         self.case = Case(seed, samples=samples)
+        self.tables = LossTables.of(self.case)
         V, W = self.vocab_sizes
         torch.manual_seed(seed)
 
@@ -73,9 +73,10 @@ class Models:
         stored_logits = StoredLogits(self.teacher_logits)
         self.teacher = {"hidden": hidden_logits, "logits": stored_logits}
 
-        self.labels = torch.where(self.case.chunk[0] >= 0, self.case.next[0], -100)
+        ids = self.case.ids
+        self.labels = torch.where(ids.chunk_S >= 0, ids.next_S, -100)
         self.labels[0, 0] = -100  # a chunk that is no text to learn
-        self.chunk = [c.clone() for c in self.case.chunk]
+        self.chunk = [chunk.clone() for chunk in ids[2:]]
         self.chunk[0][-1][:2] = -1  # text without a chunk
 
     @property
@@ -88,39 +89,55 @@ class Models:
     def vocab_sizes(self):
         return self.case.x.shape[-1], self.case.y.shape[-1]
 
-    def tiles(self, memory_mib):
-        """Plan tiles with the terms of event_kl."""
-        tiles = plan_tiles(
-            self.labels,
-            self.chunk[0],
-            self.case.next[1],
-            self.chunk[1],
-            self.vocab_sizes,
-            memory_mib,
-            sub_tiles=GPU_SUB_TILES,
-        )
-        return with_terms(tiles, lambda *ids: events.event_terms(*ids, self.case.spelling))
+    def tiles(self, memory_mib, name="event_kl"):
+        """Plan tiles with the terms of a loss of every_loss.py."""
+        ids = self.case.ids
+        tiles = plan_tiles(self.labels, self.chunk[0], ids.next_T, self.chunk[1], self.vocab_sizes,
+                           memory_mib, sub_tiles=GPU_SUB_TILES)
+        out = []
+        for tile in tiles:
+            sub_tiles = []
+            for sub_tile in tile.sub_tiles:
+                terms = CHUNK_LOSSES[name].list_terms(ids_of(sub_tile), self.tables)
+                sub_tiles.append(sub_tile._replace(terms=terms))
+            out.append(tile._replace(sub_tiles=tuple(sub_tiles)))
+        return out
+
+    def loss(self, name, tables=None):
+        """Return a tile loss: (x (n, V), y (m, W), sub_tile) -> sums of cross-entropy and loss."""
+        def compute(x, y, sub_tile):
+            return CHUNK_LOSSES[name].compute(
+                x[None], y[None], ids_of(sub_tile), sub_tile.terms, tables or self.tables)[0]
+
+        return with_cross_entropy(compute)
+
+    def tiled(self, name, memory_mib=0.002, weights=(1.0, 1.0), source="hidden"):
+        """Compute the tiled loss of cross-entropy and another loss, by default from hidden states.
+
+        Returns:
+            (value, sums).
+        """
+        return tiled_loss(self.hidden, self.head, self.teacher[source], self.loss(name),
+                          self.tiles(memory_mib, name), weights)
+
+    def plain(self, name, weights=(1.0, 1.0)):
+        """Compute the logits of everything, one tile, autograd."""
+        return self.plain_of(self.loss(name), self.tiles(math.inf, name), weights)
+
+    def plain_of(self, tile_loss, tiles, weights):
+        [tile] = tiles
+        [sub_tile] = tile.sub_tiles
+        logits = self.head.finish(self.head.linear(self.hidden.flatten(0, 1)))
+        x = logits[tile.student_positions]
+        y = self.teacher_logits[sub_tile.teacher_positions]
+        sums = tile_loss(x, y, sub_tile)
+        return (sums * torch.tensor(weights)).sum(), sums
 
 
-def with_terms(tiles, terms_of):
-    """Fill in the terms of all sub-tiles: terms_of(student and teacher tokens, and chunks)."""
-    out = []
-    for tile in tiles:
-        sub_tiles = []
-        for sub_tile in tile.sub_tiles:
-            sub_tiles.append(sub_tile._replace(terms=terms_of(*as_batch(sub_tile))))
-        out.append(tile._replace(sub_tiles=tuple(sub_tiles)))
-    return out
-
-
-def as_batch(sub_tile):
-    """Return a sub-tile as a batch of one sample: student and teacher tokens, and chunks."""
-    return (
-        sub_tile.student_labels.clamp(min=0)[None],
-        sub_tile.teacher_labels[None],
-        sub_tile.student_chunk[None],
-        sub_tile.teacher_chunk[None],
-    )
+def ids_of(sub_tile):
+    """Return a sub-tile as a batch of one sample."""
+    return Ids(sub_tile.student_labels.clamp(min=0)[None], sub_tile.teacher_labels[None],
+               sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
 
 
 def all_sub_tiles(tiles):
@@ -130,63 +147,15 @@ def all_sub_tiles(tiles):
     return out
 
 
-def loss_of(name, case):
-    """Return a loss: (x (n, V), y (m, W), sub_tile) -> sum."""
-    common = common_of(case)
-    projection = case.indices, case.likelihoods
-    kept = torch.tensor([0, 3, 7]) if name == "kept" else None
-
-    def compute(x, y, sub_tile):
-        x_BSV = x[None]
-        y_BTW = y[None]
-        next_S, next_T, chunk_S, chunk_T = as_batch(sub_tile)
-        if name == "ce":
-            result = losses.next_token_cross_entropy(x_BSV, sub_tile.student_labels[None])
-        elif name == "event_kl":
-            terms = sub_tile.terms
-            result = events.event_kl(
-                x_BSV, y_BTW, next_S, next_T, terms, case.spelling, temperature=2.0)
-        elif name in ("projection_kl", "kept"):
-            result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept_K=kept)
-        elif name == "gold":
-            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *common, temperature=2.0)
-        elif name == "h_kl":
-            relaxed = losses.common_tokens(*projection, relaxed=True)
-            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *relaxed)
-        else:
-            function = getattr(losses, name)
-            result = function(x_BSV, y_BTW, next_S, next_T, chunk_S, chunk_T)
-        return result[0]
-
-    return compute
-
-
 def with_cross_entropy(loss):
     """Return a tile loss: the cross-entropy of a sub-tile, and `loss`."""
 
     def compute(x, y, sub_tile):
-        ce = losses.next_token_cross_entropy(x[None], sub_tile.student_labels[None])[0]
+        ce, _ = losses.next_token_cross_entropy(
+            x[None], sub_tile.student_labels[None], select=not x.is_meta)
         return torch.stack([ce, loss(x, y, sub_tile).to(ce)])
 
     return compute
-
-
-def tiled(models, loss, tiles, weights, source=None, params=()):
-    """Compute the tiled loss of cross-entropy and `loss`; by default from hidden states."""
-    source = source or models.teacher["hidden"]
-    tile_loss = with_cross_entropy(loss)
-    return tiled_loss(models.hidden, models.head, source, tile_loss, tiles, weights, params=params)
-
-
-def plain(models, loss, weights):
-    """Compute the logits of everything, one tile, autograd."""
-    [tile] = models.tiles(math.inf)
-    [sub_tile] = tile.sub_tiles
-    logits = models.head.finish(models.head.linear(models.hidden.flatten(0, 1)))
-    x = logits[tile.student_positions]
-    y = models.teacher_logits[sub_tile.teacher_positions]
-    sums = with_cross_entropy(loss)(x, y, sub_tile)
-    return (sums * torch.tensor(weights)).sum(), sums
 
 
 def gradients(value, inputs):
@@ -197,26 +166,24 @@ def close(a, b, tolerance):
     return (a - b).norm() <= tolerance * b.norm().clamp(min=1e-9)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", ["plain", "bias", "capped", "adapter", "frozen"])
+@pytest.mark.parametrize(("name", "kind"), [
+    *zip(LOSSES, KINDS * 2), *itertools.product(["event_kl", "gold"], KINDS)])
 def test_equals_the_plain_path(name, kind):
     """Tiles of one chunk, of some chunks, one for all; from hidden states and from logits."""
     counts = set()
     weights = [0.3, 2.0]
     for seed in range(4):
         models = Models(seed, kind=kind)
-        loss = loss_of(name, models.case)
-        plain_value, plain_sums = plain(models, loss, weights)
+        plain_value, plain_sums = models.plain(name, weights)
         expected = gradients(3 * plain_value, models.inputs)
-        for memory in (0.0, 0.001, 0.01, math.inf):
-            for source in models.teacher.values():
-                tiles = models.tiles(memory)
-                counts |= {len(tiles), len(tiles[0].sub_tiles)}
-                value, sums = tiled(models, loss, tiles, weights, source)
-                assert abs(value - plain_value) <= 1e-6 * abs(plain_value)
-                assert torch.allclose(sums.double(), plain_sums, rtol=1e-6)
-                for a, b in zip(gradients(3 * value, models.inputs), expected):
-                    assert close(a, b, 1e-6), (seed, memory)
+        for memory, source in itertools.product((0.0, 0.001, 0.01, math.inf), models.teacher):
+            tiles = models.tiles(memory)
+            counts |= {len(tiles), len(tiles[0].sub_tiles)}
+            value, sums = models.tiled(name, memory, weights, source)
+            assert abs(value - plain_value) <= 1e-6 * abs(plain_value)
+            assert torch.allclose(sums.double(), plain_sums, rtol=1e-6)
+            for a, b in zip(gradients(3 * value, models.inputs), expected):
+                assert close(a, b, 1e-6), (seed, memory)
     assert 1 in counts and len(counts) > 4 and max(counts) > 10
 
 
@@ -242,8 +209,7 @@ def test_every_position_and_every_chunk_is_in_one_sub_tile():
         models = Models(seed)
         [whole] = models.tiles(math.inf)
         [whole_sub_tile] = whole.sub_tiles
-        _, _, chunk_S, chunk_T = as_batch(whole_sub_tile)
-        num_chunks = len(losses.find_chunks(chunk_S, chunk_T).first_S)
+        num_chunks = len(losses.find_chunks(*ids_of(whole_sub_tile)[2:]).first_S)
         assert num_chunks == len(losses.find_chunks(*models.chunk).first_S)
         for memory in (0.0, 0.002, 0.01):
             tiles = models.tiles(memory)
@@ -304,89 +270,27 @@ def test_nothing_to_learn():
     models = Models(0)
     models.labels.fill_(-100)
     models.chunk[0].fill_(-1)
-    value, sums = tiled(models, None, models.tiles(1.0), [1.0, 1.0])
+    value, sums = models.tiled("event_kl", 1.0)
     assert value == 0 and sums.tolist() == [0, 0]
     for gradient in gradients(value, models.inputs):
         assert (gradient == 0).all()
 
 
-def on_meta(value):
-    """Move all tensors inside of lists and (named) tuples to the meta device."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("meta").requires_grad_(value.requires_grad)
-    if isinstance(value, (tuple, list)):
-        moved = [on_meta(x) for x in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
-    return value
+def test_nothing_waits_for_the_device(monkeypatch):
+    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there.
 
-
-META_LOSSES = (
-    "event_kl", "projection_kl", "kept", "gold", "uld", "hybrid", "alm", "jsd", "top_k"
-)
-
-
-@pytest.mark.parametrize("name", META_LOSSES)
-def test_nothing_waits_for_the_device(name, monkeypatch):
-    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
+    tests/test_losses.py sees this of every loss.
+    """
     # autocast does not know this device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     models = Models(3)
-    tiles = models.tiles(0.01)
-    if name != "event_kl":
-        tiles = with_terms(tiles, lambda *ids: losses.find_chunks(ids[2], ids[3]))
-    hidden = on_meta(models.hidden)
-    head = on_meta(models.head)
-    source = on_meta(models.teacher["hidden"])
-    tile_loss = meta_loss(name, models)
-    value, _ = tiled_loss(hidden, head, source, tile_loss, on_meta(tiles), [1.0, 1.0])
+    hidden, head, source, tables = on_meta(
+        [models.hidden, models.head, models.teacher["hidden"], models.tables])
+    tile_loss = models.loss("event_kl", tables)
+    value, _ = tiled_loss(hidden, head, source, tile_loss, on_meta(models.tiles(0.01)), [1.0, 1.0])
     value.backward()
     assert hidden.grad.shape == hidden.shape and head.weight_VH.grad is not None
-
-
-def meta_loss(name, models):
-    """Return a tile loss whose tables lie on the meta device."""
-    case = models.case
-    V, W = models.vocab_sizes
-    common = on_meta(common_of(case))
-    spelling = on_meta(case.spelling)
-    projection = on_meta((case.indices, case.likelihoods))
-    kept = torch.tensor([0, 3, 7]) if name == "kept" else None
-    entries = on_meta(losses.projection_entries(case.indices, case.likelihoods, W, kept))
-    kept = on_meta(kept)
-
-    def compute(x, y, sub_tile):
-        x_BSV = x[None]
-        y_BTW = y[None]
-        next_ids = sub_tile.student_labels[None], sub_tile.teacher_labels[None]
-        chunk_ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
-        terms = sub_tile.terms
-        if name == "event_kl":
-            result = events.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, temperature=2.0)
-        elif name in ("projection_kl", "kept"):
-            result = losses.projection_kl(
-                x_BSV, y_BTW, *chunk_ids, *projection, kept_K=kept, entries=entries, chunks=terms
-            )
-        elif name == "gold":
-            result = losses.gold(x_BSV, y_BTW, *chunk_ids, *common, temperature=2.0, chunks=terms)
-        elif name in ("jsd", "top_k"):
-            first = torch.zeros_like(terms.first_S)
-            student_rows = x.index_select(0, first)[None, :, :V]
-            teacher_rows = y.index_select(0, first)[None, :, :V]
-            top_k = 3 if name == "top_k" else 0
-            result = losses.generalized_jsd(student_rows, teacher_rows, None, top_k=top_k)
-        elif name == "alm":
-            result = losses.alm(x_BSV, y_BTW, *next_ids, *chunk_ids, chunks=terms)
-        elif name == "hybrid":
-            ids = *next_ids, *chunk_ids
-            result = losses.uld(x_BSV, y_BTW, *ids, chunks=terms, common=common)
-        else:
-            result = losses.uld(x_BSV, y_BTW, *next_ids, *chunk_ids, chunks=terms)
-        labels = sub_tile.student_labels
-        ce = torch.nn.functional.cross_entropy(x, labels, reduction="sum")
-        return torch.stack([ce, result[0]])
-
-    return compute
 
 
 def test_sub_tiles_without_a_term_get_no_gradient():
@@ -426,11 +330,9 @@ def test_sub_tiles_without_a_term_get_no_gradient():
 )
 def test_float32_bfloat16_and_autocast(dtype, autocast, tolerance):
     models = Models(1, dtype)
-    weights = [1.0, 1.0]
-    loss = loss_of("event_kl", models.case)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        plain_value, _ = plain(models, loss, weights)
-        value, _ = tiled(models, loss, models.tiles(0.002), weights)
+        plain_value, _ = models.plain("event_kl")
+        value, _ = models.tiled("event_kl")
     assert abs(value - plain_value) <= tolerance * abs(plain_value)
     expected = gradients(plain_value, models.inputs)
     for a, b in zip(gradients(value, models.inputs), expected):
@@ -461,27 +363,32 @@ def test_float16_under_a_loss_scale():
         assert (a.float() - b).norm() < 5e-3 * b.norm()
 
 
+def learned_loss(case, weight):
+    """Return a tile loss with the weights of a projection that are trained."""
+    def compute(x, y, sub_tile):
+        chunks = ids_of(sub_tile)[2:]
+        return losses.projection_kl(x[None], y[None], *chunks, case.indices, weight)[0]
+
+    return with_cross_entropy(compute)
+
+
 def test_a_learned_projection_gets_its_gradient():
     models = Models(2)
-    case = models.case
-    weight = case.likelihoods.clone().requires_grad_()
-
-    def loss(x, y, sub_tile):
-        _, _, chunk_S, chunk_T = as_batch(sub_tile)
-        return losses.projection_kl(x[None], y[None], chunk_S, chunk_T, case.indices, weight)[0]
-
+    weight = models.case.likelihoods.clone().requires_grad_()
+    loss = learned_loss(models.case, weight)
     inputs = [weight, models.hidden]
     weights = [0.0, 1.0]
-    expected = gradients(plain(models, loss, weights)[0], inputs)
-    value, _ = tiled(models, loss, models.tiles(0.002), weights, params=[weight])
+    expected = gradients(models.plain_of(loss, models.tiles(math.inf), weights)[0], inputs)
+    value, _ = tiled_loss(models.hidden, models.head, models.teacher["hidden"], loss,
+                          models.tiles(0.002), weights, params=[weight])
     for a, b in zip(gradients(value, inputs), expected):
         assert close(a, b, 1e-6)
 
 
 def test_gradient_checkpointing_and_evaluation():
     models = Models(3)
-    tile_loss = with_cross_entropy(loss_of("gold", models.case))
-    tiles = models.tiles(0.002)
+    tile_loss = models.loss("gold")
+    tiles = models.tiles(0.002, "gold")
 
     def run(hidden):
         source = models.teacher["hidden"]
@@ -505,20 +412,14 @@ def test_parts_add_up_to_the_sum_of_their_losses(kind):
     """Of several teachers, one of which weighs little, and one nothing."""
     models = Models(2, kind=kind)
     weight = models.case.likelihoods.clone().requires_grad_()
-
-    def learned(x, y, sub_tile):
-        _, _, chunk_S, chunk_T = as_batch(sub_tile)
-        projection = models.case.indices, weight
-        return losses.projection_kl(x[None], y[None], chunk_S, chunk_T, *projection)[0]
-
+    learned = learned_loss(models.case, weight)
     other_hidden = (models.hidden.detach() * 2).requires_grad_()
-    parts = []
-    for hidden, loss, memory, weights in (
-            (models.hidden, loss_of("gold", models.case), 0.002, [0.3, 2.0]),
-            (other_hidden, learned, 0.01, [0.0, 1e-4]),
-            (models.hidden, loss_of("alm", models.case), 0.01, [0.0, 0.0])):
-        parts.append(LossPart(hidden, models.teacher["hidden"], with_cross_entropy(loss),
-                              models.tiles(memory), weights))
+    source = models.teacher["hidden"]
+    parts = [
+        LossPart(models.hidden, source, models.loss("gold"), models.tiles(0.002, "gold"),
+                 [0.3, 2.0]),
+        LossPart(other_hidden, source, learned, models.tiles(0.01), [0.0, 1e-4]),
+        LossPart(models.hidden, source, models.loss("uld"), models.tiles(0.01, "uld"), [0.0, 0.0])]
     inputs = [*models.inputs, other_hidden, weight]
     value, sums = tiled_losses(models.head, parts, [weight])
     apart = [tiled_loss(part.student_hidden, models.head, *part[1:], params=[weight])
@@ -711,8 +612,7 @@ def test_a_torch_without_mixed_matmuls_adds_products(error, monkeypatch):
 
 def test_a_second_backward_is_rejected():
     models = Models(3)
-    loss = loss_of("alm", models.case)
-    value, _ = tiled(models, loss, models.tiles(0.002), [1.0, 1.0])
+    value, _ = models.tiled("uld")
     torch.autograd.grad(value, models.inputs, retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         torch.autograd.grad(value, models.inputs)
@@ -728,11 +628,10 @@ def test_only_gradients_are_kept_for_backward():
             self.x = x
             saved_tensors.add(self)
 
-    loss = loss_of("event_kl", models.case)
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
-        value, _ = tiled(models, loss, models.tiles(0.002), [1.0, 1.0])
+        value, _ = models.tiled("event_kl")
         assert not saved_tensors  # those of the tiles are gone
-        plain_value, _ = plain(models, loss, [1.0, 1.0])
+        plain_value, _ = models.plain("event_kl")
     kept_bytes = sum(g.nbytes for g in value.grad_fn.gradients if g is not None)
     assert kept_bytes == sum(x.nbytes for x in models.inputs)
     plain_bytes = {saved.x.data_ptr(): saved.x.nbytes for saved in saved_tensors}
@@ -877,12 +776,3 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     for output in ("hidden", "logits"):
         assert head_gives_own_logits(teacher.read(ids, output), logits)
     assert not head_gives_own_logits(teacher.read(ids), logits * 1.01)
-
-
-def test_the_file_works_alone(tmp_path):
-    shutil.copy(ROOT / "tiles.py", tmp_path)
-    code = "import sys, tiles; print([m for m in ('transformers', 'losses') if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert result.stdout.strip() == "[]", result.stderr

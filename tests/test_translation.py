@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import oracle
 import toys
-from cases import check_wrong_input
+from cases import check_wrong_input, on_meta
 from conftest import asset
 from isogloss import losses
 from isogloss.align import TokenTable
@@ -37,7 +37,6 @@ from isogloss.translation import (
     tokens_that_ended,
     translated,
 )
-from test_tiles import on_meta
 from toys import EOS, Tokenizer
 from waiting import FixedOrder
 
