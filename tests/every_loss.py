@@ -283,15 +283,15 @@ def event_loss():
                      lambda ids, tables: event_terms(*ids, tables.spelling))
 
 
-def translated_loss(name):
+def translated_loss(name, **top_k):
     parameters = COEFFICIENTS[name]
 
     def compute(x, y, ids, terms, tables, **options):
         return translated(x, y, *ids[:2], terms, tables.translation,
-                          divergence=getattr(losses, name), **parameters, **options)
+                          divergence=getattr(losses, name), **parameters, **top_k, **options)
 
     def definition(case, tables, tau):
-        nodes = oracle.Translation(case.A, case.B, set(), {})
+        nodes = oracle.Translation(case.A, case.B, set(), {}, **top_k)
         terms = nodes.terms(case.x, case.y, case.ids.next_S, *case.ids, name, tau,
                             next(iter(parameters.values()), 0.0))
         return sum(term for *_, term in terms), sum(counts for _, _, counts, _ in terms)
@@ -318,6 +318,9 @@ CHUNK_LOSSES = {
     "hybrid_uld, weight": hybrid_loss(matched_weight=0.8),
     **{f"alm, {mode}": alm_loss(mode) for mode in ALM_MODES},
     **{f"translated, {name}": translated_loss(name) for name in COEFFICIENTS},
+    "translated, forward_kl, top_k": translated_loss("forward_kl", top_k=2),
+    "translated, reverse_kl, top_k of the student": translated_loss(
+        "reverse_kl", top_k=2, support="student"),
 }
 
 

@@ -259,16 +259,19 @@ class Translation:
         log_zero: nats that stand for log 0.
         soften_tokens, normalize_first: True: as the definition was, tokens softened before they are
             summed, and what can come at a root normalized before it is mixed.
+        top_k, support: of the cells of a node, see `positions`.
     """
 
     def __init__(self, A, B, unwritten, joined, log_zero=LOG_ZERO,
-                 soften_tokens=False, normalize_first=False):
+                 soften_tokens=False, normalize_first=False, top_k=0, support="teacher"):
         self.A = A
         self.B = [[] if v in unwritten else spelled for v, spelled in enumerate(B)]
         self.joined = joined
         self.log_zero = log_zero
         self.soften_tokens = soften_tokens
         self.normalize_first = normalize_first
+        self.top_k = top_k
+        self.support = support
         heads = {spelled[0] for spelled in self.B if spelled}
         self.cell_of_student = {v: spelled[0] for v, spelled in enumerate(self.B) if spelled}
         self.cell_of_student |= dict.fromkeys(unwritten, "unwritten")
@@ -284,7 +287,11 @@ class Translation:
         tau = 1.0 if self.soften_tokens else self.tau
         p, q = [softened([side[cell] for cell in p], tau) for side in (p, q)]
         nothing = torch.tensor(self.log_zero, dtype=torch.float64).exp()
-        return divergence(self.name, p, [max(mass, nothing) for mass in q], self.coefficient)
+        q = [max(mass, nothing) for mass in q]
+        if self.top_k:
+            ids = most_likely(q if self.support == "teacher" else p, self.top_k)
+            p, q = buckets(p, ids, True), buckets(q, ids, True)
+        return divergence(self.name, p, q, self.coefficient)
 
     def going_on(self, q, seen):
         """Return (lambda, {student token: its mass} of how tokens that begin so go on)."""
@@ -457,6 +464,12 @@ def likely_gap(p, q, alpha):
     return head / total_gap
 
 
+def most_likely(p, top_k):
+    """Return the ids of the largest probabilities."""
+    judge = values(p)
+    return sorted(range(len(p)), key=lambda i: -judge[i])[:top_k]
+
+
 def buckets(p, ids, tail):
     kept = [p[i] for i in ids]
     if not tail:
@@ -477,8 +490,7 @@ def positions(
         if isinstance(support, torch.Tensor):
             ids = support[b, t].tolist()
         else:
-            judge = values(q if support == "teacher" else p)
-            ids = sorted(range(len(p)), key=lambda i, judge=judge: -judge[i])[:top_k]
+            ids = most_likely(q if support == "teacher" else p, top_k)
         if top_k:
             p = buckets(p, ids, tail)
             q = buckets(q, ids, tail)

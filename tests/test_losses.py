@@ -116,7 +116,7 @@ def test_rows_that_are_not_read_may_hold_anything_and_one_that_is_spoils_the_los
         for wrong in (torch.nan, torch.inf):
             logits = [problem.x.detach().clone(), problem.y.clone()]
             b, t = problem.reads[side].nonzero()[0].tolist()
-            logits[side][b, t] = wrong
+            logits[side][b, t, 0] = wrong
             value, d = value_and_gradient(problem, *logits)
             assert value.isnan() and (d.isnan().any() or name.startswith(KINKED))
 
