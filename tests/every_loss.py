@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 import oracle
-from cases import F64, Case, Ids, common_of, padded, spelling_of
+from cases import F64, Case, Ids, common_of, spelling_of, table_of
 from isogloss import losses, policy_losses
 from isogloss.event_kl import event_kl, event_terms
 from isogloss.spelling import translation_tables
 from isogloss.translation import Tables, list_nodes, translated
+from toys import as_tables
 
 ALL = slice(None)
 
@@ -180,20 +181,10 @@ class LossTables(NamedTuple):
 
 def translation_of(case):
     """Return `translation.Tables` of the case's spellings, of a student that joins nothing."""
-    spellings = []
-    for spelled in (case.A, case.B):
-        spellings.append(padded(spelled, -1, max(map(len, spelled))).numpy())
+    spellings = [table_of(spelled).numpy() for spelled in (case.A, case.B)]
     size = len(case.B)
     arrays = translation_tables(*spellings, [b""] * size, np.zeros(size, bool), lambda texts: [])
     return as_tables(arrays)
-
-
-def as_tables(arrays):
-    """Return `translation.Tables` of what `translation_tables` returns."""
-    fields = {}
-    for name, value in arrays.items():
-        fields[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    return Tables(**fields)
 
 
 class ChunkLoss(NamedTuple):
