@@ -22,7 +22,7 @@ tokenizer's vocabulary (no padding rows of the lm_head).
 
 Needs torch only.  Copy this file into your own repository.  The formulas are plain torch, on every
 device; `torch.compile` makes them faster.
-Tests: tests/test_losses.py, tests/test_divergences.py and tests/test_chunk_losses.py.
+Tests: tests/test_losses.py.
 License: Apache-2.0 (see LICENSE).
 """
 

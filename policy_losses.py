@@ -3,7 +3,7 @@
 Shapes: B samples, S positions, V vocabulary, N compared positions.  Arguments that all losses take,
 and what they return: see losses.py.
 
-Needs torch and losses.py.  Copy both into your own repository.  Tests: tests/test_divergences.py.
+Needs torch and losses.py.  Copy both into your own repository.  Tests: tests/test_policy_losses.py.
 License: Apache-2.0 (see LICENSE).
 """
 

@@ -5,13 +5,13 @@
 
 import itertools
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import oracle
-from isogloss.event_kl import Spelling, event_kl, event_terms
-from isogloss.losses import projection_kl
+from isogloss.event_kl import Spelling
 from isogloss.objective.vocab_parallel import on_whole_rows
 from isogloss.projection_tools.spell import events
 from isogloss.spelling import prefix_ranges
@@ -59,6 +59,16 @@ def check_wrong_input(function, arguments, names):
             assert (name in message or side in message) and "\n" not in message, message
             tried += 1
     assert tried
+
+
+def on_meta(value):
+    """Move all tensors inside of lists and (named) tuples to the meta device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("meta").requires_grad_(value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        moved = [on_meta(x) for x in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    return value
 
 
 # --- two vocabularies ---------------------------------------------------------------------------
@@ -125,43 +135,47 @@ def greedy(text, vocab):
     return ids
 
 
+class Ids(NamedTuple):
+    """Tokens that the positions of both sides predict, and their chunks."""
+
+    next_S: torch.Tensor
+    next_T: torch.Tensor
+    chunk_S: torch.Tensor
+    chunk_T: torch.Tensor
+
+
 class Case:
     """A batch of texts with logits, tables and chunk ids, shifted already.
 
-    next, chunk: (student, teacher) ids of the tokens that each position predicts, their chunks.
+    ids: see `Ids`.
     A, B: the student's tokens of every teacher token, the teacher's of every student token.
     x, y: logits of the student, with a gradient, and of the teacher.
     """
 
-    def __init__(self, seed, samples=2, length=14, sizes=(9, 12), dtype=F64):
+    def __init__(self, seed, samples=2, length=14, sizes=(9, 12), equal=False):
         rng = random.Random(seed)
         torch.manual_seed(seed)
         V = random_vocabulary(rng, sizes[0])
-        W = random_vocabulary(rng, sizes[1])
-        student_ids = []
-        teacher_ids = []
-        student_chunks = []
-        teacher_chunks = []
+        W = V if equal else random_vocabulary(rng, sizes[1])
+        sides = [], [], [], []
         for _ in range(samples):
             text = "".join(rng.choice("abc") for _ in range(rng.randint(1, length)))
-            student_ids.append(greedy(text, V))
-            teacher_ids.append(greedy(text, W))
-            student_bytes = [V[i] for i in student_ids[-1]]
-            teacher_bytes = [W[i] for i in teacher_ids[-1]]
-            student_chunk, teacher_chunk = oracle.merge(student_bytes, teacher_bytes)
-            student_chunks.append(student_chunk)
-            teacher_chunks.append(teacher_chunk)
-        self.next = [self.pad(student_ids, 0), self.pad(teacher_ids, 0)]
-        self.chunk = [self.pad(student_chunks, -1), self.pad(teacher_chunks, -1)]
+            student_ids = greedy(text, V)
+            teacher_ids = greedy(text, W)
+            chunks = oracle.merge([V[i] for i in student_ids], [W[i] for i in teacher_ids])
+            for side, numbers in zip(sides, (student_ids, teacher_ids, *chunks)):
+                side.append(numbers)
+        fills = 0, 0, -1, -1
+        self.ids = Ids(*[self.pad(side, fill) for side, fill in zip(sides, fills)])
         self.A = [greedy(w, V) for w in W]
         self.B = [greedy(v, W) for v in V]
-        self.spelling = spelling_of(self.A, self.B)
-        self.x = (2 * torch.randn(*self.next[0].shape, len(V))).to(dtype).requires_grad_()
-        self.y = (2 * torch.randn(*self.next[1].shape, len(W))).to(dtype)
+        self.x = 2 * torch.randn(*self.ids.next_S.shape, len(V), dtype=F64)
+        self.y = 2 * torch.randn(*self.ids.next_T.shape, len(W), dtype=F64)
+        self.x.requires_grad_()
         # a projection: the first three different tokens of each spelling, with falling weights
         different = [list(dict.fromkeys(b))[:3] for b in self.B]
         self.indices = padded(different, -1, 3)
-        weights = torch.tensor([0.9, 0.09, 0.009], dtype=dtype)
+        weights = torch.tensor([0.9, 0.09, 0.009], dtype=F64)
         weights = torch.where(self.indices >= 0, weights, 0)
         self.likelihoods = weights / weights.sum(1, keepdim=True)
 
@@ -169,20 +183,6 @@ class Case:
     def pad(rows, fill):
         """Return a tensor of lists of ids with at least one position of padding."""
         return padded(rows, fill, max(map(len, rows)) + 1)
-
-    def piece(self, tau=1.0, x=None, y=None):
-        """Return event_kl of this case, or of other logits."""
-        terms = event_terms(*self.next, *self.chunk, self.spelling)
-        x = self.x if x is None else x
-        y = self.y if y is None else y
-        return event_kl(x, y, *self.next, terms, self.spelling, temperature=tau)
-
-    def projection(self, tau=1.0, x=None, y=None, kept=None):
-        """Return projection_kl of this case, or of other logits."""
-        x = self.x if x is None else x
-        y = self.y if y is None else y
-        tables = self.indices, self.likelihoods
-        return projection_kl(x, y, *self.chunk, *tables, kept_K=kept, temperature=tau)
 
 
 def common_of(case):

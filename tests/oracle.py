@@ -114,7 +114,7 @@ def project(p, indices, likelihoods, num_teacher_tokens):
 
 
 def projection_kl(
-    x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0
+    x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0, reverse=False
 ):
     num_teacher_tokens = y.shape[-1]
     kept = list(range(num_teacher_tokens)) if kept is None else kept.tolist()
@@ -131,7 +131,7 @@ def projection_kl(
         target = ZERO
         for t in teacher_positions:
             target = target + softmax(y[b, t, kept], tau) / len(teacher_positions)
-        result = result + tau**2 * kl(list(target), r)
+        result = result + tau**2 * (kl(r, list(target)) if reverse else kl(list(target), r))
         count += 1
     return result, count
 
@@ -259,16 +259,19 @@ class Translation:
         log_zero: nats that stand for log 0.
         soften_tokens, normalize_first: True: as the definition was, tokens softened before they are
             summed, and what can come at a root normalized before it is mixed.
+        top_k, support: of the cells of a node, see `positions`.
     """
 
     def __init__(self, A, B, unwritten, joined, log_zero=LOG_ZERO,
-                 soften_tokens=False, normalize_first=False):
+                 soften_tokens=False, normalize_first=False, top_k=0, support="teacher"):
         self.A = A
         self.B = [[] if v in unwritten else spelled for v, spelled in enumerate(B)]
         self.joined = joined
         self.log_zero = log_zero
         self.soften_tokens = soften_tokens
         self.normalize_first = normalize_first
+        self.top_k = top_k
+        self.support = support
         heads = {spelled[0] for spelled in self.B if spelled}
         self.cell_of_student = {v: spelled[0] for v, spelled in enumerate(self.B) if spelled}
         self.cell_of_student |= dict.fromkeys(unwritten, "unwritten")
@@ -284,7 +287,11 @@ class Translation:
         tau = 1.0 if self.soften_tokens else self.tau
         p, q = [softened([side[cell] for cell in p], tau) for side in (p, q)]
         nothing = torch.tensor(self.log_zero, dtype=torch.float64).exp()
-        return divergence(self.name, p, [max(mass, nothing) for mass in q], self.coefficient)
+        q = [max(mass, nothing) for mass in q]
+        if self.top_k:
+            ids = most_likely(q if self.support == "teacher" else p, self.top_k)
+            p, q = buckets(p, ids, True), buckets(q, ids, True)
+        return divergence(self.name, p, q, self.coefficient)
 
     def going_on(self, q, seen):
         """Return (lambda, {student token: its mass} of how tokens that begin so go on)."""
@@ -457,6 +464,12 @@ def likely_gap(p, q, alpha):
     return head / total_gap
 
 
+def most_likely(p, top_k):
+    """Return the ids of the largest probabilities."""
+    judge = values(p)
+    return sorted(range(len(p)), key=lambda i: -judge[i])[:top_k]
+
+
 def buckets(p, ids, tail):
     kept = [p[i] for i in ids]
     if not tail:
@@ -477,8 +490,7 @@ def positions(
         if isinstance(support, torch.Tensor):
             ids = support[b, t].tolist()
         else:
-            judge = values(q if support == "teacher" else p)
-            ids = sorted(range(len(p)), key=lambda i, judge=judge: -judge[i])[:top_k]
+            ids = most_likely(q if support == "teacher" else p, top_k)
         if top_k:
             p = buckets(p, ids, tail)
             q = buckets(q, ids, tail)
@@ -542,6 +554,24 @@ def end_distribution(logits, next_ids, b, positions, tau):
     """Return p of the last position, times the probability of the tokens before it."""
     before = chunk_logp(logits, next_ids, b, positions[:-1], tau).exp()
     return [p_i * before for p_i in softmax(logits[b, positions[-1]], tau)]
+
+
+def hybrid_uld(
+    x, y, student_next, teacher_next, student_chunk, teacher_chunk, common, weight=None, tau=1.0
+):
+    """Return [term] per chunk; weight: of the common tokens, None: their part of the teacher's."""
+    student_ids, teacher_ids = common
+    weight = len(teacher_ids) / y.shape[-1] if weight is None else weight
+    terms = []
+    for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
+        p = end_distribution(x, student_next, b, student_positions, tau)
+        q = end_distribution(y, teacher_next, b, teacher_positions, tau)
+        jsd = divergence("generalized_jsd", [p[v] for v in student_ids],
+                         [q[w] for w in teacher_ids], 0.5)
+        p_others = [p[v] for v in range(len(p)) if v not in student_ids]
+        q_others = [q[w] for w in range(len(q)) if w not in teacher_ids]
+        terms.append(weight * jsd + (1 - weight) * sorted_distance(p_others, q_others))
+    return terms
 
 
 def uld(x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0):

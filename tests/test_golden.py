@@ -10,22 +10,34 @@ import pytest
 import torch
 
 import oracle
-import references
 import toys
-from cases import close, gradient
+from cases import close, gradient, table_of
 from conftest import GOLDEN
 from isogloss import losses, policy_losses
 from isogloss.spelling import translation_tables
 from isogloss.teachers import mixing as teacher_mixing
-from isogloss.translation import Tables, list_nodes, translated
+from isogloss.translation import list_nodes, translated
 
 
 def golden(name):
     return torch.load(GOLDEN / name, weights_only=True)
 
 
-def near(value, expected):
-    return abs(float(value) - float(expected)) <= 1e-5 * abs(float(expected))
+def leaf(data):
+    return data["student_logits"].clone().requires_grad_()
+
+
+def check(value, x, expected, grad, case):
+    """Compare a value and its gradient, relative to theirs."""
+    assert abs(float(value.detach()) - float(expected)) <= 1e-5 * abs(float(expected)), case
+    assert grad is None or close(gradient(value, x), grad, 1e-5), case
+
+
+def common_of(data):
+    """Return the ids of the tokens that both vocabularies have."""
+    names = [name for name in data["student_vocab"] if name in data["teacher_vocab"]]
+    sides = data["student_vocab"], data["teacher_vocab"]
+    return [torch.tensor([vocab[name] for name in names]) for vocab in sides]
 
 
 def shift(x, fill=-1):
@@ -63,9 +75,11 @@ def nemo_rl(data, case, x):
     else:
         relaxed = case["mode"] == "xtoken"
         common = losses.common_tokens(indices, likelihoods, relaxed=relaxed)
-        kd, num_chunks = references.gold_of_mean_logp(
-            x, teacher, *chunks, common, cfg["temperature"], cfg["uncommon_topk"],
-            cfg["reverse_kl"])
+        # an un-normalized mean of log-probabilities, which ours is not
+        terms = oracle.gold(
+            x, teacher, *chunks, [ids.tolist() for ids in common], cfg["temperature"],
+            cfg["uncommon_topk"], "logp", cfg["reverse_kl"])
+        kd, num_chunks = sum(terms), len(terms)
     is_labeled = shift(data["token_mask"]) * data["sample_mask"][:, None] > 0
     labels = torch.where(is_labeled, shift(data["input_ids"]), -100)
     ce, num_tokens = losses.next_token_cross_entropy(x, labels)
@@ -82,10 +96,8 @@ def test_nemo_rl(mode):
     inputs = data["inputs"]
     cases = [case for case in data["cases"] if case["mode"] == mode]
     for case in cases:
-        x = inputs["student_logits"].clone().requires_grad_()
-        value = nemo_rl(inputs, case, x)
-        assert near(value.detach(), case["loss"]), case["cfg"]
-        assert close(gradient(value, x), case["grad"], 1e-5), case["cfg"]
+        x = leaf(inputs)
+        check(nemo_rl(inputs, case, x), x, case["loss"], case["grad"], case["cfg"])
     assert len(cases) >= 16
 
 
@@ -104,15 +116,14 @@ def test_nemo_rl_with_columns_that_no_student_token_reaches(reverse):
             if case["reverse"] != reverse:
                 continue
             kept = teacher.amax((0, 1)).topk(case["vocab_topk"]).indices.sort().values
-            x = data["student_logits"].clone().requires_grad_()
+            x = leaf(data)
             total, count = losses.projection_kl(
                 x, teacher, *chunks, data["indices"], data["likelihoods"], kept_K=kept,
                 temperature=case["temperature"], teacher_average="logp", reverse=reverse,
             )
             assert int(count) == case["num_chunks"]
             assert case["num_unreachable"] >= 8
-            assert near((total / count).detach(), case["loss"])
-            assert close(gradient(total / count, x), case["grad"], 1e-5)
+            check(total / count, x, case["loss"], case["grad"], case)
             cases += 1
     assert cases == 36
 
@@ -122,45 +133,35 @@ def test_temperatures_of_trl():
     data = golden("temperature.pt")
     for case in data["cases"]:
         tau = case["temperature"]
-        x = data["student_logits"].clone().requires_grad_()
+        x = leaf(data)
         total = losses.generalized_jsd(
             x, data["teacher_logits"], data["labels"] != -100, case["beta"], temperature=tau)[0]
-        assert near(total.detach() / tau**2, case["sum"]), case
-        assert close(gradient(total / tau**2, x), case["grad"], 1e-5), case
+        check(total / tau**2, x, case["sum"], case["grad"], case)
     assert len(data["cases"]) == 12
 
 
-def test_generalized_jsd_of_trl():
-    data = golden("peers.pt")["generalised_jsd"]
-    for beta, case in data["cases"].items():
-        x = data["student_logits"].clone().requires_grad_()
-        mask = data["labels"] != -100
-        total, count = losses.generalized_jsd(x, data["teacher_logits"], mask, beta)
-        mean = total / count
-        assert near(mean.detach(), case["mean"]), beta
-        assert close(gradient(mean, x), case["grad"], 1e-5), beta
-
-
-def test_divergences_of_dskd():
-    data = golden("peers.pt")["divergences"]
-    ours = {
-        "js_divergence": losses.generalized_jsd,
-        "skewed_forward_kl": losses.skew_forward_kl,
-        "skewed_reverse_kl": losses.skew_reverse_kl,
+@pytest.mark.parametrize("data_of", ["generalised_jsd", "divergences"])
+def test_divergences_of_trl_and_dskd(data_of):
+    data = golden("peers.pt")[data_of]
+    names = {
+        "js_divergence": "generalized_jsd",
+        "skewed_forward_kl": "skew_forward_kl",
+        "skewed_reverse_kl": "skew_reverse_kl",
     }
-    for name, case in data["cases"].items():
-        x = data["student_logits"].clone().requires_grad_()
-        loss = ours.get(name, getattr(losses, name, None))
-        value = loss(x, data["teacher_logits"], data["labels"] != -100)[0]
-        assert near(value.detach(), case["sum"]), name
-        assert close(gradient(value, x), case["grad"], 1e-5), name
+    for key, case in data["cases"].items():
+        x = leaf(data)
+        name, beta = (key, {}) if isinstance(key, str) else ("generalized_jsd", {"beta": key})
+        total, count = getattr(losses, names.get(name, name))(
+            x, data["teacher_logits"], data["labels"] != -100, **beta)
+        value = total if "sum" in case else total / count
+        check(value, x, case["sum"] if "sum" in case else case["mean"], case["grad"], key)
 
 
 def test_topk_tail_of_slime():
     data = golden("peers.pt")["topk_tail_reverse_kl"]
     mask = torch.ones(data["student_logits"].shape[:2], dtype=torch.bool)
     for (k, tail), case in data["cases"].items():
-        x = data["student_logits"].clone().requires_grad_()
+        x = leaf(data)
         value = losses.reverse_kl(
             x, data["teacher_logits"], mask,
             top_k=k, support="student", tail=tail, reduction="none",
@@ -184,28 +185,23 @@ def test_on_policy_topk_tail_of_slime(ratio):
         weight[0, end - response - 1 : end - 1] = 1 / response
         start = end
     for k, case in data["cases"].items():
-        x = data["student_logits"].clone().requires_grad_()
+        x = leaf(data)
         value = policy_losses.topk_tail_policy_loss(
             x, teacher, shift(tokens), weight > 0, k, weight_BS=weight, ratio=ratio
         )[0]
-        assert near(value.detach(), case["loss"]), k
-        assert close(gradient(value, x), case["grad"], 1e-5), k
+        check(value, x, case["loss"], case["grad"], k)
 
 
 def test_uld_and_hybrid_of_trl():
     data = golden("peers.pt")["uld_and_hybrid"]
-    names = [name for name in data["student_vocab"] if name in data["teacher_vocab"]]
-    common = []
-    for side in ("student", "teacher"):
-        vocab = data[f"{side}_vocab"]
-        common.append(torch.tensor([vocab[name] for name in names]))
+    common = common_of(data)
     nexts = [shift(data[f"{side}_ids"], 0) for side in ("student", "teacher")]
     chunks = {
         "groups": ([[-1, 0, 0, 1, -1, -1]], [[-1, 0, 0, 1, 1, -1, -1]]),
         "positions": ([[-1, 0, 1, 2, -1, -1]], [[-1, 0, 1, 2, -1, -1, -1]]),
     }
     for (kind, unit), case in data["cases"].items():
-        x = data["student_logits"].clone().requires_grad_()
+        x = leaf(data)
         student_chunk, teacher_chunk = chunks[unit]
         total, count = losses.uld(
             x, data["teacher_logits"], *nexts,
@@ -214,10 +210,7 @@ def test_uld_and_hybrid_of_trl():
         )
         if unit == "positions":  # there no token's probability is multiplied in
             assert count == 3
-        mean = total / count
-        assert near(mean.detach(), case["loss"]), (kind, unit)
-        if "grad" in case:
-            assert close(gradient(mean, x), case["grad"], 1e-5), (kind, unit)
+        check(total / count, x, case["loss"], case.get("grad"), (kind, unit))
 
 
 def test_alm_of_tokenkit():
@@ -231,12 +224,10 @@ def test_alm_of_tokenkit():
         chunks.append(chunk)
     nexts = [shift(data[f"{side}_ids"], 0) for side in ("student", "teacher")]
     for tau, case in data["cases"].items():
-        x = data["student_logits"].clone().requires_grad_()
+        x = leaf(data)
         total, count = losses.alm(
             x, data["teacher_logits"], *nexts, *chunks, temperature=tau, mode="binary_ce")
-        mean = total / count
-        assert near(mean.detach(), case["mean"]), tau
-        assert close(gradient(mean, x), case["grad"], 1e-5), tau
+        check(total / count, x, case["mean"], case["grad"], tau)
 
 
 class Translated:
@@ -261,13 +252,11 @@ class Translated:
         unwritten = {v for v, flag in enumerate(case["unwritten"]) if flag}
         self.definition = A, case["spell_student"], unwritten, joined
         arrays = translation_tables(
-            padded(A), padded(case["spell_student"]), [(text or "").encode() for text in texts],
-            np.array(case["canonical"]),
+            table_of(A).numpy(), table_of(case["spell_student"]).numpy(),
+            [(text or "").encode() for text in texts], np.array(case["canonical"]),
             lambda raws: [[written[token] for token in tokenizer(raw.decode())] for raw in raws],
             np.array(case["unwritten"]))
-        self.tables = Tables(**{
-            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            for name, value in arrays.items()})
+        self.tables = toys.as_tables(arrays)
 
     def ours(self, tau, dtype=torch.float64):
         """Return (value, gradient, count)."""
@@ -296,11 +285,6 @@ class Translated:
 
 
 IDS = "student_ids", "student_next", "teacher_next", "student_chunk", "teacher_chunk"
-
-
-def padded(spelled):
-    width = max(map(len, spelled))
-    return np.array([[*pieces, *[-1] * (width - len(pieces))] for pieces in spelled])
 
 
 def equal(result, expected, precision=1e-8):

@@ -1,123 +1,384 @@
-"""losses.py (cross-entropy, event_kl, projection_kl) and teacher_mixing.py: definitions."""
-
-import random
-import shutil
-import subprocess
-import sys
+"""Properties of every loss of every_loss.py, on each path that computes it; teacher_mixing.py."""
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import oracle
-from cases import Case, check_wrong_input, close, gradient, spelling_of
-from conftest import ROOT
-from isogloss import losses, policy_losses
-from isogloss.event_kl import event_coverage, event_kl, event_terms
-from isogloss.losses import (
-    next_token_cross_entropy,
-    projection_kl,
-    teacher_importance,
-)
+import ranks
+from cases import F64, Case, check_wrong_input, close, gradient, on_meta, shard_error, shards
+from every_loss import CHUNK_LOSSES, COEFFICIENTS, PROBLEMS, LogitsCase, LossTables
+from isogloss import event_kl as events, losses, policy_losses, translation
 from isogloss.teachers import mixing as teacher_mixing
+from waiting import FixedOrder
 
-F64 = torch.float64
+of_every_loss = pytest.mark.parametrize("name", PROBLEMS)
+# their values or gradients jump where the models agree
+KINKED = ("total_variation", "translated, total_variation", "alm, absolute", "uld", "hybrid_uld",
+          "gold", "h_kl")
 
 
+def value_and_gradient(problem, *logits, **options):
+    """Return (value, gradient by the student's logits) of a Problem, or of it at other logits."""
+    x, y = logits or (problem.x, problem.y)
+    x = x.detach().clone().requires_grad_()
+    value, _ = problem.loss(x, y, **options)
+    return value.detach(), gradient(value, x)
+
+
+@of_every_loss
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
-def test_event_kl_equals_brute_force(tau):
-    kinds = set()
-    for seed in range(40):
-        sizes = random.Random(seed).choice([(9, 12), (12, 7), (5, 14), (14, 4)])
-        case = Case(seed, sizes=sizes)
-        case.x.requires_grad_(seed % 4 == 0)
-        terms = event_terms(*case.next, *case.chunk, case.spelling)
-        if len(terms.inside_teacher.low):
-            kinds.add("inside_teacher")
-        if len(terms.inside_student.low):
-            kinds.add("inside_student")
-        if terms.count_many:
-            kinds.add("many")
-        value, count = case.piece(tau)
-        expected, expected_count = oracle.event_kl(
-            case.x, case.y, *case.next, *case.chunk, case.A, case.B, tau
-        )
+def test_equals_its_definition(name, tau):
+    for seed in range(12):
+        sizes = {"sizes": [(9, 12), (12, 7), (5, 14)][seed % 3]} if name in CHUNK_LOSSES else {}
+        problem = PROBLEMS[name](seed, tau, **sizes)
+        value, count = problem.loss()
+        expected, expected_count = problem.definition()
         assert count == expected_count
-        assert abs(value - expected) <= 1e-12 * expected
-        if case.x.requires_grad:
-            assert close(gradient(value, case.x), gradient(expected, case.x), 1e-11)
-    # the cases do exercise every kind of term
-    assert kinds == {"inside_teacher", "inside_student", "many"}
+        assert abs(value - expected) <= 1e-12 * expected.abs().clamp(min=1e-3)
+        if seed < 4:
+            assert close(gradient(value, problem.x), gradient(expected, problem.x), 1e-11), seed
+
+
+def test_the_texts_have_chunks_of_every_shape():
+    """Which makes the equality above one of all terms; what event_kl covers is counted by them."""
+    shapes = set()
+    for seed in range(4):
+        case = Case(seed)
+        tables = LossTables.of(case)
+        terms = events.event_terms(*case.ids, tables.spelling)
+        coverage = events.event_coverage(case.y, terms, tables.spelling)
+        chunks = oracle.chunks(*case.ids[2:])
+        sizes = [(len(positions_S), len(positions_T)) for _, positions_S, positions_T in chunks]
+        shapes.update((min(n, 2), min(m, 2)) for n, m in sizes)
+        assert coverage["one_to_one"] == (sizes.count((1, 1)), len(chunks))
+        assert coverage["many"][0] == sum(min(shape) > 1 for shape in sizes)
+        mass, num_inside = 0, 0
+        for b, positions_S, positions_T in chunks:
+            if len(positions_T) > 1:
+                continue
+            q = oracle.softmax(case.y[b, positions_T[0]])
+            seen = case.ids.next_S[b, positions_S].tolist()
+            for k in range(1, len(seen)):
+                mass += sum(oracle.continuation_mass(q, case.A, seen[:k]).values())
+                num_inside += 1
+        assert coverage["prefix_coverage"] == (pytest.approx(float(mass)), num_inside)
+        event_mass, num_starts = coverage["event_coverage"]
+        assert 0 < event_mass <= num_starts
+    assert shapes == {(1, 1), (1, 2), (2, 1), (2, 2)}
+
+
+@of_every_loss
+def test_equal_tokenizers_at_agreement_have_nothing_to_learn(name):
+    if name in ("cross_entropy", "alm, binary_ce"):
+        pytest.skip("it is an entropy there")
+    problem = PROBLEMS[name](3, equal=True)
+    y = problem.y
+    teacher_tau = name.endswith("another temperature") or name.endswith("student's top_k")
+    if teacher_tau:
+        y = y * 1.5
+    value, d = value_and_gradient(problem, problem.y, y)
+    assert abs(value) < 1e-6 if name.startswith("projection") else abs(value) < 1e-12
+    if not name.startswith(KINKED):
+        assert d.abs().max() < 1e-7
+    if not teacher_tau:
+        for tau in (10.0, 100.0):  # whose square multiplies the rounding of float32
+            value, _ = PROBLEMS[name](3, tau, equal=True).loss(y.float(), y.float())
+            assert abs(value) < 1e-4 + 2e-5 * tau**2
+
+
+@pytest.mark.parametrize("name", ["event_kl", "projection_kl", "gold"] + [
+    f"translated, {divergence}" for divergence in COEFFICIENTS])
+def test_equal_tokenizers_give_the_plain_divergence(name):
+    problem = PROBLEMS[name](5, 2.0, equal=True)
+    divergence = name.partition(", ")[2] or "forward_kl"
+    expected, expected_count = getattr(losses, divergence)(
+        problem.x, problem.y, problem.reads[0], temperature=2.0, **COEFFICIENTS[divergence])
+    value, count = problem.loss()
+    assert count == expected_count
+    assert abs(value - expected) < 1e-7
+
+
+@of_every_loss
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_that_are_not_read_may_hold_anything_and_one_that_is_spoils_the_loss(name, side):
+    problem = PROBLEMS[name](3)
+    expected = value_and_gradient(problem)
+    for wrong in (torch.nan, torch.inf):
+        logits = [problem.x.detach(), problem.y]
+        is_read = problem.reads[side]
+        logits[side] = torch.where(is_read[..., None], logits[side], wrong)
+        value, d = value_and_gradient(problem, *logits)
+        assert value == expected[0]
+        assert torch.equal(d, expected[1])
+    if name != "cross_entropy" or side == 0:
+        for wrong in (torch.nan, torch.inf):
+            logits = [problem.x.detach().clone(), problem.y.clone()]
+            b, t = problem.reads[side].nonzero()[0].tolist()
+            logits[side][b, t, 0] = wrong
+            value, d = value_and_gradient(problem, *logits)
+            assert value.isnan() and (d.isnan().any() or name.startswith(KINKED))
+
+
+def extremes(logits_BNX):
+    """Yield logits with excluded tokens: each, everywhere and in every other row; all but one."""
+    width = logits_BNX.shape[-1]
+    for token in range(width):
+        for rows in (slice(None), slice(0, None, 2), slice(1, None, 2)):
+            changed = logits_BNX.clone()
+            changed[:, rows, token] = -torch.inf
+            yield changed
+    for others in (-torch.inf, -500.0):
+        changed = torch.full_like(logits_BNX, others)
+        changed[..., 1] = 500.0
+        yield changed
+
+
+@of_every_loss
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_a_model_excludes_costs_a_finite_amount(name, side):
+    if name == "cross_entropy":
+        pytest.skip("as torch has it, it is infinite")
+    for dtype in (torch.float32, F64):
+        problem = PROBLEMS[name](1)
+        logits = [problem.x.detach().to(dtype), problem.y.to(dtype)]
+        for changed in extremes(logits[side]):
+            both = list(logits)
+            both[side] = changed
+            value, d = value_and_gradient(problem, *both)
+            assert value.isfinite() and d.isfinite().all()
+
+
+@of_every_loss
+@pytest.mark.parametrize("gap", [0.0, 10.0, 35.0, 60.0, 120.0])
+def test_float32_is_as_good_as_float64(name, gap):
+    """What a model gives almost no probability underflows in float32; the loss must not."""
+    if name.startswith("translated") and gap > 35:
+        pytest.skip("what a row leaves for the end of a token is 1 - sum, which float32 rounds")
+    # where a chunk is all but certain, float32 keeps few digits of 1 - p
+    precision = 2e-4 if name.startswith("alm") else 2e-5
+    for side, seed, tau in ((0, 0, 1.0), (1, 1, 1.0), (0, 2, 2.0), (1, 3, 0.5)):
+        problem = PROBLEMS[name](seed, tau)
+        logits = [problem.x.detach().float(), problem.y.float()]
+        width = logits[side].shape[-1]
+        most_likely = torch.randint(width, logits[side].shape[:2])
+        logits[side] = logits[side] + gap * F.one_hot(most_likely, width)
+        expected, expected_d = value_and_gradient(problem, *[x.double() for x in logits])
+        value, d = value_and_gradient(problem, *logits)
+        assert expected.isfinite() and value.dtype == torch.float32
+        assert abs(value - expected) <= 3e-5 * expected.abs().clamp(min=1e-3), (side, seed)
+        # a gradient that vanishes is rounded
+        assert (d - expected_d).norm() <= precision * max(expected_d.norm(), 0.1), (side, seed)
+
+
+@of_every_loss
+def test_half_precision_is_summed_in_float32(name):
+    problem = PROBLEMS[name](4)
+    logits = problem.x.detach().bfloat16(), problem.y.bfloat16()
+    exact, exact_d = value_and_gradient(problem, *[x.double() for x in logits])
+    with torch.autocast("cpu", torch.bfloat16):
+        value, d = value_and_gradient(problem, *logits)
+    assert value.dtype == torch.float32 and d.dtype == torch.bfloat16
+    assert abs(value - exact) <= 1e-5 * abs(exact)
+    assert close(d.double(), exact_d, 0.01)
+
+
+@of_every_loss
+def test_terms_add_up_whatever_the_reduction_the_weights_and_the_cut_of_the_batch(name):
+    problem = PROBLEMS[name](7, samples=4)
+    total, count = problem.loss()
+    terms_N, weights_N = problem.loss(reduction="none")
+    sums_B, counts_B = problem.loss(reduction="sample")
+    torch.testing.assert_close(terms_N.sum(), total)
+    assert weights_N.sum() == counts_B.sum() == count == len(terms_N)
+    weight = torch.zeros(problem.x.shape[:2], dtype=F64)
+    for b in range(4):
+        weight[b] = b + 0.5
+        cut = slice(b, b + 1)
+        one, one_count = problem.loss(problem.x[cut], problem.y[cut], cut)
+        torch.testing.assert_close(sums_B[b], one)
+        assert counts_B[b] == one_count
+    weighted, weighted_count = problem.loss(weight_BS=weight)
+    factors = torch.arange(4) + 0.5
+    torch.testing.assert_close(weighted, (factors * sums_B).sum())
+    torch.testing.assert_close(weighted_count, (factors * counts_B).sum())
+    # a term weighs as the position where it begins, and terms come in the order of these
+    some = torch.rand(weight.shape, dtype=F64) * problem.reads[0]
+    weighted_N, some_N = problem.loss(weight_BS=some, reduction="none")
+    torch.testing.assert_close(weighted_N, some_N * terms_N)
+    place_N = [int((some.flatten() == one).nonzero().squeeze()) for one in some_N]
+    assert place_N == sorted(set(place_N))
+    with pytest.raises(ValueError, match="reduction='mean'"):
+        problem.loss(reduction="mean")
+
+
+@pytest.mark.parametrize("name", CHUNK_LOSSES)
+def test_without_a_chunk_there_is_nothing_and_it_has_a_gradient(name):
+    case = Case(2)
+    tables = LossTables.of(case)
+    none = [torch.full_like(chunk, -1) for chunk in case.ids[2:]]
+    ids = case.ids._replace(chunk_S=none[0], chunk_T=none[1])
+    spec = CHUNK_LOSSES[name]
+    value, count = spec.compute(case.x, case.y, ids, spec.list_terms(ids, tables), tables)
+    assert value == count == 0
+    assert (gradient(value, case.x) == 0).all()
+
+
+# --- other paths ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHUNK_LOSSES)
+def test_sums_have_a_fixed_order_where_index_add_has_none(name, monkeypatch):
+    """On a GPU the path of plain torch repeats itself, forward and backward."""
+    problem = PROBLEMS[name](20, samples=4)
+    expected = value_and_gradient(problem)
+    monkeypatch.setattr(losses, "ORDERED_DEVICES", ())
+    with FixedOrder():
+        ours = value_and_gradient(problem)
+    for one, other in zip(ours, expected):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CHUNK_LOSSES)
+def test_nothing_waits_for_the_device(name):
+    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
+    case = Case(3)
+    tables = LossTables.of(case)
+    spec = CHUNK_LOSSES[name]
+    terms = spec.list_terms(case.ids, tables)
+    x = on_meta(case.x)
+    value, _ = spec.compute(x, *on_meta([case.y, case.ids, terms, tables]))
+    value.backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}])
+def test_nothing_of_one_vocabulary_waits_for_the_device(options):
+    x, y = on_meta([LogitsCase(0).x, LogitsCase(0).y])
+    for name in ("generalized_jsd", "adaptive_kl"):
+        losses.position_divergence(name, x, y, None, **options)[0].backward()
+    labels = torch.empty(x.shape[:2], device="meta", dtype=torch.long)
+    value, count = losses.next_token_cross_entropy(x, labels, select=False)
+    value.backward()
+    assert value.shape == count.shape == () and x.grad.shape == x.shape
+
+
+def sharded(world):
+    """Return the relative errors, by loss and case, on one of `world` ranks; some hold no text."""
+    dist.init_process_group("gloo")
+    errors = {}
+    for seed, samples in ((0, 4), (1, 1)):
+        for name in PROBLEMS:
+            problem = PROBLEMS[name](seed, samples=samples)
+            sides = problem.x, problem.y
+            bounds = [shards(world, side.shape[-1])[dist.get_rank()] for side in sides]
+            errors[name, seed] = shard_error(problem.loss, sides, bounds, dist.group.WORLD)
+    dist.destroy_process_group()
+    return errors
+
+
+@pytest.mark.slow
+def test_sharded_columns_give_the_same_value_and_gradient():
+    for errors in ranks.run(3, sharded, 3):
+        assert len(errors) == 2 * len(PROBLEMS)
+        assert max(errors.values()) < 1e-9, errors
+
+
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_wrong_input_is_one_line():
     """An int64 mask would count 50 positions of 10, other widths would shift rows in silence."""
     case = Case(3)
+    tables = LossTables.of(case)
     x, y = case.x, case.y
-    next_S, next_T = case.next
+    next_S, next_T, chunk_S, chunk_T = case.ids
     logits = dict(student_logits_BSV=x, teacher_logits_BTW=y)
-    chunk = dict(student_chunk_BS=case.chunk[0], teacher_chunk_BT=case.chunk[1])
+    chunk = dict(student_chunk_BS=chunk_S, teacher_chunk_BT=chunk_T)
     following = dict(student_next_BS=next_S, teacher_next_BT=next_T)
     weight = {"weight_BS": torch.ones(next_S.shape)}
-    mask = next_S >= 0
-    both = dict(student_logits_BSV=x, teacher_logits_BSV=x.detach() / 2, mask_BS=mask) | weight
-    for name in ("forward_kl", "reverse_kl", "generalized_jsd", "skew_forward_kl",
-                 "skew_reverse_kl", "adaptive_kl", "total_variation"):
-        check_wrong_input(getattr(losses, name), both, [])
     logp = torch.zeros(next_S.shape)
-    check_wrong_input(policy_losses.topk_tail_policy_loss, both | dict(
-        next_BS=next_S.clamp(min=0), top_k=2, old_logp_BS=logp,
-        sample_BS=torch.zeros_like(next_S)), [])
-    check_wrong_input(policy_losses.prefix_ratio, dict(
-        logp_BS=logp, old_logp_BS=logp, mask_BS=mask, sample_BS=torch.zeros_like(next_S)), [])
-    labels = torch.where(mask, next_S, -100)
-    check_wrong_input(next_token_cross_entropy, dict(logits_BSV=x, labels_BS=labels) | weight, [])
-    check_wrong_input(losses.alm, logits | following | chunk | weight, [])
-    check_wrong_input(losses.uld, logits | following | chunk | weight, [])
-    tables = dict(indices_VK=case.indices, likelihoods_VK=case.likelihoods)
-    check_wrong_input(projection_kl, logits | chunk | tables | weight, list(tables))
-    common = dict(zip(("common_V", "common_W"), losses.common_tokens(*tables.values())))
-    check_wrong_input(losses.gold, logits | chunk | common | weight, list(common))
-    terms = event_terms(*case.next, *case.chunk, case.spelling)
-    check_wrong_input(event_terms, following | chunk | {"spelling": case.spelling}, [])
-    events = {"terms": terms, "spelling": case.spelling}
-    check_wrong_input(event_kl, logits | following | weight | events, [])
+    sample = torch.zeros_like(next_S)
+    mask = chunk_S >= 0
+    both = dict(student_logits_BSV=x, teacher_logits_BSV=x.detach() / 2, mask_BS=mask) | weight
+    projection = dict(indices_VK=tables.indices, likelihoods_VK=tables.likelihoods)
+    common = dict(zip(("common_V", "common_W"), tables.common))
+    spelling = {"spelling": tables.spelling}
+    terms = {"terms": events.event_terms(*case.ids, tables.spelling)} | spelling
+    ids = following | chunk
+    read = {"student_ids_BS": next_S}
+    nodes = {"nodes": translation.list_nodes(next_S, *case.ids, tables.translation)}
+    cells = {"tables": tables.translation}
     teacher = {"teacher_logits_BTW": y}
-    check_wrong_input(event_coverage, teacher | events, [])
-    check_wrong_input(teacher_importance, teacher | {"teacher_chunk_BT": case.chunk[1]}, [])
+    calls = [
+        (policy_losses.topk_tail_policy_loss,
+         both | dict(next_BS=next_S, top_k=2, old_logp_BS=logp, sample_BS=sample)),
+        (policy_losses.prefix_ratio,
+         dict(logp_BS=logp, old_logp_BS=logp, mask_BS=mask, sample_BS=sample)),
+        (losses.next_token_cross_entropy, dict(logits_BSV=x, labels_BS=next_S) | weight),
+        (losses.alm, logits | ids | weight),
+        (losses.uld, logits | ids | weight),
+        (losses.projection_kl, logits | chunk | projection | weight),
+        (losses.gold, logits | chunk | common | weight),
+        (events.event_terms, ids | spelling),
+        (events.event_kl, logits | following | weight | terms),
+        (events.event_coverage, teacher | terms),
+        (losses.teacher_importance, teacher | {"teacher_chunk_BT": chunk_T}),
+        (translation.list_nodes, read | ids | cells),
+        (translation.translated, logits | following | nodes | cells | weight),
+        (translation.cell_coverage, teacher | nodes | cells),
+    ]
+    calls += [(getattr(losses, name), both) for name in COEFFICIENTS]
+    for function, arguments in calls:
+        check_wrong_input(function, arguments, [*projection, *common])
     with pytest.raises(ValueError, match="the same vocabulary"):
         losses.forward_kl(x, x[..., :-1], None)
     with pytest.raises(ValueError, match="teacher_chunk has the shape"):
-        losses.find_chunks(case.chunk[0], case.chunk[1][:-1])
+        losses.find_chunks(chunk_S, chunk_T[:-1])
+    with pytest.raises(ValueError, match="support='both'"):
+        losses.forward_kl(x, x, mask, top_k=2, support="both")
+    with pytest.raises(ValueError, match="'kl': no such divergence"):
+        losses.position_divergence("kl", x, x, mask)
+    with pytest.raises(ValueError, match="mode='x': expected binary_kl"):
+        losses.alm(x, y, *case.ids, mode="x")
+    with pytest.raises(ValueError, match="'token': expected one of clamp, mask"):
+        policy_losses.topk_tail_policy_loss(x, x, next_S, mask, ratio="token")
 
 
-@pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
-def test_projection_kl_equals_brute_force(tau):
-    for seed in range(25):
-        case = Case(seed)
-        case.x.requires_grad_(seed % 5 < 2)
-        kept = None
-        if seed % 2 == 0:
-            kept = torch.tensor(sorted(random.Random(seed).sample(range(12), 6)))
-        value, count = case.projection(tau, kept=kept)
-        expected, expected_count = oracle.projection_kl(
-            case.x, case.y, *case.chunk, case.indices, case.likelihoods, kept, tau
-        )
-        assert count == expected_count
-        assert abs(value - expected) <= 1e-12 * expected
-        if case.x.requires_grad:
-            assert close(gradient(value, case.x), gradient(expected, case.x), 1e-10)
+# the sides whose tokens the tables of a loss know
+KNOWN_SIDES = {"event_kl": (0, 1), "projection_kl": (0, 1), "projection_kl, kept": (0,),
+               "gold": (0, 1), "hybrid_uld": (0, 1), "translated, forward_kl": (0, 1)}
 
 
-def test_cross_entropy_equals_brute_force():
-    for seed in range(10):
-        case = Case(seed)
-        labels = torch.where(case.chunk[0] >= 0, case.next[0], -100)
-        value, count = next_token_cross_entropy(case.x, labels)
-        expected, expected_count = oracle.cross_entropy(case.x, labels)
-        assert count == expected_count
-        assert abs(value - expected) <= 1e-12 * expected
-        assert close(gradient(value, case.x), gradient(expected, case.x), 1e-12)
+@pytest.mark.parametrize("name", KNOWN_SIDES)
+def test_the_padding_of_a_head_is_refused(name):
+    case = Case(4)
+    tables = LossTables.of(case)
+    spec = CHUNK_LOSSES[name]
+    rest = {}
+    if name in ("gold", "hybrid_uld"):
+        rest["rest"] = [losses.other_tokens(ids, side.shape[-1])
+                        for ids, side in zip(tables.common, (case.x, case.y))]
+    terms = spec.list_terms(case.ids, tables)
+    calls = [lambda x, y: spec.compute(x, y, case.ids, terms, tables, **rest)]
+    if name == "event_kl":
+        calls.append(lambda x, y: events.event_coverage(y, terms, tables.spelling))
+    for number, call in enumerate(calls):
+        for side in KNOWN_SIDES[name][number:]:
+            logits = [case.x, case.y]
+            size = logits[side].shape[-1]
+            padded = F.pad(logits[side], (0, 3), value=5.0)
+            who = ("student", "teacher")[side]
+            message = rf"{who} logits have {size + 3} columns, .* {size} tokens; cut .*:{size}\]"
+            for changed, expected in ((padded, message),
+                                      (logits[side][..., :-1], "another tokenizer")):
+                logits[side] = changed
+                with pytest.raises(ValueError, match=expected):
+                    call(*logits)
+
+
+# --- one loss -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
@@ -133,171 +394,58 @@ def test_cross_entropy_without_selection_is_that_of_torch_bit_for_bit(dtype, lab
         labels[:] = -100
     logits = losses.at_least_float32(x).flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-    value, count = next_token_cross_entropy(x, labels, select=False)
+    value, count = losses.next_token_cross_entropy(x, labels, select=False)
     assert value.dtype == count.dtype == expected.dtype
     assert torch.equal(value, expected)
     assert count == (labels != -100).sum()
     assert torch.equal(gradient(value, x), gradient(expected, x))
-    # up to rounding this is what the selection of rows gives; other reductions select rows anyway
-    selected, selected_count = next_token_cross_entropy(x, labels)
-    assert torch.allclose(value, selected)
-    assert count == selected_count
+    # other reductions select rows anyway
     for reduction in ("sample", "none"):
-        terms, weights = next_token_cross_entropy(x, labels, reduction=reduction, select=False)
+        terms, weights = losses.next_token_cross_entropy(
+            x, labels, reduction=reduction, select=False)
         assert torch.allclose(terms.sum(), value)
         assert weights.sum() == count
 
 
-def test_cross_entropy_without_selection_does_not_wait_for_the_device():
-    """Tensors on the meta device have no values, so whatever would wait for one raises."""
-    x = torch.empty(2, 5, 7, device="meta", requires_grad=True)
-    labels = torch.empty(2, 5, device="meta", dtype=torch.long)
-    value, count = next_token_cross_entropy(x, labels, select=False)
-    value.backward()
-    assert value.shape == count.shape == () and x.grad.shape == x.shape
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        next_token_cross_entropy(x, labels)
+def test_a_large_temperature_is_the_limit():
+    limit = PROBLEMS["alm, temperature_limit"](4).loss()[0]
+    for tau in (1e2, 1e3):  # the two differ by terms of 1 / tau
+        near = tau * PROBLEMS["alm, binary_kl"](4, tau).loss()[0]
+        assert 0 < abs(near / limit - 1) < 20 / tau
 
 
-def test_gradcheck():
-    for seed in range(4):
-        case = Case(seed, samples=1, length=8)
-        for tau in (1.0, 2.0):
-            for loss in (case.piece, case.projection):
-                assert torch.autograd.gradcheck(
-                    lambda x, loss=loss, tau=tau: loss(tau, x)[0], case.x, fast_mode=True
-                )
+def test_common_tokens_are_used_once():
+    indices = torch.tensor([[7, -1], [7, -1], [8, 9], [8, 5], [8, -1], [-1, -1], [3, 4]])
+    likelihoods = torch.tensor(
+        [[1, 0], [1, 0], [0.7, 0.3], [0.5, 0.5], [1, 0], [0, 0], [0.59, 0.41]]
+    )
+    exact = losses.common_tokens(indices, likelihoods)
+    assert exact.student.tolist() == [0, 4]
+    assert exact.teacher.tolist() == [7, 8]
+    relaxed = losses.common_tokens(indices[:4], likelihoods[:4], relaxed=True)
+    assert relaxed.student.tolist() == [0, 2]
+    assert relaxed.teacher.tolist() == [7, 8]
+    with pytest.raises(ValueError, match="no common token"):
+        losses.common_tokens(indices[2:4], likelihoods[2:4])
 
 
-def test_equal_tokenizers_give_forward_kl_and_zero_at_agreement():
-    torch.manual_seed(0)
-    V = 11
-    next_ids = torch.randint(V, (2, 6))
-    chunk = torch.arange(6).expand(2, 6)
-    same_spelling = [[i] for i in range(V)]
-    spelling = spelling_of(same_spelling, same_spelling)
-    terms = event_terms(next_ids, next_ids, chunk, chunk, spelling)
-    x = torch.randn(2, 6, V, dtype=F64)
-    y = torch.randn(2, 6, V, dtype=F64)
-    value, count = event_kl(x, y, next_ids, next_ids, terms, spelling)
-    forward = (y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum()
-    assert count == 12
-    assert abs(value - forward) < 1e-12 * forward
-    assert abs(event_kl(y, y, next_ids, next_ids, terms, spelling)[0]) < 1e-12
-    indices = torch.arange(V)[:, None]  # the identity as a projection
-    ones = torch.ones(V, 1, dtype=F64)
-    assert abs(projection_kl(y, y, chunk, chunk, indices, ones)[0]) < 1e-7
-    assert abs(projection_kl(x, y, chunk, chunk, indices, ones)[0] - forward) < 1e-7
-
-
-def test_never_negative():
-    for seed in range(30):
-        case = Case(seed, dtype=torch.float32)
-        assert case.piece()[0] >= -1e-5
-        assert case.projection()[0] >= -1e-5
-
-
-def test_padding_may_hold_anything():
-    """One side at a time: NaN where no chunk is must reach neither the value nor the gradient."""
-    for loss in ("piece", "projection"):
-        for side in (0, 1):
-            case = Case(3)
-            expected = getattr(case, loss)()[0]
-            logits = [case.x, case.y]
-            has_chunk = (case.chunk[side] >= 0)[..., None]
-            logits[side] = torch.where(has_chunk, logits[side], torch.nan)
-            value = getattr(case, loss)(1.0, *logits)[0]
-            assert value == expected
-            assert torch.equal(gradient(value, case.x), gradient(expected, case.x))
-    case = Case(3)
-    labels = torch.where(case.chunk[0] >= 0, case.next[0], -100)
-    x = torch.where((labels >= 0)[..., None], case.x, torch.nan)
-    assert gradient(next_token_cross_entropy(x, labels)[0], case.x).isfinite().all()
-
-
-def test_every_row_is_read_by_the_right_position():
-    """Swap two predictor rows: only a loss that reads position t for chunk t can tell."""
-    for loss in ("piece", "projection"):
-        for side in (0, 1):
-            case = Case(5)
-            logits = [case.x.detach(), case.y]
-            length = logits[side].shape[1]
-            logits[side] = logits[side][:, [1, 0, *range(2, length)]]
-            swapped = getattr(case, loss)(1.0, *logits)[0]
-            assert abs(swapped - getattr(case, loss)()[0]) > 1e-3
-
-
-def test_same_whatever_the_cut_of_the_batch():
-    for loss in ("piece", "projection"):
-        case = Case(7, samples=4)
-        whole, whole_count = getattr(case, loss)()
-        x = case.x
-        y = case.y
-        nexts = case.next
-        chunks = case.chunk
-        total = 0.0
-        count = 0
-        for i in range(4):
-            case.next = [next_ids[i : i + 1] for next_ids in nexts]
-            case.chunk = [chunk[i : i + 1] for chunk in chunks]
-            value, sample_count = getattr(case, loss)(1.0, x[i : i + 1], y[i : i + 1])
-            total = total + value
-            count += sample_count
-        assert count == whole_count
-        assert abs(total - whole) < 1e-12 * whole
-        assert close(gradient(total, x), gradient(whole, x), 1e-12)
-
-
-def test_no_chunk_at_all_still_has_a_gradient():
-    case = Case(2)
-    case.chunk = [torch.full_like(c, -1) for c in case.chunk]
-    for loss in (case.piece, case.projection):
-        value, count = loss()
-        assert count == 0
-        assert value == 0
-        assert torch.equal(gradient(value, case.x), torch.zeros_like(case.x))
-
-
-def test_a_peaky_student_keeps_its_gradient():
-    """A logit gap of 100: in float32 the mass of the other events underflows; its log must not."""
-    case = Case(1, dtype=torch.float32)
-    peak = torch.zeros_like(case.x)
-    peak[..., 0] = 100.0
-    x = (case.x.detach() / 10 + peak).requires_grad_()
-    x64 = x.detach().double().requires_grad_()
-    value = case.piece(1.0, x)[0]
-    expected = oracle.event_kl(x64, case.y, *case.next, *case.chunk, case.A, case.B)[0]
-    assert abs(value - expected) < 1e-4 * expected
-    assert close(gradient(value, x).double(), gradient(expected, x64), 1e-4)
-
-
-def test_low_precision_inputs_are_summed_in_float32():
-    for loss in ("piece", "projection"):
-        case = Case(4, dtype=torch.float32)
-        x = case.x.detach().bfloat16().requires_grad_()
-        y = case.y.bfloat16()
-        exact = getattr(case, loss)(1.0, x.detach().double(), y.double())[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            value = getattr(case, loss)(1.0, x, y)[0]
-        assert value.dtype == torch.float32
-        assert abs(value - exact) < 1e-5 * exact
-        assert gradient(value, x).dtype == torch.bfloat16
-
-
-def test_importance_ignores_padding():
+def test_teacher_tokens_are_reachable_by_a_weight_and_important_where_a_chunk_is():
+    indices = torch.tensor([[0, 2], [1, -1], [3, 1]])
+    likelihoods = torch.tensor([[0.9, 0.1], [1.0, 0.0], [0.0, 1.0]])
+    reachable = losses.reachable_tokens(indices, likelihoods, 6)
+    assert reachable.tolist() == [True, True, True, False, False, False]
     case = Case(6)
-    has_chunk = case.chunk[1] >= 0
-    y = torch.where(has_chunk[..., None], case.y, torch.nan)
-    assert torch.equal(teacher_importance(y, case.chunk[1]), case.y[has_chunk].amax(0))
-    no_chunk = torch.full_like(case.chunk[1], -1)
-    assert teacher_importance(y, no_chunk).max() == -torch.inf
+    chunk = case.ids.chunk_T
+    y = torch.where((chunk >= 0)[..., None], case.y, torch.nan)
+    assert torch.equal(losses.teacher_importance(y, chunk), case.y[chunk >= 0].amax(0))
+    assert losses.teacher_importance(y, torch.full_like(chunk, -1)).max() == -torch.inf
 
 
 # --- teacher_mixing.py ---------------------------------------------------------------------------
 
 
 def test_average_of_teachers():
-    x = Case(8, sizes=(9, 12)).y
+    x = LogitsCase(8).y
     y = torch.randn(x.shape, dtype=F64)
     p = x.softmax(-1)
     q = y.softmax(-1)
@@ -315,10 +463,8 @@ def test_average_of_teachers():
 
 @pytest.mark.parametrize("kind", ["ce", "entropy", "max_prob"])
 def test_teacher_scores_are_means_over_positions(kind):
-    case = Case(7)
-    logits = case.y
-    next_ids = case.next[1]
-    mask = case.chunk[1] >= 0
+    case = LogitsCase(7)
+    logits, next_ids, mask = case.y, case.next, case.mask
     scores = teacher_mixing.teacher_scores(logits, next_ids, mask, kind)
     for b in range(len(logits)):
         terms = []
@@ -364,104 +510,3 @@ def test_teacher_weights_and_factors():
     assert torch.allclose(factors, torch.tensor([3.0, 1.0, 2.0]).double())
     kd = torch.tensor(2.0, requires_grad=True)
     assert teacher_mixing.dynamic_scale(torch.tensor(3.0), kd) == 1.5
-
-
-@pytest.mark.parametrize("call", [
-    "losses.next_token_cross_entropy(x, torch.tensor([[1, -100]]))[0]",
-])
-def test_a_file_works_alone(tmp_path, call):
-    name = call.lstrip("-").split(".")[0]
-    shutil.copy(ROOT / f"{name}.py", tmp_path)
-    code = (
-        f"import sys; sys.path.insert(0, '.'); import torch, {name}; x = torch.zeros(1, 2, 3); "
-        f"assert 'License: Apache-2.0' in {name}.__doc__; print({call})"
-    )
-    result = subprocess.run(
-        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert "1.0986" in result.stdout, result.stderr
-
-
-def test_leaving_the_kept_columns_is_no_optimum():
-    """A student without mass in the kept columns pays for all of the target, not nothing."""
-    # student tokens 0 and 1 map to teacher tokens 0 and 1, token 2 to a column that is not kept
-    indices = torch.tensor([[0], [1], [2]])
-    likelihoods = torch.ones(3, 1)
-    kept = torch.tensor([0, 1])
-    chunk = torch.zeros(1, 1, dtype=torch.long)
-    teacher = torch.tensor([[[2.0, 0.0, 0.0]]])
-    values = []
-    for away in (0.0, 5.0, 10.0, 40.0):
-        student = torch.tensor([[[0.0, 2.0, away]]])
-        value, _ = losses.projection_kl(
-            student, teacher, chunk, chunk, indices, likelihoods, kept_K=kept)
-        values.append(float(value))
-    target = torch.tensor([2.0, 0.0]).softmax(0)
-    student = torch.tensor([0.0, 2.0]).softmax(0)
-    expected = float((target * (target / student).log()).sum())
-    for value in values[:3]:  # the student's opinion inside the kept columns is all that counts
-        assert abs(value - expected) < 1e-3 * expected
-    assert values[3] > expected  # almost nothing is left: the price of EPSILON
-
-
-def test_columns_that_no_student_token_reaches():
-    """They are told by their weights; without them, no loss is left for a student that agrees."""
-    indices = torch.tensor([[0, 2], [1, -1], [3, 1]])
-    likelihoods = torch.tensor([[0.9, 0.1], [1.0, 0.0], [0.0, 1.0]])
-    reachable = losses.reachable_tokens(indices, likelihoods, 6)
-    assert reachable.tolist() == [True, True, True, False, False, False]
-    chunk = torch.zeros(1, 1, dtype=torch.long)
-    student = torch.tensor([[[1.0, 0.5, -1.0]]])
-    p = student[0, 0].softmax(0)
-    r = torch.stack([0.9 * p[0], p[1] + p[2], 0.1 * p[0]])
-    teacher = torch.cat([r.log(), torch.tensor([2.0, 1.0, 0.0])])[None, None]
-    arguments = student, teacher, chunk, chunk, indices, likelihoods
-    among_reachable, _ = losses.projection_kl(*arguments, kept_K=reachable.nonzero().squeeze(1))
-    among_all, _ = losses.projection_kl(*arguments)
-    assert abs(float(among_reachable)) < 1e-6
-    unreachable = teacher[0, 0].softmax(0)[3:].sum()
-    assert float(among_all) > 15 * float(unreachable)
-
-
-def losses_with_tables(case):
-    """Return {name: (x, y) -> loss} of all losses that are called with tables of a vocabulary."""
-    sizes = case.x.shape[-1], case.y.shape[-1]
-    common = losses.common_tokens(case.indices, case.likelihoods, relaxed=True)
-    rest = [losses.other_tokens(ids, size) for ids, size in zip(common, sizes)]
-    entries = losses.projection_entries(case.indices, case.likelihoods, sizes[1])
-    terms = event_terms(*case.next, *case.chunk, case.spelling)
-    tables = case.indices, case.likelihoods
-    return {
-        "event_kl": lambda x, y: event_kl(x, y, *case.next, terms, case.spelling),
-        "event_coverage": lambda x, y: event_coverage(y, terms, case.spelling),
-        "projection_kl": lambda x, y: losses.projection_kl(x, y, *case.chunk, *tables),
-        "with entries": lambda x, y: losses.projection_kl(
-            x, y, *case.chunk, *tables, entries=entries),
-        "gold": lambda x, y: losses.gold(x, y, *case.chunk, *common, rest=rest),
-    }
-
-
-# the teacher's tokens are not known from (indices, likelihoods) alone
-KNOWN_SIDES = {"event_kl": "both", "event_coverage": "teacher", "projection_kl": "student",
-               "with entries": "both", "gold": "both"}
-
-
-@pytest.mark.parametrize("name", KNOWN_SIDES)
-@pytest.mark.parametrize("side", ["student", "teacher"])
-def test_the_padding_of_a_head_is_refused(name, side):
-    case = Case(4)
-    loss = losses_with_tables(case)[name]
-    loss(case.x, case.y)
-    logits = {"student": case.x, "teacher": case.y}
-    size = logits[side].shape[-1]
-    if KNOWN_SIDES[name] not in (side, "both"):
-        return
-    more = dict(logits)
-    more[side] = torch.nn.functional.pad(logits[side], (0, 3), value=5.0)
-    message = rf"{side} logits have {size + 3} columns, .* {size} tokens; cut .*:{size}\]"
-    with pytest.raises(ValueError, match=message):
-        loss(more["student"], more["teacher"])
-    fewer = dict(logits)
-    fewer[side] = logits[side][..., :-1]
-    with pytest.raises(ValueError, match="another tokenizer"):
-        loss(fewer["student"], fewer["teacher"])

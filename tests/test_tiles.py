@@ -1,9 +1,7 @@
 """tiles.py: the same loss and gradient as the plain path, in bounded memory."""
 
+import itertools
 import math
-import shutil
-import subprocess
-import sys
 import weakref
 from contextlib import nullcontext
 
@@ -11,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import Case, common_of
-from conftest import ROOT
-from isogloss import event_kl as events, losses, tiles as tiles_module
+from cases import Case, Ids, on_meta
+from every_loss import CHUNK_LOSSES, LossTables
+from isogloss import losses, tiles as tiles_module
 from isogloss.tiles import (
     GPU_SUB_TILES,
     Head,
@@ -34,7 +32,8 @@ from isogloss.tiles import (
 H = 6
 STUDENT_PADDING = 2  # rows of the head that are no token
 TEACHER_PADDING = 3
-LOSSES = "ce", "event_kl", "projection_kl", "kept", "gold", "h_kl", "uld", "alm"
+LOSSES = "event_kl", "projection_kl", "projection_kl, kept", "gold", "h_kl", "uld", "alm, binary_kl"
+KINDS = "plain", "bias", "capped", "adapter", "frozen"  # of heads
 
 
 class Models:
@@ -45,6 +44,7 @@ class Models:
 
     def __init__(self, seed, dtype=torch.float64, samples=3, kind="plain"):
         self.case = Case(seed, samples=samples)
+        self.tables = LossTables.of(self.case)
         V, W = self.vocab_sizes
         torch.manual_seed(seed)
 
@@ -73,9 +73,10 @@ class Models:
         stored_logits = StoredLogits(self.teacher_logits)
         self.teacher = {"hidden": hidden_logits, "logits": stored_logits}
 
-        self.labels = torch.where(self.case.chunk[0] >= 0, self.case.next[0], -100)
+        ids = self.case.ids
+        self.labels = torch.where(ids.chunk_S >= 0, ids.next_S, -100)
         self.labels[0, 0] = -100  # a chunk that is no text to learn
-        self.chunk = [c.clone() for c in self.case.chunk]
+        self.chunk = [chunk.clone() for chunk in ids[2:]]
         self.chunk[0][-1][:2] = -1  # text without a chunk
 
     @property
@@ -88,39 +89,55 @@ class Models:
     def vocab_sizes(self):
         return self.case.x.shape[-1], self.case.y.shape[-1]
 
-    def tiles(self, memory_mib):
-        """Plan tiles with the terms of event_kl."""
-        tiles = plan_tiles(
-            self.labels,
-            self.chunk[0],
-            self.case.next[1],
-            self.chunk[1],
-            self.vocab_sizes,
-            memory_mib,
-            sub_tiles=GPU_SUB_TILES,
-        )
-        return with_terms(tiles, lambda *ids: events.event_terms(*ids, self.case.spelling))
+    def tiles(self, memory_mib, name="event_kl"):
+        """Plan tiles with the terms of a loss of every_loss.py."""
+        ids = self.case.ids
+        tiles = plan_tiles(self.labels, self.chunk[0], ids.next_T, self.chunk[1], self.vocab_sizes,
+                           memory_mib, sub_tiles=GPU_SUB_TILES)
+        out = []
+        for tile in tiles:
+            sub_tiles = []
+            for sub_tile in tile.sub_tiles:
+                terms = CHUNK_LOSSES[name].list_terms(ids_of(sub_tile), self.tables)
+                sub_tiles.append(sub_tile._replace(terms=terms))
+            out.append(tile._replace(sub_tiles=tuple(sub_tiles)))
+        return out
+
+    def loss(self, name, tables=None):
+        """Return a tile loss: (x (n, V), y (m, W), sub_tile) -> sums of cross-entropy and loss."""
+        def compute(x, y, sub_tile):
+            return CHUNK_LOSSES[name].compute(
+                x[None], y[None], ids_of(sub_tile), sub_tile.terms, tables or self.tables)[0]
+
+        return with_cross_entropy(compute)
+
+    def tiled(self, name, memory_mib=0.002, weights=(1.0, 1.0), source="hidden"):
+        """Compute the tiled loss of cross-entropy and another loss, by default from hidden states.
+
+        Returns:
+            (value, sums).
+        """
+        return tiled_loss(self.hidden, self.head, self.teacher[source], self.loss(name),
+                          self.tiles(memory_mib, name), weights)
+
+    def plain(self, name, weights=(1.0, 1.0)):
+        """Compute the logits of everything, one tile, autograd."""
+        return self.plain_of(self.loss(name), self.tiles(math.inf, name), weights)
+
+    def plain_of(self, tile_loss, tiles, weights):
+        [tile] = tiles
+        [sub_tile] = tile.sub_tiles
+        logits = self.head.finish(self.head.linear(self.hidden.flatten(0, 1)))
+        x = logits[tile.student_positions]
+        y = self.teacher_logits[sub_tile.teacher_positions]
+        sums = tile_loss(x, y, sub_tile)
+        return (sums * torch.tensor(weights)).sum(), sums
 
 
-def with_terms(tiles, terms_of):
-    """Fill in the terms of all sub-tiles: terms_of(student and teacher tokens, and chunks)."""
-    out = []
-    for tile in tiles:
-        sub_tiles = []
-        for sub_tile in tile.sub_tiles:
-            sub_tiles.append(sub_tile._replace(terms=terms_of(*as_batch(sub_tile))))
-        out.append(tile._replace(sub_tiles=tuple(sub_tiles)))
-    return out
-
-
-def as_batch(sub_tile):
-    """Return a sub-tile as a batch of one sample: student and teacher tokens, and chunks."""
-    return (
-        sub_tile.student_labels.clamp(min=0)[None],
-        sub_tile.teacher_labels[None],
-        sub_tile.student_chunk[None],
-        sub_tile.teacher_chunk[None],
-    )
+def ids_of(sub_tile):
+    """Return a sub-tile as a batch of one sample."""
+    return Ids(sub_tile.student_labels.clamp(min=0)[None], sub_tile.teacher_labels[None],
+               sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
 
 
 def all_sub_tiles(tiles):
@@ -130,63 +147,26 @@ def all_sub_tiles(tiles):
     return out
 
 
-def loss_of(name, case):
-    """Return a loss: (x (n, V), y (m, W), sub_tile) -> sum."""
-    common = common_of(case)
-    projection = case.indices, case.likelihoods
-    kept = torch.tensor([0, 3, 7]) if name == "kept" else None
-
-    def compute(x, y, sub_tile):
-        x_BSV = x[None]
-        y_BTW = y[None]
-        next_S, next_T, chunk_S, chunk_T = as_batch(sub_tile)
-        if name == "ce":
-            result = losses.next_token_cross_entropy(x_BSV, sub_tile.student_labels[None])
-        elif name == "event_kl":
-            terms = sub_tile.terms
-            result = events.event_kl(
-                x_BSV, y_BTW, next_S, next_T, terms, case.spelling, temperature=2.0)
-        elif name in ("projection_kl", "kept"):
-            result = losses.projection_kl(x_BSV, y_BTW, chunk_S, chunk_T, *projection, kept_K=kept)
-        elif name == "gold":
-            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *common, temperature=2.0)
-        elif name == "h_kl":
-            relaxed = losses.common_tokens(*projection, relaxed=True)
-            result = losses.gold(x_BSV, y_BTW, chunk_S, chunk_T, *relaxed)
-        else:
-            function = getattr(losses, name)
-            result = function(x_BSV, y_BTW, next_S, next_T, chunk_S, chunk_T)
-        return result[0]
-
-    return compute
-
-
 def with_cross_entropy(loss):
     """Return a tile loss: the cross-entropy of a sub-tile, and `loss`."""
 
     def compute(x, y, sub_tile):
-        ce = losses.next_token_cross_entropy(x[None], sub_tile.student_labels[None])[0]
+        ce, _ = losses.next_token_cross_entropy(
+            x[None], sub_tile.student_labels[None], select=not x.is_meta)
         return torch.stack([ce, loss(x, y, sub_tile).to(ce)])
 
     return compute
 
 
-def tiled(models, loss, tiles, weights, source=None, params=()):
-    """Compute the tiled loss of cross-entropy and `loss`; by default from hidden states."""
-    source = source or models.teacher["hidden"]
-    tile_loss = with_cross_entropy(loss)
-    return tiled_loss(models.hidden, models.head, source, tile_loss, tiles, weights, params=params)
+def kl_of_tile(x, y, sub_tile):
+    """Sum the forward KL over positions of models with one vocabulary."""
+    return losses.forward_kl(x[None], y[None], None)[0][None]
 
 
-def plain(models, loss, weights):
-    """Compute the logits of everything, one tile, autograd."""
-    [tile] = models.tiles(math.inf)
-    [sub_tile] = tile.sub_tiles
-    logits = models.head.finish(models.head.linear(models.hidden.flatten(0, 1)))
-    x = logits[tile.student_positions]
-    y = models.teacher_logits[sub_tile.teacher_positions]
-    sums = with_cross_entropy(loss)(x, y, sub_tile)
-    return (sums * torch.tensor(weights)).sum(), sums
+def one_vocabulary(n, V, memory_mib):
+    """Return tiles of n positions, each a chunk."""
+    chunk = torch.arange(n)[None]
+    return plan_tiles(chunk, chunk, chunk, chunk, (V, V), memory_mib)
 
 
 def gradients(value, inputs):
@@ -197,26 +177,24 @@ def close(a, b, tolerance):
     return (a - b).norm() <= tolerance * b.norm().clamp(min=1e-9)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", ["plain", "bias", "capped", "adapter", "frozen"])
+@pytest.mark.parametrize(("name", "kind"), [
+    *zip(LOSSES, KINDS * 2), *itertools.product(["event_kl", "gold"], KINDS)])
 def test_equals_the_plain_path(name, kind):
     """Tiles of one chunk, of some chunks, one for all; from hidden states and from logits."""
     counts = set()
     weights = [0.3, 2.0]
     for seed in range(4):
         models = Models(seed, kind=kind)
-        loss = loss_of(name, models.case)
-        plain_value, plain_sums = plain(models, loss, weights)
+        plain_value, plain_sums = models.plain(name, weights)
         expected = gradients(3 * plain_value, models.inputs)
-        for memory in (0.0, 0.001, 0.01, math.inf):
-            for source in models.teacher.values():
-                tiles = models.tiles(memory)
-                counts |= {len(tiles), len(tiles[0].sub_tiles)}
-                value, sums = tiled(models, loss, tiles, weights, source)
-                assert abs(value - plain_value) <= 1e-6 * abs(plain_value)
-                assert torch.allclose(sums.double(), plain_sums, rtol=1e-6)
-                for a, b in zip(gradients(3 * value, models.inputs), expected):
-                    assert close(a, b, 1e-6), (seed, memory)
+        for memory, source in itertools.product((0.0, 0.001, 0.01, math.inf), models.teacher):
+            tiles = models.tiles(memory)
+            counts |= {len(tiles), len(tiles[0].sub_tiles)}
+            value, sums = models.tiled(name, memory, weights, source)
+            assert abs(value - plain_value) <= 1e-6 * abs(plain_value)
+            assert torch.allclose(sums.double(), plain_sums, rtol=1e-6)
+            for a, b in zip(gradients(3 * value, models.inputs), expected):
+                assert close(a, b, 1e-6), (seed, memory)
     assert 1 in counts and len(counts) > 4 and max(counts) > 10
 
 
@@ -242,8 +220,7 @@ def test_every_position_and_every_chunk_is_in_one_sub_tile():
         models = Models(seed)
         [whole] = models.tiles(math.inf)
         [whole_sub_tile] = whole.sub_tiles
-        _, _, chunk_S, chunk_T = as_batch(whole_sub_tile)
-        num_chunks = len(losses.find_chunks(chunk_S, chunk_T).first_S)
+        num_chunks = len(losses.find_chunks(*ids_of(whole_sub_tile)[2:]).first_S)
         assert num_chunks == len(losses.find_chunks(*models.chunk).first_S)
         for memory in (0.0, 0.002, 0.01):
             tiles = models.tiles(memory)
@@ -270,28 +247,24 @@ def test_every_position_and_every_chunk_is_in_one_sub_tile():
 def assert_memory_is_bounded(models, tiles, blocks, memory):
     """Half of the memory is for the logits, 1/16 for the logits of a sub-tile with its 8 copies."""
     V, W = models.vocab_sizes
-    largest_tile = 0.0
+    largest = [0.0, 0.0]
     for tile in tiles:
-        if sum(units(sub_tile) for sub_tile in tile.sub_tiles) > 1:
-            largest_tile = max(largest_tile, student_mib(tile.sub_tiles, V))
-    largest_block = 0.0
+        if sum(map(units, tile.sub_tiles)) > 1:
+            of_tile = logits_mib([sub_tile.student_labels for sub_tile in tile.sub_tiles], V)
+            largest[0] = max(largest[0], of_tile)
     for block in blocks:
         if len(block) > 1:  # a block has at least one sub-tile, however large
-            largest_block = max(largest_block, teacher_mib(block, W))
-    assert largest_tile + largest_block <= memory / 2 + 1e-9
+            of_block = logits_mib([sub_tile.teacher_labels for sub_tile in block], W)
+            largest[1] = max(largest[1], of_block)
+    assert sum(largest) <= memory / 2 + 1e-9
     for sub_tile in all_sub_tiles(tiles):
-        both = student_mib([sub_tile], V) + teacher_mib([sub_tile], W)
+        both = logits_mib([sub_tile.student_labels], V) + logits_mib([sub_tile.teacher_labels], W)
         assert both <= memory / 16 + 1e-9 or units(sub_tile) == 1
 
 
-def student_mib(sub_tiles, vocab):
-    """Return the MiB of the float32 student logits."""
-    return 4 * vocab * sum(len(sub_tile.student_labels) for sub_tile in sub_tiles) / 2**20
-
-
-def teacher_mib(sub_tiles, vocab):
-    """Return the MiB of the float32 teacher logits."""
-    return 4 * vocab * sum(len(sub_tile.teacher_labels) for sub_tile in sub_tiles) / 2**20
+def logits_mib(ids_of_sub_tiles, vocab):
+    """Return the MiB of float32 logits."""
+    return 4 * vocab * sum(map(len, ids_of_sub_tiles)) / 2**20
 
 
 def units(sub_tile):
@@ -304,89 +277,27 @@ def test_nothing_to_learn():
     models = Models(0)
     models.labels.fill_(-100)
     models.chunk[0].fill_(-1)
-    value, sums = tiled(models, None, models.tiles(1.0), [1.0, 1.0])
+    value, sums = models.tiled("event_kl", 1.0)
     assert value == 0 and sums.tolist() == [0, 0]
     for gradient in gradients(value, models.inputs):
         assert (gradient == 0).all()
 
 
-def on_meta(value):
-    """Move all tensors inside of lists and (named) tuples to the meta device."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("meta").requires_grad_(value.requires_grad)
-    if isinstance(value, (tuple, list)):
-        moved = [on_meta(x) for x in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
-    return value
+def test_nothing_waits_for_the_device(monkeypatch):
+    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there.
 
-
-META_LOSSES = (
-    "event_kl", "projection_kl", "kept", "gold", "uld", "hybrid", "alm", "jsd", "top_k"
-)
-
-
-@pytest.mark.parametrize("name", META_LOSSES)
-def test_nothing_waits_for_the_device(name, monkeypatch):
-    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
+    tests/test_losses.py sees this of every loss.
+    """
     # autocast does not know this device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     models = Models(3)
-    tiles = models.tiles(0.01)
-    if name != "event_kl":
-        tiles = with_terms(tiles, lambda *ids: losses.find_chunks(ids[2], ids[3]))
-    hidden = on_meta(models.hidden)
-    head = on_meta(models.head)
-    source = on_meta(models.teacher["hidden"])
-    tile_loss = meta_loss(name, models)
-    value, _ = tiled_loss(hidden, head, source, tile_loss, on_meta(tiles), [1.0, 1.0])
+    hidden, head, source, tables = on_meta(
+        [models.hidden, models.head, models.teacher["hidden"], models.tables])
+    tile_loss = models.loss("event_kl", tables)
+    value, _ = tiled_loss(hidden, head, source, tile_loss, on_meta(models.tiles(0.01)), [1.0, 1.0])
     value.backward()
     assert hidden.grad.shape == hidden.shape and head.weight_VH.grad is not None
-
-
-def meta_loss(name, models):
-    """Return a tile loss whose tables lie on the meta device."""
-    case = models.case
-    V, W = models.vocab_sizes
-    common = on_meta(common_of(case))
-    spelling = on_meta(case.spelling)
-    projection = on_meta((case.indices, case.likelihoods))
-    kept = torch.tensor([0, 3, 7]) if name == "kept" else None
-    entries = on_meta(losses.projection_entries(case.indices, case.likelihoods, W, kept))
-    kept = on_meta(kept)
-
-    def compute(x, y, sub_tile):
-        x_BSV = x[None]
-        y_BTW = y[None]
-        next_ids = sub_tile.student_labels[None], sub_tile.teacher_labels[None]
-        chunk_ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
-        terms = sub_tile.terms
-        if name == "event_kl":
-            result = events.event_kl(x_BSV, y_BTW, *next_ids, terms, spelling, temperature=2.0)
-        elif name in ("projection_kl", "kept"):
-            result = losses.projection_kl(
-                x_BSV, y_BTW, *chunk_ids, *projection, kept_K=kept, entries=entries, chunks=terms
-            )
-        elif name == "gold":
-            result = losses.gold(x_BSV, y_BTW, *chunk_ids, *common, temperature=2.0, chunks=terms)
-        elif name in ("jsd", "top_k"):
-            first = torch.zeros_like(terms.first_S)
-            student_rows = x.index_select(0, first)[None, :, :V]
-            teacher_rows = y.index_select(0, first)[None, :, :V]
-            top_k = 3 if name == "top_k" else 0
-            result = losses.generalized_jsd(student_rows, teacher_rows, None, top_k=top_k)
-        elif name == "alm":
-            result = losses.alm(x_BSV, y_BTW, *next_ids, *chunk_ids, chunks=terms)
-        elif name == "hybrid":
-            ids = *next_ids, *chunk_ids
-            result = losses.uld(x_BSV, y_BTW, *ids, chunks=terms, common=common)
-        else:
-            result = losses.uld(x_BSV, y_BTW, *next_ids, *chunk_ids, chunks=terms)
-        labels = sub_tile.student_labels
-        ce = torch.nn.functional.cross_entropy(x, labels, reduction="sum")
-        return torch.stack([ce, result[0]])
-
-    return compute
 
 
 def test_sub_tiles_without_a_term_get_no_gradient():
@@ -403,34 +314,21 @@ def test_sub_tiles_without_a_term_get_no_gradient():
     source = models.teacher["hidden"]
     value, _ = tiled_loss(models.hidden, models.head, source, loss, tiles, [1.0])
     d_hidden = gradients(value, models.inputs)[0].flatten(0, 1)
-    skipped = []
-    others = []
+    is_skipped = torch.zeros(len(d_hidden), dtype=torch.bool)
     for tile in tiles:
-        first_end = tile.sub_tiles[0].student_slice.stop
-        skipped.append(tile.student_positions[:first_end])
-        others.append(tile.student_positions[first_end:])
-    skipped = torch.cat(skipped)
-    others = torch.cat(others)
-    assert skipped_sub_tiles and len(others)
-    assert (d_hidden[skipped] == 0).all()
-    assert (d_hidden[others] != 0).any()
+        is_skipped[tile.student_positions[tile.sub_tiles[0].student_slice]] = True
+    assert skipped_sub_tiles and not is_skipped.all()
+    assert (d_hidden[is_skipped] == 0).all()
+    assert (d_hidden[~is_skipped] != 0).any()
 
 
-@pytest.mark.parametrize(
-    "dtype, autocast, tolerance",
-    [
-        (torch.float32, False, 1e-6),
-        (torch.float32, True, 0.02),
-        (torch.bfloat16, False, 0.02),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "autocast", "tolerance"), [
+    (torch.float32, False, 1e-6), (torch.float32, True, 0.02), (torch.bfloat16, False, 0.02)])
 def test_float32_bfloat16_and_autocast(dtype, autocast, tolerance):
     models = Models(1, dtype)
-    weights = [1.0, 1.0]
-    loss = loss_of("event_kl", models.case)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        plain_value, _ = plain(models, loss, weights)
-        value, _ = tiled(models, loss, models.tiles(0.002), weights)
+        plain_value, _ = models.plain("event_kl")
+        value, _ = models.tiled("event_kl")
     assert abs(value - plain_value) <= tolerance * abs(plain_value)
     expected = gradients(plain_value, models.inputs)
     for a, b in zip(gradients(value, models.inputs), expected):
@@ -446,42 +344,44 @@ def test_float16_under_a_loss_scale():
     hidden = torch.randn(n, H)
     weight = torch.randn(V, H) * 0.3
     y = torch.randn(n, V)
-    chunk = torch.arange(n)[None]
-    tiles = plan_tiles(chunk, chunk, chunk, chunk, (V, V), 0.1)
-
-    def kl(x, y, sub_tile):
-        return losses.forward_kl(x[None], y[None], None)[0][None]
+    tiles = one_vocabulary(n, V, 0.1)
 
     def gradients_in(dtype):
         inputs = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
-        value, _ = tiled_loss(inputs[0], Head(inputs[1]), StoredLogits(y), kl, tiles, [1e-7])
+        value, _ = tiled_loss(
+            inputs[0], Head(inputs[1]), StoredLogits(y), kl_of_tile, tiles, [1e-7])
         return gradients(loss_scale * value, inputs)
 
     for a, b in zip(gradients_in(torch.float16), gradients_in(torch.float32)):
         assert (a.float() - b).norm() < 5e-3 * b.norm()
 
 
+def learned_loss(case, weight):
+    """Return a tile loss with the weights of a projection that are trained."""
+    def compute(x, y, sub_tile):
+        chunks = ids_of(sub_tile)[2:]
+        return losses.projection_kl(x[None], y[None], *chunks, case.indices, weight)[0]
+
+    return with_cross_entropy(compute)
+
+
 def test_a_learned_projection_gets_its_gradient():
     models = Models(2)
-    case = models.case
-    weight = case.likelihoods.clone().requires_grad_()
-
-    def loss(x, y, sub_tile):
-        _, _, chunk_S, chunk_T = as_batch(sub_tile)
-        return losses.projection_kl(x[None], y[None], chunk_S, chunk_T, case.indices, weight)[0]
-
+    weight = models.case.likelihoods.clone().requires_grad_()
+    loss = learned_loss(models.case, weight)
     inputs = [weight, models.hidden]
     weights = [0.0, 1.0]
-    expected = gradients(plain(models, loss, weights)[0], inputs)
-    value, _ = tiled(models, loss, models.tiles(0.002), weights, params=[weight])
+    expected = gradients(models.plain_of(loss, models.tiles(math.inf), weights)[0], inputs)
+    value, _ = tiled_loss(models.hidden, models.head, models.teacher["hidden"], loss,
+                          models.tiles(0.002), weights, params=[weight])
     for a, b in zip(gradients(value, inputs), expected):
         assert close(a, b, 1e-6)
 
 
 def test_gradient_checkpointing_and_evaluation():
     models = Models(3)
-    tile_loss = with_cross_entropy(loss_of("gold", models.case))
-    tiles = models.tiles(0.002)
+    tile_loss = models.loss("gold")
+    tiles = models.tiles(0.002, "gold")
 
     def run(hidden):
         source = models.teacher["hidden"]
@@ -505,20 +405,14 @@ def test_parts_add_up_to_the_sum_of_their_losses(kind):
     """Of several teachers, one of which weighs little, and one nothing."""
     models = Models(2, kind=kind)
     weight = models.case.likelihoods.clone().requires_grad_()
-
-    def learned(x, y, sub_tile):
-        _, _, chunk_S, chunk_T = as_batch(sub_tile)
-        projection = models.case.indices, weight
-        return losses.projection_kl(x[None], y[None], chunk_S, chunk_T, *projection)[0]
-
+    learned = learned_loss(models.case, weight)
     other_hidden = (models.hidden.detach() * 2).requires_grad_()
-    parts = []
-    for hidden, loss, memory, weights in (
-            (models.hidden, loss_of("gold", models.case), 0.002, [0.3, 2.0]),
-            (other_hidden, learned, 0.01, [0.0, 1e-4]),
-            (models.hidden, loss_of("alm", models.case), 0.01, [0.0, 0.0])):
-        parts.append(LossPart(hidden, models.teacher["hidden"], with_cross_entropy(loss),
-                              models.tiles(memory), weights))
+    source = models.teacher["hidden"]
+    parts = [
+        LossPart(models.hidden, source, models.loss("gold"), models.tiles(0.002, "gold"),
+                 [0.3, 2.0]),
+        LossPart(other_hidden, source, learned, models.tiles(0.01), [0.0, 1e-4]),
+        LossPart(models.hidden, source, models.loss("uld"), models.tiles(0.01, "uld"), [0.0, 0.0])]
     inputs = [*models.inputs, other_hidden, weight]
     value, sums = tiled_losses(models.head, parts, [weight])
     apart = [tiled_loss(part.student_hidden, models.head, *part[1:], params=[weight])
@@ -531,55 +425,39 @@ def test_parts_add_up_to_the_sum_of_their_losses(kind):
         assert close(a, b, 1e-6)
 
 
-class GradientTraffic(TorchDispatchMode):
-    """Count the bytes of large tensors that operations read and write, as a GPU would.
+class MixedMatmuls(TorchDispatchMode):
+    """Multiply half precision into float32, as a GPU does; note which products are written.
 
-    Multiplies half precision into float32 where the CPU cannot.
+    Attributes:
+        betas: by what was there already, for every product: 0 (nothing is read) or 1.
     """
 
-    VIEWS = "view", "t", "split", "permute", "slice", "detach", "alias", "empty", "_unsafe"
-
-    def __init__(self, numels):
+    def __init__(self):
         super().__init__()
-        self.numels = numels  # of the tensors to be counted
-        self.nbytes = 0
+        self.betas = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        read = [x for x in args if isinstance(x, torch.Tensor)]
-        name = function.overloadpacket.__name__
-        if function is torch.ops.aten.addmm.dtype_out:
-            total, a, b, _ = args
-            result = kwargs["out"]
-            assert a.dtype == b.dtype == torch.bfloat16 and total is result
-            beta = kwargs.get("beta", 1)
-            if beta == 0:
-                read = []
-            product = kwargs.get("alpha", 1) * (a.float() @ b.float())
-            result.copy_(product if beta == 0 else total + product)
-        else:
-            result = function(*args, **kwargs)
-        if not name.startswith(self.VIEWS):
-            for tensor in (*read, result):
-                if isinstance(tensor, torch.Tensor) and tensor.numel() in self.numels:
-                    self.nbytes += tensor.nbytes
+        if function is not torch.ops.aten.addmm.dtype_out:
+            return function(*args, **kwargs)
+        total, a, b, _ = args
+        result = kwargs["out"]
+        assert a.dtype == b.dtype == torch.bfloat16 and total is result
+        self.betas.append(kwargs.get("beta", 1))
+        product = kwargs.get("alpha", 1) * (a.float() @ b.float())
+        result.copy_(product if self.betas[-1] == 0 else total + product)
         return result
 
 
 @pytest.mark.parametrize("num_teachers", [1, 3])
 def test_the_matmuls_add_to_one_gradient_of_the_head(num_teachers, monkeypatch):
-    """On a GPU the first tile writes it, 4 bytes a weight, and every other one reads it too."""
+    """On a GPU the first tile writes both pieces of it, and every other one adds to them."""
     monkeypatch.setattr(tiles_module, "MIXED_MATMULS", ("cpu",))
     torch.manual_seed(0)
     V, n, width = 300, 12, 16
-    chunk = torch.arange(n)[None]
-    tiles = plan_tiles(chunk, chunk, chunk, chunk, (V, V), 0.02)
+    tiles = one_vocabulary(n, V, 0.02)
     assert len(tiles) > 2
     teacher_rows = [torch.randn(n, V) for _ in range(num_teachers)]
-
-    def kl(x, y, sub_tile):
-        return losses.forward_kl(x[None], y[None], None)[0][None]
-
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         torch.manual_seed(1)
@@ -587,17 +465,14 @@ def test_the_matmuls_add_to_one_gradient_of_the_head(num_teachers, monkeypatch):
         inputs = [hidden.requires_grad_(), weight.requires_grad_()]
         parts = []
         for number, y in enumerate(teacher_rows):
-            parts.append(LossPart(hidden, StoredLogits(y), kl, tiles, [0.5**number]))
-        pieces = {-(-(V + 3) // 2) * width, (V + 3) // 2 * width}  # of the gradient
-        padded = V - -(-(V + 3) // 2)  # tokens in the second one
-        with GradientTraffic({V * width, padded * width, *pieces}) as traffic:
+            parts.append(LossPart(hidden, StoredLogits(y), kl_of_tile, tiles, [0.5**number]))
+        with MixedMatmuls() as matmuls:
             value, _ = tiled_losses(Head(weight, vocab=V), parts)
         results.append(gradients(value, inputs))
         if dtype == torch.bfloat16:
-            num_tiles = num_teachers * len(tiles)
-            of_gradient = 4 + 8 * (num_tiles - 1)
-            of_weight = 2 * 2 * num_tiles  # every tile reads it twice
-            assert traffic.nbytes == (of_gradient + of_weight) * V * width
+            num_products = 2 * num_teachers * len(tiles)
+            # one before them may be to see whether this torch can
+            assert matmuls.betas[-num_products:] == [0, 0] + [1] * (num_products - 2)
     for a, b in zip(*results):
         assert a.dtype == torch.bfloat16
         assert (a[V:] == 0).all() or len(a) == n
@@ -612,8 +487,7 @@ class Window:
     def __init__(self):
         torch.manual_seed(0)
         self.V, self.n, self.width = 30, 12, 16
-        chunk = torch.arange(self.n)[None]
-        self.tiles = plan_tiles(chunk, chunk, chunk, chunk, (self.V, self.V), 0.002)
+        self.tiles = one_vocabulary(self.n, self.V, 0.002)
         assert len(self.tiles) > 2
         self.rows = torch.randn(3, self.n, self.V)
         self.ids = torch.randint(self.V, (3, self.n))
@@ -623,11 +497,8 @@ class Window:
     def loss(self, number, window):
         hidden = (self.weight[self.ids[number]] @ self.other).tanh()
 
-        def kl(x, y, sub_tile):
-            return losses.forward_kl(x[None], y[None], None)[0][None]
-
         weights = [self.WEIGHTS[number]]
-        part = LossPart(hidden, StoredLogits(self.rows[number]), kl, self.tiles, weights)
+        part = LossPart(hidden, StoredLogits(self.rows[number]), kl_of_tile, self.tiles, weights)
         return tiled_losses(Head(self.weight, vocab=self.V), [part], window=window)[0]
 
     def gradients(self, hands_over, factors=(0.5, 0.5, 0.5)):
@@ -711,8 +582,7 @@ def test_a_torch_without_mixed_matmuls_adds_products(error, monkeypatch):
 
 def test_a_second_backward_is_rejected():
     models = Models(3)
-    loss = loss_of("alm", models.case)
-    value, _ = tiled(models, loss, models.tiles(0.002), [1.0, 1.0])
+    value, _ = models.tiled("uld")
     torch.autograd.grad(value, models.inputs, retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         torch.autograd.grad(value, models.inputs)
@@ -728,11 +598,10 @@ def test_only_gradients_are_kept_for_backward():
             self.x = x
             saved_tensors.add(self)
 
-    loss = loss_of("event_kl", models.case)
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
-        value, _ = tiled(models, loss, models.tiles(0.002), [1.0, 1.0])
+        value, _ = models.tiled("event_kl")
         assert not saved_tensors  # those of the tiles are gone
-        plain_value, _ = plain(models, loss, [1.0, 1.0])
+        plain_value, _ = models.plain("event_kl")
     kept_bytes = sum(g.nbytes for g in value.grad_fn.gradients if g is not None)
     assert kept_bytes == sum(x.nbytes for x in models.inputs)
     plain_bytes = {saved.x.data_ptr(): saved.x.nbytes for saved in saved_tensors}
@@ -877,12 +746,3 @@ def test_head_and_hidden_states_give_the_logits_of_the_model(architecture):
     for output in ("hidden", "logits"):
         assert head_gives_own_logits(teacher.read(ids, output), logits)
     assert not head_gives_own_logits(teacher.read(ids), logits * 1.01)
-
-
-def test_the_file_works_alone(tmp_path):
-    shutil.copy(ROOT / "tiles.py", tmp_path)
-    code = "import sys, tiles; print([m for m in ('transformers', 'losses') if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert result.stdout.strip() == "[]", result.stderr

@@ -111,6 +111,11 @@ def tables_of(student, teacher):
         spell(teacher.vocab, student), spell(student.vocab, teacher), raw, canonical,
         lambda texts: [[student.id[token] for token in student(text.decode())] for text in texts],
         unwritten)
+    return as_tables(arrays)
+
+
+def as_tables(arrays):
+    """Return the `Tables` of what `translation_tables` returns."""
     fields = {}
     for name, value in arrays.items():
         fields[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -7,7 +7,7 @@ works as it is, no rank holds more than it held, and the gradient of its columns
         lambda x, y, samples: losses.alm(x, y, *(ids[samples] for ids in of_batch)), x, y, group)
 
 Shapes: B samples, S student and T teacher positions, V and W columns of all ranks, v and w of this
-one, N rows.  Tests: tests/test_divergences.py and tests/test_chunk_losses.py.
+one, N rows.  Tests: tests/test_losses.py.
 """
 
 import itertools

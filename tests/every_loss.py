@@ -1,0 +1,347 @@
+"""Every loss, how it is called, and its definition: one table, of which tests state properties.
+
+A loss of one vocabulary compares the positions of a `LogitsCase`; one of two vocabularies reads the
+ids and tables of a `cases.Case`.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import oracle
+from cases import F64, Case, Ids, common_of, spelling_of, table_of
+from isogloss import losses, policy_losses
+from isogloss.event_kl import event_kl, event_terms
+from isogloss.spelling import translation_tables
+from isogloss.translation import Tables, list_nodes, translated
+from toys import as_tables
+
+ALL = slice(None)
+
+
+class Problem(NamedTuple):
+    """A loss of a random batch.
+
+    x, y: logits of the student, with a gradient, and of the teacher, float64.
+    reads: (B, S) and (B, T) bool, the rows of either side that may be read.
+    compute: (x, y, samples, **options) -> (sum, count); options are weight_BS and reduction.
+    definition: () -> (sum, count) by the oracle.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    reads: tuple
+    compute: Callable
+    definition: Callable
+
+    def loss(self, x=None, y=None, samples=ALL, **options):
+        """Return (sum, count) of the case's logits, or of others."""
+        x = self.x if x is None else x
+        y = self.y if y is None else y
+        return self.compute(x, y, samples, **options)
+
+
+def summed(terms):
+    return sum(terms, oracle.ZERO), len(terms)
+
+
+# --- one vocabulary -------------------------------------------------------------------------------
+
+COEFFICIENTS = {  # by divergence: its parameter
+    "forward_kl": {},
+    "reverse_kl": {},
+    "generalized_jsd": {"beta": 0.3},
+    "skew_forward_kl": {"skew": 0.2},
+    "skew_reverse_kl": {"skew": 0.1},
+    "adaptive_kl": {"alpha": 0.5},
+    "total_variation": {},
+}
+SELECTIONS = {
+    "": {},
+    ", another temperature": {"teacher_temperature": 1.5},
+    ", top_k": {"top_k": 3},
+    ", top_k without tail": {"top_k": 3, "tail": False},
+    ", student's top_k": {"top_k": 3, "support": "student", "teacher_temperature": 1.5},
+    ", given ids": {"support": "given", "top_k": 3},
+}
+
+
+class LogitsCase:
+    """Random logits of B samples, S positions, V tokens, and which positions count."""
+
+    def __init__(self, seed, B=2, S=4, V=9):
+        torch.manual_seed(seed)
+        self.x = (2 * torch.randn(B, S, V, dtype=F64)).requires_grad_()
+        self.y = 2 * torch.randn(B, S, V, dtype=F64)
+        self.mask = torch.rand(B, S) < 0.7
+        self.mask[0, 0] = True
+        self.next = torch.randint(V, (B, S))
+        support = [torch.randperm(V)[:3] for _ in range(B * S)]
+        self.support = torch.stack(support).view(B, S, 3)
+
+    def problem(self, compute, definition):
+        return Problem(self.x, self.y, (self.mask, self.mask), compute, definition)
+
+    def logp(self):
+        """Return the student's log-probabilities of the next tokens."""
+        logp = self.x.detach().log_softmax(-1)
+        return logp.gather(-1, self.next[..., None]).squeeze(-1)
+
+
+def divergence_problem(name, selection, parameters, seed, tau=1.0, samples=2, equal=True):
+    case = LogitsCase(seed, samples)
+    if selection.get("support") == "given":
+        selection = selection | {"support": case.support}
+
+    def compute(x, y, samples, **options):
+        options = options | selection
+        if isinstance(options.get("support"), torch.Tensor):
+            options["support"] = case.support[samples]
+        return getattr(losses, name)(
+            x, y, case.mask[samples], temperature=tau, **parameters, **options)
+
+    def definition():
+        options = dict(selection)
+        teacher_tau = options.pop("teacher_temperature", None)
+        coefficient = next(iter(parameters.values()), 0.0)
+        terms = oracle.positions(name, case.x, case.y, case.mask, tau, teacher_tau,
+                                 coefficient=coefficient, **options)
+        return summed([term for _, _, term in terms])
+
+    return case.problem(compute, definition)
+
+
+def cross_entropy_problem(seed, tau=1.0, samples=2, equal=True):
+    case = LogitsCase(seed, samples)
+    labels = torch.where(case.mask, case.next, -100)
+
+    def compute(x, y, samples, **options):
+        return losses.next_token_cross_entropy(x, labels[samples], **options)
+
+    problem = case.problem(compute, lambda: oracle.cross_entropy(case.x, labels))
+    return problem._replace(reads=(case.mask, torch.zeros_like(case.mask)))
+
+
+def policy_problem(kind, seed, tau=1.0, samples=2, equal=True):
+    """Positions of samples of an older student, weighted by what precedes them."""
+    case = LogitsCase(seed, samples)
+    logp = case.logp()
+    old_logp = logp - torch.randn(logp.shape, dtype=F64)
+
+    def compute(x, y, samples, **options):
+        return policy_losses.topk_tail_policy_loss(
+            x, y, case.next[samples], case.mask[samples], 3, old_logp_BS=old_logp[samples],
+            max_ratio=2.0, ratio=kind, temperature=tau, **options)
+
+    def definition():
+        terms = []
+        for b, t, term in oracle.positions(
+                "reverse_kl", case.x, case.y, case.mask, tau, top_k=3, support="student"):
+            before = case.mask[b, :t]
+            ratio = math.exp((logp[b, :t] - old_logp[b, :t])[before].sum())
+            if kind == "mask" and not 0.5 <= ratio <= 2:
+                ratio = 0.0
+            terms.append(min(ratio, 2.0) * term)
+        return summed(terms)
+
+    return case.problem(compute, definition)
+
+
+# --- two vocabularies -----------------------------------------------------------------------------
+
+
+class LossTables(NamedTuple):
+    """What the losses of a `Case` know of its vocabularies."""
+
+    spelling: Any
+    translation: Tables
+    indices: torch.Tensor
+    likelihoods: torch.Tensor
+    kept: torch.Tensor
+    entries: losses.Entries
+    kept_entries: losses.Entries
+    common: tuple
+    relaxed: tuple
+
+    @classmethod
+    def of(cls, case):
+        projection = case.indices, case.likelihoods
+        W = len(case.A)
+        kept = torch.arange(W - 3)
+        return cls(
+            spelling_of(case.A, case.B), translation_of(case), *projection, kept,
+            losses.projection_entries(*projection, W),
+            losses.projection_entries(*projection, W, kept),
+            tuple(common_of(case)), losses.common_tokens(*projection, relaxed=True))
+
+
+def translation_of(case):
+    """Return `translation.Tables` of the case's spellings, of a student that joins nothing."""
+    spellings = [table_of(spelled).numpy() for spelled in (case.A, case.B)]
+    size = len(case.B)
+    arrays = translation_tables(*spellings, [b""] * size, np.zeros(size, bool), lambda texts: [])
+    return as_tables(arrays)
+
+
+class ChunkLoss(NamedTuple):
+    """A loss of two vocabularies.
+
+    compute: (x, y, ids, terms, tables, **options) -> (sum, count).
+    definition: (case, tables, tau) -> (sum, count).
+    list_terms: (ids, tables) -> what is known before any forward pass.
+    """
+
+    compute: Callable
+    definition: Callable
+    list_terms: Callable = lambda ids, tables: losses.find_chunks(ids.chunk_S, ids.chunk_T)
+
+
+def of_chunks(function, definition, arguments=lambda tables: {}, reads_next=False, **parameters):
+    """Return the ChunkLoss of a function that compares whole chunks.
+
+    Args:
+        definition: (case, tables, tau) -> terms, or (sum, count).
+        arguments: tables -> further arguments of the function.
+    """
+    def compute(x, y, ids, terms, tables, **options):
+        ids = ids if reads_next else ids[2:]
+        return function(x, y, *ids, chunks=terms, **arguments(tables), **parameters, **options)
+
+    def total(case, tables, tau):
+        result = definition(case, tables, tau)
+        return summed(result) if isinstance(result, list) else result
+
+    return ChunkLoss(compute, total)
+
+
+def projection_loss(kept=False, **parameters):
+    def arguments(tables):
+        given = dict(indices_VK=tables.indices, likelihoods_VK=tables.likelihoods)
+        if kept:
+            return given | dict(kept_K=tables.kept, entries=tables.kept_entries)
+        return given | dict(entries=tables.entries)
+
+    def definition(case, tables, tau):
+        return oracle.projection_kl(
+            case.x, case.y, *case.ids[2:], case.indices, case.likelihoods,
+            tables.kept if kept else None, tau, **parameters)
+
+    return of_chunks(losses.projection_kl, definition, arguments, **parameters)
+
+
+def gold_loss(relaxed=False, **parameters):
+    def common_ids(tables):
+        return tables.relaxed if relaxed else tables.common
+
+    def arguments(tables):
+        return dict(zip(("common_V", "common_W"), common_ids(tables)))
+
+    def definition(case, tables, tau):
+        ids = [ids_N.tolist() for ids_N in common_ids(tables)]
+        return oracle.gold(case.x, case.y, *case.ids[2:], ids, tau, 3, **parameters)
+
+    return of_chunks(losses.gold, definition, arguments, uncommon_topk=3, **parameters)
+
+
+def hybrid_loss(matched_weight=None):
+    def definition(case, tables, tau):
+        common = [ids_N.tolist() for ids_N in tables.common]
+        return oracle.hybrid_uld(case.x, case.y, *case.ids, common, matched_weight, tau)
+
+    return of_chunks(losses.uld, definition, lambda tables: {"common": tables.common},
+                     reads_next=True, matched_weight=matched_weight)
+
+
+def alm_loss(mode):
+    def definition(case, tables, tau):
+        return oracle.alm(case.x, case.y, *case.ids, tau, mode)
+
+    return of_chunks(losses.alm, definition, reads_next=True, mode=mode)
+
+
+def event_loss():
+    def compute(x, y, ids, terms, tables, **options):
+        return event_kl(x, y, *ids[:2], terms, tables.spelling, **options)
+
+    def definition(case, tables, tau):
+        return oracle.event_kl(case.x, case.y, *case.ids, case.A, case.B, tau)
+
+    return ChunkLoss(compute, definition,
+                     lambda ids, tables: event_terms(*ids, tables.spelling))
+
+
+def translated_loss(name, **top_k):
+    parameters = COEFFICIENTS[name]
+
+    def compute(x, y, ids, terms, tables, **options):
+        return translated(x, y, *ids[:2], terms, tables.translation,
+                          divergence=getattr(losses, name), **parameters, **top_k, **options)
+
+    def definition(case, tables, tau):
+        nodes = oracle.Translation(case.A, case.B, set(), {}, **top_k)
+        terms = nodes.terms(case.x, case.y, case.ids.next_S, *case.ids, name, tau,
+                            next(iter(parameters.values()), 0.0))
+        return sum(term for *_, term in terms), sum(counts for _, _, counts, _ in terms)
+
+    # without joins, what was read does not matter
+    return ChunkLoss(compute, definition,
+                     lambda ids, tables: list_nodes(ids.next_S, *ids, tables.translation))
+
+
+ALM_MODES = (
+    "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
+CHUNK_LOSSES = {
+    "event_kl": event_loss(),
+    "projection_kl": projection_loss(),
+    "projection_kl, kept": projection_loss(kept=True),
+    "projection_kl, reverse": projection_loss(reverse=True),
+    "gold": gold_loss(),
+    "gold, reverse": gold_loss(reverse=True),
+    "h_kl": gold_loss(relaxed=True),
+    "uld": of_chunks(
+        losses.uld, lambda case, tables, tau: oracle.uld(case.x, case.y, *case.ids, tau),
+        reads_next=True),
+    "hybrid_uld": hybrid_loss(),
+    "hybrid_uld, weight": hybrid_loss(matched_weight=0.8),
+    **{f"alm, {mode}": alm_loss(mode) for mode in ALM_MODES},
+    **{f"translated, {name}": translated_loss(name) for name in COEFFICIENTS},
+    "translated, forward_kl, top_k": translated_loss("forward_kl", top_k=2),
+    "translated, reverse_kl, top_k of the student": translated_loss(
+        "reverse_kl", top_k=2, support="student"),
+}
+
+
+def chunk_problem(name, seed, tau=1.0, **shape):
+    """Return the Problem of a loss of two vocabularies; shape: see `cases.Case`."""
+    spec = CHUNK_LOSSES[name]
+    case = Case(seed, **shape)
+    tables = LossTables.of(case)
+
+    def compute(x, y, samples, **options):
+        ids = Ids(*[of_side[samples] for of_side in case.ids])
+        terms = spec.list_terms(ids, tables)
+        return spec.compute(x, y, ids, terms, tables, temperature=tau, **options)
+
+    reads = [chunk >= 0 for chunk in case.ids[2:]]
+    if name.startswith("translated"):  # a translation asks the row behind a text's last token, too
+        reads[1] = reads[1] | reads[1].roll(1, 1)
+    return Problem(case.x, case.y, tuple(reads), compute,
+                   lambda: spec.definition(case, tables, tau))
+
+
+PROBLEMS = {
+    "cross_entropy": cross_entropy_problem,
+    "policy, clamp": partial(policy_problem, "clamp"),
+    "policy, mask": partial(policy_problem, "mask"),
+    "generalized_jsd, beta 0": partial(divergence_problem, "generalized_jsd", {}, {"beta": 0}),
+    "generalized_jsd, beta 1": partial(divergence_problem, "generalized_jsd", {}, {"beta": 1}),
+}
+for name, parameters in COEFFICIENTS.items():
+    for suffix, selection in SELECTIONS.items():
+        PROBLEMS[name + suffix] = partial(divergence_problem, name, selection, parameters)
+for name in CHUNK_LOSSES:
+    PROBLEMS[name] = partial(chunk_problem, name)
