@@ -21,8 +21,8 @@ import torch
 
 from isogloss.job import ipc
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
-from isogloss.teachers.model import model_input
-from isogloss.teachers.protocol import TeacherSource, TeacherSpec
+from isogloss.teachers.model import TeacherOfIds, model_input
+from isogloss.teachers.protocol import TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
 from isogloss.tiles import Head, HiddenLogits, ShardedLogits, StoredLogits, TopKLogits
 
@@ -325,7 +325,7 @@ class RanksSpec(TeacherSpec):
 
 
 @dataclass
-class RemoteTeacher(TeacherSource):
+class RemoteTeacher(TeacherOfIds):
     """Read a teacher on ranks of its own."""
 
     spec: RanksSpec
@@ -338,24 +338,9 @@ class RemoteTeacher(TeacherSource):
     def request(self, batch):
         """Start what `targets` of this batch, in the same order, will return."""
         self.client.request(self.spec.number, self.spec.output, self.spec.output_topk,
-                            model_input(batch), self._labels(batch))
-
-    def targets(self, batch):
-        """Return the logits of a TeacherBatch; valid until `release`."""
-        return self.read(model_input(batch), self.spec.output, self.spec.output_topk,
-                         self._labels(batch))
-
-    def whole_targets(self, batch):
-        """Return what `ModelTeacher.whole_targets` does; valid until `release`."""
-        output = "hidden" if self.spec.output == "topk" else self.spec.output
-        return self.read(model_input(batch), output, self.spec.output_topk)
-
-    def _labels(self, batch):
-        """Return the labels that go along with a request, or None."""
-        return batch.labels if self.spec.output == "topk" else None
+                            model_input(batch), self.kept_labels(batch))
 
     def read(self, ids, output="hidden", output_topk=256, labels=None):
-        """Return a LogitsSource, as `ModelTeacher.read` does; "topk" needs labels."""
         self.client.expect(self.spec.number, output, output_topk, ids, labels)
         if output == "hidden":
             return HiddenLogits(self._next().flatten(0, 1), self.head)
@@ -375,9 +360,6 @@ class RemoteTeacher(TeacherSource):
 
     def release(self):
         self.client.release()
-
-    def models(self):
-        return [self]
 
     def _next(self, member=0):
         return self.readers[member].next().to(self.client.device)
