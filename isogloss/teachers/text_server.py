@@ -167,15 +167,6 @@ class TextServer:
         return ServedModel(card["id"], str(card.get("owned_by")),
                            context if _is_number(context) and context else None)
 
-    def tokenize(self, model, text):
-        """Return the tokens of a text without special ones, or None where a server has no say."""
-        body = {"model": model.name, "prompt": text, "add_special_tokens": False}
-        try:
-            tokens = self._ask("POST", "/tokenize", body).get("tokens")
-        except DataError:
-            return None
-        return tokens if isinstance(tokens, list) and all(map(_is_number, tokens)) else None
-
     def score(self, model, texts, top_k):
         """Return the Likely of each text.
 
