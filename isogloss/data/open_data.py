@@ -5,7 +5,6 @@
 Tests: tests/test_open_data.py, tests/test_wrong_data.py.
 """
 
-import codecs
 import glob
 import itertools
 import os
@@ -175,8 +174,9 @@ def _open_files(request, splits):
         raise DataError(f"--txt_samples {request.txt_samples}: is for .txt files, and {source} "
                         "holds none; leave it out")
     if kind == "text":
-        options = _options_of_text(files, request.txt_samples) if is_local else {}
-        return _read_files(request, kind, wanted, options)
+        # -sig: a byte order mark is no text
+        return _read_files(request, kind, wanted, {
+            "encoding": "utf-8-sig", "sample_by": TXT_SAMPLES[request.txt_samples]})
     features = _features_of(request, kind, files, is_local)
     if kind == "parquet":
         return _read_files(request, kind, wanted, {"columns": list(features)})
@@ -223,22 +223,6 @@ def _kind_of(source, files):
         raise DataError(f"--data {source}: files of kind {', '.join(sorted(suffixes))}; expected "
                         f"one of {KINDS}")
     return kinds.pop()
-
-
-def _options_of_text(files, txt_samples):
-    """Return what the reader of .txt files is told."""
-    encoding = "utf-8-sig" if _mark_is_text(files) else "utf-8"
-    return {"encoding": encoding, "sample_by": TXT_SAMPLES[txt_samples]}
-
-
-def _mark_is_text(files):
-    """Tell whether the reader of lines would take a byte order mark for text."""
-    for file in files:
-        if file.lower().endswith(".txt"):
-            with open(file, "rb") as stream:
-                if stream.read(3) == codecs.BOM_UTF8:
-                    return True
-    return False
 
 
 def _features_of(request, kind, files, is_local):
