@@ -174,10 +174,9 @@ def _open_files(request, splits):
         raise DataError(f"--txt_samples {request.txt_samples}: is for .txt files, and {source} "
                         "holds none; leave it out")
     if kind == "text":
-        options = {"sample_by": TXT_SAMPLES[request.txt_samples]}
-        if is_local:  # a byte order mark is no text; streams of addresses take no encoding
-            options["encoding"] = "utf-8-sig"
-        return _read_files(request, kind, wanted, options)
+        # -sig: a byte order mark is no text
+        return _read_files(request, kind, wanted, {
+            "encoding": "utf-8-sig", "sample_by": TXT_SAMPLES[request.txt_samples]})
     features = _features_of(request, kind, files, is_local)
     if kind == "parquet":
         return _read_files(request, kind, wanted, {"columns": list(features)})
