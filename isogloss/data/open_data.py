@@ -290,10 +290,9 @@ def _check_alike(request, columns_of_files, is_json):
             if not (name in columns and name in first):
                 continue
             if not _are_alike(columns[name], first[name], is_json):
-                raise DataError(
-                    f"--data {request.source}: {file}: column {name!r} holds "
-                    f"{name_of_type(columns[name])}, but {name_of_type(first[name])} in "
-                    f"{first_file}; write them alike, or name one --data")
+                raise DataError(f"--data {request.source}: {file}: column {name!r} holds "
+                                f"{name_of_type(columns[name])}, but {name_of_type(first[name])} "
+                                f"in {first_file}; write them alike, or name one --data")
 
 
 def _are_alike(feature, of_first, is_json):

@@ -281,15 +281,12 @@ def _assignments(kind, argv, positional, aliases):
     while words:
         word = words.pop()
         if word == "--":
-            raise ValueError(
-                "unexpected argument '--': no flags of another kind, such as --interactive or "
-                "--trace, follow it; leave it out"
-            )
+            raise ValueError("unexpected argument '--': no flags of another kind, such as "
+                             "--interactive or --trace, follow it; leave it out")
         if not _is_flag(word):
             example = fields(kind)[0].name
-            raise ValueError(
-                f"unexpected argument {word!r}: a value follows a flag, as in --{example} VALUE"
-            )
+            raise ValueError(f"unexpected argument {word!r}: a value follows a flag, as in "
+                             f"--{example} VALUE")
         flag, equals, value = word.partition("=")
         field, negated = _field_of(kind, flag, aliases)
         if negated and equals:

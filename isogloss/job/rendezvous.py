@@ -101,10 +101,9 @@ def _listen(host, port):
             listener.bind(("", port))  # a name that other nodes know, but not this one
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
-        raise ValueError(
-            f"port {port} of {host}, where the ranks meet: {error.strerror}; end the job that uses "
-            "it, or choose another port with --master_port before distill.py"
-        ) from None
+        raise ValueError(f"port {port} of {host}, where the ranks meet: {error.strerror}; end the "
+                         "job that uses it, or choose another port with --master_port before "
+                         "distill.py") from None
     return listener
 
 

@@ -43,10 +43,8 @@ def _tiled_forward(whole_forward, num_pieces, model_name):
             outputs.append(checkpoint(whole_forward, piece, use_reentrant=False))
         # Some mixtures of experts return their router logits, too.
         if not isinstance(outputs[0], torch.Tensor):
-            raise ValueError(
-                f"--mlp_tiles {num_pieces}: an MLP of {model_name} returns more than hidden "
-                "states; use 1"
-            )
+            raise ValueError(f"--mlp_tiles {num_pieces}: an MLP of {model_name} returns more than "
+                             "hidden states; use 1")
         return torch.cat(outputs, -2)
 
     return forward

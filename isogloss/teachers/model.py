@@ -83,9 +83,8 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     if is_adapter and engine in ("auto", "tensor_parallel", "transformers"):
         if engine == "auto":
             return "replicated" if degree == 1 else "zero3"
-        raise ValueError(
-            f"--teacher_engine {engine}: reads shards of files, and an adapter is none; use auto, "
-            "or merge the adapter into its base model first")
+        raise ValueError(f"--teacher_engine {engine}: reads shards of files, and an adapter is "
+                         "none; use auto, or merge the adapter into its base model first")
     text_config = config.get_text_config()
     # DeepSpeed would take the text part for a model by itself, and leave it without weights
     model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
@@ -109,13 +108,11 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
             f"--teacher_tp {degree} with --teacher_engine transformers: it takes all of the "
             f"{num_ranks} ranks that hold teachers, and more than one; use auto")
     if engine == "tensor_parallel" and model_type not in known:
-        raise ValueError(
-            f"--teacher_engine tensor_parallel: does not shard {model_type} models, only "
-            f"{', '.join(sorted(known))}; use auto or zero3")
+        raise ValueError(f"--teacher_engine tensor_parallel: does not shard {model_type} models, "
+                         f"only {', '.join(sorted(known))}; use auto or zero3")
     if engine == "replicated" and degree > 1:
-        raise ValueError(
-            f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy per rank is "
-            "degree 1; use auto")
+        raise ValueError(f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy "
+                         "per rank is degree 1; use auto")
     return engine
 
 
@@ -629,9 +626,8 @@ def _shape(spec, replica):
 def load_transformers(spec):
     """Shard a model over all ranks as its own tensor-parallel plan says, experts included."""
     if spec.offload:
-        raise ValueError(
-            f"--teacher_offload: not for {spec.path}, which transformers shards; leave it out, or "
-            "use --teacher_engine zero3")
+        raise ValueError(f"--teacher_offload: not for {spec.path}, which transformers shards; "
+                         "leave it out, or use --teacher_engine zero3")
     dtype = _dtype(spec)
     replica = Replica(spec.degree)
     folder = local_folder(spec.path)
@@ -763,9 +759,8 @@ def local_folder(path):
 def _weight_files(folder):
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(
-            f"--teacher {folder}: no .safetensors files, which sharded loading reads; save the "
-            "model with save_pretrained, or use --teacher_engine zero3")
+        raise ValueError(f"--teacher {folder}: no .safetensors files, which sharded loading reads; "
+                         "save the model with save_pretrained, or use --teacher_engine zero3")
     return files
 
 
