@@ -329,10 +329,6 @@ class ServedTeacher(TeacherSource):
         """
         return self._joined(self._ask(texts))
 
-    def close(self):
-        """Ask no more."""
-        self.requests.close()
-
     def _local(self, texts):
         """Return those texts that this rank asks for."""
         return texts[self.group.rank :: self.group.size] if self.group else texts
