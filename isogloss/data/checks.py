@@ -399,7 +399,6 @@ def _check_utf8(source, column, text_key):
 
 
 def _check_messages(source, column, text_key):
-    """Raise a DataError for the first message without a role or a content."""
     begin = 0
     for chunk in column.chunks:
         messages = chunk.flatten()

@@ -184,7 +184,6 @@ def _open_files(request, splits):
 
 
 def _read_files(request, kind, wanted, options):
-    """Let `datasets` read the files of splits."""
     if "://" not in request.source:  # brackets and stars in the names of files are meant as such
         wanted = {name: list(map(glob.escape, wanted[name])) for name in wanted}
     return datasets.load_dataset(kind, data_files=wanted, split=request.split,
@@ -259,7 +258,6 @@ def _features_of(request, kind, files, is_local):
 
 
 def _lacks(request, place, name, columns):
-    """Return the line that says which column a file lacks."""
     names = ", ".join(columns)
     hint = "; name one of them with --text_key" if name == request.text_key else ""
     if place == request.source and not hint:

@@ -105,7 +105,6 @@ class TextEncoder:
 
     @cached_property
     def _adds_bos(self):
-        """Whether `encode` begins with bos."""
         return adds_bos(self.tokenizer, self.table.bos)
 
     def _offsets(self, text):

@@ -397,7 +397,6 @@ def help_text(kind, width=None, positional=(), aliases=None):
 
 
 def _wrapped(text, width, indent=""):
-    """Return text in lines of at most `width` columns."""
     return textwrap.fill(
         " ".join(text.split()),
         width,
@@ -409,7 +408,6 @@ def _wrapped(text, width, indent=""):
 
 
 def _usage(kind, positional, width):
-    """Return the usage line: the program, its positional words, the required flags."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         program = Path(sys.argv[0]).name

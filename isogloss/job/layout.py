@@ -206,7 +206,6 @@ class Replica:
         return local_output
 
     def _gather(self, ids_BT):
-        """Return the ids of every rank of the replica."""
         # all_gather takes tensors of one shape, so shapes go ahead
         shape = torch.tensor(ids_BT.shape, device=ids_BT.device)
         shapes = [torch.empty_like(shape) for _ in self.ranks]

@@ -119,7 +119,6 @@ def run_store(store):
 
 
 def _secret_of_job(store):
-    """Return the secret that all ranks of the job have in common."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if token:
         if len(token) < LEAST_TOKEN:

@@ -203,7 +203,6 @@ def batch_sizes(config, num_ranks, path):
 
 
 def _batch_sizes(config, num_ranks, path):
-    """Return the BatchSizes that the keys of a ds_config state."""
     stated = []
     for key in BATCH_KEYS:
         value = config.get(key)

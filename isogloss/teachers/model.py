@@ -705,7 +705,6 @@ ENGINES = {
 
 
 def _load(spec, **options):
-    """Return the model of a spec, in the precision that it says."""
     return load_model(
         "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec),
         **attention_options(spec.attention), **options)
@@ -716,7 +715,6 @@ def _config(spec):
 
 
 def _dtype(spec):
-    """Return the torch.dtype of a spec's weights."""
     if spec.dtype != "auto":
         return getattr(torch, spec.dtype)
     return _config(spec).dtype or torch.float32

@@ -163,7 +163,6 @@ class ReadRequest(NamedTuple):
 
 
 def _read_request(reader):
-    """Return the ReadRequest of a client's next request."""
     with reader.take() as tensor:
         numbers = tensor[: len(Request._fields)].tolist()
         request = Request(*numbers)

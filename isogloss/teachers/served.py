@@ -330,7 +330,6 @@ class ServedTeacher(TeacherSource):
         return self._joined(self._ask(texts))
 
     def _local(self, texts):
-        """Return those texts that this rank asks for."""
         return texts[self.group.rank :: self.group.size] if self.group else texts
 
     def _ask(self, texts):
@@ -352,7 +351,6 @@ class ServedTeacher(TeacherSource):
         return scored
 
     def _joined(self, futures):
-        """Return the ScoredLogits of all texts, one behind the other."""
         width = min(self.spec.output_topk, self.spec.vocab) + 1
         scored = [ScoredLogits.empty(width, self.spec.vocab)]  # there may be no text
         for future in futures:

@@ -280,7 +280,6 @@ class TextServer:
 
 
 def _is_card(card):
-    """Tell whether this describes a model."""
     return isinstance(card, dict) and isinstance(card.get("id"), str)
 
 
