@@ -23,7 +23,7 @@ import math
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isogloss import cache, demo_report
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.flags.parse import parse_flags, tool
+from isogloss.flags.parse import flag, parse_flags, tool
 from isogloss.inputs import load_text_encoder
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
@@ -55,28 +55,19 @@ LOSSES = ("piece_kl", "generalized_jsd", "skew_forward_kl", "skew_reverse_kl", "
 
 @dataclass(kw_only=True)
 class Args:
-    """Measure caches.
+    """Measure caches."""
 
-    Args:
-        assets: folder with models/ and text/tinystories_1000.json.
-        texts: that are cached.
-        layers, hidden: shape of a random student; 0: stories260K.
-        repeats: of each measurement.
-        student: directory below models/ of the student's tokenizer, and of the student of bias.
-        teacher: directory below models/ of the teacher.
-        bias: measure the bias alone.
-        draws: of each gradient whose bias is measured.
-    """
-
-    assets: str
-    texts: int = 64
-    layers: int = 0
-    hidden: int = 512
-    repeats: int = 3
-    student: str = "stories260K"
-    teacher: str = "tinytalk_neo_3M"
-    bias: bool = False
-    draws: int = 16
+    assets: str = flag(MISSING, "folder with models/ and text/tinystories_1000.json.")
+    texts: int = flag(64, "that are cached.")
+    layers: int = flag(0, "shape of a random student; 0: stories260K.")
+    hidden: int = flag(512, "shape of a random student; 0: stories260K.")
+    repeats: int = flag(3, "of each measurement.")
+    student: str = flag(
+        "stories260K", "directory below models/ of the student's tokenizer, and of the student of "
+        "bias.")
+    teacher: str = flag("tinytalk_neo_3M", "directory below models/ of the teacher.")
+    bias: bool = flag(False, "measure the bias alone.")
+    draws: int = flag(16, "of each gradient whose bias is measured.")
 
 
 def seconds_of(run, repeats):

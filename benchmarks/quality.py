@@ -30,7 +30,7 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +46,7 @@ from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import text_key
 from isogloss.data.sample import TextEncoder
-from isogloss.flags.parse import tool
+from isogloss.flags.parse import flag, tool
 from isogloss.objective.loss_table import build_loss
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
 from isogloss.teachers.model import truncate
@@ -64,25 +64,15 @@ TEXT = "text"
 
 @dataclass(kw_only=True)
 class Args:
-    """Compare losses by the held-out bits per byte of their students.
+    """Compare losses by the held-out bits per byte of their students."""
 
-    Args:
-        assets: folder with models/ and text/tinystories_1000.json.
-        pairs: of the module's docstring, with commas.
-        seeds: students per loss, with seeds 0, 1, ...
-        steps: optimizer steps of each student.
-        losses: losses and the limit, with commas.
-        weights: kd_weight of the losses, with commas: one, or one for each.
-        alone: train without the text: ce_weight 0.
-    """
-
-    assets: str
-    pairs: str = "finer,coarser,crossing"
-    seeds: int = 8
-    steps: int = 150
-    losses: str = "piece_kl,event_kl,equal"
-    weights: str = "2"
-    alone: bool = False
+    assets: str = flag(MISSING, "folder with models/ and text/tinystories_1000.json.")
+    pairs: str = flag("finer,coarser,crossing", "of the module's docstring, with commas.")
+    seeds: int = flag(8, "students per loss, with seeds 0, 1, ...")
+    steps: int = flag(150, "optimizer steps of each student.")
+    losses: str = flag("piece_kl,event_kl,equal", "losses and the limit, with commas.")
+    weights: str = flag("2", "kd_weight of the losses, with commas: one, or one for each.")
+    alone: bool = flag(False, "train without the text: ce_weight 0.")
 
 
 # --- a pair of models -----------------------------------------------------------------------------

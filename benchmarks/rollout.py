@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from isogloss import build, distill
 from isogloss.data.batch_types import Example
 from isogloss.data.order import Draft
-from isogloss.flags.parse import tool
+from isogloss.flags.parse import flag, tool
 from isogloss.inputs import build_collator, check_inputs
 from isogloss.job import launch
 from isogloss.job.launch import silence_libraries, start_distributed
@@ -43,17 +43,11 @@ NEW_TOKENS = 100
 
 @dataclass(kw_only=True)
 class Args:
-    """Measure rollouts.
+    """Measure rollouts."""
 
-    Args:
-        assets: folder with models/ and text/tinystories_1000.json.
-        repeats: of every measurement.
-        writing: false leaves out the first table.
-    """
-
-    assets: str
-    repeats: int = 5
-    writing: bool = True
+    assets: str = flag(MISSING, "folder with models/ and text/tinystories_1000.json.")
+    repeats: int = flag(5, "of every measurement.")
+    writing: bool = flag(True, "false leaves out the first table.")
 
 
 def least_seconds(functions, repeats):

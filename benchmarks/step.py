@@ -29,33 +29,23 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
-from isogloss.flags.parse import tool
+from isogloss.flags.parse import flag, tool
 
 
 @dataclass(kw_only=True)
 class Args:
-    """Compare a training step with its parts.
+    """Compare a training step with its parts."""
 
-    Args:
-        assets: folder with tokenizers/ and text/.
-        tokens: of a step.
-        layers, hidden: of the student.
-        micro_batches: of a step, all with the same text.
-        warm_up: turns that do not count.
-        repeats: turns that count.
-        profile: print a profile of one step.
-    """
-
-    assets: str
-    tokens: int = 256
-    layers: int = 8
-    hidden: int = 512
-    micro_batches: int = 1
-    warm_up: int = 3
-    repeats: int = 4
-    profile: bool = False
+    assets: str = flag(MISSING, "folder with tokenizers/ and text/.")
+    tokens: int = flag(256, "of a step.")
+    layers: int = flag(8, "of the student.")
+    hidden: int = flag(512, "of the student.")
+    micro_batches: int = flag(1, "of a step, all with the same text.")
+    warm_up: int = flag(3, "turns that do not count.")
+    repeats: int = flag(4, "turns that count.")
+    profile: bool = flag(False, "print a profile of one step.")
 
 
 def write_inputs(folder, args):

@@ -515,7 +515,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         return self.sequence_parallel * self.pipeline_parallel
 
     def _check_values(self):
-        """Check what a bound or a list of choices cannot say."""
         for name in ("jsd_beta", "skew_lambda", "akl_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
@@ -535,7 +534,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         return bool(self.eval_rows or self.eval_data or self.eval_split)
 
     def _check_loss(self):
-        """Check flags of the loss that contradict one another."""
         if self.kd_weight == self.ce_weight == 0:
             raise ValueError("--kd_weight 0 and --ce_weight 0: nothing would be learned; raise one "
                              "of them")
@@ -627,7 +625,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             configs_by_teacher(self)
 
     def _check_presence(self):
-        """Check that what every run needs is given."""
         needed = ["student", "data"]
         if self.kd_weight and not (self.teachers or self.teacher_cache):
             needed.append("teacher")

@@ -10,7 +10,6 @@ from isogloss.align import TokenTable
 from isogloss.data.batch_types import text_key
 from isogloss.teachers.kept_tokens import (
     byte_order,
-    choose_rows,
     estimated,
     keep_tokens,
     relevance_of_mass,
@@ -176,14 +175,15 @@ def awkward_rows(width):
     return rows
 
 
-def check_rest(result, logits_NW, labels_N, order, temperature):
+def check_rest(kept, logits_NW, labels_N, temperature):
     """Compare the mass of what is neither kept as it is nor the label with a sum in float64."""
+    rows = kept.scored.logits
     for row, logits in enumerate(logits_NW.double()):
-        num_kept = result.place_NK.shape[1] - int(result.num_drawn_N[row])
+        num_kept = rows.ids_TK.shape[1] - 1 - int(kept.num_drawn_N[row])
         others = logits.clone()
-        others[order.ids_W[result.place_NK[row, :num_kept]]] = -torch.inf
+        others[rows.ids_TK[row, :num_kept].long()] = -torch.inf
         others[labels_N[row]] = -torch.inf
-        for rest_N, tau in ((result.rest_N, temperature), (result.plain_rest_N, 1.0)):
+        for rest_N, tau in ((rows.rest_T, temperature), (kept.plain_rest_N, 1.0)):
             expected = float((others / tau).logsumexp(-1) * tau - logits.logsumexp(-1))
             if expected > -80:  # masses below 1e-38 of the largest one are 0
                 assert float(rest_N[row]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -199,15 +199,16 @@ def test_what_is_known_of_awkward_rows(real_table, temperature, num_entries, dra
     labels = torch.randint(len(real_table), (len(logits),), generator=generator)
     labels[9] = logits[9].argmax()
     uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator) if draws else None
-    chosen = choose_rows(logits[:, order.ids_W], num_entries, labels, order, temperature, uniform)
+    kept = keep(logits, num_entries, labels, order, temperature, uniform)
+    rows, scores = kept.scored.logits, kept.scored.scores
     logp = logits.double().log_softmax(-1)
-    torch.testing.assert_close(chosen.total_N, logits.double().logsumexp(-1).float())
-    torch.testing.assert_close(chosen.max_logp_N, logp.amax(-1).float(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(rows.total_T, logits.double().logsumexp(-1).float())
+    torch.testing.assert_close(scores.max_logp_T, logp.amax(-1).float(), atol=1e-6, rtol=1e-6)
     entropy = -torch.xlogy(logp.exp(), logp.exp()).sum(-1)
-    torch.testing.assert_close(chosen.entropy_N, entropy.float(), atol=2e-4, rtol=2e-6)
+    torch.testing.assert_close(scores.entropy_T, entropy.float(), atol=2e-4, rtol=2e-6)
     is_first = order.ids_W[logits[:, order.ids_W].argmax(-1)] == labels
-    assert torch.equal(chosen.correct_N, is_first)
-    check_rest(chosen, logits, labels, order, temperature)
+    assert torch.equal(scores.correct_T.bool(), is_first)
+    check_rest(kept, logits, labels, temperature)
 
 
 @pytest.mark.parametrize("num_entries", [1, 5, 100])
@@ -216,11 +217,12 @@ def test_a_row_is_chosen_as_if_it_was_alone(real_table, num_entries):
     logits = awkward_rows(len(real_table))
     labels = torch.arange(len(logits))
     uniform = torch.full((len(logits),), 0.7, dtype=torch.float64)
-    together = choose_rows(logits, num_entries, labels, order, 1.0, uniform)
+    together = keep_tokens(logits, num_entries, labels, order, 1.0, uniform)
     for row in range(len(logits)):
         one = slice(row, row + 1)
-        alone = choose_rows(logits[one], num_entries, labels[one], order, 1.0, uniform[one])
-        for value, expected in zip(alone, together):
+        alone = keep_tokens(logits[one], num_entries, labels[one], order, 1.0, uniform[one])
+        values = (*alone.scored.tensors(), *alone[1:])
+        for value, expected in zip(values, (*together.scored.tensors(), *together[1:])):
             assert torch.equal(value, expected[one])
 
 

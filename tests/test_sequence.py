@@ -438,57 +438,27 @@ def test_a_tiled_mlp_keeps_no_more_than_its_input():
         torch.testing.assert_close(p.grad, gradient)
 
 
-def passes(offloaded, values):
-    """Run tanh(x * v) through several layers, each of which saves tensors that move.
-
-    Returns:
-        a function that runs backward and returns the gradient.
-    """
-    x = torch.linspace(-1, 1, values.numel()).view(values.shape).requires_grad_()
-    with saved_tensors_hooks(offloaded.pack, offloaded.unpack):
-        y = x
-        for _ in range(3):
-            y = torch.tanh(y * values)
-    return lambda: torch.autograd.grad(y.sum(), x)[0]
-
-
-def test_host_memory_is_used_again_and_passes_do_not_mix():
-    memory = activations.HostMemory(torch.device("cpu"))
-    short, long = torch.rand(2, 5), torch.rand(3, 7).bfloat16().float()
+def test_passes_that_wait_on_the_host_do_not_mix():
+    backwards = []
     expected = []
-    for values in (short, long):
-        plain = activations.Offloaded((), None)  # nothing has that shape
-        expected.append(passes(plain, values)())
-    in_use = set()
-    for _ in range(3):
-        backwards = [passes(activations.Offloaded(values.shape, lambda _: memory), values)
-                     for values in (short, long, short)]
-        for backward, gradient in zip(backwards, (expected[0], expected[1], expected[0])):
-            assert torch.equal(backward(), gradient)
-        del backwards, backward
-        in_use.add(len(memory.free))
-    assert len(in_use) == 1  # after each round as many
-    addresses = {buffer.data_ptr() for buffer in memory.free}
-    passes(activations.Offloaded(long.shape, lambda _: memory), long)()
-    assert {buffer.data_ptr() for buffer in memory.free} == addresses
+    for values in (torch.rand(2, 5), torch.rand(3, 7), torch.rand(2, 5)):
+        x = torch.linspace(-1, 1, values.numel()).view(values.shape).requires_grad_()
+        for offload, outputs in ((False, expected), (True, backwards)):
+            with activations.offload_activations(values.shape, offload):
+                y = torch.tanh(torch.tanh(x * values) * values).sum()
+            outputs.append((y, x))
+    for (y, x), (plain, _) in zip(backwards, expected):
+        gradient, = torch.autograd.grad(plain, x)
+        for retain in (True, False):  # what is asked for twice comes twice
+            assert torch.equal(torch.autograd.grad(y, x, retain_graph=retain)[0], gradient)
 
 
-def test_the_tensor_that_is_needed_next_is_fetched_beforehand():
-    memory = activations.HostMemory(torch.device("cpu"))
-    offloaded = activations.Offloaded((4,), lambda _: memory)
-    layers = [torch.full((4,), float(number)) for number in range(5)]
-    packed = [offloaded.pack(layer) for layer in layers]
-    assert len(offloaded.leaving) == activations.LEAVING  # others may be freed in forward
-    for layer in layers:
-        layer.fill_(-1)
-    assert torch.equal(offloaded.unpack(packed[4]), torch.full((4,), 4.0))
-    assert [copy.tensor is not None for copy in packed] == [False, False, False, True, False]
-    assert not offloaded.leaving
-    del packed[3]  # never asked for
-    assert torch.equal(offloaded.unpack(packed[2]), torch.full((4,), 2.0))
-    assert packed[1].tensor is not None and packed[0].tensor is None
-    for _ in range(2):  # what is asked for twice comes twice
-        assert torch.equal(offloaded.unpack(packed[0]), torch.zeros(4))
+def test_what_waits_on_the_host_is_a_copy():
+    copies = activations.HostCopies((4,), None)
+    tensor = torch.ones(4)
+    packed = copies.pack(tensor)
+    tensor.fill_(-1)
+    assert torch.equal(copies.unpack(packed), torch.ones(4))
 
 
 def test_checkpointed_activations_wait_on_the_host():

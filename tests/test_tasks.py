@@ -17,7 +17,7 @@ from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.evaluation.tasks import TaskOptions
-from isogloss.flags.parse import tool, undescribed
+from isogloss.flags.parse import tool
 from isogloss.tasks import Args, main
 
 
@@ -288,7 +288,3 @@ def test_a_model_that_is_not_finite_is_not_judged(models, files, tmp_path, capsy
 def test_equal_samples_are_refused():
     with pytest.raises(ValueError, match="temperature above 0"):
         TaskOptions(samples=2)
-
-
-def test_flags_are_described():
-    undescribed(Args)

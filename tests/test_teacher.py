@@ -124,8 +124,8 @@ def check_joined_members(folder):
     whole = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
     teacher = load(folder, "llama", "tensor_parallel", 4)
     runs = []
-    run = teacher.runner.whole.hidden
-    teacher.runner.whole.hidden = lambda ids: runs.append(ids.shape) or run(ids)
+    run = teacher.runner.whole.forward
+    teacher.runner.whole.forward = lambda ids, hidden: runs.append(ids.shape) or run(ids, hidden)
     torch.manual_seed(rank)
     first = 7  # positions of the first document
     width = 16 + rank

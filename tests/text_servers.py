@@ -36,7 +36,6 @@ class StandIn:
         self.faults = []
         self.cards = None
         self.requests = []
-        self.tokenizes = True
         self.at_once = 0
         self.most_at_once = 0
         self.lock = threading.Lock()
@@ -98,11 +97,6 @@ class StandIn:
                 return 200, self.cards
             card = {"id": "teacher", "owned_by": self.owner, "max_model_len": self.context}
             return 200, json.dumps({"object": "list", "data": [card]}).encode()
-        if path.endswith("/tokenize"):
-            if not self.tokenizes:
-                return 404, b'{"detail": "Not Found"}'
-            ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-            return 200, json.dumps({"tokens": ids, "count": len(ids)}).encode()
         with self.lock:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)

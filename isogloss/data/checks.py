@@ -2,8 +2,8 @@
 
 Three looks at a data set: the first bytes of its files, before anything reads them; its columns,
 by Arrow, which is fast (streams have none); and every row when its turn comes.  The readers of
-file_rows.py name the line that they cannot read; of what `datasets` reads, text and tables,
-`find_problem` does.
+file_rows.py name the line that they cannot read; of .txt files, which `datasets` reads, `explain`
+does.
 
 Tests: tests/test_wrong_data.py.
 """
@@ -138,9 +138,11 @@ def check_is_file(source, file):
 
 def check_first_bytes(source, file):
     """Raise a DataError for a file of which the first bytes tell that it is of another kind."""
-    if not os.path.getsize(file):
-        return  # one empty file among others does no harm, but to the readers of tables
-    problem = _problem_of_file(file)
+    is_table = kind_of(file) in ("parquet", "arrow")
+    if not os.path.getsize(file):  # one among others does no harm, but to the readers of tables
+        problem = "is empty; remove it" if is_table else None
+    else:
+        problem = _problem_of_file(file)
     if problem:
         raise DataError(f"{_place(source, file)}: {problem}")
 
@@ -186,22 +188,14 @@ def _problem_of_parquet(file):
         page = PAGE if start.startswith((b"<!doctype", b"<html")) else None
         return page or _signature(first) or (
             "is no parquet file; write it again, or name it after its kind")
-    if len(first) < 12:
-        return "is cut off; download or write it again"
-    return None if last == b"PAR1" else "is cut off; download or write it again"
+    is_whole = len(first) >= 12 and last == b"PAR1"
+    return None if is_whole else "is cut off; download or write it again"
 
 
 def _signature(first):
     for signature, problem in SIGNATURES.items():
         if first.startswith(signature):
             return problem
-    return None
-
-
-def _problem_of_names(names):
-    for name in names:
-        if names.count(name) > 1:
-            return f"the column {name!r} is there twice; rename or remove one"
     return None
 
 
@@ -234,59 +228,30 @@ def explain(source, error):
     if isinstance(cause, BadLine):
         is_named = str(cause).startswith(f"{source}: ")
         return f"--data {cause}" if is_named else f"--data {source}: {cause}"
-    problem = find_problem(source)
-    if problem:
-        return problem
+    for file in local_files(source):
+        problem = _problem_of_text(file) if kind_of(file) == "text" else None
+        if problem:
+            return f"{_place(source, file)}: {problem}"
     if "corresponds to no data" in str(error):
         return f"--data {source}: {EMPTY_DATA}"
     return f"--data {source}: cannot be read ({type(cause).__name__}: {_first_line(cause)})"
 
 
-def find_problem(source):
-    """Return what is wrong inside of local files of text or tables; None: nothing is known."""
-    for file in local_files(source):
-        try:
-            problem = _problem_inside(file)
-        except (*DAMAGE, ValueError) as damage:
-            problem = damaged(damage)
-        if problem:
-            return f"{_place(source, file)}: {problem}"
+def _problem_of_text(file):
+    """Return which line of a .txt file is not UTF-8, or that it is damaged; None: neither."""
+    try:
+        with open_bytes(file) as stream:
+            for number, line in enumerate(stream, 1):
+                if problem := problem_of_bytes(line):
+                    return f"line {number} {problem}"
+    except DAMAGE as error:
+        return damaged(error)
     return None
 
 
 def damaged(error):
     """Return what to say of a file in which a reader has met damage."""
     return f"is cut off or damaged ({_first_line(error)}); write it again"
-
-
-def _problem_inside(file):
-    """Return what is wrong with a file that a reader could not read; None: unknown."""
-    kind = kind_of(file)
-    if kind == "parquet":
-        return _problem_inside_parquet(file)
-    if kind == "arrow":
-        return _problem_of_batches(arrow_batches(file))
-    if kind == "json" and is_saved(os.path.dirname(file)):
-        json.loads(Path(file).read_bytes())
-    if kind == "text":
-        with open_bytes(file) as stream:
-            for number, line in enumerate(stream, 1):
-                if problem := problem_of_bytes(line):
-                    return f"line {number} {problem}"
-    return None
-
-
-def _problem_inside_parquet(file):
-    if not os.path.getsize(file):
-        return "is empty; remove it"
-    problem = _problem_of_parquet(file)
-    if problem:
-        return problem
-    parquet = pa.parquet.ParquetFile(file)
-    if not parquet.metadata.num_rows:
-        return "holds no row; remove it"
-    twins = _problem_of_names(parquet.schema_arrow.names)
-    return twins or _problem_of_batches(parquet.iter_batches())
 
 
 def arrow_batches(file):
@@ -299,19 +264,6 @@ def arrow_batches(file):
             return
         stream.seek(0)
         yield from pa.ipc.open_stream(stream)
-
-
-def _problem_of_batches(batches):
-    """Return which row of some record batches holds what is not UTF-8; None: none of them."""
-    begin = 0
-    for batch in batches:
-        for name, column in zip(batch.schema.names, batch.columns):
-            row = invalid_row(column)
-            if row is not None:
-                return (f"row {begin + row} of {name!r} is not UTF-8; convert the text or remove "
-                        "the row")
-        begin += len(batch)
-    return None
 
 
 def invalid_row(column):
@@ -447,7 +399,6 @@ def _check_utf8(source, column, text_key):
 
 
 def _check_messages(source, column, text_key):
-    """Raise a DataError for the first message without a role or a content."""
     begin = 0
     for chunk in column.chunks:
         messages = chunk.flatten()

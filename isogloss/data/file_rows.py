@@ -209,10 +209,14 @@ def _check_header(file, header, names):
 def arrow_rows(file, names):
     """Yield (row, {name: value}) of an Arrow file, or of a stream in a file."""
     number = 0
-    for batch in arrow_batches(file):
-        for row in batch.select([name for name in names if name in batch.schema.names]).to_pylist():
-            yield number, row
-            number += 1
+    try:
+        for batch in arrow_batches(file):
+            known = [name for name in names if name in batch.schema.names]
+            for row in batch.select(known).to_pylist():
+                yield number, row
+                number += 1
+    except pa.ArrowException as error:
+        raise BadLine(f"{file}: {damaged(error)}") from None
 
 
 READERS = {"json": json_rows, "csv": csv_rows, "arrow": arrow_rows}
@@ -247,7 +251,12 @@ def schema_of(kind, file):
     if kind == "arrow":
         return next(arrow_batches(file)).schema
     with fsspec.open(file, "rb") as stream:
-        return pq.read_schema(stream)
+        table = pq.ParquetFile(stream)
+        schema = table.schema_arrow
+        if not table.metadata.num_rows:
+            raise BadLine(f"{file}: holds no row; remove it")
+    _check_header(file, schema.names, schema.names)
+    return schema
 
 
 def feature_of(values):

@@ -5,7 +5,6 @@
 Tests: tests/test_open_data.py, tests/test_wrong_data.py.
 """
 
-import codecs
 import glob
 import itertools
 import os
@@ -175,8 +174,9 @@ def _open_files(request, splits):
         raise DataError(f"--txt_samples {request.txt_samples}: is for .txt files, and {source} "
                         "holds none; leave it out")
     if kind == "text":
-        options = _options_of_text(files, request.txt_samples) if is_local else {}
-        return _read_files(request, kind, wanted, options)
+        # -sig: a byte order mark is no text
+        return _read_files(request, kind, wanted, {
+            "encoding": "utf-8-sig", "sample_by": TXT_SAMPLES[request.txt_samples]})
     features = _features_of(request, kind, files, is_local)
     if kind == "parquet":
         return _read_files(request, kind, wanted, {"columns": list(features)})
@@ -184,7 +184,6 @@ def _open_files(request, splits):
 
 
 def _read_files(request, kind, wanted, options):
-    """Let `datasets` read the files of splits."""
     if "://" not in request.source:  # brackets and stars in the names of files are meant as such
         wanted = {name: list(map(glob.escape, wanted[name])) for name in wanted}
     return datasets.load_dataset(kind, data_files=wanted, split=request.split,
@@ -225,22 +224,6 @@ def _kind_of(source, files):
     return kinds.pop()
 
 
-def _options_of_text(files, txt_samples):
-    """Return what the reader of .txt files is told."""
-    encoding = "utf-8-sig" if _mark_is_text(files) else "utf-8"
-    return {"encoding": encoding, "sample_by": TXT_SAMPLES[txt_samples]}
-
-
-def _mark_is_text(files):
-    """Tell whether the reader of lines would take a byte order mark for text."""
-    for file in files:
-        if file.lower().endswith(".txt"):
-            with open(file, "rb") as stream:
-                if stream.read(3) == codecs.BOM_UTF8:
-                    return True
-    return False
-
-
 def _features_of(request, kind, files, is_local):
     """Return the types of the columns that are read.
 
@@ -275,7 +258,6 @@ def _features_of(request, kind, files, is_local):
 
 
 def _lacks(request, place, name, columns):
-    """Return the line that says which column a file lacks."""
     names = ", ".join(columns)
     hint = "; name one of them with --text_key" if name == request.text_key else ""
     if place == request.source and not hint:
@@ -306,10 +288,9 @@ def _check_alike(request, columns_of_files, is_json):
             if not (name in columns and name in first):
                 continue
             if not _are_alike(columns[name], first[name], is_json):
-                raise DataError(
-                    f"--data {request.source}: {file}: column {name!r} holds "
-                    f"{name_of_type(columns[name])}, but {name_of_type(first[name])} in "
-                    f"{first_file}; write them alike, or name one --data")
+                raise DataError(f"--data {request.source}: {file}: column {name!r} holds "
+                                f"{name_of_type(columns[name])}, but {name_of_type(first[name])} "
+                                f"in {first_file}; write them alike, or name one --data")
 
 
 def _are_alike(feature, of_first, is_json):

@@ -227,7 +227,6 @@ class ExampleReader:
         return Example(content, route, prompt, tools, context)
 
     def _content(self, row, key):
-        """Return the text or the messages of a column."""
         value = row[key]
         return value if isinstance(value, str) else as_messages(value, key in self.filled)
 
@@ -367,7 +366,6 @@ class MicroBatches:
             yield batch
 
     def _draft(self, sample_ids):
-        """Return the Draft of some positions of the stream."""
         draft = Draft([], list(sample_ids))
         rows = {}  # a stream gives each row once, and a prompt may have several rollouts
         for position in sample_ids:

@@ -42,10 +42,9 @@ def check_ids(ids, vocab, tokenizer):
     """
     highest = max(ids, default=-1)
     if highest >= vocab:
-        raise TokenBeyondHead(
-            f"a text holds {tokenizer.convert_ids_to_tokens(highest)!r}, for which the lm_head of "
-            f"{tokenizer.name_or_path} has no row (id {highest}, its tokens go to {vocab - 1}); "
-            "take it out of the data")
+        raise TokenBeyondHead(f"a text holds {tokenizer.convert_ids_to_tokens(highest)!r}, for "
+                              f"which the lm_head of {tokenizer.name_or_path} has no row (id "
+                              f"{highest}, its tokens go to {vocab - 1}); take it out of the data")
 
 
 @dataclass
@@ -106,7 +105,6 @@ class TextEncoder:
 
     @cached_property
     def _adds_bos(self):
-        """Whether `encode` begins with bos."""
         return adds_bos(self.tokenizer, self.table.bos)
 
     def _offsets(self, text):

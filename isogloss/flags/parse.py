@@ -6,7 +6,7 @@ Fire reads the values.  The words around them are read here, because fire alone
 
 - calls the function before it rejects a misspelled flag,
 - takes ``--resume=false`` for true, ``--name=2024`` for a number and ``--output`` for "True",
-- ends a description in ``--help`` where a later line of it holds a colon, and offers short flags.
+- offers short flags.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def flag(default, about, *, low=None, high=None, choices=(), free=False, key="")
 
     Args:
         default: of the type of the field.
-        about: what it means, for --help and the page of flags; an empty line ends a paragraph.
+        about: what it means, for --help and the page of flags.
         low, high: the smallest and the largest number that it takes; None: no bound.
         choices: the texts that it takes, or a function that lists them; read when it is checked.
         free: it may change when a run resumes; all others decide what is learned.
@@ -68,12 +68,11 @@ def flag(default, about, *, low=None, high=None, choices=(), free=False, key="")
         about=about, low=low, high=high, choices=choices, free=free, key=key))
 
 
-def shared(kind, name, default=..., about=None):
+def shared(kind, name, default=...):
     """Return a field that is a flag of another dataclass too; `...`: with its default."""
     entry = kind.__dataclass_fields__[name]
-    about = about or "\n\n".join(descriptions(kind)[name])
     return dataclasses.field(default=entry.default if default is ... else default,
-                 metadata={**entry.metadata, "about": about})
+                             metadata=entry.metadata)
 
 
 def choices_of(entry):
@@ -199,7 +198,7 @@ def shipped(path):
 # --- the command line -----------------------------------------------------------------------------
 
 
-def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=""):
+def parse_flags(kind, argv, positional=(), aliases=None, file_flag=""):
     """Return an instance of a keyword-only dataclass from the command line.
 
     Its attribute `given` is a frozenset of the names of the flags that were written, there or in
@@ -214,7 +213,6 @@ def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=
         argv: the words of the command line, without the program.
         positional: names of the fields that the first words without a flag fill.
         aliases: {other name of a flag: field name}.
-        groups: {title: field names} of the help; see `help_text`.
         file_flag: field that names a YAML file of other flags, over which the command line wins.
     Raises:
         ValueError: an unknown flag, a wrong type, a word that belongs to no flag, a missing flag.
@@ -222,7 +220,7 @@ def parse_flags(kind, argv, positional=(), aliases=None, groups=None, file_flag=
     """
     aliases = aliases or {}
     if "-h" in argv or "--help" in argv:
-        print(help_text(kind, groups, positional=positional, aliases=aliases))
+        print(help_text(kind, positional=positional, aliases=aliases))
         raise SystemExit(0)
     given = _assignments(kind, list(argv), positional, aliases)
     of_file = {}
@@ -245,7 +243,7 @@ def _instance(kind, given):
     """Return an instance of a dataclass from {field name: text of its value}."""
     as_text = {}
     for field in fields(kind):
-        if _is_required(field) and field.name not in given:
+        if field.default is MISSING and field.name not in given:
             raise ValueError(f"--{field.name} is missing; --help describes every flag")
         if field.type is str:
             as_text[field.name] = str  # not evaluated: --text_key=2024 stays text
@@ -260,10 +258,6 @@ def _instance(kind, given):
 
 def _fields_by_name(kind):
     return {field.name: field for field in fields(kind)}
-
-
-def _is_required(field):
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _is_flag(word):
@@ -287,15 +281,12 @@ def _assignments(kind, argv, positional, aliases):
     while words:
         word = words.pop()
         if word == "--":
-            raise ValueError(
-                "unexpected argument '--': no flags of another kind, such as --interactive or "
-                "--trace, follow it; leave it out"
-            )
+            raise ValueError("unexpected argument '--': no flags of another kind, such as "
+                             "--interactive or --trace, follow it; leave it out")
         if not _is_flag(word):
             example = fields(kind)[0].name
-            raise ValueError(
-                f"unexpected argument {word!r}: a value follows a flag, as in --{example} VALUE"
-            )
+            raise ValueError(f"unexpected argument {word!r}: a value follows a flag, as in "
+                             f"--{example} VALUE")
         flag, equals, value = word.partition("=")
         field, negated = _field_of(kind, flag, aliases)
         if negated and equals:
@@ -379,65 +370,10 @@ def _nearest(name, names, aliases):
 # --- the help -------------------------------------------------------------------------------------
 
 
-def descriptions(kind):
-    """Return what is said of the flags of a dataclass: by `flag`, or in its docstring's ``Args:``.
-
-    Every line at the block's first indentation begins an entry, ``name: text``.  All deeper lines
-    belong to that entry, whatever they hold: colons, parentheses, lists.  Blank lines separate its
-    paragraphs.
-
-    Returns:
-        {name: list of paragraphs}, each paragraph one line of text.
-    """
-    entries = {name: about.split("\n\n") for name, about in flags_that(kind, "about").items()}
-    lines = inspect.getdoc(kind).splitlines()
-    if "Args:" not in lines:
-        return entries
-    indentation = None  # of the first entry, and so of all
-    begins_paragraph = True
-    for line in lines[lines.index("Args:") + 1 :]:
-        text = line.strip()
-        if not text:
-            begins_paragraph = True
-            continue
-        depth = len(line) - len(line.lstrip())
-        if depth == 0:  # the next section, such as Raises:
-            break
-        if indentation is None:
-            indentation = depth
-        if depth <= indentation:
-            name, _, first_words = text.partition(":")
-            paragraphs = [first_words.strip()] if first_words else []
-            entries[name] = paragraphs
-        elif begins_paragraph or not paragraphs:
-            paragraphs.append(text)
-        else:
-            paragraphs[-1] += f" {text}"
-        begins_paragraph = False
-    return entries
-
-
-def undescribed(kind):
-    """Assert that ``Args:`` describes every flag of a dataclass and nothing else; for tests.
-
-    Raises:
-        AssertionError: a flag without a description, or a description without a flag.
-    """
-    about = descriptions(kind)
-    names = _fields_by_name(kind)
-    for name in names:
-        assert about.get(name), f"{kind.__qualname__}: the flag {name} has no description"
-    for name in about:
-        assert name in names, f"{kind.__qualname__}: the description {name!r} has no flag"
-
-
-def help_text(kind, groups=None, width=None, positional=(), aliases=None):
+def help_text(kind, width=None, positional=(), aliases=None):
     """Return the help of a dataclass: usage, the docstring's first paragraph, all of its flags.
 
     Args:
-        kind: the dataclass, with an ``Args:`` block in its docstring.
-        groups: {title: field names}, in the order of the help; fields in no group come last, under
-            "other".  None: one list, in the order of the docstring.
         width: columns; None: the terminal's, between 60 and 120.
         positional, aliases: as for `parse_flags`.
     """
@@ -445,12 +381,10 @@ def help_text(kind, groups=None, width=None, positional=(), aliases=None):
         columns = shutil.get_terminal_size().columns  # 80 where there is no terminal
         width = min(max(columns, NARROWEST), WIDEST)
     by_name = _fields_by_name(kind)
-    about = descriptions(kind)
-    groups = groups or groups_of(kind) or None
     summary = inspect.getdoc(kind).split("\n\n")[0]
     blocks = [_usage(kind, positional, width), _wrapped(summary, width)]
-    for title, names in _grouped(by_name, about, groups).items():
-        entries = [_flag_help(by_name[name], about.get(name, []), width) for name in names]
+    for title, names in (groups_of(kind) or {"flags": by_name}).items():
+        entries = [_flag_help(by_name[name], width) for name in names]
         blocks.append("\n".join([f"{title}:", *entries]))
 
     if any(field.type is bool for field in by_name.values()):
@@ -463,7 +397,6 @@ def help_text(kind, groups=None, width=None, positional=(), aliases=None):
 
 
 def _wrapped(text, width, indent=""):
-    """Return text in lines of at most `width` columns."""
     return textwrap.fill(
         " ".join(text.split()),
         width,
@@ -475,7 +408,6 @@ def _wrapped(text, width, indent=""):
 
 
 def _usage(kind, positional, width):
-    """Return the usage line: the program, its positional words, the required flags."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         program = Path(sys.argv[0]).name
@@ -483,7 +415,7 @@ def _usage(kind, positional, width):
         program = f"python -m {spec.name.removesuffix('.__main__')}"
     words = [f"usage: {program}", *map(str.upper, positional)]
     for field in fields(kind):
-        if _is_required(field) and field.name not in positional:
+        if field.default is MISSING and field.name not in positional:
             words.append(f"--{field.name} {_type_name(field)}")
     words.append("[--flag value ...]")
     return _wrapped(" ".join(words), width)
@@ -493,26 +425,9 @@ def _type_name(field):
     return "TEXT" if field.type is str else field.type.__name__.upper()
 
 
-def _grouped(by_name, about, groups):
-    """Return {title: field names} in which every field stands once."""
-    if groups is None:
-        # In the docstring's order, because a dataclass puts its base's fields before its fields.
-        groups = {"flags": list(filter(by_name.get, about))}
-    ungrouped = list(by_name)
-    for title, names in groups.items():
-        for name in names:
-            assert name in ungrouped, f"group {title!r}: {name} is no flag, or has a group already"
-            ungrouped.remove(name)
-    if not ungrouped:
-        return groups
-    return {**groups, "other": ungrouped}
-
-
-def _flag_help(field, paragraphs, width):
+def _flag_help(field, width):
     """Return a flag's name, type and default on one line, and its description below."""
     default = field.default
-    if field.default_factory is not MISSING:
-        default = field.default_factory()
     if default is MISSING:
         note = "required"
     elif field.type is bool:
@@ -521,10 +436,8 @@ def _flag_help(field, paragraphs, width):
         note = 'default: ""'
     else:
         note = f"default: {default}"
-    lines = [f"  --{field.name} {_type_name(field)} ({note})"]
-    for paragraph in paragraphs:
-        lines.append(_wrapped(paragraph, width, indent=" " * 6))
-    return "\n".join(lines)
+    about = _wrapped(field.metadata.get("about", ""), width, indent=" " * 6)
+    return f"  --{field.name} {_type_name(field)} ({note})\n{about}"
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ class Sums:
 
 
 def _numbers(value):
-    """List the numbers in a value of a field of Sums."""
     if isinstance(value, Sums):
         value = vars(value)
     if isinstance(value, dict):

@@ -163,9 +163,8 @@ def check_shared(flag, folder):
         seen = values_of_ranks([_appears(Path(folder) / name), socket.gethostname()])
     for rank, (is_seen, host) in enumerate(seen):
         if not is_seen:
-            raise ValueError(
-                f"{flag}: rank {rank} on {host} does not see what rank 0 on {seen[0][1]} writes "
-                "there; name a directory that all nodes share")
+            raise ValueError(f"{flag}: rank {rank} on {host} does not see what rank 0 on "
+                             f"{seen[0][1]} writes there; name a directory that all nodes share")
 
 
 def _appears(path):

@@ -65,10 +65,9 @@ class Roles(NamedTuple):
 def check_teacher_ranks(teacher_ranks, ranks_per_node):
     """Raise a ValueError where a node has no rank left for the student."""
     if teacher_ranks >= ranks_per_node:
-        raise ValueError(
-            f"--teacher_ranks {teacher_ranks}: a node of this job has {ranks_per_node} ranks, and "
-            "at least one is for the student; start more ranks or leave the flag out"
-        )
+        raise ValueError(f"--teacher_ranks {teacher_ranks}: a node of this job has "
+                         f"{ranks_per_node} ranks, and at least one is for the student; start more "
+                         "ranks or leave the flag out")
 
 
 def split_ranks(teacher_ranks):
@@ -144,16 +143,12 @@ def teacher_groups(world, node, degree):
     [[0, 1], [2, 3]]
     """
     if world % node:
-        raise ValueError(
-            f"{world} ranks on nodes of {node}: expected the same number of ranks on every node; "
-            "start as many on each"
-        )
+        raise ValueError(f"{world} ranks on nodes of {node}: expected the same number of ranks on "
+                         "every node; start as many on each")
     if node % degree:
         possible = ", ".join(str(n) for n in range(1, node + 1) if node % n == 0)
-        raise ValueError(
-            f"--teacher_tp {degree}: does not divide the {node} ranks of a node that hold "
-            f"teachers, and a teacher cannot span nodes; use one of {possible}"
-        )
+        raise ValueError(f"--teacher_tp {degree}: does not divide the {node} ranks of a node that "
+                         f"hold teachers, and a teacher cannot span nodes; use one of {possible}")
     return [list(range(first, first + degree)) for first in range(0, world, degree)]
 
 
@@ -211,7 +206,6 @@ class Replica:
         return local_output
 
     def _gather(self, ids_BT):
-        """Return the ids of every rank of the replica."""
         # all_gather takes tensors of one shape, so shapes go ahead
         shape = torch.tensor(ids_BT.shape, device=ids_BT.device)
         shapes = [torch.empty_like(shape) for _ in self.ranks]

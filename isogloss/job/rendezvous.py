@@ -101,10 +101,9 @@ def _listen(host, port):
             listener.bind(("", port))  # a name that other nodes know, but not this one
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
-        raise ValueError(
-            f"port {port} of {host}, where the ranks meet: {error.strerror}; end the job that uses "
-            "it, or choose another port with --master_port before distill.py"
-        ) from None
+        raise ValueError(f"port {port} of {host}, where the ranks meet: {error.strerror}; end the "
+                         "job that uses it, or choose another port with --master_port before "
+                         "distill.py") from None
     return listener
 
 
@@ -120,7 +119,6 @@ def run_store(store):
 
 
 def _secret_of_job(store):
-    """Return the secret that all ranks of the job have in common."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if token:
         if len(token) < LEAST_TOKEN:

@@ -85,10 +85,8 @@ def read_ds_config(path):
         raise ValueError(f"--ds_config {path}: {error}") from None
     config = parse_json(f"--ds_config {path}", text)
     if not isinstance(config, dict):
-        raise ValueError(
-            f"--ds_config {path}: expected a JSON object ({{...}}), got {type(config).__name__}; "
-            f"{ready_made()}"
-        )
+        raise ValueError(f"--ds_config {path}: expected a JSON object ({{...}}), got "
+                         f"{type(config).__name__}; {ready_made()}")
     for key in config:
         if key not in DS_KEYS:
             nearest = difflib.get_close_matches(key, DS_KEYS, 1)
@@ -152,9 +150,8 @@ def _resolve_learning_rate(config, cfg):
     optimizer = config.setdefault("optimizer", default)
     stated = optimizer.setdefault("params", {}).setdefault("lr", "auto")
     if stated != "auto" and cfg.learning_rate:
-        raise ValueError(
-            f"--learning_rate {cfg.learning_rate}: {cfg.ds_config} says lr {stated}; drop one"
-        )
+        raise ValueError(f"--learning_rate {cfg.learning_rate}: {cfg.ds_config} says lr {stated}; "
+                         "drop one")
     if stated == "auto" and not cfg.learning_rate:
         raise ValueError(f'--learning_rate is missing: {cfg.ds_config} leaves "lr" to it')
     return cfg.learning_rate if stated == "auto" else stated
@@ -206,7 +203,6 @@ def batch_sizes(config, num_ranks, path):
 
 
 def _batch_sizes(config, num_ranks, path):
-    """Return the BatchSizes that the keys of a ds_config state."""
     stated = []
     for key in BATCH_KEYS:
         value = config.get(key)
@@ -214,26 +210,22 @@ def _batch_sizes(config, num_ranks, path):
             value = None
         # type() rather than isinstance: in Python True is an int.
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(
-                f"--ds_config {path}: {key} is {value!r}, expected a whole number of 1 or more"
-            )
+            raise ValueError(f"--ds_config {path}: {key} is {value!r}, expected a whole number of "
+                             "1 or more")
         stated.append(value)
     total, micro, steps = stated
     if total is None and micro is None:
-        raise ValueError(
-            f"--ds_config {path}: has neither train_batch_size nor "
-            "train_micro_batch_size_per_gpu; give one of them"
-        )
+        raise ValueError(f"--ds_config {path}: has neither train_batch_size nor "
+                         "train_micro_batch_size_per_gpu; give one of them")
     if total is None:
         return BatchSizes(micro * (steps or 1) * num_ranks, micro, steps or 1)
 
     # What the total has to be a multiple of; where all three are given, it has to be equal.
     known = num_ranks * (micro or 1) * (steps or 1)
     if total % known or (micro and steps and total != known):
-        raise ValueError(
-            f"--ds_config {path}: train_batch_size {total} is not {num_ranks} ranks x micro batch "
-            f"{micro or 'any'} x {steps or 'any'} accumulation steps; change one of these"
-        )
+        raise ValueError(f"--ds_config {path}: train_batch_size {total} is not {num_ranks} ranks x "
+                         f"micro batch {micro or 'any'} x {steps or 'any'} accumulation steps; "
+                         "change one of these")
     if micro is None:
         return BatchSizes(total, total // known, steps or 1)
     return BatchSizes(total, micro, steps or total // known)

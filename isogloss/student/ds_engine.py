@@ -55,7 +55,6 @@ def check_with_deepspeed(config, path, num_data_parallel=None):
 
 
 def _reason(error):
-    """Say in one line what an exception is about."""
     if isinstance(error, pydantic.ValidationError):
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -54,10 +54,9 @@ def plan_of(path, config):
         return WRITTEN_PLANS[config.model_type]
     declared = list(getattr(config, "base_model_pp_plan", None) or ())
     if "layers" not in declared:
-        raise ValueError(
-            f"--pipeline_parallel: --student {path}: transformers' config of {config.model_type} "
-            "models has no base_model_pp_plan, which names embedding, layers and norm in their "
-            "order; use ZeRO-3 or another student")
+        raise ValueError(f"--pipeline_parallel: --student {path}: transformers' config of "
+                         f"{config.model_type} models has no base_model_pp_plan, which names "
+                         "embedding, layers and norm in their order; use ZeRO-3 or another student")
     number = declared.index("layers")
     return LayerPlan(tuple(declared[:number]), "layers", tuple(declared[number + 1 :]))
 

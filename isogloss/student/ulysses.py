@@ -45,27 +45,22 @@ def check_sequence_layout(size, num_ranks, config):
     if getattr(config, "attention_chunk_size", None):
         unsupported.add("chunked_attention")
     if unsupported:
-        raise ValueError(
-            f"{flag}: layers of {config.model_type} ({', '.join(sorted(unsupported))}) would see "
-            "only the shard of their own rank; use 1"
-        )
+        raise ValueError(f"{flag}: layers of {config.model_type} "
+                         f"({', '.join(sorted(unsupported))}) would see only the shard of their "
+                         "own rank; use 1")
     # Models with rotary embeddings pass position_ids on to their attention function; document
     # boundaries and the causal mask are derived from these.
     if not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
-        raise ValueError(
-            f"{flag}: {config.model_type} models do not pass positions to their attention, which "
-            "only those with rotary embeddings do; use 1"
-        )
+        raise ValueError(f"{flag}: {config.model_type} models do not pass positions to their "
+                         "attention, which only those with rotary embeddings do; use 1")
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     # DeepSpeed repeats key-value heads where there are fewer of them than ranks.
     kv_heads_fit = num_kv_heads % size == 0 or size % num_kv_heads == 0
     if num_heads % size or not kv_heads_fit:
-        raise ValueError(
-            f"{flag}: the student has {num_heads} attention heads and {num_kv_heads} key-value "
-            "heads; use a number that divides the first, and that divides the second or is a "
-            "multiple of it"
-        )
+        raise ValueError(f"{flag}: the student has {num_heads} attention heads and {num_kv_heads} "
+                         "key-value heads; use a number that divides the first, and that divides "
+                         "the second or is a multiple of it")
 
 
 # --- attention over sharded sequences -------------------------------------------------------------
@@ -101,10 +96,9 @@ def register_attention(config, sequence_group):
             # The mask covers the local shard only; core_attention derives its own from documents.
             return ulysses(module, query, key, value, None, *args, **kwargs)
         except AssertionError as error:
-            raise ValueError(
-                f"--sequence_parallel {sequence_group.size}: the attention of {config.model_type} "
-                f"has other shapes than its config says ({error}); use 1"
-            ) from None
+            raise ValueError(f"--sequence_parallel {sequence_group.size}: the attention of "
+                             f"{config.model_type} has other shapes than its config says "
+                             f"({error}); use 1") from None
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
 

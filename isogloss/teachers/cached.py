@@ -259,14 +259,12 @@ class CachedTeacher(TeacherSource):
             raise DataError(lacks(self.folder, self.manifest, "a text of the data"))
         stored = self.reader.tokens(place)
         if len(stored) < len(tokens):
-            raise DataError(
-                f"--{FLAG} {self.folder}: holds {len(stored) - 1} positions of a text of which "
-                f"this run reads {len(tokens) - 1}; it was cut at {self.manifest.max_length} "
-                "positions")
+            raise DataError(f"--{FLAG} {self.folder}: holds {len(stored) - 1} positions of a text "
+                            f"of which this run reads {len(tokens) - 1}; it was cut at "
+                            f"{self.manifest.max_length} positions")
         if not torch.equal(tokens.int(), stored[: len(tokens)]):
-            raise DataError(
-                f"--{FLAG} {self.folder}: a text has other tokens there than this run reads; its "
-                "tokenizer or its chat template is another one")
+            raise DataError(f"--{FLAG} {self.folder}: a text has other tokens there than this run "
+                            "reads; its tokenizer or its chat template is another one")
         return place
 
 

@@ -26,8 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from isogloss.teachers.mixing import FLOOR
-from isogloss.teachers.text_scores import ScoredLogits, TextScores, scores_of_rows
+from isogloss.teachers.text_scores import ScoredLogits, scores_of_rows
 from isogloss.tiles import TopKLogits
 
 MOST_BEGINNINGS = 16  # bytes; few tokens are longer and have others that begin so; not tuned
@@ -113,44 +112,6 @@ def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, unifor
         temperature: by which the loss will divide: masses are exp(logits / temperature).
         uniform_N: (N,) float64 in [0, 1), one random number of each row; None: draw nothing.
     """
-    chosen = choose_rows(logits_NW, num_entries, labels_N, order, temperature, uniform_N)
-    label_N1 = labels_N[:, None]
-    label_logp_N1 = logits_NW.gather(1, order.place_W[label_N1]) - chosen.total_N[:, None]
-    ids_NK = torch.cat([order.ids_W[chosen.place_NK], label_N1], 1).int()
-    logp_NK = torch.cat([chosen.logp_NK, label_logp_N1], 1)
-    scores = TextScores(label_logp_N1[:, 0].clamp(min=FLOOR), chosen.entropy_N, chosen.max_logp_N,
-                        chosen.correct_N.float())
-    rows = TopKLogits(ids_NK, logp_NK, logits_NW.shape[1], chosen.rest_N, chosen.total_N)
-    return KeptRows(ScoredLogits(rows, scores), chosen.plain_rest_N, chosen.num_drawn_N)
-
-
-class RowResults(NamedTuple):
-    """Hold what is chosen of rows and known of them.
-
-    place_NK: (N, K) int64, tokens by their places in byte order, the drawn ones last.
-    logp_NK: (N, K) float32, their log-probabilities at temperature 1; of a drawn one the logarithm
-        of what it stands for, of all mass.
-    num_drawn_N: (N,) int32.
-    total_N, entropy_N, max_logp_N: (N,) float32, of the whole row at temperature 1, in nats:
-        logsumexp of the logits, entropy, log-probability of the most likely token.
-    correct_N: (N,) bool, the label is that token.
-    rest_N, plain_rest_N: (N,) float32, the log-probability of what is neither kept as it is nor the
-        label, at the temperature and at 1.
-    """
-
-    place_NK: torch.Tensor
-    logp_NK: torch.Tensor
-    num_drawn_N: torch.Tensor
-    total_N: torch.Tensor
-    entropy_N: torch.Tensor
-    max_logp_N: torch.Tensor
-    correct_N: torch.Tensor
-    rest_N: torch.Tensor
-    plain_rest_N: torch.Tensor
-
-
-def choose_rows(logits_NW, num_entries, labels_N, order, temperature, uniform_N):
-    """Return the RowResults of some rows; see `keep_tokens`."""
     if logits_NW.shape[1] != len(order.ids_W):
         raise ValueError(f"{logits_NW.shape[1]} logits of {len(order.ids_W)} tokens")
     best_N, likeliest_N = logits_NW.max(-1)
@@ -171,10 +132,12 @@ def choose_rows(logits_NW, num_entries, labels_N, order, temperature, uniform_N)
         rest_N = whole.rest(logits_NW, no_rest_NK, temperature)
     logp_NK = logits_NW.gather(1, choice.place_NK) - whole.total_N[:, None]
     logp_NK = torch.where(choice.is_drawn_NK, choice.share_NK.log(), logp_NK)
-    return RowResults(
-        choice.place_NK, logp_NK, choice.is_drawn_NK.sum(-1).int(), whole.total_N,
-        whole.scores.entropy_T, whole.scores.max_logp_T, whole.scores.correct_T.bool(), rest_N,
-        plain_rest_N)
+    label_logp_N1 = logits_NW.gather(1, label_N1) - whole.total_N[:, None]
+    ids_NK = torch.cat([order.ids_W[choice.place_NK], labels_N[:, None]], 1).int()
+    rows = TopKLogits(ids_NK, torch.cat([logp_NK, label_logp_N1], 1), logits_NW.shape[1], rest_N,
+                      whole.total_N)
+    num_drawn_N = choice.is_drawn_NK.sum(-1).int()
+    return KeptRows(ScoredLogits(rows, whole.scores), plain_rest_N, num_drawn_N)
 
 
 class Choice(NamedTuple):

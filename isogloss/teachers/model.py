@@ -83,9 +83,8 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     if is_adapter and engine in ("auto", "tensor_parallel", "transformers"):
         if engine == "auto":
             return "replicated" if degree == 1 else "zero3"
-        raise ValueError(
-            f"--teacher_engine {engine}: reads shards of files, and an adapter is none; use auto, "
-            "or merge the adapter into its base model first")
+        raise ValueError(f"--teacher_engine {engine}: reads shards of files, and an adapter is "
+                         "none; use auto, or merge the adapter into its base model first")
     text_config = config.get_text_config()
     # DeepSpeed would take the text part for a model by itself, and leave it without weights
     model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
@@ -109,13 +108,11 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
             f"--teacher_tp {degree} with --teacher_engine transformers: it takes all of the "
             f"{num_ranks} ranks that hold teachers, and more than one; use auto")
     if engine == "tensor_parallel" and model_type not in known:
-        raise ValueError(
-            f"--teacher_engine tensor_parallel: does not shard {model_type} models, only "
-            f"{', '.join(sorted(known))}; use auto or zero3")
+        raise ValueError(f"--teacher_engine tensor_parallel: does not shard {model_type} models, "
+                         f"only {', '.join(sorted(known))}; use auto or zero3")
     if engine == "replicated" and degree > 1:
-        raise ValueError(
-            f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy per rank is "
-            "degree 1; use auto")
+        raise ValueError(f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy "
+                         "per rank is degree 1; use auto")
     return engine
 
 
@@ -306,12 +303,44 @@ class Offload:
                 self._leave_device()
 
 
+class TeacherOfIds(TeacherSource):
+    """Give logits of the token ids of a batch; a subclass has a `spec` and reads them."""
+
+    def read(self, ids, output="hidden", output_topk=256, labels=None):
+        """Return a LogitsSource of any positions of the flattened (B * T).
+
+        Args:
+            ids: see `model_input`.
+            output, output_topk: see ModelSpec.
+            labels: (B, T) int64, kept by the output "topk", which is ScoredLogits.
+        """
+        raise NotImplementedError
+
+    def targets(self, batch):
+        """Return the logits of a TeacherBatch as the spec's output; valid until `release`."""
+        return self.read(model_input(batch), self.spec.output, self.spec.output_topk,
+                         self.kept_labels(batch))
+
+    def whole_targets(self, batch):
+        """Return the logits of a TeacherBatch as if no output were truncated; likewise."""
+        output = "hidden" if self.spec.output == "topk" else self.spec.output
+        return self.read(model_input(batch), output, self.spec.output_topk)
+
+    def kept_labels(self, batch):
+        """Return the labels that the output keeps, or None."""
+        return batch.labels if self.spec.output == "topk" else None
+
+    def models(self):
+        return [self]
+
+
 @dataclass
-class ModelTeacher(TeacherSource):
+class ModelTeacher(TeacherOfIds):
     """Run a frozen model on this rank, whole or one shard of it.
 
     Attributes:
-        runner: WholeModel, CompiledModel, SharedModel or Zero3Model.
+        runner: (ids, hidden) -> hidden states or logits: WholeModel, CompiledModel, SharedModel or
+            an engine.
         head: `tiles.Head` that maps hidden states to logits, whole on every rank.
         spec: ModelSpec.
         engine: which way of loading it is.
@@ -333,24 +362,8 @@ class ModelTeacher(TeacherSource):
         """Whether every forward pass takes all ranks, each with samples of its own."""
         return self.engine == "zero3"
 
-    def targets(self, batch):
-        """Return the logits of a TeacherBatch as the spec's output."""
-        return self.read(model_input(batch), self.spec.output, self.spec.output_topk, batch.labels)
-
-    def whole_targets(self, batch):
-        """Return the logits of a TeacherBatch as if no output were truncated."""
-        output = "hidden" if self.spec.output == "topk" else self.spec.output
-        return self.read(model_input(batch), output)
-
     @torch.no_grad()
     def read(self, ids, output="hidden", output_topk=256, labels=None):
-        """Return a LogitsSource of any positions of the flattened (B * T).
-
-        Args:
-            ids: see `model_input`.
-            output, output_topk: see ModelSpec.
-            labels: (B, T) int64, kept by the output "topk", which is ScoredLogits.
-        """
         if output == "logits":
             return StoredLogits(self.logits(ids)[..., : self.head.vocab].flatten(0, 1))
         logits = HiddenLogits(self.hidden(ids).flatten(0, 1), self.head)
@@ -363,18 +376,15 @@ class ModelTeacher(TeacherSource):
     def hidden(self, ids):
         """Return (B, T, H) final hidden states."""
         with self.on_device():
-            return self.runner.hidden(ids)
+            return self.runner(ids, True)
 
     def logits(self, ids):
         """Return (B, T, W or more), the model's own logits."""
         with self.on_device():
-            return self.runner.logits(ids)
+            return self.runner(ids, False)
 
     def on_device(self):
         return self.offload.on_device() if self.offload else contextlib.nullcontext()
-
-    def models(self):
-        return [self]
 
     def offloaded(self, model):
         """Return the same teacher with its weights in the host's memory, if the spec says so."""
@@ -454,16 +464,16 @@ def layers_of(model):
 # --- how a model runs -----------------------------------------------------------------------------
 
 
-@dataclass
-class WholeModel:
-    """Run a whole copy on this rank."""
+class WholeModel(nn.Module):
+    """Run a causal language model up to its final hidden states, or to its logits."""
 
-    model: nn.Module
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
 
-    def hidden(self, ids):
-        return hidden_states(self.model, ids)
-
-    def logits(self, ids):
+    def forward(self, ids, hidden):
+        if hidden:
+            return hidden_states(self.model, ids)
         return self.model(**model_arguments(ids)).logits
 
 
@@ -483,19 +493,14 @@ class CompiledModel:
         limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
         torch._dynamo.config.recompile_limit = limit
 
-    def hidden(self, ids):
-        return self.whole.hidden(self._padded(ids))[:, : ids.shape[-1]]
-
-    def logits(self, ids):
-        return self.whole.logits(self._padded(ids))[:, : ids.shape[-1]]
-
-    def _padded(self, ids):
-        """Return a `model_input` with columns behind its own, at which no causal model looks."""
+    def __call__(self, ids, hidden):
+        # columns behind those of the ids, at which no causal model looks
         length = ids.shape[-1]
         # there may be no positions beyond the model's context
         config = self.whole.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        return nn.functional.pad(ids, (0, max(min(bucket(length), context) - length, 0)))
+        padded = nn.functional.pad(ids, (0, max(min(bucket(length), context) - length, 0)))
+        return self.whole(padded, hidden)[:, :length]
 
 
 def bucket(length):
@@ -523,44 +528,15 @@ class SharedModel:
     same_ids: bool
     sequence_parallel_size: int
 
-    def hidden(self, ids):
-        return self._run(self.whole.hidden, ids, JOINED_POSITIONS)
+    def __call__(self, ids, hidden):
+        def run(ids):
+            return self.whole(ids, hidden)
 
-    def logits(self, ids):
-        # those of one member are as much as memory was planned for
-        return self._run(self.whole.logits, ids, 0)
-
-    def _run(self, run, ids, max_positions):
         if self.same_ids:
             return run(ids)
+        # logits of one member are as much as memory was planned for
         return self.replica.run_for_each_member(
-            run, ids, self.sequence_parallel_size, max_positions)
-
-
-class HiddenOrLogits(nn.Module):
-    """Let the forward pass of a causal language model give hidden states or logits."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids, hidden):
-        if hidden:
-            return hidden_states(self.model, ids)
-        return self.model(**model_arguments(ids)).logits
-
-
-@dataclass
-class Zero3Model:
-    """Run a model partitioned over all ranks; each has samples of its own, at the same time."""
-
-    engine: object
-
-    def hidden(self, ids):
-        return self.engine(ids, True)
-
-    def logits(self, ids):
-        return self.engine(ids, False)
+            run, ids, self.sequence_parallel_size, JOINED_POSITIONS if hidden else 0)
 
 
 # --- load -----------------------------------------------------------------------------------------
@@ -605,7 +581,7 @@ def load_tensor_parallel(spec):
         weight = model.get_input_embeddings().weight
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     teacher = ModelTeacher(
-        _shared(model, replica, spec), _head(weight, bias, spec, config), spec, "tensor_parallel",
+        _shared(model, replica, spec), _head(weight, bias, spec), spec, "tensor_parallel",
         num_parameters, spec.degree)
     return teacher.offloaded(model)
 
@@ -650,9 +626,8 @@ def _shape(spec, replica):
 def load_transformers(spec):
     """Shard a model over all ranks as its own tensor-parallel plan says, experts included."""
     if spec.offload:
-        raise ValueError(
-            f"--teacher_offload: not for {spec.path}, which transformers shards; leave it out, or "
-            "use --teacher_engine zero3")
+        raise ValueError(f"--teacher_offload: not for {spec.path}, which transformers shards; "
+                         "leave it out, or use --teacher_engine zero3")
     dtype = _dtype(spec)
     replica = Replica(spec.degree)
     folder = local_folder(spec.path)
@@ -676,9 +651,8 @@ def load_transformers(spec):
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         num_parameters += local.numel()
-    config = _config(spec)
     return ModelTeacher(
-        _shared(model, replica, spec), _head(weight, bias, spec, config), spec, "transformers",
+        _shared(model, replica, spec), _head(weight, bias, spec), spec, "transformers",
         num_parameters, len(replica.ranks))
 
 
@@ -715,12 +689,10 @@ def load_zero3(spec):
         head = model.get_output_embeddings()
         with deepspeed.zero.GatheredParameters(list(head.parameters())):
             weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
-        engine = deepspeed.initialize(model=HiddenOrLogits(model), config=ds_config)[0]
+        engine = deepspeed.initialize(model=WholeModel(model), config=ds_config)[0]
     engine.eval()
     num_parameters = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
-    config = _config(spec)
-    return ModelTeacher(
-        Zero3Model(engine), _head(weight, bias, spec, config), spec, "zero3", num_parameters)
+    return ModelTeacher(engine, _head(weight, bias, spec), spec, "zero3", num_parameters)
 
 
 # Ways to load a model: ModelSpec -> ModelTeacher.
@@ -733,7 +705,6 @@ ENGINES = {
 
 
 def _load(spec, **options):
-    """Return the model of a spec, in the precision that it says."""
     return load_model(
         "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec),
         **attention_options(spec.attention), **options)
@@ -744,7 +715,6 @@ def _config(spec):
 
 
 def _dtype(spec):
-    """Return the torch.dtype of a spec's weights."""
     if spec.dtype != "auto":
         return getattr(torch, spec.dtype)
     return _config(spec).dtype or torch.float32
@@ -760,13 +730,13 @@ def _shared(model, replica, spec):
     return SharedModel(WholeModel(model), replica, same_ids, spec.sequence_parallel_size)
 
 
-def _head(weight, bias, spec, config):
+def _head(weight, bias, spec):
     """Return what `head_of` makes of a model with this head."""
     layer = nn.Module()
     layer.weight = weight.detach()
     layer.bias = bias
     model = nn.Module()
-    model.config = config.get_text_config()
+    model.config = _config(spec).get_text_config()
     model.get_output_embeddings = lambda: layer
     return head_of(model, spec.vocab)
 
@@ -787,9 +757,8 @@ def local_folder(path):
 def _weight_files(folder):
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(
-            f"--teacher {folder}: no .safetensors files, which sharded loading reads; save the "
-            "model with save_pretrained, or use --teacher_engine zero3")
+        raise ValueError(f"--teacher {folder}: no .safetensors files, which sharded loading reads; "
+                         "save the model with save_pretrained, or use --teacher_engine zero3")
     return files
 
 

@@ -21,8 +21,8 @@ import torch
 
 from isogloss.job import ipc
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
-from isogloss.teachers.model import model_input
-from isogloss.teachers.protocol import TeacherSource, TeacherSpec
+from isogloss.teachers.model import TeacherOfIds, model_input
+from isogloss.teachers.protocol import TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
 from isogloss.tiles import Head, HiddenLogits, ShardedLogits, StoredLogits, TopKLogits
 
@@ -66,36 +66,28 @@ class Request(NamedTuple):
 
 
 class SharedTeacher(NamedTuple):
-    """Describe one teacher to the student's ranks.
+    """Describe one teacher to the student's ranks, in what JSON can express.
 
     Attributes:
-        weight, bias: ipc.Handle of the head's tensors; bias may be None.
-        head: the Head without tensors.
+        weight, bias: ipc.Handle, as plain values, of the head's tensors; bias may be None.
+        scale, softcap, vocab: see `tiles.Head`.
         degree: ranks that share the model.
     """
 
-    weight: ipc.Handle
-    bias: ipc.Handle | None
-    head: Head
+    weight: dict
+    bias: dict | None
+    scale: float
+    softcap: float
+    vocab: int
     degree: int
 
-    def to_plain(self):
-        """Return what `from_plain` takes: a dict for JSON."""
-        return {
-            "weight": self.weight.to_plain(),
-            "bias": self.bias and self.bias.to_plain(),
-            "scale": self.head.scale,
-            "softcap": self.head.softcap,
-            "vocab": self.head.vocab,
-            "degree": self.degree,
-        }
-
     @classmethod
-    def from_plain(cls, plain):
-        """Return the SharedTeacher that `to_plain` described."""
-        bias = plain["bias"] and ipc.Handle.from_plain(plain["bias"])
-        head = Head(None, scale=plain["scale"], softcap=plain["softcap"], vocab=plain["vocab"])
-        return cls(ipc.Handle.from_plain(plain["weight"]), bias, head, plain["degree"])
+    def of(cls, teacher):
+        """Return that of a ModelTeacher, whose head every rank of the student maps."""
+        head = teacher.head
+        weight, bias = [None if tensor is None else ipc.publish(tensor).to_plain()
+                        for tensor in (head.weight_VH, head.bias_V)]
+        return cls(weight, bias, head.scale, head.softcap, head.vocab, teacher.degree)
 
 
 # --- the teachers' side ---------------------------------------------------------------------------
@@ -129,7 +121,7 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
         ipc.PeerDied: a rank of the student has ended without shutting down.
     """
     if roles.local_rank == 0:
-        roles.publish("teachers", [_shared(teacher).to_plain() for teacher in teachers])
+        roles.publish("teachers", list(map(SharedTeacher.of, teachers)))
     readers = []
     writers = []
     for client in range(roles.student_ranks // ranks_per_client):
@@ -157,14 +149,6 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
                 _respond(teacher, *requests[-1], member, from_hidden)
 
 
-def _shared(teacher):
-    head = teacher.head
-    # published once; every rank of the student maps the same memory
-    bias = None if head.bias_V is None else ipc.publish(head.bias_V)
-    return SharedTeacher(ipc.publish(head.weight_VH), bias,
-                         head.with_tensors(None, None, None, None), teacher.degree)
-
-
 class ReadRequest(NamedTuple):
     """Hold a request as it arrives.
 
@@ -179,7 +163,6 @@ class ReadRequest(NamedTuple):
 
 
 def _read_request(reader):
-    """Return the ReadRequest of a client's next request."""
     with reader.take() as tensor:
         numbers = tensor[: len(Request._fields)].tolist()
         request = Request(*numbers)
@@ -224,7 +207,7 @@ class TeacherClient:
     """Connect one rank of the student to the teachers of its node.
 
     Attributes:
-        teachers: SharedTeacher of every teacher of the job, with its Head attached.
+        teachers: SharedTeacher of every teacher of the job.
     """
 
     def __init__(self, roles, num_requests, device, ranks_per_client=1, tensors_per_response=1):
@@ -252,14 +235,15 @@ class TeacherClient:
             handle = ipc.WriterHandle.from_plain(
                 roles.read(f"responses of {rank} to {self.client}"))
             self.readers.append(ipc.TensorReader(handle, place, timeout=RESPONSE_TIMEOUT))
-        self.teachers = [SharedTeacher.from_plain(plain) for plain in roles.read("teachers")]
+        self.teachers = [SharedTeacher(*plain) for plain in roles.read("teachers")]
 
     def head_of(self, number):
         """Return the Head of a teacher, mapped from its rank's memory."""
         shared = self.teachers[number]
-        tensors = [None if handle is None else ipc.attach(handle).to(self.device)
-                   for handle in (shared.weight, shared.bias)]
-        return shared.head.with_tensors(*tensors, None, None)
+        tensors = [None if plain is None else ipc.attach(ipc.Handle.from_plain(plain))
+                   for plain in (shared.weight, shared.bias)]
+        tensors = [None if tensor is None else tensor.to(self.device) for tensor in tensors]
+        return Head(*tensors, scale=shared.scale, softcap=shared.softcap, vocab=shared.vocab)
 
     def readers_of(self, number):
         """List the readers of the members of the replica that serves this rank."""
@@ -325,7 +309,7 @@ class RanksSpec(TeacherSpec):
 
 
 @dataclass
-class RemoteTeacher(TeacherSource):
+class RemoteTeacher(TeacherOfIds):
     """Read a teacher on ranks of its own."""
 
     spec: RanksSpec
@@ -338,24 +322,9 @@ class RemoteTeacher(TeacherSource):
     def request(self, batch):
         """Start what `targets` of this batch, in the same order, will return."""
         self.client.request(self.spec.number, self.spec.output, self.spec.output_topk,
-                            model_input(batch), self._labels(batch))
-
-    def targets(self, batch):
-        """Return the logits of a TeacherBatch; valid until `release`."""
-        return self.read(model_input(batch), self.spec.output, self.spec.output_topk,
-                         self._labels(batch))
-
-    def whole_targets(self, batch):
-        """Return what `ModelTeacher.whole_targets` does; valid until `release`."""
-        output = "hidden" if self.spec.output == "topk" else self.spec.output
-        return self.read(model_input(batch), output, self.spec.output_topk)
-
-    def _labels(self, batch):
-        """Return the labels that go along with a request, or None."""
-        return batch.labels if self.spec.output == "topk" else None
+                            model_input(batch), self.kept_labels(batch))
 
     def read(self, ids, output="hidden", output_topk=256, labels=None):
-        """Return a LogitsSource, as `ModelTeacher.read` does; "topk" needs labels."""
         self.client.expect(self.spec.number, output, output_topk, ids, labels)
         if output == "hidden":
             return HiddenLogits(self._next().flatten(0, 1), self.head)
@@ -375,9 +344,6 @@ class RemoteTeacher(TeacherSource):
 
     def release(self):
         self.client.release()
-
-    def models(self):
-        return [self]
 
     def _next(self, member=0):
         return self.readers[member].next().to(self.client.device)

@@ -153,15 +153,8 @@ class ScoredLogits:
         packed = torch.cat([block.scores.packed() for block in blocks])
         return cls(logits, TextScores.unpacked(packed))
 
-    def at(self, positions):
-        """Return the ScoredLogits of (N,) int64 positions.
-
-        The logits, here and below, are TopKLogits with totals.
-        """
-        return self.with_tensors([value.index_select(0, positions) for value in self.tensors()])
-
     def to(self, device):
-        """Return the same on a device."""
+        """Return the same on a device; the logits, here and below, are TopKLogits with totals."""
         return self.with_tensors([value.to(device) for value in self.tensors()])
 
     def spread(self, positions, num_positions):

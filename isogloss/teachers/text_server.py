@@ -21,7 +21,6 @@ import asyncio
 import itertools
 import json
 import os
-import queue
 import threading
 import time
 from concurrent.futures import Future
@@ -53,16 +52,11 @@ def is_address(name):
 class Address(NamedTuple):
     """Hold the address of a server.
 
-    scheme: "http" or "https".
-    host, port: port None is the scheme's.
-    prefix: path in front of "/v1/models".
+    base: what stands in front of "/v1/models".
     model: name of one of its models; empty: it has one.
     """
 
-    scheme: str
-    host: str
-    port: int | None
-    prefix: str
+    base: str
     model: str
 
     @classmethod
@@ -77,14 +71,14 @@ class Address(NamedTuple):
             raise ValueError("--teacher http://...: its address holds a password or a query, which "
                              f"logs would keep; put a key into the variable {KEY_VARIABLE}")
         try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if not parts.hostname or port == -1:
+            is_whole = bool(parts.hostname and (parts.port or True))
+        except ValueError:  # no port is such a text
+            is_whole = False
+        if not is_whole:
             raise ValueError(f"--teacher {url}: no address of a server; expected one such as "
                              "http://host:8000")
         prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.scheme.lower(), parts.hostname, port, prefix, parts.fragment)
+        return cls(f"{parts.scheme.lower()}://{parts.netloc}{prefix}", parts.fragment)
 
 
 def api_key():
@@ -166,15 +160,6 @@ class TextServer:
         context = card.get("max_model_len")
         return ServedModel(card["id"], str(card.get("owned_by")),
                            context if _is_number(context) and context else None)
-
-    def tokenize(self, model, text):
-        """Return the tokens of a text without special ones, or None where a server has no say."""
-        body = {"model": model.name, "prompt": text, "add_special_tokens": False}
-        try:
-            tokens = self._ask("POST", "/tokenize", body).get("tokens")
-        except DataError:
-            return None
-        return tokens if isinstance(tokens, list) and all(map(_is_number, tokens)) else None
 
     def score(self, model, texts, top_k):
         """Return the Likely of each text.
@@ -266,13 +251,11 @@ class TextServer:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
-        port = "" if self.address.port is None else f":{self.address.port}"
-        url = f"{self.address.scheme}://{host}{port}{self.address.prefix}{path}"
         timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
-            async with session.request(method, url, headers=headers, allow_redirects=False,
-                                       data=None if body is None else json.dumps(body)) as response:
+            data = None if body is None else json.dumps(body)
+            async with session.request(method, self.address.base + path, data=data,
+                                       headers=headers, allow_redirects=False) as response:
                 pieces = []
                 async for piece in response.content.iter_any():
                     pieces.append(piece)
@@ -297,7 +280,6 @@ class TextServer:
 
 
 def _is_card(card):
-    """Tell whether this describes a model."""
     return isinstance(card, dict) and isinstance(card.get("id"), str)
 
 
@@ -413,34 +395,24 @@ def _own(entry, label):
 
 
 class Requests:
-    """Run calls in a few threads, in order; their results are `Future`s.
+    """Run calls beside the program, a few at a time; their results are `Future`s.
 
-    Threads start with the first call: data workers are forked before.  They do not keep the process
-    from ending.
+    Threads are made for calls: data workers are forked before.  They do not keep the process from
+    ending.
     """
 
-    def __init__(self, num_threads):
-        self.calls = queue.SimpleQueue()
-        self.num_threads = num_threads
-        self.threads = []
+    def __init__(self, most_at_once):
+        self.free = threading.BoundedSemaphore(most_at_once)
 
     def submit(self, function, *arguments):
         """Return the Future of function(*arguments)."""
-        if len(self.threads) < self.num_threads:
-            self.threads.append(threading.Thread(target=self._run, daemon=True))
-            self.threads[-1].start()
         future = Future()
-        self.calls.put((future, function, arguments))
+        call = (future, function, *arguments)
+        threading.Thread(target=self._run, args=call, daemon=True).start()
         return future
 
-    def close(self):
-        """End the threads, once they have done what they have begun."""
-        for _ in self.threads:
-            self.calls.put(None)
-
-    def _run(self):
-        while call := self.calls.get():
-            future, function, arguments = call
+    def _run(self, future, function, *arguments):
+        with self.free:
             try:
                 future.set_result(function(*arguments))
             except BaseException as error:  # it belongs to the one who waits
