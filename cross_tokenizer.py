@@ -66,7 +66,7 @@ class Batch:
             them.
         student_next, teacher_next: (B, S - 1), (B, T - 1) int64, the token that is predicted.
         student_chunk, teacher_chunk: likewise, the number of its chunk, -1 for none.
-        terms: what the loss compares, known from ids alone: `translation.Nodes` or `losses.Chunks`.
+        terms: what the loss compares, known from ids alone: `nodes.Nodes` or `losses.Chunks`.
         text_bytes, aligned_bytes: bytes of the texts, and those of them in chunks, before a cut.
     """
 
@@ -127,7 +127,7 @@ def compute_translated(divergence, student_logits, teacher_logits, batch, tables
     """Compare the teacher's belief in the student's vocabulary, by a divergence; translation.py."""
     translated = _beside("translation").translated
 
-    return translated(student_logits, teacher_logits, batch.student_next, batch.teacher_next,
+    return translated(student_logits, teacher_logits,
                       batch.terms, tables, divergence=divergence, **parameters)
 
 
@@ -198,7 +198,7 @@ def check_parameters(name, parameters):
 
 
 def read_tables(needs, source, tokenizers, token_tables):
-    """Return the tables of a loss: `translation.Tables`, (indices, likelihoods), or ().
+    """Return the tables of a loss: `nodes.Tables`, (indices, likelihoods), or ().
 
     Args:
         needs: of its LossSpec.
@@ -227,7 +227,7 @@ def read_tables(needs, source, tokenizers, token_tables):
             raise ValueError(f"tables: made for another {role} tokenizer; make them by {command}")
     keys = ("indices", "likelihoods")
     if needs == "translation":
-        Tables = _beside("translation").Tables
+        Tables = _beside("nodes").Tables
 
         keys = Tables._fields
     missing = [key for key in keys if key not in source]
@@ -333,7 +333,7 @@ class CrossTokenizerKD:
             terms=losses.find_chunks(student_chunk[:, 1:], teacher_chunk[:, 1:]),
             text_bytes=text_bytes, aligned_bytes=aligned_bytes)
         if self.spec.needs == "translation":
-            list_nodes = _beside("translation").list_nodes
+            list_nodes = _beside("nodes").list_nodes
 
             batch.terms = list_nodes(
                 inputs[0]["input_ids"][:, :-1], batch.student_next, teacher_ids[:, 1:],

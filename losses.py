@@ -562,10 +562,12 @@ def _kl(logq: Tensor, logp: Tensor) -> Tensor:
 
 def _log_mixture(logp: Tensor, logq: Tensor, weight_q: float) -> Tensor:
     """Return log(weight_q q + (1 - weight_q) p)."""
-    stacked = torch.stack([logp, logq])
-    weights = torch.tensor([1 - weight_q, weight_q], dtype=stacked.dtype, device=logp.device).log()
-    broadcast_shape = [2] + [1] * logp.dim()
-    return (stacked + weights.view(broadcast_shape)).logsumexp(0)
+    weighted = [logp + _log(1 - weight_q), logq + _log(weight_q)]
+    return torch.stack(weighted).logsumexp(0)
+
+
+def _log(weight: float) -> float:
+    return math.log(weight) if weight else -math.inf
 
 
 def _adaptive_divergence(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
@@ -827,7 +829,7 @@ def projection_kl(
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
         if kept_K is not None and has_rest:
-            columns_K = torch.cat([kept_K, kept_K.new_tensor([y_MW.shape[1] - 1])])
+            columns_K = torch.cat([kept_K, kept_K.new_full((1,), y_MW.shape[1] - 1)])
             log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average)
         else:
             log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average)

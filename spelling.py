@@ -2,7 +2,7 @@
 
 A spelling is what a tokenizer cuts the bytes of a token into, in mid-text context: no bos, no
 added prefix space, no normalization.  `translation_tables` turns the spellings of both directions
-into the fields of `translation.Tables`.
+into the fields of `nodes.Tables`.
 
     tables = (TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher))
     fields = build_translation_tables((student, teacher), tables)  # dict of numpy arrays
@@ -338,7 +338,7 @@ def _signature(name):
 
 def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, canonical_V,
                        spell_bytes, unwritten_V=None):
-    """Return the arrays of `translation.Tables`.
+    """Return the arrays of `nodes.Tables`.
 
     Args:
         student_pieces_WP, teacher_pieces_VP: A and B, -1 behind the last piece.
@@ -494,7 +494,7 @@ def _ranges_of_prefixes(pieces_WP, low_WP, high_WP):
 
 
 def build_translation_tables(tokenizers, tables, max_pieces=16):
-    """Return the fields of `translation.Tables` for two tokenizers, as `translation_tables` does.
+    """Return the fields of `nodes.Tables` for two tokenizers, as `translation_tables` does.
 
     Args:
         tokenizers: the student's and the teacher's fast tokenizer.

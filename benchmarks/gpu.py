@@ -30,7 +30,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from isogloss import event_kl as events, losses, tiles
+from isogloss import event_kl as events, losses, tile_plan, tiles
 from isogloss.job import ipc
 from isogloss.models.compiler import loss_compiler, missing_compiler
 
@@ -295,7 +295,7 @@ class PairLoss:
 
     Args:
         name: one of TABLE_LOSSES.
-        tables: `translation.Tables` of piece_kl, `events.Spelling` of event_kl, ChunkTables of gold
+        tables: `nodes.Tables` of piece_kl, `events.Spelling` of event_kl, ChunkTables of gold
             and projection_kl, on the device; None for the others.
         compiler: see `models.compiler.loss_compiler`.
     """
@@ -315,8 +315,7 @@ class PairLoss:
         ce, _ = losses.next_token_cross_entropy(student[None], labels, select=False)
         if self.name == "piece_kl":
             kd, _ = translation.translated(
-                student[None], teacher[None], labels, sub_tile.teacher_labels[None],
-                sub_tile.terms, self.tables, of_roots=self.of_roots)
+                student[None], teacher[None], sub_tile.terms, self.tables, of_roots=self.of_roots)
         elif self.name == "event_kl":
             kd, _ = events.event_kl(
                 student[None], teacher[None], labels, sub_tile.teacher_labels[None],
@@ -367,7 +366,7 @@ class TableRun:
         elif name in ("gold", "projection_kl"):
             tables = ChunkTables(sizes, device)
         memory_mib = float("inf") if path == "plain" else sizes.memory_mib
-        plan = tiles.plan_tiles(*text, (sizes.V, W), memory_mib,
+        plan = tile_plan.plan_tiles(*text, (sizes.V, W), memory_mib,
                                 teacher_context=name == "piece_kl")
         listed = tables if name in SPELLED else None
         plan = [bench.with_terms(tile, listed) for tile in plan]

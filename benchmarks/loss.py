@@ -43,22 +43,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from isogloss import event_kl as event_losses, losses, translation
+from isogloss import event_kl as event_losses, losses, nodes, translation
 from isogloss.event_kl import Spelling, event_terms
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.spelling import translation_tables
-from isogloss.tiles import (
-    CPU_SUB_TILES,
-    GPU_SUB_TILES,
-    Head,
-    HiddenLogits,
-    StoredLogits,
-    SubTile,
-    TeacherBlocks,
-    Tile,
-    plan_tiles,
-    tiled_loss,
-)
+from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, SubTile, Tile, plan_tiles
+from isogloss.tiles import Head, HiddenLogits, StoredLogits, TeacherBlocks, tiled_loss
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
 TRANSLATED = "translated_"  # and the name of a divergence
@@ -95,7 +85,7 @@ class Sizes(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Hold the ids of one text, (1, tokens) int64, as `tiles.plan_tiles` takes them."""
+    """Hold the ids of one text, (1, tokens) int64, as `tile_plan.plan_tiles` takes them."""
 
     student_labels: torch.Tensor
     student_chunk: torch.Tensor
@@ -166,7 +156,7 @@ def random_spelling(V: int, W: int) -> Spelling:
     return Spelling(event_V.int(), event_W.int(), events, *teacher, *student)
 
 
-def random_tables(spelling: Spelling) -> translation.Tables:
+def random_tables(spelling: Spelling) -> nodes.Tables:
     """Return the tables of a translation between two vocabularies that spell each other so."""
     V = len(spelling.pieces_V)
     W = len(spelling.pieces_W)
@@ -182,7 +172,7 @@ def random_tables(spelling: Spelling) -> translation.Tables:
     high = low + num_joined
     joins = {"join_start_V": torch.arange(V + 1), "join_low_J": low, "join_high_J": high,
              "joined_V": torch.full((V,), num_joined)}
-    return translation.Tables(**tensors | joins)
+    return nodes.Tables(**tensors | joins)
 
 
 def spell_long_chunks(text: Text, V: int, spelling: Spelling) -> None:
@@ -232,7 +222,7 @@ def build_loss(
     V: int,
     W: int,
     kept_K: torch.Tensor,
-    spelling: Spelling | translation.Tables | None,
+    spelling: Spelling | nodes.Tables | None,
     device: str,
     compiler: Callable = plain,
 ) -> Loss:
@@ -289,17 +279,15 @@ def build_event_kl(spelling: Spelling, device: str) -> Loss:
 
 
 def build_translated(
-    name: str, tables: translation.Tables, device: str, compiler: Callable
+    name: str, tables: nodes.Tables, device: str, compiler: Callable
 ) -> Loss:
     on_device = to(tables, device)
     of_roots = compiler(translation.root_values)
     divergence = getattr(losses, name)
 
     def translated(x, y, sub_tile):
-        ids = SampleIds.of(sub_tile)
         return translation.translated(
-            x[None], y[None], ids.student_next, ids.teacher_next, sub_tile.terms, on_device,
-            divergence=divergence, of_roots=of_roots,
+            x[None], y[None], sub_tile.terms, on_device, divergence=divergence, of_roots=of_roots,
         )[0]
 
     return translated
@@ -511,14 +499,14 @@ def shaped(flat: torch.Tensor, rows: torch.Tensor, head: torch.Tensor) -> torch.
     return flat[: len(rows) * len(head)].view(len(rows), len(head))
 
 
-def with_terms(tile: Tile, spelling: Spelling | translation.Tables | None) -> Tile:
+def with_terms(tile: Tile, spelling: Spelling | nodes.Tables | None) -> Tile:
     """List the terms of every sub-tile: those of event_kl or a translation, else the chunks."""
     sub_tiles = []
     for sub_tile in tile.sub_tiles:
         ids = SampleIds.of(sub_tile)
-        if isinstance(spelling, translation.Tables):
+        if isinstance(spelling, nodes.Tables):
             read = F.pad(ids.student_next[:, :-1], (1, 0), value=-1)
-            terms = translation.list_nodes(read, *ids, spelling)
+            terms = nodes.list_nodes(read, *ids, spelling)
         elif spelling:
             terms = event_terms(*ids, spelling)
         else:
@@ -688,7 +676,7 @@ def main(
         H: hidden size of the student, or several, separated by commas.
         teacher_H: of the teacher; 0: that of the student.
         K: kept columns of projection_kl.
-        memory_mib: MiB, of `tiles.plan_tiles`.
+        memory_mib: MiB, of `tile_plan.plan_tiles`.
         dtype: of hidden states and heads.
         path: tiled, plain or compiled.
         beside: some of these, separated by commas, to run in turn with it.

@@ -75,7 +75,7 @@ from isogloss.targets import SpellingIds, TeacherSetup
 from isogloss.teachers.ensemble import EnsembleSpec
 from isogloss.teachers.mixing import vocabulary_factors
 from isogloss.teachers.model import reads_more_than_text
-from isogloss.tiles import CPU_SUB_TILES, GPU_SUB_TILES, MIB
+from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 # --loss_memory_mib auto: the fraction of a GPU's free memory, and bounds.  Not tuned.
@@ -599,7 +599,7 @@ def samples_per_step(cfg, engine):
 
 
 def tile_memory(cfg, device):
-    """Return the MiB that `tiles.plan_tiles` gets."""
+    """Return the MiB that `tile_plan.plan_tiles` gets."""
     if not cfg.tiled:
         return math.inf
     if cfg.loss_memory_mib:
@@ -624,7 +624,7 @@ def build_collator(cfg, inputs, device, tile_mib=None):
     """Return the Collator of a run.
 
     Args:
-        tile_mib: see `tiles.plan_tiles`; None: what the flags say.
+        tile_mib: see `tile_plan.plan_tiles`; None: what the flags say.
     """
     if tile_mib is None:
         tile_mib = tile_memory(cfg, device)

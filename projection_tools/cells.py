@@ -2,7 +2,7 @@
 
     python -m projection_tools.cells --student A --teacher B [--output translation.pt]
 
-`translation.Tables` are the fields of the file that it names.  `--loss piece_kl` and the other
+`nodes.Tables` are the fields of the file that it names.  `--loss piece_kl` and the other
 divergences build them in flight.
 
 Shapes: V student vocabulary, W teacher vocabulary, P pieces, C cells, F longer tokens, J joins.
@@ -22,7 +22,7 @@ VERSION = 3  # of the tables; raise it when they change for the same two tokeniz
 
 
 def build_translation(pair, max_pieces=16):
-    """Return all tables of `translation.Tables`, with the tokenizers' fingerprints.
+    """Return all tables of `nodes.Tables`, with the tokenizers' fingerprints.
 
     Args:
         pair: Pair.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import oracle
 from isogloss.event_kl import Spelling
@@ -59,6 +60,24 @@ def check_wrong_input(function, arguments, names):
             assert (name in message or side in message) and "\n" not in message, message
             tried += 1
     assert tried
+
+
+class NoWait(TorchFunctionMode):
+    """Refuse what lets a host wait for its GPU: a copy from the host's memory, or one to it.
+
+    Numbers that are written where a tensor says come from such a copy.  What reads a number back
+    fails on the meta device by itself.
+    """
+
+    COPIES = torch.tensor, torch.as_tensor, torch.Tensor.new_tensor
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in self.COPIES, f"{function} copies to the device"
+        if function is torch.Tensor.__setitem__ and not isinstance(args[2], torch.Tensor):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, torch.Tensor) for part in index), (
+                "a number, written where a tensor says, is copied to the device")
+        return function(*args, **(kwargs or {}))
 
 
 def on_meta(value):

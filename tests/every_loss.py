@@ -16,8 +16,9 @@ import oracle
 from cases import F64, Case, Ids, common_of, spelling_of, table_of
 from isogloss import losses, policy_losses
 from isogloss.event_kl import event_kl, event_terms
+from isogloss.nodes import Tables, list_nodes
 from isogloss.spelling import translation_tables
-from isogloss.translation import Tables, list_nodes, translated
+from isogloss.translation import translated
 from toys import as_tables
 
 ALL = slice(None)
@@ -180,7 +181,7 @@ class LossTables(NamedTuple):
 
 
 def translation_of(case):
-    """Return `translation.Tables` of the case's spellings, of a student that joins nothing."""
+    """Return `nodes.Tables` of the case's spellings, of a student that joins nothing."""
     spellings = [table_of(spelled).numpy() for spelled in (case.A, case.B)]
     size = len(case.B)
     arrays = translation_tables(*spellings, [b""] * size, np.zeros(size, bool), lambda texts: [])
@@ -278,7 +279,7 @@ def translated_loss(name, **top_k):
     parameters = COEFFICIENTS[name]
 
     def compute(x, y, ids, terms, tables, **options):
-        return translated(x, y, *ids[:2], terms, tables.translation,
+        return translated(x, y, terms, tables.translation,
                           divergence=getattr(losses, name), **parameters, **top_k, **options)
 
     def definition(case, tables, tau):

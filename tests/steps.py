@@ -17,7 +17,7 @@ from isogloss.job.launch import start_distributed
 from isogloss.losses import next_token_cross_entropy, teacher_importance
 from isogloss.objective.loss_table import build_loss
 from isogloss.teachers.mixing import teacher_scores
-from isogloss.tiles import SubTileBudget
+from isogloss.tile_plan import SubTileBudget
 from jobs import ds_config, job_for, write_corpus
 
 # So little that every micro-batch takes several tiles, of several sub-tiles each: a CPU's own

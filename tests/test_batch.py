@@ -18,13 +18,14 @@ from isogloss.event_kl import Spelling
 from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
+from isogloss.nodes import Tables
 from isogloss.objective.objective import weigh_samples
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.spell import build_spelling
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
-from isogloss.translation import Tables, translated
+from isogloss.translation import translated
 from test_chat import CHAT, with_templates
 from test_sample import lower_casing, small_chunks, spelled
 
@@ -688,10 +689,9 @@ def translated_of(batches, tables, student_VV, teacher_NTW):
         for sub_tile in [sub_tile for tile in teacher.tiles for sub_tile in tile.sub_tiles]:
             if sub_tile.teacher_positions is not None:
                 block = every_row[sub_tile.teacher_positions]
-            labels = sub_tile.student_labels.clamp(min=0)[None], sub_tile.teacher_labels[None]
+            labels = sub_tile.student_labels.clamp(min=0)[None]
             nats, terms = translated(
-                student_VV[labels[0]], block[sub_tile.teacher_slice][None], *labels,
-                sub_tile.terms, tables)
+                student_VV[labels], block[sub_tile.teacher_slice][None], sub_tile.terms, tables)
             total, count = total + nats, count + int(terms)
     total.backward()
     assert count == sum(batch.counts.pairs[0].kd_terms for batch in batches)

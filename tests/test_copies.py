@@ -10,7 +10,7 @@ from conftest import ROOT
 
 # {what is copied together: what is computed there}
 SETS = {
-    ("align", "losses", "translation", "spelling", "cross_tokenizer"): "piece_kl",
+    ("align", "losses", "nodes", "translation", "spelling", "cross_tokenizer"): "piece_kl",
     ("align", "losses", "cross_tokenizer"): "alm",
 }
 CODE = """

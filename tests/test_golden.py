@@ -14,9 +14,10 @@ import toys
 from cases import close, gradient, table_of
 from conftest import GOLDEN
 from isogloss import losses, policy_losses
+from isogloss.nodes import list_nodes
 from isogloss.spelling import translation_tables
 from isogloss.teachers import mixing as teacher_mixing
-from isogloss.translation import list_nodes, translated
+from isogloss.translation import translated
 
 
 def golden(name):
@@ -262,11 +263,11 @@ class Translated:
         """Return (value, gradient, count)."""
         case = self.case
         x = case["student_logits"].to(dtype, copy=True).requires_grad_()
-        _, next_S, next_T, *_ = ids = [case[name] for name in IDS]
+        ids = [case[name] for name in IDS]
         parameters = {"beta": case["beta"]} if case["divergence"] == "generalized_jsd" else {}
         value, count = translated(
-            x, case["teacher_logits"].to(dtype), next_S, next_T, list_nodes(*ids, self.tables),
-            self.tables, divergence=getattr(losses, case["divergence"]), temperature=tau,
+            x, case["teacher_logits"].to(dtype), list_nodes(*ids, self.tables), self.tables,
+            divergence=getattr(losses, case["divergence"]), temperature=tau,
             weight_BS=case["weight"], **parameters)
         return value.detach(), torch.autograd.grad(value, x)[0], count
 

@@ -16,7 +16,7 @@ from isogloss.data.sample import TextEncoder
 from isogloss.objective.loss_table import LOSSES, build_loss
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.tokenizers import Pair
-from isogloss.tiles import SubTile
+from isogloss.tile_plan import SubTile
 
 GOOD = dict(student="s", teacher="t", data="d", loss="hybrid_uld", temperature=1.5)
 # chunks of one token and of two on either side, a position outside of chunks

@@ -14,10 +14,12 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
     "losses.py": set(),
     "event_kl.py": {"losses"},
     "policy_losses.py": {"losses"},
-    "translation.py": {"losses"},
+    "nodes.py": {"losses"},
+    "translation.py": {"losses", "nodes"},
     "spelling.py": {"align"},
-    "cross_tokenizer.py": {"align", "losses", "translation", "spelling"},
-    "tiles.py": set(),
+    "cross_tokenizer.py": {"align", "losses", "nodes", "translation", "spelling"},
+    "tile_plan.py": set(),
+    "tiles.py": {"tile_plan"},
     "rollout.py": set(),
 }
 # A room imports from those before it.  A name with a dot is a file of isogloss/ itself.

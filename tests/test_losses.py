@@ -7,9 +7,19 @@ import torch.nn.functional as F
 
 import oracle
 import ranks
-from cases import F64, Case, check_wrong_input, close, gradient, on_meta, shard_error, shards
+from cases import (
+    F64,
+    Case,
+    NoWait,
+    check_wrong_input,
+    close,
+    gradient,
+    on_meta,
+    shard_error,
+    shards,
+)
 from every_loss import CHUNK_LOSSES, COEFFICIENTS, PROBLEMS, LogitsCase, LossTables
-from isogloss import event_kl as events, losses, policy_losses, translation
+from isogloss import event_kl as events, losses, nodes, policy_losses, translation
 from isogloss.teachers import mixing as teacher_mixing
 from waiting import FixedOrder
 
@@ -248,19 +258,21 @@ def test_nothing_waits_for_the_device(name):
     spec = CHUNK_LOSSES[name]
     terms = spec.list_terms(case.ids, tables)
     x = on_meta(case.x)
-    value, _ = spec.compute(x, *on_meta([case.y, case.ids, terms, tables]))
-    value.backward()
+    with NoWait():
+        value, _ = spec.compute(x, *on_meta([case.y, case.ids, terms, tables]))
+        value.backward()
     assert x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}])
 def test_nothing_of_one_vocabulary_waits_for_the_device(options):
     x, y = on_meta([LogitsCase(0).x, LogitsCase(0).y])
-    for name in ("generalized_jsd", "adaptive_kl"):
-        losses.position_divergence(name, x, y, None, **options)[0].backward()
     labels = torch.empty(x.shape[:2], device="meta", dtype=torch.long)
-    value, count = losses.next_token_cross_entropy(x, labels, select=False)
-    value.backward()
+    with NoWait():
+        for name in ("generalized_jsd", "adaptive_kl"):
+            losses.position_divergence(name, x, y, None, **options)[0].backward()
+        value, count = losses.next_token_cross_entropy(x, labels, select=False)
+        value.backward()
     assert value.shape == count.shape == () and x.grad.shape == x.shape
 
 
@@ -308,7 +320,7 @@ def test_wrong_input_is_one_line():
     terms = {"terms": events.event_terms(*case.ids, tables.spelling)} | spelling
     ids = following | chunk
     read = {"student_ids_BS": next_S}
-    nodes = {"nodes": translation.list_nodes(next_S, *case.ids, tables.translation)}
+    listed = {"nodes": nodes.list_nodes(next_S, *case.ids, tables.translation)}
     cells = {"tables": tables.translation}
     teacher = {"teacher_logits_BTW": y}
     calls = [
@@ -325,9 +337,9 @@ def test_wrong_input_is_one_line():
         (events.event_kl, logits | following | weight | terms),
         (events.event_coverage, teacher | terms),
         (losses.teacher_importance, teacher | {"teacher_chunk_BT": chunk_T}),
-        (translation.list_nodes, read | ids | cells),
-        (translation.translated, logits | following | nodes | cells | weight),
-        (translation.cell_coverage, teacher | nodes | cells),
+        (nodes.list_nodes, read | ids | cells),
+        (translation.translated, logits | listed | cells | weight),
+        (translation.cell_coverage, teacher | listed | cells),
     ]
     calls += [(getattr(losses, name), both) for name in COEFFICIENTS]
     for function, arguments in calls:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from conftest import ROOT, asset
 from isogloss.align import fingerprint
 from isogloss.flags.parse import parse_flags
+from isogloss.nodes import Tables
 from isogloss.projection_tools import (
     build,
     cells,
@@ -35,7 +36,6 @@ from isogloss.projection_tools.files import (
 )
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import link_special_tokens, spell as spell_tokens
-from isogloss.translation import Tables
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_all_pairs_of_all_families():
 
 
 def test_the_tables_of_a_translation_are_written(tmp_path, capsys):
-    """As `translation.Tables` takes them, with the tokenizers that they are for."""
+    """As `nodes.Tables` takes them, with the tokenizers that they are for."""
     path = tmp_path / "translation.safetensors"
     folders = [str(asset("models", name)) for name in ("stories260K", "tinytalk_neo_3M")]
     cells.cli(["--student", folders[0], "--teacher", folders[1], "--output", str(path)])

@@ -16,13 +16,14 @@ from isogloss.data.batch_types import Batch, Example, StudentBatch
 from isogloss.data.rollouts import Prompter, Rollout, SkippedPrompt, completed
 from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts
+from isogloss.nodes import Tables
 from isogloss.objective import loss_table
 from isogloss.objective.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.rollout import Completion
 from isogloss.tiles import StoredLogits
-from isogloss.translation import Asked, Tables, before_goes_on, root_target
+from isogloss.translation import going_on, root_target
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
@@ -189,10 +190,8 @@ def root_targets(batch, tables):
                 block = logits_TW[sub_tile.teacher_positions]
             y_MW = block[sub_tile.teacher_slice]
             roots = sub_tile.terms.roots
-            goes = before_goes_on(y_MW, sub_tile.terms, tables)
-            none = torch.zeros(0, dtype=torch.long)
-            asked = Asked(none, none)
-            cell_NC = root_target(y_MW, sub_tile.terms, goes, asked, tables).cell_NC
+            goes = going_on(y_MW, sub_tile.terms.before)
+            cell_NC = root_target(y_MW, sub_tile.terms, goes, tables).cell_NC
             row_S = tile.student_positions[sub_tile.student_slice][roots.row_S]
             sample = teacher.sample_of_student[row_S]
             first = torch.searchsorted(teacher.sample_of_student, sample)

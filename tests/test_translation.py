@@ -11,24 +11,20 @@ from transformers import AutoTokenizer
 
 import oracle
 import toys
-from cases import on_meta
+from cases import NoWait, on_meta
 from conftest import asset
 from isogloss import losses
 from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
+from isogloss.nodes import Tables, list_nodes, tokens_that_ended
 from isogloss.objective import loss_table
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
-from isogloss.tiles import StoredLogits, SubTile, TeacherBlocks
-from isogloss.translation import (
-    Tables,
-    cell_coverage,
-    list_nodes,
-    tokens_that_ended,
-    translated,
-)
+from isogloss.tile_plan import SubTile
+from isogloss.tiles import StoredLogits, TeacherBlocks
+from isogloss.translation import cell_coverage, translated
 from toys import EOS, Tokenizer
 
 FINE = Tokenizer(("a", "b"))
@@ -85,7 +81,7 @@ class Toy:
 
     def loss(self, x, y, divergence, **options):
         """Return what `translated` makes of some logits."""
-        return translated(x, y, *self.ids[1:3], list_nodes(*self.ids), self.tables,
+        return translated(x, y, list_nodes(*self.ids), self.tables,
                           divergence=divergence,
                           **options)
 
@@ -149,7 +145,7 @@ def test_a_run_keeps_the_likely_cells_of_either_side(side, monkeypatch):
     x.requires_grad_()
 
     def loss(**options):
-        return translated(x[None], y[None], *ids[1:3], nodes, tables,
+        return translated(x[None], y[None], nodes, tables,
                           divergence=losses.reverse_kl, **options)[0]
 
     for top_k in (1, 2):
@@ -189,12 +185,13 @@ def test_nothing_waits_for_the_device():
     """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
     toy = Toy(COARSE, CROSSING, 1)
     nodes = list_nodes(*toy.ids)
-    assert len(nodes.choices.root) and len(nodes.insides.row_S) and nodes.count_many
-    nodes, tables, ids = on_meta([nodes, toy.tables, toy.ids[1:3]])
+    assert len(nodes.choices.level) and len(nodes.insides.row_S) and len(nodes.rests.row_S)
+    nodes, tables = on_meta([nodes, toy.tables])
     for divergence in DIVERGENCES.values():
         x = on_meta(toy.x.clone().requires_grad_())
-        value, _ = translated(x, on_meta(toy.y), *ids, nodes, tables, divergence=divergence)
-        value.backward()
+        with NoWait():
+            value, _ = translated(x, on_meta(toy.y), nodes, tables, divergence=divergence)
+            value.backward()
         assert x.grad.shape == x.shape
 
 
@@ -245,11 +242,11 @@ def test_rows_of_another_text_neither_ended_nor_follow():
     rows = Rows(COARSE, Tokenizer(), ["a", "b"], ["a", "b"], [([0], [0])] * 2)
     nodes = rows.nodes()
     assert (nodes.roots.ended_T == -1).all()
-    assert not len(nodes.choices.root)  # whether "a" goes on as "ab" is asked behind it
+    assert not len(nodes.choices.level)  # whether "a" goes on as "ab" is asked behind it
     # the row behind the last token is one of the text
     rows = Rows(COARSE, Tokenizer(), ["aa", "bb"], ["aa", "bb"], [([0, -1], [0, -1])] * 2)
     choices = rows.nodes().choices
-    assert choices.row_T[choices.root == 0].tolist() == [1]
+    assert choices.row_T[choices.roots.of_E == 0].tolist() == [1]
 
 
 def test_insides_end_with_their_chunk():
@@ -283,7 +280,7 @@ def test_of_a_path_that_the_text_left_the_first_token_counts_alone(temperature):
     terms = oracle.Translation(*spelled, set(), {student.id["c"]: joined}).terms(
         x, y, rows.read, rows.next_S, rows.next_T, *rows.chunks, "forward_kl", temperature)
     expected = sum(term for _, _, _, term in terms)
-    ours, _ = translated(x, y, rows.next_S, rows.next_T, nodes, rows.tables,
+    ours, _ = translated(x, y, nodes, rows.tables,
                          temperature=temperature)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=0)
     gradients = [torch.autograd.grad(value, x)[0] for value in (ours, expected)]
@@ -464,9 +461,8 @@ def sum_over_tiles(tiles, logits, tables):
         for sub_tile in tile.sub_tiles:
             sub_tiles += 1
             total = total + translated(
-                x[sub_tile.student_slice][None], blocks(sub_tile)[None],
-                sub_tile.student_labels[None], sub_tile.teacher_labels[None], sub_tile.terms,
-                tables, temperature=1.5)[0]
+                x[sub_tile.student_slice][None], blocks(sub_tile)[None], sub_tile.terms, tables,
+                temperature=1.5)[0]
     return total, sub_tiles
 
 
@@ -496,8 +492,7 @@ def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
     student.requires_grad_()
     number = loaded[0].convert_tokens_to_ids("15")
     at_number = (sub_tile.student_labels == number).nonzero().item()
-    value, _ = translated(student[None], teacher[None], sub_tile.student_labels[None],
-                          sub_tile.teacher_labels[None], sub_tile.terms, on_cpu)
+    value, _ = translated(student[None], teacher[None], sub_tile.terms, on_cpu)
     value.backward()
     # it may go on with a third digit there, which "151" says in one token
     longer = [loaded[0].convert_tokens_to_ids(f"15{digit}") for digit in "0123456789"]
@@ -507,6 +502,5 @@ def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
     # the exact student: what the teacher gives to a third digit, "15" gives to "15x"
     with torch.no_grad():
         student[at_number, longer] = 0
-    value, _ = translated(student[None], teacher[None], sub_tile.student_labels[None],
-                          sub_tile.teacher_labels[None], sub_tile.terms, on_cpu)
+    value, _ = translated(student[None], teacher[None], sub_tile.terms, on_cpu)
     assert value < 0.05

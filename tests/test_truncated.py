@@ -5,9 +5,10 @@ import torch
 
 import oracle
 from isogloss import losses
+from isogloss.nodes import with_rest
 from isogloss.teachers.mixing import average_teachers, common_events
 from isogloss.teachers.model import truncate
-from isogloss.translation import merge_rest, with_rest
+from isogloss.translation import merge_rest
 from test_translation import ALL_PAIRS, DIVERGENCES, Toy, check_equal, value_and_gradient
 
 TAU = 1.7

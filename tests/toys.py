@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from isogloss.nodes import Tables
 from isogloss.spelling import translation_tables
-from isogloss.translation import Tables
 
 EOS = "$"
 ALPHABET = "abc"

@@ -32,8 +32,8 @@ from isogloss.event_kl import Spelling, event_terms
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
-from isogloss.tiles import CPU_SUB_TILES, Tile, plan_tiles
-from isogloss.translation import Tables, nodes_of_chunks, tokens_that_ended
+from isogloss.nodes import Tables, nodes_of_chunks, tokens_that_ended
+from isogloss.tile_plan import CPU_SUB_TILES, Tile, plan_tiles
 
 # --- collate --------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ class PairOptions:
 
     Attributes:
         encoder: TextEncoder.
-        spelling: Spelling for event_kl, `translation.Tables` for a divergence between two
+        spelling: Spelling for event_kl, `nodes.Tables` for a divergence between two
             tokenizers, None for losses that work on whole chunks.
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
         same_tokenizer: its tokenizer is the student's.
@@ -68,7 +68,7 @@ class Collator:
         train_on: what to learn of a chat: "assistant" or "all".
         aligner: see `sample.pair_texts`.
         pack: put several texts into a row where they fit, see `pack_rows`.
-        tile_mib, sub_tiles: see `tiles.plan_tiles`; inf: one tile of one sub-tile holds all.
+        tile_mib, sub_tiles: see `tile_plan.plan_tiles`; inf: one tile of one sub-tile holds all.
         sequence_rank, sequence_size: which shard of every sequence this rank holds.
         computes_loss: this rank does; another one of its pipeline needs no tiles and no counts.
     """
@@ -549,7 +549,7 @@ class TextsOf:
         teacher_text: (B * T,) text of each teacher position that predicts a token; -1: it predicts
             none.  What stands behind the end of a text may be padding, whose number depends on the
             other texts, or what a cache does not hold: nothing asks there.
-        ended: (B * T,) see `translation.tokens_that_ended`.
+        ended: (B * T,) see `nodes.tokens_that_ended`.
     """
 
     def __init__(self, student, batch, read_chunks, tables):

@@ -21,7 +21,7 @@ class StudentBatch:
         labels: (B, S) int64, the token that each position predicts, -100 for none.
         num_bytes: (B, S) int64, bytes of the predicted token, -1 for eos and padding.
         positions: (B, S) int64 for packed rows and for shards; None: 0, 1, 2, ...
-        tiles: Columns of `tiles.Tile` for the cross-entropy of a run without a teacher, else None.
+        tiles: Columns of `tile_plan.Tile` for the cross-entropy without a teacher, else None.
         logp: (B, S) float32, log-probability of the label when the student wrote it, NaN for what
             it did not write; None: there is no rollout.
         documents: of shards, the `spans.document_spans` of their whole rows, else None.
@@ -46,8 +46,8 @@ class TeacherBatch:
         sample: (B * T,) int64, sample of every teacher position.
         num_samples: samples in the micro-batch; packed, these are more than the rows.
         student_chunk, teacher_chunk: (B, S), (B, T) int64, chunk of each predicted token, -1: none.
-        tiles: Columns of `tiles.Tile`, their sub-tiles with `EventTerms` for event_kl, `Nodes` for
-            divergences between two tokenizers, else `Chunks`.
+        tiles: Columns of `tile_plan.Tile`, their sub-tiles with `EventTerms` for event_kl, `Nodes`
+            for divergences between two tokenizers, else `Chunks`.
         sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
             `spans.SequenceShard`; None without sequence parallelism.

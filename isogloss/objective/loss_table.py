@@ -21,12 +21,13 @@ from isogloss.losses import (
     reachable_tokens,
 )
 from isogloss.models.compiler import loss_compiler, plain
+from isogloss.nodes import Tables, with_rest
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.files import as_tables, load_projection
 from isogloss.projection_tools.spell import cached_spelling
 from isogloss.projection_tools.tokenizers import Pair
-from isogloss.translation import Tables, cell_coverage, root_values, translated, with_rest
+from isogloss.translation import cell_coverage, root_values, translated
 
 LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
@@ -39,7 +40,7 @@ class DistillationLoss:
     """Hold a distillation loss, ready for the sub-tiles of `batch.Collator`.
 
     Attributes:
-        loss_fn: (student logits (n, V), teacher logits (m, W), `tiles.SubTile`) -> (), the sum
+        loss_fn: (student logits (n, V), teacher logits (m, W), `tile_plan.SubTile`) -> (), the sum
             over the terms of the sub-tile, in nats.
         spelling: tables from which the data workers list the nodes of a translation or the terms of
             event_kl, else None.
@@ -283,11 +284,11 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
     of_rows = with_rest(on_device) if has_rest else on_device
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
-        ids = batch_of_one(sub_tile)
+        weight_BS = None if sub_tile.weight is None else sub_tile.weight[None]
         return translated(
-            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            sub_tile.terms, of_rows, divergence=divergence, weight_BS=ids.weight, has_rest=has_rest,
-            of_roots=of_roots, **parameters)[0]
+            student_logits[None], teacher_logits[None], sub_tile.terms, of_rows,
+            divergence=divergence, weight_BS=weight_BS, has_rest=has_rest, of_roots=of_roots,
+            **parameters)[0]
 
     def coverage(teacher_logits, sub_tile):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
@@ -297,7 +298,7 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
 
 
 def translation_fields(pair):
-    """Return the fields of `translation.Tables`."""
+    """Return the fields of `nodes.Tables`."""
     tables = cached_translation(pair)
     return {name: tables[name] for name in Tables._fields}
 

@@ -39,7 +39,7 @@ class EnsembleLogits(NamedTuple):
 
     def columns(self, ids):
         if self.is_truncated:
-            ids = torch.cat([ids, ids.new_tensor([self.vocab])])
+            ids = torch.cat([ids, ids.new_full((1,), self.vocab)])
         return SelectedColumns(self, ids)
 
     @property

@@ -1,0 +1,614 @@
+"""List the nodes of a translation: what to ask two models about a text, known from its ids alone.
+
+The student's next token, seen through the teacher's tokens, is a path and then "stop".  So the
+teacher's belief about it is a tree of nodes, each a fair question to both models: a scope of
+student tokens, cut into cells.  translation.py says what the nodes mean, asks the models, and
+compares their answers; here is listed where in the logits it looks.
+
+Shapes: B samples; S, T positions; N roots, of which rows are positions of the flattened batch; V, W
+vocabularies; C cells of the roots; K nodes of another kind; G cells of these, one after the other;
+E entries (tokens in cells); P pieces; F, J see `Tables`.
+
+Needs torch and losses.py.  Copy both into your own repository.  License: Apache-2.0 (see LICENSE).
+Tests: tests/test_translation.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    from .losses import Chunks, Segments, check_positions, find_chunks
+except ImportError:  # copied beside it, not into a package
+    from losses import Chunks, Segments, check_positions, find_chunks
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+class Tables(NamedTuple):
+    """Tell how two vocabularies spell each other (projection_tools.cells builds it).
+
+    cell_V, cell_W: (V,), (W,) int64, cell of each student token, and the one that a teacher token
+        gives its mass to; C for tokens without one.
+    num_cells: C.
+    pieces_W: (W, P) int64, A, then -1.
+    order_W, low_W, high_W: the teacher tokens whose A begins with the same k tokens as A[w] are
+        ``order_W[low_W[w, k]:high_W[w, k]]``; (W,), (W, P), (W, P) int64.
+    pieces_V, order_V, low_V, high_V: the mirror image, B.
+    rank_V: (V,) int64, the place of each student token in order_V.
+    longer_F: (F,) int64, the teacher tokens that head no cell, sorted by the rank of f(w).
+    longer_rank_F: (F,) int64, these ranks.
+    join_start_V: (V + 1,) int64; behind student token v0 the teacher tokens
+        ``order_W[join_low_J[j]:join_high_J[j]]`` cannot come, for j from join_start_V[v0] to
+        join_start_V[v0 + 1]; no token is in two of them.
+    joined_V: (V,) int64, how many these are.
+    """
+
+    cell_V: Tensor
+    cell_W: Tensor
+    num_cells: int
+    pieces_W: Tensor
+    order_W: Tensor
+    low_W: Tensor
+    high_W: Tensor
+    pieces_V: Tensor
+    order_V: Tensor
+    low_V: Tensor
+    high_V: Tensor
+    rank_V: Tensor
+    longer_F: Tensor
+    longer_rank_F: Tensor
+    join_start_V: Tensor
+    join_low_J: Tensor
+    join_high_J: Tensor
+    joined_V: Tensor
+
+
+def with_rest(tables: Tables) -> Tables:
+    """Return the tables for a teacher of which a row keeps some tokens and, in column W, the rest.
+
+    The rest of a row is a token without pieces that heads a cell without student tokens; which
+    cells of a root it stands for depends on the row, see `merge_rest`.
+    """
+    C = tables.num_cells
+    no_piece = tables.pieces_W.new_full((1, tables.pieces_W.shape[1]), -1)
+    no_range = tables.low_W.new_zeros((1, tables.low_W.shape[1]))
+    # tokens without a cell keep the number behind the last cell
+    cell_W = torch.where(tables.cell_W == C, C + 1, tables.cell_W)
+    return tables._replace(
+        cell_V=torch.where(tables.cell_V == C, C + 1, tables.cell_V),
+        cell_W=torch.cat([cell_W, cell_W.new_tensor([C])]),
+        num_cells=C + 1,
+        pieces_W=torch.cat([tables.pieces_W, no_piece]),
+        low_W=torch.cat([tables.low_W, no_range]),
+        high_W=torch.cat([tables.high_W, no_range]),
+    )
+
+
+def next_piece(pieces_XP: Tensor, token_N: Tensor, level_N: Tensor) -> Tensor:
+    """Return (N,) piece `level` of the spelling of each token, -1 behind its end."""
+    width = pieces_XP.shape[1]
+    piece = pieces_XP[token_N, level_N.clamp(max=width - 1)]
+    return torch.where(level_N < width, piece, -1)
+
+
+def expand(low: Tensor, high: Tensor, num: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return (number of its range, place) of every place of the ranges low .. high - 1.
+
+    Args:
+        num: of all places, where it is known; else the device is asked, and waited for.
+    """
+    sizes = high - low
+    number = torch.repeat_interleave(
+        torch.arange(len(sizes), device=sizes.device), sizes, output_size=num
+    )
+    begin = sizes.cumsum(0) - sizes
+    place = torch.arange(len(number), device=sizes.device) - begin[number] + low[number]
+    return number, place
+
+
+def distinct(key_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct keys (G,), and the number (E,) of each entry's.
+
+    Args:
+        key_E: int64; equal ones are neighbors.
+        counts_E: bool; other entries may have any number, in order still.
+    """
+    is_new_E = counts_E.clone()
+    is_new_E[1:] &= (key_E[1:] != key_E[:-1]) | ~counts_E[:-1]
+    return key_E[is_new_E], (is_new_E.cumsum(0) - 1).clamp(min=0)
+
+
+# --- nodes ----------------------------------------------------------------------------------------
+
+
+class Roots(NamedTuple):
+    """List the root nodes: one for every chunk.
+
+    row_S, row_T: (N,) int64, rows that predict the first token of the chunk on either side.
+    next_T: (N,) the teacher token that comes.
+    ended_T: (N,) u, see `tokens_that_ended`; its row is row_T - 1.
+    join_low, join_high: (N,) joins behind the student token in front of the chunk, see `Tables`.
+    num_joins, num_joined: of all roots, and the tokens in them.
+    """
+
+    row_S: Tensor
+    row_T: Tensor
+    next_T: Tensor
+    ended_T: Tensor
+    join_low: Tensor
+    join_high: Tensor
+    num_joins: int
+    num_joined: int
+
+
+class Continuations(NamedTuple):
+    """List teacher tokens that may stand in one place: those that begin with what was read of it.
+
+    nodes: the E tokens, node by node.
+    row_E: the teacher's row that predicts each.
+    token_E: the token.
+    next_E: the student token with which it goes on, -1 for one that ends.
+    """
+
+    nodes: Segments
+    row_E: Tensor
+    token_E: Tensor
+    next_E: Tensor
+
+
+class Cells(NamedTuple):
+    """Number the cells of small nodes one after the other, and give each a slot in its node's row.
+
+    nodes: the G cells, node by node.
+    slot_G: (G,) int64.
+    width: of the rows.
+    """
+
+    nodes: Segments
+    slot_G: Tensor
+    width: int
+
+    @classmethod
+    def of(cls, node_G: Tensor, num_nodes: int, first_slot: int = 0) -> "Cells":
+        """Make the slots of a row begin with `first_slot`."""
+        nodes = Segments.of(node_G, num_nodes)
+        slot_G = torch.arange(len(node_G)) - nodes.start_K[node_G] + first_slot
+        return cls(nodes, slot_G, int(slot_G.max()) + 1 if len(slot_G) else 1)
+
+    def rows(self, value_G: Tensor, padding: float) -> Tensor:
+        """Return (K, width) values, a row for each node."""
+        out = value_G.new_full((self.nodes.num, self.width), padding)
+        return out.index_put((self.nodes.of_E, self.slot_G), value_G)
+
+
+class Choices(NamedTuple):
+    """List the choice nodes.
+
+    roots: the K nodes, root by root.
+    level: (K,) k.
+    row_T: (K,) teacher row that q_k comes from; -1: a longer token came.
+    tokens: the student tokens in the scopes, cell by cell.
+    token_E: each of them.
+    cells: Cells; next_G: the teacher token with which each goes on, -1 for "stop".
+    longer: teacher tokens that say with which token of a scope they begin, node by node.
+    longer_cells: these, cell by cell.
+    asked_root_A, asked_token_A: teacher tokens whose probabilities at the roots are asked for, root
+        by root: the longer tokens, and the first token of the path of each node.
+    place_A: where each was in that order.
+    steps: the other tokens of the paths, node by node; step_row_E, step_token_E: the teacher's row,
+        and the token.
+    going: how the token before each root goes on within the scopes, cell by cell.
+    going_root_E, going_place_E: the root, and the place in `Nodes.before`.
+    """
+
+    roots: Segments
+    level: Tensor
+    row_T: Tensor
+    tokens: Segments
+    token_E: Tensor
+    cells: Cells
+    next_G: Tensor
+    longer: Segments
+    longer_cells: Segments
+    asked_root_A: Tensor
+    asked_token_A: Tensor
+    place_A: Tensor
+    steps: Segments
+    step_row_E: Tensor
+    step_token_E: Tensor
+    going: Segments
+    going_root_E: Tensor
+    going_place_E: Tensor
+
+
+class Insides(NamedTuple):
+    """List the inside nodes.
+
+    row_S: (K,) int64, the student's row.
+    level: (K,) student tokens since the teacher token began.
+    tokens: the teacher tokens that begin so.
+    of_cells: these, cell by cell.
+    cells: Cells, one for each token that comes next, from slot 1 on; slot 0 is the rest.
+    token_G: (G,) that student token.
+    """
+
+    row_S: Tensor
+    level: Tensor
+    tokens: Continuations
+    of_cells: Segments
+    cells: Cells
+    token_G: Tensor
+
+
+class Rests(NamedTuple):
+    """List all rows of the chunks with several tokens on both sides.
+
+    row_S, row_T, next_T: (M,) int64 rows, and the tokens that come in the teacher's.
+    chunks_S, chunks_T: these rows, chunk by chunk.
+    """
+
+    row_S: Tensor
+    row_T: Tensor
+    next_T: Tensor
+    chunks_S: Segments
+    chunks_T: Segments
+
+
+class Reads(NamedTuple):
+    """List what the nodes read of the student's logits beside the cells of the roots.
+
+    row_R: (R,) int64 rows: those of the roots, of the insides, and of chunks of several tokens.
+    number_E, token_E: (E,) single logits, by the number of the row in row_R: of the scopes, of the
+        cells of the insides, and of the next tokens in chunks of several.
+    number_X, token_X: (X,) what a logsumexp leaves out, row by row.  All rows but those of the
+        roots have one; they are numbered from 0.
+    """
+
+    row_R: Tensor
+    number_E: Tensor
+    token_E: Tensor
+    number_X: Tensor
+    token_X: Tensor
+
+
+class Nodes(NamedTuple):
+    """List all nodes of some chunks, known from ids alone, before any forward pass.
+
+    before: what may have come in place of the token in front of each root; none: not known.
+    row_A: (A,) int64, sorted, the student's row of each root, inside and rest.
+    order_A: which of them, in that order, each is.
+    """
+
+    roots: Roots
+    before: Continuations
+    choices: Choices
+    insides: Insides
+    rests: Rests
+    reads: Reads
+    row_A: Tensor
+    order_A: Tensor
+
+    @property
+    def count_all(self) -> int:
+        """Return how many student positions (and n:m rests) the nodes cover."""
+        return len(self.row_A)
+
+
+def list_nodes(
+    student_ids_BS: Tensor, student_next_BS: Tensor, teacher_next_BT: Tensor,
+    student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, tables: Tables,
+) -> Nodes:
+    """List the nodes of a batch with one text in every row; meant for the CPU.
+
+    Args:
+        student_ids_BS: int64, the token that each student position reads.
+        student_next_BS, teacher_next_BT: int64, the token that each position predicts; anything
+            where there is none, of the teacher something negative, as -100: no row of padding is
+            asked what comes behind a text.
+        student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
+    """
+    check_positions("student_chunk_BS has", student_chunk_BS.shape, student_ids_BS=student_ids_BS,
+                    student_next_BS=student_next_BS)
+    check_positions("teacher_chunk_BT has", teacher_chunk_BT.shape, teacher_next_BT=teacher_next_BT)
+    texts = []
+    for chunk_BX in (student_chunk_BS, teacher_chunk_BT):
+        texts.append(torch.arange(len(chunk_BX))[:, None].expand_as(chunk_BX))
+    ended_BT = tokens_that_ended(
+        student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables,
+        student_text_BS=texts[0], teacher_text_BT=texts[1],
+    )
+    follows_BT = teacher_next_BT >= 0
+    follows_BT[:, :1] = False
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    return nodes_of_chunks(
+        chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
+        teacher_next_BT.reshape(-1).clamp(min=0), tables, teacher_ended=ended_BT.reshape(-1),
+        teacher_follows=follows_BT.reshape(-1),
+    )
+
+
+def nodes_of_chunks(
+    chunks: Chunks, student_ids: Tensor, student_next: Tensor, teacher_next: Tensor, tables: Tables,
+    *, teacher_ended: Tensor, teacher_follows: Tensor,
+) -> Nodes:
+    """List the nodes of some chunks, of which the rows may be a part of a batch.
+
+    Needed are all rows of the chunks, and the teacher rows before and after each of them.
+
+    Args:
+        student_ids, student_next: (N,) int64, token that each student row reads and predicts.
+        teacher_next: (M,) int64.
+        teacher_ended: (M,) int64, see `tokens_that_ended`.
+        teacher_follows: (M,) bool, the row belongs to the position after that of the row before, in
+            the same text, and predicts a token.
+    """
+    roots = _list_roots(chunks, student_ids, teacher_next, teacher_ended, tables)
+    before = _list_before(roots, tables)
+    ranges = _choice_ranges(roots, student_next, teacher_next, tables, teacher_follows)
+    choices = _list_choices(roots, before, ranges, tables)
+    insides = _list_insides(chunks, student_next, teacher_next, tables)
+    rests = _list_rests(chunks, teacher_next)
+    second_S = rests.row_S[rests.chunks_S.start_K[:-1]] + 1  # the first has the root
+    row_A = torch.cat([roots.row_S, insides.row_S, second_S])
+    order_A = row_A.argsort(stable=True)
+    reads = _list_reads(roots, choices, insides, rests, student_next)
+    return Nodes(roots, before, choices, insides, rests, reads, row_A[order_A], order_A)
+
+
+def _list_roots(
+    chunks: Chunks, student_ids: Tensor, teacher_next: Tensor, teacher_ended: Tensor, tables: Tables
+) -> Roots:
+    read = student_ids[chunks.first_S]
+    before = read.clamp(min=0)  # -1 stands for no token
+    low = tables.join_start_V[before]
+    high = torch.where(read >= 0, tables.join_start_V[before + 1], low)
+    return Roots(
+        row_S=chunks.first_S,
+        row_T=chunks.first_T,
+        next_T=teacher_next[chunks.first_T],
+        ended_T=teacher_ended[chunks.first_T],
+        join_low=low,
+        join_high=high,
+        num_joins=int((high - low).sum()),
+        num_joined=int((tables.joined_V[before] * (read >= 0)).sum()),
+    )
+
+
+def _continuations(
+    row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables
+) -> Continuations:
+    """List the teacher tokens ``order_W[low:high]`` of each node, after `level` pieces."""
+    node_E, place_E = expand(low, high)
+    token_E = tables.order_W[place_E]
+    next_E = next_piece(tables.pieces_W, token_E, level[node_E])
+    return Continuations(Segments.of(node_E, len(low)), row_K[node_E], token_E, next_E)
+
+
+def _list_before(roots: Roots, tables: Tables) -> Continuations:
+    num_pieces = tables.low_W.shape[1]
+    u = roots.ended_T.clamp(min=0)
+    level = (tables.pieces_W[u] >= 0).sum(1)
+    # of spellings as long as the tables nothing is known that goes on
+    known = (roots.ended_T >= 0) & (level < num_pieces)
+    column = level.clamp(max=num_pieces - 1)
+    low = tables.low_W[u, column]
+    high = torch.where(known, tables.high_W[u, column], low)
+    return _continuations(roots.row_T - 1, low, high, level, tables)
+
+
+class _ChoiceRanges(NamedTuple):
+    """List the choice nodes by their scopes.
+
+    root: (K,) int64, sorted, number of the root; level, row_T: see `Choices`.
+    low, high: (K,) the scope, ``order_V[low:high]``.
+    token: (K,) realized student token, whose path leads to the node.
+    """
+
+    root: Tensor
+    level: Tensor
+    low: Tensor
+    high: Tensor
+    token: Tensor
+    row_T: Tensor
+
+
+def _choice_ranges(
+    roots: Roots, student_next: Tensor, teacher_next: Tensor, tables: Tables,
+    teacher_follows: Tensor,
+) -> _ChoiceRanges:
+    token = student_next[roots.row_S]
+    path_NP = tables.pieces_V[token]
+    num_pieces = path_NP.shape[1]
+    # the teacher's rows from the root on, as long as they follow one another
+    offset = torch.arange(num_pieces + 1)
+    row = roots.row_T[:, None] + offset
+    exists = row < len(teacher_next)
+    row = torch.where(exists, row, roots.row_T[:, None])
+    exists &= (offset == 0) | teacher_follows[row]
+    exists = exists.cumprod(1).bool()
+    # column k - 1 stands for k tokens
+    came_NP = torch.where(exists, teacher_next[row], -2)[:, :-1]
+    along = ((came_NP == path_NP) & (path_NP >= 0)).cumprod(1).bool()
+    rank = tables.rank_V[token][:, None]
+    low = torch.cat([tables.low_V[token][:, 1:], rank], 1)
+    high = torch.cat([tables.high_V[token][:, 1:], rank + 1], 1)
+    linked = tables.cell_V[token] < tables.num_cells
+    several = (path_NP >= 0) & (high - low > 1) & linked[:, None]
+    # a longer token came: it heads no cell, and the student's token begins it
+    same_cell = tables.cell_W[roots.next_T] == tables.cell_V[token]
+    is_longer = several & (same_cell[:, None] & ~along[:, :1])
+    is_along = several & along & exists[:, 1:]
+    root, column = (is_along | is_longer).nonzero(as_tuple=True)
+    level = column + 1
+    return _ChoiceRanges(
+        root=root,
+        level=level,
+        low=low[root, column],
+        high=high[root, column],
+        token=token[root],
+        row_T=torch.where(along[root, column], roots.row_T[root] + level, -1),
+    )
+
+
+def _list_choices(
+    roots: Roots, before: Continuations, ranges: _ChoiceRanges, tables: Tables
+) -> Choices:
+    root, level, low, high, token, row_T = ranges
+    num = len(root)
+    stride = len(tables.cell_W) + 1
+
+    def keys_of(node_E: Tensor, token_E: Tensor) -> Tensor:
+        """Name the cells of student tokens: by the teacher token that comes next, or stop."""
+        return node_E * stride + next_piece(tables.pieces_V, token_E, level[node_E]) + 1
+
+    node_E, place_E = expand(low, high)
+    token_E = tables.order_V[place_E]
+    # the scope is sorted, so the tokens of a cell are neighbors
+    key_E = keys_of(node_E, token_E)
+    key_G, cell_E = distinct(key_E, torch.ones_like(key_E, dtype=torch.bool))
+
+    # longer tokens that say with which token of the scope, whose tokens are listed by rank, they
+    # begin
+    first, last = torch.searchsorted(tables.longer_rank_F, torch.stack([low, high]))
+    longer_node_E, place_E = expand(first, last)
+    begin_K = torch.searchsorted(node_E, torch.arange(num))
+    longer_cell_E = cell_E[(begin_K - low)[longer_node_E] + tables.longer_rank_F[place_E]]
+    asked_root_A = torch.cat([root[longer_node_E], root])
+    asked_token_A = torch.cat([tables.longer_F[place_E], tables.pieces_V[token, 0]])
+    asked_root_A, place_A = asked_root_A.sort(stable=True)
+
+    # few nodes have a path of several tokens
+    step_node_E, step_E = expand(torch.ones_like(level), torch.where(row_T >= 0, level, 1))
+
+    begin_N = before.nodes.start_K
+    going_node_E, going_place_E = expand(begin_N[root], begin_N[root + 1])
+    next_E = before.next_E[going_place_E]
+    rank_E = tables.rank_V[next_E.clamp(min=0)]
+    in_scope = (next_E >= 0) & (rank_E >= low[going_node_E]) & (rank_E < high[going_node_E])
+    going_node_E, going_place_E = going_node_E[in_scope], going_place_E[in_scope]
+    going_cell_E = torch.searchsorted(key_G, keys_of(going_node_E, next_E[in_scope]))
+    going_cell_E, order = going_cell_E.sort(stable=True)
+    return Choices(
+        roots=Segments.of(root, len(roots.row_S)),
+        level=level,
+        row_T=row_T,
+        tokens=Segments.of(cell_E, len(key_G)),
+        token_E=token_E,
+        cells=Cells.of(key_G // stride, num),
+        next_G=key_G % stride - 1,
+        longer=Segments.of(longer_node_E, num),
+        longer_cells=Segments.of(longer_cell_E, len(key_G)),
+        asked_root_A=asked_root_A,
+        asked_token_A=asked_token_A[place_A],
+        place_A=place_A,
+        steps=Segments.of(step_node_E, num),
+        step_row_E=roots.row_T[root[step_node_E]] + step_E,
+        step_token_E=tables.pieces_V[token[step_node_E], step_E],
+        going=Segments.of(going_cell_E, len(key_G)),
+        going_root_E=root[going_node_E[order]],
+        going_place_E=going_place_E[order],
+    )
+
+
+def _list_insides(
+    chunks: Chunks, student_next: Tensor, teacher_next: Tensor, tables: Tables
+) -> Insides:
+    """List positions k >= 1 of chunks with one teacher token, as far as the text spells it so."""
+    chosen = (chunks.count_T == 1) & (chunks.count_S > 1)
+    first_S = chunks.first_S[chosen]
+    first_T = chunks.first_T[chosen]
+    token = teacher_next[first_T]
+    k = torch.arange(tables.pieces_W.shape[1])
+    last = max(len(student_next) - 1, 0)  # rows beyond the chunk are read, and then masked
+    realized = student_next[(first_S[:, None] + k).clamp(max=last)]
+    # the k-th token must match too: in context a tokenizer may spell a token otherwise than alone
+    matches = (realized == tables.pieces_W[token]) & (k < chunks.count_S[chosen][:, None])
+    chunk, offset = (matches.cumprod(1)[:, 1:] > 0).nonzero(as_tuple=True)
+    level = offset + 1
+    low = tables.low_W[token[chunk], level]
+    high = tables.high_W[token[chunk], level]
+    tokens = _continuations(first_T[chunk], low, high, level, tables)
+    # tokens are sorted by their spelling, so those that go on alike are neighbors
+    stride = len(tables.cell_V)
+    key_G, cell_E = distinct(tokens.nodes.of_E * stride + tokens.next_E, tokens.next_E >= 0)
+    return Insides(
+        row_S=first_S[chunk] + level,
+        level=level,
+        tokens=tokens,
+        of_cells=Segments.of(cell_E, len(key_G)),
+        cells=Cells.of(key_G // stride, len(level), first_slot=1),
+        token_G=key_G % stride,
+    )
+
+
+def _list_rests(chunks: Chunks, teacher_next: Tensor) -> Rests:
+    is_many = (chunks.count_S > 1) & (chunks.count_T > 1)
+    number = is_many.cumsum(0) - 1
+    num = int(is_many.sum())
+    in_S = is_many[chunks.of_S]
+    in_T = is_many[chunks.of_T]
+    row_T = chunks.row_T[in_T]
+    return Rests(
+        row_S=chunks.row_S[in_S],
+        row_T=row_T,
+        next_T=teacher_next[row_T],
+        chunks_S=Segments.of(number[chunks.of_S[in_S]], num),
+        chunks_T=Segments.of(number[chunks.of_T[in_T]], num),
+    )
+
+
+def _list_reads(
+    roots: Roots, choices: Choices, insides: Insides, rests: Rests, student_next: Tensor
+) -> Reads:
+    row_R = torch.cat([roots.row_S, insides.row_S, rests.row_S])
+    num_roots = len(roots.row_S)
+    number_many = torch.arange(num_roots + len(insides.row_S), len(row_R))
+    inside_G = insides.cells.nodes.of_E
+    scope_root_E = choices.roots.of_E[choices.cells.nodes.of_E[choices.tokens.of_E]]
+    return Reads(
+        row_R=row_R,
+        number_E=torch.cat([scope_root_E, inside_G + num_roots, number_many]),
+        token_E=torch.cat([choices.token_E, insides.token_G, student_next[rests.row_S]]),
+        number_X=inside_G,
+        token_X=insides.token_G,
+    )
+
+
+def tokens_that_ended(
+    student_next_BS: Tensor, teacher_next_BT: Tensor, student_chunk_BS: Tensor,
+    teacher_chunk_BT: Tensor, tables: Tables, *, student_text_BS: Tensor, teacher_text_BT: Tensor,
+) -> Tensor:
+    """Return (B, T) the teacher token in front of each chunk, where the student knows its bytes.
+
+    That is a token that is a chunk of its own, spelled A[u] by the student, directly in front of
+    the chunk's first position, in the same text.  -1 elsewhere.
+
+    Args:
+        student_text_BS, teacher_text_BT: int64, number of the text that each position belongs to.
+        Others: see `list_nodes`.
+    """
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    ended = torch.full((teacher_next_BT.numel(),), -1)
+    order = chunks.first_T.argsort()
+    first_S = chunks.first_S[order]
+    first_T = chunks.first_T[order]
+    count_S = chunks.count_S[order][:-1]
+    before_S = first_S[:-1]
+    before_T = first_T[:-1]
+    student_text = student_text_BS.reshape(-1)
+    teacher_text = teacher_text_BT.reshape(-1)
+    known = before_T + 1 == first_T[1:]
+    known &= before_S + count_S == first_S[1:]
+    known &= student_text[before_S] == student_text[first_S[1:]]
+    known &= teacher_text[before_T] == teacher_text[first_T[1:]]
+
+    u = teacher_next_BT.reshape(-1).clamp(min=0)[before_T]
+    pieces = tables.pieces_W[u]
+    k = torch.arange(pieces.shape[1])
+    row = (before_S[:, None] + k).clamp(max=student_next_BS.numel() - 1)
+    realized = torch.where(k < count_S[:, None], student_next_BS.reshape(-1)[row], -1)
+    known &= (realized == pieces).all(1) & (count_S <= len(k))
+    ended[first_T[1:][known]] = u[known]
+    return ended.view_as(teacher_next_BT)
