@@ -91,6 +91,10 @@ def add_bias(tensors):
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(64)
 
 
+def add_norm(tensors):
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
+
+
 def cut_rows(tensors):
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:16].clone()
 
@@ -153,6 +157,7 @@ MODELS = {
     "a tensor missing": (weights(lose_one), NAMES),
     "a layer too many": (weights(add_layer), LEFT_OVER),
     "a bias too many": (weights(add_bias), LEFT_OVER),
+    "a norm too many": (weights(add_norm), LEFT_OVER),
     "another shape": (weights(cut_rows), SHAPE + "model.norm.weight [16] in place of [32]"),
     "a head that is not tied": (config(tie_word_embeddings=False), NAMES + "lm_head.weight"),
     "no file of weights": (removed("model.safetensors"), WEIGHTS),
@@ -175,6 +180,7 @@ MODELS = {
     "padding beyond the vocabulary": (config(pad_token_id=99999), WEIGHTS),
     "no heads": (config(num_attention_heads=0), CONFIG),
     "negative layers": (config(num_hidden_layers=-1), "says num_hidden_layers -1; expected a"),
+    "a hidden size of 0": (config(hidden_size=0), "says hidden_size 0; expected a whole number"),
     "a vocabulary as text": (config(vocab_size="360"), CONFIG),
     "an activation that is none": (config(hidden_act="swoosh"), WEIGHTS),
     "no such dtype": (config(dtype="float99"), CONFIG),

@@ -63,8 +63,10 @@ def one_value(value):
 # {what is wrong: (how the tables of a good projection become wrong, what the line says)}
 PROJECTIONS = {
     "one NaN": (with_weights(one_value(torch.nan)), "1 of 1400 weights are negative or not"),
+    "one infinite weight": (with_weights(one_value(torch.inf)), "1 of 1400 weights are negative"),
     "negative weights": (with_weights(lambda w: -w), "weights are negative or not finite"),
     "zeros": (with_weights(lambda w: w * 0), "no row has a teacher token with a weight above 0"),
+    "empty slots": (with_ids(lambda i: torch.full_like(i, -1)), "no row has a teacher token"),
     "weights beyond float32": (with_weights(lambda w: w + 3e38), "have no finite sum"),
     "complex weights": (with_weights(lambda w: w + 0j), "expected two (V, K), the first of int64"),
     "ids beyond the vocabulary": (with_ids(lambda i: i + 10**6), "teacher ids up to"),
