@@ -65,6 +65,12 @@ def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
     assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 1024, 8192]
 
 
+def test_a_teacher_is_named_unless_nothing_is_learned_from_one():
+    with pytest.raises(ValueError, match="--teacher is missing: give a hub id or a local path"):
+        Config(student="s", data="d")
+    Config(student="s", data="d", kd_weight=0)
+
+
 def test_values_get_their_types():
     cfg = Config(**GOOD, steps=1e3, kd_weight=2, tiled="false")
     assert cfg.steps == 1000 and type(cfg.steps) is int

@@ -24,7 +24,7 @@ from isogloss.config import Config
 from isogloss.flags import model_names
 from isogloss.job import launch
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from wrong_input import Wrong, check_one_line, outcomes, run_wrong
+from wrong_input import check_one_line, error_line, outcomes, run_wrong
 
 
 def tree(folder):
@@ -47,27 +47,22 @@ def place(models, texts, tmp_path):
 
 
 REFUSED = {
-    "the run": Wrong("--export={folder}/runs/a", "would replace --output_dir"),
-    "above the run": Wrong("--export={folder}/runs", "would replace --output_dir"),
-    "the checkpoints": Wrong("--export={folder}/runs/a/checkpoints/x", "would replace the check"),
-    "the student": Wrong("--export={folder}/models/student", "would replace --student"),
-    "above the teacher": Wrong("--export={folder}/models", "would replace --student"),
-    "in the teacher": Wrong("--export={folder}/models/teacher/x", "would replace teacher"),
-    "a link to the student": Wrong("--export={folder}/link", "would replace --student"),
-    "a link above": Wrong("--export={folder}/link/../teacher", "would replace teacher"),
-    "the data": Wrong("--export={folder}/data", "would replace --data"),
-    "the data by glob": Wrong("--export={folder}/data --data={folder}/data/*.jsonl",
-                              "would replace --data"),
-    "another model": Wrong("--export={folder}/other", "which no export of ours wrote"),
-    "a file": Wrong("--export={folder}/ds.json", "--ds_config"),
-    "below a file": Wrong("--export={folder}/notes/x", "nothing can be written to"),
-    "a file in the way": Wrong("--export={folder}/notes", "is a file; name a directory"),
-    "no folder": Wrong("--export=/proc/x/y", "nothing can be written to"),
-    "a run in a file": Wrong("--output_dir={folder}/notes/run", "nothing can be written to"),
-    "a run where none can be": Wrong("--output_dir=/proc/x", "nothing can be written to"),
-    "a projection in the way": Wrong(
-        "--output_dir={folder}/taken --loss=projection_kl --learn_projection",
-        "projection.pt is a directory"),
+    "--export={folder}/runs/a": "would replace --output_dir",
+    "--export={folder}/runs/a/checkpoints/x": "would replace the check",
+    "--export={folder}/models/student": "would replace --student",
+    "--export={folder}/models": "would replace --student",
+    "--export={folder}/models/teacher/x": "would replace teacher",
+    "--export={folder}/link": "would replace --student",
+    "--export={folder}/data": "would replace --data",
+    "--export={folder}/data --data={folder}/data/*.jsonl": "would replace --data",
+    "--export={folder}/other": "which no export of ours wrote",
+    "--export={folder}/ds.json": "--ds_config",
+    "--export={folder}/notes/x": "nothing can be written to",
+    "--export={folder}/notes": "is a file; name a directory",
+    "--output_dir={folder}/notes/run": "nothing can be written to",
+    "--output_dir=/proc/x": "nothing can be written to",
+    "--output_dir={folder}/taken --loss=projection_kl --learn_projection":
+        "projection.pt is a directory",
 }
 
 
@@ -83,8 +78,8 @@ def test_an_export_over_anything_else_is_refused(models, place):
     (folder / "runs" / "a" / "metrics.jsonl").write_text("")
     before = tree(folder)
     folders = sorted(folder.rglob("*"))
-    for name, of_ranks in run_wrong(2, REFUSED, [*flags, "--steps=1"], folder).items():
-        check_one_line(of_ranks, REFUSED[name].message)
+    for change, of_ranks in run_wrong(2, REFUSED, [*flags, "--steps=1"], folder).items():
+        check_one_line(of_ranks, REFUSED[change])
     assert tree(folder) == before
     assert sorted(folder.rglob("*")) == folders  # the probes leave nothing behind
 
@@ -294,12 +289,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(exported, file, capsys):
     output = exported / f"full {file}"
     command = [str(exported / "zero 0"), f"--output={output}"]
     size = (exported / "zero 0" / "student" / file).stat().st_size
-    with no_larger_files(size - 1), pytest.raises(SystemExit) as end:
-        export.cli(command)
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert f"isogloss.export: --output {output}: cannot be written (" in error
-    assert "File too large" in error and error.count("\n") == 1
+    with no_larger_files(size - 1):
+        error = error_line(capsys, export, command, "isogloss.export")
+    assert f"--output {output}: cannot be written (" in error and "File too large" in error
     assert not [path.name for path in exported.iterdir() if output.name in path.name]
     export.cli(command)
     assert (output / file).exists()
@@ -444,10 +436,8 @@ def test_an_export_is_pushed_as_it_is(exported, monkeypatch, capsys):
     assert {"README.md", "curves.png", "model.safetensors", "tokenizer.json"} <= set(files)
     assert upload["ignore_patterns"] == [export.MANIFEST]
     monkeypatch.setattr(StandInHub, "__getattr__", refuse)
-    with pytest.raises(SystemExit):
-        export.cli([*command, "--push_to_hub=me/other"])
-    printed = capsys.readouterr().err
-    assert "--push_to_hub me/other: RuntimeError: 401 Client Error; " in printed
+    error = error_line(capsys, export, [*command, "--push_to_hub=me/other"], "isogloss.export")
+    assert "--push_to_hub me/other: RuntimeError: 401 Client Error; " in error
 
 
 def test_an_adapter_of_a_local_model_is_not_pushed(exported, monkeypatch, capsys):
@@ -457,14 +447,12 @@ def test_an_adapter_of_a_local_model_is_not_pushed(exported, monkeypatch, capsys
     monkeypatch.setattr(huggingface_hub, "HfApi", StandInHub)
     monkeypatch.setattr(StandInHub, "calls", [])
     output = exported / "adapter_to_push"
-    with pytest.raises(SystemExit) as end:
-        export.cli([str(exported / "adapter"), f"--output={output}", "--push_to_hub=me/adapter"])
-    printed = capsys.readouterr().err
+    command = [str(exported / "adapter"), f"--output={output}", "--push_to_hub=me/adapter"]
+    printed = error_line(capsys, export, command, "isogloss.export")
     path = output / "adapter_config.json"
     config = json.loads(path.read_text())
     base = config["base_model_name_or_path"]
     assert Path(base).is_dir() and not StandInHub.calls
-    assert end.value.code == 2 and printed.count("\n") == 1
     assert f"{path} names the base model by a path of this machine, {base};" in printed
     path.write_text(json.dumps(config | {"base_model_name_or_path": "org/base"}))
     export.push(output, "me/adapter", private=False)
@@ -489,18 +477,14 @@ def test_wrong_input_of_the_command_is_one_line(exported, capsys):
         ([str(run), "--push_to_hub=student"], "expected OWNER/NAME"),
         ([str(run), "--private"], "name it with --push_to_hub"),
     ):
-        with pytest.raises(SystemExit) as end:
-            export.cli(words)
-        printed = capsys.readouterr().err
-        assert end.value.code == 2 and message in printed and printed.count("\n") == 1, printed
+        assert message in error_line(capsys, export, words, "isogloss.export")
     damaged = exported / "damaged"
     shutil.copytree(run, damaged)
     with open(damaged / "checkpoints/step_0000002/stage_00_model_states.pt", "r+b") as file:
         file.seek(2000)
         file.write(b"\xff" * 8)
-    with pytest.raises(SystemExit):
-        export.cli([str(damaged)])
-    assert "stage_00_model_states.pt is damaged" in capsys.readouterr().err
+    error = error_line(capsys, export, [str(damaged)], "isogloss.export")
+    assert "stage_00_model_states.pt is damaged" in error
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "mistral_v7"])

@@ -136,6 +136,7 @@ WRONG = {
     "--text=a --count=1.5": "--count=1.5: expected int, got float",
     "--text=a --count=true": "--count=true: expected int, got str",
     "--text=a --count=True": "--count=True: expected int, got bool",
+    "--text=a --ratio=1e999": "--ratio inf: expected a number",
     "--text=a --ratio=nan": "--ratio=nan: expected float, got str",
     "--text=a --ratio=True": "--ratio=True: expected float, got bool",
     "--text=a --pack=1": "--pack=1: expected bool, got int",

@@ -47,8 +47,6 @@ def with_arguments(arguments):
 
 # {what is odd about the chats: the rows of a file}
 CHATS = {
-    "equal keys": [PLAIN, PLAIN],
-    "calls in one": [PLAIN, WITH_CALL],
     "calls in the first": [WITH_CALL, PLAIN],
     "calls far behind": [PLAIN] * (2 * ROWS_TO_PEEK) + [WITH_CALL],
     "arguments of other types": [with_arguments({"a": 1}), with_arguments({"a": "b", "c": [1]}),
@@ -57,7 +55,6 @@ CHATS = {
     "a null content": [[USER, dict(ANSWER, content=None, reasoning_content="a")], PLAIN],
     "a name": [[dict(USER, name="Ann"), ANSWER], PLAIN],
     "parts": [PARTS, PARTS],
-    "parts in one": [PLAIN, PARTS, PLAIN],
     "parts of other keys": [PARTS, [dict(USER, content=[{"type": "text", "text": "a", "x": 1}])]],
     "an empty chat first": [[], WITH_CALL, PLAIN],
     "sharegpt": [[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]],
@@ -459,16 +456,12 @@ def test_files_at_an_address_are_read(tmp_path, address):
     datasets.Dataset.from_dict({"text": LINES}).to_parquet(tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.jsonl?download=true", "a.parquet", "a.jsonl.gz", "a.jsonl.zst"):
         assert texts(f"{address}/{name}") == LINES, name
+    write_rows(tmp_path / "chats.jsonl", [{"chat": PLAIN}, {"chat": WITH_CALL}])
     for streaming in (False, True):
+        dataset = load_dataset(f"{address}/chats.jsonl", "chat", streaming=streaming)
+        assert [row["chat"] for row in dataset] == [PLAIN, WITH_CALL]
         with pytest.raises(DataError, match=r"--data http.*none\.jsonl: cannot be read"):
             load_dataset(f"{address}/none.jsonl", "text", streaming=streaming)
-
-
-def test_chats_at_an_address_are_read(tmp_path, address):
-    write_rows(tmp_path / "a.jsonl", [{"chat": PLAIN}, {"chat": WITH_CALL}])
-    for streaming in (False, True):
-        dataset = load_dataset(f"{address}/a.jsonl", "chat", streaming=streaming)
-        assert [row["chat"] for row in dataset] == [PLAIN, WITH_CALL]
 
 
 def test_any_file_system_that_fsspec_knows_will_do(tmp_path):

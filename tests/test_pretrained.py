@@ -33,7 +33,7 @@ from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import load_student
 from isogloss.teachers.model import ModelSpec, load_replicated
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from wrong_input import check_one_line, outcomes
+from wrong_input import check_one_line, error_line, outcomes
 
 
 def without_weights(model, folder):
@@ -205,11 +205,7 @@ def test_tools_run_custom_code_with_the_flag_alone(models, tmp_path, monkeypatch
     flags[role] = custom(flags[role], tmp_path, marker)
     argv = [f"--{name}={path}" for name, path in flags.items()]
     argv.append(f"--output={tmp_path / 'p.pt'}")
-    with pytest.raises(SystemExit) as ended:
-        generate.cli(argv)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert error.count("\n") == 1
+    error = error_line(capsys, generate, argv)
     assert f"--{role} {flags[role]}: needs Python code" in error
     assert not marker.exists()
     generate.cli([*argv, "--trust_remote_code"])

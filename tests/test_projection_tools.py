@@ -36,6 +36,7 @@ from isogloss.projection_tools.files import (
 )
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import link_special_tokens, spell as spell_tokens
+from wrong_input import error_line
 
 
 @pytest.fixture(scope="module")
@@ -398,36 +399,6 @@ def test_files_hold_what_was_saved(pair, tmp_path):
             load_projection(tmp_path / name, swapped(pair))
 
 
-def test_files_are_checked(pair, tmp_path):
-    path = tmp_path / "p.pt"
-    indices, likelihoods = map(torch.from_numpy, build.build_projection(pair))
-    contents = {
-        "not a projection": {"indices": indices},
-        "not a projection, which": indices,
-        "9 rows": {"indices": indices[:9], "likelihoods": likelihoods[:9]},
-        "teacher ids up to": {"indices": indices + 600, "likelihoods": likelihoods},
-        r"expected two \(V, K\)": {"indices": indices, "likelihoods": likelihoods[:, :2]},
-        "float32": {"indices": indices.float(), "likelihoods": likelihoods},
-    }
-    for message, content in contents.items():
-        torch.save(content, path)
-        with pytest.raises(ValueError, match=message):
-            load_projection(path, pair)
-
-
-def test_damaged_and_absent_files_are_rejected(pair, tmp_path):
-    tables = as_tables(build.build_projection(pair), pair, "test")
-    save_atomically(tables, tmp_path / "p.safetensors")
-    whole = (tmp_path / "p.safetensors").read_bytes()
-    for name in ("p.pt", "p.safetensors"):
-        for damaged in (b"nothing", whole[: len(whole) // 2]):
-            (tmp_path / name).write_bytes(damaged)
-            with pytest.raises(ValueError, match="not a readable file"):
-                load_projection(tmp_path / name, pair)
-    with pytest.raises(ValueError, match="no such file"):
-        load_tables(tmp_path / "absent.pt")
-
-
 def test_files_of_other_tools_load(pair, tmp_path):
     """bfloat16, no fingerprints, slots without -1, unsorted rows, weights that do not sum to 1."""
     indices, likelihoods = build.build_projection(pair)
@@ -653,13 +624,7 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
         (show, [*pair, f"--projection={tmp_path / 'no.pt'}"], "no such file"),
         (compare, [*pair, "a.pt", "b.pt"], "unexpected argument 'a.pt'"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            module.cli(argv)
-        error = capsys.readouterr().err
-        assert ended.value.code == 2
-        assert message in error
-        assert error.count("\n") == 1, error
-        assert error.startswith(module.__name__.removeprefix("isogloss.") + ": ")
+        assert message in error_line(capsys, module, argv)
     assert not (tmp_path / "o.pt").exists()
 
     # compare takes its two files before the flags.

@@ -1,12 +1,10 @@
 """Wrong data ends a job with one line that names the file and the row; odd data works."""
 
-import bz2
 import copy
 import gzip
 import json
 import lzma
 import os
-import pickle
 import shutil
 import socket
 
@@ -23,7 +21,7 @@ from isogloss.data.order import ExampleReader, check_templates, split_dataset
 from isogloss.data.sample import TextEncoder
 from isogloss.errors import DataError
 from jobs import ds_config
-from wrong_input import Wrong, check_one_line, run_wrong
+from wrong_input import check_one_line, run_wrong
 
 GOOD = ["Ein café in Graz.", "naïve façade", "plain words", "more of them", "the last line"]
 USER = {"role": "user", "content": "a question"}
@@ -81,14 +79,10 @@ ROWS = rows(*GOOD)
 FILES = {
     # encodings
     "latin1.txt": (LINES.encode("latin-1"), "latin1.txt: line 1 "),
-    "latin1_late.txt": (lines("one", "two", "café").encode("latin-1"), "latin1_late.txt: line 3 "),
     "latin1.jsonl": (rows("one", "café").encode("latin-1"), "latin1.jsonl: line 2 "),
     "latin1.json": ('[\n{"text": "café"}]'.encode("latin-1"), "latin1.json: line 2 "),
     "latin1.csv": (lines("text", "café").encode("latin-1"), "latin1.csv: line 2 "),
     "utf16.txt": (LINES.encode("utf-16"), "utf16.txt: is UTF-16"),
-    "utf16.jsonl": (ROWS.encode("utf-16"), "utf16.jsonl: is UTF-16"),
-    "utf16.json": (json.dumps(GOOD).encode("utf-16"), "utf16.json: is UTF-16"),
-    "utf16.csv": (lines("text", *GOOD).encode("utf-16"), "utf16.csv: is UTF-16"),
     "utf16_bare.txt": (LINES.encode("utf-16-le"), "utf16_bare.txt: "),
     "surrogate.jsonl": ('{"text": "a"}\n{"text": "\\ud800"}\n', "surrogate.jsonl"),
     "invalid.parquet": (parquet(invalid_strings()), "row 2 of 'text' is not UTF-8"),
@@ -99,22 +93,14 @@ FILES = {
     "text.parquet": (LINES, "text.parquet: "),
     "page.parquet": (PAGE, "page.parquet: is a web page"),
     "pointer.parquet": (LFS, "pointer.parquet: is a pointer of git-lfs"),
-    "arrow.parquet": (GOOD_ARROW, "arrow.parquet: "),
     "cut.arrow": (GOOD_ARROW[: len(GOOD_ARROW) // 2], "cut.arrow: "),
     "noise.arrow": (b"\xff" * 500, "noise.arrow: "),
     "parquet.arrow": (GOOD_PARQUET, "parquet.arrow: is a parquet file"),
     "parquet.jsonl": (GOOD_PARQUET, "parquet.jsonl: is a parquet file"),
-    "parquet.txt": (GOOD_PARQUET, "parquet.txt: is a parquet file"),
-    "parquet.csv": (GOOD_PARQUET, "parquet.csv: is a parquet file"),
     # of kinds that nobody trains on: one line, a general one
     "utf32.txt": (LINES.encode("utf-32"), "utf32.txt: is UTF-16 or UTF-32"),
-    "pdf.txt": (b"%PDF-1.7\n%\xe2\xe3\n", "pdf.txt: line 2 is not UTF-8"),
-    "database.csv": (b"SQLite format 3\0" + b"\0" * 80, "database.csv: is no text"),
-    "pickle.jsonl": (pickle.dumps({"text": GOOD}), "pickle.jsonl: "),
     "page.jsonl": (PAGE, "page.jsonl: is a web page"),
-    "page.csv": (PAGE, "page.csv: is a web page"),
     "pointer.jsonl": (LFS, "pointer.jsonl: is a pointer of git-lfs"),
-    "pointer.txt": (LFS, "pointer.txt: is a pointer of git-lfs"),
     "cut.jsonl.gz": (gzip.compress(ROWS.encode() * 99)[:-20], "cut.jsonl.gz: "),
     "not_zipped.jsonl.gz": (ROWS, "not_zipped.jsonl.gz: is no .gz file"),
     "notes.docx": (b"PK\3\4", "files of kind .docx; expected"),
@@ -124,13 +110,8 @@ FILES = {
     "broken.jsonl": (rows("a", "b") + '{"text": "c"\n' + rows("d"), "broken.jsonl: line 3 "),
     "cut.jsonl": (ROWS[:-10], "cut.jsonl: line 5 "),
     "comma.jsonl": ('{"text": "a"},\n{"text": "b"},\n', "comma.jsonl: line 1 "),
-    "repr.jsonl": ("{'text': 'a'}\n", "repr.jsonl: line 1 "),
     "strings.jsonl": ('"a"\n"b"\n', "strings.jsonl: line 1 holds a string"),
-    "bare.jsonl": ("1\n2\n", "bare.jsonl: line 1 holds a number"),
-    "lists.jsonl": ('["a"]\n["b"]\n', "lists.jsonl: line 1 holds a list"),
-    "nothing.jsonl": ("null\nnull\n", "nothing.jsonl: line 1 holds null"),
     "one_string.jsonl": (rows("a") + '"b"\n', "one_string.jsonl: line 2 holds a string"),
-    "words.jsonl": ("plain words\n", "words.jsonl: line 1 "),
     "cut.json": (json.dumps(GOOD)[:-5], "cut.json: "),
     "empty_list.json": ("[]", "the data set is empty"),
     "a_number.json": ("7", "a_number.json: line 1 holds a number"),
@@ -139,16 +120,13 @@ FILES = {
     "twice.jsonl": ('{"text": "a", "text": "b"}\n', "twice.jsonl: line 1 "),
     # values
     "numbers.jsonl": (rows(1, 2), "holds int64, expected text"),
-    "truths.jsonl": (rows(True, False), "holds bool, expected text"),
     "objects.jsonl": (rows({"a": 1}), "holds objects of a, expected text"),
     "words_in_lists.jsonl": (rows(["a", "b"], ["c"]), "holds lists of string, expected text"),
-    "ids.jsonl": (rows([1, 2], [3]), "holds lists of int64, expected text"),
     "nulls.jsonl": (rows(None, None), "holds null, expected text"),
     "one_null.jsonl": (rows("a", "b", None), "row 2 of 'text' is null"),
     "missing.jsonl": (rows("a") + '{"other": "b"}\n', "row 1 of 'text' is null"),
     "mixed.jsonl": (rows("a", "b", 3), "mixed"),
     "mixed_lists.jsonl": (rows("a", ["b"]), "mixed"),
-    "mixed_objects.jsonl": (rows("a", {"b": 1}), "mixed"),
     "null.parquet": (parquet(table("a", None)), "row 1 of 'text' is null"),
     "bytes.parquet": (parquet(table(b"a", b"b")), "holds binary, expected text"),
     "views.parquet": (parquet(pa.table({"text": pa.array(GOOD, pa.string_view())})),
@@ -159,14 +137,12 @@ FILES = {
                         "no_rows.parquet: holds no row"),
     "empties.jsonl": (rows("", "", ""), "all 3 rows of 'text' are empty"),
     "empties.txt": ("\n\n\n", "all 3 rows of 'text' are empty"),
-    "empties.parquet": (parquet(table("", "")), "all 2 rows of 'text' are empty"),
     "rest_is_empty.jsonl": (rows("a", "b", "", ""), "--eval_rows 2: all rows behind"),
     "held_out_is_empty.jsonl": (rows("", "", "a", "b"), "--eval_rows 2: all of the"),
     # tables
     "quotes.csv": ('text\n"a\nb\nc\n', "quotes.csv: "),
     "wide.csv": ("text\na\nb,c,d\n", "wide.csv: "),
     "no_header.csv": ("a,b\nc,d\n", "no column 'text'; it has a, b"),
-    "semicolons.csv": ("text;label\na;b\n", "no column 'text'; it has text;label"),
     "twice.csv": ("text,text\na,b\n", "the column 'text' is there twice"),
     "no_cells.csv": ("text,label\n,1\n,2\n", "all 2 rows of 'text' are empty"),
     "short_row.csv": ("label,text\n1,a\n2\n", "row 1 of 'text' is null"),
@@ -193,7 +169,6 @@ FILES = {
     "null_chat.jsonl": (rows(CHAT, None), "row 1 of 'text' is null"),
     "parts.jsonl": (rows([dict(USER, content=[{"type": "image_url", "image_url": "a"}])]),
                     "row 0 of 'text': message 0 has a part of type 'image_url', expected parts"),
-    "number_content.jsonl": (rows([dict(USER, content=1)]), "content"),
     "number_role.jsonl": (rows([dict(USER, role=1)]), "role"),
     "strings_for_messages.jsonl": (rows(["user: a", "assistant: b"]), "holds lists of string"),
     "mixed_content.jsonl": (rows(CHAT, [dict(USER, content=1)]), "content"),
@@ -205,7 +180,7 @@ FLAGS_OF_FILES = {"rest_is_empty.jsonl": "--eval_rows=2",
                   "held_out_is_empty.jsonl": "--eval_rows=2"}
 # What is met before the first step of a stream too; in other words where it is another check.
 STREAMS = [
-    "latin1.txt", "latin1.csv", "utf16.json", "surrogate.jsonl", "cut.parquet", "cut.arrow",
+    "latin1.txt", "latin1.csv", "surrogate.jsonl", "cut.parquet", "cut.arrow",
     "invalid.arrow", "cut.jsonl.gz", "broken.jsonl", "one_string.jsonl", "cut.json",
     "empty_list.json", "numbers.jsonl", "nulls.jsonl", "words_in_lists.jsonl", "mixed_lists.jsonl",
     "twice.parquet", "no_rows.parquet", "quotes.csv", "header.csv", "sharegpt.jsonl",
@@ -214,22 +189,16 @@ STREAMS = [
 STREAM_MESSAGES = {"all_chats_empty.parquet": "refuses a chat"}
 # Rows of a stream, which are looked at when they are read.
 MID_RUN = {
-    "Latin-1": Wrong("--data={folder}/latin1.jsonl", "latin1.jsonl: line 2 is not UTF-8"),
-    "invalid strings": Wrong("--data={folder}/invalid.parquet", "(UnicodeDecodeError: 'utf-8'"),
-    "a null": Wrong("--data={folder}/one_null.jsonl", "row 2 of 'text' is null"),
-    "a null behind held-out rows": Wrong(
-        "--data={folder}/one_null.jsonl --eval_rows=1", "row 2 of 'text' is null"),
-    "a null, in a data worker": Wrong(
-        "--data={folder}/one_null.jsonl --num_workers=1", "row 2 of 'text' is null"),
-    "a null in parquet": Wrong("--data={folder}/null.parquet", "row 1 of 'text' is null"),
-    "a short row": Wrong("--data={folder}/short_row.csv", "row 1 of 'text' is null"),
-    "a missing key": Wrong("--data={folder}/missing.jsonl", "row 1 of 'text' is null"),
-    "a bad chat": Wrong("--data={folder}/late_chat.jsonl", "row 9 of 'text': message 1 has no"),
-    "empty texts": Wrong("--data={folder}/empties.txt", "all rows of 'text' are empty"),
-    "empty texts behind held-out rows": Wrong(
-        "--data={folder}/rest_is_empty.jsonl --eval_rows=2", "all rows of 'text' are empty"),
-    "a second file with a broken line": Wrong("--data={folder}/one_broken", "b.jsonl: line 2 "),
+    "--data={folder}/latin1.jsonl": "latin1.jsonl: line 2 is not UTF-8",
+    "--data={folder}/invalid.parquet": "(UnicodeDecodeError: 'utf-8'",
+    "--data={folder}/one_null.jsonl": "row 2 of 'text' is null",
+    "--data={folder}/one_null.jsonl --eval_rows=1": "row 2 of 'text' is null",
+    "--data={folder}/one_null.jsonl --num_workers=1": "row 2 of 'text' is null",
+    "--data={folder}/late_chat.jsonl": "row 9 of 'text': message 1 has no",
+    "--data={folder}/empties.txt": "all rows of 'text' are empty",
+    "--data={folder}/one_broken": "b.jsonl: line 2 ",
 }
+
 # --- wrong places ---------------------------------------------------------------------------------
 
 TEACHERS = (
@@ -238,106 +207,77 @@ TEACHERS = (
     '{"model":"{folder}/teacher","name":"y"}] --route_key=')
 PLACES = {
     # not a file
-    "a pipe": Wrong("--data={folder}/pipe.jsonl", "pipe.jsonl: is a pipe, expected a file"),
-    "a socket": Wrong("--data={folder}/socket.jsonl", "is a socket, expected a file"),
-    "a device": Wrong("--data=/dev/null", "--data /dev/null: is a device, expected a file"),
-    "a device without end": Wrong("--data=/dev/zero", "is a device, expected a file"),
-    "a directory with the name of a file": Wrong(
-        "--data={folder}/folder.jsonl", "holds no file that can be read"),
-    "a link to nothing": Wrong("--data={folder}/link.jsonl", "is a link to nothing"),
-    "a link to itself": Wrong("--data={folder}/circle.jsonl", "is a link to nothing"),
-    "a pipe among files": Wrong("--data={folder}/pipes", "pipes/b.jsonl: is a pipe"),
-    "a link to nothing among files": Wrong("--data={folder}/links", "b.jsonl: is a link to"),
-    "a name that is too long": Wrong(f"--data=/{'a' * 5000}", "a name in it has 5000 bytes"),
-    "a home of nobody": Wrong("--data=~nobody_has_this/a.txt", "there is no such user"),
+    "--data={folder}/pipe.jsonl": "pipe.jsonl: is a pipe, expected a file",
+    "--data={folder}/socket.jsonl": "is a socket, expected a file",
+    "--data=/dev/null": "--data /dev/null: is a device, expected a file",
+    "--data={folder}/folder.jsonl": "holds no file that can be read",
+    "--data={folder}/link.jsonl": "is a link to nothing",
+    "--data={folder}/pipes": "pipes/b.jsonl: is a pipe",
+    "--data={folder}/links": "b.jsonl: is a link to",
     # directories and globs
-    "an empty directory": Wrong("--data={folder}/empty", "holds no file that can be read"),
-    "a directory of other files": Wrong("--data={folder}/other", "holds no file that can be"),
-    "a directory of two kinds": Wrong("--data={folder}/kinds", "files of kind .jsonl, .txt;"),
-    "a glob of two kinds": Wrong("--data={folder}/kinds/*", "files of kind .jsonl, .txt;"),
-    "a glob of nothing": Wrong("--data={folder}/kinds/*.csv", "no such file, directory or glob"),
-    "a glob of nothing, without a suffix": Wrong("--data=kinds/none*", "no such file, directory"),
-    "a glob of directories": Wrong("--data={folder}/kind?", "kinds: is a directory, expected"),
-    "a broken file among good ones": Wrong("--data={folder}/one_broken", "b.jsonl: line 2 "),
-    "a file of Latin-1 among good ones": Wrong("--data={folder}/one_latin", "b.jsonl: line 1 "),
-    "an empty table among good ones": Wrong("--data={folder}/one_empty", "b.parquet: is empty"),
-    "files of other columns": Wrong("--data={folder}/columns", "columns/b.jsonl: no column 'text'"),
-    "files of other types": Wrong("--data={folder}/types", "b.parquet: no column 'text'; it has x"),
-    "not compressed by zstd": Wrong("--data={folder}/a.jsonl.zst", "is no .zst file, or damaged"),
-    "cut off by zstd": Wrong("--data={folder}/b.jsonl.zst", "is compressed and holds nothing"),
+    "--data={folder}/empty": "holds no file that can be read",
+    "--data={folder}/kinds": "files of kind .jsonl, .txt;",
+    "--data={folder}/kinds/*": "files of kind .jsonl, .txt;",
+    "--data={folder}/kinds/*.csv": "no such file, directory or glob",
+    "--data={folder}/kind?": "kinds: is a directory, expected",
+    "--data={folder}/one_empty": "b.parquet: is empty",
+    "--data={folder}/columns": "columns/b.jsonl: no column 'text'",
+    "--data={folder}/types": "b.parquet: no column 'text'; it has x",
+    "--data={folder}/a.jsonl.zst": "is no .zst file, or damaged",
+    "--data={folder}/b.jsonl.zst": "is compressed and holds nothing",
     # hub
-    "a hub id that is not there": Wrong("--data=org/no_such_data", "org/no_such_data: cannot be"),
-    "a hub id with a config": Wrong("--data=org/no_such_data:b", "data:b: cannot be read"),
-    "a name without a slash": Wrong("--data=wikipedia", "or a hub id like org/name"),
-    "an address of nobody": Wrong("--data=http://127.0.0.1:9/a.jsonl", "a.jsonl: cannot be read"),
-    "an address of another kind": Wrong("--data=http://127.0.0.1:9/a.zip", "files of kind .zip;"),
-    "a scheme that is not known": Wrong("--data=gopher://a/a.txt", "a.txt: cannot be read"),
+    "--data=org/no_such_data": "org/no_such_data: cannot be",
+    "--data=wikipedia": "or a hub id like org/name",
+    "--data=http://127.0.0.1:9/a.jsonl": "a.jsonl: cannot be read",
+    "--data=http://127.0.0.1:9/a.zip": "files of kind .zip;",
+    "--data=gopher://a/a.txt": "a.txt: cannot be read",
     # splits
-    "a split of a file": Wrong("--data={folder}/good.jsonl --split=test",
-                               "--split test: files have no splits"),
-    "a part of a stream": Wrong("--data={folder}/good.jsonl --streaming --split=train[:1]",
-                                "--split train[:1]: files have no splits"),
-    "a part that is none": Wrong("--data={folder}/good.jsonl --split=train[:b]", "cannot be read"),
-    "a split that is not there": Wrong("--data={folder}/splits --split=train",
-                                       "splits has no such split; it has dev, test"),
-    "a split of saved data": Wrong("--data={folder}/saved --split=test", "without splits"),
-    "a split of a folder that is not there": Wrong(
-        "--data={folder}/by_split --split=dev", "by_split has no files of 'dev'; it has train, te"),
-    "a part of a streamed folder": Wrong("--data={folder}/by_split --streaming --split=test[:1]",
-                                         "a stream has no parts; name whole splits"),
-    "held-out rows of a split that is not there": Wrong(
-        "--data={folder}/by_split --eval_split=dev", "--eval_split dev: "),
-    "held-out rows that are not there": Wrong(
-        "--data={folder}/good.jsonl --eval_data={folder}/none.jsonl", "none.jsonl: no such file"),
-    "held-out rows that are empty": Wrong(
-        "--data={folder}/good.jsonl --eval_data={folder}/rest_is_empty.jsonl "
-        "--eval_split=train[2:]",
-        "all 2 rows of 'text' are empty"),
-    "samples of a file that is no text": Wrong(
-        "--data={folder}/good.jsonl --txt_samples=file", "--txt_samples file: is for .txt files"),
+    "--data={folder}/good.jsonl --split=test": "--split test: files have no splits",
+    "--data={folder}/good.jsonl --streaming --split=train[:1]":
+        "--split train[:1]: files have no splits",
+    "--data={folder}/good.jsonl --split=train[:b]": "cannot be read",
+    "--data={folder}/splits --split=train": "splits has no such split; it has dev, test",
+    "--data={folder}/saved --split=test": "without splits",
+    "--data={folder}/by_split --split=dev": "by_split has no files of 'dev'; it has train, te",
+    "--data={folder}/by_split --streaming --split=test[:1]":
+        "a stream has no parts; name whole splits",
+    "--data={folder}/by_split --eval_split=dev": "--eval_split dev: ",
+    "--data={folder}/good.jsonl --eval_data={folder}/none.jsonl": "none.jsonl: no such file",
+    "--data={folder}/good.jsonl --eval_data={folder}/rest_is_empty.jsonl --eval_split=train[2:]":
+        "all 2 rows of 'text' are empty",
+    "--data={folder}/good.jsonl --txt_samples=file": "--txt_samples file: is for .txt files",
     # prompts and completions
-    "no such prompts": Wrong("--data={folder}/pairs.jsonl --prompt_key=p --completion_key=chat",
-                             "--prompt_key p: no such column; it has q, a, n, chat"),
-    "no such completions": Wrong("--data={folder}/pairs.jsonl --prompt_key=q --completion_key=b",
-                                 "no column 'b'"),
-    "a text before a chat": Wrong(
-        "--data={folder}/pairs.jsonl --prompt_key=q --completion_key=chat",
-        "row 0 of 'chat': 'q' and it are not both texts, or both chats"),
-    "a prompt that is null": Wrong("--data={folder}/pairs.jsonl --prompt_key=n --completion_key=a",
-                                   "row 0 of 'n' is null"),
-    "tools that are none": Wrong("--data={folder}/pairs.jsonl --text_key=chat --tools_key=q",
-                                 "row 0 of 'chat': 'q' holds 'why', expected a list of tools"),
+    "--data={folder}/pairs.jsonl --prompt_key=p --completion_key=chat":
+        "--prompt_key p: no such column; it has q, a, n, chat",
+    "--data={folder}/pairs.jsonl --prompt_key=q --completion_key=b": "no column 'b'",
+    "--data={folder}/pairs.jsonl --prompt_key=q --completion_key=chat":
+        "row 0 of 'chat': 'q' and it are not both texts, or both chats",
+    "--data={folder}/pairs.jsonl --prompt_key=n --completion_key=a": "row 0 of 'n' is null",
+    "--data={folder}/pairs.jsonl --text_key=chat --tools_key=q":
+        "row 0 of 'chat': 'q' holds 'why', expected a list of tools",
     # save_to_disk
-    "a broken state": Wrong("--data={folder}/broken_state", "cannot be read (JSONDecodeError"),
-    "a state that is a list": Wrong("--data={folder}/list_state", "cannot be read"),
-    "an arrow file missing": Wrong("--data={folder}/no_arrow", "cannot be read"),
-    "an arrow file cut off": Wrong("--data={folder}/cut_arrow", "cannot be read (ArrowInvalid"),
-    "an arrow file that is not UTF-8": Wrong("--data={folder}/bad_arrow",
-                                             "row 2 of 'text' is not UTF-8"),
-    "broken splits": Wrong("--data={folder}/broken_splits", "cannot be read (JSONDecodeError"),
-    "no info": Wrong("--data={folder}/no_info", "cannot be read"),
+    "--data={folder}/broken_state": "cannot be read (JSONDecodeError",
+    "--data={folder}/no_arrow": "cannot be read",
+    "--data={folder}/cut_arrow": "cannot be read (ArrowInvalid",
+    "--data={folder}/broken_splits": "cannot be read (JSONDecodeError",
     # columns
-    "no such column": Wrong("--data={folder}/good.jsonl --text_key=words",
-                            "no column 'words'; it has text"),
-    "all held out": Wrong("--data={folder}/good.jsonl --eval_rows=5", "the data has 5 rows"),
-    "no such route": Wrong(TEACHERS + "domain", "--route_key domain: no such column; it has text"),
-    "routes of lists": Wrong(TEACHERS + "lists", "--route_key lists: the column holds lists of"),
-    "routes of objects": Wrong(TEACHERS + "objects", "the column holds objects of a, expected"),
-    "routes of mixed types": Wrong(TEACHERS + "mixed", "the column holds mixed types"),
-    "routes that are null": Wrong(TEACHERS + "null", "the column holds null, expected"),
-    "routes of numbers": Wrong(TEACHERS + "number", "holds int64, but --teachers name the route"),
+    "--data={folder}/good.jsonl --text_key=words": "no column 'words'; it has text",
+    "--data={folder}/good.jsonl --eval_rows=5": "the data has 5 rows",
+    TEACHERS + "domain": "--route_key domain: no such column; it has text",
+    TEACHERS + "lists": "--route_key lists: the column holds lists of",
+    TEACHERS + "mixed": "the column holds mixed types",
+    TEACHERS + "number": "holds int64, but --teachers name the route",
 }
 
 
 def cases():
-    """Return {name: Wrong}: every place, every wrong file, and some of them as a stream."""
+    """Return {change: part of the line}: every place and file, and some of them as a stream."""
     wrong = dict(PLACES)
     for file, (_, message) in FILES.items():
-        flags = f"--data={{folder}}/{file} {FLAGS_OF_FILES.get(file, '')}"
-        wrong[file] = Wrong(flags, message)
+        change = f"--data={{folder}}/{file} {FLAGS_OF_FILES.get(file, '')}"
+        wrong[change] = message
         if file in STREAMS:
-            wrong[f"{file}, a stream"] = Wrong(
-                f"{flags} --streaming", STREAM_MESSAGES.get(file, message))
+            wrong[f"{change} --streaming"] = STREAM_MESSAGES.get(file, message)
     return wrong
 
 
@@ -360,14 +300,12 @@ def write_places(folder):
         (folder / name).mkdir()
     os.mkfifo(folder / "pipes" / "b.jsonl")
     (folder / "link.jsonl").symlink_to("nowhere")
-    (folder / "circle.jsonl").symlink_to("circle.jsonl")
     (folder / "links" / "b.jsonl").symlink_to("nowhere")
     files = {
-        "good.jsonl": ROWS, "pipes/a.jsonl": ROWS, "links/a.jsonl": ROWS, "other/a.pdf": "%PDF",
+        "good.jsonl": ROWS, "pipes/a.jsonl": ROWS, "links/a.jsonl": ROWS,
         "kinds/a.txt": LINES, "kinds/b.jsonl": ROWS, "a.jsonl.zst": ROWS,
         "b.jsonl.zst": b"\x28\xb5\x2f\xfd",
         "one_broken/a.jsonl": ROWS, "one_broken/b.jsonl": rows("a") + "{\n",
-        "one_latin/a.jsonl": ROWS, "one_latin/b.jsonl": rows("é").encode("latin-1"),
         "one_empty/a.parquet": GOOD_PARQUET, "one_empty/b.parquet": "",
         "by_split/train-0.jsonl": ROWS, "by_split/test-0.jsonl": ROWS,
         "pairs.jsonl": json.dumps({"q": "why", "a": "so", "n": None, "chat": CHAT}) + "\n",
@@ -377,7 +315,7 @@ def write_places(folder):
     }
     for name, content in files.items():
         write(folder / name, content)
-    routes = {"text": "a", "lists": ["a"], "objects": {"a": 1}, "null": None, "number": 1}
+    routes = {"text": "a", "lists": ["a"], "number": 1}
     write(folder / "routes.jsonl", json.dumps(routes | {"mixed": "a"}) + "\n"
           + json.dumps(routes | {"mixed": 1}) + "\n")
     write_saved(folder)
@@ -390,16 +328,12 @@ def write_saved(folder):
     splits.save_to_disk(folder / "splits")
     splits.save_to_disk(folder / "broken_splits")
     write(folder / "broken_splits" / "dataset_dict.json", "{")
-    for name in ("saved", "broken_state", "list_state", "no_arrow", "cut_arrow", "bad_arrow",
-                 "no_info"):
+    for name in ("saved", "broken_state", "no_arrow", "cut_arrow"):
         good.save_to_disk(folder / name)
     write(folder / "broken_state" / "state.json", "{")
-    write(folder / "list_state" / "state.json", "[]")
-    (folder / "no_info" / "dataset_info.json").unlink()
     [file] = (folder / "no_arrow").glob("*.arrow")
     file.unlink()
     write(folder / "cut_arrow" / file.name, GOOD_ARROW[: len(GOOD_ARROW) // 2])
-    write(folder / "bad_arrow" / file.name, arrow(invalid_strings()))
 
 
 @pytest.fixture(scope="module")
@@ -430,19 +364,19 @@ def base(folder):
 
 @pytest.fixture(scope="module")
 def outcomes(folder, base):
-    """{case: Outcome on the one rank} of every wrong command line."""
+    """{change: Outcome of the one rank} of every wrong command line."""
     return run_wrong(1, CASES, base, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_data_ends_with_one_line(outcomes, case):
-    check_one_line(outcomes[case], CASES[case].message)
+    check_one_line(outcomes[case], CASES[case])
 
 
 @pytest.fixture(scope="module")
 def ended_in_mid_run(folder, base):
-    """{case: Outcome on the one rank} of what a stream meets on its way."""
+    """{change: Outcome of the one rank} of what a stream meets on its way."""
     return run_wrong(1, MID_RUN, [*base, "--streaming"], folder, has_steps=True)
 
 
@@ -452,7 +386,7 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_one_line(ended_in_mid_run, case
     [outcome] = ended_in_mid_run[case]
     assert outcome.exit_code == 2 and "Traceback" not in outcome.stderr, outcome.stderr
     [line] = [line for line in outcome.stderr.splitlines() if "distill.py: " in line]
-    assert MID_RUN[case].message in line, outcome.stderr
+    assert MID_RUN[case] in line, outcome.stderr
 
 
 # --- odd data that works --------------------------------------------------------------------------
@@ -472,15 +406,12 @@ ODD = {
     "extra.jsonl": ('{"id": 1, "text": "a", "more": {"x": [1]}}\n', ["a"]),
     "some_empty.jsonl": (rows("", "a", ""), ["", "a", ""]),
     "some_empty.txt": ("\na\n\n", ["", "a", ""]),
-    "some_empty.parquet": (parquet(table("", "a")), ["", "a"]),
     "ünïcode 日本.jsonl": (ROWS, GOOD),
-    "with spaces.txt": (LINES, GOOD),
     "brackets[1].jsonl": (ROWS, GOOD),
     "star*.jsonl": (ROWS, GOOD),
     "UPPER.JSONL": (ROWS, GOOD),
-    "objects.json": (json.dumps([{"text": text} for text in GOOD]), GOOD),
+    "strings.json": (json.dumps(GOOD), GOOD),
     "pretty.json": (json.dumps([{"text": text} for text in GOOD], indent=2), GOOD),
-    "one_row.jsonl": (rows("a"), ["a"]),
     "one_row.txt": ("a", ["a"]),
     "one_object.json": ('{"text": "a"}', ["a"]),
     "two_in_a_line.jsonl": ('{"text": "a"} {"text": "b"}\n', ["a", "b"]),
@@ -491,11 +422,6 @@ ODD = {
     "categories.parquet": (parquet(pa.table({"text": pa.array(["a", "b"]).dictionary_encode()})),
                            ["a", "b"]),
     "stream.arrow": (GOOD_ARROW, GOOD),
-    "a.jsonl.gz": (gzip.compress(ROWS.encode()), GOOD),
-    "a.json.gz": (gzip.compress(json.dumps([{"text": "a"}]).encode()), ["a"]),
-    "a.txt.gz": (gzip.compress(LINES.encode()), GOOD),
-    "a.csv.gz": (gzip.compress(b"text\na\n"), ["a"]),
-    "a.jsonl.bz2": (bz2.compress(ROWS.encode()), GOOD),
     "a.jsonl.xz": (lzma.compress(ROWS.encode()), GOOD),
     "escapes.jsonl": ('{"text": "\\ud83d\\ude00 \\u0000"}\n', ["😀 \0"]),
     "page.txt": (PAGE, [PAGE.strip()]),  # a corpus may be of such pages
@@ -538,15 +464,9 @@ def test_messages_may_differ_in_their_keys(tmp_path, tokenizers, tables, streami
     assert batch.counts.tokens > 0
 
 
-def test_a_split_of_saved_data_is_chosen_by_its_name(tmp_path):
-    parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "test")}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
-    for streaming in (False, True):
-        for name in parts:
-            dataset = load_dataset(str(tmp_path / "both"), "text", name, streaming)
-            assert read_whole(dataset) == [name]
-    parts["test"].save_to_disk(tmp_path / "one")
-    assert read_whole(load_dataset(str(tmp_path / "one"), "text")) == ["test"]
+def test_saved_data_without_splits_are_read(tmp_path):
+    datasets.Dataset.from_dict({"text": GOOD}).save_to_disk(tmp_path / "one")
+    assert read_whole(load_dataset(str(tmp_path / "one"), "text")) == GOOD
 
 
 def test_a_part_of_a_file_may_be_named(tmp_path):
@@ -554,24 +474,10 @@ def test_a_part_of_a_file_may_be_named(tmp_path):
     assert read_whole(load_dataset(str(tmp_path / "a.txt"), "text", "train[:2]")) == GOOD[:2]
 
 
-def test_compressed_copies_beside_files_are_left_out(tmp_path):
-    write(tmp_path / "a.jsonl", ROWS)
-    write(tmp_path / "a.jsonl.gz", gzip.compress(ROWS.encode()))
-    assert read_whole(load_dataset(str(tmp_path), "text")) == GOOD
-    (tmp_path / "a.jsonl").unlink()
-    assert read_whole(load_dataset(str(tmp_path), "text")) == GOOD
-
-
 def test_empty_files_among_others_are_read(tmp_path):
     write(tmp_path / "a.jsonl", "")
     write(tmp_path / "b.jsonl", ROWS)
     assert read_whole(load_dataset(str(tmp_path), "text")) == GOOD
-
-
-def test_bytes_of_nothing_are_no_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"text\0\n")
-    with pytest.raises(DataError, match="is no text: it holds NUL bytes"):
-        load_dataset(str(tmp_path / "a.txt"), "text")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")

@@ -1,6 +1,7 @@
 """Run wrong command lines on real ranks: each has to end with one line and exit code 2.
 
-The cases are in the test_wrong_*.py, {name: Wrong} each.
+The cases are in the test_wrong_*.py: {flags to change in a good command line, separated by spaces:
+part of the line}.  "{folder}" in both stands for the folder of the wrong files.
 """
 
 import os
@@ -8,21 +9,10 @@ import sys
 import tempfile
 from typing import NamedTuple
 
+import pytest
+
 import ranks
 from jobs import ds_config, run_distill, write_corpus
-
-
-class Wrong(NamedTuple):
-    """What is changed in a good command line, and what the one line has to say.
-
-    "{folder}" in both stands for the folder of the wrong files.
-
-    change: flags, separated by spaces.
-    message: part of the line.
-    """
-
-    change: str
-    message: str
 
 
 class Outcome(NamedTuple):
@@ -57,22 +47,21 @@ def outcomes(folder, base, changes):
 
 
 def run_wrong(world, cases, base, folder, has_steps=False):
-    """Return {case: (Outcome of every rank, with "{folder}" for it)}.
+    """Return {change: (Outcome of every rank, with "{folder}" for it)}.
 
     Args:
         world: ranks.
-        cases: {name: Wrong}.
+        cases: changes of the command line.
         base: flags of a good command line, which writes to folder/run.
         folder: of the wrong files.
         has_steps: whether the runs begin; else nothing may be written.
     """
-    changes = [case.change for case in cases.values()]
-    on_ranks = ranks.run(world, outcomes, folder, base, changes)
+    on_ranks = ranks.run(world, outcomes, folder, base, list(cases))
     assert has_steps or not (folder / "run").exists()
     ended = {}
-    for name, of_ranks in zip(cases, zip(*on_ranks, strict=True), strict=True):
-        ended[name] = [outcome._replace(stderr=outcome.stderr.replace(str(folder), "{folder}"))
-                       for outcome in of_ranks]
+    for change, of_ranks in zip(cases, zip(*on_ranks, strict=True), strict=True):
+        ended[change] = [outcome._replace(stderr=outcome.stderr.replace(str(folder), "{folder}"))
+                         for outcome in of_ranks]
     return ended
 
 
@@ -85,3 +74,18 @@ def check_one_line(of_ranks, message):
     assert message in first.stderr, first.stderr
     for other in others:  # one rank speaks for all
         assert other.exit_code == 2 and other.stderr == "", other
+
+
+def error_line(capsys, module, argv, program=None):
+    """Return the one line with which a tool's command line ends, with code 2.
+
+    Args:
+        program: by which name the line begins; None: that of the module.
+    """
+    with pytest.raises(SystemExit) as ended:
+        module.cli(argv)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.count("\n") == 1, error
+    assert error.startswith(f"{program or module.__name__.removeprefix('isogloss.')}: "), error
+    return error
