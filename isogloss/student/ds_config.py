@@ -16,11 +16,7 @@ from isogloss.flags.yaml_file import parse_json
 from isogloss.student.ds_values import check_values
 
 # In the order of the fields of BatchSizes.
-BATCH_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Keys that may change when a run resumes, because no gradient depends on them: where tensors are
 # held and how they are reduced, and what is reported.
 RESUMABLE_KEYS = """zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
@@ -129,8 +125,7 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
         # The next three follow the Hugging Face Trainer, apart from the lower bound.
         "zero_optimization.reduce_bucket_size": max(hidden_size**2, MIN_BUCKET_ELEMENTS),
         "zero_optimization.stage3_prefetch_bucket_size": max(
-            int(0.9 * hidden_size**2), MIN_BUCKET_ELEMENTS
-        ),
+            int(0.9 * hidden_size**2), MIN_BUCKET_ELEMENTS),
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
     }
     _fill_auto(config, auto_values, cfg.ds_config)
