@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isogloss.flags.parse import shipped
-from isogloss.flags.yaml_file import parse_json
+from isogloss.flags.yaml_file import parse_json, read_whole
 from isogloss.student.ds_values import check_values
 
 # In the order of the fields of BatchSizes.
@@ -70,9 +70,7 @@ def read_ds_config(path):
     if not Path(path).is_file():
         raise ValueError(f"--ds_config {path}: no such file; {ready_made()}")
     try:
-        if os.path.getsize(path) > MOST_BYTES:
-            raise ValueError(f"has more than {MOST_BYTES} bytes; expected a file of settings")
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_whole(path, MOST_BYTES)
     except UnicodeDecodeError as error:
         raise ValueError(f"--ds_config {path}: not JSON ({error})") from None
     except OSError as error:
