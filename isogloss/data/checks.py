@@ -165,17 +165,12 @@ def _problem_of_file(file):
         return "is compressed and holds nothing, or is cut off; write it again, or remove it"
     if kind == "arrow":
         is_arrow = first.startswith((b"ARROW1", b"\xff\xff\xff\xff"))
-        return None if is_arrow else _signature(first) or (
+        return None if is_arrow else _signature(first, kind) or (
             "is no Arrow file; write it again, or name it after its kind")
-    problem = _signature(first)
-    if problem:
-        return problem
-    if b"\0" in first:
+    problem = _signature(first, kind)
+    if not problem and b"\0" in first:
         return "is no text: it holds NUL bytes; expected UTF-8 (UTF-16 has to be converted)"
-    start = first.removeprefix(codecs.BOM_UTF8).lstrip()
-    if kind != "text" and start[:9].lower() in (b"<!doctype", b"<html", b"<html><he"):
-        return PAGE
-    return None
+    return problem
 
 
 def _problem_of_parquet(file):
@@ -184,19 +179,19 @@ def _problem_of_parquet(file):
         stream.seek(-4, os.SEEK_END)
         last = stream.read()
     if not first.startswith(b"PAR1"):
-        start = first.lstrip().lower()
-        page = PAGE if start.startswith((b"<!doctype", b"<html")) else None
-        return page or _signature(first) or (
+        return _signature(first, "parquet") or (
             "is no parquet file; write it again, or name it after its kind")
     is_whole = len(first) >= 12 and last == b"PAR1"
     return None if is_whole else "is cut off; download or write it again"
 
 
-def _signature(first):
+def _signature(first, kind):
     for signature, problem in SIGNATURES.items():
         if first.startswith(signature):
             return problem
-    return None
+    start = first.removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    is_page = kind != "text" and start.startswith((b"<!doctype", b"<html"))
+    return PAGE if is_page else None
 
 
 def _first_line(error):

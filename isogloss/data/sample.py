@@ -342,13 +342,10 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     teacher = pairing.teacher
     pair = PairSample(
         teacher=shift(teacher.ids, teacher.ids, teacher.num_bytes, teacher_cut),
-        student_chunk=chunks[0][1:student_cut],
-        teacher_chunk=chunks[1][1:teacher_cut],
+        student_chunk=chunks[0][1:student_cut], teacher_chunk=chunks[1][1:teacher_cut],
         read_student_chunk=read_chunks[0][1:student_cut],
-        read_teacher_chunk=read_chunks[1][1:teacher_cut],
-        alignment=alignment,
-        skipped=pairing.skipped,
-    )
+        read_teacher_chunk=read_chunks[1][1:teacher_cut], alignment=alignment,
+        skipped=pairing.skipped)
     kept = np.unique(pair.student_chunk[pair.student_chunk >= 0])
     pair.aligned_bytes = int(alignment.chunk_bytes[kept].sum())
     return student_cut, pair

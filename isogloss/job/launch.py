@@ -90,13 +90,8 @@ def _set_default_environment():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # port 0: the system chooses a free one
         port = probe.getsockname()[1]
-    defaults = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port)}
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
 

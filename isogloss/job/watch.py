@@ -124,16 +124,13 @@ def _parent(process):
 def _is_runner(words):
     """Tell whether this is the command `deepspeed`, which starts one launcher per node."""
     names = [Path(word).name for word in words[:3]]
-    return bool({"deepspeed", "deepspeed.pt", "ds", "isogloss-distill"} & set(names)) or (
-        "deepspeed.launcher.runner" in words
-    )
+    commands = {"deepspeed", "deepspeed.pt", "ds", "isogloss-distill"}
+    return not commands.isdisjoint(names) or "deepspeed.launcher.runner" in words
 
 
 def _is_launcher(words):
-    names = [Path(word).name for word in words[:3]]
-    return "deepspeed.launcher.launch" in words or "torchrun" in names or (
-        "torch.distributed.run" in words
-    )
+    modules = {"deepspeed.launcher.launch", "torch.distributed.run"}
+    return not modules.isdisjoint(words) or "torchrun" in [Path(word).name for word in words[:3]]
 
 
 def find_launchers():
@@ -291,10 +288,8 @@ class Watch:
         names = ", ".join(f"{peer.name} (process {peer.process})" for peer in dead)
         line = f"{names} ended before the first step, so the job ends"
         if self.training:
-            line = (
-                f"{names} ended in mid-step, so the job ends; the same command goes on from its "
-                "last checkpoint"
-            )
+            line = (f"{names} ended in mid-step, so the job ends; the same command goes on from "
+                    "its last checkpoint")
         survivors = [peer.number for peer in self.peers if peer not in dead]
         # the first survivor speaks for the node
         first = all(self.number < number for number in survivors)

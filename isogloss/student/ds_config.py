@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isogloss.flags.parse import shipped
-from isogloss.flags.yaml_file import parse_json
+from isogloss.flags.yaml_file import parse_json, read_whole
 from isogloss.student.ds_values import check_values
 
 # In the order of the fields of BatchSizes.
-BATCH_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Keys that may change when a run resumes, because no gradient depends on them: where tensors are
 # held and how they are reduced, and what is reported.
 RESUMABLE_KEYS = """zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
@@ -74,9 +70,7 @@ def read_ds_config(path):
     if not Path(path).is_file():
         raise ValueError(f"--ds_config {path}: no such file; {ready_made()}")
     try:
-        if os.path.getsize(path) > MOST_BYTES:
-            raise ValueError(f"has more than {MOST_BYTES} bytes; expected a file of settings")
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_whole(path, MOST_BYTES)
     except UnicodeDecodeError as error:
         raise ValueError(f"--ds_config {path}: not JSON ({error})") from None
     except OSError as error:
@@ -129,8 +123,7 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
         # The next three follow the Hugging Face Trainer, apart from the lower bound.
         "zero_optimization.reduce_bucket_size": max(hidden_size**2, MIN_BUCKET_ELEMENTS),
         "zero_optimization.stage3_prefetch_bucket_size": max(
-            int(0.9 * hidden_size**2), MIN_BUCKET_ELEMENTS
-        ),
+            int(0.9 * hidden_size**2), MIN_BUCKET_ELEMENTS),
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
     }
     _fill_auto(config, auto_values, cfg.ds_config)

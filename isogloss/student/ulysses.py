@@ -79,15 +79,11 @@ def register_attention(config, sequence_group):
 
     num_heads = config.num_attention_heads
     ulysses = UlyssesSPAttentionHF(
-        core_attention,
-        batch_size=1,
-        attn_head_count=num_heads,
+        core_attention, batch_size=1, attn_head_count=num_heads,
         attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         kv_head_count=getattr(config, "num_key_value_heads", None) or num_heads,
-        num_hidden_layers=config.num_hidden_layers,
-        process_group=sequence_group.group,
-        seq_length_is_variable=True,
-    )
+        num_hidden_layers=config.num_hidden_layers, process_group=sequence_group.group,
+        seq_length_is_variable=True)
     ulysses.core_attn_implementation = ATTENTION
 
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
@@ -112,19 +108,8 @@ def _set_batch_size(ulysses, batch_size):
 
 
 def core_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask=None,
-    dropout=0.0,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    position_ids=None,
-    s_aux=None,
-    documents=None,
-    **unused,
+    module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, sliding_window=None,
+    softcap=None, position_ids=None, s_aux=None, documents=None, **unused,
 ):
     """Compute causal attention inside documents, with the interface of transformers.
 
@@ -167,14 +152,9 @@ def core_attention(
             sample = slice(b, b + 1)
             positions = slice(span.start, span.end)
             piece = _attend(
-                query[sample, :, positions],
-                key[sample, :, positions],
-                value[sample, :, positions],
-                window=1 if span.isolated else sliding_window,
-                dropout=dropout,
-                scale=scaling,
-                softcap=softcap,
-            )
+                query[sample, :, positions], key[sample, :, positions], value[sample, :, positions],
+                window=1 if span.isolated else sliding_window, dropout=dropout, scale=scaling,
+                softcap=softcap)
             pieces.append(piece)
         rows.append(torch.cat(pieces, 2))
     return torch.cat(rows).transpose(1, 2).contiguous(), None
@@ -187,8 +167,7 @@ def _attend(query, key, value, *, window, dropout, scale, softcap):
     shares_heads = num_heads != key.shape[1]
     if softcap is None and (window is None or window >= S):
         return F.scaled_dot_product_attention(
-            query, key, value, None, dropout, is_causal=True, scale=scale, enable_gqa=shares_heads
-        )
+            query, key, value, None, dropout, is_causal=True, scale=scale, enable_gqa=shares_heads)
     if shares_heads:  # given a mask, GPUs have no fused kernel for shared heads
         key = key.repeat_interleave(num_heads // key.shape[1], 1)
         value = value.repeat_interleave(num_heads // value.shape[1], 1)
@@ -210,12 +189,10 @@ def _attend(query, key, value, *, window, dropout, scale, softcap):
         if softcap:
             block = _soft_capped_attention(
                 block_query, block_key, block_value, visible_mask, dropout=dropout, scale=scale,
-                softcap=softcap
-            )
+                softcap=softcap)
         else:
             block = F.scaled_dot_product_attention(
-                block_query, block_key, block_value, visible_mask, dropout, scale=scale
-            )
+                block_query, block_key, block_value, visible_mask, dropout, scale=scale)
         blocks.append(block)
     return torch.cat(blocks, 2)
 

@@ -21,8 +21,7 @@ from isogloss.job.counts import global_sums
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.sequence_group import SequenceGroup
 from isogloss.models.adapters import adapter_of, add_adapter
-
-GATHERED_NUMEL = 1 << 26  # parameters that ZeRO-3 gathers at a time for the replica
+from isogloss.student.engine import gathered
 
 
 @dataclass
@@ -116,24 +115,10 @@ def refresh(copies, model):
     Args:
         copies: {name: tensor}; a rank without copies helps the others.
     """
-    group = []
-    numel = 0
     for name, parameter in model.named_parameters():
-        group.append((copies.get(name), parameter))
-        numel += getattr(parameter, "ds_numel", parameter.numel())
-        if numel >= GATHERED_NUMEL:
-            _copy_gathered(group)
-            group = []
-            numel = 0
-    _copy_gathered(group)
-
-
-def _copy_gathered(group):
-    partitioned = [parameter for _, parameter in group if hasattr(parameter, "ds_id")]
-    with deepspeed.zero.GatheredParameters(partitioned), torch.no_grad():
-        for copy, parameter in group:
-            if copy is not None:
-                copy.copy_(parameter)
+        with gathered(parameter), torch.no_grad():
+            if name in copies:
+                copies[name].copy_(parameter)
 
 
 def refresh_from_stages(copies, engine):
