@@ -61,10 +61,14 @@ def fill_empty(projection, other):
     return np.where(empty, other_indices, indices), np.where(empty, other_likelihoods, likelihoods)
 
 
+def counted(masks):
+    """Return {reason: number} of {reason: mask}, those that hold for none left out."""
+    return {reason: int(mask.sum()) for reason, mask in masks.items() if mask.any()}
+
+
 def describe(indices):
     """Return one line of facts about a projection."""
     sizes = (np.asarray(indices) >= 0).sum(1)
     return (
         f"{len(sizes)} rows: {(sizes == 1).sum()} with one teacher token, {(sizes > 1).sum()} with "
-        f"several, {(sizes == 0).sum()} empty"
-    )
+        f"several, {(sizes == 0).sum()} empty")

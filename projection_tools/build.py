@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
-from isogloss.projection_tools.arrays import fill_empty
+from isogloss.projection_tools.arrays import counted, fill_empty
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
 from isogloss.projection_tools.files import as_tables, cached, check_output, finish
 from isogloss.projection_tools.generate import Embedder, similar_rows
 from isogloss.projection_tools.multitoken import multitoken_rows
-from isogloss.projection_tools.tokenizers import Pair, PairArgs
+from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import spell
 
 VERSION = 5  # of what is cached; raise it when the same flags give another projection
@@ -66,14 +66,8 @@ def build_projection(pair, recipe=None, trust_remote_code=False):
     slots = max(recipe.top_k, recipe.max_pieces) if recipe.threshold else recipe.top_k
     # Two pieces at least, because exact_pairs has to see whether there is a second one.
     pieces = spell(student, pair.tokenizers[1], teacher, max(2, recipe.max_pieces))
-    projection = multitoken_rows(
-        pair,
-        slots,
-        recipe.max_pieces,
-        recipe.reverse,
-        recipe.special_threshold,
-        pieces,
-    )
+    projection = multitoken_rows(pair, slots, recipe.max_pieces, recipe.reverse,
+                                 recipe.special_threshold, pieces)
     # Equal bytes are certain, so such a row needs no second entry.
     v, w, _ = exact_pairs(student, teacher, pieces)
     projection = pin_exact(projection, v, w)
@@ -85,7 +79,6 @@ def build_projection(pair, recipe=None, trust_remote_code=False):
 
 
 def _identity(V, K):
-    """Return the projection that maps every token to itself, in K slots."""
     indices = np.full((V, K), -1, np.int64)
     indices[:, 0] = np.arange(V)
     likelihoods = np.zeros((V, K))
@@ -113,16 +106,11 @@ def empty_row_reasons(pair, indices):
     student = pair.tables[0]
     empty = indices[:, 0] < 0  # rows are sorted, so the first slot is the last to be unused
     unused = np.diff(student.starts) == 0
-    masks = {
+    return counted({
         "control tokens without a counterpart": empty & student.special,
         "ids without a token": empty & ~student.special & unused,
         "bytes that the teacher cannot write": empty & ~student.special & ~unused,
-    }
-    reasons = {}
-    for reason, mask in masks.items():
-        if mask.any():
-            reasons[reason] = int(mask.sum())
-    return reasons
+    })
 
 
 @dataclass(kw_only=True)
@@ -134,20 +122,11 @@ class Args(Recipe, PairArgs):
 
 def main(args):
     check_output(args.output)
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
-    recipe = Recipe(
-        top_k=args.top_k,
-        threshold=args.threshold,
-        max_pieces=args.max_pieces,
-        reverse=args.reverse,
-        special_threshold=args.special_threshold,
-        embedding_model=args.embedding_model,
-    )
-    projection = build_projection(pair, recipe, args.trust_remote_code)
-    notes = []
-    for reason, number in empty_row_reasons(pair, projection[0]).items():
-        notes.append(f"empty: {number} {reason}")
-    finish(projection, pair, args, *notes)
+    pair = args.load_pair()
+    projection = build_projection(pair, args, args.trust_remote_code)
+    reasons = empty_row_reasons(pair, projection[0])
+    finish(projection, pair, args,
+           *[f"empty: {number} {reason}" for reason, number in reasons.items()])
 
 
 def cli(argv=None):

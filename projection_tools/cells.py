@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, flag, tool
-from isogloss.projection_tools.files import cached, check_output, save_atomically
-from isogloss.projection_tools.tokenizers import Pair, PairArgs, tokenizer_metadata
+from isogloss.flags.parse import OLD_NAMES, tool
+from isogloss.projection_tools.files import TableArgs, cached, finish_tables
+from isogloss.projection_tools.tokenizers import tokenizer_metadata
 from isogloss.spelling import build_translation_tables
 
 VERSION = 3  # of the tables; raise it when they change for the same two tokenizers
@@ -43,7 +43,7 @@ def cached_translation(pair, directory=None):
     return cached(name, lambda: build_translation(pair), directory)
 
 
-def statistics(tables):
+def statistics(tables, pair):
     """Return {what: number} of the tables of `build_translation`."""
     num_cells = tables["num_cells"]
     of_cell = torch.bincount(tables["cell_V"].long(), minlength=num_cells + 1)[:num_cells]
@@ -57,27 +57,13 @@ def statistics(tables):
     }
 
 
-# --- command line ---------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
-class Args(PairArgs):
+class Args(TableArgs):
     """Build the tables by which a teacher's belief is translated into a student's vocabulary."""
-
-    output: str = flag(
-        "", "file to write, .pt or .safetensors; empty: none, only print statistics.")
-    max_pieces: int = flag(16, "pieces kept of a spelling, 1 or more.", low=1, high=MOST_SLOTS)
 
 
 def main(args):
-    check_output(args.output)
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
-    tables = build_translation(pair, args.max_pieces)
-    if args.output:
-        save_atomically(tables, args.output)
-        print(f"{args.output}:")
-    for name, value in statistics(tables).items():
-        print(f"  {name}: {value}")
+    finish_tables(args, build_translation, statistics)
 
 
 def cli(argv=None):

@@ -11,7 +11,7 @@ from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import entries
 from isogloss.projection_tools.files import load_arrays
 from isogloss.projection_tools.show import byte_explained, row_text
-from isogloss.projection_tools.tokenizers import Pair, PairArgs
+from isogloss.projection_tools.tokenizers import PairArgs
 
 SAME = 1e-6  # rows at this distance or less are the same; float32 in a file rounds to 6e-8
 
@@ -21,9 +21,6 @@ def row_distance(a, b):
 
     It is 0 for equal rows, 1 for rows with nothing in common and for a row that is empty in one of
     the projections alone.
-
-    Args:
-        a, b: (indices, likelihoods) with V rows each.
     """
     V = len(a[0])
     a_rows, a_columns, a_weights = entries(*a)
@@ -80,7 +77,7 @@ class Args(PairArgs):
 
 
 def main(args):
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
+    pair = args.load_pair()
     first = load_arrays(args.projection, pair)
     second = load_arrays(args.other, pair)
     first_explained = byte_explained(first, pair)

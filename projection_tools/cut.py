@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import entries, pack
 from isogloss.projection_tools.files import check_output, finish, load_arrays
-from isogloss.projection_tools.tokenizers import Pair, PairArgs
+from isogloss.projection_tools.tokenizers import PairArgs
 
 
 def cut_rows(projection, top_k, threshold=0.0):
@@ -44,7 +44,7 @@ class Args(PairArgs):
 def main(args):
     check_output(args.output)
     # The tokenizers decide nothing here; the file is checked against them.
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
+    pair = args.load_pair()
     projection = load_arrays(args.projection, pair)
     finish(cut_rows(projection, args.top_k, args.threshold), pair, args)
 

@@ -12,7 +12,7 @@ import numpy as np
 from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import widen
 from isogloss.projection_tools.files import check_output, finish, load_arrays
-from isogloss.projection_tools.tokenizers import Pair, PairArgs
+from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import all_bytes, spell
 
 
@@ -91,7 +91,7 @@ class Args(PairArgs):
 
 def main(args):
     check_output(args.output)
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
+    pair = args.load_pair()
     student, teacher = pair.tables
     if args.projection:
         projection = load_arrays(args.projection, pair)
@@ -100,14 +100,10 @@ def main(args):
         projection = (np.full((V, 1), -1), np.zeros((V, 1)))
     pieces = spell(student, pair.tokenizers[1], teacher, max_pieces=2)
     v, w, duplicates = exact_pairs(student, teacher, pieces)
-    finish(
-        pin_exact(projection, v, w),
-        pair,
-        args,
-        f"{len(v)} pinned; {duplicates.student} student tokens have the bytes of another one and "
-        f"share its teacher token; {duplicates.teacher} teacher tokens have the bytes of a pinned "
-        "one and are left out",
-    )
+    finish(pin_exact(projection, v, w), pair, args,
+           f"{len(v)} pinned; {duplicates.student} student tokens have the bytes of another one "
+           f"and share its teacher token; {duplicates.teacher} teacher tokens have the bytes of a "
+           "pinned one and are left out")
 
 
 def cli(argv=None):

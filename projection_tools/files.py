@@ -12,19 +12,17 @@ import secrets
 import sys
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from isogloss.flags.parse import MOST_SLOTS, flag
 from isogloss.projection_tools.arrays import describe
-from isogloss.projection_tools.tokenizers import (
-    tokenizer_metadata,
-)
+from isogloss.projection_tools.tokenizers import PairArgs, tokenizer_metadata
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", "~/.cache/isogloss")).expanduser()
-
-
 # A row's sum may be off by this much: bfloat16 rounds a row of four to a few thousandths.
 SUM_TOLERANCE = 1e-2
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8
@@ -97,9 +95,8 @@ def save_atomically(tables, path):
         finally:
             scratch.unlink(missing_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be written ({error.strerror}); name another file"
-        ) from None
+        raise ValueError(f"{path}: cannot be written ({error.strerror}); name another file") \
+            from None
 
 
 def _pickle(tables):
@@ -136,9 +133,8 @@ def load_tables(path):
             return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises half a dozen types for a damaged file
         reason = type(error).__name__
-        raise ValueError(
-            f"{path}: not a readable file of tables ({reason}); make it again"
-        ) from None
+        raise ValueError(f"{path}: not a readable file of tables ({reason}); make it again") \
+            from None
 
 
 def _load_safetensors(path):
@@ -184,23 +180,19 @@ def load_projection(path, pair):
 
 
 def _check_arrays(path, tables):
-    """Raise ValueError unless a file holds two arrays of the shape and type of a projection."""
     if not isinstance(tables, dict) or not {"indices", "likelihoods"} <= tables.keys():
         raise ValueError(
             f"{path}: not a projection, which has the keys indices and likelihoods; make one with "
-            "python -m projection_tools.build"
-        )
+            "python -m projection_tools.build")
     for key in ("indices", "likelihoods"):
         array = tables[key]
         if not isinstance(array, torch.Tensor):
             raise ValueError(
-                f"{path}: its {key} are a {type(array).__name__}; expected a tensor; make it again"
-            )
+                f"{path}: its {key} are a {type(array).__name__}; expected a tensor; make it again")
         if array.layout != torch.strided or array.is_meta or array.is_quantized:
             raise ValueError(
                 f"{path}: its {key} are a tensor without plain values ({array.layout}, on "
-                f"{array.device}, {array.dtype}); expected a dense one; make it again"
-            )
+                f"{array.device}, {array.dtype}); expected a dense one; make it again")
     indices = tables["indices"]
     likelihoods = tables["likelihoods"]
     same_shape = indices.shape == likelihoods.shape and indices.ndim == 2 and indices.numel() > 0
@@ -208,8 +200,7 @@ def _check_arrays(path, tables):
         raise ValueError(
             f"{path}: indices {list(indices.shape)} {indices.dtype} and likelihoods "
             f"{list(likelihoods.shape)} {likelihoods.dtype}; expected two (V, K), the first of "
-            "int64, the second of float32; make it again"
-        )
+            "int64, the second of float32; make it again")
 
 
 def _check_values(path, indices, likelihoods):
@@ -222,23 +213,19 @@ def _check_values(path, indices, likelihoods):
     if invalid:
         raise ValueError(
             f"{path}: {invalid} of {likelihoods.numel()} weights are negative or not finite; "
-            "make it again"
-        )
+            "make it again")
     if not likelihoods.sum(1).isfinite().all():
         raise ValueError(f"{path}: the weights of a row have no finite sum; make it again")
     if (indices < -1).any():
         raise ValueError(
             f"{path}: teacher ids down to {int(indices.min())}; expected -1, an unused slot, or "
-            "more; make it again"
-        )
+            "more; make it again")
     if len(indices) and not ((indices >= 0) & (likelihoods > 0)).any():
         raise ValueError(
-            f"{path}: no row has a teacher token with a weight above 0; make it again"
-        )
+            f"{path}: no row has a teacher token with a weight above 0; make it again")
 
 
 def _check_tokenizers(path, tables, pair):
-    """Raise ValueError unless a projection belongs to the tokenizers of a pair."""
     for name, expected in tokenizer_metadata(pair).items():
         role, _, key = name.partition("_")
         actual = tables.get(name)
@@ -246,15 +233,13 @@ def _check_tokenizers(path, tables, pair):
         if key != "model_id" and actual not in (None, expected):
             raise ValueError(
                 f"{path}: made for another {role} tokenizer ({key} {actual}, this one has "
-                f"{expected}); build it again for this pair"
-            )
+                f"{expected}); build it again for this pair")
     indices = tables["indices"]
     V, W = map(len, pair.tables)
     if len(indices) < V or (V and int(indices[:V].max()) >= W):
         raise ValueError(
             f"{path}: {len(indices)} rows with teacher ids up to {int(indices.max())}, but the "
-            f"tokenizers have {V} student and {W} teacher ids; build it again for this pair"
-        )
+            f"tokenizers have {V} student and {W} teacher ids; build it again for this pair")
 
 
 def _repaired(path, indices, likelihoods):
@@ -312,6 +297,31 @@ def finish(projection, pair, args, *notes):
     print(f"{args.output}: {describe(projection[0])}", *notes, sep="; ")
 
 
+@dataclass(kw_only=True)
+class TableArgs(PairArgs):
+    """Build tables of two tokenizers."""
+
+    output: str = flag(
+        "", "file to write, .pt or .safetensors; empty: none, only print statistics.")
+    max_pieces: int = flag(16, "pieces kept of a spelling, 1 or more.", low=1, high=MOST_SLOTS)
+
+
+def finish_tables(args, build, statistics):
+    """Build tables for a tool's TableArgs, write them, and print what `statistics` says of them.
+
+    Args:
+        build: (Pair, pieces kept) -> tables; statistics: (tables, Pair) -> {what: number or text}.
+    """
+    check_output(args.output)
+    pair = args.load_pair()
+    tables = build(pair, args.max_pieces)
+    if args.output:
+        save_atomically(tables, args.output)
+        print(f"{args.output}:")
+    for name, value in statistics(tables, pair).items():
+        print(f"  {name}: {value}")
+
+
 def cached(name, build, directory=None):
     """Call ``build()`` once per machine: later calls, ranks and jobs read its result from a file.
 
@@ -348,8 +358,7 @@ def _locked(path):
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be opened ({error.strerror}); set ISOGLOSS_CACHE to a directory of "
-            "your own"
-        ) from None
+            "your own") from None
     try:
         # Ranks that come second wait here.  The system releases the lock of a process that dies.
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -359,11 +368,7 @@ def _locked(path):
 
 
 def _load_checked(path):
-    """Read a cached file.
-
-    Raises:
-        ValueError: absent, damaged, or not what `cached` wrote under this name.
-    """
+    """Read a cached file."""
     tables = load_tables(path)
     try:
         checksum = tables.pop(CHECKSUM)

@@ -17,7 +17,7 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import pack
 from isogloss.projection_tools.files import check_output, finish
-from isogloss.projection_tools.tokenizers import Pair, PairArgs, load_tokenizer, reading
+from isogloss.projection_tools.tokenizers import PairArgs, load_tokenizer, reading
 
 FLOATS_PER_MIB = 2**18  # of float32
 
@@ -44,29 +44,19 @@ class Embedder:
         place = read_model_name("embedding_model", name)
         with reading("embedding_model", name, "its weights"):
             model, info = AutoModel.from_pretrained(
-                place.base,
-                revision=place.revision,
-                dtype=torch.float32,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
+                place.base, revision=place.revision, dtype=torch.float32,
+                trust_remote_code=trust_remote_code, output_loading_info=True)
         # A pooler, which many checkpoints lack, has no part in the embeddings.
         missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)
         if missing:
             raise ValueError(
                 f"--embedding_model {name}: its weights are not those of its config.json (missing: "
-                f"{', '.join(missing[:3])}); use the files of one model"
-            )
+                f"{', '.join(missing[:3])}); use the files of one model")
         self.model = model.to(self.device).eval()
 
     @torch.no_grad()
     def __call__(self, texts, batch=1024):
-        """Return (N, H) float32 on the device; 0 where a text has no token.
-
-        Args:
-            texts: list of N strings.
-            batch: texts that the model reads at once.
-        """
+        """Return (N, H) float32 on the device; 0 where a text has no token."""
         vectors = []
         for start in range(0, len(texts), batch):
             vectors.append(self._embed(texts[start : start + batch]))
@@ -176,10 +166,9 @@ class Args(PairArgs):
 
 def main(args):
     check_output(args.output)
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
+    pair = args.load_pair()
     embed = Embedder(
-        args.embedding_model, args.pooling, trust_remote_code=args.trust_remote_code
-    )
+        args.embedding_model, args.pooling, trust_remote_code=args.trust_remote_code)
     projection = similar_rows(pair, embed, args.top_k, args.sharpness)
     finish(projection, pair, args)
 

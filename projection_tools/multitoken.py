@@ -15,7 +15,7 @@ import numpy as np
 from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import entries, fill_empty, pack
 from isogloss.projection_tools.files import check_output, finish, load_arrays
-from isogloss.projection_tools.tokenizers import Pair, PairArgs
+from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import link_special_tokens, spell
 
 # Weight of the first piece, and of each further piece relative to the one before it.  Not tuned.
@@ -24,13 +24,7 @@ NEXT = 0.1
 
 
 def multitoken_rows(
-    pair,
-    top_k=4,
-    max_pieces=8,
-    reverse=False,
-    special_threshold=0.8,
-    pieces=None,
-):
+        pair, top_k=4, max_pieces=8, reverse=False, special_threshold=0.8, pieces=None):
     """Return a projection from the pieces by which each side spells the other's tokens.
 
     Args:
@@ -114,14 +108,9 @@ class Args(PairArgs):
 
 def main(args):
     check_output(args.output)
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
+    pair = args.load_pair()
     projection = multitoken_rows(
-        pair,
-        args.top_k,
-        args.max_pieces,
-        args.reverse,
-        args.special_threshold,
-    )
+        pair, args.top_k, args.max_pieces, args.reverse, args.special_threshold)
     if args.projection:
         filled = fill_empty(projection, load_arrays(args.projection, pair))
         # The file may have more slots than --top_k.

@@ -14,7 +14,7 @@ from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
 from isogloss.projection_tools.files import check_picture, load_arrays
-from isogloss.projection_tools.tokenizers import Pair, PairArgs
+from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import all_bytes, link_special_tokens
 
 # Top weight from which on a row takes part in the relaxed common set, as in the loss h_kl.
@@ -146,8 +146,7 @@ def find_tokens(words, table):
         if not 0 <= i < len(table):
             raise ValueError(
                 f"--tokens {word}: the student has no such token; give its text, its name in the "
-                f"vocabulary, or #id below {len(table)}"
-            )
+                f"vocabulary, or #id below {len(table)}")
         ids.append(i)
     return ids
 
@@ -198,13 +197,9 @@ def picture(projection, pair, rows, path):
     from matplotlib import pyplot
 
     K = projection[0].shape[1]
+    size = 4 + 1.4 * K, 1.5 + 0.28 * len(rows)  # inches, grown with columns and rows
     figure, (left, right) = pyplot.subplots(
-        1,
-        2,
-        figsize=(4 + 1.4 * K, 1.5 + 0.28 * len(rows)),  # inches, grown with columns and rows
-        width_ratios=(2, 1),
-        constrained_layout=True,
-    )
+        1, 2, figsize=size, width_ratios=(2, 1), constrained_layout=True)
     _draw_weights(left, projection, pair, rows)
     _draw_sizes(right, projection)
     try:
@@ -227,16 +222,10 @@ def _draw_weights(axes, projection, pair, rows):
     for y, v in enumerate(rows):
         for x in np.flatnonzero(indices[v] >= 0):
             weight = likelihoods[v, x]
-            axes.text(
-                x,
-                y,
-                f"{_plain(shown(indices[v, x], teacher))}  {weight:.3f}",
-                ha="center",
-                va="center",
-                fontsize=FONT_SIZE - 1,
-                color="white" if weight > 0.6 else "black",  # to be read on dark blue
-                clip_on=True,
-            )
+            text = f"{_plain(shown(indices[v, x], teacher))}  {weight:.3f}"
+            color = "white" if weight > 0.6 else "black"  # to be read on dark blue
+            axes.text(x, y, text, ha="center", va="center", fontsize=FONT_SIZE - 1, color=color,
+                      clip_on=True)
     axes.set_title("weights", fontsize=FONT_SIZE + 1)
 
 
@@ -288,7 +277,7 @@ def example_rows(indices, num_examples):
 
 def main(args):
     check_picture(args.png)
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
+    pair = args.load_pair()
     projection = load_arrays(args.projection, pair)
     if args.tokens:
         rows = find_tokens(args.tokens.split(","), pair.tables[0])

@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from numba import njit
 
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, flag, tool
-from isogloss.projection_tools.files import cached, check_output, save_atomically
-from isogloss.projection_tools.tokenizers import Pair, PairArgs, tokenizer_metadata
+from isogloss.flags.parse import OLD_NAMES, tool
+from isogloss.projection_tools.arrays import counted
+from isogloss.projection_tools.files import TableArgs, cached, finish_tables
+from isogloss.projection_tools.tokenizers import tokenizer_metadata
 from isogloss.spelling import prefix_ranges, spell_each_other
 
 VERSION = 5  # of the tables; raise it when they change for the same two tokenizers
-
-
-# --- events ---------------------------------------------------------------------------------------
 
 
 @njit(cache=True)
@@ -77,9 +75,6 @@ def events(student_pieces_WP, teacher_pieces_VP):
     numbers[linked] = event
     count = int(event.max(initial=-1)) + 1
     return numbers[:V], numbers[V:], count
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def build_spelling(pair, max_pieces=16):
@@ -139,7 +134,6 @@ def statistics(tables, pair):
 
 
 def _piece_statistics(role, source, target, pieces):
-    """Return facts about the spelling of one vocabulary by the other tokenizer."""
     used = pieces >= 0
     lengths = target.lengths[np.where(used, pieces, 0)]
     total = np.where(used, lengths, 0).sum(1)
@@ -162,40 +156,21 @@ def unencodable_reasons(source, pieces, total):
     unused = np.diff(source.starts) == 0
     missing = pieces[:, 0] < 0
     text = ~source.special & ~unused
-    masks = {
+    return counted({
         "control tokens without a counterpart": missing & source.special,
         "ids without a token": missing & ~source.special & unused,
         "bytes that the other side cannot write": missing & text,
         "longer than the most pieces kept": ~missing & text & (total < source.lengths),
-    }
-    reasons = {}
-    for reason, mask in masks.items():
-        if mask.any():
-            reasons[reason] = int(mask.sum())
-    return reasons
-
-
-# --- the command line -----------------------------------------------------------------------------
+    })
 
 
 @dataclass(kw_only=True)
-class Args(PairArgs):
+class Args(TableArgs):
     """Build the spelling tables of a student's and a teacher's tokenizer."""
-
-    output: str = flag(
-        "", "file to write, .pt or .safetensors; empty: none, only print statistics.")
-    max_pieces: int = flag(16, "pieces kept of a spelling, 1 or more.", low=1, high=MOST_SLOTS)
 
 
 def main(args):
-    check_output(args.output)
-    pair = Pair.load(args.student, args.teacher, args.trust_remote_code)
-    tables = build_spelling(pair, args.max_pieces)
-    if args.output:
-        save_atomically(tables, args.output)
-        print(f"{args.output}:")
-    for name, value in statistics(tables, pair).items():
-        print(f"  {name}: {value}")
+    finish_tables(args, build_spelling, statistics)
 
 
 def cli(argv=None):

@@ -129,10 +129,6 @@ def as_in_its_file(flag, name, tokenizer, place, revision):
     For some types of models (`qwen2` in config.json) transformers 5 takes the tokenizer class of
     that type, whatever tokenizer_config.json names: the vocabulary is the file's, how text is cut
     is not.
-
-    Args:
-        tokenizer: what AutoTokenizer has made.
-        place, revision: of its files.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -176,8 +172,7 @@ def reading(flag, name, what):
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"--{flag} {name}: needs Python code that comes with the model; read that code, "
-                "and add --trust_remote_code to run it"
-            ) from None
+                "and add --trust_remote_code to run it") from None
         raise ValueError(f"--{flag} {name}: {what} cannot be loaded ({reason_of(error)})") from None
 
 
@@ -206,6 +201,10 @@ class PairArgs:
 
     def __post_init__(self):
         check_flags(self)
+
+    def load_pair(self):
+        """Return the Pair, see `Pair.load`."""
+        return Pair.load(self.student, self.teacher, self.trust_remote_code)
 
 
 def tokenizer_metadata(pair):
