@@ -9,7 +9,6 @@ import sys
 import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,9 +209,6 @@ def test_nothing_aligned_is_zero_with_a_graph_and_one_warning(pair):
     assert loss == 0 and student.grad.abs().sum() == 0
     with warnings.catch_warnings(action="error"):  # once, not in every step
         assert kd(student, teacher, batch) == 0
-
-
-def test_empty_texts_have_a_loss(kd):
     batch = kd.collate(["", ""])
     assert torch.isfinite(kd(*random_logits(batch, kd), batch))
 
@@ -293,28 +289,6 @@ def test_the_examples_run_in_a_directory_of_copies(pair, stories, tmp_path):
         assert AutoTokenizer.from_pretrained(tmp_path / name).vocab_size == 512
         moved = sum((trained[key] - before[key]).abs().sum() for key in before)
         assert torch.isfinite(moved) and moved > 1
-
-
-def test_a_few_steps_lower_the_divergence(pair, stories):
-    """The gradient is that of what both models say: a student nears the teacher on the same texts.
-
-    Held-out bits per byte over three seeds are in docs/LOG.md.
-    """
-    torch.manual_seed(0)
-    student = AutoModelForCausalLM.from_config(pair.models[0].config)
-    kd = CrossTokenizerKD(*pair.tokenizers, max_length=48)
-    batch = kd.collate(stories[:4])
-    with torch.no_grad():
-        teacher_logits = pair.models[1](**batch.teacher).logits
-    optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
-    values = []
-    for _ in range(12):
-        loss = kd(student(**batch.student).logits, teacher_logits, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.item())
-    assert np.isfinite(values).all() and values[-1] < 0.8 * values[0]
 
 
 def test_the_notebook_runs(pair, monkeypatch, capsys):
