@@ -1,5 +1,5 @@
-"""Distill with plain transformers, beside align.py, losses.py, translation.py, spelling.py and
-cross_tokenizer.py:  python plain.py STUDENT TEACHER TEXTS.jsonl OUTPUT [--kd_weight 1]"""
+"""Distill with plain transformers, beside align.py, losses.py, nodes.py, translation.py, spelling.py
+and cross_tokenizer.py:  python plain.py STUDENT TEACHER TEXTS.jsonl OUTPUT [--kd_weight 1]"""
 
 import argparse
 import json

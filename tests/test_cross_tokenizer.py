@@ -260,7 +260,7 @@ for line in sys.stdin:
 
 def test_the_examples_run_in_a_directory_of_copies(pair, stories, tmp_path):
     """Nothing but the copied files can be imported there; what they save is a trained model."""
-    for name in ("align", "losses", "translation", "spelling", "cross_tokenizer"):
+    for name in ("align", "losses", "nodes", "translation", "spelling", "cross_tokenizer"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     lines = [json.dumps({"text": text[:200]}) + "\n" for text in stories[:12]]
     (tmp_path / "texts.jsonl").write_text("".join(lines))
