@@ -562,12 +562,9 @@ def _kl(logq: Tensor, logp: Tensor) -> Tensor:
 
 def _log_mixture(logp: Tensor, logq: Tensor, weight_q: float) -> Tensor:
     """Return log(weight_q q + (1 - weight_q) p)."""
-    weighted = [logp + _log(1 - weight_q), logq + _log(weight_q)]
-    return torch.stack(weighted).logsumexp(0)
-
-
-def _log(weight: float) -> float:
-    return math.log(weight) if weight else -math.inf
+    # filled where they are used: a logarithm of Python's has no symbol in a compiled graph
+    log_weights = [logp.new_full((), weight).log() for weight in (1 - weight_q, weight_q)]
+    return torch.stack([logp + log_weights[0], logq + log_weights[1]]).logsumexp(0)
 
 
 def _adaptive_divergence(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:

@@ -144,18 +144,29 @@ class Roots(NamedTuple):
 
 
 class Continuations(NamedTuple):
-    """List teacher tokens that may stand in one place: those that begin with what was read of it.
+    """Name teacher tokens that may stand in one place: those that begin with what was read of it.
 
-    nodes: the E tokens, node by node.
-    row_E: the teacher's row that predicts each.
-    token_E: the token.
-    next_E: the student token with which it goes on, -1 for one that ends.
+    row_K: (K,) int64, the teacher's row that predicts them.
+    low, high: (K,) the tokens ``order_W[low:high]``; none: not known.
+    level: (K,) student tokens that were read of them.
+    num: E, tokens of all nodes.
     """
 
-    nodes: Segments
-    row_E: Tensor
-    token_E: Tensor
-    next_E: Tensor
+    row_K: Tensor
+    low: Tensor
+    high: Tensor
+    level: Tensor
+    num: int
+
+    def list(self, tables: Tables) -> tuple[Segments, Tensor, Tensor]:
+        """Return (the E tokens, node by node; each; the student token with which it goes on).
+
+        The last is -1 for a token that ends.
+        """
+        node_E, place_E = expand(self.low, self.high, self.num)
+        token_E = tables.order_W[place_E]
+        next_E = next_piece(tables.pieces_W, token_E, self.level[node_E])
+        return Segments.of(node_E, len(self.low)), token_E, next_E
 
 
 class Cells(NamedTuple):
@@ -192,11 +203,10 @@ class Choices(NamedTuple):
     tokens: the student tokens in the scopes, cell by cell.
     token_E: each of them.
     cells: Cells; next_G: the teacher token with which each goes on, -1 for "stop".
-    longer: teacher tokens that say with which token of a scope they begin, node by node.
-    longer_cells: these, cell by cell.
-    asked_root_A, asked_token_A: teacher tokens whose probabilities at the roots are asked for, root
-        by root: the longer tokens, and the first token of the path of each node.
-    place_A: where each was in that order.
+    first_K: (K,) the first token of each path.
+    longer_low, longer_high: (K,) teacher tokens ``longer_F[low:high]`` that say with which token of
+        a scope they begin; num_longer: of all nodes.
+    longer_shift_K: (K,) what is added to its rank for its place in token_E.
     steps: the other tokens of the paths, node by node; step_row_E, step_token_E: the teacher's row,
         and the token.
     going: how the token before each root goes on within the scopes, cell by cell.
@@ -210,11 +220,11 @@ class Choices(NamedTuple):
     token_E: Tensor
     cells: Cells
     next_G: Tensor
-    longer: Segments
-    longer_cells: Segments
-    asked_root_A: Tensor
-    asked_token_A: Tensor
-    place_A: Tensor
+    first_K: Tensor
+    longer_low: Tensor
+    longer_high: Tensor
+    num_longer: int
+    longer_shift_K: Tensor
     steps: Segments
     step_row_E: Tensor
     step_token_E: Tensor
@@ -376,16 +386,6 @@ def _list_roots(
     )
 
 
-def _continuations(
-    row_K: Tensor, low: Tensor, high: Tensor, level: Tensor, tables: Tables
-) -> Continuations:
-    """List the teacher tokens ``order_W[low:high]`` of each node, after `level` pieces."""
-    node_E, place_E = expand(low, high)
-    token_E = tables.order_W[place_E]
-    next_E = next_piece(tables.pieces_W, token_E, level[node_E])
-    return Continuations(Segments.of(node_E, len(low)), row_K[node_E], token_E, next_E)
-
-
 def _list_before(roots: Roots, tables: Tables) -> Continuations:
     num_pieces = tables.low_W.shape[1]
     u = roots.ended_T.clamp(min=0)
@@ -395,7 +395,8 @@ def _list_before(roots: Roots, tables: Tables) -> Continuations:
     column = level.clamp(max=num_pieces - 1)
     low = tables.low_W[u, column]
     high = torch.where(known, tables.high_W[u, column], low)
-    return _continuations(roots.row_T - 1, low, high, level, tables)
+    row_T = torch.where(known, roots.row_T - 1, 0)
+    return Continuations(row_T, low, high, level, int((high - low).sum()))
 
 
 class _ChoiceRanges(NamedTuple):
@@ -469,22 +470,15 @@ def _list_choices(
     key_E = keys_of(node_E, token_E)
     key_G, cell_E = distinct(key_E, torch.ones_like(key_E, dtype=torch.bool))
 
-    # longer tokens that say with which token of the scope, whose tokens are listed by rank, they
-    # begin
-    first, last = torch.searchsorted(tables.longer_rank_F, torch.stack([low, high]))
-    longer_node_E, place_E = expand(first, last)
+    longer_low, longer_high = torch.searchsorted(tables.longer_rank_F, torch.stack([low, high]))
     begin_K = torch.searchsorted(node_E, torch.arange(num))
-    longer_cell_E = cell_E[(begin_K - low)[longer_node_E] + tables.longer_rank_F[place_E]]
-    asked_root_A = torch.cat([root[longer_node_E], root])
-    asked_token_A = torch.cat([tables.longer_F[place_E], tables.pieces_V[token, 0]])
-    asked_root_A, place_A = asked_root_A.sort(stable=True)
-
     # few nodes have a path of several tokens
     step_node_E, step_E = expand(torch.ones_like(level), torch.where(row_T >= 0, level, 1))
 
-    begin_N = before.nodes.start_K
+    before_nodes, _, before_next_E = before.list(tables)
+    begin_N = before_nodes.start_K
     going_node_E, going_place_E = expand(begin_N[root], begin_N[root + 1])
-    next_E = before.next_E[going_place_E]
+    next_E = before_next_E[going_place_E]
     rank_E = tables.rank_V[next_E.clamp(min=0)]
     in_scope = (next_E >= 0) & (rank_E >= low[going_node_E]) & (rank_E < high[going_node_E])
     going_node_E, going_place_E = going_node_E[in_scope], going_place_E[in_scope]
@@ -498,11 +492,11 @@ def _list_choices(
         token_E=token_E,
         cells=Cells.of(key_G // stride, num),
         next_G=key_G % stride - 1,
-        longer=Segments.of(longer_node_E, num),
-        longer_cells=Segments.of(longer_cell_E, len(key_G)),
-        asked_root_A=asked_root_A,
-        asked_token_A=asked_token_A[place_A],
-        place_A=place_A,
+        first_K=tables.pieces_V[token, 0],
+        longer_low=longer_low,
+        longer_high=longer_high,
+        num_longer=int((longer_high - longer_low).sum()),
+        longer_shift_K=begin_K - low,
         steps=Segments.of(step_node_E, num),
         step_row_E=roots.row_T[root[step_node_E]] + step_E,
         step_token_E=tables.pieces_V[token[step_node_E], step_E],
@@ -529,10 +523,11 @@ def _list_insides(
     level = offset + 1
     low = tables.low_W[token[chunk], level]
     high = tables.high_W[token[chunk], level]
-    tokens = _continuations(first_T[chunk], low, high, level, tables)
+    tokens = Continuations(first_T[chunk], low, high, level, int((high - low).sum()))
+    nodes, _, next_E = tokens.list(tables)
     # tokens are sorted by their spelling, so those that go on alike are neighbors
     stride = len(tables.cell_V)
-    key_G, cell_E = distinct(tokens.nodes.of_E * stride + tokens.next_E, tokens.next_E >= 0)
+    key_G, cell_E = distinct(nodes.of_E * stride + next_E, next_E >= 0)
     return Insides(
         row_S=first_S[chunk] + level,
         level=level,

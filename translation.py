@@ -54,6 +54,7 @@ try:
         FLOOR,
         LOG_ZERO,
         SHIFT,
+        Segments,
         SumAndCount,
         at_least_float32,
         bernoulli_kl,
@@ -82,6 +83,7 @@ except ImportError:  # copied beside it, not into a package
         FLOOR,
         LOG_ZERO,
         SHIFT,
+        Segments,
         SumAndCount,
         at_least_float32,
         bernoulli_kl,
@@ -114,29 +116,35 @@ LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
 class GoingOn(NamedTuple):
     """Hold the teacher's belief that its token, of which the student has read u, goes on.
 
+    nodes: the E tokens that it may be, node by node.
+    next_E: the student token with which each goes on, -1 for one that ends.
     mass_K: (K,) lambda, the probability that it does.
     ends_K: (K,) 1 - lambda, summed by itself, for where it is small.
-    mass_E: (E,) of each token of the Continuations, its probability if it goes on; 0: it ends.
+    mass_E: (E,) the probability of each token if it goes on, 0 if it ends.
     """
 
+    nodes: Segments
+    next_E: Tensor
     mass_K: Tensor
     ends_K: Tensor
     mass_E: Tensor
 
 
-def going_on(y_MW: Tensor, tokens: Continuations) -> GoingOn:
-    """Ask the teacher's rows how their tokens go on; where none is listed, lambda is 0."""
-    nodes = tokens.nodes
-    logits_E = at_least_float32(y_MW[tokens.row_E, tokens.token_E])
+def going_on(y_MW: Tensor, tokens: Continuations, tables: Tables) -> GoingOn:
+    """Ask the teacher's rows how their tokens go on; where none is known, lambda is 0."""
+    nodes, token_E, next_E = tokens.list(tables)
+    logits_E = at_least_float32(y_MW[tokens.row_K[nodes.of_E], token_E])
     # finite where all are excluded
     top_K = nodes.reduce(logits_E, "max").clamp(min=torch.finfo(logits_E.dtype).min)
     mass_E = (logits_E - top_K[nodes.of_E]).exp()
-    goes_E = tokens.next_E >= 0
+    goes_E = next_E >= 0
     going_E = torch.where(goes_E, mass_E, 0.0)
     all_K = nodes.sum(mass_E)
     going_K = nodes.sum(going_E)
     ended_K = nodes.sum(torch.where(goes_E, 0.0, mass_E))
     return GoingOn(
+        nodes=nodes,
+        next_E=next_E,
         mass_K=going_K / _above_zero(all_K),
         ends_K=torch.where(all_K == 0, 1.0, ended_K / _above_zero(all_K)),
         mass_E=going_E / _above_zero(going_K)[nodes.of_E],
@@ -151,12 +159,37 @@ class RootTarget(NamedTuple):
     """Hold the teacher's belief at the roots.
 
     cell_NC: (N, C) mass of each cell.
-    q_A: (A,) the teacher's probabilities of the tokens that the choices ask for, 0 of what cannot
+    first_K: (K,) the probability of the first token of the path of each choice, 0 if it cannot
         come.
+    longer: Longer.
     """
 
     cell_NC: Tensor
-    q_A: Tensor
+    first_K: Tensor
+    longer: "Longer"
+
+
+class Longer(NamedTuple):
+    """Hold what the tokens that are longer than a choice's student tokens say.
+
+    mass_K: (K,) the probability of all of them at the root.
+    mass_G: (G,) likewise, of those that begin with a token of each cell.
+    """
+
+    mass_K: Tensor
+    mass_G: Tensor
+
+
+def _longer_tokens(q_NW: Tensor, choices: Choices, tables: Tables) -> Longer:
+    node_E, place_E = expand(choices.longer_low, choices.longer_high, choices.num_longer)
+    mass_E = q_NW[choices.roots.of_E[node_E], tables.longer_F[place_E]]
+    rank_E = tables.longer_rank_F[place_E]
+    cell_E = choices.tokens.of_E[choices.longer_shift_K[node_E] + rank_E]
+    cells = choices.cells.nodes
+    return Longer(
+        Segments.of(node_E, cells.num).sum(mass_E),
+        Segments.of(cell_E, len(cells.of_E)).sum(mass_E),
+    )
 
 
 def root_target(y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables) -> RootTarget:
@@ -167,15 +200,17 @@ def root_target(y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables) -> Ro
     """
     q_NW = y_MW[nodes.roots.row_T].softmax(-1)
     _mask_joined(q_NW, nodes, tables)
-    q_A = q_NW[nodes.choices.asked_root_A, nodes.choices.asked_token_A]
+    choices = nodes.choices
+    first_K = q_NW[choices.roots.of_E, choices.first_K]
+    longer = _longer_tokens(q_NW, choices, tables)
     # one cell more, for tokens that have none
     mass_NC = column_sums(q_NW, tables.cell_W, tables.num_cells + 1)
     mass_NC *= goes.ends_K[:, None]
-    root_E = nodes.before.nodes.of_E
-    place_E = root_E * mass_NC.shape[1] + tables.cell_V[nodes.before.next_E.clamp(min=0)]
+    root_E = goes.nodes.of_E
+    place_E = root_E * mass_NC.shape[1] + tables.cell_V[goes.next_E.clamp(min=0)]
     mass_NC.view(-1).index_put_((place_E,), goes.mass_K[root_E] * goes.mass_E, accumulate=True)
     cell_NC = mass_NC[:, :-1]
-    return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), q_A)
+    return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), first_K, longer)
 
 
 def _mask_joined(q_NW: Tensor, nodes: Nodes, tables: Tables) -> None:
@@ -286,26 +321,22 @@ def root_values(
 
 
 def choice_question(
-    x_E: Tensor, y_MW: Tensor, *, log_total_M: Tensor, q_A: Tensor, goes: GoingOn, choices: Choices
+    x_E: Tensor, y_MW: Tensor, *, log_total_M: Tensor, target: RootTarget, goes: GoingOn,
+    choices: Choices,
 ) -> Question:
     """Return the choice nodes.
 
     Args:
         x_E: the student's logits of the tokens in the scopes.
         log_total_M: logsumexp of the teacher's logits, in the rows that count.
-        q_A: see `RootTarget`.
-        goes: see `root_target`.
+        target, goes: see `root_target`.
     """
     cells = choices.cells
     node_G = cells.nodes.of_E
     # below any that counts, and finite where a model excludes tokens
     logits_G = choices.tokens.logsumexp(x_E.clamp(min=10 * FLOOR))
 
-    # what the longer tokens of the scope begin with, and how the token before would have gone on
-    asked_A = torch.empty_like(q_A).index_copy(0, choices.place_A, q_A)
-    mass_E, first_K = torch.split(asked_A, [len(choices.longer.of_E), cells.nodes.num])
-    longer_G = choices.longer_cells.sum(mass_E)
-    longer_K = choices.longer.sum(mass_E)
+    # how the token before would have gone on
     mass_E = goes.mass_K[choices.going_root_E] * goes.mass_E[choices.going_place_E]
     other_G = choices.going.sum(mass_E)
 
@@ -313,10 +344,10 @@ def choice_question(
         return at_least_float32(y_MW[row, token]) - log_total_M[row]
 
     along_G = (choices.row_T >= 0)[node_G]
-    split_G = torch.where(along_G, _split_by_row(logq, choices), longer_G)
+    split_G = torch.where(along_G, _split_by_row(logq, choices), target.longer.mass_G)
     split_G = split_G / _of_total(split_G, cells)
-    path_K = _mass_of_path(logq, first_K, choices)
-    ended_K = goes.ends_K[choices.roots.of_E] * (path_K + longer_K)
+    path_K = _mass_of_path(logq, target.first_K, choices)
+    ended_K = goes.ends_K[choices.roots.of_E] * (path_K + target.longer.mass_K)
     mass_G = ended_K[node_G] * split_G + other_G
     total_G = _of_total(mass_G, cells)
     # where neither has any mass that counts, the split alone
@@ -354,14 +385,16 @@ def _mass_of_path(
     return torch.where((choices.row_T >= 0) | (choices.level == 1), mass_K, 0.0)
 
 
-def inside_question(x_G: Tensor, y_MW: Tensor, rest_K: Tensor, insides: Insides) -> Question:
+def inside_question(
+    x_G: Tensor, y_MW: Tensor, rest_K: Tensor, insides: Insides, tables: Tables
+) -> Question:
     """Return the inside nodes.
 
     Args:
         x_G: the student's logits of the cells' tokens.
         rest_K: logsumexp of all others in the row.
     """
-    goes = going_on(y_MW, insides.tokens)
+    goes = going_on(y_MW, insides.tokens, tables)
     mass_G = insides.of_cells.sum(goes.mass_E) * goes.mass_K[insides.cells.nodes.of_E]
     target_KG = insides.cells.rows(mass_G, 0.0)
     target_KG[:, 0] = goes.ends_K
@@ -377,19 +410,15 @@ class Answers(NamedTuple):
     """Hold what both models answer.
 
     x_E, rest_L: the student's logits, and logsumexp, that `Reads` lists.
-    q_A: see `RootTarget`.
     log_total_M: logsumexp of the teacher's logits, in the rows that count.
     """
 
     x_E: Tensor
     rest_L: Tensor
-    q_A: Tensor
     log_total_M: Tensor
 
 
-def _read(
-    x_NV: Tensor, y_MW: Tensor, nodes: Nodes, target: RootTarget
-) -> tuple[Tensor, Answers]:
+def _read(x_NV: Tensor, y_MW: Tensor, nodes: Nodes) -> tuple[Tensor, Answers]:
     """Return (the student's logits in the rows of the roots, the answers to all else)."""
     reads = nodes.reads
     # rows are selected once: each selection has a gradient as large as x
@@ -403,7 +432,6 @@ def _read(
         x_E=x_RV[reads.number_E, reads.token_E],
         # from the other tokens: 1 - sum would lose a small rest, and its gradient
         rest_L=x_LV.index_put((reads.number_X, reads.token_X), nothing).logsumexp(-1),
-        q_A=target.q_A,
         log_total_M=y_MW.logsumexp(-1),
     )
     return x_root, answers
@@ -452,11 +480,12 @@ def translated(
         x_NV = at_least_float32(x_NV)
 
     compare = partial(compare_cells, divergence, temperature, parameters)
-    goes = going_on(y_MW, nodes.before)
+    goes = going_on(y_MW, nodes.before, tables)
     target = root_target(y_MW, nodes, goes, tables)
-    x_root, answers = _read(x_NV, y_MW, nodes, target)
+    x_root, answers = _read(x_NV, y_MW, nodes)
     value_N = of_roots(x_root, target.cell_NC, tables.cell_V, compare, has_rest)
-    others = _compare_others(answers, y_MW, nodes, goes, compare, temperature)
+    others = _compare_others(
+        answers, y_MW, nodes, target, goes, tables, compare=compare, temperature=temperature)
     value_N = value_N + nodes.choices.roots.sum(others.choice_K)
     value_A = torch.cat([value_N, others.inside_K, others.rest_M])[nodes.order_A]
     shape = student_logits_BSV.shape[:2]
@@ -472,8 +501,8 @@ class OtherValues(NamedTuple):
 
 
 def _compare_others(
-    answers: Answers, y_MW: Tensor, nodes: Nodes, goes: GoingOn, compare: Compare,
-    temperature: float,
+    answers: Answers, y_MW: Tensor, nodes: Nodes, target: RootTarget, goes: GoingOn,
+    tables: Tables, *, compare: Compare, temperature: float,
 ) -> OtherValues:
     """Compare all nodes but the roots."""
     choices, insides, rests = nodes.choices, nodes.insides, nodes.rests
@@ -484,12 +513,12 @@ def _compare_others(
     choice_K = inside_K = rest_M = answers.x_E.new_zeros(0)
     if len(choices.level):
         question = choice_question(
-            x_scope, y_MW, log_total_M=answers.log_total_M, q_A=answers.q_A, goes=goes,
+            x_scope, y_MW, log_total_M=answers.log_total_M, target=target, goes=goes,
             choices=choices,
         )
         choice_K = compare(question.logits_KG, question.logq_KG())
     if len(insides.row_S):
-        question = inside_question(x_inside, y_MW, rest_inside, insides)
+        question = inside_question(x_inside, y_MW, rest_inside, insides, tables)
         inside_K = compare(question.logits_KG, question.logq_KG())
     if num_many:
         logits_M = at_least_float32(y_MW[rests.row_T, rests.next_T])

@@ -1,5 +1,7 @@
-"""Distill with plain transformers, beside align.py, losses.py, nodes.py, translation.py, spelling.py
-and cross_tokenizer.py:  python plain.py STUDENT TEACHER TEXTS.jsonl OUTPUT [--kd_weight 1]"""
+"""Distill with plain transformers:  python plain.py STUDENT TEACHER TEXTS OUTPUT [--kd_weight 1]
+
+Needs beside it: align.py, losses.py, nodes.py, translation.py, spelling.py, cross_tokenizer.py.
+"""
 
 import argparse
 import json

@@ -190,7 +190,7 @@ def root_targets(batch, tables):
                 block = logits_TW[sub_tile.teacher_positions]
             y_MW = block[sub_tile.teacher_slice]
             roots = sub_tile.terms.roots
-            goes = going_on(y_MW, sub_tile.terms.before)
+            goes = going_on(y_MW, sub_tile.terms.before, tables)
             cell_NC = root_target(y_MW, sub_tile.terms, goes, tables).cell_NC
             row_S = tile.student_positions[sub_tile.student_slice][roots.row_S]
             sample = teacher.sample_of_student[row_S]
