@@ -146,7 +146,7 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
         state.steps_taken = step
         log.write_later(step, partial(once.timed_metrics, report, begin, Moment(state.device)))
         if state.writer:
-            log.write_rollouts(step, state.writer.records)
+            log.write_records("rollouts", step, state.writer.records)
         if state.bad_steps.count == cfg.max_bad_steps:
             once.give_up(state, step, log)
         if times_collectives:
