@@ -26,6 +26,7 @@ from isogloss.config import configs_by_teacher
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.yaml_file import read_whole
 from isogloss.job.files import write_atomically
+from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
 
 
@@ -40,6 +41,27 @@ def speed_metrics(num_parameters, device, tokens, seconds):
     metrics = {"seconds": seconds, "tokens_per_second": tokens / seconds}
     num_ranks = dist.get_world_size()
     return metrics | utilization(device_name, num_parameters, tokens, seconds, num_ranks)
+
+
+class Waiting:
+    """Say once that the steps of a run wait for its data; the first step starts the workers."""
+
+    STEPS = 20
+    SHARE = 0.2
+
+    def __init__(self):
+        self.seconds = []
+        self.data_seconds = []
+
+    def note(self, data_seconds, seconds):
+        """Note how long a step has taken, and how much of that it has waited."""
+        self.data_seconds.append(data_seconds)
+        self.seconds.append(seconds)
+        if len(self.seconds) == 1 + self.STEPS:
+            share = sum(self.data_seconds[1:]) / sum(self.seconds[1:])
+            if share > self.SHARE:
+                print_line(f"steps wait for data {share:.0%} of their time; more --num_workers "
+                           "prepare more at a time")
 
 
 # Dense bfloat16 operations per second, from the makers' data sheets.  The first name that the
