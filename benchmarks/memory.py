@@ -76,11 +76,11 @@ def measure(flags):
     batches, _ = load_batches(cfg, inputs, state.engine, device, 0)
     num = state.engine.gradient_accumulation_steps()
     steps = [[next(batches) for _ in range(num)] for _ in range(2)]
-    distill.train_step(state, steps[0])
+    distill.train_step(state, steps.pop(0))
     gc.collect()
     before = live_bytes() - foreign
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        distill.train_step(state, steps[1])
+        distill.train_step(state, steps.pop(0))
     now = 0
     peak = 0
     for event in profiler.profiler.kineto_results.events():

@@ -14,8 +14,9 @@ size.  In bytes of one rank:
                  with checkpointing n b h x layers and one layer as above
     loss         loss_memory_mib + 4 x head            the head's gradient, where it is trained
     teacher      b_t (layers / degree + embedding + head), its head / degree once more where it is
-                 sharded, tables of 280 bytes a token of both vocabularies, and until the loss
+                 sharded, tables of 310 bytes a token of both vocabularies, and until the loss
                  m n_t h_t b_t (hidden states), m n_t W b_t (logits), 8 m n_t k (topk)
+    terms        1,300 m n: what ids tell of the terms between two vocabularies
     step         gradients + 12 Pt / N, at stage 0 8 Pt: float32 gradients, clipped, square roots
 
 The peak is what stays (weights, optimizer, teachers) and the largest of three: the teacher's
@@ -60,7 +61,10 @@ from isogloss.teachers.model import checked_engine
 GIB = 2**30
 ARCHITECTURES = Path(shipped("recipes/architectures.yaml"))
 OF_THE_GPU = 2 * GIB  # context, NCCL, fragmentation: not measured
-TABLES = 280  # bytes a token, of piece_kl's tables; measured with vocabularies of 512 and 14,019
+TABLES = 310  # bytes a token, of piece_kl's tables; measured with vocabularies of 512 and 14,019
+# Bytes a position, of piece_kl: 330 for Qwen 2 <- Llama 3, 1,280 the other way, 1,360 for Llama 2 <-
+# Qwen 2.
+TERMS = 1300
 USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
 # An H100's NVLink moves 450 GB/s, a network card of 400 Gbit/s 50 GB/s; one card for each GPU.
 NVLINK_PER_NETWORK = 9
@@ -339,6 +343,8 @@ def need_of(layout, student, teachers):
         _add_teacher(need, layout, teacher_cfg, shape=shape, engine=engine)
         need.stays["tables of vocabularies"] = need.stays.get("tables of vocabularies", 0) \
             + TABLES * (student.vocab + shape.vocab)
+        need.stays["terms"] = need.stays.get("terms", 0) \
+            + TERMS * layout.micro_batches * layout.positions
     if layout.on_gpu:
         need.stays["context, buffers, fragments"] = OF_THE_GPU
     return need

@@ -341,9 +341,9 @@ UNPICKLES = {"pickle", "all_gather_object", "broadcast_object_list", "gather_obj
              "scatter_object_list", "recv_object_list"}
 
 
-# workers.py reads what the processes that it forked itself send it through a pipe; unpickle.py
-# names the error of torch.load with weights_only
-EXCEPTIONS = "workers.py", "unpickle.py"
+# workers.py reads what the processes that it forked itself send it through a pipe, by columns.py;
+# unpickle.py names the error of torch.load with weights_only
+EXCEPTIONS = "workers.py", "columns.py", "unpickle.py"
 MODULES = [path for path in sorted((ROOT / "isogloss").rglob("*.py"))
            if path.name not in EXCEPTIONS]
 
