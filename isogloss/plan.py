@@ -62,8 +62,8 @@ GIB = 2**30
 ARCHITECTURES = Path(shipped("recipes/architectures.yaml"))
 OF_THE_GPU = 2 * GIB  # context, NCCL, fragmentation: not measured
 TABLES = 310  # bytes a token, of piece_kl's tables; measured with vocabularies of 512 and 14,019
-# Bytes a position, of piece_kl: 330 for Qwen 2 <- Llama 3, 1,280 the other way, 1,360 for Llama 2 <-
-# Qwen 2.
+# Bytes a position, of piece_kl: 330 for Qwen 2 <- Llama 3, 1,280 the other way round, 1,360 for
+# Llama 2 <- Qwen 2.
 TERMS = 1300
 USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
 # An H100's NVLink moves 450 GB/s, a network card of 400 Gbit/s 50 GB/s; one card for each GPU.
