@@ -708,7 +708,7 @@ class _TiledLoss(torch.autograd.Function):
             )
             for tile in part.tiles:
                 tile_pass.add_tile(tile)
-            losses.append(_weighted(tile_pass.sums_J, part.weights))
+            losses.append(weighted(tile_pass.sums_J, part.weights))
             all_sums.append(tile_pass.sums_J)
             hidden_gradients.append(d_hidden_SH)
         ctx.mark_non_differentiable(*all_sums)
@@ -764,7 +764,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _weighted(sums_J: Tensor, weights: Sequence[float]) -> Tensor:
+def weighted(sums_J: Tensor, weights: Sequence[float]) -> Tensor:
     """Return sum_j weights[j] * sums[j]."""
     # not a tensor of the weights: to copy it to a GPU would wait for that
     total = sums_J.new_zeros(())
@@ -855,7 +855,7 @@ class _TilePass:
             student_logits = self.head.finish(leaf_NV)
             sums_J = self.tile_loss(student_logits, teacher_logits, sub_tile)
             if sums_J.requires_grad:
-                loss = _weighted(sums_J, self.factors)
+                loss = weighted(sums_J, self.factors)
                 inputs = [leaf_NV, *self.params]
                 d_linear_NV, *d_params = torch.autograd.grad(loss, inputs, allow_unused=True)
         if d_linear_NV is not None:
