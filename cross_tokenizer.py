@@ -46,7 +46,6 @@ BESIDE = f"{__package__}." if __package__ else ""
 
 
 def _beside(name):
-    """Import a module that lies beside this one."""
     return import_module(BESIDE + name)
 
 
@@ -318,7 +317,6 @@ class CrossTokenizerKD:
         return self._batch(pairs, text_bytes, aligned_bytes)
 
     def _batch(self, pairs, text_bytes, aligned_bytes):
-        """Pad cut texts to a Batch."""
         student_ids, teacher_ids, student_chunk, teacher_chunk = map(_padded, zip(*pairs))
         inputs = []
         for ids, table in zip((student_ids, teacher_ids), self.token_tables):
@@ -386,7 +384,6 @@ class CrossTokenizerKD:
         return self._tables_on[device]
 
     def _warn(self, batch):
-        """Say once that a batch has nothing to compare."""
         if self.has_warned:
             return
         self.has_warned = True

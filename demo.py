@@ -280,13 +280,7 @@ def unigram(texts, size):
 
 
 def llama(tokenizer, shape, seed):
-    """Return a new Llama with random weights and tied embeddings.
-
-    Args:
-        tokenizer: gives the vocabulary size and the ids of the control tokens.
-        shape: keywords of LlamaConfig.
-        seed: of the weights.
-    """
+    """Return a new Llama with random weights and tied embeddings."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -297,8 +291,7 @@ def llama(tokenizer, shape, seed):
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **shape,
-    )
+        **shape)
     return LlamaForCausalLM(config)
 
 
@@ -420,12 +413,7 @@ def prepare(folder, seeds):
 
 
 def make_teacher(folder, name, shows_progress):
-    """Train a tokenizer and a teacher that has it.
-
-    Args:
-        folder: of the cache.
-        name: key of TEACHERS.
-    """
+    """Train a tokenizer and a teacher that has it."""
     train_tokenizer, vocab = TEACHERS[name]
     _, texts = read_corpus(folder / "corpus.jsonl")
 
@@ -437,11 +425,7 @@ def make_teacher(folder, name, shows_progress):
 
 
 def side_by_side(function, calls):
-    """Call a function with each tuple of arguments, in processes that share the cores.
-
-    Raises:
-        SystemExit: one of them failed.
-    """
+    """Call a function with each tuple of arguments, in processes that share the cores."""
     context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
     processes = []
     for arguments in calls:
@@ -507,12 +491,7 @@ def choose_layout():
 
 
 def launch(ranks, flags, log, threads):
-    """Run `deepspeed distill.py` with these flags and return its exit code.
-
-    Args:
-        log: file for what the command prints.
-        threads: of a rank on a CPU.
-    """
+    """Run `deepspeed distill.py` with these flags and return its exit code."""
     # a free port: several jobs may run on one machine
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -525,17 +504,8 @@ def launch(ranks, flags, log, threads):
                               stdout=output, stderr=subprocess.STDOUT).returncode
 
 
-def command_line(values):
-    """Return the flags of distill.py as a list of words, from a dict of their values."""
-    return [f"--{name}={value}" for name, value in values.items()]
-
-
 def train_arms(folder, seeds, layout):
-    """Train the students of all arms; return their Runs in the order of ARMS.
-
-    Raises:
-        SystemExit: a job failed.
-    """
+    """Train the students of all arms; return their Runs in the order of ARMS."""
     jobs = {}
     with ThreadPoolExecutor(layout.jobs) as pool:
 
@@ -563,11 +533,7 @@ def distill_for_same_time(folder, arm, seed, layout, timed):
 
 
 def distill(folder, arm, seed, layout, steps):
-    """Train one student of the table by the command line and return its Run.
-
-    Raises:
-        SystemExit: the job failed.
-    """
+    """Train one student of the table by the command line and return its Run."""
     values = {
         "student": folder / f"student_{seed}",
         "teacher": folder / ("equal_teacher" if arm == EQUAL_TOKENIZERS else "teacher"),
@@ -613,8 +579,6 @@ def train(folder, arm, seed, ranks, threads, values):
         values: of flags.
     Returns:
         (Run, seconds of the whole command).
-    Raises:
-        SystemExit: the job failed.
     """
     output = output_of(folder, arm, seed)
     shutil.rmtree(output, ignore_errors=True)
@@ -629,29 +593,18 @@ def train(folder, arm, seed, ranks, threads, values):
     config = json.loads(Path("ds_configs/zero2.json").read_text())
     config["train_batch_size"] = BATCH_SIZE
     common["ds_config"].write_text(json.dumps(config, indent=2))
-    flags = command_line(common | values)
+    flags = [f"--{name}={value}" for name, value in (common | values).items()]
     log = output.with_suffix(".log")
     begin = time.perf_counter()
     if launch(ranks, flags, log, threads):
-        raise SystemExit(f"demo.py: the run {output} failed; {log} ends in\n{last_lines(log)}\n"
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise SystemExit(f"demo.py: the run {output} failed; {log} ends in\n{end}\n"
                          f"Its flags were\n{' '.join(flags)}")
     seconds = time.perf_counter() - begin
     return demo_report.read_run(arm, seed, output / "metrics.jsonl"), seconds
 
 
-def last_lines(path, count=15):
-    """Return the end of a text file."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
-
-
 # --- main -----------------------------------------------------------------------------------------
-
-
-def show_alignment(folder):
-    """Print how the two tokenizers cut a sentence, as align.py does."""
-    print("The tokens of the student above those of the teacher; a bar is inside of a chunk:")
-    align.main(["--student", str(folder / "equal_teacher"), "--teacher", str(folder / "teacher"),
-                "--show", SHOWN])
 
 
 def main():
@@ -660,7 +613,9 @@ def main():
     folder = recipe_folder()
     prepare(folder, seeds)
     preparation_seconds = time.perf_counter() - begin
-    show_alignment(folder)
+    print("The tokens of the student above those of the teacher; a bar is inside of a chunk:")
+    align.main(["--student", str(folder / "equal_teacher"), "--teacher", str(folder / "teacher"),
+                "--show", SHOWN])
 
     layout = choose_layout()
     runs = train_arms(folder, seeds, layout)

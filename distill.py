@@ -11,6 +11,7 @@ flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs 
 """
 
 import sys
+import time
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -146,7 +147,7 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
         state.steps_taken = step
         log.write_later(step, partial(once.timed_metrics, report, begin, Moment(state.device)))
         if state.writer:
-            log.write_rollouts(step, state.writer.records)
+            log.write_records("rollouts", step, state.writer.records)
         if state.bad_steps.count == cfg.max_bad_steps:
             once.give_up(state, step, log)
         if times_collectives:
@@ -167,7 +168,9 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
 def next_micro_batches(state, batches, step):
     """Return the micro-batches of a step; teachers that work elsewhere start on them at once."""
     num = state.engine.gradient_accumulation_steps()
+    begin = time.perf_counter()
     micro_batches = [next(batches) for _ in range(num)]
+    state.data_seconds += time.perf_counter() - begin
     for batch in micro_batches:
         state.places.note(batch.place)
     if state.writer:  # drafts so far, for which the student writes now
@@ -212,6 +215,7 @@ def train_step(state, micro_batches):
     report.others |= state.student.metrics() | {"lr": lr}
     report.others["grad_norm"] = gradient_norm_of(engine, local_norm)
     report.others["skipped_steps"] = engine.skipped_steps
+    report.others["data_seconds"], state.data_seconds = state.data_seconds, 0.0
     if state.writer:
         report.others |= rollout_metrics
         report.others |= state.writer.describe(micro_batches, counts, targets, teacher_names(state))

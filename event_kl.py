@@ -332,12 +332,12 @@ def event_coverage(
             goes_on = spelling.pieces_W[token_E, ranges.level[term_E]] >= 0
             q_NW = losses.at_least_float32(y_NW[ranges.coarse_row]).softmax(-1)
             prefix_mass = torch.where(goes_on, q_NW[term_E, token_E], 0.0).sum()
-        num_chunks = torch.tensor(len(terms.start_S), device=y_NW.device)
-        num_ranges = torch.tensor(len(ranges.low), device=y_NW.device)
+        num_chunks = y_NW.new_full((), len(terms.start_S), dtype=torch.int64)
+        num_ranges = y_NW.new_full((), len(ranges.low), dtype=torch.int64)
         # every chunk of these shapes has one position of level 1
         num_inside_teacher = (ranges.level == 1).sum()
         num_inside_student = (terms.inside_student.level == 1).sum()
-        num_many = torch.tensor(terms.count_many, device=y_NW.device)
+        num_many = y_NW.new_full((), terms.count_many, dtype=torch.int64)
         num_one_to_one = num_chunks - num_inside_teacher - num_inside_student - num_many
         return {
             "event_coverage": (event_mass, num_chunks),

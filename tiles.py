@@ -36,6 +36,20 @@ except ImportError:  # copied beside it, not into a package
 GRADIENT_BLOCK = 8192
 # Devices whose matmuls may read half precision and add to float32, see `has_mixed_matmul`.
 MIXED_MATMULS = ("cuda",)
+# Devices whose matmuls and vector loads are slow on rows that begin anywhere, as those of 151,646
+# logits do, and the numbers of which a row there takes a multiple.
+ROW_MULTIPLES = {"cuda": 64}
+
+
+def row_multiple(device: torch.device) -> int:
+    """Return the numbers at whose multiples rows begin on this device."""
+    return ROW_MULTIPLES.get(device.type, 1)
+
+
+def new_rows(x: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return (num_rows, width) uninitialized numbers where x is, as matmuls read them fast."""
+    multiple = row_multiple(x.device)
+    return x.new_empty(num_rows, -(-width // multiple) * multiple, dtype=dtype)[:, :width]
 
 
 # --- heads ----------------------------------------------------------------------------------------
@@ -82,16 +96,14 @@ class Head(NamedTuple):
 
         Args:
             hidden_NH: (N, H); its dtype is that of the result.
-            buffer: 1-d, at least N * V numbers to write the result into; not with gradients.
+            buffer: (N or more, V) to write the result into; not with gradients.
         Returns:
             (N, V).
         """
         dtype = hidden_NH.dtype
         vocab = self.tokens
         # Padding rows are cut off before the matmul, so that no softmax ever sees them.
-        out = None
-        if buffer is not None:
-            out = buffer[: len(hidden_NH) * vocab].view(-1, vocab)
+        out = None if buffer is None else buffer[: len(hidden_NH)]
         out = torch.mm(hidden_NH, self.weight_VH[:vocab].to(dtype).T, out=out)
         if self.bias_V is not None:
             out += self.bias_V[:vocab].to(dtype)
@@ -177,8 +189,8 @@ class HiddenLogits(NamedTuple):
 
     hidden_TH: (T, H).
     head: Head.
-    buffer: 1-d, where every call writes its logits, over those of the call before; None: each call
-        allocates memory of its own.
+    buffer: (n, V), where every call writes its logits, over those of the call before; None: each
+        call allocates memory of its own.
     """
 
     hidden_TH: Tensor
@@ -194,7 +206,8 @@ class HiddenLogits(NamedTuple):
 
     def with_buffer(self, max_positions: int) -> "HiddenLogits":
         """Return this source with a buffer for calls of at most `max_positions` positions."""
-        return self._replace(buffer=self.hidden_TH.new_empty(max_positions * self.head.tokens))
+        buffer = new_rows(self.hidden_TH, max_positions, self.head.tokens)
+        return self._replace(buffer=buffer)
 
     @property
     def nbytes(self) -> int:
@@ -387,13 +400,8 @@ class LossPart(NamedTuple):
 
 
 def tiled_loss(
-    student_hidden: Tensor,
-    student_head: Head,
-    teacher_logits: LogitsSource | None,
-    tile_loss: TileLoss,
-    tiles: Sequence[Tile],
-    weights: Sequence[float],
-    *,
+    student_hidden: Tensor, student_head: Head, teacher_logits: LogitsSource | None,
+    tile_loss: TileLoss, tiles: Sequence[Tile], weights: Sequence[float], *,
     params: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Compute the weighted sum of some losses over all tiles.
@@ -588,9 +596,12 @@ class _WeightGradient:
         self.mixed_matmul = has_mixed_matmul(weight_VH.device, computed)
         # on a CPU one matmul is faster than two
         in_pieces = weight_VH.device.type in MIXED_MATMULS and dtype != weight_VH.dtype
-        num_pieces = 2 if in_pieces else 1
+        most_rows = len(weight_VH)
+        if in_pieces:
+            multiple = row_multiple(weight_VH.device)
+            most_rows = -(-most_rows // (2 * multiple)) * multiple
         self.pieces = []
-        for rows_VH in weight_VH.chunk(num_pieces):
+        for rows_VH in torch.split(weight_VH, most_rows):
             self.pieces.append(torch.empty_like(rows_VH, dtype=dtype))
         self.vocab = vocab
         self.is_empty = True
@@ -661,13 +672,8 @@ class _TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: _Run,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        down_RH: Tensor | None,
-        up_VR: Tensor | None,
-        *others: Tensor,
+        ctx: Any, run: _Run, weight_VH: Tensor, bias_V: Tensor | None, down_RH: Tensor | None,
+        up_VR: Tensor | None, *others: Tensor,
     ) -> tuple[Tensor, ...]:
         params = others[: len(run.params)]
         all_hidden = others[len(run.params) :]
@@ -702,7 +708,7 @@ class _TiledLoss(torch.autograd.Function):
             )
             for tile in part.tiles:
                 tile_pass.add_tile(tile)
-            losses.append(_weighted(tile_pass.sums_J, part.weights))
+            losses.append(weighted(tile_pass.sums_J, part.weights))
             all_sums.append(tile_pass.sums_J)
             hidden_gradients.append(d_hidden_SH)
         ctx.mark_non_differentiable(*all_sums)
@@ -758,7 +764,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _weighted(sums_J: Tensor, weights: Sequence[float]) -> Tensor:
+def weighted(sums_J: Tensor, weights: Sequence[float]) -> Tensor:
     """Return sum_j weights[j] * sums[j]."""
     # not a tensor of the weights: to copy it to a GPU would wait for that
     total = sums_J.new_zeros(())
@@ -796,17 +802,8 @@ class _TilePass:
     """
 
     def __init__(
-        self,
-        run: _Run,
-        part: LossPart,
-        *,
-        head: Head,
-        hidden_SH: Tensor,
-        scale: float,
-        common_scale: float,
-        gradients: _HeadGradients,
-        d_hidden_SH: Tensor | None,
-        train: bool,
+        self, run: _Run, part: LossPart, *, head: Head, hidden_SH: Tensor, scale: float,
+        common_scale: float, gradients: _HeadGradients, d_hidden_SH: Tensor | None, train: bool,
     ) -> None:
         self.params = run.params
         self.tile_loss = part.tile_loss
@@ -826,7 +823,7 @@ class _TilePass:
         # All tiles write into one buffer: on a CPU the first touch of fresh memory costs several
         # times what using it does.
         largest = max([len(tile.student_positions) for tile in part.tiles], default=0)
-        self.buffer = hidden_SH.new_empty(largest * head.tokens, dtype=self.dtype)
+        self.buffer = new_rows(hidden_SH, largest, head.tokens, self.dtype)
 
     def without_autocast(self) -> torch.autocast:
         """Keep the matmuls in the dtype chosen above; only the loss itself sees autocast."""
@@ -858,7 +855,7 @@ class _TilePass:
             student_logits = self.head.finish(leaf_NV)
             sums_J = self.tile_loss(student_logits, teacher_logits, sub_tile)
             if sums_J.requires_grad:
-                loss = _weighted(sums_J, self.factors)
+                loss = weighted(sums_J, self.factors)
                 inputs = [leaf_NV, *self.params]
                 d_linear_NV, *d_params = torch.autograd.grad(loss, inputs, allow_unused=True)
         if d_linear_NV is not None:

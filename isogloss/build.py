@@ -23,6 +23,7 @@ from isogloss.job.rendezvous import LOADING_TIMEOUT, set_timeout
 from isogloss.job.sequence_group import SequenceGroup, join_sequence_group
 from isogloss.job.transfers import Uploads
 from isogloss.job.watch import current_watch, ignore_stop_signals
+from isogloss.log import Waiting
 from isogloss.models.pretrained import load_config
 from isogloss.student.checks import (
     check_logits,
@@ -79,6 +80,8 @@ class TrainState:
         writer: Writer of what the student learns from itself, or None.
         places: Places from which a stream of data can go on.
         steps_taken: steps of the whole run so far.
+        data_seconds: for which this rank has waited for data since its last step.
+        waiting: Waiting, which says so where that is long.
         uploads: Uploads of the micro-batches.
     """
 
@@ -98,6 +101,8 @@ class TrainState:
     writer: Writer | None = None
     places: Places = field(default_factory=Places)
     steps_taken: int = 0
+    data_seconds: float = 0.0
+    waiting: Waiting = field(default_factory=Waiting)
     uploads: Uploads = field(init=False)
 
     def __post_init__(self):

@@ -34,13 +34,7 @@ from isogloss.data.checks import explained
 from isogloss.data.open_data import holds_chats
 from isogloss.errors import DataError
 from isogloss.flags.model_names import read_model_name, without_secrets
-from isogloss.flags.parse import (
-    MISSING,
-    check_flags,
-    flag,
-    parse_flags,
-    shared,
-)
+from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shared
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job.files import check_shared, size_and_checksum
 from isogloss.job.launch import (
@@ -139,7 +133,6 @@ class Args:
         self._check_what_is_kept()
 
     def _check_what_is_kept(self):
-        """Raise a ValueError where flags do not go together."""
         self.run_config()  # checks the flags that both have
         for name in ("hidden", "sampled"):
             if is_address(self.teacher) and getattr(self, name):
@@ -394,11 +387,7 @@ def check_folder(folder, manifest):
 
 
 def check_space(folder, manifest, positions):
-    """Print what the cache will take; refuse what does not fit.
-
-    Raises:
-        ValueError: there is less space on the disk.
-    """
+    """Print what the cache will take; refuse what does not fit."""
     total = manifest.bytes_per_position * positions
     there = sum(path.stat().st_size for path in folder.glob("shard-*"))
     free = shutil.disk_usage(folder).free
@@ -414,11 +403,7 @@ def check_space(folder, manifest, positions):
 
 @contextmanager
 def locked(folder):
-    """Keep other writers out of a folder, on rank 0.
-
-    Raises:
-        ValueError: one is there.
-    """
+    """Keep other writers out of a folder, on rank 0."""
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -500,7 +485,6 @@ class ShardWriter:
 
     @torch.no_grad()
     def _read(self, arrays, keys):
-        """Return the tensors of some texts, as a shard holds them."""
         lengths = [len(array) - 1 for array in arrays]
         if self.manifest.dtype == SERVED:
             scored = self.source.score(list(map(torch.from_numpy, arrays)))

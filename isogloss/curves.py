@@ -64,12 +64,7 @@ def with_new_name(key):
 
 
 def find_metrics(pattern, keys):
-    """Return the keys that a name on the command line stands for, in order.
-
-    Args:
-        pattern: a key, or a key without its beginning (eval/) or its end (the teacher).
-        keys: of all runs.
-    """
+    """Return the keys that a name on the command line stands for, in order."""
     if pattern in keys:
         return [pattern]
     of_teachers = [key for key in keys if key.startswith(f"{pattern}/")]
@@ -138,11 +133,7 @@ def drawn_curves(panel):
 
 
 def picture(panels, path):
-    """Draw panels side by side, at most three in a row, a color per run.
-
-    Raises:
-        OSError: it cannot be written there.
-    """
+    """Draw panels side by side, at most three in a row, a color per run."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws without a screen

@@ -81,12 +81,7 @@ def of_arm(runs, arm):
 
 
 def equal_time_steps(runs, arm):
-    """Return how many steps without a teacher take as long as the whole training of an arm.
-
-    Args:
-        runs: of all seeds, of this arm and of NO_TEACHER at least; seconds are means over seeds.
-        arm: whose time it is.
-    """
+    """Return how many steps without a teacher take as long as the whole training of an arm."""
     seconds = statistics.mean(run.seconds for run in of_arm(runs, arm))
     per_step = statistics.mean(run.seconds_per_step for run in of_arm(runs, NO_TEACHER))
     return max(1, round(seconds / per_step))
@@ -96,12 +91,7 @@ def equal_time_steps(runs, arm):
 
 
 def spread(values, form):
-    """Return a mean as text, with the standard deviation if there are several values.
-
-    Args:
-        values: floats, one per seed.
-        form: format of a number, as ".3f".
-    """
+    """Return a mean as text, with the standard deviation if there are several values."""
     text = format(statistics.fmean(values), form)
     if len(values) > 1:
         text += f" ± {statistics.stdev(values):{form.lstrip('+')}}"
@@ -171,11 +161,7 @@ def equal_time(runs, arm):
 
 
 def writing_table(run, seconds):
-    """Return what a student learned from its own writing as a Markdown table.
-
-    Args:
-        seconds: of the whole command.
-    """
+    """Return what a student learned from its own writing as a Markdown table."""
     rows = [["on policy", "reverse KL per byte", "bits per byte", "repeated", "seconds"]]
     for name, line in (("before", run.evaluations[0]), ("after", run.evaluations[-1])):
         shown_seconds = f"{seconds:.0f}" if name == "after" else ""
@@ -193,11 +179,7 @@ def one_line(text):
 
 
 def completions(path, last_step):
-    """Yield lines that show what a student wrote from held-out prompts, before and after.
-
-    Args:
-        path: of a rollouts.jsonl.
-    """
+    """Yield lines that show what a student wrote from held-out prompts, before and after."""
     texts = {}
     for line in read_json_lines(path):
         if line["held_out"] and line["step"] in (0, last_step):
@@ -274,7 +256,8 @@ def draw(axis, runs, unit, color):
         unit: what a step counts on the horizontal axis.
     """
     positions = [unit * line["step"] for line in runs[0].evaluations]
-    by_time = list(zip(*(bits_of(run) for run in runs)))
+    bits = [[line[BITS] for line in run.evaluations] for run in runs]
+    by_time = list(zip(*bits))
     means = list(map(statistics.fmean, by_time))
     # text alone is dashed where it has the same time, so that the two are told apart
     dashes = "--" if runs[0].arm == SAME_TIME else "-"
@@ -283,8 +266,3 @@ def draw(axis, runs, unit, color):
         lowest = list(map(min, by_time))
         highest = list(map(max, by_time))
         axis.fill_between(positions, lowest, highest, color=color, alpha=0.2, linewidth=0)
-
-
-def bits_of(run):
-    """Return the held-out bits per byte of a student at each of its evaluations."""
-    return [line[BITS] for line in run.evaluations]

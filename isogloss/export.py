@@ -31,11 +31,7 @@ from isogloss.config import configs_by_teacher, template_kwargs
 from isogloss.data.ends import load_generation, write_generation
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.model_names import ADAPTER_CONFIG
-from isogloss.flags.parse import (
-    check_flags,
-    flag,
-    tool,
-)
+from isogloss.flags.parse import check_flags, flag, tool
 from isogloss.job.files import (
     check_shared,
     check_writable,
@@ -92,7 +88,7 @@ def _check_on_rank_0(check, *args):
             check(*args)
         except ValueError as failure:
             error = str(failure)
-    error = _of_rank_0(error)
+    error = values_of_ranks(error)[0]
     if error:
         raise ValueError(error)
 
@@ -106,7 +102,6 @@ def _real_path(path):
 
 
 def _check_overlap(cfg):
-    """Check that the export is apart from all that the run reads and writes."""
     target = _real_path(cfg.export)
     output_dir = _real_path(cfg.output_dir)
     # inside of output_dir is usual
@@ -220,16 +215,11 @@ def export_model(engine, encoder, cfg):
         except Exception as failure:  # safetensors has errors of its own for a full disk
             reason = f"{type(failure).__name__}: {failure}"
             error = f"--export {cfg.export}: cannot be written ({reason})"
-    return _of_rank_0(error)
+    return values_of_ranks(error)[0]
 
 
 def _save_whole(student, weights, trust_remote_code, folder):
-    """Write a whole model in Hugging Face format.
-
-    Args:
-        student: model of the weights, whose own tensors may be shards.
-        weights: {name: whole tensor} of it.
-    """
+    """Write a whole model in Hugging Face format."""
     if adapter_of(student):
         weights = merged_weights(student, weights)
     student.config.use_cache = True  # training switched it off
@@ -258,20 +248,8 @@ def model_of_weights(config, weights, trust_remote_code=False):
     return model
 
 
-def _of_rank_0(value):
-    """Return the value of rank 0 on all ranks, once it has come so far."""
-    return values_of_ranks(value)[0]
-
-
 def _write_model(save, encoder, export, write_card, flag="--export"):
-    """Write an export, which appears when it is complete.
-
-    Args:
-        save: function that writes the weights to a folder.
-        encoder: TextEncoder of the student.
-        write_card: (folder) -> writes the card into it.
-        flag: that named the folder, for errors.
-    """
+    """Write an export, which appears when it is complete."""
     target = _real_path(export)
     scratch = scratch_of(target)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -358,7 +336,7 @@ def export_projection(engine, learned_projection, target):
                 save_atomically(learned_projection.tables(scores), target)
             except ValueError as failure:
                 error = str(failure)
-    return _of_rank_0(error)
+    return values_of_ranks(error)[0]
 
 
 # --- the command line: any checkpoint -------------------------------------------------------------
@@ -389,11 +367,7 @@ class Args:
 
 
 def export_checkpoint(args):
-    """Write the student of a checkpoint; return the Path of its directory.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it cannot be exported there.
-    """
+    """Write the student of a checkpoint; return the Path of its directory."""
     if not args.run:
         raise ValueError("expected a run, as in python -m isogloss.export runs/a")
     folder = Path(args.run)
@@ -432,11 +406,7 @@ def empty_student(cfg, trust_remote_code):
 
 
 def student_encoder(cfg, config, trust_remote_code):
-    """Return the TextEncoder of a run's student, of any length.
-
-    Args:
-        config: AutoConfig of the student.
-    """
+    """Return the TextEncoder of a run's student, of any length."""
     tokenizer, table = load_tokenizer("student", cfg.student, trust_remote_code)
     generation = load_generation("student", cfg.student, config, tokenizer)
     return TextEncoder(tokenizer, table, sys.maxsize, template_kwargs(cfg), generation)
@@ -455,11 +425,7 @@ def check_base_is_public(folder, repository):
 
 
 def push(folder, repository, private):
-    """Upload an export to the hub.
-
-    Raises:
-        ValueError: it is an adapter that names its base model by a path; the hub refuses it.
-    """
+    """Upload an export to the hub."""
     from huggingface_hub import HfApi
 
     check_base_is_public(folder, repository)

@@ -130,15 +130,7 @@ class RunInputs:
 
 
 def check_inputs(cfg, device, roles=None):
-    """Read everything but the values of the weights; whatever can be wrong is found here.
-
-    Args:
-        roles: `layout.Roles` where teachers have ranks of their own.
-    Returns:
-        RunInputs.
-    Raises:
-        ValueError: what arrived, what was expected, what to do.
-    """
+    """Read everything but the values of the weights; whatever can be wrong is found here."""
     # what is cheap to read comes first, so that a typo costs seconds
     raw_ds_config = read_ds_config(cfg.ds_config)
     if cfg.epochs and ("steps" in cfg.given or cfg.steps != type(cfg).steps):
@@ -249,9 +241,6 @@ def with_common_ids(student, encoders):
     """Return the student's TextEncoder and those of the teachers, equal tokenizers with equal ids.
 
     Of the control tokens beyond its lm_head one model may have rows for some that another has not.
-
-    Args:
-        encoders: {name: TextEncoder}.
     """
     sizes = {}
     prints = []
@@ -279,13 +268,7 @@ def check_student_class(path, trust_remote_code=False):
 
 
 def load_student_tasks(cfg, student, config):
-    """Return the TaskSuite of --eval_tasks, or None.
-
-    Args:
-        student: TextEncoder; config: AutoConfig of the student.
-    Raises:
-        ValueError: see `task_suite.load_suite`.
-    """
+    """Return the TaskSuite of --eval_tasks, or None."""
     if not cfg.eval_tasks:
         return None
     try:
@@ -302,11 +285,7 @@ def load_student_tasks(cfg, student, config):
 
 
 def load_teacher_encoders(cfg, student, roles=None):
-    """Return {name: TextEncoder} of every teacher, whose layout is checked too.
-
-    Args:
-        student: TextEncoder; roles: `layout.Roles` where teachers have ranks of their own, or None.
-    """
+    """Return {name: TextEncoder} of every teacher, whose layout is checked too."""
     if not cfg.kd_weight:
         return {}
     encoders = {}
@@ -323,11 +302,7 @@ def load_teacher_encoders(cfg, student, roles=None):
 
 
 def check_student_weights(cfg):
-    """Check that the student's files hold the weights of its config.
-
-    Raises:
-        ValueError: see `pretrained.check_weights`.
-    """
+    """Check that the student's files hold the weights of its config."""
     if cfg.from_scratch:
         check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
     else:
@@ -336,11 +311,7 @@ def check_student_weights(cfg):
 
 
 def check_flash_attention(cfg, ds_config):
-    """Raise a ValueError where --attention flash_attention_2 cannot run.
-
-    Args:
-        ds_config: what DeepSpeed will see.
-    """
+    """Raise a ValueError where --attention flash_attention_2 cannot run."""
     if cfg.attention != "flash_attention_2":
         return
     if not is_flash_attn_2_available():
@@ -376,23 +347,15 @@ def load_data(cfg, student, encoders):
             cfg, cfg.eval_data or cfg.data, cfg.eval_split or "train",
             {cfg.student: student, **encoders})
     except DataError as error:
-        raise DataError(_of_held_out_rows(str(error))) from None
+        line = str(error).replace("--data ", "--eval_data ")
+        raise DataError(line.replace("--split ", "--eval_split ")) from None
     held_out = first_of_eval_data(cfg, rows, held_out_reader)
     train, _ = split_dataset(train, 0, reader.text_key, cfg.data)
     return RunData(train, joined_rows(held_out, held_out_reader), reader, held_out_reader)
 
 
-def _of_held_out_rows(line):
-    """Return a line that names --data as one that names the flags of held-out rows."""
-    return line.replace("--data ", "--eval_data ").replace("--split ", "--eval_split ")
-
-
 def open_rows(cfg, source, split, encoders):
-    """Return (data set, ExampleReader); chats have to be what every model's template renders.
-
-    Args:
-        encoders: {name: TextEncoder} of the student and the teachers.
-    """
+    """Return (data set, ExampleReader); chats have to be what every model's template renders."""
     text_key = cfg.completion_key or cfg.text_key
     plain_keys = (cfg.route_key,) if cfg.route_key else ()
     dataset = load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
@@ -466,11 +429,7 @@ def first_of_eval_data(cfg, rows, reader):
 
 
 def check_prompts(cfg, dataset, reader, student):
-    """Raise a ValueError where the first rows give no prompts.
-
-    Args:
-        student: TextEncoder.
-    """
+    """Raise a ValueError where the first rows give no prompts."""
     micro_batch_size = batch_sizes(read_ds_config(cfg.ds_config), num_readers(cfg),
                                    cfg.ds_config).micro_batch_size
     if cfg.streaming and micro_batch_size % cfg.rollouts_per_prompt:
@@ -492,13 +451,7 @@ def check_prompts(cfg, dataset, reader, student):
 
 
 def plan_teachers(cfg, student, encoders, device):
-    """Return the TeacherSetup of every teacher, with its loss, but without a source.
-
-    Args:
-        student: TextEncoder; encoders: {name: TextEncoder} of the teachers.
-    Raises:
-        ValueError: see `build_loss`; or there is no mean of teachers with several tokenizers.
-    """
+    """Return the TeacherSetup of every teacher, with its loss, but without a source."""
     if not encoders:
         return []
     # A divergence over more tokens is larger by about log W.

@@ -26,6 +26,7 @@ from isogloss.config import configs_by_teacher
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.yaml_file import read_whole
 from isogloss.job.files import write_atomically
+from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
 
 
@@ -42,6 +43,27 @@ def speed_metrics(num_parameters, device, tokens, seconds):
     return metrics | utilization(device_name, num_parameters, tokens, seconds, num_ranks)
 
 
+class Waiting:
+    """Say once that the steps of a run wait for its data; the first step starts the workers."""
+
+    STEPS = 20
+    SHARE = 0.2
+
+    def __init__(self):
+        self.seconds = []
+        self.data_seconds = []
+
+    def note(self, data_seconds, seconds):
+        """Note how long a step has taken, and how much of that it has waited."""
+        self.data_seconds.append(data_seconds)
+        self.seconds.append(seconds)
+        if len(self.seconds) == 1 + self.STEPS:
+            share = sum(self.data_seconds[1:]) / sum(self.seconds[1:])
+            if share > self.SHARE:
+                print_line(f"steps wait for data {share:.0%} of their time; more --num_workers "
+                           "prepare more at a time")
+
+
 # Dense bfloat16 operations per second, from the makers' data sheets.  The first name that the
 # device's name contains counts, so that of a variant comes before that of its family.
 PEAK_FLOPS = {
@@ -54,6 +76,10 @@ PEAK_FLOPS = {
 }
 # Lines of JSON in the output directory, each with its step.
 LOGS = "metrics.jsonl", "rollouts.jsonl", "eval_tasks.jsonl", "samples.jsonl"
+TABLES = {  # columns of the three others in wandb
+    "rollouts": ["prompt", "text", "student_nats_per_byte"],
+    "eval_tasks": ["task", "id", "prediction", "verdict", "answer"],
+    "samples": ["prompt", "text", "reference"]}
 TABLE_ROWS = 200  # of evaluation tasks, in wandb
 TIMED_STEPS = 100  # DeepSpeed keeps the times of every call in memory, so not for ever
 
@@ -139,9 +165,6 @@ class Log:
             print(f"distill.py: {without_secrets(description)}", file=sys.stderr, flush=True)
         self.folder = folder = Path(cfg.output_dir)
         self.path = folder / "metrics.jsonl"
-        self.rollout_path = folder / "rollouts.jsonl"
-        self.task_path = folder / "eval_tasks.jsonl"
-        self.sample_path = folder / "samples.jsonl"
         self.wandb = None
         self._start_files(cfg, start_step, ds_config)
         self.bar = tqdm(
@@ -150,19 +173,16 @@ class Log:
             desc=cfg.loss if cfg.kd_weight else "no teacher (CE only)",
             unit="step",
             # In seconds: a log file gets fewer lines than a terminal.
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-        )
+            mininterval=0.5 if sys.stderr.isatty() else 10)
         self.monitor = monitor if monitor and monitor.enabled else None
 
     @noting_failure
     def _start_files(self, cfg, start_step, ds_config):
-        """Drop what a resumed run writes again, write the record of the run, start wandb."""
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        _drop_lines_after(self.path, start_step)
-        for path in (self.rollout_path, self.task_path, self.sample_path):
-            if path.exists():
-                _drop_lines_after(path, start_step)
+        for path in (folder / name for name in LOGS):
+            if path == self.path or path.exists():
+                write_atomically(path, "".join(lines_until(path, start_step)))
         # Every resume adds a record of its own, under its step.
         record_name = f"run_{start_step:07d}.json" if start_step else "run.json"
         write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
@@ -218,55 +238,30 @@ class Log:
             self.monitor.write_events([(name, value, step) for name, value in numbers.items()])
 
     @noting_failure
-    def write_rollouts(self, step, records):
-        """Append to rollouts.jsonl what the student wrote; wandb shows it as a table.
+    def write_records(self, name, step, records):
+        """Append to NAME.jsonl; wandb shows the first records as a table.
 
         Args:
-            records: dicts of `on_policy.record_of`.
+            name: key of TABLES.
+            records: dicts of `on_policy.record_of`, `EvalSamples.write` (of which the first is
+                printed) or, of all ranks, of `TaskSuite.run`.
         """
         if not self.is_active or not records:
             return
         self.flush()
-        _append(self.rollout_path, step, records)
-        self._show_table("rollouts", ["prompt", "text", "student_nats_per_byte"], records, step)
+        with open(self.folder / f"{name}.jsonl", "a") as file:
+            for record in records:
+                file.write(json.dumps({"step": step} | record) + "\n")
+        if name == "samples":
+            prompt, text = (" ".join(records[0][key].split()) for key in ("prompt", "text"))
+            tqdm.write(f"step {step}: {prompt} >> {text}", file=sys.stderr)
+        if self.wandb:
+            import wandb
 
-    @noting_failure
-    def write_task_items(self, step, records):
-        """Append to eval_tasks.jsonl what became of each item; wandb shows the first as a table.
-
-        Args:
-            records: dicts of `TaskSuite.run`, of all ranks.
-        """
-        if not self.is_active or not records:
-            return
-        _append(self.task_path, step, records)
-        columns = ["task", "id", "prediction", "verdict", "answer"]
-        self._show_table("eval_tasks", columns, records[:TABLE_ROWS], step)
-
-    @noting_failure
-    def write_samples(self, step, records):
-        """Append to samples.jsonl what the student wrote, and print the first.
-
-        Args:
-            records: dicts of `EvalSamples.write`.
-        """
-        if not self.is_active or not records:
-            return
-        _append(self.sample_path, step, records)
-        first = records[0]
-        prompt = " ".join(first["prompt"].split())
-        text = " ".join(first["text"].split())
-        tqdm.write(f"step {step}: {prompt} >> {text}", file=sys.stderr)
-        self._show_table("samples", ["prompt", "text", "reference"], records, step)
-
-    def _show_table(self, name, columns, records, step):
-        """Show some columns of records in wandb, if it is on."""
-        if not self.wandb:
-            return
-        import wandb
-
-        rows = [[record.get(column) for column in columns] for record in records]
-        self.wandb.log({name: wandb.Table(columns=columns, data=rows)}, step=step)
+            columns = TABLES[name]
+            shown = records[:TABLE_ROWS] if name == "eval_tasks" else records
+            rows = [[record.get(column) for column in columns] for record in shown]
+            self.wandb.log({name: wandb.Table(columns=columns, data=rows)}, step=step)
 
     def advance(self, metrics):
         """Move the progress bar by one step."""
@@ -297,18 +292,6 @@ class Log:
 def finite_or_none(value):
     """Return a number, or None in place of NaN, infinities, and a mean over nothing."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _append(path, step, records):
-    """Append dicts to a file of JSON lines."""
-    with open(path, "a") as file:
-        for record in records:
-            file.write(json.dumps({"step": step} | record) + "\n")
-
-
-def _drop_lines_after(path, start_step):
-    """Drop the metrics of steps after `start_step`, which the run will write again."""
-    write_atomically(path, "".join(lines_until(path, start_step)))
 
 
 def lines_until(path, start_step):
@@ -349,7 +332,6 @@ def check_logs(output_dir, start_step):
 
 
 def _start_wandb(cfg, folder, start_step):
-    """Start a wandb run, or continue the one of this folder on a resume."""
     import wandb  # takes a second to import, and few runs use it
 
     # Two folders of one name are two runs, so the id is random and kept in the folder.
@@ -362,8 +344,7 @@ def _start_wandb(cfg, folder, start_step):
         dir=folder,
         config=without_secrets(asdict(cfg)),
         id=id_path.read_text(),
-        resume="allow",
-    )
+        resume="allow")
 
 
 def run_record(cfg, start_step, ds_config):
@@ -413,7 +394,6 @@ def model_versions(cfg):
 
 
 def _git(*arguments):
-    """Return the output of a git command in this file's repository, None where there is none."""
     command = ["git", "-C", Path(__file__).parent, *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     return result.stdout.strip() if result.returncode == 0 else None

@@ -52,6 +52,7 @@ def timed_metrics(report, begin, end):
     state = report.state
     metrics = report.metrics()
     seconds = begin.seconds_until(end)
+    state.waiting.note(metrics["data_seconds"], seconds)
     speed = speed_metrics(state.student.num_parameters, state.device, metrics["tokens"], seconds)
     return metrics | speed
 
@@ -80,9 +81,9 @@ def log_evaluation(state, held_out, step, log):
     log.flush()
     log.write(step, run_evaluation(state, held_out))
     if state.samples:
-        log.write_samples(step, state.samples.write())
+        log.write_records("samples", step, state.samples.write())
     if state.writer and state.cfg.rollout_eval:
-        log.write_rollouts(step, state.writer.records)
+        log.write_records("rollouts", step, state.writer.records)
 
 
 def run_evaluation(state, held_out):
@@ -113,7 +114,8 @@ def log_tasks(state, step, log, stop):
     if metrics:
         log.write(step, metrics)
         of_ranks = values_of_ranks(records)
-        log.write_task_items(step, [record for of_rank in of_ranks for record in of_rank])
+        records = [record for of_rank in of_ranks for record in of_rank]
+        log.write_records("eval_tasks", step, records)
 
 
 def times_collectives(ds_config):

@@ -50,14 +50,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.flags.model_names import read_model_name
-from isogloss.flags.parse import (
-    MISSING,
-    check_flags,
-    flag,
-    parse_flags,
-    shipped,
-    tool,
-)
+from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shipped, tool
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
@@ -137,7 +130,6 @@ def shape_of(role, path, trust_remote_code=False):
 
 
 def _empty_model(role, path, trust_remote_code):
-    """Return a model of shapes alone."""
     table = yaml.safe_load(ARCHITECTURES.read_text()) if ARCHITECTURES.exists() else {}
     base = read_model_name(role, path).base
     if not Path(base).is_dir() and base in table:
@@ -156,7 +148,6 @@ def _empty_model(role, path, trust_remote_code):
 
 
 def _widest_layer(model, num_layers):
-    """Return the number of weights of the widest layer."""
     widest = 0
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
@@ -334,11 +325,7 @@ def check_student_layout(layout, shape):
 
 
 def engine_of(layout, cfg, shape):
-    """Return the engine of a teacher, whose layout is one that distill.py takes.
-
-    Args:
-        cfg: Config of a run with this teacher alone.
-    """
+    """Return the engine of a teacher, whose layout is one that distill.py takes."""
     per_node = layout.cfg.teacher_ranks or layout.per_node
     num_ranks = layout.ranks // layout.per_node * per_node
     return checked_engine(cfg, shape.config, num_ranks, per_node)
@@ -364,7 +351,6 @@ def need_of(layout, student, teachers):
 
 
 def _add_student(need, layout, shape):
-    """Add what the student takes and sends."""
     cfg = layout.cfg
     b = layout.bytes
     sharers = layout.sharers
@@ -462,11 +448,7 @@ def teacher_sends(layout, cfg, shape, engine):
 
 
 def _add_teacher(need, layout, cfg, *, shape, engine):
-    """Add what one teacher takes and sends.
-
-    Args:
-        cfg: Config of a run with this teacher alone.
-    """
+    """Add what one teacher takes and sends."""
     b = 4 if cfg.teacher_dtype == "float32" else 2
     positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
     # of all micro-batches, because teachers are asked before the step
@@ -507,11 +489,7 @@ def words_of(cfg, stage):
 
 
 def choices(cfg, num_ranks, per_node):
-    """List (words, Need) of layouts to choose from, none of which distill.py refuses.
-
-    Args:
-        per_node: ranks of a node.
-    """
+    """List (words, Need) of layouts to choose from, none of which distill.py refuses."""
     needs = []
     stages = (1, 2, 3)  # stage 0 sends as much as 1, and takes more
     if cfg.pipeline_parallel > 1:
@@ -544,14 +522,13 @@ def advice(needs, gpu_gib):
     Args:
         needs: list of (words, Need).
     """
+    def cost(entry):  # what by NVLink would take as long as all that a rank sends
+        _, need = entry
+        return round((need.sent + (NVLINK_PER_NETWORK - 1) * need.sent_to_nodes) / GIB, 1)
+
     fitting = [entry for entry in needs if entry[1].peak <= USABLE * gpu_gib * GIB]
     # of equal ones the first, which shards and recomputes least
-    return min(fitting, key=lambda entry: round(sending_cost(entry[1]) / GIB, 1), default=None)
-
-
-def sending_cost(need):
-    """Return the bytes by NVLink that take as long as all that a rank sends."""
-    return need.sent + (NVLINK_PER_NETWORK - 1) * need.sent_to_nodes
+    return min(fitting, key=cost, default=None)
 
 
 # --- command line ---------------------------------------------------------------------------------

@@ -22,21 +22,13 @@ from isogloss.curves import (
     read_run,
     with_new_name,
 )
-from isogloss.flags.parse import (
-    check_types,
-    expanded,
-    flag,
-    parse_flags,
-)
+from isogloss.flags.parse import check_types, expanded, flag, parse_flags
 from isogloss.projection_tools.files import check_picture
 
 MARKS = "●○■□▲△◆◇"  # of the runs, in a terminal
 HEIGHT = 14  # lines of a panel in a terminal
 WIDTH = 64  # columns of the curves
 LABEL = 10  # characters of a number on the axis
-
-# --- curves ---------------------------------------------------------------------------------------
-
 
 def short_names(folders):
     """Return a name for each folder: the part of its path in which it differs from the others."""
@@ -49,9 +41,6 @@ def short_names(folders):
         differing = os.path.relpath(os.path.abspath(path), common)
         names.append(os.path.basename(path) if differing == "." else differing)
     return names
-
-
-# --- in a terminal --------------------------------------------------------------------------------
 
 
 def text_panel(panel):
@@ -78,9 +67,6 @@ def text_panel(panel):
                      f"first {curve.values[0]:.4g}, last {curve.values[-1]:.4g}, "
                      f"least {best:.4g} at step {curve.steps[curve.values.index(best)]}")
     return lines
-
-
-# --- the command line -----------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from isogloss.data.sample import TextEncoder
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.evaluation.tasks import TaskOptions
-from isogloss.flags.parse import MISSING, check_types, flag, tool
+from isogloss.flags.parse import MISSING, flag, tool
 from isogloss.job.counts import global_sums
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.pretrained import load_config, load_model
@@ -32,31 +32,19 @@ DTYPES = "auto", "float32", "bfloat16", "float16"
 
 
 @dataclass(kw_only=True)
-class Args:
+class Args(TaskOptions):
     """Evaluate a model on tasks, and print a table."""
 
     model: str = flag(MISSING, "hub id or directory of a causal language model.")
     tasks: str = flag(
         MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus, mbpp_plus and "
         "lm_eval:NAME of lm-evaluation-harness, with commas.")
-    data: str = flag("", "folder of the tasks' files; without it they come from the hub.")
-    shots: int = flag(
-        -1, "solved examples in the prompt, not of code; -1: as each task says, of gsm8k 5.")
-    limit: int = flag(0, "items of each task, of MMLU of each subject, the first ones; 0: all.")
-    batch_size: int = flag(16, "rows of a forward pass.")
-    max_new_tokens: int = flag(
-        0, "of a written answer; 0: as many as its task is made for, of GSM8K 256, of code 768.")
-    samples: int = flag(1, "programs for each item of a task of code, for pass@k.")
-    temperature: float = flag(0.0, "of programs, 0 (the most likely tokens) or more.")
-    seed: int = flag(0, "of the draws at a temperature above 0.")
-    allow_unsafe_code: bool = flag(
-        False, "run what the model writes without a sandbox; it can then do all that you can.")
     output: str = flag("", "file for one JSON line per item: task, id, prediction, verdict, nats.")
     dtype: str = flag("auto", "auto (that of the files), float32, bfloat16 or float16.")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model.")
 
     def __post_init__(self):
-        check_types(self)
+        super().__post_init__()
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
         if self.output:
@@ -131,11 +119,7 @@ def _start_ranks():
 
 
 def writes_equal_lengths(name, model, encoder):
-    """Return whether a model's answers need prompts of equal lengths in a batch.
-
-    Raises:
-        ValueError: it cannot write.
-    """
+    """Return whether a model's answers need prompts of equal lengths in a batch."""
     try:
         return needs_equal_lengths(model, encoder.vocab)
     except ValueError as error:
@@ -145,17 +129,13 @@ def writes_equal_lengths(name, model, encoder):
 def main(args):
     """Evaluate a model on tasks, print a table and write the records."""
     rank, size, device = _start_ranks()
-    options = TaskOptions(
-        data=args.data, shots=args.shots, limit=args.limit, batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens, samples=args.samples, temperature=args.temperature,
-        seed=args.seed, allow_unsafe_code=args.allow_unsafe_code)
     tokenizer, table = load_tokenizer("model", args.model, args.trust_remote_code)
     config = load_config("model", args.model, args.trust_remote_code)
     generation = load_generation("model", args.model, config, tokenizer)
     writer = TextEncoder(tokenizer, table, max_length=0, generation=generation)
     encoder = TaskEncoder(tokenizer, config, stop_ids(writer))
     names = args.tasks.split(",")
-    suite = load_suite(names, options, encoder, rank, size)
+    suite = load_suite(names, args, encoder, rank, size)
     model = load_model("model", args.model, args.trust_remote_code, dtype=args.dtype).to(device)
     check_finite(args.model, model)
     if suite.writes:

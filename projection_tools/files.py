@@ -33,11 +33,6 @@ def as_tables(projection, pair, tool):
     """Return the content of a projection file: arrays, their tokenizers, how they were made.
 
     The public NeMo-RL tools read such a file too: they look at the two arrays and the model ids.
-
-    Args:
-        projection: (indices, likelihoods).
-        pair: Pair.
-        tool: text that says which tool made it, with which flags.
     """
     indices, likelihoods = projection
     tables = {
@@ -83,26 +78,24 @@ def save_atomically(tables, path):
     """
     path = Path(path)
     check_output(path)
-    content = _safetensors(tables) if path.suffix == ".safetensors" else _pickle(tables)
+    buffer = io.BytesIO()  # torch.save would write a file's name into its content
+    if path.suffix == ".safetensors":
+        buffer.write(_safetensors(tables))
+    else:
+        torch.save(tables, buffer)
     # By chance, because processes of two machines may have one number.
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(scratch, "xb") as file:  # a new one: it follows no link that waits there
-                file.write(content)
+                file.write(buffer.getvalue())
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{path}: cannot be written ({error.strerror}); name another file") \
             from None
-
-
-def _pickle(tables):
-    buffer = io.BytesIO()  # torch.save would write a file's name into its content
-    torch.save(tables, buffer)
-    return buffer.getvalue()
 
 
 def _safetensors(tables):
@@ -204,11 +197,7 @@ def _check_arrays(path, tables):
 
 
 def _check_values(path, indices, likelihoods):
-    """Raise ValueError where the numbers of a projection mean nothing.
-
-    Args:
-        indices, likelihoods: (V, K) int64 and float32.
-    """
+    """Raise ValueError where the numbers of a projection mean nothing."""
     invalid = int((~likelihoods.isfinite() | (likelihoods < 0)).sum())
     if invalid:
         raise ValueError(

@@ -159,14 +159,7 @@ def shown(i, table):
 
 
 def row_text(v, projection, pair, explained):
-    """Return one line: a student token and its teacher tokens.
-
-    Args:
-        v: id of the student's token.
-        projection: (indices, likelihoods).
-        pair: Pair.
-        explained: (V, K) bool of `byte_explained`.
-    """
+    """Return one line: a student token and its teacher tokens."""
     indices, likelihoods = projection
     student, teacher = pair.tables
     tokens = []
@@ -183,11 +176,6 @@ def row_text(v, projection, pair, explained):
 def picture(projection, pair, rows, path):
     """Draw a block of rows as colored weights, and the histogram of row sizes.
 
-    Args:
-        projection: (indices, likelihoods).
-        pair: Pair.
-        rows: ids of the student's tokens to draw.
-        path: file to write; its suffix decides the format.
     Raises:
         ValueError: no such format, or it cannot be written there.
     """

@@ -25,11 +25,7 @@ VERSION = 5  # of the tables; raise it when they change for the same two tokeniz
 
 @njit(cache=True)
 def _components(links, count):
-    """Return for each of `count` nodes the smallest node of its component (union-find).
-
-    Args:
-        links: (L, 2) int64 nodes.
-    """
+    """Return for each of `count` nodes the smallest node of its component (union-find)."""
     root = np.arange(count)
     for k in range(len(links)):
         a = links[k, 0]

@@ -159,10 +159,6 @@ def reading(flag, name, what):
     A damaged file makes the libraries raise errors of any type, so the block should hold nothing
     but their calls: an error of our own must not look like a damaged file.
 
-    Args:
-        flag: that names the model.
-        name: hub id or directory.
-        what: what is read, as in "its tokenizer".
     Raises:
         ValueError: the block failed.
     """

@@ -189,13 +189,21 @@ def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
 
 @pytest.mark.slow
 def test_epochs_say_how_many_steps_there_are(models, texts, tmp_path):
-    """18 rows to train on, once and a half, 4 a step; a resumed run takes no more."""
-    flags = small_run(models, texts, tmp_path, "--epochs=1.5", "--eval_rows=2", "--num_workers=0",
-                      f"--output_dir={tmp_path / 'run'}")
-    twice = [flags, flags, [*flags, "--steps=9"], [*flags, "--steps=1000"], [*flags, "--streaming"]]
-    assert ranks.run(2, run_distill, twice) == [[0, 0, 2, 2, 2]] * 2
-    assert [line["step"] for line in losses_of(tmp_path / "run") if "loss" in line] == (
-        list(range(1, 8)))
+    """18 rows to train on, once and a half, 4 a step; a resumed run takes those that are left."""
+    common = small_run(models, texts, tmp_path, "--epochs=1.5", "--eval_rows=2", "--num_workers=0")
+    flags = [*common, "--save_every=3", "--keep_checkpoints=9", f"--output_dir={tmp_path / 'run'}"]
+    # within the first epoch, and within the second
+    middles = {3: tmp_path / "from 3", 6: tmp_path / "from 6"}
+    resumed = []
+    for step, output in middles.items():
+        saved = tmp_path / "run" / "checkpoints" / f"step_{step:07d}"
+        resumed.append([*common, f"--resume={saved}", f"--output_dir={output}"])
+    runs = [flags, flags, [*flags, "--steps=9"], [*flags, "--steps=1000"], [*flags, "--streaming"]]
+    assert ranks.run(2, run_distill, [*runs, *resumed]) == [[0, 0, 2, 2, 2, 0, 0]] * 2
+    lines = [line for line in losses_of(tmp_path / "run") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 8))
+    for step, output in middles.items():
+        assert [line for line in losses_of(output) if "loss" in line] == lines[step:]
 
 
 BROKEN = """

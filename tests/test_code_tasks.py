@@ -20,8 +20,7 @@ from isogloss.evaluation.code_tasks import (
     is_right,
     ks_of,
     pass_at,
-    read_humaneval_plus,
-    read_mbpp_plus,
+    read_items,
     typed_arguments,
 )
 from isogloss.evaluation.task_suite import load_suite
@@ -45,8 +44,8 @@ def item_of(code="", entry_point="f", inputs=((1,), (2,)), num_base=1, tolerance
 
 
 def test_every_reference_solution_is_read():
-    humaneval = read_humaneval_plus(asset("eval"))
-    mbpp = read_mbpp_plus(asset("eval"))
+    humaneval = read_items("humaneval_plus", asset("eval"))
+    mbpp = read_items("mbpp_plus", asset("eval"))
     assert len(humaneval) == 164
     assert len(mbpp) == 378
     for item in humaneval + mbpp:
@@ -91,25 +90,26 @@ def test_files_are_read_compressed_or_not_and_damage_is_one_line(tmp_path):
     source = asset("eval") / "HumanEvalPlus-Mini.jsonl.gz"
     plain = gzip.decompress(source.read_bytes())
     (tmp_path / "HumanEvalPlus-Mini.jsonl").write_bytes(plain)
-    assert read_humaneval_plus(str(tmp_path)) == read_humaneval_plus(asset("eval"))
-    assert len(read_humaneval_plus(str(tmp_path), limit=3)) == 3
+    from_mini = read_items("humaneval_plus", str(tmp_path))
+    assert from_mini == read_items("humaneval_plus", asset("eval"))
+    assert len(read_items("humaneval_plus", str(tmp_path), limit=3)) == 3
     (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(source.read_bytes()[:5000])
     with pytest.raises(ValueError, match=r"HumanEvalPlus.jsonl.gz, row \d+ cannot be read"):
-        read_humaneval_plus(str(tmp_path))
+        read_items("humaneval_plus", str(tmp_path))
     row = json.loads(plain.splitlines()[0])
     del row["entry_point"]
     (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(json.dumps(row).encode())
     with pytest.raises(ValueError, match=r"row 1 is no task of EvalPlus .*entry_point"):
-        read_humaneval_plus(str(tmp_path))
+        read_items("humaneval_plus", str(tmp_path))
     row = json.loads(plain.splitlines()[0])
     for change, words in (({"prompt": None}, "prompt is None"), ({"entry_point": 3}, "is 3"),
                           ({"base_input": []}, "base_input holds no call"),
                           ({"base_input": [3]}, "base_input holds 3, expected lists")):
         (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(json.dumps(row | change).encode())
         with pytest.raises(ValueError, match=f"row 1 is no task of EvalPlus .*{words}"):
-            read_humaneval_plus(str(tmp_path))
+            read_items("humaneval_plus", str(tmp_path))
     with pytest.raises(ValueError, match=r"MbppPlus.jsonl.gz does not exist; expected it"):
-        read_mbpp_plus(str(tmp_path))
+        read_items("mbpp_plus", str(tmp_path))
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ def test_large_values_are_compared_by_digest():
 
 
 @needs_sandbox
-@pytest.mark.parametrize("read", [read_humaneval_plus, read_mbpp_plus])
-def test_reference_solutions_pass(read):
-    items = read(asset("eval"))[::EVERY]
+@pytest.mark.parametrize("task", ["humaneval_plus", "mbpp_plus"])
+def test_reference_solutions_pass(task):
+    items = read_items(task, asset("eval"))[::EVERY]
     judge = CodeJudge()
     judge.prepare(items)
     # behind the prompt, as a model would write it
@@ -175,7 +175,7 @@ def test_reference_solutions_pass(read):
 @needs_sandbox
 def test_expected_values_are_those_of_the_original_assertions():
     """HumanEval's own tests, run by hand on some tasks, against what the reference gives here."""
-    items = {item.id: item for item in read_humaneval_plus(asset("eval"))}
+    items = {item.id: item for item in read_items("humaneval_plus", asset("eval"))}
     cases = {  # from the tests of the original data
         "HumanEval/0": [True, False, True, False, True, True, False],
         "HumanEval/2": [0.5, 0.33, 0.456],

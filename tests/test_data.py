@@ -251,10 +251,16 @@ def test_a_stream_gives_the_same_again(dataset):
     assert [sample_id for _, sample_id in samples] == list(range(16))
 
 
-def test_a_stream_is_read_by_one_worker(dataset):
-    stream = StreamedExamples(dataset.to_iterable_dataset(), READER, 3)
-    batches = MicroBatches(stream, Texts(), 2, 1, 0, 1)
-    assert loader(batches, 4).num_workers == 1 and loader(batches, 0).num_workers == 0
+def test_a_stream_has_the_same_batches_from_any_number_of_workers(dataset):
+    """And the places from which it goes on, over the border of two epochs."""
+    found = []
+    for num_workers in (0, 1, 3):
+        stream = StreamedExamples(dataset.to_iterable_dataset(), READER, 3)
+        batches = MicroBatches(stream, Texts(), 2, 1, 0, 1)
+        read = list(itertools.islice(iter(loader(batches, num_workers)), 9))
+        found.append([(list(batch), batch.place) for batch in read])
+    assert found[0] == found[1] == found[2]
+    assert {place["epoch"] for _, place in found[0]} >= {0, 1, 2}
 
 
 def test_routes_are_read_beside_the_text():

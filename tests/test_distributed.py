@@ -210,10 +210,10 @@ def run_layouts(lines):
 
 @pytest.mark.slow
 def test_the_same_curve_in_every_layout(models, texts, tmp_path):
-    """Twelve steps, evaluated on the way; learning rate and clipping are as in earnest."""
+    """Six steps, evaluated on the way; learning rate and clipping are as in earnest."""
     argv = [f"--student={models[0]}", f"--teacher={models[1]}",
             f"--data={write_corpus(tmp_path, texts, 60)}", "--eval_rows=5", "--max_length=120",
-            "--steps=12", "--eval_every=6"]
+            "--steps=6", "--eval_every=3"]
     layouts = [Layout(1, 1, 2, 8, 1), *CURVES]
     lines = {}
     for layout in layouts:

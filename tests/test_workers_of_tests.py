@@ -113,7 +113,8 @@ def test_a_forked_rank_is_as_a_fresh_process():
     fresh = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
     (first, numbers), (_, others) = ranks.run(2, state_of_process)
     assert len(fresh) > 10_000
+    # "_registered" says that something was imported, and switches nothing
     differing = {name: (value, first[name]) for name, value in fresh.items()
-                 if name in first and first[name] != value}
+                 if name in first and first[name] != value and not name.endswith("_registered")}
     assert not differing
     assert not set(numbers) & set(others)  # what no seed has set differs by rank

@@ -18,7 +18,7 @@ from isogloss.writing.writer_process import (
     check_command,
     prompt_as_plain,
 )
-from jobs import losses_of, run_distill
+from jobs import losses_of, run_all, run_distill
 from launched import wait_until
 from test_on_policy import (
     base,  # noqa: F401, a fixture
@@ -41,23 +41,23 @@ def without_entropy(lines):
 
 @pytest.mark.slow
 def test_another_process_writes_what_the_student_would(base):  # noqa: F811
-    """With its weights after every step, also of a partitioned student and for two ranks."""
+    """With its weights after every step, of a partitioned student and for two ranks."""
     folder, argv = base
     argv = [*argv, "--steps=3"]
     own = [*argv, config_of(base, 2, 8, 1), f"--output_dir={folder / 'own'}"]
-    assert ranks.run(1, run_distill, [own]) == [[0]]
-    for stage, micro_batch_size in ((2, 4), (3, 2)):
-        output = folder / f"process{stage}"
-        flags = [*argv, config_of(base, stage, micro_batch_size, 2), f"--output_dir={output}",
-                 f"--rollout_command={command()}"]
-        assert ranks.run(2, run_distill, [flags]) == [[0]] * 2
-        check_same_rollouts_curve(without_entropy(losses_of(folder / "own", -1)),
-                                  without_entropy(losses_of(output, -1)))
-        for key, value in written_by(output).items():
-            assert written_by(folder / "own")[key] == value
-        lines = [line for line in losses_of(output, 0) if "loss" in line]
-        assert all(line["rollout/logp_gap"] < 1e-5 for line in lines)
-        assert lines[0]["rollout/entropy"] is None
+    run_all(1, own)
+    output = folder / "process"
+    flags = [*argv, config_of(base, 3, 2, 2), f"--output_dir={output}",
+             f"--rollout_command={command()}"]
+    run_all(2, flags)
+    check_same_rollouts_curve(without_entropy(losses_of(folder / "own", -1)),
+                              without_entropy(losses_of(output, -1)))
+    rollouts = written_by(folder / "own")
+    for key, value in written_by(output).items():
+        assert rollouts[key] == value
+    lines = [line for line in losses_of(output, 0) if "loss" in line]
+    assert all(line["rollout/logp_gap"] < 1e-5 for line in lines)
+    assert lines[0]["rollout/entropy"] is None
 
 
 @pytest.mark.slow
@@ -76,11 +76,14 @@ def test_a_process_that_fails_ends_the_job_with_a_line(base, capfd, fault, code)
 
 @pytest.mark.slow
 def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base):  # noqa: F811
-    """The first request is a check; the fourth is that of step 3.  Then the same job goes on."""
+    """The first request is a check; the fourth is that of step 3.  Then the same job goes on.
+
+    Its curve is that of a student that writes by itself.
+    """
     folder, argv = base
     argv = [*argv, config_of(base, 2, 8, 1), "--steps=4", "--rollout_eval=0"]
     stopped = [*argv, f"--output_dir={folder / 'stopped'}"]
-    straight = [*argv, f"--output_dir={folder / 'straight'}", f"--rollout_command={command()}"]
+    straight = [*argv, f"--output_dir={folder / 'straight'}"]
     [codes] = ranks.run(1, run_distill, [
         [*stopped, f"--rollout_command={command('stops')}"],
         [*stopped, f"--rollout_command={command()}"], straight])

@@ -65,9 +65,6 @@ def write_errors_named(target):
     """Raise a CannotSave where a file of a checkpoint cannot be written, as on a full disk.
 
     Other errors pass: a RuntimeError or a missing file may say that another rank is gone.
-
-    Args:
-        target: Path of the checkpoint.
     """
     try:
         yield
@@ -120,11 +117,7 @@ def save_checkpoint(engine, folder, step, *, identity, layout, keep, state):
 
 
 def _complete(scratch, target, position):
-    """Write position.json and give a checkpoint its final name.
-
-    Args:
-        position: what it holds, without its own checksum.
-    """
+    """Write position.json and give a checkpoint its final name."""
     position[CHECKSUM] = _checksum_of(position)
     write_atomically(scratch / POSITION, json.dumps(position, indent=1))
     sync(scratch)
@@ -134,11 +127,7 @@ def _complete(scratch, target, position):
 
 
 def _seal(folder):
-    """Wait until all files of a checkpoint are on disk; all ranks take part.
-
-    Returns:
-        {name: [bytes, CRC-32]} of every file.
-    """
+    """Wait until all files of a checkpoint are on disk; all ranks take part."""
     def seal(name):
         sync(folder / name)
         return size_and_checksum(folder / name)
@@ -160,17 +149,12 @@ def _divided(function, names):
 
 
 def _checksum_of(position):
-    """Return a checksum of all of position.json but its checksum."""
     content = {key: value for key, value in position.items() if key != CHECKSUM}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _remove_old_checkpoints(latest, keep):
-    """Remove all but the last `keep` checkpoints; one that has lost files does not count.
-
-    Args:
-        latest: path of the one that was just written, which stays in any case.
-    """
+    """Remove all but the last `keep` checkpoints; one that has lost files does not count."""
     folder = latest.parent
     num_whole = 1
     for checkpoint in reversed(complete_checkpoints(folder)):
@@ -211,9 +195,6 @@ def _orders(checkpoints):
 
     The count is of what this folder has been given.  Earlier versions did not count, so theirs
     come first, in the order of the clock.  One that is damaged stays with the step before it.
-
-    Args:
-        checkpoints: paths, in the order of their steps.
     """
     orders = {}
     order = 0, 0.0
@@ -227,7 +208,6 @@ def _orders(checkpoints):
 
 
 def _next_count(folder):
-    """Return the count of a checkpoint that is about to be written, behind all that are there."""
     orders = _orders(Path(folder).glob("step_*"))
     return 1 + max((count for count, _ in orders.values()), default=0)
 
@@ -252,16 +232,14 @@ def find_checkpoint(choice, folder, identity):
         if choice == "never":
             raise ValueError(
                 f"--resume=never: {folder} already holds {checkpoints[-1].name}; choose another "
-                "--output_dir or remove it"
-            )
+                "--output_dir or remove it")
         checkpoint = _newest_whole(checkpoints)
     else:
         checkpoint = Path(choice)
         if not (checkpoint / POSITION).is_file():
             raise ValueError(
                 f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder "
-                "step_*"
-            )
+                "step_*")
         damage = damage_of(checkpoint)
         if damage:
             raise ValueError(f"--resume={choice}: {damage}; name another checkpoint")
@@ -279,8 +257,7 @@ def _newest_whole(checkpoints):
             print(f"distill.py: {damage}; it is left out", file=sys.stderr, flush=True)
     raise ValueError(
         f"--resume=auto: {damage}, and no other checkpoint there is whole; restore the file, or "
-        "move the checkpoints away to start anew"
-    )
+        "move the checkpoints away to start anew")
 
 
 def damage_of(checkpoint):
@@ -326,8 +303,6 @@ def _missing_or_cut(checkpoint):
 def agree_on_start(checkpoint):
     """Check that all ranks start from one checkpoint; all of them take part.
 
-    Args:
-        checkpoint: Path, or None.
     Raises:
         ValueError: they do not.
     """
@@ -344,11 +319,7 @@ def agree_on_start(checkpoint):
 
 
 def check_identity(choice, checkpoint, identity):
-    """Check that a checkpoint belongs to the run with this identity.
-
-    Raises:
-        ValueError: it does not; the line says what to do.
-    """
+    """Check that a checkpoint belongs to the run with this identity."""
     # what checkpoints of earlier versions lack was off
     saved = {"join_rows": 0} | without_secrets(position_of(checkpoint)["run"])
     for key in PATH_FLAGS & saved.keys():  # earlier versions kept `~` as it was written
@@ -363,12 +334,10 @@ def check_identity(choice, checkpoint, identity):
             f"--resume={choice}: {checkpoint} has another learning-rate schedule ({values[0]}); "
             "add --extend_schedule to go on with the new one, by which the learning rate jumps, or "
             'keep the old one: write its numbers in place of "auto" into the ds_config, or use '
-            "the same --steps"
-        )
+            "the same --steps")
     raise ValueError(
         f"--resume={choice}: {checkpoint} belongs to another run ({'; '.join(values)}); use the "
-        "same settings or another --output_dir"
-    )
+        "same settings or another --output_dir")
 
 
 def position_of(checkpoint):

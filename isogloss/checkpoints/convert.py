@@ -65,9 +65,6 @@ def _load(path, mmap=False):
     """Read a file that holds more than tensors.
 
     Under `unpickle.known_classes_only`, which lets pass what it may hold whatever is said here.
-
-    Args:
-        mmap: leave tensors on disk until they are read.
     """
     return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
 
@@ -114,8 +111,7 @@ def write_universal(checkpoint, universal):
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        inject_missing_state=True,
-    )
+        inject_missing_state=True)
     # The tool prints its progress.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         ds_to_universal(arguments)
@@ -163,7 +159,6 @@ def _count_as_one(universal):
 
 
 def _restore_shapes(universal):
-    """Give the tensors that were written from stage 3 the shapes of their parameters."""
     for shapes in _load(universal / MODEL_STATES, mmap=True)["param_shapes"]:
         for name, shape in shapes.items():
             for kind in TENSORS:
@@ -173,7 +168,6 @@ def _restore_shapes(universal):
 
 
 def _save_parameter(path, tensor):
-    """Write a tensor of one parameter as all stages read it."""
     torch.save({"param": tensor.contiguous(), "cat_dim": 0}, path)
 
 
@@ -215,11 +209,7 @@ def names_by_group(module):
 
 
 def write_universal_of_stage_0(engine, checkpoint, universal):
-    """Write a universal checkpoint from one of stage 0.
-
-    Args:
-        engine: of any layout, whose module has the same parameters.
-    """
+    """Write a universal checkpoint from one of stage 0."""
     model_states = _load(checkpoint / MODEL_STATES, mmap=True)
     # In 16 bits the optimizer wraps another one, and holds the weights in float32 itself.
     outer = model_states["optimizer"]
@@ -251,7 +241,6 @@ def write_universal_of_stage_0(engine, checkpoint, universal):
 
 
 def _float32_weights(model_states, position, names):
-    """Return the float32 weights of a group, in the order of its names."""
     masters = model_states["optimizer"].get("fp32_groups")  # of 16-bit weights
     if masters:
         return [master.detach() for master in masters[position]]
@@ -291,7 +280,6 @@ def load_into_stage_0(engine, universal):
 
 
 def _load_parameter(optimizer, master, folder):
-    """Load a parameter and its state of Adam from its folder in a universal checkpoint."""
     tensors = {}
     for kind in TENSORS:
         saved = torch.load(folder / f"{kind}.pt", weights_only=True)["param"]

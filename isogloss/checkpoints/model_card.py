@@ -10,6 +10,8 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from huggingface_hub import ModelCardData
+
 from isogloss.config import Config, configs_by_teacher
 from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
 from isogloss.flags.model_names import without_secrets
@@ -57,13 +59,7 @@ def read_record(folder):
 
 
 def write_card(target, folder, step):
-    """Write README.md, and where the run was measured a picture of its curves.
-
-    Args:
-        target: folder of the exported model.
-        folder: of the run.
-        step: of the weights.
-    """
+    """Write README.md, and where the run was measured a picture of its curves."""
     record, cfg = read_record(folder)
     try:
         lines = [line for line in read_run(folder) if line["step"] <= step]
@@ -76,12 +72,7 @@ def write_card(target, folder, step):
 
 
 def card_text(record, cfg, lines, step, has_picture):
-    """Return the text of a model card.
-
-    Args:
-        record: run.json; cfg: its Config.
-        lines: of metrics.jsonl, up to the step.
-    """
+    """Return the text of a model card."""
     name = public_name(cfg.export or cfg.output_dir).rpartition("/")[2]
     sections = [front_matter(cfg), f"# {name}", description(cfg)]
     sections.append(table(["", ""], facts(record, cfg, step)))
@@ -97,16 +88,12 @@ def card_text(record, cfg, lines, step, has_picture):
 def front_matter(cfg):
     """Return the metadata that the hub reads."""
     library = "peft" if cfg.lora_r and not cfg.merge else "transformers"
-    lines = [f"library_name: {library}", "pipeline_tag: text-generation"]
     models = [] if cfg.from_scratch else [cfg.student]
-    lines += yaml_list("base_model", hub_ids(models))
-    lines += yaml_list("datasets", hub_ids([cfg.data.partition(":")[0]]))
-    lines += yaml_list("tags", ["isogloss", "knowledge-distillation"])
-    return "\n".join(["---", *lines, "---"])
-
-
-def yaml_list(key, values):
-    return [f"{key}:", *[f"- {value}" for value in values]] if values else []
+    card = ModelCardData(
+        library_name=library, pipeline_tag="text-generation", base_model=hub_ids(models) or None,
+        datasets=hub_ids([cfg.data.partition(":")[0]]) or None,
+        tags=["isogloss", "knowledge-distillation"])
+    return f"---\n{card}\n---"
 
 
 def hub_ids(names):

@@ -21,8 +21,6 @@ def known_classes_only(checkpoint):
 
     DeepSpeed itself calls it with weights_only=False.
 
-    Args:
-        checkpoint: path, for errors.
     Raises:
         ValueError: a file holds something else.
     """

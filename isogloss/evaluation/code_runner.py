@@ -130,9 +130,6 @@ def compile_longest(code, *arguments):
     """Return the compiled program, without its last lines if only that makes it valid.
 
     A model's answer may end in the middle of a line.
-
-    Raises:
-        SyntaxError: no line of it is left.
     """
     lines = code.split("\n")
     for last in range(len(lines), 0, -1):

@@ -88,27 +88,18 @@ class CodeItem:
     tolerance: float
 
 
-def read_humaneval_plus(data, limit=0, max_new_tokens=CODE_NEW_TOKENS):
-    """Read HumanEval+: a model completes a function from its signature and docstring.
+def read_items(task, data, limit=0, max_new_tokens=CODE_NEW_TOKENS):
+    """Read HumanEval+ (complete a function from its signature and docstring) or MBPP+ (write one
+    from a sentence and a test).
 
     Args:
+        task: key of FILES.
         data: folder, or "" for EvalPlus' release.
         limit: the first items only; 0: all.
         max_new_tokens: of an answer.
     Returns:
         list of CodeItem.
-    Raises:
-        ValueError: files are missing or damaged.
     """
-    return _read("humaneval_plus", data, limit, max_new_tokens)
-
-
-def read_mbpp_plus(data, limit=0, max_new_tokens=CODE_NEW_TOKENS):
-    """Read MBPP+: a model writes a function from a sentence and a test.  See above."""
-    return _read("mbpp_plus", data, limit, max_new_tokens)
-
-
-def _read(task, data, limit, max_new_tokens):
     path = _path_of(task, data)
     items = []
     for number, row in enumerate(_rows(task, path, limit), 1):
@@ -140,7 +131,6 @@ def _path_of(task, data):
 
 
 def _rows(task, path, limit):
-    """Return the first rows of a .jsonl file, compressed or not."""
     rows = []
     try:
         with open(path, "rb") as file:
@@ -199,12 +189,7 @@ NUMBERS = {124: (float, complex), 252: (complex,)}
 
 
 def typed_arguments(task_id, arguments):
-    """Return the arguments of a call with the types that JSON does not have.
-
-    Args:
-        task_id: as "Mbpp/2".
-        arguments: as the file holds them.
-    """
+    """Return the arguments of a call with the types that JSON does not have."""
     name, _, number = task_id.partition("/")
     if name != "Mbpp":
         return arguments
@@ -222,7 +207,6 @@ def typed_arguments(task_id, arguments):
 
 
 def _with_tuples(value, depths, depth=0):
-    """Return a value with tuples for the lists at some depths."""
     if isinstance(value, dict):
         return {key: _with_tuples(entry, depths, depth + 1) for key, entry in value.items()}
     if not isinstance(value, list):
@@ -302,14 +286,7 @@ RELATIVE_TOLERANCE = 1e-7
 
 
 def is_right(item, arguments, expected, output):
-    """Tell whether a call gave what it should.
-
-    Args:
-        item: CodeItem.
-        arguments: of the call.
-        expected: what the reference solution gave.
-        output: what the answer gave.
-    """
+    """Tell whether a call gave what it should."""
     try:
         return bool(_is_right(item, arguments, expected, output))
     except Exception:  # values of a model's program may have any type and size
@@ -318,11 +295,14 @@ def is_right(item, arguments, expected, output):
 
 def _is_right(item, arguments, expected, output):
     if item.task == "humaneval_plus" and item.entry_point == "find_zero":
-        return abs(polynomial(arguments[0], output)) <= item.tolerance
+        value = sum(factor * math.pow(output, i) for i, factor in enumerate(arguments[0]))
+        return abs(value) <= item.tolerance
     is_equal = output == expected
     if item.task == "mbpp_plus":
         if item.entry_point in COMPARED_AS_FOUND and not isinstance(output, bool):
-            is_equal = (output is not None) == is_found(expected)
+            # a reference says whether it found something, or returns what it found
+            is_found = expected if isinstance(expected, bool) else expected is not None
+            is_equal = (output is not None) == is_found
         elif item.entry_point == "surface_Area":
             is_equal = is_equal or abs(output - pyramid_area(*arguments)) <= item.tolerance
         elif item.entry_point == "digit_distance_nums":
@@ -337,21 +317,11 @@ def _is_right(item, arguments, expected, output):
     return np.allclose(output, expected, rtol=RELATIVE_TOLERANCE, atol=tolerance)
 
 
-def is_found(expected):
-    """Tell whether a reference found something: it says so, or returns what it found."""
-    return expected if isinstance(expected, bool) else expected is not None
-
-
 def are_floats(value):
     """Tell whether a value is a float, or a list or tuple of nothing else."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(isinstance(entry, float) for entry in value)
     return isinstance(value, float)
-
-
-def polynomial(coefficients, x):
-    """Return the value of sum_i coefficients[i] * x^i."""
-    return sum(coefficient * math.pow(x, power) for power, coefficient in enumerate(coefficients))
 
 
 def pyramid_area(base_edge, height):
@@ -407,12 +377,6 @@ class CodeJudge:
         """Return [function(item)], several at a time; what a program takes is not this process."""
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(function, items))
-
-    def check_sandbox(self):
-        """Raise a ValueError where there is no sandbox and one is wanted."""
-        reason = None if self.unsafe else sandbox.why_unavailable()
-        if reason:
-            raise ValueError(reason)
 
     def prepare(self, items):
         """Run the reference solutions of some items.

@@ -67,10 +67,6 @@ def load_samples(cfg, inputs, student):
     """Return the EvalSamples of a run.
 
     Rows that give no prompt are left out, as on-policy.
-
-    Args:
-        inputs: RunInputs.
-        student: WholeStudent.
     """
     data = inputs.data.held_out_data
     prompter = build_prompter(cfg, inputs.student, 1)

@@ -190,11 +190,7 @@ def model_sums(logits, batch):
 
 
 def pair_sums(student_logits, pair):
-    """Return the PairSums of what depends on logits.
-
-    Args:
-        student_logits: LogitsSource, complete; pair: EvaluationPair.
-    """
+    """Return the PairSums of what depends on logits."""
     sums = PairSums.of_loss(pair.loss)
     blocks = TeacherBlocks(pair.logits, pair.batch.tiles)
     for tile in pair.batch.tiles:

@@ -110,7 +110,6 @@ def load_harness_task(name, options):
 
 
 def _local_copy(name, folder):
-    """Return the path of the copy of a data set of the hub in a folder."""
     dataset = NAMES[name][2]
     path = Path(folder) / dataset
     if not path.is_dir():
@@ -177,11 +176,7 @@ class Answers:
         return answers
 
     def _answered(self, answer, requests):
-        """Return the answers of all ranks in the order of the requests.
-
-        Raises:
-            GaveUp: on all ranks, if one of them gives up.
-        """
+        """Return the answers of all ranks in the order of the requests."""
         own = None
         with suppress(GaveUp):
             own = answer(requests[self.rank :: self.size])
@@ -225,7 +220,6 @@ class Answers:
 
 
 def _check_finite(logp):
-    """Raise a ValueError, on every rank, where a log-probability is not finite."""
     if not all(map(math.isfinite, logp)):
         raise ValueError("the model's log-probabilities are not finite; expected a model whose "
                          "weights and activations are, in its dtype")
@@ -242,12 +236,7 @@ class Written:
 
 
 def run_harness_task(task, answers):
-    """Return (metrics, records) of a HarnessTask, equal on every rank; all of them take part.
-
-    Args:
-        task: HarnessTask.
-        answers: Answers.
-    """
+    """Return (metrics, records) of a HarnessTask, equal on every rank; all of them take part."""
     from lm_eval.evaluator import evaluate
 
     for of_harness in task.loaded["tasks"].values():
@@ -276,7 +265,6 @@ def run_harness_task(task, answers):
 
 
 def _record(task, sample):
-    """Return what became of an item: a dict for the file of records."""
     answers = sample["filtered_resps"]
     record = {"task": task, "id": str(sample["doc_id"]), "rule": sample["filter"]}
     metrics = {key: sample[key] for key in sample["metrics"]}
@@ -299,7 +287,6 @@ def _record(task, sample):
 
 
 def _language_model(answers):
-    """Return what the harness takes for a model."""
     from lm_eval.api.model import LM
 
     class Model(LM):
@@ -320,11 +307,7 @@ def _language_model(answers):
 
 
 def _written(prompt, options, max_new_tokens):
-    """Return the Written of a prompt and the options that a task has for it.
-
-    Args:
-        max_new_tokens: 0: as the task says.
-    """
+    """Return the Written of a prompt and the options that a task has for it."""
     stops = options.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     draws = options.get("do_sample", True)  # without a temperature it is greedy all the same

@@ -172,7 +172,6 @@ exec(program, {"__name__": "__main__", "__builtins__": __builtins__})
 
 @functools.cache
 def _box() -> tuple[str, ...]:
-    """Return the command that opens a box, up to what is run in it."""
     bwrap = shutil.which("bwrap")
     assert bwrap
     box = [
@@ -201,14 +200,12 @@ def _interpreter() -> str:
 
 
 def _library_folders() -> list[str]:
-    """Return the folders of the standard library."""
     of_python = sysconfig.get_path("stdlib")
     compiled = sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix})
     return [of_python] if compiled == of_python else [of_python, compiled]
 
 
 def _shared_libraries() -> list[str]:
-    """Return the shared libraries that the interpreter and the standard library load."""
     modules = []
     for folder in _library_folders():
         for path in Path(folder, "lib-dynload").glob("*.so"):
@@ -317,14 +314,7 @@ def _watch(
     process: subprocess.Popen[bytes], box: socket.socket, deadline: float, most_output: int, *,
     is_boxed: bool,
 ) -> Result:
-    """Read what a program prints, until it ends or may not go on.
-
-    Args:
-        box: on which it asks whether to begin.
-        deadline: of time.monotonic().
-        most_output: bytes.
-        is_boxed: it has a /tmp of its own.
-    """
+    """Read what a program prints, until it ends or may not go on."""
     assert process.stdout
     output = bytearray()
     is_open = True

@@ -87,7 +87,6 @@ class TaskEncoder:
         self.stop_ids = list(stop_ids) or ([] if eos is None else [eos])
 
     def _added_in_front(self):
-        """Return the tokens that the tokenizer by itself puts in front of a text."""
         plain = self._plain(["a"])[0]
         whole = self.tokenizer.encode("a")
         for first in range(len(whole)):
@@ -145,7 +144,6 @@ class TaskEncoder:
         return [self.first_token], ids
 
     def _split(self, whole, context):
-        """Split the tokens of context and continuation behind those of the context."""
         end = len(context)
         if len(whole) <= end:
             # the last token of the context took in the continuation, where the harness gives up
@@ -211,9 +209,6 @@ class TextStop:
         for stop in self.stops:
             text = text.split(stop)[0]
         return text
-
-
-# --- the state of the model -----------------------------------------------------------------------
 
 
 @contextmanager

@@ -133,7 +133,6 @@ def plan_passes(rows, model, batch_size):
 
 
 def _end_of(row):
-    """Return the tokens of a Row and its longest tail."""
     return len(row.ids) + _longest_tail(row)
 
 
@@ -228,7 +227,6 @@ class Pass:
         return Past(cache, mask_BL) if has_tails and _is_selectable(cache) else None
 
     def _options(self, mask_BL, has_tails):
-        """Return the options of the model's forward pass."""
         if self.past is None and not has_tails:
             # Without a mask attention is faster.  It is causal, so padding behind changes nothing.
             return {"use_cache": False}

@@ -8,20 +8,15 @@ import random
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from isogloss.evaluation.harness import (
-    NAMES,
-    PREFIX,
-    Answers,
-    HarnessTask,
-    load_harness_task,
-    run_harness_task,
-)
+from isogloss.evaluation import harness
+from isogloss.evaluation.code_tasks import FILES as CODE_TASKS
 from isogloss.evaluation.task_model import GaveUp, TaskEncoder, evaluation_mode
-from isogloss.evaluation.tasks import READERS, TaskOptions, load_code_task, run_code_task
+from isogloss.evaluation.tasks import TaskOptions, load_code_task, run_code_task
 
 
 @dataclass
@@ -44,7 +39,7 @@ class TaskSuite:
     @property
     def writes(self):
         """Whether the model has to write answers."""
-        return any(not isinstance(task, HarnessTask) or task.writes for task in self.tasks)
+        return any(not isinstance(task, harness.HarnessTask) or task.writes for task in self.tasks)
 
     def run(self, model, sums, agree=bool, stop=lambda: False):
         """Return (metrics, records of this rank's items); all ranks take part.
@@ -65,9 +60,9 @@ class TaskSuite:
 
         metrics = {}
         records = []
-        answers = Answers(model, self.encoder, self.options, self.rank, self.size, goes_on)
+        answers = harness.Answers(model, self.encoder, self.options, self.rank, self.size, goes_on)
         for task in self.tasks:
-            if isinstance(task, HarnessTask):
+            if isinstance(task, harness.HarnessTask):
                 of_task, of_items = self._run_harness_task(task, answers)
             else:
                 of_task, of_items = run_code_task(
@@ -83,7 +78,7 @@ class TaskSuite:
         with suppress(GaveUp), evaluation_mode(answers.model), random_states_restored():
             begin = time.perf_counter()
             try:
-                of_task, records = run_harness_task(task, answers)
+                of_task, records = harness.run_harness_task(task, answers)
             except ValueError as error:
                 raise ValueError(f"{task.name}: {error}") from None
             metrics = {f"eval/{name}": value for name, value in of_task.items()}
@@ -116,20 +111,23 @@ def load_suite(names, options, encoder, rank=0, size=1):
     Raises:
         ValueError: an unknown name, or one twice; see `load_code_task` and `load_harness_task`.
     """
-    known = [*NAMES, *READERS]
+    if options.data and not Path(options.data).is_dir():
+        raise ValueError(f"the data folder {options.data} does not exist; expected a folder with "
+                         "files of the tasks, or none for the hub")
+    known = [*harness.NAMES, *CODE_TASKS]
     for number, name in enumerate(names):
-        if name not in known and not name.startswith(PREFIX):
+        if name not in known and not name.startswith(harness.PREFIX):
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else (
-                f"expected {', '.join(known)}, or {PREFIX}NAME")
+                f"expected {', '.join(known)}, or {harness.PREFIX}NAME")
             raise ValueError(f"unknown task {name!r}; {hint}")
         if name in names[:number]:
             raise ValueError(f"task {name} is named twice; name it once")
     tasks = []
     for name in names:
-        if name in READERS:
+        if name in CODE_TASKS:
             tasks.append(load_code_task(name, options, rank, size))
             continue
         with random_states_restored():
-            tasks.append(load_harness_task(name, options))
+            tasks.append(harness.load_harness_task(name, options))
     return TaskSuite(tasks, encoder, options, rank, size)

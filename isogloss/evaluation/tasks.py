@@ -12,24 +12,14 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from isogloss.evaluation.code_tasks import (
-    CODE_NEW_TOKENS,
-    CodeItem,
-    CodeJudge,
-    ks_of,
-    pass_at,
-    read_humaneval_plus,
-    read_mbpp_plus,
-)
+from isogloss.evaluation import code_tasks, sandbox
+from isogloss.evaluation.code_tasks import CodeItem, CodeJudge, ks_of, pass_at
 from isogloss.evaluation.task_model import GaveUp, evaluation_mode, write_answers
-from isogloss.flags.parse import check_types
-
-READERS = {"humaneval_plus": read_humaneval_plus, "mbpp_plus": read_mbpp_plus}
+from isogloss.flags.parse import check_types, flag
 
 # {option: its smallest and largest value}: beyond them float32 or random generators fail, or no
 # machine suffices
@@ -42,29 +32,20 @@ LOWEST_TEMPERATURE = 1e-3  # but for 0: below it logits / temperature leave floa
 
 @dataclass(kw_only=True)
 class TaskOptions:
-    """State how tasks are run.
+    """State how tasks are run."""
 
-    Attributes:
-        data: folder of files as docs/tasks.md describes them; "": the hub.
-        shots: solved examples in the prompt, of tasks of the harness; -1: as each task says.
-        limit: items of each task, of MMLU of each subject, the first ones; 0: all.
-        batch_size: rows of a forward pass.
-        max_new_tokens: of a written answer; 0: as many as its task is made for.
-        samples: programs for each item.
-        temperature: of programs; 0: the most likely tokens.
-        seed: of the draws at a temperature above 0.
-        allow_unsafe_code: run what the model writes without a sandbox.
-    """
-
-    data: str = ""
-    shots: int = -1
-    limit: int = 0
-    batch_size: int = 16
-    max_new_tokens: int = 0
-    samples: int = 1
-    temperature: float = 0.0
-    seed: int = 0
-    allow_unsafe_code: bool = False
+    data: str = flag("", "folder of the tasks' files; without it they come from the hub.")
+    shots: int = flag(
+        -1, "solved examples in the prompt, not of code; -1: as each task says, of gsm8k 5.")
+    limit: int = flag(0, "items of each task, of MMLU of each subject, the first ones; 0: all.")
+    batch_size: int = flag(16, "rows of a forward pass.")
+    max_new_tokens: int = flag(
+        0, "of a written answer; 0: as many as its task is made for, of GSM8K 256, of code 768.")
+    samples: int = flag(1, "programs for each item of a task of code, for pass@k.")
+    temperature: float = flag(0.0, "of programs, 0 (the most likely tokens) or more.")
+    seed: int = flag(0, "of the draws at a temperature above 0.")
+    allow_unsafe_code: bool = flag(
+        False, "run what the model writes without a sandbox; it can then do all that you can.")
 
     def __post_init__(self):
         check_types(self)
@@ -80,9 +61,6 @@ class TaskOptions:
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"samples is {self.samples} at temperature 0, where all samples are "
                              "equal; expected a temperature above 0")
-        if self.data and not Path(self.data).is_dir():
-            raise ValueError(f"the data folder {self.data} does not exist; expected a folder with "
-                             "files of the tasks, or none for the hub")
 
 
 # --- code -----------------------------------------------------------------------------------------
@@ -112,12 +90,7 @@ class CodeTask:
         return [f"{test}@{k}" for k in self.ks for test in ("pass", "base_pass")] + ["timeouts"]
 
     def judged(self, item, answers):
-        """Return (numbers, records): values in the order of `numbers`, a dict for each answer.
-
-        Args:
-            item: CodeItem.
-            answers: texts behind its prompt.
-        """
+        """Return (numbers, records): values in the order of `numbers`, a dict for each answer."""
         verdicts = [self.judge.verdict(item, answer) for answer in answers]
         right = sum(verdict.passes for verdict in verdicts)
         right_base = sum(verdict.passes_base for verdict in verdicts)
@@ -137,20 +110,16 @@ class CodeTask:
 def load_code_task(name, options, rank=0, size=1):
     """Read a task, and run the reference solutions of this rank's items.
 
-    Args:
-        name: of READERS.
-        options: TaskOptions.
-        rank, size: item i belongs to rank i mod size.
     Raises:
         ValueError: no sandbox, missing or damaged data.
     """
     judge = CodeJudge(options.allow_unsafe_code)
-    try:
-        judge.check_sandbox()
-    except ValueError as error:
-        raise ValueError(f"{name} runs what the model writes: {error}; or allow it to do all that "
-                         "you can, with --allow_unsafe_code") from None
-    items = READERS[name](options.data, options.limit, options.max_new_tokens or CODE_NEW_TOKENS)
+    reason = None if judge.unsafe else sandbox.why_unavailable()
+    if reason:
+        raise ValueError(f"{name} runs what the model writes: {reason}; or allow it to do all that "
+                         "you can, with --allow_unsafe_code")
+    items = code_tasks.read_items(name, options.data, options.limit,
+                                  options.max_new_tokens or code_tasks.CODE_NEW_TOKENS)
     task = CodeTask(name, items, judge, ks_of(options.samples))
     task.shard = list(enumerate(items))[rank::size]
     judge.prepare([item for _, item in task.shard])
@@ -210,7 +179,6 @@ def run_code_task(task, model, encoder, options, *, agree=bool, sums=torch.as_te
 
 
 def _judged_shard(task, model, encoder, options, *, agree, bar, stop):
-    """Return what is known of each item of this rank."""
     items = [item for _, item in task.shard]
     answers = _written(task, model, encoder, options, agree, bar)
 

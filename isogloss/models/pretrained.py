@@ -8,7 +8,6 @@ import re
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers.quantizers import AutoHfQuantizer
 
 from isogloss.flags.model_names import read_model_name
 from isogloss.models.adapters import adapter_of, add_adapter, load_adapter, merge_into
@@ -240,6 +239,8 @@ def quantization_of(config):
 
 def _check_quantized(role, path, quantization):
     """Raise a ValueError for quantized weights that cannot be trained, or not be read."""
+    from transformers.quantizers import AutoHfQuantizer  # a second, which few models need
+
     with reading(role, path, "its quantized weights"):
         quantizer = AutoHfQuantizer.from_config(quantization)
         quantizer.validate_environment(device_map=None)

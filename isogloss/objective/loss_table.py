@@ -266,13 +266,19 @@ def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
         weight = sub_tile.weight
         if weight is not None:  # of all positions in the sub-tile; the loss wants one a chunk
             weight = weight.index_select(0, chunks.first_S)[None]
-        student = student_logits.index_select(0, chunks.first_S)[None]
-        teacher = teacher_logits.index_select(0, chunks.first_T)[None]
+        student = _chosen(student_logits, chunks.first_S, chunks.whole_S)[None]
+        teacher = _chosen(teacher_logits, chunks.first_T, chunks.whole_T)[None]
         if has_rest:
             student = merge_unkept(student, teacher, parameters["temperature"])
         return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
 
     return DistillationLoss(loss_fn)
+
+
+def _chosen(logits, rows, in_order):
+    """Return some rows, without a copy where they are all of them, as they mostly are."""
+    is_all = in_order and len(rows) == len(logits)
+    return logits if is_all else logits.index_select(0, rows)
 
 
 def build_translated(pair, device, divergence, parameters, has_rest=False, compiler=plain):

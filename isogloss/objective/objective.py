@@ -13,7 +13,14 @@ import torch
 from isogloss.data.batch_types import TeacherBatch
 from isogloss.job.sequence_group import SequenceGroup, gather_halo
 from isogloss.losses import next_token_cross_entropy
-from isogloss.tiles import GradientWindow, HiddenLogits, LogitsSource, LossPart, tiled_losses
+from isogloss.tiles import (
+    GradientWindow,
+    HiddenLogits,
+    LogitsSource,
+    LossPart,
+    tiled_losses,
+    weighted,
+)
 
 
 @dataclass
@@ -199,7 +206,7 @@ def untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights):
                 teacher = block[sub_tile.teacher_slice]
             sums.append(tile_loss(student[sub_tile.student_slice], teacher, sub_tile))
     total = torch.stack(sums).sum(0)
-    return (total * total.new_tensor(weights)).sum(), total.detach()
+    return weighted(total, weights), total.detach()
 
 
 def weigh_samples(batch, weight_B):

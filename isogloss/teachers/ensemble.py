@@ -146,8 +146,11 @@ class EnsembleTeacher(TeacherGroup):
         return self._mean(logits, batch, is_truncated)
 
     def _mean(self, logits, batch, is_truncated):
-        weights = torch.tensor(self.spec.weights, device=batch.ids.device)  # in any unit
-        return EnsembleLogits(tuple(logits), weights / weights.sum(), self.spec.space,
+        total = sum(self.spec.weights)  # they are in any unit
+        # filled where they are: to copy numbers to a GPU would wait for it
+        weights = [torch.full((), weight / total, device=batch.ids.device)
+                   for weight in self.spec.weights]
+        return EnsembleLogits(tuple(logits), torch.stack(weights), self.spec.space,
                               self.spec.vocab, is_truncated)
 
 

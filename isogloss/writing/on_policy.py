@@ -111,11 +111,7 @@ class Writer:
     # the rollouts of a step
 
     def complete(self, drafts, step):
-        """Return the Batches of the Drafts of a step; all ranks take part.
-
-        Args:
-            step: number of the step, from 1 on.
-        """
+        """Return the Batches of the Drafts of a step; all ranks take part."""
         begin = time.perf_counter()
         if self.staleness(step) == 0:
             self._write_batch(drafts)
@@ -136,7 +132,6 @@ class Writer:
         return batches
 
     def _to_be_moved(self, batch):
-        """Return a Batch as the device copies it best."""
         return in_pinned_memory(batch) if self.device.type == "cuda" else batch
 
     def staleness(self, step):
@@ -144,7 +139,6 @@ class Writer:
         return (step - 1) % self.cfg.rollout_every
 
     def _write_batch(self, drafts):
-        """Write all rollouts that the Drafts ask for, and forget those before."""
         examples = []
         for draft in drafts:
             for example in draft.examples:
@@ -156,7 +150,6 @@ class Writer:
             self.written[rollout.prompt.key] = WrittenExample(rollout, example.route)
 
     def _finished(self, example):
-        """Return an Example with its Rollout in place of its prompt."""
         content = example.content
         if not isinstance(content, (RolloutPrompt, OldRollout)):
             return example
@@ -216,9 +209,6 @@ class Writer:
         """Return the Completions of this rank's prompts, by the process of its node.
 
         All ranks take part: the first one of a node asks for all of them.
-
-        Raises:
-            WriterError, WriterStopped: on all ranks.
         """
         self._share_weights()
         plain = [prompt_as_plain(prompt) for prompt in starts]
@@ -244,11 +234,7 @@ class Writer:
         return [completion_of_plain(plain) for plain in completions]
 
     def _ask_process(self, asked):
-        """Return {rank: completions} of the ranks of this node, as they are sent.
-
-        Args:
-            asked: [node, prompts] of every rank, likewise.
-        """
+        """Return {rank: completions} of the ranks of this node, as they are sent."""
         if self.process.is_loaded:
             self.process.refresh()
         else:
@@ -311,12 +297,6 @@ class Writer:
         """Keep the records of a step; return its metrics, equal on every rank.
 
         All ranks take part.
-
-        Args:
-            batches: Batches of the step on this rank.
-            counts: global Counts.
-            targets: of each batch, the TeacherTarget of every teacher.
-            names: of the teachers.
         """
         nats_of_batches = []
         for of_batch in targets:
@@ -441,9 +421,6 @@ def evaluate_rollouts(writer, setups):
     """Let the student write from held-out rows; return the metrics, equal on every rank.
 
     All ranks take part.  The noise is the same at every evaluation.
-
-    Args:
-        setups: `targets.TeacherSetup` of every teacher.
     """
     begin = time.perf_counter()
     batches, sums = writer.held_out_batches(writer.engine.train_micro_batch_size_per_gpu())
@@ -475,12 +452,7 @@ def evaluate_rollouts(writer, setups):
 
 
 def compared(sums, pairs, names):
-    """Return how far the student is from each teacher on what it wrote.
-
-    Args:
-        sums: global RolloutSums.
-        pairs: global PairCounts of every teacher.
-    """
+    """Return how far the student is from each teacher on what it wrote."""
     metrics = {}
     for name, pair, nats in zip(names, pairs, sums.teacher_nats):
         if pair.rollout_bytes:

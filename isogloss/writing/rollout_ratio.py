@@ -63,8 +63,6 @@ def weigh_by_ratio(cfg, engine, batches, sequence_group):
     A term at a place of a rollout weighs p / p_old of the tokens before it, because so much more
     often the student would be there today.
 
-    Args:
-        batches: Batches on the device.
     Returns:
         (the batches, metrics).
     """

@@ -118,7 +118,6 @@ class WriterProcess:
         return response
 
     def _exchange(self, message, seconds, most_bytes):
-        """Send bytes and return the line that follows them."""
         begin = time.monotonic()
         stdin = self.process.stdin.fileno()
         stdout = self.process.stdout.fileno()
@@ -200,11 +199,7 @@ class WriterProcess:
         self.is_loaded = True
 
     def refresh(self):
-        """Let the engine take over the shared weights.
-
-        Raises:
-            RuntimeError: it took over another number of them.
-        """
+        """Let the engine take over the shared weights."""
         self._check_number(self.ask(self.timeout, do="refresh"))
 
     def _check_number(self, response):
@@ -249,7 +244,6 @@ class WriterProcess:
 
 
 def _shortened(value):
-    """Return the beginning of what a process has answered, for a message."""
     if isinstance(value, (bytes, bytearray)):
         value = value[:400].decode(errors="replace").strip()
     elif not isinstance(value, str):

@@ -1,0 +1,67 @@
+"""Measure how many tokens a data worker prepares, and what its batches take.
+
+    OMP_NUM_THREADS=1 python benchmarks/worker.py --student DIR --teacher DIR --text FILE
+
+The text is cut into pieces of 8,000 characters, each a sample of at most 1,024 tokens; a batch has
+8 of them, with the lists of piece_kl.  The best of several runs in one process.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import fire
+import torch
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.sample import TextEncoder
+from isogloss.job.columns import pack
+from isogloss.nodes import Tables
+from isogloss.objective.loss_table import as_index, translation_fields
+from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tile_plan import GPU_SUB_TILES
+
+SAMPLE = 8000  # characters
+BATCH = 8
+LINE = "{:>10} {:>9} {:>10} {:>12} {:>10} {:>9} {:>8}"
+
+
+def timed(run, times):
+    """Return (seconds of the fastest call, its result)."""
+    best = float("inf")
+    for _ in range(times):
+        begin = time.perf_counter()
+        result = run()
+        best = min(best, time.perf_counter() - begin)
+    return best, result
+
+
+def main(student, teacher, text, max_length=1024, times=3, memory_mib=(4096, 512)):
+    """Print a table with a line for each size of --loss_memory_mib."""
+    torch.set_num_threads(1)
+    tokenizers = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
+    pair = Pair.of(*tokenizers)
+    fields = translation_fields(pair)
+    tables = Tables(*[as_index(fields[name]) for name in Tables._fields])
+    raw = Path(text).read_text()
+    samples = [raw[first : first + SAMPLE] for first in range(0, BATCH * SAMPLE, SAMPLE)]
+    encoders = []
+    for tokenizer, table in zip(tokenizers, pair.tables):
+        encoders.append(TextEncoder(tokenizer, table, max_length))
+    print(LINE.format("MiB", "tokens", "sub-tiles", "tokens/s", "encode ms", "pack ms", "KiB"))
+    coding, _ = timed(lambda: [encoder.encode(samples) for encoder in encoders], times)
+    for mib in memory_mib:
+        collate = Collator(encoders[0], [PairOptions(encoders[1], tables)], tile_mib=mib,
+                           sub_tiles=GPU_SUB_TILES)
+        seconds, batch = timed(lambda collate=collate: collate(samples), times + 1)
+        packing, (_, buffer) = timed(lambda batch=batch: pack(batch), times)
+        num_sub_tiles = sum(len(tile.sub_tiles) for tile in batch.teachers[0].tiles)
+        tokens = int(batch.counts.tokens)
+        print(LINE.format(mib, tokens, num_sub_tiles, f"{tokens / seconds:,.0f}",
+                          f"{1e3 * coding:.0f}", f"{1e3 * packing:.1f}", buffer.nbytes >> 10))
+
+
+if __name__ == "__main__":
+    fire.Fire(main)
