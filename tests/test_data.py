@@ -24,7 +24,6 @@ from isogloss.data.order import (
     loader,
     split_dataset,
 )
-from isogloss.data.sample import TextEncoder
 from isogloss.errors import DataError
 from isogloss.job.columns import Columns
 from test_chat import CHAT, refuse_chats_of, with_templates
@@ -215,8 +214,8 @@ def test_sample_ids_are_positions_in_the_stream(dataset):
                 assert stream.example(sample_id).content == text
 
 
-def test_batches_carry_the_positions_of_their_samples(tokenizers, tables, texts):
-    student, teacher = [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
+def test_batches_carry_the_positions_of_their_samples(encoders, texts):
+    student, teacher = encoders
     dataset = datasets.Dataset.from_dict({"text": texts[:6]})
     stream = ShuffledExamples(dataset, READER, 0)
     for pack in (False, True):
@@ -307,8 +306,8 @@ def tensors_of(value):
             yield from tensors_of(getattr(value, name))
 
 
-def test_numpy_tables_survive_a_worker(tokenizers, tables, texts):
-    student, teacher = [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
+def test_numpy_tables_survive_a_worker(encoders, texts):
+    student, teacher = encoders
     dataset = datasets.Dataset.from_dict({"text": texts[:8]})
     collator = Collator(student, [PairOptions(teacher)])
     batches = MicroBatches(ShuffledExamples(dataset, READER, 0), collator, 2, 1, 0, 1)
