@@ -329,7 +329,7 @@ def test_a_folder_of_several_splits_is_read_by_split(tmp_path, case):
     assert texts(tmp_path, "test") == shards[2:]
     assert texts(tmp_path, "train+test") == shards
     part = load_dataset(str(tmp_path), "text", "train[1:]")
-    assert list(part["text"]) == shards[1:2]
+    assert list(part["text"]) == shards[1:2] and not holds_chats(part, "text")
 
 
 def test_chats_of_a_folder_are_read_by_split(tmp_path, monkeypatch):
