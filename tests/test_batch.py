@@ -26,7 +26,7 @@ from isogloss.projection_tools.tokenizers import Pair
 from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
 from isogloss.translation import translated
-from test_chat import CHAT, with_templates
+from test_chat import CHAT, collator, with_templates
 from test_sample import at_most, chunk_sides, lower_casing, sample_of, spelled
 
 STUDENT_FIELDS = "ids", "labels", "num_bytes"
@@ -41,12 +41,6 @@ def spelling(tokenizers, tables):
         value = built[name]
         fields[name] = value.long() if isinstance(value, torch.Tensor) else value
     return Spelling(**fields)
-
-
-def collator(encoders, **options):
-    """Return the Collator of a student and one teacher."""
-    student, teacher = encoders
-    return Collator(student, [PairOptions(teacher)], **options)
 
 
 def read_bytes(table, labels):
