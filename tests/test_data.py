@@ -61,6 +61,7 @@ def test_the_first_rows_are_held_out(tmp_path):
         with pytest.raises(ValueError, match=message):
             split_dataset(dataset, 6, "text")
 
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
     encoders = with_templates(tokenizers)
