@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import ranks
 from isogloss.config import Config
@@ -34,8 +35,6 @@ def tensors_of(folder):
 
 def new_adapter(base, folder, seed=0, **options):
     """Write an adapter of random matrices by peft itself; return its directory."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=TARGETS.split(","), **options)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
@@ -48,8 +47,6 @@ def new_adapter(base, folder, seed=0, **options):
 
 def merged_by_peft(base, folder):
     """Return {name: weight} of an adapter in its base model, by peft alone."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(base)
     return peft.PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
 
@@ -66,19 +63,18 @@ def assert_close(weights, expected, tolerance):
 # --- training -------------------------------------------------------------------------------------
 
 
-def trained_by_peft(student, tokenizer, texts):
-    """Train an adapter in one process by a loop in plain torch; return its file's tensors."""
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(student)
+@pytest.fixture(scope="module")
+def trained_by_peft(models, tokenizers, texts):
+    """The tensors of an adapter that a loop in plain torch trained in one process."""
+    tokenizer = tokenizers[0]
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=TARGETS.split(","))
-    model = peft.get_peft_model(base, config)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(models[0]), config)
     matrices = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(matrices, lr=LEARNING_RATE, weight_decay=0.1)
     for _ in range(STEPS):
         losses = []
-        for text in texts:
+        for text in texts[:8]:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
             ids = torch.tensor(bos + ids + [tokenizer.eos_token_id])
@@ -106,20 +102,19 @@ def command_lines(folder, models, texts):
                        f"--steps={STEPS}", f"--ds_config={config}", "--max_length=250",
                        f"--output_dir={folder / name}", *words]
 
-    teacher = f"--teacher={models[1]}"
+    teacher = [f"--teacher={models[1]}", *ADAPTER, "--steps=4"]
     for stage in range(4):
         add(f"stage{stage}", "--kd_weight=0", *ADAPTER, f"--export={folder}/stage{stage}/export",
             stage=stage)
-    add("whole", teacher, *ADAPTER, "--steps=4", "--save_every=2", stage=3)
+    add("whole", *teacher, "--save_every=2", stage=3)
     saved = folder / "whole" / "checkpoints" / "step_0000002"
-    add("resumed", teacher, *ADAPTER, "--steps=4", f"--resume={saved}", stage=3,)
-    for stage in (0, 1):
-        add(f"to{stage}", teacher, *ADAPTER, "--steps=4", f"--resume={saved}", stage=stage)
-    add("merged", teacher, *ADAPTER, "--steps=4", f"--resume={folder}/whole/checkpoints/"
-        "step_0000004", "--merge", f"--export={folder}/merged/export", stage=3)
-    add("sharded", teacher, *ADAPTER, "--steps=4", "--sequence_parallel=2", "--mlp_tiles=2",
+    for stage in (3, 1):
+        add(f"to{stage}", *teacher, f"--resume={saved}", stage=stage)
+    add("merged", *teacher, f"--resume={saved.with_name('step_0000004')}", "--merge",
+        f"--export={folder}/merged/export", stage=3)
+    add("sharded", *teacher, "--sequence_parallel=2", "--mlp_tiles=2",
         "--activation_checkpointing", stage=3, micro_batch_size=4)
-    add("writing", teacher, *ADAPTER, "--on_policy=0.5", "--rollout_tokens=8", "--steps=2",
+    add("writing", *teacher, "--on_policy=0.5", "--rollout_tokens=8", "--steps=2",
         "--eval_rows=2", stage=3)
     add("onward", "--kd_weight=0", "--lora_r=3", "--steps=1",
         f"--export={folder}/onward/export", source=folder / "stage2" / "export")
@@ -139,10 +134,9 @@ def jobs(models, texts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_adapter_is_trained_as_by_plain_peft(jobs, models, tokenizers, texts, stage):
-    expected = trained_by_peft(models[0], tokenizers[0], texts[:8])
+def test_an_adapter_is_trained_as_by_plain_peft(jobs, models, trained_by_peft, stage):
     export = jobs / f"stage{stage}" / "export"
-    assert_close(tensors_of(export), expected, 2e-3)
+    assert_close(tensors_of(export), trained_by_peft, 2e-3)
     # peft reads it by the name of its base model alone
     config = json.loads((export / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (
@@ -150,20 +144,14 @@ def test_an_adapter_is_trained_as_by_plain_peft(jobs, models, tokenizers, texts,
     assert config["base_model_name_or_path"] == str(models[0])
 
 
-def test_a_job_goes_on_bit_by_bit_and_in_other_stages(jobs):
-    expected = losses_of(jobs / "whole", 2)
-    assert [line["step"] for line in expected] == [3, 4]
-    assert losses_of(jobs / "resumed", 2) == expected
-    for stage in (0, 1):
-        for line, other in zip(losses_of(jobs / f"to{stage}", 2), expected, strict=True):
+def test_a_job_goes_on_bit_by_bit_in_other_stages_and_in_shards(jobs):
+    expected = losses_of(jobs / "whole")
+    assert [line["step"] for line in expected] == [1, 2, 3, 4]
+    assert losses_of(jobs / "to3", 2) == expected[2:]
+    for name, first in (("to1", 2), ("sharded", 0)):
+        for line, other in zip(losses_of(jobs / name, first), expected[first:], strict=True):
             for key in ("loss", "ce", "kd", "grad_norm"):
-                assert line[key] == pytest.approx(other[key], rel=1e-5), (stage, key)
-
-
-def test_shards_of_sequences_give_the_same_losses(jobs):
-    for line, other in zip(losses_of(jobs / "sharded"), losses_of(jobs / "whole"), strict=True):
-        for key in ("loss", "ce", "kd", "grad_norm"):
-            assert line[key] == pytest.approx(other[key], rel=2e-5), key
+                assert line[key] == pytest.approx(other[key], rel=2e-5), (name, key)
 
 
 def test_a_checkpoint_holds_no_frozen_weight(jobs):
@@ -368,8 +356,7 @@ def test_flags_that_do_not_go_with_an_adapter_are_refused(case):
     flags = {}
     for word in case.split():
         name, _, value = word.partition("=")
-        flags[name] = value if not value.lstrip("-").isdigit() else int(value)
-        flags[name] = flags[name] if value else True
+        flags[name] = (int(value) if value.lstrip("-").isdigit() else value) if value else True
     with pytest.raises(ValueError) as error:
         Config(student="s", teacher="t", data="d", **flags)
     assert FLAGS[case] in str(error.value)
