@@ -23,7 +23,6 @@ from isogloss.data.long_texts import MOST_CHARACTERS
 from isogloss.data.open_data import Request, filled_columns, holds_chats, load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
-from isogloss.data.stream import StreamedExamples
 from isogloss.distill import Config
 from isogloss.errors import DataError
 from isogloss.inputs import load_data
@@ -164,15 +163,11 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert len(load_dataset(source, "chat")) == 3
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_bad_line_of_chats_is_named(tmp_path, streaming):
+def test_a_bad_line_of_chats_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     for line in ('{"chat"', '"a"', "[1]"):
         path.write_text(json.dumps({"chat": PLAIN}) + f"\n\n{line}\n")
-        with pytest.raises(DataError, match=r"a\.jsonl: line 3 "):
-            dataset = load_dataset(str(path), "chat", streaming=streaming)
-            reader = ExampleReader("chat", source=str(path))
-            StreamedExamples(dataset, reader, 3).example(0)
+        check_refused(r"a\.jsonl: line 3 ", path, "chat")
 
 
 # --- what stands in a file ------------------------------------------------------------------------
@@ -252,14 +247,25 @@ def test_chats_whose_keys_differ_from_file_to_file_are_named(tmp_path):
         check_refused(rf"b\{kind}: column 'text' holds lists of obj", folder)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_late_row_of_another_type_is_named(tmp_path, streaming):
+def test_a_late_row_of_another_type_is_named(tmp_path):
     rows = [{"text": "a", "to": "x"}] * (2 * ROWS_TO_PEEK) + [{"text": "a", "to": 3}]
     source = write_rows(tmp_path / "a.jsonl", rows)
     message = rf"a\.jsonl: 'to' of line {len(rows)} holds a number, but rows before have the type s"
-    with explained(source), pytest.raises(ValueError, match=message):
-        for _ in load_dataset(source, "text", streaming=streaming, plain_keys=("to",)):
-            pass
+    for streaming in (False, True):
+        with explained(source), pytest.raises(ValueError, match=message):
+            list(load_dataset(source, "text", streaming=streaming, plain_keys=("to",)))
+
+
+def test_a_folder_without_splits_is_read_whole_or_as_its_card_says(tmp_path):
+    names = ["a.jsonl", "b/c.jsonl", "b/d/e.JSONL"]
+    write_shards(tmp_path, names)
+    assert texts(tmp_path) == names
+    # as in a clone of a data set of the hub
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+        "    path: a.jsonl\n  - split: dev\n    path: b/c.jsonl\n---\n")
+    assert texts(tmp_path) == ["a.jsonl"]
+    assert texts(tmp_path, "dev") == ["b/c.jsonl"]
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -336,12 +342,12 @@ def test_chats_of_a_folder_are_read_by_split(tmp_path, monkeypatch):
     folder = tmp_path / "org" / "name"
     write_rows(folder / "train.jsonl", [{"chat": PLAIN}] * 4)
     write_rows(folder / "test.jsonl", [{"chat": WITH_CALL}])
-    for split, expected in {"train": [PLAIN] * 4, "test": [WITH_CALL], "train[:50%]": [PLAIN] * 2,
-                            "train[3:]+test": [PLAIN, WITH_CALL]}.items():
-        dataset = load_dataset(str(folder), "chat", split)
+    for split, streaming, expected in (
+            ("train", False, [PLAIN] * 4), ("test", False, [WITH_CALL]),
+            ("train[:50%]", False, [PLAIN] * 2), ("train[3:]+test", False, [PLAIN, WITH_CALL]),
+            ("test+train", True, [WITH_CALL] + [PLAIN] * 4)):
+        dataset = load_dataset(str(folder), "chat", split, streaming)
         assert [row["chat"] for row in dataset] == expected
-    streamed = load_dataset(str(folder), "chat", "test+train", True)
-    assert [row["chat"] for row in streamed] == [WITH_CALL] + [PLAIN] * 4
     # a folder stands for the hub: `datasets` names its files in the same way
     monkeypatch.chdir(tmp_path)
     for streaming in (False, True):
@@ -355,23 +361,6 @@ def test_a_split_that_a_folder_lacks_is_named(tmp_path):
     for split in ("train", "dev"):
         with pytest.raises(DataError, match=rf"--split {split}: .* it has validation, test"):
             load_dataset(str(tmp_path), "text", split)
-
-
-def test_nested_folders_without_splits_are_read_whole(tmp_path):
-    names = ["a.jsonl", "b/c.jsonl", "b/d/e.JSONL"]
-    for name in names:
-        write_rows(tmp_path / name, [{"text": name}])
-    assert texts(tmp_path) == names
-
-
-def test_a_card_says_which_files_are_a_split(tmp_path):
-    """As in a clone of a data set of the hub."""
-    write_shards(tmp_path, ["first.jsonl", "second.jsonl"])
-    (tmp_path / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
-        "    path: first.jsonl\n  - split: dev\n    path: second.jsonl\n---\n")
-    assert texts(tmp_path) == ["first.jsonl"]
-    assert texts(tmp_path, "dev") == ["second.jsonl"]
 
 
 def test_saved_splits_are_read(tmp_path):
