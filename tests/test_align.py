@@ -37,27 +37,11 @@ NAMES = "llama3", "llama2", "qwen2", "gpt2", "t5", "deepseek_coder", "mistral_v7
 LOSSY = {"t5", "tok512"}  # and qwen2, where characters compose
 HARD = [
     "naïve café  201 x=1\n\tif a:\r\n  🙂👩‍🚀 Ｗ ｱ 日本語 e\u0301 ﬁ <0x41> \x00 end ",
-    "",
-    " ",
-    "   ",
-    "\n\n\n",
-    "\t\t",
-    "\r\n \r\n",
-    "  leading",
-    "trailing  ",
-    "in  the   middle",
-    "0123456789 3.14159 1,000,000",
-    "é" * 9,
-    "e\u0301" * 5,
-    "a\u0328\u0301 q\u0323\u0307",
-    "👩‍🚀👨‍👩‍👧 🇫🇷🏽",
-    "\x01\x02\x7f\x85",
-    "õ÷Áý À ÿ ",
-    "<s> </s> <|endoftext|> <unk> <pad>",
-    "＜ｆｕｌｌ＞ ㍿ Ⅻ ½",
-    "ไทย हिन्दी العربية עברית",
-    "\u200b\ufeff\u00a0\u3000x",
-    "a_b__c▁d▁▁e",
+    "", " ", "   ", "\n\n\n", "\t\t", "\r\n \r\n",
+    "  leading", "trailing  ", "in  the   middle", "0123456789 3.14159 1,000,000",
+    "é" * 9, "e\u0301" * 5, "a\u0328\u0301 q\u0323\u0307", "👩‍🚀👨‍👩‍👧 🇫🇷🏽",
+    "\x01\x02\x7f\x85", "õ÷Áý À ÿ ", "<s> </s> <|endoftext|> <unk> <pad>",
+    "＜ｆｕｌｌ＞ ㍿ Ⅻ ½", "ไทย हिन्दी العربية עברית", "\u200b\ufeff\u00a0\u3000x", "a_b__c▁d▁▁e",
 ]
 
 

@@ -19,6 +19,7 @@ from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
 from isogloss.nodes import Tables
+from isogloss.objective.loss_table import as_index
 from isogloss.objective.objective import weigh_samples
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.spell import build_spelling
@@ -32,15 +33,33 @@ from test_sample import at_most, chunk_sides, lower_casing, sample_of, spelled
 STUDENT_FIELDS = "ids", "labels", "num_bytes"
 
 
+def indexed(kind, fields):
+    """Return the tables of a kind (Spelling, Tables) with their indices as torch takes them."""
+    return kind(*[as_index(fields[name]) for name in kind._fields])
+
+
+def rows_of(teacher, rows_NTW, sample_ids=(0,)):
+    """Return the rows at all positions of a TeacherBatch, given those at positions of its texts."""
+    positions = teacher.positions
+    if positions is None:
+        positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
+    return rows_NTW[torch.tensor(sample_ids)[teacher.sample], positions.flatten()]
+
+
+def sub_tiles_of(teacher, rows_TW):
+    """Yield (the student's positions, the sub-tile, the teacher's rows) of every sub-tile."""
+    for tile in teacher.tiles:
+        for sub_tile in tile.sub_tiles:
+            if sub_tile.teacher_positions is not None:
+                block = rows_TW[sub_tile.teacher_positions]
+            positions = tile.student_positions[sub_tile.student_slice]
+            yield positions, sub_tile, block[sub_tile.teacher_slice]
+
+
 @pytest.fixture(scope="module")
 def spelling(tokenizers, tables):
     """Return the tables of event_kl for these tokenizers."""
-    built = build_spelling(Pair.of(*tokenizers, tables=tables))
-    fields = {}
-    for name in Spelling._fields:
-        value = built[name]
-        fields[name] = value.long() if isinstance(value, torch.Tensor) else value
-    return Spelling(**fields)
+    return indexed(Spelling, build_spelling(Pair.of(*tokenizers, tables=tables)))
 
 
 def read_bytes(table, labels):
@@ -559,9 +578,7 @@ def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teac
 def translation(tokenizers, tables):
     """Return the tables of a divergence between these tokenizers."""
     pair = Pair.of(*tokenizers[::-1], tables=tables[::-1])  # the student's tokens are longer
-    built = build_translation(pair)
-    fields = [built[name] for name in Tables._fields]
-    return Tables(*[x.long() if isinstance(x, torch.Tensor) else x for x in fields])
+    return indexed(Tables, build_translation(pair))
 
 
 def translated_of(batches, tables, student_VV, teacher_NTW):
@@ -575,18 +592,11 @@ def translated_of(batches, tables, student_VV, teacher_NTW):
     total, count = 0, 0
     for batch in batches:
         teacher = batch.teachers[0]
-        positions = teacher.positions
-        if positions is None:
-            positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
-        text = torch.tensor(batch.sample_ids)[teacher.sample]
-        every_row = teacher_NTW[text, positions.flatten()]
+        every_row = rows_of(teacher, teacher_NTW, batch.sample_ids)
         every_row[teacher.labels.flatten() < 0] = torch.nan
-        for sub_tile in [sub_tile for tile in teacher.tiles for sub_tile in tile.sub_tiles]:
-            if sub_tile.teacher_positions is not None:
-                block = every_row[sub_tile.teacher_positions]
-            labels = sub_tile.student_labels.clamp(min=0)[None]
-            nats, terms = translated(
-                student_VV[labels], block[sub_tile.teacher_slice][None], sub_tile.terms, tables)
+        for _, sub_tile, rows_MW in sub_tiles_of(teacher, every_row):
+            student_MV = student_VV[sub_tile.student_labels.clamp(min=0)]
+            nats, terms = translated(student_MV[None], rows_MW[None], sub_tile.terms, tables)
             total, count = total + nats, count + int(terms)
     total.backward()
     assert count == sum(batch.counts.pairs[0].kd_terms for batch in batches)

@@ -25,6 +25,7 @@ from isogloss.rollout import Completion
 from isogloss.tiles import StoredLogits
 from isogloss.translation import going_on, root_target
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
+from test_batch import indexed, rows_of, sub_tiles_of
 from test_chat import collator
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
@@ -161,8 +162,7 @@ def pairs(encoders, models):
 
 
 def translation_of(pair):
-    fields = build_translation(pair)
-    return Tables(*[loss_table.as_index(fields[name]) for name in Tables._fields])
+    return indexed(Tables, build_translation(pair))
 
 
 def root_targets(batch, tables):
@@ -171,27 +171,19 @@ def root_targets(batch, tables):
     The teacher's row is random, a function of the position in its text.
     """
     teacher = batch.teachers[0]
-    positions = teacher.positions
-    if positions is None:
-        positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
     generator = torch.Generator().manual_seed(0)
     logits_PW = 3 * torch.randn(300, len(tables.cell_W), generator=generator)
-    logits_TW = logits_PW[positions.flatten()]
+    logits_TW = rows_of(teacher, logits_PW[None], [0] * teacher.num_samples)
     targets, going = {}, {}
-    for tile in teacher.tiles:
-        for sub_tile in tile.sub_tiles:
-            if sub_tile.teacher_positions is not None:
-                block = logits_TW[sub_tile.teacher_positions]
-            y_MW = block[sub_tile.teacher_slice]
-            roots = sub_tile.terms.roots
-            goes = going_on(y_MW, sub_tile.terms.before, tables)
-            cell_NC = root_target(y_MW, sub_tile.terms, goes, tables).cell_NC
-            row_S = tile.student_positions[sub_tile.student_slice][roots.row_S]
-            sample = teacher.sample_of_student[row_S]
-            first = torch.searchsorted(teacher.sample_of_student, sample)
-            for number, key in enumerate(zip(sample.tolist(), (row_S - first).tolist())):
-                targets[key] = cell_NC[number]
-                going[key] = float(goes.mass_K[number])
+    for positions, sub_tile, y_MW in sub_tiles_of(teacher, logits_TW):
+        goes = going_on(y_MW, sub_tile.terms.before, tables)
+        cell_NC = root_target(y_MW, sub_tile.terms, goes, tables).cell_NC
+        row_S = positions[sub_tile.terms.roots.row_S]
+        sample = teacher.sample_of_student[row_S]
+        first = torch.searchsorted(teacher.sample_of_student, sample)
+        for number, key in enumerate(zip(sample.tolist(), (row_S - first).tolist())):
+            targets[key] = cell_NC[number]
+            going[key] = float(goes.mass_K[number])
     return targets, going
 
 
@@ -314,16 +306,6 @@ def test_counts_of_rollouts(encoders):
     assert both.rollout_nats == pytest.approx(alone.rollout_nats)
 
 
-def test_routes_choose_the_teachers_of_rollouts(encoders):
-    pairs = [PairOptions(encoders[1], routes=["math"]), PairOptions(encoders[1])]
-    rollout = rollout_of(encoders[0], TEXT, 5)
-    for takes_part, route in enumerate(("math", "story")):
-        batch = Collator(encoders[0], pairs)([Example(rollout, route)])
-        assert batch.counts.pairs[takes_part].kd_terms > 0
-        other = batch.counts.pairs[1 - takes_part]
-        assert other.kd_terms == other.rollout_nats == 0
-
-
 # --- chats ----------------------------------------------------------------------------------------
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -426,11 +408,8 @@ def end_gradients(chat_encoders, loss, rollout, surprise):
     logits_TW[is_end, teacher.table.end_of_turn] += surprise
     logits_LV.requires_grad_(True)
     total = 0.0
-    for tile in of_teacher.tiles:
-        for sub_tile in tile.sub_tiles:
-            positions = tile.student_positions[sub_tile.student_slice]
-            block_TW = logits_TW[sub_tile.teacher_positions][sub_tile.teacher_slice]
-            total = total + built.loss_fn(logits_LV[positions], block_TW, sub_tile)
+    for positions, sub_tile, rows_MW in sub_tiles_of(of_teacher, logits_TW):
+        total = total + built.loss_fn(logits_LV[positions], rows_MW, sub_tile)
     total.backward()
     return logits_LV.grad[:, student.table.end_of_turn]
 
