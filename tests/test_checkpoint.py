@@ -225,14 +225,6 @@ def test_no_checkpoint_runs_a_command(flags, tmp_path):
     assert not (tmp_path / "marker").exists()
 
 
-def test_the_commands_of_this_file_would_run(tmp_path):
-    torch.save({}, tmp_path / "file.pt")
-    (tmp_path / "position.json").write_text('{"files": {}, "checksum": 0}')
-    poison(tmp_path, "file.pt", tmp_path / "marker")
-    torch.load(tmp_path / "file.pt", weights_only=False)
-    assert (tmp_path / "marker").is_dir()
-
-
 def test_a_loss_scale_can_be_read(tmp_path):
     """What a run in fp16 keeps, which only a GPU can do."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
