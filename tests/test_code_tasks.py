@@ -89,7 +89,8 @@ def test_files_are_read_compressed_or_not_and_damage_is_one_line(tmp_path):
     source = asset("eval") / "HumanEvalPlus-Mini.jsonl.gz"
     plain = gzip.decompress(source.read_bytes())
     (tmp_path / "HumanEvalPlus-Mini.jsonl").write_bytes(plain)
-    assert read_items("humaneval_plus", str(tmp_path)) == read_items("humaneval_plus", asset("eval"))
+    items = read_items("humaneval_plus", str(tmp_path))
+    assert items == read_items("humaneval_plus", asset("eval"))
     assert len(read_items("humaneval_plus", str(tmp_path), limit=3)) == 3
     row = json.loads(plain.splitlines()[0])
     without = {key: value for key, value in row.items() if key != "entry_point"}
