@@ -19,16 +19,18 @@ from conftest import ROOT, asset
 from isogloss.align import (
     EXACT,
     Located,
+    PlacedAlignment,
     TokenTable,
     align,
-    align_batch,
     align_regions,
     character_starts,
     common_cut,
     coverage,
     html_page,
+    join,
     locate,
     main,
+    unpadded_length,
     view,
 )
 from tokens import segmented, table_of
@@ -79,16 +81,15 @@ def check_turned(alignment, turned):
 @settings(max_examples=100, deadline=None)
 def test_documents_one_after_the_other_are_the_documents_alone(first, s_cuts, t_cuts, second):
     documents = []
+    placed = []
+    ends = [0, 0]
     for text in (first, second):
-        documents.append([pieces_of(*segmented(text, cuts)) for cuts in (s_cuts, t_cuts)])
-    tables = []
-    rows = []
-    docs = []
-    for one, other in zip(*documents):  # of the student, of the teacher
-        tables.append(table_of(one + other))
-        rows.append(list(range(len(one + other))))
-        docs.append([0] * len(one) + [1] * len(other))
-    [packed] = align_batch([rows[0] + [0] * 3], [rows[1]], *tables, [docs[0] + [-1] * 3], [docs[1]])
+        sides = [segmented(text, cuts) for cuts in (s_cuts, t_cuts)]
+        ids, tables = zip(*sides)
+        placed.append(PlacedAlignment(*ends, align(*ids, *tables)))
+        documents.append([pieces_of(*side) for side in sides])
+        ends = [end + len(side) for end, side in zip(ends, ids)]
+    packed = join(placed, ends[0] + 3, ends[1])  # three of padding
     chunks = packed.student_chunk.tolist(), packed.teacher_chunk.tolist()
     assert chunks[0][-3:] == [-1] * 3
     alone = [oracle.merge(*sides) for sides in documents]
@@ -113,13 +114,9 @@ def test_control_tokens_and_tokens_without_bytes():
 
 def test_padding_is_never_looked_at():
     table = table_of([b"a", b"b", b"<eos>", b"<pad>"], eos=2, pad=3)
-    other = table_of([b"ab", b"<eos>"], eos=1, pad=1)  # pads with eos
-    first, second = align_batch(
-        [[0, 1, 2, 3, 3], [0, 1, 3, 3, 3]], [[0, 1, 1, 1], [0, 1, 1, 1]], table, other)
-    assert first.student_chunk.tolist() == [0, 0, 1, -1, -1]
-    assert first.teacher_chunk.tolist() == [0, 1, -1, -1]
-    assert second.student_chunk.tolist() == [0, 0, -1, -1, -1]
-    assert second.teacher_chunk[0] == 0
+    other = table_of([b"ab", b"<eos>"], eos=1, pad=1)  # pads with eos, of which the first is text
+    assert [unpadded_length(np.array(ids), table) for ids in ([0, 1, 2, 3, 3], [3, 3])] == [3, 0]
+    assert [unpadded_length(np.array(ids), other) for ids in ([0, 1, 1, 1], [0, 0])] == [2, 2]
 
 
 def test_ids_outside_the_vocabulary_are_refused():
