@@ -287,6 +287,39 @@ def test_nothing_waits_for_the_device(monkeypatch):
     assert hidden.grad.shape == hidden.shape and head.weight_VH.grad is not None
 
 
+# calls that start none
+NO_KERNELS = {"view", "_unsafe_view", "slice", "expand", "t", "transpose", "detach", "alias",
+              "unsqueeze", "squeeze", "select", "split", "as_strided", "permute", "unbind",
+              "split_with_sizes", "empty", "empty_like", "new_empty", "scalar_tensor",
+              "promote_types"}
+
+
+class Launches(TorchDispatchMode):
+    """Count the calls that would start a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.__name__.partition(".")[0] not in NO_KERNELS
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "most"), [
+    ("translated, forward_kl", 400), ("event_kl", 325), ("projection_kl", 115), ("gold", 155),
+    ("uld", 130), ("alm, binary_kl", 120)])
+def test_a_sub_tile_launches_few_kernels(name, most):
+    """In plain torch, with its gradient: what a GPU waits for where sub-tiles are small."""
+    models = Models(3)
+    tiles = models.tiles(math.inf, name)
+    with Launches() as launches:
+        value, _ = tiled_loss(models.hidden, models.head, models.teacher["hidden"],
+                              models.loss(name), tiles, (1.0, 1.0))
+        value.backward()
+    assert 0.8 * most < launches.count <= most
+
+
 def test_sub_tiles_without_a_term_get_no_gradient():
     models = Models(6)
     tiles = models.tiles(0.01)
