@@ -121,14 +121,13 @@ def test_spans_hold_what_the_template_kept_of_each_message(encoders):
 
 
 def test_a_turn_ends_with_the_stop_token_right_behind_its_message(encoders):
-    student, teacher = [render(CHAT, encoder) for encoder in encoders]
-    assert sorted(student.ends) == [0, 1, 2, 3]
-    assert {int(student.ids[end]) for end in student.ends.values()} == {
-        encoders[0].table.end_of_turn}
-    assert sorted(teacher.ends) == [1, 3]  # its template ends the assistant's turns only
-    assert {int(teacher.ids[end]) for end in teacher.ends.values()} == {encoders[1].table.eos}
-    for rendering in (student, teacher):
+    """The teacher's template ends the assistant's turns only."""
+    stops = encoders[0].table.end_of_turn, encoders[1].table.eos
+    for encoder, stop, messages in zip(encoders, stops, ([0, 1, 2, 3], [1, 3])):
+        rendering = render(CHAT, encoder)
+        assert sorted(rendering.ends) == messages
         for message, end in rendering.ends.items():
+            assert rendering.ids[end] == stop
             span = rendering.spans[message, "content"]
             # the token before the stop is the last of the content
             assert rendering.located.end[end - 1] == span.begin + span.size
