@@ -135,10 +135,14 @@ def test_a_turn_ends_with_the_stop_token_right_behind_its_message(encoders):
 
 def test_reasoning_and_tool_calls_keep_their_place(tokenizers):
     encoders = with_templates(tokenizers, WITH_CALLS, WITH_CALLS)
-    spans = render(CHAT_WITH_CALLS, encoders[0]).spans
+    renderings = [render(CHAT_WITH_CALLS, encoder) for encoder in encoders]
+    spans = renderings[0].spans
     order = sorted(spans, key=lambda key: spans[key])
     assert order == [(0, "content"), (1, (0, "name")), (1, (0, "arguments")), (2, "reasoning"),
                      (2, "content")]
+    # a turn ends once, behind its last part
+    assert [bool(ends) for *_, ends in common_regions(*renderings)] == [
+        True, False, True, False, True]
     counts = collator(encoders, train_on="all")([CHAT_WITH_CALLS]).counts.pairs[0]
     size = len("look" "look" '{"at": "the index"}' "the index" "the value")
     assert counts.source_bytes == size == bytes_of_messages(CHAT_WITH_CALLS)
