@@ -307,14 +307,16 @@ def test_rows_hold_what_fits_on_every_side():
                 assert any(total > limit for total, limit in zip(totals, limits))
 
 
-def test_packed_samples_are_what_they_are_alone(encoders, texts):
-    student, teacher = at_most(encoders[0], 150), at_most(encoders[1], 110)
+@pytest.mark.parametrize("lengths", [(150, 400), (400, 90)])
+def test_packed_samples_are_what_they_are_alone(encoders, texts, lengths):
+    student, teacher = map(at_most, encoders, lengths)
     samples = [*[text[: 30 + 25 * n] for n, text in enumerate(texts[:7])], None, ""]
     packed = collator((student, teacher), pack=True)(samples)
     plain = collator((student, teacher))(samples)
     assert packed.counts == plain.counts
     assert 1 < len(packed.student.ids) < len(samples)
-    assert packed.student.ids.shape[1] <= 150 and packed.teachers[0].ids.shape[1] <= 110
+    assert packed.student.ids.shape[1] <= lengths[0]
+    assert packed.teachers[0].ids.shape[1] <= lengths[1]
     of_packed, of_plain = packed.teachers[0], plain.teachers[0]
     assert of_packed.num_samples == len(samples)
     width = packed.student.ids.shape[1]

@@ -121,14 +121,13 @@ def test_spans_hold_what_the_template_kept_of_each_message(encoders):
 
 
 def test_a_turn_ends_with_the_stop_token_right_behind_its_message(encoders):
-    student, teacher = [render(CHAT, encoder) for encoder in encoders]
-    assert sorted(student.ends) == [0, 1, 2, 3]
-    assert {int(student.ids[end]) for end in student.ends.values()} == {
-        encoders[0].table.end_of_turn}
-    assert sorted(teacher.ends) == [1, 3]  # its template ends the assistant's turns only
-    assert {int(teacher.ids[end]) for end in teacher.ends.values()} == {encoders[1].table.eos}
-    for rendering in (student, teacher):
+    """The teacher's template ends the assistant's turns only."""
+    stops = encoders[0].table.end_of_turn, encoders[1].table.eos
+    for encoder, stop, messages in zip(encoders, stops, ([0, 1, 2, 3], [1, 3])):
+        rendering = render(CHAT, encoder)
+        assert sorted(rendering.ends) == messages
         for message, end in rendering.ends.items():
+            assert rendering.ids[end] == stop
             span = rendering.spans[message, "content"]
             # the token before the stop is the last of the content
             assert rendering.located.end[end - 1] == span.begin + span.size
@@ -136,10 +135,14 @@ def test_a_turn_ends_with_the_stop_token_right_behind_its_message(encoders):
 
 def test_reasoning_and_tool_calls_keep_their_place(tokenizers):
     encoders = with_templates(tokenizers, WITH_CALLS, WITH_CALLS)
-    spans = render(CHAT_WITH_CALLS, encoders[0]).spans
+    renderings = [render(CHAT_WITH_CALLS, encoder) for encoder in encoders]
+    spans = renderings[0].spans
     order = sorted(spans, key=lambda key: spans[key])
     assert order == [(0, "content"), (1, (0, "name")), (1, (0, "arguments")), (2, "reasoning"),
                      (2, "content")]
+    # a turn ends once, behind its last part
+    assert [bool(ends) for *_, ends in common_regions(*renderings)] == [
+        True, False, True, False, True]
     counts = collator(encoders, train_on="all")([CHAT_WITH_CALLS]).counts.pairs[0]
     size = len("look" "look" '{"at": "the index"}' "the index" "the value")
     assert counts.source_bytes == size == bytes_of_messages(CHAT_WITH_CALLS)

@@ -44,6 +44,11 @@ def pair(tokenizers, tables):
     return Pair.of(*tokenizers, tables=tables)
 
 
+@pytest.fixture(scope="module")
+def projection(pair):
+    return build.build_projection(pair)
+
+
 def swapped(pair):
     student_tokenizer, teacher_tokenizer = pair.tokenizers
     return Pair.of(teacher_tokenizer, student_tokenizer, tables=pair.tables[::-1])
@@ -145,16 +150,11 @@ def test_entries_of_large_vocabularies_stay_distinct():
         (0, 1, 0), (2, 1, 1), (W, 2, 0), (3, 2, 1), (1, 3, 0), (W, 3, 1)}
 
 
-def test_projection_of_two_kinds(pair):
-    projection = build.build_projection(pair)
+def test_projection_of_two_kinds(pair, projection):
     assert_explained(projection, pair)
     student, teacher = pair.tables
-    indices, likelihoods = projection
+    indices, _ = projection
     assert indices[student.eos].tolist() == [teacher.eos, -1, -1, -1]
-    # A second build gives the same bits.
-    again = build.build_projection(pair)
-    assert np.array_equal(again[0], indices)
-    assert np.array_equal(again[1], likelihoods)
     reasons = build.empty_row_reasons(pair, indices)
     assert reasons == {"control tokens without a counterpart": 2}
     assert show.byte_explained(projection, pair)[indices >= 0].all()
@@ -164,21 +164,9 @@ def text_ids(table):
     return [i for i in range(len(table)) if not table.special[i]]
 
 
-def pinned_bytes(pair):
-    """Return the bytes of the pinned student tokens, and the duplicates of both sides."""
+def test_tokens_of_equal_bytes_are_alone_in_their_row(pair, projection):
     student, teacher = pair.tables
-    pieces = spell_tokens(student, pair.tokenizers[1], teacher, max_pieces=2)
-    v, w, duplicates = exact.exact_pairs(student, teacher, pieces)
-    pinned = set()
-    for student_id, teacher_id in zip(v, w):
-        assert student.bytes_of(student_id) == teacher.bytes_of(teacher_id)
-        pinned.add(student.bytes_of(student_id))
-    return pinned, duplicates
-
-
-def test_tokens_of_equal_bytes_are_alone_in_their_row(pair):
-    student, teacher = pair.tables
-    indices, likelihoods = build.build_projection(pair)
+    indices, likelihoods = projection
     teacher_bytes = {teacher.bytes_of(i) for i in text_ids(teacher)} - {b""}
     common = [v for v in text_ids(student) if student.bytes_of(v) in teacher_bytes]
     assert len(common) > 100
@@ -190,16 +178,20 @@ def test_tokens_of_equal_bytes_are_alone_in_their_row(pair):
 
 def test_the_pinned_set_is_the_same_in_both_directions(pair):
     """The student, a SentencePiece model, has bytes twice: '<0x41>' and 'A'."""
-    pinned, duplicates = pinned_bytes(pair)
-    pinned_back, duplicates_back = pinned_bytes(swapped(pair))
-    assert pinned == pinned_back
-    assert duplicates.teacher == 0 < duplicates.student
-    assert duplicates_back.student == 0 < duplicates_back.teacher
+    pinned = []
+    for one_pair, twice in ((pair, (True, False)), (swapped(pair), (False, True))):
+        student, teacher = one_pair.tables
+        pieces = spell_tokens(student, one_pair.tokenizers[1], teacher, max_pieces=2)
+        v, w, duplicates = exact.exact_pairs(student, teacher, pieces)
+        student_bytes = [student.bytes_of(i) for i in v]
+        assert student_bytes == [teacher.bytes_of(i) for i in w]
+        pinned.append(set(student_bytes))
+        assert (duplicates.student > 0, duplicates.teacher > 0) == twice
+    assert pinned[0] == pinned[1]
 
-    student, teacher = pair.tables
-    back, _ = build.build_projection(swapped(pair))
-    a = teacher.tokens.index("a")
-    assert student.tokens[back[a, 0]] == "a"  # the token that it writes, not the byte token
+    back, _ = build.build_projection(one_pair)
+    a = student.tokens.index("a")
+    assert teacher.tokens[back[a, 0]] == "a"  # the token that it writes, not the byte token
 
 
 def test_one_tokenizer_gives_the_identity(tokenizers, tables):
@@ -210,14 +202,14 @@ def test_one_tokenizer_gives_the_identity(tokenizers, tables):
     assert (likelihoods[:, 0] == 1).all()
 
 
-def test_common_sets(pair):
+def test_common_sets(pair, projection):
     rows = [0, 1, 2, 2, 3, 3, 4]
     columns = [7, 7, 8, 9, 8, 5, 8]
-    projection = pack(rows, columns, [1, 1, 0.7, 0.3, 0.5, 0.5, 1.0], 6, 2)
+    small = pack(rows, columns, [1, 1, 0.7, 0.3, 0.5, 0.5, 1.0], 6, 2)
     for relaxed in (False, True):
-        v, w = show.common_set(projection, relaxed)
+        v, w = show.common_set(small, relaxed)
         assert (v.tolist(), w.tolist()) == ([0, 4], [7, 8])
-    facts = show.row_statistics(build.build_projection(pair), pair)
+    facts = show.row_statistics(projection, pair)
     assert facts["entries that bytes do not explain"] == 0
     assert facts["common set, strict"] <= facts["with one teacher token"]
     # all but the end of text
@@ -232,7 +224,7 @@ def embed_first_letter(texts):
     return torch.nn.functional.one_hot(letters, 256).float()
 
 
-def test_similar_embeddings(pair, models):
+def test_similar_embeddings(pair, projection, models):
     indices, _ = generate.similar_rows(pair, embed_first_letter, top_k=3, block_mib=1)
     student, teacher = pair.tables
     for w in indices[student.tokens.index("▁the")]:
@@ -241,8 +233,7 @@ def test_similar_embeddings(pair, models):
     # Bytes leave no row of text empty here, so embeddings change nothing.
     recipe = build.Recipe(embedding_model=str(models[1]))
     filled, _ = build.build_projection(pair, recipe)
-    by_bytes, _ = build.build_projection(pair)
-    assert np.array_equal(filled, by_bytes)
+    assert np.array_equal(filled, projection[0])
 
 
 def test_an_embedding_is_a_mean_of_length_one(models):
@@ -346,8 +337,8 @@ def test_no_dense_matrix():
 # --- files and cache ------------------------------------------------------------------------------
 
 
-def test_files_hold_what_was_saved(pair, tmp_path):
-    tables = as_tables(build.build_projection(pair), pair, "test")
+def test_files_hold_what_was_saved(pair, projection, tmp_path):
+    tables = as_tables(projection, pair, "test")
     for name in ("p.pt", "p.safetensors"):
         save_atomically(tables, tmp_path / name)
         back = load_projection(tmp_path / name, pair)
@@ -360,11 +351,11 @@ def test_files_hold_what_was_saved(pair, tmp_path):
             load_projection(tmp_path / name, swapped(pair))
 
 
-def test_files_of_other_tools_load(pair, tmp_path):
+def test_files_of_other_tools_load(pair, projection, tmp_path):
     """bfloat16, no fingerprints, slots without -1, unsorted rows, weights that do not sum to 1."""
-    indices, likelihoods = build.build_projection(pair)
+    indices, likelihoods = projection
     path = tmp_path / "p.pt"
-    ids = torch.from_numpy(indices)
+    ids = torch.from_numpy(indices.copy())
     weights = torch.from_numpy(likelihoods).bfloat16()
     content = {"indices": ids.flip(1), "likelihoods": weights.flip(1), "model_A_id": "a"}
     torch.save(content, path)
@@ -390,9 +381,9 @@ def test_files_of_other_tools_load(pair, tmp_path):
     assert np.allclose(back["likelihoods"].numpy(), likelihoods, atol=4e-3)
 
 
-def test_files_with_the_scale_trick_lose_its_column(pair, tmp_path):
+def test_files_with_the_scale_trick_lose_its_column(pair, projection, tmp_path):
     """The public tool writes by default 0.2 in the last slot, on a token without meaning."""
-    indices, likelihoods = build.build_projection(pair)
+    indices, likelihoods = projection
     several = (indices[:, 1] >= 0) & (indices[:, 3] < 0)  # rows of two or three tokens
     assert several.any()
     ids, tricked = indices.copy(), likelihoods.copy()
