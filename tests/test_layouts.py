@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 # --- data parallelism, ZeRO, packing --------------------------------------------------------------
 
 LAYOUTS = {  # ranks: layouts
-    1: [Layout(0, 2, 4), Layout(3, 4, 2)],
+    1: [Layout(0, 2, 4), Layout(1, 4, 2), Layout(2, 2, 4), Layout(3, 4, 2)],
     2: [Layout(0, 2, 2), Layout(1, 1, 4), Layout(2, 4, 1), Layout(3, 2, 2)],
     4: [Layout(0, 2, 1), Layout(2, 1, 2), Layout(3, 1, 2)],
 }
@@ -112,10 +112,10 @@ def test_same_loss_and_gradient_of_texts_that_the_limit_cuts(models, texts, tmp_
 ALL_STAGES = range(4)
 SEQUENCES = {  # ranks: layouts
     2: [Layout(stage, 4, 2, {"sequence_parallel": 2}) for stage in ALL_STAGES],
-    4: [Layout(stage, 8, 1, {"sequence_parallel": 4, "teacher_tp": 2}) for stage in (0, 3)],
+    4: [Layout(stage, 8, 1, {"sequence_parallel": 4, "teacher_tp": 2}) for stage in ALL_STAGES],
 }
 # for two tokenizers these are among LAYOUTS
-WHOLE_SEQUENCES = [Layout(1, 2, 2), Layout(3, 2, 2)]
+WHOLE_SEQUENCES = {2: [Layout(stage, 2, 2) for stage in ALL_STAGES]}
 MIXED = {
     4: [
         Layout(2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
@@ -127,8 +127,9 @@ MIXED = {
         Layout(3, 1, 8, {"sequence_parallel": 4}),
     ],
     8: [
-        Layout(3, 4, 1, {"sequence_parallel": 4, "teacher_tp": 8}),
-        Layout(1, 2, 1, {"sequence_parallel": 2, "teacher_tp": 4}),
+        Layout(3, 4, 1, {"sequence_parallel": 4, "teacher_tp": 2}),
+        Layout(2, 2, 1, {"sequence_parallel": 2, "teacher_tp": 4}),
+        Layout(1, 1, 1, {"teacher_tp": 8}),
     ],
 }
 SHARDED_LOSSES = "cross_entropy", "piece_kl", "event_kl", "projection_kl", "gold", "alm"
@@ -146,7 +147,7 @@ def test_same_loss_and_gradient_with_sequences_in_shards(models, untied, texts, 
     flags |= {"teacher": str(untied)}  # the student's tokenizer
     expected = references_of(flags, ["forward_kl"], samples)
     cases = packed_and_not(["forward_kl"])
-    for num_ranks, layouts in (2, SEQUENCES[2] + WHOLE_SEQUENCES), (4, SEQUENCES[4]):
+    for num_ranks, layouts in (SEQUENCES | WHOLE_SEQUENCES).items():
         check_steps(expected, num_ranks, flags, samples, layouts, cases)
 
 
@@ -198,9 +199,11 @@ def test_a_step_of_plain_sgd_is_the_gradient(models, texts, tmp_path):
     flags = flags_for(models, texts, tmp_path)
     samples = uneven_samples(texts)
     reference = references_of(flags, ["piece_kl"], samples)["piece_kl"]
-    sharded = {"sequence_parallel": 2}
-    for num_ranks, layouts in (2, [Layout(stage, 2, 2) for stage in ALL_STAGES]), (
-            4, [Layout(1, 4, 1, sharded), Layout(3, 4, 1, sharded)]):
+    for num_ranks, micro_batch_size, sequence_parallel in ((2, 2, 1), (2, 4, 2), (4, 4, 2)):
+        grad_accum_steps = 8 * sequence_parallel // (micro_batch_size * num_ranks)
+        changes = {"sequence_parallel": sequence_parallel}
+        layouts = [Layout(stage, micro_batch_size, grad_accum_steps, changes)
+                   for stage in ALL_STAGES]
         moves = ranks.run(num_ranks, sgd_steps, flags, samples, layouts)[0]
         for layout, moved in zip(layouts, moves, strict=True):
             check_gradients(f"{num_ranks} ranks, {layout}", moved, reference)
@@ -222,7 +225,8 @@ def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path)
         check_steps(expected, 2, flags | {"tiled": False}, samples, untiled, cases, math.inf)
 
 
-WINDOWS = [Layout(stage, 1, 4, {"head_gradient": "window"}) for stage in ALL_STAGES]
+WINDOWS = [Layout(stage, 1, 4, {"head_gradient": choice})
+           for stage in ALL_STAGES for choice in ("window", "micro_batch")]
 
 
 def test_the_gradient_of_the_head_is_handed_over_once_a_step(models, untied, texts, tmp_path):
@@ -449,7 +453,7 @@ class StudentUse(NamedTuple):
 
 
 def student_use(flags, samples):
-    """Return the StudentUse of a step with three teachers."""
+    """Take a step with three teachers, whose batches must all speak of the one student's batch."""
     layout = Layout(2, 4, 2)
     state, inputs = start_layout(flags, layout)
     tokenizer = CountingTokenizer(inputs.student.tokenizer)
@@ -458,8 +462,27 @@ def student_use(flags, samples):
     forwards = []
     state.engine.module.model.base_model.register_forward_hook(lambda *_: forwards.append(1))
     micro_batches = [collator(texts) for texts in texts_of_rank(samples, layout)]
+    for batch in micro_batches:
+        check_one_student(batch)
     distill.train_step(state, micro_batches)
     return StudentUse(tokenizer.encoded, len(forwards), len(micro_batches))
+
+
+def check_one_student(batch):
+    """See that every teacher's tiles predict the student's labels, each position once."""
+    assert len(batch.teachers) == 3
+    labels = batch.student.labels.flatten()
+    for teacher in batch.teachers:
+        assert teacher.student_chunk.shape == batch.student.ids.shape
+        predicted = torch.full_like(labels, -100)
+        num_positions = 0
+        for tile in teacher.tiles:
+            num_positions += len(tile.student_positions)
+            for sub_tile in tile.sub_tiles:
+                positions = tile.student_positions[sub_tile.student_slice]
+                predicted[positions] = sub_tile.student_labels
+        assert torch.equal(predicted, labels)
+        assert num_positions == batch.counts.tokens == (labels >= 0).sum()
 
 
 def test_three_teachers_share_one_student(models, untied, texts, tmp_path):
