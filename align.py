@@ -1054,45 +1054,6 @@ def _clip(located, first, num_bytes):
     return low, high, Located(clipped_begin, clipped_end, kind)
 
 
-def align_batch(student_ids, teacher_ids, student_table, teacher_table, student_doc=None,
-                teacher_doc=None):
-    """Align padded, possibly packed rows; documents never align across their boundary.
-
-    Args:
-        student_ids, teacher_ids: (B, S) and (B, T) ints.
-        student_doc, teacher_doc: (B, S) and (B, T) ints, number of the document that a token
-            belongs to, not decreasing along a row; -1 for padding, which is never looked at.  None:
-            every row is one document, padded on the right with the tokenizer's pad token, or with
-            eos after the first eos.
-    Returns:
-        list of B Alignments.
-    """
-    alignments = []
-    for b in range(len(student_ids)):
-        s_ids = np.asarray(student_ids[b], np.int64)
-        t_ids = np.asarray(teacher_ids[b], np.int64)
-        s_doc = _documents(student_doc, b, s_ids, student_table)
-        t_doc = _documents(teacher_doc, b, t_ids, teacher_table)
-        placed = []
-        # a document that only one side has is left out
-        for number in np.intersect1d(s_doc[s_doc >= 0], t_doc[t_doc >= 0]):
-            s_tokens = np.flatnonzero(s_doc == number)
-            t_tokens = np.flatnonzero(t_doc == number)
-            s_document = s_ids[s_tokens[0] : s_tokens[-1] + 1]
-            t_document = t_ids[t_tokens[0] : t_tokens[-1] + 1]
-            alignment = align(s_document, t_document, student_table, teacher_table)
-            placed.append(PlacedAlignment(s_tokens[0], t_tokens[0], alignment))
-        alignments.append(join(placed, len(s_ids), len(t_ids)))
-    return alignments
-
-
-def _documents(doc, b, ids, table):
-    """Return the document numbers of row b: those given, or one document up to the padding."""
-    if doc is not None:
-        return np.asarray(doc[b], np.int64)
-    return np.where(np.arange(len(ids)) < unpadded_length(ids, table), 0, -1)
-
-
 def unpadded_length(ids, table):
     """Return how many tokens of a right-padded row are not padding.
 

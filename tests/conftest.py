@@ -66,6 +66,14 @@ def tables(tokenizers):
     return tuple(TokenTable.from_tokenizer(t) for t in tokenizers)
 
 
+@pytest.fixture
+def encoders(tokenizers, tables):
+    """(student, teacher) as TextEncoders with room for every text."""
+    from isogloss.data.sample import TextEncoder
+
+    return [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
+
+
 @pytest.fixture(scope="session")
 def models(tokenizers, tmp_path_factory):
     """Directories of a student and a teacher with random weights and padded lm_heads."""

@@ -11,6 +11,7 @@ import ranks
 from isogloss import build, distill
 from isogloss.inputs import check_inputs
 from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.teachers import text_server
 
 
 def ds_config(path, stage, micro_batch_size, grad_accum_steps, **more):
@@ -66,6 +67,29 @@ def run_and_listen(argv):
     with contextlib.redirect_stderr(said):
         codes = run_distill([argv])
     return codes, said.getvalue()
+
+
+def check_refusals(flags, cases):
+    """Check the line with which a run ends before its first step, for [(changed flags, words)].
+
+    The words are "nothing is wrong" of one that would begin.
+    """
+    [lines] = ranks.run(1, refusals, [flags | changes for changes, _ in cases])
+    for (changes, expected), line in zip(cases, lines, strict=True):
+        assert expected in line and "\n" not in line and "secret" not in line, (changes, line)
+
+
+def refusals(flags_list):
+    device = start_distributed()
+    text_server.FIRST_PAUSE = 0.001
+    lines = []
+    for flags in flags_list:
+        try:
+            check_inputs(distill.Config(**flags), device)
+            lines.append("nothing is wrong")
+        except ValueError as error:
+            lines.append(str(error))
+    return lines
 
 
 def losses_of(output, start=0):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for the ranks
 
-TIMES = {"seconds", "tokens_per_second", "mfu"}
+TIMES = {"seconds", "tokens_per_second", "mfu", "data_seconds"}
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
           "{{ m.content }}<|im_end|>\n{% endfor %}")
 PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}"

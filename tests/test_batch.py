@@ -19,6 +19,7 @@ from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
 from isogloss.nodes import Tables
+from isogloss.objective.loss_table import as_index
 from isogloss.objective.objective import weigh_samples
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.spell import build_spelling
@@ -26,37 +27,39 @@ from isogloss.projection_tools.tokenizers import Pair
 from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
 from isogloss.translation import translated
-from test_chat import CHAT, with_templates
-from test_sample import chunk_sides, lower_casing, sample_of, spelled
+from test_chat import CHAT, collator, with_templates
+from test_sample import at_most, chunk_sides, lower_casing, sample_of, spelled
 
 STUDENT_FIELDS = "ids", "labels", "num_bytes"
 
 
-@pytest.fixture
-def encoders(tokenizers, tables):
-    """Return (student, teacher) with room for every text."""
-    return [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
+def indexed(kind, fields):
+    """Return the tables of a kind (Spelling, Tables) with their indices as torch takes them."""
+    return kind(*[as_index(fields[name]) for name in kind._fields])
+
+
+def rows_of(teacher, rows_NTW, sample_ids=(0,)):
+    """Return the rows at all positions of a TeacherBatch, given those at positions of its texts."""
+    positions = teacher.positions
+    if positions is None:
+        positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
+    return rows_NTW[torch.tensor(sample_ids)[teacher.sample], positions.flatten()]
+
+
+def sub_tiles_of(teacher, rows_TW):
+    """Yield (the student's positions, the sub-tile, the teacher's rows) of every sub-tile."""
+    for tile in teacher.tiles:
+        for sub_tile in tile.sub_tiles:
+            if sub_tile.teacher_positions is not None:
+                block = rows_TW[sub_tile.teacher_positions]
+            positions = tile.student_positions[sub_tile.student_slice]
+            yield positions, sub_tile, block[sub_tile.teacher_slice]
 
 
 @pytest.fixture(scope="module")
 def spelling(tokenizers, tables):
     """Return the tables of event_kl for these tokenizers."""
-    built = build_spelling(Pair.of(*tokenizers, tables=tables))
-    fields = {}
-    for name in Spelling._fields:
-        value = built[name]
-        fields[name] = value.long() if isinstance(value, torch.Tensor) else value
-    return Spelling(**fields)
-
-
-def collator(encoders, **options):
-    """Return the Collator of a student and one teacher."""
-    student, teacher = encoders
-    return Collator(student, [PairOptions(teacher)], **options)
-
-
-def at_most(encoder, max_length):
-    return replace(encoder, max_length=max_length)
+    return indexed(Spelling, build_spelling(Pair.of(*tokenizers, tables=tables)))
 
 
 def read_bytes(table, labels):
@@ -67,16 +70,6 @@ def read_bytes(table, labels):
 
 def same(first, second, names):
     return all(torch.equal(getattr(first, name), getattr(second, name)) for name in names)
-
-
-def chunks_of(student_chunk, teacher_chunk):
-    """Return {(student positions, teacher positions)} of the chunks of one sample."""
-    sides = set()
-    for number in set(student_chunk.tolist()) - {-1}:
-        student = (student_chunk == number).nonzero().flatten().tolist()
-        teacher = (teacher_chunk == number).nonzero().flatten().tolist()
-        sides.add((tuple(student), tuple(teacher)))
-    return sides
 
 
 # --- padding --------------------------------------------------------------------------------------
@@ -91,14 +84,12 @@ def test_padding_says_nothing(encoders, texts):
             (alone.student, beside.student, encoders[0]),
             (alone.teachers[0], beside.teachers[0], encoders[1])):
         size = of_alone.ids.shape[1]
-        assert of_beside.ids.shape[1] > size
-        for name in STUDENT_FIELDS:
-            assert torch.equal(getattr(of_beside, name)[0, :size], getattr(of_alone, name)[0])
         table = encoder.table
         padding = table.eos if table.pad < 0 else table.pad
-        assert (of_beside.ids[0, size:] == padding).all()
-        assert (of_beside.labels[0, size:] == -100).all()
-        assert (of_beside.num_bytes[0, size:] == -1).all()
+        for name, filling in (("ids", padding), ("labels", -100), ("num_bytes", -1)):
+            row = getattr(of_beside, name)[0]
+            assert torch.equal(row[:size], getattr(of_alone, name)[0])
+            assert len(row) > size and (row[size:] == filling).all()
         assert of_beside.positions is None
     for name in ("student_chunk", "teacher_chunk"):
         first = getattr(alone.teachers[0], name)[0]
@@ -163,15 +154,11 @@ def test_several_teachers_share_the_students_tokens(encoders, texts):
     samples = [*texts[:8], None, "", texts[0][:9]]
     batch = Collator(student, pairs)(samples)
     assert batch.teachers[1].ids.shape[1] <= 60 and batch.teachers[2].ids.shape[1] <= 90
-    # as short as the shortest asks for, not shorter
-    alone = Collator(student, pairs[1:2])(samples)
-    lengths = [(x.student.labels >= 0).sum(1) for x in (batch, alone)]
-    assert (lengths[0] <= lengths[1]).all() and lengths[0].sum() > 0.9 * lengths[1].sum()
     for teacher, pair in zip(batch.teachers, pairs):
         assert teacher.student_chunk.shape == batch.student.ids.shape
         for b in range(len(samples)):  # every teacher reads the bytes that the student reads
-            of_student = read_bytes(student.table, batch.student.labels[b])
-            assert read_bytes(pair.encoder.table, teacher.labels[b]) == of_student
+            student_bytes = read_bytes(student.table, batch.student.labels[b])
+            assert read_bytes(pair.encoder.table, teacher.labels[b]) == student_bytes
             assert not (teacher.student_chunk[b] >= 0)[batch.student.labels[b] < 0].any()
     assert batch.counts.tokens == (batch.student.labels >= 0).sum()
 
@@ -191,27 +178,18 @@ class CountedTokenizer:
         return getattr(self.tokenizer, name)
 
 
-@pytest.mark.parametrize("num_teachers", [0, 1, 3])
-def test_the_students_tokenizer_is_called_once_per_batch(encoders, texts, num_teachers):
-    student = replace(encoders[0], tokenizer=CountedTokenizer(encoders[0].tokenizer))
-    teachers = [replace(encoders[1], max_length=n) for n in (400, 50, 90)[:num_teachers]]
-    for teacher in teachers:
-        teacher.tokenizer = CountedTokenizer(teacher.tokenizer)
-    collate = Collator(student, [PairOptions(teacher) for teacher in teachers])
-    collate([*texts[:5], None, ""])
-    assert student.tokenizer.calls == [[*texts[:5], ""]]
-    for teacher in teachers:
-        assert teacher.tokenizer.calls == [[*texts[:5], ""]]
+def test_a_tokenizer_is_called_once_for_the_texts_that_it_reads(encoders, texts):
+    student, *teachers = [replace(encoder, tokenizer=CountedTokenizer(encoder.tokenizer))
+                          for encoder in (*encoders, *encoders)]
+    pairs = [PairOptions(teacher, routes=routes)
+             for teacher, routes in zip(teachers, (["a"], ["b"], None))]
+    collate = Collator(student, pairs)
+    collate([Example(texts[0], "a"), Example(texts[1], None), Example(texts[2], "a"), None, ""])
+    assert student.tokenizer.calls == [[*texts[:3], ""]]
+    assert [teacher.tokenizer.calls for teacher in teachers] == [
+        [[texts[0], texts[2], ""]], [[""]], [[texts[1], ""]]]
     collate([None])
     assert len(student.tokenizer.calls) == 1  # nothing to read
-
-
-def test_a_teacher_reads_only_the_texts_that_are_for_it(encoders, texts):
-    teachers = [replace(encoders[1], tokenizer=CountedTokenizer(encoders[1].tokenizer))
-                for _ in range(2)]
-    pairs = [PairOptions(teachers[0], routes=["a"]), PairOptions(teachers[1], routes=["b"])]
-    Collator(encoders[0], pairs)([Example(texts[0], "a"), Example(texts[1], "c")])
-    assert teachers[0].tokenizer.calls == [[texts[0]]] and teachers[1].tokenizer.calls == []
 
 
 # --- routes ---------------------------------------------------------------------------------------
@@ -329,20 +307,23 @@ def test_rows_hold_what_fits_on_every_side():
                 assert any(total > limit for total, limit in zip(totals, limits))
 
 
-def test_packed_samples_are_what_they_are_alone(encoders, texts):
-    student, teacher = at_most(encoders[0], 150), at_most(encoders[1], 110)
+@pytest.mark.parametrize("lengths", [(150, 400), (400, 90)])
+def test_packed_samples_are_what_they_are_alone(encoders, texts, lengths):
+    student, teacher = map(at_most, encoders, lengths)
     samples = [*[text[: 30 + 25 * n] for n, text in enumerate(texts[:7])], None, ""]
     packed = collator((student, teacher), pack=True)(samples)
     plain = collator((student, teacher))(samples)
     assert packed.counts == plain.counts
     assert 1 < len(packed.student.ids) < len(samples)
-    assert packed.student.ids.shape[1] <= 150 and packed.teachers[0].ids.shape[1] <= 110
+    assert packed.student.ids.shape[1] <= lengths[0]
+    assert packed.teachers[0].ids.shape[1] <= lengths[1]
     of_packed, of_plain = packed.teachers[0], plain.teachers[0]
     assert of_packed.num_samples == len(samples)
     width = packed.student.ids.shape[1]
     sides = ((packed.student, plain.student, of_packed.sample_of_student),
              (of_packed, of_plain, of_packed.sample))
     seen = 0
+    sample_of_chunk = {}
     for number in range(len(samples)):
         kept = []
         for in_packed, in_plain, sample in sides:
@@ -355,20 +336,17 @@ def test_packed_samples_are_what_they_are_alone(encoders, texts):
             kept.append(kept_positions)
             seen += size
         # chunk numbers differ, what they bring together does not
-        first = (of_packed.student_chunk.flatten()[kept[0]],
-                 of_packed.teacher_chunk.flatten()[kept[1]])
-        second = (of_plain.student_chunk[number, : len(kept[0])],
-                  of_plain.teacher_chunk[number, : len(kept[1])])
-        assert chunks_of(*first) == chunks_of(*second)
+        chunks = (of_packed.student_chunk.flatten()[kept[0]],
+                  of_packed.teacher_chunk.flatten()[kept[1]])
+        assert chunk_sides(*chunks) == chunk_sides(
+            of_plain.student_chunk[number, : len(kept[0])],
+            of_plain.teacher_chunk[number, : len(kept[1])])
         if len(kept[0]):  # student and teacher have the same rows
-            assert kept[0][0] // width == kept[1][0] // of_packed.ids.shape[1]
+            row = kept[0][0] // width
+            assert row == kept[1][0] // of_packed.ids.shape[1]
+            for chunk in set(torch.cat(chunks).tolist()) - {-1}:  # none reaches over two samples
+                assert sample_of_chunk.setdefault((int(row), chunk), number) == number
     assert seen == (packed.student.labels >= 0).sum() + (of_packed.labels >= 0).sum()
-    for line in range(len(packed.student.ids)):  # no chunk reaches over two samples
-        for chunk, sample in ((of_packed.student_chunk, of_packed.sample_of_student),
-                              (of_packed.teacher_chunk, of_packed.sample)):
-            pairs = {(c, s) for c, s in zip(
-                chunk[line].tolist(), sample.view(chunk.shape)[line].tolist()) if c >= 0}
-            assert len(pairs) == len({c for c, _ in pairs})
 
 
 # --- counts ---------------------------------------------------------------------------------------
@@ -381,14 +359,41 @@ def test_counts_survive_their_vector_and_add_up(encoders, texts):
         first, second = collate(texts[:3]).counts, collate(texts[3:5]).counts
         assert second.with_numbers(first.numbers()) == first
         assert first + second == collate(texts[:5]).counts
-        # no two fields are the same
-        numbers = list(range(len(first.numbers())))
-        counts = first.with_numbers(numbers)
-        assert counts.numbers() == numbers
-        assert (counts + counts).numbers() == [2 * number for number in numbers]
-        assert len(counts.pairs) == len(pairs)
+        assert len(first.pairs) == len(pairs)
+        numbers = list(range(len(first.numbers())))  # no two fields are the same
+        assert first.with_numbers(numbers).numbers() == numbers
     with pytest.raises(ValueError):
         Counts(pairs=[PairCounts()]) + Counts()  # of other teachers
+
+
+@pytest.mark.parametrize("loss", [None, "chunks", "event_kl"])
+def test_tiles_hold_every_label_and_every_term_once_whatever_their_size(
+        encoders, texts, spelling, loss):
+    student, teacher = encoders
+    pairs = [PairOptions(teacher, spelling if loss == "event_kl" else None)] if loss else []
+    whole = Collator(student, pairs)(texts[:5])
+    for pack, tile_mib in ((False, math.inf), (False, 0.25), (True, math.inf), (True, 0.25)):
+        batch = Collator(student, pairs, pack=pack, tile_mib=tile_mib)(texts[:5])
+        assert batch.counts == whole.counts
+        tiles = batch.teachers[0].tiles if loss else batch.student.tiles
+        assert (len(tiles) > 1) == (tile_mib < math.inf)
+        terms = 0
+        positions = []
+        for tile in tiles:
+            positions += tile.student_positions.tolist()
+            for sub_tile in tile.sub_tiles:
+                labels = batch.student.labels.flatten()[
+                    tile.student_positions[sub_tile.student_slice]]
+                learned = sub_tile.student_labels >= 0
+                assert torch.equal(labels[learned], sub_tile.student_labels[learned])
+                if loss == "event_kl":
+                    terms += int(sub_tile.terms.count_all)
+                else:
+                    terms += len(sub_tile.terms.first_S) if loss else int(learned.sum())
+        assert terms == (batch.counts.pairs[0].kd_terms if loss else batch.counts.tokens) > 0
+        assert len(set(positions)) == len(positions)
+        learned = (batch.student.labels.flatten() >= 0).nonzero().flatten().tolist()
+        assert set(learned) <= set(positions)
 
 
 def test_counts_are_those_of_the_tensors(encoders, texts):
@@ -441,46 +446,6 @@ def test_samples_that_are_cut_before_their_first_label_are_counted(encoders, tex
         assert (whole.counts.samples, whole.counts.cut_samples) == (4, 0)
 
 
-@pytest.mark.parametrize("loss", ["chunks", "event_kl"])
-def test_tiles_hold_every_term_once_whatever_their_size(encoders, texts, spelling, loss):
-    student, teacher = encoders
-    pair = PairOptions(teacher, spelling if loss == "event_kl" else None)
-    whole = Collator(student, [pair])(texts[:5])
-    assert len(whole.teachers[0].tiles) == len(whole.teachers[0].tiles[0].sub_tiles) == 1
-    for pack, tile_mib in ((False, 0.25), (True, math.inf), (True, 0.25)):
-        batch = Collator(student, [pair], pack=pack, tile_mib=tile_mib)(texts[:5])
-        assert batch.counts == whole.counts
-        tiles = batch.teachers[0].tiles
-        assert (len(tiles) > 1) == (tile_mib < math.inf)
-        terms = 0
-        positions = []
-        for tile in tiles:
-            positions += tile.student_positions.tolist()
-            for sub_tile in tile.sub_tiles:
-                of_sub_tile = sub_tile.terms
-                terms += len(of_sub_tile.first_S) if loss == "chunks" else int(
-                    of_sub_tile.count_all)
-        assert terms == batch.counts.pairs[0].kd_terms > 0
-        assert len(set(positions)) == len(positions)
-        learned = (batch.student.labels.flatten() >= 0).nonzero().flatten().tolist()
-        assert set(learned) <= set(positions)
-
-
-def test_without_a_teacher_tiles_hold_every_label_once(encoders, texts):
-    for tile_mib in (math.inf, 0.25):
-        batch = Collator(encoders[0], [], tile_mib=tile_mib)(texts[:5])
-        predicted = []
-        for tile in batch.student.tiles:
-            for sub_tile in tile.sub_tiles:
-                labels = batch.student.labels.flatten()[
-                    tile.student_positions[sub_tile.student_slice]]
-                assert torch.equal(labels, sub_tile.student_labels)
-                predicted += labels[labels >= 0].tolist()
-        assert len(predicted) == batch.counts.tokens == (batch.student.labels >= 0).sum()
-        assert (len(batch.student.tiles) > 1) == (tile_mib < math.inf)
-        assert batch.teachers == [] and batch.counts.pairs == []
-
-
 # --- aligners -------------------------------------------------------------------------------------
 
 
@@ -492,7 +457,7 @@ def test_batches_hold_the_chunks_of_the_aligner(encoders, texts):
         for aligner in ("bytes", "dp"):
             [teacher] = collator(encoders, aligner=aligner)([text]).teachers
             pair = sample_of(text, encoders[0], encoders[1:], aligner).pairs[0]
-            sides[aligner] = chunks_of(teacher.student_chunk[0], teacher.teacher_chunk[0])
+            sides[aligner] = chunk_sides(teacher.student_chunk[0], teacher.teacher_chunk[0])
             assert sides[aligner] == chunk_sides(pair.student_chunk, pair.teacher_chunk)
         differ += sides["bytes"] != sides["dp"]
     assert differ
@@ -518,22 +483,21 @@ def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack
         [whole] = shards_of(encoders, texts[:4], 1, **options)
         shards = shards_of(encoders, texts[:4], size, **options)
         width = whole.student.ids.shape[1]
-        for name, padding in (("ids", None), ("labels", -100), ("num_bytes", -1)):
-            joined = torch.cat([getattr(shard.student, name) for shard in shards], 1)
-            assert torch.equal(joined[:, :width], getattr(whole.student, name))
-            assert joined.shape[1] < width + size
-            if padding is not None:
-                assert (joined[:, width:] == padding).all()
-        positions = torch.cat([shard.student.positions for shard in shards], 1)
+        joined = {name: torch.cat([getattr(shard.student, name) for shard in shards], 1)
+                  for name in (*STUDENT_FIELDS, "positions")}
+        for name in STUDENT_FIELDS:
+            assert torch.equal(joined[name][:, :width], getattr(whole.student, name))
+        assert joined["ids"].shape[1] < width + size
+        assert (joined["labels"][:, width:] == -100).all()
+        assert (joined["num_bytes"][:, width:] == -1).all()
         expected = whole.student.positions
         if not pack:
             expected = torch.arange(width).expand(len(whole.student.ids), width)
-        assert torch.equal(positions[:, :width], expected)
-        for shard in shards:
-            assert shard.student.documents == document_spans(positions)
+        assert torch.equal(joined["positions"][:, :width], expected)
         # every term is counted by one rank
         assert sum((shard.counts for shard in shards[1:]), shards[0].counts) == whole.counts
         for shard in shards:
+            assert shard.student.documents == document_spans(joined["positions"])
             assert shard.sample_ids == whole.sample_ids
             for of_shard, of_whole in zip(shard.teachers, whole.teachers):
                 assert same(of_shard, of_whole, STUDENT_FIELDS)  # teachers read whole sequences
@@ -616,9 +580,7 @@ def test_tiles_of_a_shard_name_positions_that_the_rank_has(encoders, texts, teac
 def translation(tokenizers, tables):
     """Return the tables of a divergence between these tokenizers."""
     pair = Pair.of(*tokenizers[::-1], tables=tables[::-1])  # the student's tokens are longer
-    built = build_translation(pair)
-    fields = [built[name] for name in Tables._fields]
-    return Tables(*[x.long() if isinstance(x, torch.Tensor) else x for x in fields])
+    return indexed(Tables, build_translation(pair))
 
 
 def translated_of(batches, tables, student_VV, teacher_NTW):
@@ -632,18 +594,11 @@ def translated_of(batches, tables, student_VV, teacher_NTW):
     total, count = 0, 0
     for batch in batches:
         teacher = batch.teachers[0]
-        positions = teacher.positions
-        if positions is None:
-            positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
-        text = torch.tensor(batch.sample_ids)[teacher.sample]
-        every_row = teacher_NTW[text, positions.flatten()]
+        every_row = rows_of(teacher, teacher_NTW, batch.sample_ids)
         every_row[teacher.labels.flatten() < 0] = torch.nan
-        for sub_tile in [sub_tile for tile in teacher.tiles for sub_tile in tile.sub_tiles]:
-            if sub_tile.teacher_positions is not None:
-                block = every_row[sub_tile.teacher_positions]
-            labels = sub_tile.student_labels.clamp(min=0)[None]
-            nats, terms = translated(
-                student_VV[labels], block[sub_tile.teacher_slice][None], sub_tile.terms, tables)
+        for _, sub_tile, rows_MW in sub_tiles_of(teacher, every_row):
+            student_MV = student_VV[sub_tile.student_labels.clamp(min=0)]
+            nats, terms = translated(student_MV[None], rows_MW[None], sub_tile.terms, tables)
             total, count = total + nats, count + int(terms)
     total.backward()
     assert count == sum(batch.counts.pairs[0].kd_terms for batch in batches)

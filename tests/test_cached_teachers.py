@@ -16,9 +16,10 @@ import ranks
 from conftest import asset
 from isogloss import cache
 from isogloss.config import Config
+from isogloss.data.batch import Collator, PairOptions
 from isogloss.errors import DataError
 from isogloss.flags.parse import parse_flags
-from isogloss.inputs import check_inputs, load_text_encoder
+from isogloss.inputs import load_text_encoder
 from isogloss.job.files import scratch_of
 from isogloss.job.launch import start_distributed
 from isogloss.job.watch import end_together
@@ -27,23 +28,16 @@ from isogloss.teachers.cached import CachedTeacher
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
 from isogloss.teachers.model import load_replicated
 from isogloss.teachers.text_scores import batch_texts
-from jobs import ds_config, losses_of, run_and_listen, run_distill, write_corpus
-from steps import (
-    AS_FLAGS_SAY,
-    SMALL_TILE_MIB,
-    Case,
-    Layout,
-    check_steps,
-    cut_flags,
-    flags_for,
-    references,
-    references_of,
-    uneven_samples,
+from jobs import (
+    check_refusals,
+    check_same_curve,
+    ds_config,
+    losses_of,
+    run_and_listen,
+    run_distill,
+    write_corpus,
 )
-
-CHAT_TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
-                 "{{ eos_token }}{% endfor %}")
-
+from steps import uneven_samples
 
 # --- writing --------------------------------------------------------------------------------------
 
@@ -183,52 +177,6 @@ def test_a_stream_that_changes_is_no_cache(change, complaint, models, texts, tmp
 
 
 @pytest.mark.slow
-def test_same_loss_and_gradient_from_a_cache_in_every_layout(models, texts, caches, tmp_path):
-    flags = flags_for(models, texts, tmp_path)
-    samples = uneven_samples(texts)
-    cases = [Case("piece_kl"), Case("projection_kl", packed=True), Case("alm")]
-    expected = references_of(flags, [case.loss for case in cases], samples)
-    for num_ranks, sequence_parallel in ((1, 1), (2, 2)):
-        layouts = []
-        for kind in ("hidden", "all"):
-            layouts.append(Layout(0, 4, 2, {
-                "teacher_cache": str(caches[kind]), "teacher": "",
-                "sequence_parallel": sequence_parallel}))
-        # float32 leaves 4e-7 at most
-        check_steps(expected, num_ranks, flags, samples, layouts, cases, SMALL_TILE_MIB,
-                    tolerance=1e-6)
-
-
-@pytest.mark.slow
-def test_same_loss_and_gradient_from_a_cache_of_texts_that_the_limit_cuts(
-        models, texts, data, tmp_path):
-    """The cache is of the whole texts, and so knows more than a teacher that reads the cut ones."""
-    cut = cut_flags(models)
-    ranks.run(1, write, [[f"--teacher={cut['teacher']}", *data, f"--output={tmp_path / 'cache'}",
-                          "--top_k=400", "--logp_bits=32"]])
-    flags = flags_for(models, texts, tmp_path, **cut)
-    samples = uneven_samples(texts)
-    expected = references_of(flags, ["piece_kl"], samples)
-    layouts = [Layout(0, 1, 8, {"teacher_cache": str(tmp_path / "cache"), "teacher": ""})]
-    check_steps(expected, 1, flags, samples[::-1], layouts, [Case("piece_kl")], SMALL_TILE_MIB,
-                tolerance=1e-6)
-
-
-@pytest.mark.slow
-def test_caches_and_live_teachers_mix(models, texts, caches, tmp_path):
-    live = {"model": str(models[1]), "name": "live", "loss": "alm"}
-    flags = flags_for(models, texts, tmp_path, teacher="", teacher_weights="ce")
-    samples = uneven_samples(texts)
-    [expected] = references([flags | {"teachers": json.dumps(
-        [live | {"name": "other", "loss": "piece_kl", "weight": 2}, live])}], samples)
-    layouts = []
-    for kind in ("hidden", "all"):
-        cached = {"cache": str(caches[kind]), "loss": "piece_kl", "weight": 2}
-        layouts.append(Layout(0, 4, 2, {"teachers": json.dumps([cached, live])}))
-    check_steps({AS_FLAGS_SAY.loss: expected}, 1, flags, samples, layouts, [AS_FLAGS_SAY], 8)
-
-
-@pytest.mark.slow
 def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_path):
     """One is read by the student's ranks, the other is asked; alone and as members of a mean."""
     live = {"model": str(models[1]), "name": "live"}
@@ -243,10 +191,7 @@ def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_
             line = [*argv, *flags, f"--teacher_weights={weights}", f"--output_dir={output}"]
             assert ranks.run(num_ranks, run_distill, [line]) == [[0]] * num_ranks
             curves.append(losses_of(output))
-        for expected, line in zip(*curves, strict=True):
-            assert expected.keys() == line.keys()
-            for key, value in expected.items():
-                assert abs(line[key] - value) <= 1e-4 * abs(value) + 1e-6, (weights, key)
+        check_same_curve(*curves, 1e-4, 1e-6, weights)
     alone = [*argv[:-1], f"--teacher_cache={caches['20']}", "--teacher_ranks=1",
              f"--output_dir={tmp_path / 'none'}"]
     line = "".join(said for _, said in ranks.run(2, run_and_listen, alone))
@@ -274,12 +219,15 @@ class Reading:
             spec = of_cache.teacher_kind.of(of_cache, self.teacher, device)
             self.cached[kind] = CachedTeacher(spec)
 
-    def check(self, samples, tolerances, **options):
-        """Compare the probabilities of all positions of a batch with a text."""
-        from isogloss.data.batch import Collator, PairOptions
-
+    def batch(self, samples, **options):
+        """Return a TeacherBatch."""
         pairs = [PairOptions(self.teacher, is_cached=True)]
         [batch] = Collator(self.student, pairs, **options)(samples).teachers
+        return batch
+
+    def check(self, samples, tolerances, **options):
+        """Compare the probabilities of all positions of a batch with a text."""
+        batch = self.batch(samples, **options)
         positions = (batch.labels.flatten() != -100).nonzero().squeeze(1)
         assert len(positions)
         expected = self.live.targets(batch)(positions).log_softmax(-1)
@@ -299,10 +247,7 @@ class Reading:
 
     def check_tokens(self, samples):
         """See that a text of which a cache holds other tokens is refused, whichever is another."""
-        from isogloss.data.batch import Collator, PairOptions
-
-        pairs = [PairOptions(self.teacher, is_cached=True)]
-        [batch] = Collator(self.student, pairs)(samples).teachers
+        batch = self.batch(samples)
         last = int((batch.labels[0] >= 0).sum()) - 1
         # the last one is predicted and not read
         for tokens, place in ((batch.ids, 0), (batch.ids, 7), (batch.labels, last)):
@@ -315,10 +260,7 @@ class Reading:
 
     def check_draws(self, samples, kind, seed, **options):
         """Compare rows of draws with what is drawn from the live rows of a batch."""
-        from isogloss.data.batch import Collator, PairOptions
-
-        pairs = [PairOptions(self.teacher, is_cached=True)]
-        [batch] = Collator(self.student, pairs, **options)(samples).teachers
+        batch = self.batch(samples, **options)
         source = self.cached[kind]
         order = byte_order(self.teacher.table)
         rows_of_cache = source.targets(batch)
@@ -341,14 +283,17 @@ class Reading:
         assert num_same >= 0.99 * num_rows > 0, (num_same, num_rows)
 
 
-def read_all(models, data, caches, samples, tolerances):
-    """Compare caches with the teacher in one process, in batches of all kinds."""
+def reading_of(models, data, caches):
     start_distributed()
     cfg = Config(student=str(models[0]), teacher=str(models[1]), data=data, max_length=200)
-    reading = Reading(cfg, caches)
-    reading.check(samples, tolerances)
-    reading.check(samples, tolerances, pack=True)
-    reading.check(samples, tolerances, sequence_rank=1, sequence_size=2)
+    return Reading(cfg, caches)
+
+
+def read_all(models, data, caches, samples, tolerances):
+    """Compare caches with the teacher in one process, in batches of all kinds."""
+    reading = reading_of(models, data, caches)
+    for options in ({}, {"pack": True}, {"sequence_rank": 1, "sequence_size": 2}):
+        reading.check(samples, tolerances, **options)
     reading.check_tokens(samples)
     reading.student.max_length = 23  # another cut is a beginning of the same text
     reading.check(samples, tolerances)
@@ -356,9 +301,7 @@ def read_all(models, data, caches, samples, tolerances):
 
 def read_draws(models, data, folder, samples):
     """Compare a cache of draws with what is drawn live, in batches of several kinds."""
-    start_distributed()
-    cfg = Config(student=str(models[0]), teacher=str(models[1]), data=data, max_length=200)
-    reading = Reading(cfg, {"drawn": folder})
+    reading = reading_of(models, data, {"drawn": folder})
     reading.check_draws(samples, "drawn", 3)
     reading.check_draws(samples, "drawn", 3, pack=True)
     reading.student.max_length = 23
@@ -398,50 +341,7 @@ def write_and_read(commands, folders, data, caches, stories):
     read_all(folders, data, caches, stories, EXACT)
 
 
-def with_template(folder, target, template):
-    """Return a copy of a model that has a chat template."""
-    shutil.copytree(folder, target)
-    path = target / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    return target
-
-
-def test_chats_are_cached_as_the_teacher_renders_them(models, texts, tmp_path):
-    folders = []
-    for model in models:
-        folders.append(with_template(model, tmp_path / model.name, CHAT_TEMPLATE))
-    chats = []
-    for question, answer in zip(texts[:4], texts[4:8]):
-        chats.append([{"role": "user", "content": question[:40]},
-                      {"role": "assistant", "content": answer[:60]}])
-    path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"text": chat}) for chat in chats))
-    commands = [[f"--teacher={folders[1]}", f"--data={path}", "--hidden",
-                 f"--output={tmp_path / 'hidden'}"]]
-    ranks.run(1, write_and_read, commands, folders, str(path), {"hidden": tmp_path / "hidden"},
-              chats)
-    other = with_template(models[1], tmp_path / "other", CHAT_TEMPLATE.replace("<", "["))
-    flags = dict(student=str(folders[0]), data=str(path), output_dir=str(tmp_path), max_length=99,
-                 ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1),
-                 teacher_cache=str(tmp_path / "hidden"))
-    [lines] = ranks.run(1, refusals, [flags | {"teacher": str(other)}])
-    assert "by another chat template" in lines[0]
-
-
 # --- what is refused ------------------------------------------------------------------------------
-
-
-def refusals(flags_list):
-    """Return the line that each run ends with before its first step."""
-    device = start_distributed()
-    lines = []
-    for flags in flags_list:
-        try:
-            check_inputs(Config(**flags), device)
-            lines.append("nothing is wrong")
-        except ValueError as error:
-            lines.append(str(error))
-    return lines
 
 
 def flip_a_bit(path):
@@ -454,59 +354,51 @@ def truncate_file(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def forget_files(path):
-    plain = json.loads(path.read_text())
-    path.write_text(json.dumps(plain | {"files": {}}))
+SHARD = "shard-00000.safetensors"
+MANIFEST = cache_files.MANIFEST
+# (kind of a cache, a file of a copy of it, what happens to that, what the job says)
+DAMAGES = [
+    ("20", SHARD, flip_a_bit, f"{SHARD} is damaged"),
+    ("hidden", "head.safetensors", flip_a_bit, "head.safetensors is damaged"),
+    ("20", SHARD, truncate_file, "bytes, expected"),
+    ("20", SHARD, Path.unlink, f"{SHARD} is missing"),
+    ("20", MANIFEST, truncate_file, "nothing is wrong"),  # its last line end
+]
+# (what the manifest of a cache says, None: nothing of that; flags, what the job says)
+MANIFESTS = [
+    ({"files": {}}, {}, "is not complete"),
+    ({"max_length": 100}, {"teacher_max_length": 200}, "holds 100 positions of a text"),
+    ({"dtype": cache_files.SERVED}, {"teacher_weights": "entropy"}, "does not say its entropy"),
+    ({"format": 1, "sampled": None, "seed": None}, {}, "nothing is wrong"),
+]
 
 
-def cut_shorter(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_length": 100}))
-
-
-def say_served(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": cache_files.SERVED}))
-
-
-def say_format_1(path):
-    plain = json.loads(path.read_text()) | {"format": 1}
-    del plain["sampled"], plain["seed"]
-    path.write_text(json.dumps(plain))
-
-
-def edited(folder, target, name, change):
-    """Return a copy of a cache of which one file is changed."""
-    shutil.copytree(folder, target)
-    change(target / name)
-    return str(target)
+def damaged(caches, folder):
+    """Return (changed flags, what the job says) of damaged caches."""
+    cases = []
+    for number, (kind, name, damage, line) in enumerate(DAMAGES):
+        copy = shutil.copytree(caches[kind], folder / f"damaged{number}")
+        damage(copy / name)
+        cases.append(({"teacher_cache": str(copy)}, line))
+    for number, (changes, flags, line) in enumerate(MANIFESTS):
+        copy = shutil.copytree(caches["20"], folder / f"changed{number}")
+        plain = json.loads((copy / MANIFEST).read_text()) | changes
+        plain = {key: value for key, value in plain.items() if value is not None}
+        (copy / MANIFEST).write_text(json.dumps(plain))
+        cases.append((flags | {"teacher_cache": str(copy)}, line))
+    return cases
 
 
 def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, caches, tmp_path):
     other_data = write_corpus(tmp_path, [text + "!" for text in texts[:5]], 5)
-    shard = "shard-00000.safetensors"
     cache_of = {kind: str(folder) for kind, folder in caches.items()}
-    cases = [
+    cases = damaged(caches, tmp_path) + [
         ({}, "nothing is wrong"),
         ({"teacher": str(models[1])}, "nothing is wrong"),
-        ({"teacher_cache": edited(caches["20"], tmp_path / "a", shard, flip_a_bit)},
-         f"{shard} is damaged"),
-        ({"teacher_cache": edited(caches["hidden"], tmp_path / "b", "head.safetensors",
-                                  flip_a_bit)}, "head.safetensors is damaged"),
-        ({"teacher_cache": edited(caches["20"], tmp_path / "c", shard, truncate_file)},
-         "bytes, expected"),
-        ({"teacher_cache": edited(caches["20"], tmp_path / "d", shard, Path.unlink)},
-         f"{shard} is missing"),
-        ({"teacher_cache": edited(caches["20"], tmp_path / "e", "manifest.json", forget_files)},
-         "is not complete"),
-        ({"teacher_cache": edited(caches["20"], tmp_path / "f", "manifest.json", truncate_file)},
-         "nothing is wrong"),  # its last line end
         ({"teacher_cache": str(tmp_path)}, "no manifest.json there"),
         ({"teacher": str(untied)}, "--teacher has another one"),
         ({"data": other_data}, "lacks row 3 of"),
         ({"teacher_max_length": 300}, "has a context of 256 positions"),
-        ({"teacher_cache": edited(caches["20"], tmp_path / "g", "manifest.json", cut_shorter),
-          "teacher_max_length": 200}, "holds 100 positions of a text"),
-        ({"teacher_cache": edited(caches["20"], tmp_path / "h", "manifest.json", say_served),
-          "teacher_weights": "entropy"}, "does not say its entropy"),
         ({"loss": "gold"}, "nothing is wrong"),
         ({"teacher_cache": cache_of["20"], "loss": "gold"}, "keeps 20 tokens, with --loss gold"),
         ({"teacher_cache": cache_of["20"], "loss": "reverse_kl"}, "between two tokenizers"),
@@ -520,8 +412,6 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, cache
          "were drawn at 1.0"),
         ({"teacher_cache": cache_of["drawn"], "temperature": 2.0}, "nothing is wrong"),
         ({"teacher_cache": cache_of["drawn"], "loss": "uld"}, "reads all tokens of the teacher"),
-        ({"teacher_cache": edited(caches["20"], tmp_path / "i", "manifest.json", say_format_1)},
-         "nothing is wrong"),
         ({"temperature": 2.0}, "nothing is wrong"),
         ({"on_policy": 0.5}, "holds nothing of what the student writes"),
         ({"teacher_engine": "zero3"}, "loads no teacher"),
@@ -531,9 +421,7 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, cache
     flags = dict(student=str(models[0]), data=data[0].partition("=")[2], eval_rows=3,
                  max_length=250, output_dir=str(tmp_path / "run"), teacher_cache=cache_of["hidden"],
                  ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
-    [lines] = ranks.run(1, refusals, [flags | changes for changes, _ in cases])
-    for (changes, expected), line in zip(cases, lines):
-        assert expected in line and "\n" not in line, (changes, line)
+    check_refusals(flags, cases)
 
 
 def writer_refusals(argv_list, folder):
@@ -551,7 +439,7 @@ def writer_refusals(argv_list, folder):
 def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
     begun = tmp_path / "begun"
     shutil.copytree(caches["20"], begun)
-    (begun / "shard-00000.safetensors").unlink()
+    (begun / SHARD).unlink()
     common = [f"--teacher={models[1]}", *data]
     commands = [
         [*common, f"--output={caches['20']}", "--top_k=30"],

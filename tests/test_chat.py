@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 
 from isogloss.align import TokenTable
@@ -17,6 +16,7 @@ from isogloss.data.chat import (
     render,
 )
 from isogloss.data.sample import TextEncoder
+from test_sample import spelled
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -72,14 +72,9 @@ def encoders(tokenizers):
 
 
 def collator(encoders, **options):
+    """Return the Collator of a student and one teacher."""
     student, teacher = encoders
     return Collator(student, [PairOptions(teacher)], **options)
-
-
-def spelled(table, labels, chunk, number):
-    """Return the bytes that the labels of a chunk spell, without control tokens."""
-    pieces = [table.bytes_of(i) for i in labels[chunk == number].tolist() if not table.special[i]]
-    return b"".join(pieces)
 
 
 def shared_bytes(encoders, batch, row=0):
@@ -126,14 +121,13 @@ def test_spans_hold_what_the_template_kept_of_each_message(encoders):
 
 
 def test_a_turn_ends_with_the_stop_token_right_behind_its_message(encoders):
-    student, teacher = [render(CHAT, encoder) for encoder in encoders]
-    assert sorted(student.ends) == [0, 1, 2, 3]
-    assert {int(student.ids[end]) for end in student.ends.values()} == {
-        encoders[0].table.end_of_turn}
-    assert sorted(teacher.ends) == [1, 3]  # its template ends the assistant's turns only
-    assert {int(teacher.ids[end]) for end in teacher.ends.values()} == {encoders[1].table.eos}
-    for rendering in (student, teacher):
+    """The teacher's template ends the assistant's turns only."""
+    stops = encoders[0].table.end_of_turn, encoders[1].table.eos
+    for encoder, stop, messages in zip(encoders, stops, ([0, 1, 2, 3], [1, 3])):
+        rendering = render(CHAT, encoder)
+        assert sorted(rendering.ends) == messages
         for message, end in rendering.ends.items():
+            assert rendering.ids[end] == stop
             span = rendering.spans[message, "content"]
             # the token before the stop is the last of the content
             assert rendering.located.end[end - 1] == span.begin + span.size
@@ -141,10 +135,14 @@ def test_a_turn_ends_with_the_stop_token_right_behind_its_message(encoders):
 
 def test_reasoning_and_tool_calls_keep_their_place(tokenizers):
     encoders = with_templates(tokenizers, WITH_CALLS, WITH_CALLS)
-    spans = render(CHAT_WITH_CALLS, encoders[0]).spans
+    renderings = [render(CHAT_WITH_CALLS, encoder) for encoder in encoders]
+    spans = renderings[0].spans
     order = sorted(spans, key=lambda key: spans[key])
     assert order == [(0, "content"), (1, (0, "name")), (1, (0, "arguments")), (2, "reasoning"),
                      (2, "content")]
+    # a turn ends once, behind its last part
+    assert [bool(ends) for *_, ends in common_regions(*renderings)] == [
+        True, False, True, False, True]
     counts = collator(encoders, train_on="all")([CHAT_WITH_CALLS]).counts.pairs[0]
     size = len("look" "look" '{"at": "the index"}' "the index" "the value")
     assert counts.source_bytes == size == bytes_of_messages(CHAT_WITH_CALLS)
@@ -192,11 +190,11 @@ def test_messages_in_another_order_are_compared_in_the_order_of_both(encoders):
 
 def test_chats_meet_message_by_message(encoders):
     batch = collator(encoders)([CHAT])
-    student, teacher = batch.student, batch.teachers[0]
+    teacher = batch.teachers[0]
     shared = shared_bytes(encoders, batch)
     assert b" is the index." in shared and b"value" in shared
     assert b"201" not in shared  # only what the assistant says
-    ends = student.labels[0] == encoders[0].table.end_of_turn
+    ends = batch.student.labels[0] == encoders[0].table.end_of_turn
     teacher_ends = teacher.labels[0] == encoders[1].table.eos
     student_chunk, teacher_chunk = teacher.student_chunk[0], teacher.teacher_chunk[0]
     assert ends.sum() == 2 and (student_chunk[ends] >= 0).all()
@@ -204,16 +202,15 @@ def test_chats_meet_message_by_message(encoders):
     counts = batch.counts.pairs[0]
     assert counts.source_bytes == sum(len(message["content"]) for message in CHAT)
     assert counts.unmatched_bytes == len(" ") + len(" \n") + len(THOUGHT)
-    whole = collator(encoders, train_on="all")([CHAT]).counts
-    assert whole.tokens > batch.counts.tokens
-    assert whole.pairs[0].aligned_bytes > len(shared)
     assert Collator(encoders[0], [])([CHAT]).counts.tokens == batch.counts.tokens
-
-
-def test_chats_are_cut_at_whole_chunks(encoders):
+    whole = collator(encoders, train_on="all")
+    counts = whole([CHAT]).counts
+    assert counts.tokens > batch.counts.tokens
+    assert counts.pairs[0].aligned_bytes > len(shared)
+    # cut at whole chunks
     for encoder in encoders:
         encoder.max_length = 30
-    batch = collator(encoders, train_on="all")([CHAT])
+    batch = whole([CHAT])
     teacher = batch.teachers[0]
     for labels, chunk in ((batch.student.labels, teacher.student_chunk),
                           (teacher.labels, teacher.teacher_chunk)):
@@ -260,6 +257,13 @@ def test_the_assistants_messages_and_ends_of_turn_are_learned(encoders):
     # bytes are counted where tokens are learned
     assert batch.counts.text_bytes == len(learned)
     assert (batch.student.num_bytes[0][labels < 0] == -1).all()
+    # a teacher reads the whole rendering
+    rendering = render(CHAT, encoders[1])
+    teacher = batch.teachers[0]
+    assert teacher.ids[0].tolist() == rendering.ids[:-1].tolist()
+    assert teacher.labels[0].tolist() == rendering.ids[1:].tolist()
+    num_bytes = encode_chat(CHAT, rendering, encoders[1]).num_bytes
+    assert teacher.num_bytes[0].tolist() == num_bytes[1:].tolist()
 
 
 def test_all_of_the_rendering_is_learned_on_request(encoders):
@@ -275,41 +279,23 @@ def test_all_of_the_rendering_is_learned_on_request(encoders):
     assert encoded.num_bytes.clip(min=0).sum() == size - names
 
 
-def test_a_teacher_reads_the_whole_rendering(encoders):
-    rendering = render(CHAT, encoders[1])
-    teacher = collator(encoders)([CHAT]).teachers[0]
-    assert teacher.ids[0].tolist() == rendering.ids[:-1].tolist()
-    assert teacher.labels[0].tolist() == rendering.ids[1:].tolist()
-    assert np.array_equal(teacher.num_bytes[0],
-                          encode_chat(CHAT, rendering, encoders[1]).num_bytes[1:])
-
-
 # --- skipped chats --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_chat_that_a_template_refuses_is_left_out_and_counted(encoders, side):
-    """The student learns alone what the teacher's template refuses."""
+    """The student learns alone what the teacher's template refuses; other teachers take part."""
     refused, kept = [collator(encoders)([chat]).counts for chat in (CHAT[1:], CHAT)]
+    other = copy.deepcopy(encoders[1])
     refuse_chats_of(encoders[side], len(CHAT[1:]))
     with pytest.raises(SkippedChat, match="refuses a chat: no"):
         render(CHAT[1:], encoders[side])
+    pairs = [PairOptions(encoders[1]), PairOptions(other)]
     with pytest.warns(UserWarning, match="refuses a chat: no; such chats are left out"):
-        counts = collator(encoders)([CHAT, CHAT[1:]]).counts
+        counts = Collator(encoders[0], pairs)([CHAT, CHAT[1:]]).counts
     assert refused.pairs[0].kd_terms > 0 == kept.pairs[0].skipped_chats
-    assert counts.pairs[0].skipped_chats == 1
+    assert [pair.skipped_chats for pair in counts.pairs] == [1, 0 if side else 1]
     assert counts.pairs[0].kd_terms == kept.pairs[0].kd_terms
+    both = kept.pairs[0].kd_terms + refused.pairs[0].kd_terms
+    assert counts.pairs[1].kd_terms == (both if side else kept.pairs[0].kd_terms)
     assert counts.tokens == kept.tokens + (refused.tokens if side else 0)
-
-
-def test_other_teachers_learn_from_a_chat_that_one_refuses(encoders):
-    student, teacher = encoders
-    expected = Collator(student, [PairOptions(teacher)])([CHAT])
-    other = copy.deepcopy(teacher)
-    refuse_chats_of(other, len(CHAT))
-    with pytest.warns(UserWarning, match="refuses a chat"):
-        batch = Collator(student, [PairOptions(other), PairOptions(teacher)])([CHAT])
-    assert [pair.skipped_chats for pair in batch.counts.pairs] == [1, 0]
-    assert [pair.kd_terms for pair in batch.counts.pairs] == [
-        0, expected.counts.pairs[0].kd_terms]
-    assert (batch.teachers[1].student_chunk == expected.teachers[0].student_chunk).all()

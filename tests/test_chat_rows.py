@@ -8,14 +8,13 @@ from transformers import AutoTokenizer
 
 from conftest import asset
 from isogloss.align import TokenTable
-from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Example
 from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
 from isogloss.data.order import ExampleReader
 from isogloss.data.rollouts import Prompter
 from isogloss.data.sample import TextEncoder
 from isogloss.errors import DataError
-from test_chat import CHATML, with_templates
+from test_chat import CHATML, collator, with_templates
 
 USER = {"role": "user", "content": "What is the index of the value?"}
 ANSWER = {"role": "assistant", "content": "It is the first of the list."}
@@ -27,6 +26,13 @@ TOOL = {"type": "function", "function": {
 
 def text_part(text):
     return {"type": "text", "text": text}
+
+
+def with_call(**call):
+    return dict(ANSWER, tool_calls=[call])
+
+
+CALL_OF_ONE = {"name": "look_up", "arguments": {"at": 1}}
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -46,26 +52,18 @@ MESSAGES = {
                    dict(ANSWER, content="", tool_calls=[CALL])),
     "keys that are null": (dict(USER, tool_calls=None, name=None), USER),
     "a key of its own": (dict(USER, name="Ann"), dict(USER, name="Ann")),
-    "arguments as text": (
-        dict(ANSWER, tool_calls=[
-            {"function": {"name": "look_up", "arguments": '{"at": "the index"}'}}]),
-        dict(ANSWER, tool_calls=[
-            {"function": {"name": "look_up", "arguments": {"at": "the index"}}}])),
-    "a bare call": (dict(ANSWER, tool_calls=[{"name": "look_up", "arguments": '{"at": 1}'}]),
-                    dict(ANSWER, tool_calls=[
-                        {"type": "function",
-                         "function": {"name": "look_up", "arguments": {"at": 1}}}])),
-    "arguments that are no JSON": (
-        dict(ANSWER, tool_calls=[{"function": {"name": "look_up", "arguments": "x"}}]),
-        dict(ANSWER, tool_calls=[{"function": {"name": "look_up", "arguments": "x"}}])),
+    "arguments as text": (with_call(function={"name": "look_up", "arguments": '{"at": 1}'}),
+                          with_call(function=CALL_OF_ONE)),
+    "a bare call": (with_call(name="look_up", arguments='{"at": 1}'),
+                    with_call(type="function", function=CALL_OF_ONE)),
+    "arguments that are no JSON": (with_call(function={"name": "look_up", "arguments": "x"}),) * 2,
     "from a human": ({"from": "human", "value": "a"}, {"role": "user", "content": "a"}),
     "from gpt": ({"from": "gpt", "value": "a", "weight": 1},
                  {"role": "assistant", "content": "a", "weight": 1}),
     "from a tool": ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}),
     "a call by ShareGPT": (
-        {"from": "function_call", "value": '{"name": "look_up", "arguments": {"at": "x"}}'},
-        {"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": {"name": "look_up", "arguments": {"at": "x"}}}]}),
+        {"from": "function_call", "value": '{"name": "look_up", "arguments": {"at": 1}}'},
+        with_call(type="function", function=CALL_OF_ONE) | {"content": ""}),
     "both names": ({"role": "user", "content": "a", "from": None, "value": None},
                    {"role": "user", "content": "a"}),
 }
@@ -83,11 +81,11 @@ def test_messages_are_read_as_templates_expect_them(case):
 
 def test_nulls_inside_count_unless_a_type_has_filled_them_in():
     call = {"function": {"name": "f", "arguments": {"a": 1, "b": None}}}
-    [kept] = as_messages([dict(ANSWER, tool_calls=[call])])
-    assert kept["tool_calls"] == [call]
-    [filled] = as_messages([dict(ANSWER, tool_calls=[call])], is_filled=True)
-    assert filled["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    filled = {"function": {"name": "f", "arguments": {"a": 1}}}
     tools = [{"name": "f", "parameters": {"a": None, "b": [{"c": None, "d": 1}]}}]
+    for is_filled, expected in ((False, call), (True, filled)):
+        [message] = as_messages([with_call(**call)], is_filled=is_filled)
+        assert message["tool_calls"] == [expected]
     assert as_tools(tools) == tools
     assert as_tools(tools, is_filled=True) == [{"name": "f", "parameters": {"b": [{"d": 1}]}}]
 
@@ -136,8 +134,7 @@ def pair(request):
 def collate(pair, rows, **keys):
     """Return the Batch of rows as a run reads them."""
     reader = ExampleReader("chat", **keys)
-    student, teacher = pair
-    return Collator(student, [PairOptions(teacher)])([reader(row) for row in rows])
+    return collator(pair)([reader(row) for row in rows])
 
 
 @pytest.mark.parametrize("case", MESSAGES)
@@ -146,21 +143,6 @@ def test_real_templates_render_them(pair, case):
     counts = collate(pair, [{"chat": [USER, written, USER, ANSWER]}]).counts
     assert counts.pairs[0].skipped_chats == 0
     assert counts.pairs[0].kd_terms > 0 and counts.tokens > 5
-
-
-def test_parts_and_sharegpt_give_the_batch_of_plain_messages(pair):
-    plain = [USER, ANSWER]
-    question = USER["content"]
-    as_parts = [dict(USER, content=[text_part(question[:5]), text_part(question[5:])]),
-                dict(ANSWER, content=[text_part(ANSWER["content"])])]
-    sharegpt = [{"from": "human", "value": USER["content"]},
-                {"from": "gpt", "value": ANSWER["content"]}]
-    expected = collate(pair, [{"chat": plain}])
-    for written in (as_parts, sharegpt):
-        batch = collate(pair, [{"chat": written}])
-        assert batch.student.ids.tolist() == expected.student.ids.tolist()
-        assert batch.student.labels.tolist() == expected.student.labels.tolist()
-        assert batch.counts == expected.counts
 
 
 # lists the tools, if any, as templates of models do that can call them
@@ -175,63 +157,45 @@ def decoded(encoder, ids):
     return encoder.table.decode(ids[ids >= 0].tolist()).decode(errors="replace")
 
 
-def test_tools_are_shown_to_both_models(tokenizers):
+def test_both_models_are_shown_tools_and_told_what_the_flag_says(tokenizers):
     encoders = with_templates(tokenizers, WITH_TOOLS, WITH_TOOLS)
     chat = [USER, ANSWER]
+    plain = collate(encoders, [{"chat": chat}]).student.ids
+    without = collate(encoders, [{"chat": chat, "tools": None}], tools_key="tools")
+    assert without.student.ids.tolist() == plain.tolist()
+    for encoder in encoders:
+        encoder.template_kwargs = {"thinks": False}
     for tools in ([TOOL], json.dumps([TOOL])):
         batch = collate(encoders, [{"chat": chat, "tools": tools}], tools_key="tools")
         for encoder, side in zip(encoders, (batch.student, batch.teachers[0])):
-            assert "Find a value." in decoded(encoder, side.ids[0])
+            read = decoded(encoder, side.ids[0])
+            assert "Find a value." in read and read.count("(at once)") == 2
         learned = decoded(encoders[0], batch.student.labels[0])
         assert "Find" not in learned and ANSWER["content"] in learned
-    without = collate(encoders, [{"chat": chat, "tools": None}], tools_key="tools")
-    assert without.student.ids.tolist() == collate(encoders, [{"chat": chat}]).student.ids.tolist()
-
-
-def test_templates_are_told_what_the_flag_says(tokenizers):
-    encoders = with_templates(tokenizers, WITH_TOOLS, WITH_TOOLS)
-    for encoder in encoders:
-        encoder.template_kwargs = {"thinks": False}
-    batch = collate(encoders, [{"chat": [USER, ANSWER]}])
-    for encoder, side in zip(encoders, (batch.student, batch.teachers[0])):
-        assert decoded(encoder, side.ids[0]).count("(at once)") == 2
-
-
-def test_prompts_of_rollouts_hold_tools_and_what_templates_are_told(tokenizers):
-    encoder, _ = with_templates(tokenizers, WITH_TOOLS)
-    encoder.template_kwargs = {"thinks": False}
-    prompter = Prompter(encoder, 0, 1.0, 1, 10, 10)
-    prompt = prompter.prompt(Example([USER, ANSWER], tools=[TOOL]), (0, 0))
+    # and prompts of rollouts
+    prompter = Prompter(encoders[0], 0, 1.0, 1, 10, 10)
+    prompt = prompter.prompt(Example(chat, tools=[TOOL]), (0, 0))
     assert "look_up" in prompt.text and "(at once)" in prompt.text
     assert ANSWER["content"] not in prompt.text and prompt.tools == [TOOL]
 
 
 # --- prompt and completion ------------------------------------------------------------------------
 
-PROMPTS = ["What is it? ", "é 日本:", "a", ""]
-COMPLETIONS = ["The index of the list.", "the value", "", "first"]
-
-
-@pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_of_prompt_and_completion_the_second_is_learned(tokenizers, tables, number):
-    encoders = [TextEncoder(*both, 400) for both in zip(tokenizers, tables)]
-    prompt = PROMPTS[number]
-    completion = COMPLETIONS[number]
+@pytest.mark.parametrize("prompt, completion", [
+    ("What is it? ", "The index of the list."), ("é 日本:", "the value"), ("a", ""), ("", "first")])
+def test_of_prompt_and_completion_the_second_is_learned(encoders, prompt, completion):
     reader = ExampleReader("answer", prompt_key="question", is_completion=True)
     example = reader({"question": prompt, "answer": completion})
     assert (example.content, example.context) == (prompt + completion, len(prompt))
-    student, teacher = encoders
-    batch = Collator(student, [PairOptions(teacher)])([example])
-    plain = Collator(student, [PairOptions(teacher)])([prompt + completion])
+    batch, plain = [collator(encoders)([content]) for content in (example, prompt + completion)]
     assert batch.student.ids.tolist() == plain.student.ids.tolist()
     labels = batch.student.labels[0]
-    table = student.table
+    table = encoders[0].table
     learned = table.decode([i for i in labels[labels >= 0].tolist() if not table.special[i]])
     # a token may reach from the prompt into the completion, and is learned then
     text = (prompt + completion).encode()
     size = len(completion.encode())
-    assert text.endswith(learned.removeprefix(b" ")) and len(learned) >= size
-    assert len(learned) < size + 8
+    assert text.endswith(learned.removeprefix(b" ")) and size <= len(learned) < size + 8
     assert labels[-1] == table.eos  # where to end is learned too
     assert batch.counts.text_bytes <= len(learned)
     chunks = batch.teachers[0].student_chunk[0]
@@ -240,8 +204,7 @@ def test_of_prompt_and_completion_the_second_is_learned(tokenizers, tables, numb
     for side in (batch.student, batch.teachers[0]):
         num_bytes = int(side.num_bytes.clamp(min=0).sum())
         assert num_bytes == 0 if not completion else size - 8 < num_bytes < size + 8
-    is_same = batch.student.labels == plain.student.labels
-    assert bool((is_same | (batch.student.labels == -100)).all())
+    assert ((labels == plain.student.labels[0]) | (labels == -100)).all()
 
 
 def test_of_chats_the_completions_messages_are_learned(tokenizers):
@@ -251,13 +214,11 @@ def test_of_chats_the_completions_messages_are_learned(tokenizers):
     reader = ExampleReader("then", prompt_key="chat", is_completion=True)
     example = reader({"chat": first, "then": second})
     assert example.content == first + second and example.context == 3
-    student, teacher = encoders
+    table = encoders[0].table
     for train_on in ("assistant", "all"):
-        collator = Collator(student, [PairOptions(teacher)], train_on=train_on)
-        batch = collator([example])
+        batch = collator(encoders, train_on=train_on)([example])
         labels = batch.student.labels[0]
-        learned = student.table.decode([i for i in labels[labels >= 0].tolist()
-                                        if not student.table.special[i]])
+        learned = table.decode([i for i in labels[labels >= 0].tolist() if not table.special[i]])
         # "all" learns what the template writes behind the message too
         assert learned.strip() == b"the value"
         assert batch.counts.pairs[0].kd_terms > 0

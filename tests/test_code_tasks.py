@@ -46,8 +46,7 @@ def item_of(code="", entry_point="f", inputs=((1,), (2,)), num_base=1, tolerance
 def test_every_reference_solution_is_read():
     humaneval = read_items("humaneval_plus", asset("eval"))
     mbpp = read_items("mbpp_plus", asset("eval"))
-    assert len(humaneval) == 164
-    assert len(mbpp) == 378
+    assert (len(humaneval), len(mbpp)) == (164, 378)
     for item in humaneval + mbpp:
         assert f"def {item.entry_point}" in item.reference
         assert item.num_base <= len(item.inputs)
@@ -90,23 +89,22 @@ def test_files_are_read_compressed_or_not_and_damage_is_one_line(tmp_path):
     source = asset("eval") / "HumanEvalPlus-Mini.jsonl.gz"
     plain = gzip.decompress(source.read_bytes())
     (tmp_path / "HumanEvalPlus-Mini.jsonl").write_bytes(plain)
-    from_mini = read_items("humaneval_plus", str(tmp_path))
-    assert from_mini == read_items("humaneval_plus", asset("eval"))
+    items = read_items("humaneval_plus", str(tmp_path))
+    assert items == read_items("humaneval_plus", asset("eval"))
     assert len(read_items("humaneval_plus", str(tmp_path), limit=3)) == 3
-    (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(source.read_bytes()[:5000])
-    with pytest.raises(ValueError, match=r"HumanEvalPlus.jsonl.gz, row \d+ cannot be read"):
-        read_items("humaneval_plus", str(tmp_path))
     row = json.loads(plain.splitlines()[0])
-    del row["entry_point"]
-    (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(json.dumps(row).encode())
-    with pytest.raises(ValueError, match=r"row 1 is no task of EvalPlus .*entry_point"):
-        read_items("humaneval_plus", str(tmp_path))
-    row = json.loads(plain.splitlines()[0])
-    for change, words in (({"prompt": None}, "prompt is None"), ({"entry_point": 3}, "is 3"),
-                          ({"base_input": []}, "base_input holds no call"),
-                          ({"base_input": [3]}, "base_input holds 3, expected lists")):
-        (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(json.dumps(row | change).encode())
-        with pytest.raises(ValueError, match=f"row 1 is no task of EvalPlus .*{words}"):
+    without = {key: value for key, value in row.items() if key != "entry_point"}
+    is_no_task = "row 1 is no task of EvalPlus .*"
+    for content, message in (
+            (source.read_bytes()[:5000], r"HumanEvalPlus.jsonl.gz, row \d+ cannot be read"),
+            (without, is_no_task + "entry_point"),
+            (row | {"prompt": None}, is_no_task + "prompt is None"),
+            (row | {"entry_point": 3}, is_no_task + "is 3"),
+            (row | {"base_input": []}, is_no_task + "base_input holds no call"),
+            (row | {"base_input": [3]}, is_no_task + "base_input holds 3, expected lists")):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(data)
+        with pytest.raises(ValueError, match=message):
             read_items("humaneval_plus", str(tmp_path))
     with pytest.raises(ValueError, match=r"MbppPlus.jsonl.gz does not exist; expected it"):
         read_items("mbpp_plus", str(tmp_path))
@@ -172,21 +170,9 @@ def test_reference_solutions_pass(task):
         assert len(reference.outputs) == len(item.inputs)
 
 
-@needs_sandbox
-def test_expected_values_are_those_of_the_original_assertions():
-    """HumanEval's own tests, run by hand on some tasks, against what the reference gives here."""
-    items = {item.id: item for item in read_items("humaneval_plus", asset("eval"))}
-    cases = {  # from the tests of the original data
-        "HumanEval/0": [True, False, True, False, True, True, False],
-        "HumanEval/2": [0.5, 0.33, 0.456],
-        "HumanEval/23": [0, 1, 9],
-    }
-    judge = CodeJudge()
-    judge.prepare([items[name] for name in cases])
-    for name, expected in cases.items():
-        outputs = judge.expected[name].outputs
-        for value, output in zip(expected, outputs):
-            assert math.isclose(value, output, abs_tol=1e-9)
+def returning(expression, before=""):
+    """Return a program whose f(x) returns an expression."""
+    return f"{before}\ndef f(x):\n    return {expression}\n"
 
 
 # Writes to whatever is open, in place of the runner.
@@ -200,70 +186,35 @@ def f(x):
             pass
     os._exit(0)
 """
-RIGHT = """
-def f(x):
-    return x * 2
-"""
-# {name: (reason, whether the base tests pass, program)}; the right value for 1 is 2
-WRONG = {
-    "another value": ("wrong", True, """
-def f(x):
-    return x + 1
-"""),
-    "no function": ("KeyError", False, "g = 1"),
-    "an exception": ("ValueError: no", False, """
-def f(x):
-    raise ValueError("no")
-"""),
-    "an exit": ("SystemExit", False, "raise SystemExit(0)"),
-    "a hard exit": ("ok", False, """
-import os
-def f(x):
-    os._exit(0)
-"""),
-    "no Python": ("SyntaxError", False, "]"),
-    "never ends": ("timeout", False, """
-def f(x):
-    while True:
-        pass
-"""),
-    "ends once": ("timeout", True, """
-def f(x):
-    while x > 1:
-        pass
-    return 2
-"""),
-    "another type": ("wrong", False, """
-def f(x):
-    return str(x * 2)
-"""),
-    "a float beside the integer": ("wrong", False, """
-def f(x):
-    return x * 2 + 1e-9
-"""),
-    "a value that equals everything": ("wrong", False, """
-class Equal:
-    def __eq__(self, other):
-        return True
-def f(x):
-    return Equal()
-"""),
-    "an integer that equals everything": ("wrong", False, """
-class Equal(int):
+RIGHT = returning("x * 2")
+
+EQUAL = """
+class Equal({}):
     def __eq__(self, other):
         return True
     def __hash__(self):
         return 0
-def f(x):
-    return Equal(7)
-"""),
-    "prints verdicts": ("wrong", False, PRINTER.format("""
-b'{"output": true}\\n{"passes": true}\\n{"seconds": 0}\\n'
-""".strip())),
+"""
+# {name: (reason, whether the base tests pass, program)}; the right value for 1 is 2
+WRONG = {
+    "another value": ("wrong", True, returning("x + 1")),
+    "no function": ("KeyError", False, "g = 1"),
+    "an exception": ("ValueError: no", False, "def f(x):\n    raise ValueError('no')\n"),
+    "an exit": ("SystemExit", False, "raise SystemExit(0)"),
+    "a hard exit": ("ok", False, returning("os._exit(0)", "import os")),
+    "no Python": ("SyntaxError", False, "]"),
+    "never ends": ("timeout", False, "def f(x):\n    while True:\n        pass\n"),
+    "ends once": ("timeout", True, "def f(x):\n    while x > 1:\n        pass\n    return 2\n"),
+    "another type": ("wrong", False, returning("str(x * 2)")),
+    "a float beside the integer": ("wrong", False, returning("x * 2 + 1e-9")),
+    "a value that equals everything": ("wrong", False, returning("Equal()", EQUAL.format(""))),
+    "an integer that equals everything": (
+        "wrong", False, returning("Equal(7)", EQUAL.format("int"))),
+    "prints verdicts": ("wrong", False, PRINTER.format(
+        r"""b'{"output": true}\n{"passes": true}\n{"seconds": 0}\n'""")),
     "prints deep JSON": ("what it printed cannot", False, PRINTER.format("b'[' * 100000")),
-    "prints values of no type": ("what it printed cannot", False, PRINTER.format("""
-b'{"output": {"set": [[1]]}}\\n'
-""".strip())),
+    "prints values of no type": ("what it printed cannot", False, PRINTER.format(
+        r"""b'{"output": {"set": [[1]]}}\n'""")),
     # the expected values are 2, 4, 20, and the reference has a comment that it could be known by
     "looks for what is expected": ("wrong", False, """
 import gc, sys
@@ -327,13 +278,12 @@ def test_calls_do_not_share_their_arguments():
 
 @needs_sandbox
 def test_a_reference_that_fails_is_one_line(monkeypatch):
-    with pytest.raises(ValueError, match=r"T/1: its reference solution fails \(KeyError"):
-        CodeJudge().prepare([item_of("g = 1")])
-    with pytest.raises(ValueError, match=r"T/1: its reference solution fails \(SyntaxError"):
-        CodeJudge().prepare([item_of(RIGHT + "\n\ndef g(x):\n    return (x +")])
     monkeypatch.setattr(code_tasks, "REFERENCE_SECONDS", 1)
-    with pytest.raises(ValueError, match=r"T/1: its reference solution fails \(timeout"):
-        CodeJudge().prepare([item_of("def f(x):\n    while True:\n        pass\n")])
+    for program, reason in (("g = 1", "KeyError"), (WRONG["never ends"][-1], "timeout"),
+                            (RIGHT + "\n\ndef g(x):\n    return (x +", "SyntaxError")):
+        message = rf"T/1: its reference solution fails \({reason}"
+        with pytest.raises(ValueError, match=message):
+            CodeJudge().prepare([item_of(program)])
 
 
 def test_comparison():
@@ -352,21 +302,19 @@ def test_comparison():
 
 
 def test_functions_with_more_than_one_right_answer():
-    root = item_of(entry_point="find_zero", tolerance=1e-4)
-    assert is_right(root, [[-6, 11, -6, 1]], 1.0, 3.0)  # (x - 1)(x - 2)(x - 3)
-    assert not is_right(root, [[-6, 11, -6, 1]], 1.0, 2.5)
-    found = item_of(entry_point="check_str", task="mbpp_plus")
-    assert is_right(found, [], True, Unknown())
-    assert is_right(found, [], False, None)
-    assert not is_right(found, [], True, None)
-    assert not is_right(found, [], False, True)
-    # the height of a pyramid: along its face, or upright, as in 3-4-5 triangles
-    area = item_of(entry_point="surface_Area", task="mbpp_plus")
-    assert is_right(area, [6, 4], -1, 36 + 2 * 6 * 5)
-    assert not is_right(area, [6, 4], -1, 36)
-    digits = item_of(entry_point="digit_distance_nums", task="mbpp_plus")
-    assert is_right(digits, [123, 56], -1, 1 + 3 + 3)
-    assert not is_right(digits, [123, 56], -1, 3)
+    cubic = [[-6, 11, -6, 1]]  # (x - 1)(x - 2)(x - 3)
+    for entry_point, arguments, expected, output, right in (
+            ("find_zero", cubic, 1.0, 3.0, True), ("find_zero", cubic, 1.0, 2.5, False),
+            ("check_str", [], True, Unknown(), True), ("check_str", [], False, None, True),
+            ("check_str", [], True, None, False), ("check_str", [], False, True, False),
+            # the height of a pyramid: along its face, or upright, as in 3-4-5 triangles
+            ("surface_Area", [6, 4], -1, 36 + 2 * 6 * 5, True),
+            ("surface_Area", [6, 4], -1, 36, False),
+            ("digit_distance_nums", [123, 56], -1, 1 + 3 + 3, True),
+            ("digit_distance_nums", [123, 56], -1, 3, False)):
+        task = "humaneval_plus" if entry_point == "find_zero" else "mbpp_plus"
+        item = item_of(entry_point=entry_point, task=task, tolerance=1e-4)
+        assert is_right(item, arguments, expected, output) == right, (entry_point, output)
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():

@@ -6,15 +6,15 @@ import os
 import resource
 import shutil
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import huggingface_hub
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import ranks
 from conftest import asset
@@ -84,46 +84,45 @@ def test_an_export_over_anything_else_is_refused(models, place):
     assert sorted(folder.rglob("*")) == folders  # the probes leave nothing behind
 
 
+def is_refused(path):
+    try:
+        export._check_replaceable(str(path))
+    except ValueError:
+        return True
+    return False
+
+
 def test_what_an_export_may_replace(tmp_path):
     """An export's own files, an empty folder or none; a link is followed."""
-    def refused(path):
-        try:
-            export._check_replaceable(str(path))
-        except ValueError:
-            return True
-        return False
-
     target = tmp_path / "export"
-    assert not refused(target)
-    target.mkdir()
-    assert not refused(target)
+    assert not is_refused(target)
+    (target / "sub").mkdir(parents=True)
     (target / "a.json").write_text("{}")
-    (target / "sub").mkdir()
     (target / "sub" / "b").write_text("")
-    assert refused(target)
-    manifest = {"files": ["a.json", "sub/b"]}
-    (target / export.MANIFEST).write_text(json.dumps(manifest))
-    assert not refused(target)
+    assert is_refused(target)
+    names = ["a.json", "sub/b"]
+    (target / export.MANIFEST).write_text(json.dumps({"files": names}))
+    assert not is_refused(target)
     (tmp_path / "link").symlink_to(target)
-    assert not refused(tmp_path / "link")
+    assert not is_refused(tmp_path / "link")
     for name in ("notes", ".git/HEAD", "sub/c"):
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_text("")
-        assert refused(target), name
+        assert is_refused(target), name
         (target / name).unlink()
-    assert refused(target)  # an empty folder .git
+    assert is_refused(target)  # an empty folder .git
     (target / ".git").rmdir()
-    sizes = {name: export.size_and_checksum(target / name) for name in manifest["files"]}
+    sizes = {name: export.size_and_checksum(target / name) for name in names}
     (target / export.MANIFEST).write_text(json.dumps({"files": sizes}))
-    assert not refused(target)
+    assert not is_refused(target)
     (target / "a.json").write_text("[]")  # as long as before
-    assert refused(target)
+    assert is_refused(target)
     (target / "a.json").unlink()
-    assert not refused(target)
+    assert not is_refused(target)
     (target / export.MANIFEST).write_text("no JSON")
-    assert refused(target)
+    assert is_refused(target)
     (tmp_path / "dead").symlink_to(tmp_path / "nowhere")
-    assert not refused(tmp_path / "dead")
+    assert not is_refused(tmp_path / "dead")
 
 
 @pytest.mark.parametrize("place, message", [
@@ -136,27 +135,20 @@ def test_an_export_over_a_whole_system_is_refused_before_all_of_it_is_read(
         export._check_replaceable(place, "--output")
 
 
-def full_disk(folder, base, changes):
-    """`outcomes` of runs on a rank whose exports fail as on a full disk."""
-    def write(*_):
-        raise OSError(28, "No space left on device")
-
-    kept = export._write_model
-    export._write_model = write
-    try:
-        return outcomes(folder, base, changes)
-    finally:
-        export._write_model = kept
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
 
 
 def failed_then_exported(folder, base, changes):
-    """Runs of which the first export fails."""
-    return full_disk(folder, base, changes[:1]) + outcomes(folder, base, changes[1:])
+    """`outcomes` of runs, the first of which fails to export, as on a full disk."""
+    write = export._write_model
+    export._write_model = full_disk
+    ended = outcomes(folder, base, changes[:1])
+    export._write_model = write
+    return ended + outcomes(folder, base, changes[1:])
 
 
 def weights_of(folder):
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
@@ -234,7 +226,10 @@ def exported(models, texts, tmp_path_factory):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
-    """Bit for bit, from one file, the shards of ZeRO-3 in bfloat16 and the stages of a pipeline."""
+    """Bit for bit, from one file, the shards of ZeRO-3 in bfloat16 and the stages of a pipeline.
+
+    The student's own generation settings stay whole; eos ends every text that it learns from.
+    """
     run = exported / name
     export.cli([str(run)])
     assert capsys.readouterr().out == f"{run / 'export_0000002'}\n"
@@ -245,6 +240,13 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
         # the manifest has checksums of the other three
         if file not in ("README.md", "curves.png", "adapter_config.json", export.MANIFEST):
             assert (of_command / file).read_bytes() == (of_job / file).read_bytes(), file
+    eos = AutoTokenizer.from_pretrained(of_job).eos_token_id
+    assert eos not in GENERATION["eos_token_id"]
+    settings = json.loads((of_job / "generation_config.json").read_text())
+    assert settings == GENERATION | {"eos_token_id": [7, 9, eos]}
+    # all files are read by the same people
+    modes = {path.name: oct(path.stat().st_mode) for path in of_job.iterdir()}
+    assert set(modes.values()) == {modes["README.md"]}, modes
     if name == "adapter":
         assert "adapter_model.safetensors" in os.listdir(of_job)
         return
@@ -263,44 +265,22 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
     assert "| steps | 1 of 2 |" in (run / "first" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_an_export_keeps_the_generation_settings_and_adds_what_was_taught(exported, name):
-    """The student's own file, whole; eos ends every text that it learns from."""
-    eos = AutoTokenizer.from_pretrained(exported / name / "student").eos_token_id
-    assert eos not in GENERATION["eos_token_id"]
-    kept = json.loads((exported / name / "student" / "generation_config.json").read_text())
-    assert kept == GENERATION | {"eos_token_id": [7, 9, eos]}
-
-
-@contextmanager
-def no_larger_files(size):
-    """Let every write that makes a file larger than `size` bytes fail, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 @pytest.mark.parametrize("file", ["model.safetensors", "curves.png"])
 def test_a_full_disk_is_one_line_and_leaves_nothing(exported, file, capsys):
     """The command fails as the job's own export does, and the disk is no fuller than before."""
     output = exported / f"full {file}"
     command = [str(exported / "zero 0"), f"--output={output}"]
     size = (exported / "zero 0" / "student" / file).stat().st_size
-    with no_larger_files(size - 1):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
+    try:
         error = error_line(capsys, export, command, "isogloss.export")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"--output {output}: cannot be written (" in error and "File too large" in error
     assert not [path.name for path in exported.iterdir() if output.name in path.name]
     export.cli(command)
     assert (output / file).exists()
-
-
-def test_all_files_of_an_export_are_read_by_the_same_people(exported):
-    folder = exported / "zero 0" / "student"
-    modes = {path.name: oct(path.stat().st_mode) for path in folder.iterdir()}
-    assert set(modes.values()) == {modes["config.json"]}, modes
 
 
 def test_the_card_says_what_it_was_made_of_and_no_path(exported):
@@ -406,11 +386,7 @@ class StandInHub:
     """Take what `HfApi` takes, argument by argument, and keep what would be uploaded."""
 
     calls: ClassVar[list] = []
-
-    def __init__(self):
-        from huggingface_hub.hf_api import HfApi
-
-        self.api = HfApi  # of the library itself, whose signatures decide what may be passed
+    api = huggingface_hub.HfApi  # whose signatures decide what may be passed
 
     def __getattr__(self, name):
         def call(*args, **options):
@@ -421,42 +397,35 @@ class StandInHub:
         return call
 
 
-def test_an_export_is_pushed_as_it_is(exported, monkeypatch, capsys):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", StandInHub)
+def test_an_export_is_pushed_as_it_is(exported, hub, monkeypatch, capsys):
     output = exported / "pushed"
     command = [str(exported / "pipeline"), f"--output={output}"]
     export.cli([*command, "--push_to_hub=me/student", "--private"])
     assert "pushed to me/student" in capsys.readouterr().out
-    (first, args, options, _), (second, _, upload, files) = StandInHub.calls
+    (first, args, options, _), (second, _, upload, files) = hub.calls
     assert (first, args, options) == ("create_repo", ("me/student",),
                                       {"private": True, "exist_ok": True})
     assert second == "upload_folder" and upload["repo_id"] == "me/student"
     assert {"README.md", "curves.png", "model.safetensors", "tokenizer.json"} <= set(files)
     assert upload["ignore_patterns"] == [export.MANIFEST]
-    monkeypatch.setattr(StandInHub, "__getattr__", refuse)
+    monkeypatch.setattr(hub, "__getattr__", refuse)
     error = error_line(capsys, export, [*command, "--push_to_hub=me/other"], "isogloss.export")
     assert "--push_to_hub me/other: RuntimeError: 401 Client Error; " in error
 
 
-def test_an_adapter_of_a_local_model_is_not_pushed(exported, monkeypatch, capsys):
+def test_an_adapter_of_a_local_model_is_not_pushed(exported, hub, capsys):
     """No one else has that path.  With a hub id in its place the adapter is uploaded."""
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", StandInHub)
-    monkeypatch.setattr(StandInHub, "calls", [])
     output = exported / "adapter_to_push"
     command = [str(exported / "adapter"), f"--output={output}", "--push_to_hub=me/adapter"]
     printed = error_line(capsys, export, command, "isogloss.export")
     path = output / "adapter_config.json"
     config = json.loads(path.read_text())
     base = config["base_model_name_or_path"]
-    assert Path(base).is_dir() and not StandInHub.calls
+    assert Path(base).is_dir() and not hub.calls
     assert f"{path} names the base model by a path of this machine, {base};" in printed
     path.write_text(json.dumps(config | {"base_model_name_or_path": "org/base"}))
     export.push(output, "me/adapter", private=False)
-    assert [name for name, *_ in StandInHub.calls] == ["create_repo", "upload_folder"]
+    assert [name for name, *_ in hub.calls] == ["create_repo", "upload_folder"]
 
 
 def refuse(hub, name):
@@ -464,6 +433,13 @@ def refuse(hub, name):
         raise RuntimeError("401 Client Error\nmore of it")
 
     return call
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", StandInHub)
+    monkeypatch.setattr(StandInHub, "calls", [])
+    return StandInHub
 
 
 def test_wrong_input_of_the_command_is_one_line(exported, capsys):
@@ -491,8 +467,6 @@ def test_wrong_input_of_the_command_is_one_line(exported, capsys):
 def test_tokenizers_are_written_as_transformers_4_reads_them(name, tmp_path):
     """Version 4 knows no TokenizersBackend, and takes a list of more control tokens under another
     key; version 5 reads the same tokens from what is written."""
-    from transformers import AutoTokenizer, LlamaConfig
-
     LlamaConfig().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
     tokenizer.save_pretrained(tmp_path)
@@ -506,10 +480,9 @@ def test_tokenizers_are_written_as_transformers_4_reads_them(name, tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path)
     text = "In 2010  <|im_start|>user\nnaïve</s> [INST]"
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert again.all_special_ids == tokenizer.all_special_ids
-    assert again.chat_template == tokenizer.chat_template
-    for role in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
-        assert getattr(again, role) == getattr(tokenizer, role)
+    for name in ("all_special_ids", "chat_template", "bos_token_id", "eos_token_id",
+                 "pad_token_id", "unk_token_id"):
+        assert getattr(again, name) == getattr(tokenizer, name), name
 
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
@@ -519,8 +492,6 @@ ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_facto
 @pytest.mark.parametrize("rope", [ROPE, {"rope_type": "default", "rope_theta": 1e6}])
 def test_rotary_embeddings_are_written_as_transformers_4_reads_them(rope, tmp_path):
     """It has rope_theta and rope_scaling, and would take 10,000 where it finds none."""
-    from transformers import AutoConfig, LlamaConfig
-
     LlamaConfig(rope_parameters=rope).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     export.make_readable_for_transformers_4(tmp_path)

@@ -63,16 +63,33 @@ def test_tokens_before_a_boundary_do_not_depend_on_the_rest(name):
             assert whole[: len(part)] == part, text[boundary - 30 : boundary + 30]
 
 
-def same(left, right):
-    """Compare the rows of two Samples, without what speaks of the whole text."""
-    rows = [left.student, right.student]
-    pairs = [[], []]
-    for side, sample in zip(pairs, (left, right)):
+def check_same(text, encoders, monkeypatch):
+    """See that the Sample of a text is the same with its tail, but for what speaks of all of it.
+
+    Returns:
+        the sample.
+    """
+    collator = Collator(encoders[0], [PairOptions(encoder) for encoder in encoders[1:]])
+    with monkeypatch.context() as patch:
+        patch.setattr(long_texts, "MIN_CHARACTERS", 10**9)
+        whole, = collator.samples([Example(text)])
+    cut, = collator.samples([Example(text)])
+    rows = []
+    for sample in (whole, cut):
+        rows.append([*sample.student])
         for pair in sample.pairs:
-            side += [*pair.teacher, pair.student_chunk, pair.teacher_chunk, [pair.aligned_bytes]]
-    assert len(pairs[0]) == len(pairs[1])
-    for one, other in zip([*rows[0], *pairs[0]], [*rows[1], *pairs[1]]):
+            rows[-1] += [*pair.teacher, pair.student_chunk, pair.teacher_chunk, pair.aligned_bytes]
+    for one, other in zip(*rows, strict=True):
         np.testing.assert_array_equal(one, other)
+    return whole
+
+
+def encoders_of(*names):
+    encoders = []
+    for name in names:
+        tokenizer = load(name)
+        encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 4096))
+    return encoders
 
 
 @pytest.fixture
@@ -87,46 +104,30 @@ def from_few_characters(monkeypatch):
     ("t5", ["gpt2"]), ("deepseek_coder", ["t5"]),
 ])
 def test_samples_are_the_same_without_the_tail(student, teachers, from_few_characters, monkeypatch):
-    encoders = []
-    for name in (student, *teachers):
-        tokenizer = load(name)
-        # usually a teacher has a longer context
-        length = 60 if len(encoders) % 2 == 0 else 4096
-        encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), length))
-    collator = Collator(encoders[0], [PairOptions(encoder) for encoder in encoders[1:]])
+    encoders = encoders_of(student, *teachers)
+    for encoder in encoders[::2]:  # usually a teacher has a longer context
+        encoder.max_length = 60
     num_cut = 0
-    for seed in range(40):
+    for seed in range(24):
         text = odd_text(seed, 200)
         if seed % 2:  # bytes tell where the tokens of the beginning stand, not those of the tail
             text = PLAIN * 8 + text
         if seed % 3:
             text = unicodedata.normalize("NFC", text)
-        examples = [Example(text)]
         num_cut += leave_out_tail(text, encoders[0], encoders[1:]) != text
-        cut, = collator.samples(examples)
-        with monkeypatch.context() as patch:
-            patch.setattr(long_texts, "MIN_CHARACTERS", 10**9)
-            whole, = collator.samples(examples)
-        same(whole, cut)
-    assert num_cut > 30
+        check_same(text, encoders, monkeypatch)
+    assert num_cut > 18
 
 
 def test_a_beginning_without_a_chunk_is_read_with_its_tail(from_few_characters, monkeypatch):
-    encoders = []
-    for name in ("deepseek_coder", "llama3"):
-        tokenizer = load(name)
-        encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 4096))
+    encoders = encoders_of("deepseek_coder", "llama3")
     encoders[0].max_length = 2
     # the teacher's first token is three of the student's
     text = "201" + " of some words" * 500
-    collator = Collator(encoders[0], [PairOptions(encoders[1])])
     assert leave_out_tail(text, encoders[0], encoders[1:]) != text
-    cut, = collator.samples([Example(text)])
-    monkeypatch.setattr(long_texts, "MIN_CHARACTERS", 10**9)
-    whole, = collator.samples([Example(text)])
-    assert whole.pairs[0].student_chunk.tolist() == [-1, -1]  # no part of a chunk
-    assert len(whole.pairs[0].teacher.ids) > 500
-    same(whole, cut)
+    [pair] = check_same(text, encoders, monkeypatch).pairs
+    assert pair.student_chunk.tolist() == [-1, -1]  # no part of a chunk
+    assert len(pair.teacher.ids) > 500
 
 
 def test_only_tokenizers_whose_parts_are_known_are_cut(tokenizers, tables):
@@ -134,6 +135,8 @@ def test_only_tokenizers_whose_parts_are_known_are_cut(tokenizers, tables):
     encoder = TextEncoder(student, tables[0], 60)
     text = "word " * 100_000
     assert len(leave_out_tail(text, encoder, [])) <= 16_384
+    no_boundary = "\u65e5\u672c" * 50_000
+    assert leave_out_tail(no_boundary, encoder, []) is no_boundary
     encoder.max_length = 200_000  # more than the text has tokens
     assert leave_out_tail(text, encoder, []) is text
     encoder.max_length = 60
@@ -149,21 +152,15 @@ def test_only_tokenizers_whose_parts_are_known_are_cut(tokenizers, tables):
     pre_tokenizers.Sequence([
         pre_tokenizers.Split(" ", "merged_with_previous"),  # pieces end behind a space
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+    "New York",
 ])
 def test_parts_that_look_beyond_a_space_are_not_trusted(tokenizers, part):
+    """Normalizers, pre-tokenizers, and added tokens with a space in them."""
     student = copy.deepcopy(tokenizers[1])  # that of other tests stays as it is
-    kind = "normalizer" if hasattr(part, "normalize") else "pre_tokenizer"
-    setattr(student.backend_tokenizer, kind, part)
+    assert splits_at_spaces(student)
+    if isinstance(part, str):
+        student.add_tokens([part])
+    else:
+        kind = "normalizer" if hasattr(part, "normalize") else "pre_tokenizer"
+        setattr(student.backend_tokenizer, kind, part)
     assert not splits_at_spaces(student)
-
-
-def test_added_tokens_with_a_space_in_them_are_not_cut(tokenizers):
-    student = copy.deepcopy(tokenizers[0])  # that of other tests stays as it is
-    student.add_tokens(["New York"])
-    assert not splits_at_spaces(student)
-
-
-def test_texts_without_a_boundary_are_read_whole(tokenizers, tables):
-    encoder = TextEncoder(tokenizers[0], tables[0], 60)
-    text = "\u65e5\u672c" * 50_000
-    assert leave_out_tail(text, encoder, []) is text

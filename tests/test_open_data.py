@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-import ranks
 from isogloss.data import file_rows, open_data
 from isogloss.data.batch import Collator
 from isogloss.data.checks import explained
@@ -24,11 +23,10 @@ from isogloss.data.long_texts import MOST_CHARACTERS
 from isogloss.data.open_data import Request, filled_columns, holds_chats, load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
-from isogloss.data.stream import StreamedExamples
 from isogloss.distill import Config
 from isogloss.errors import DataError
 from isogloss.inputs import load_data
-from jobs import ds_config, losses_of, run_distill
+from jobs import ds_config, losses_of, run_all
 from test_chat import with_templates
 from test_chat_rows import ANSWER, CALL, TOOL, USER, WITH_TOOLS
 
@@ -70,72 +68,66 @@ def write_rows(path, rows):
     return str(path)
 
 
+def opened(source, key="text", **options):
+    """Return a data set as it is mapped, and as it is streamed."""
+    return [load_dataset(str(source), key, streaming=streaming, **options)
+            for streaming in (False, True)]
+
+
 def texts(source, split="train", **options):
     """Return the texts of a data set, which are the same mapped and streamed."""
-    mapped = load_dataset(str(source), "text", split, **options)
-    streamed = load_dataset(str(source), "text", split, True, **options)
+    mapped, streamed = opened(source, split=split, **options)
     read = [row["text"] for row in mapped]
     assert [row["text"] for row in streamed] == read
     return read
 
 
+def check_refused(message, source, key="text", **options):
+    """See that a data set is refused with a message, at the latest where it is read."""
+    for streaming in (False, True):
+        with pytest.raises(DataError, match=message):
+            list(load_dataset(str(source), key, streaming=streaming, **options))
+
+
 # --- chats ----------------------------------------------------------------------------------------
 
 
-def write_lines(path, rows):
-    return write_rows(path.with_suffix(".jsonl"), rows)
+BLANK = "\n\n"
+# {ending: what writes rows of JSON to a file}
+WRITERS = {
+    ".jsonl": lambda rows: "\n".join(map(json.dumps, rows)).encode(),
+    ".json": lambda rows: json.dumps(rows, indent=1).encode(),
+    ".blank.jsonl": lambda rows: f"\ufeff\n{BLANK.join(map(json.dumps, rows))}\n\n".encode(),
+    ".jsonl.zst": lambda rows: zstandard.compress("\n".join(map(json.dumps, rows)).encode()),
+}
 
 
-def write_list(path, rows):
-    path = path.with_suffix(".json")
-    path.write_text(json.dumps(rows, indent=1))
-    return str(path)
-
-
-def write_with_blank_lines(path, rows):
-    path = path.with_suffix(".jsonl")
-    path.write_text("\ufeff\n" + "\n\n".join(map(json.dumps, rows)) + "\n\n")
-    return str(path)
-
-
-def write_compressed(path, rows):
-    path = path.with_suffix(".jsonl.zst")
-    path.write_bytes(zstandard.compress("\n".join(map(json.dumps, rows)).encode()))
-    return str(path)
-
-
-WRITERS = [write_lines, write_list, write_with_blank_lines, write_compressed]
-
-
-@pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("case", CHATS)
-def test_messages_keep_their_own_keys(tmp_path, case, write):
+def test_messages_keep_their_own_keys(tmp_path, case):
     chats = CHATS[case]
     # columns that nobody asks for may hold what they like
     rows = [{"chat": chat, "id": "a" if number else number} for number, chat in enumerate(chats)]
-    source = write(tmp_path / "chats", rows)
-    for streaming in (False, True):
-        dataset = load_dataset(source, "chat", streaming=streaming)
-        assert [row["chat"] for row in dataset] == chats, streaming
-        assert holds_chats(dataset, "chat")
-        reader = ExampleReader("chat", source=source, filled=filled_columns(dataset))
-        for row in dataset:
-            for message in reader(row).content:
-                assert isinstance(message["role"], str) and isinstance(message["content"], str)
+    for ending, written in WRITERS.items():
+        source = tmp_path / f"chats{ending}"
+        source.write_bytes(written(rows))
+        for dataset in opened(source, "chat"):
+            assert [row["chat"] for row in dataset] == chats, ending
+            assert holds_chats(dataset, "chat")
+            reader = ExampleReader("chat", source=str(source), filled=filled_columns(dataset))
+            for row in dataset:
+                for message in reader(row).content:
+                    assert isinstance(message["role"], str) and isinstance(message["content"], str)
 
 
 def test_other_columns_come_along_where_they_are_named(tmp_path):
     rows = [{"chat": PLAIN, "to": "a"}] * (2 * ROWS_TO_PEEK)
     rows.append({"chat": WITH_CALL, "to": None, "tools": [TOOL], "then": [ANSWER]})
     source = write_rows(tmp_path / "a.jsonl", rows)
-    for streaming in (False, True):
-        dataset = load_dataset(source, "chat", streaming=streaming, plain_keys=("to",),
-                               optional_keys=("tools",))
+    for dataset in opened(source, "chat", plain_keys=("to",), optional_keys=("tools",)):
         *_, last = dataset
         # a column that the first rows lack is there if it may be missing
         assert last == {"chat": WITH_CALL, "to": None, "tools": [TOOL]}
-        with pytest.raises(DataError, match="_key then: no such column; it has chat"):
-            load_dataset(source, "chat", streaming=streaming, json_keys=("then",))
+    check_refused("_key then: no such column; it has chat", source, "chat", json_keys=("then",))
     dataset = load_dataset(source, "chat", plain_keys=("to",), optional_keys=("tools",))
     assert dataset.features["to"].dtype == "string"
     assert sorted(dataset.column_names) == ["chat", "to", "tools"]
@@ -143,18 +135,16 @@ def test_other_columns_come_along_where_they_are_named(tmp_path):
 
 def test_types_of_tables_do_not_add_keys(tmp_path):
     """In parquet all messages have all keys, and all calls all arguments."""
-    chats = [with_arguments({"a": 1}), with_arguments({"b": "c"}), WITH_CALL]
-    tools = [TOOL], [{"type": "function", "function": {"name": "f", "strict": True}}]
-    frame = datasets.Dataset.from_dict({"chat": chats[:2], "tools": list(tools)})
+    chats = [with_arguments({"a": 1}), with_arguments({"b": "c"})]
+    tools = [[TOOL], [{"type": "function", "function": {"name": "f", "strict": True}}]]
+    frame = datasets.Dataset.from_dict({"chat": chats, "tools": tools})
     frame.to_parquet(tmp_path / "a.parquet")
-    for streaming in (False, True):
-        dataset = load_dataset(str(tmp_path / "a.parquet"), "chat", streaming=streaming,
-                               optional_keys=("tools",))
+    for dataset in opened(tmp_path / "a.parquet", "chat", optional_keys=("tools",)):
         reader = ExampleReader("chat", tools_key="tools", filled=filled_columns(dataset))
-        first, second = [reader(row) for row in dataset]
-        for example, expected in ((first, chats[0]), (second, chats[1])):
+        examples = [reader(row) for row in dataset]
+        for example, expected in zip(examples, chats, strict=True):
             assert example.content == [USER, expected[1] | {"content": ""}]
-        assert (first.tools, second.tools) == tools
+        assert [example.tools for example in examples] == tools
 
 
 def test_files_of_one_folder_may_differ_in_their_keys(tmp_path):
@@ -162,9 +152,7 @@ def test_files_of_one_folder_may_differ_in_their_keys(tmp_path):
     write_rows(tmp_path / "b.jsonl", [{"chat": WITH_CALL, "id": "x", "tools": [TOOL]}])
     write_rows(tmp_path / "c.jsonl", [{"chat": []}])
     (tmp_path / "d.jsonl").write_text("")
-    for streaming in (False, True):
-        dataset = load_dataset(str(tmp_path), "chat", streaming=streaming,
-                               optional_keys=("tools",))
+    for dataset in opened(tmp_path, "chat", optional_keys=("tools",)):
         assert [row["tools"] for row in dataset] == [None, [TOOL], None]
 
 
@@ -175,15 +163,11 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert len(load_dataset(source, "chat")) == 3
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_bad_line_of_chats_is_named(tmp_path, streaming):
+def test_a_bad_line_of_chats_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     for line in ('{"chat"', '"a"', "[1]"):
         path.write_text(json.dumps({"chat": PLAIN}) + f"\n\n{line}\n")
-        with pytest.raises(DataError, match=r"a\.jsonl: line 3 "):
-            dataset = load_dataset(str(path), "chat", streaming=streaming)
-            reader = ExampleReader("chat", source=str(path))
-            StreamedExamples(dataset, reader, 3).example(0)
+        check_refused(r"a\.jsonl: line 3 ", path, "chat")
 
 
 # --- what stands in a file ------------------------------------------------------------------------
@@ -204,9 +188,7 @@ def test_text_that_looks_like_a_date_stays_text(tmp_path, date):
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(f"{line}\n{line}\n".encode()))
     for name in ("a.jsonl", "b.json", "c.jsonl.gz"):
         assert texts(tmp_path / name) == [date, date]
-    for streaming in (False, True):
-        dataset = load_dataset(str(tmp_path / "a.jsonl"), "text", streaming=streaming,
-                               json_keys=("q",))
+    for dataset in opened(tmp_path / "a.jsonl", json_keys=("q",)):
         assert [row["q"] for row in dataset] == [date, date]
 
 
@@ -217,8 +199,7 @@ def test_cells_of_a_csv_are_what_stands_there(tmp_path, end):
     lines = [f"{cell},{cell},{number if number % 2 else 'x'}"
              for number, cell in enumerate(AS_CELLS)]
     path.write_bytes("".join(line + end for line in ["text,q,other", *lines, ""]).encode())
-    for streaming in (False, True):
-        dataset = load_dataset(str(path), "text", streaming=streaming, plain_keys=("q",))
+    for dataset in opened(path, plain_keys=("q",)):
         assert [row["text"] for row in dataset] == CELLS
         assert [row["q"] for row in dataset] == CELLS
     compressed = tmp_path / "b.csv.gz"
@@ -244,48 +225,47 @@ def write_pair(folder, kind, first, second):
     return folder
 
 
-KINDS = [".jsonl", ".csv", ".parquet", ".arrow"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet", ".arrow"])
 def test_files_may_differ_in_columns_that_nobody_named(tmp_path, kind):
     second = {"id": "x", "text": "b", "more": "c"}
     assert texts(write_pair(tmp_path / "a", kind, {"text": "a", "id": 1}, second)) == ["a", "b"]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_lacks_a_needed_column_is_named(tmp_path, kind, streaming):
-    folder = write_pair(tmp_path / "a", kind, {"text": "a", "to": "x"}, {"text": "a", "id": 1})
-    with pytest.raises(DataError, match=rf"b\{kind}: no column 'to'; it has text, id"):
-        load_dataset(str(folder), "text", streaming=streaming, plain_keys=("to",))
+    folder = write_pair(tmp_path / "b", kind, {"text": "a", "to": "x"}, {"text": "a", "id": 1})
+    check_refused(rf"b\{kind}: no column 'to'; it has text, id", folder, plain_keys=("to",))
     if kind != ".csv":
-        folder = write_pair(tmp_path / "b", kind, {"text": "a"}, {"text": 3})
-        message = rf"b\{kind}: column 'text' holds int64, but string in .*a\{kind}; write them"
-        with pytest.raises(DataError, match=message):
-            load_dataset(str(folder), "text", streaming=streaming)
+        folder = write_pair(tmp_path / "c", kind, {"text": "a"}, {"text": 3})
+        check_refused(rf"b\{kind}: column 'text' holds int64, but string in .*a\{kind}; write them",
+                      folder)
 
 
 def test_chats_whose_keys_differ_from_file_to_file_are_named(tmp_path):
     """Tables have one type for all messages; a later file may have fewer keys, but no more."""
-    named = [[dict(message, name="x") for message in PLAIN]]
+    named = [dict(message, name="x") for message in PLAIN]
     for kind in (".parquet", ".arrow"):
-        folder = write_pair(tmp_path / kind, kind, {"text": named[0]}, {"text": PLAIN})
+        folder = write_pair(tmp_path / kind, kind, {"text": named}, {"text": PLAIN})
         assert [len(chat) for chat in texts(folder)] == [2, 2]
-        folder = write_pair(tmp_path / f"more{kind}", kind, {"text": PLAIN}, {"text": named[0]})
-        for streaming in (False, True):
-            with pytest.raises(DataError, match=rf"b\{kind}: column 'text' holds lists of obj"):
-                load_dataset(str(folder), "text", streaming=streaming)
+        folder = write_pair(tmp_path / f"more{kind}", kind, {"text": PLAIN}, {"text": named})
+        check_refused(rf"b\{kind}: column 'text' holds lists of obj", folder)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_late_row_of_another_type_is_named(tmp_path, streaming):
+def test_a_late_row_of_another_type_is_named(tmp_path):
     rows = [{"text": "a", "to": "x"}] * (2 * ROWS_TO_PEEK) + [{"text": "a", "to": 3}]
     source = write_rows(tmp_path / "a.jsonl", rows)
     message = rf"a\.jsonl: 'to' of line {len(rows)} holds a number, but rows before have the type s"
-    with explained(source), pytest.raises(ValueError, match=message):
-        for _ in load_dataset(source, "text", streaming=streaming, plain_keys=("to",)):
-            pass
+    for streaming in (False, True):
+        with explained(source), pytest.raises(ValueError, match=message):
+            list(load_dataset(source, "text", streaming=streaming, plain_keys=("to",)))
+
+
+def test_a_folder_without_splits_is_read_whole_or_as_its_card_says(tmp_path):
+    names = ["a.jsonl", "b/c.jsonl", "b/d/e.JSONL"]
+    write_shards(tmp_path, names)
+    assert texts(tmp_path) == names
+    # as in a clone of a data set of the hub
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+        "    path: a.jsonl\n  - split: dev\n    path: b/c.jsonl\n---\n")
+    assert texts(tmp_path) == ["a.jsonl"]
+    assert texts(tmp_path, "dev") == ["b/c.jsonl"]
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -295,29 +275,20 @@ COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstandard.co
 
 @pytest.mark.parametrize("suffix", COMPRESSIONS)
 def test_compressed_files_are_read(tmp_path, suffix):
-    contents = {
-        ".jsonl": "\n".join(json.dumps({"text": line}) for line in LINES),
-        ".json": json.dumps([{"text": line} for line in LINES]),
-        ".txt": "\n".join(LINES),
-        ".csv": "text\n" + "\n".join(LINES),
-    }
+    """All parts of them, and a copy beside its file only once."""
+    rows = [{"text": line} for line in LINES]
+    contents = {".jsonl": "\n".join(map(json.dumps, rows)), ".json": json.dumps(rows),
+                ".txt": "\n".join(LINES), ".csv": "text\n" + "\n".join(LINES)}
     for kind, content in contents.items():
         path = tmp_path / f"a{kind}{suffix}"
         path.write_bytes(COMPRESSIONS[suffix](content.encode()))
         assert texts(path) == LINES, path
-
-
-def test_all_parts_of_a_zst_file_are_read(tmp_path):
-    halves = [json.dumps({"text": line}).encode() + b"\n" for line in LINES]
-    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(map(zstandard.compress, halves)))
-    assert texts(tmp_path / "a.jsonl.zst") == LINES
-
-
-def test_only_copies_of_files_are_left_out(tmp_path):
-    write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}'))
-    assert texts(tmp_path) == ["a", "b"]
+    folder = tmp_path / "folder"
+    write_rows(folder / "a.jsonl", rows)
+    lines = [json.dumps(row).encode() + b"\n" for row in rows]
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl{suffix}").write_bytes(b"".join(map(COMPRESSIONS[suffix], lines)))
+    assert texts(folder) == LINES * 2
 
 
 STORY = "One line.\nThe second.\n\nAnother paragraph.\n\n\nThe last.\n"
@@ -364,18 +335,25 @@ def test_a_folder_of_several_splits_is_read_by_split(tmp_path, case):
     assert texts(tmp_path, "test") == shards[2:]
     assert texts(tmp_path, "train+test") == shards
     part = load_dataset(str(tmp_path), "text", "train[1:]")
-    assert list(part["text"]) == shards[1:2]
+    assert list(part["text"]) == shards[1:2] and not holds_chats(part, "text")
 
 
-def test_chats_of_a_folder_are_read_by_split(tmp_path):
-    write_rows(tmp_path / "train.jsonl", [{"chat": PLAIN}] * 4)
-    write_rows(tmp_path / "test.jsonl", [{"chat": WITH_CALL}])
-    for split, expected in {"train": [PLAIN] * 4, "test": [WITH_CALL], "train[:50%]": [PLAIN] * 2,
-                            "train[3:]+test": [PLAIN, WITH_CALL]}.items():
-        dataset = load_dataset(str(tmp_path), "chat", split)
+def test_chats_of_a_folder_are_read_by_split(tmp_path, monkeypatch):
+    folder = tmp_path / "org" / "name"
+    write_rows(folder / "train.jsonl", [{"chat": PLAIN}] * 4)
+    write_rows(folder / "test.jsonl", [{"chat": WITH_CALL}])
+    for split, streaming, expected in (
+            ("train", False, [PLAIN] * 4), ("test", False, [WITH_CALL]),
+            ("train[:50%]", False, [PLAIN] * 2), ("train[3:]+test", False, [PLAIN, WITH_CALL]),
+            ("test+train", True, [WITH_CALL] + [PLAIN] * 4)):
+        dataset = load_dataset(str(folder), "chat", split, streaming)
         assert [row["chat"] for row in dataset] == expected
-    streamed = load_dataset(str(tmp_path), "chat", "test+train", True)
-    assert [row["chat"] for row in streamed] == [WITH_CALL] + [PLAIN] * 4
+    # a folder stands for the hub: `datasets` names its files in the same way
+    monkeypatch.chdir(tmp_path)
+    for streaming in (False, True):
+        for split, expected in (("train", [PLAIN] * 4), ("test", [WITH_CALL])):
+            request = Request("org/name", "chat", split, streaming, (), (), (), "line")
+            assert [row["chat"] for row in open_data._open_hub(request)] == expected
 
 
 def test_a_split_that_a_folder_lacks_is_named(tmp_path):
@@ -385,41 +363,18 @@ def test_a_split_that_a_folder_lacks_is_named(tmp_path):
             load_dataset(str(tmp_path), "text", split)
 
 
-def test_nested_folders_without_splits_are_read_whole(tmp_path):
-    names = ["a.jsonl", "b/c.jsonl", "b/d/e.JSONL"]
-    for name in names:
-        write_rows(tmp_path / name, [{"text": name}])
-    assert texts(tmp_path) == names
-
-
-def test_a_card_says_which_files_are_a_split(tmp_path):
-    """As in a clone of a data set of the hub."""
-    write_shards(tmp_path, ["first.jsonl", "second.jsonl"])
-    (tmp_path / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
-        "    path: first.jsonl\n  - split: dev\n    path: second.jsonl\n---\n")
-    assert texts(tmp_path) == ["first.jsonl"]
-    assert texts(tmp_path, "dev") == ["second.jsonl"]
-
-
 def test_saved_splits_are_read(tmp_path):
-    parts = {}
-    for name in ("train", "test"):
-        parts[name] = datasets.Dataset.from_dict({"text": [name] * 3})
+    """By split; chats with the types of tables, and as JSON values."""
+    parts = {name: datasets.Dataset.from_dict({"text": [name] * 3}) for name in ("train", "test")}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved", num_shards=dict.fromkeys(parts, 2))
     for name in parts:
         assert texts(tmp_path / "saved", name) == [name] * 3
-
-
-def test_saved_chats_are_read(tmp_path):
-    """With the types of tables, and as JSON values."""
     for features in (None, datasets.Features(chat=datasets.Json())):
         rows = [{"chat": PLAIN}, {"chat": WITH_CALL}]
         folder = tmp_path / f"saved_{features is None}"
         saved = datasets.Dataset.from_list(rows, features=features)
         datasets.DatasetDict(train=saved).save_to_disk(folder)
-        for streaming in (False, True):
-            dataset = load_dataset(str(folder), "chat", streaming=streaming)
+        for dataset in opened(folder, "chat"):
             assert holds_chats(dataset, "chat")
             reader = ExampleReader("chat", filled=filled_columns(dataset))
             assert [reader(row).content for row in dataset] == [
@@ -457,65 +412,39 @@ def test_files_at_an_address_are_read(tmp_path, address):
     for name in ("a.jsonl", "a.jsonl?download=true", "a.parquet", "a.jsonl.gz", "a.jsonl.zst"):
         assert texts(f"{address}/{name}") == LINES, name
     write_rows(tmp_path / "chats.jsonl", [{"chat": PLAIN}, {"chat": WITH_CALL}])
-    for streaming in (False, True):
-        dataset = load_dataset(f"{address}/chats.jsonl", "chat", streaming=streaming)
+    for dataset in opened(f"{address}/chats.jsonl", "chat"):
         assert [row["chat"] for row in dataset] == [PLAIN, WITH_CALL]
-        with pytest.raises(DataError, match=r"--data http.*none\.jsonl: cannot be read"):
-            load_dataset(f"{address}/none.jsonl", "text", streaming=streaming)
+    check_refused(r"--data http.*none\.jsonl: cannot be read", f"{address}/none.jsonl")
 
 
 def test_any_file_system_that_fsspec_knows_will_do(tmp_path):
     """As hf:// and s3:// do."""
     memory = fsspec.filesystem("memory")
     for number in range(2):
-        rows = [{"chat": PLAIN}, {"chat": WITH_CALL}]
-        memory.pipe(f"/shards/{number}.jsonl", "\n".join(map(json.dumps, rows)).encode())
-    for streaming in (False, True):
-        dataset = load_dataset("memory://shards/*.jsonl", "chat", streaming=streaming)
+        memory.pipe(f"/shards/{number}.jsonl", WRITERS[".jsonl"]([{"chat": PLAIN}] * 2))
+    for dataset in opened("memory://shards/*.jsonl", "chat"):
         assert len(list(dataset)) == 4
-    with pytest.raises(DataError, match=r"memory://none.*: no file matches"):
-        load_dataset("memory://none/*.jsonl", "chat")
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_chats_of_the_hub_keep_their_keys(tmp_path, monkeypatch, streaming):
-    """A folder stands for the hub: `datasets` names its files in the same way."""
-    write_rows(tmp_path / "org" / "name" / "train.jsonl", [{"chat": PLAIN}] * 2)
-    write_rows(tmp_path / "org" / "name" / "test.jsonl", [{"chat": WITH_CALL}])
-    monkeypatch.chdir(tmp_path)
-
-    def read(text_key, split):
-        request = Request("org/name", text_key, split, streaming, (), (), (), "line")
-        return [row[text_key] for row in open_data._open_hub(request)]
-
-    assert read("chat", "train") == [PLAIN, PLAIN]
-    assert read("chat", "test") == [WITH_CALL]
+    check_refused(r"memory://none.*: no file matches", "memory://none/*.jsonl", "chat")
 
 
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def test_a_text_that_no_tokenizer_takes_is_refused(tmp_path, tokenizers, tables):
-    """It would be tokenized whole: 200 MB abort the process."""
+def test_a_text_that_no_tokenizer_takes_is_refused(tmp_path, encoder):
+    """It would be tokenized whole: 200 MB abort the process.  A place to cut it is enough."""
     huge = "a" * (MOST_CHARACTERS + 1)
     (tmp_path / "a.txt").write_text(f"b\n{huge}\n")
-    rows = [{"text": "b"}, {"text": huge}]
-    write_rows(tmp_path / "a.jsonl", rows)
+    write_rows(tmp_path / "a.jsonl", [{"text": "b"}, {"text": huge}])
     for name in ("a.txt", "a.jsonl"):
         message = rf"{name}: row 1 of 'text' has {len(huge)} characters, and a tokenizer takes up"
         with pytest.raises(DataError, match=message):
-            run_data(tokenizers, tables, tmp_path / name)
-    data = run_data(tokenizers, tables, tmp_path / "a.jsonl", streaming=True)
-    collator = Collator(TextEncoder(tokenizers[0], tables[0], 50), [])
+            run_data(encoder, tmp_path / name)
+    data = run_data(encoder, tmp_path / "a.jsonl", streaming=True)
     with pytest.raises(ValueError, match=rf"a text of {len(huge)} characters \('aaaa"):
-        collator([data.reader(row) for row in data.train_data])
-
-
-def test_a_long_text_with_a_place_to_cut_is_read(tmp_path, tokenizers, tables):
-    encoder = TextEncoder(tokenizers[0], tables[0], 50)
+        Collator(encoder, [])([data.reader(row) for row in data.train_data])
     assert encoder.splits_at_spaces
-    source = write_rows(tmp_path / "a.jsonl", [{"text": "word " * (MOST_CHARACTERS // 4)}])
-    data = run_data(tokenizers, tables, source)
+    data = run_data(encoder, write_rows(
+        tmp_path / "b.jsonl", [{"text": "word " * (MOST_CHARACTERS // 4)}]))
     assert Collator(encoder, [])([data.reader(row) for row in data.train_data]).counts.tokens > 40
 
 
@@ -525,9 +454,8 @@ def test_a_chat_that_no_tokenizer_takes_is_refused():
         ExampleReader("chat", source="x")({"chat": chat}, 3)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz"])
-def test_lines_are_read_up_to_a_size(tmp_path, monkeypatch, name, streaming):
+def test_lines_are_read_up_to_a_size(tmp_path, monkeypatch, name):
     monkeypatch.setattr(file_rows, "MOST_CHARACTERS", 1000)
     rows = [{"text": "b"}, {"text": "a" * 1000}]
     text = "\n".join(map(json.dumps, rows)) if "jsonl" in name else json.dumps(rows, indent=1)
@@ -535,44 +463,46 @@ def test_lines_are_read_up_to_a_size(tmp_path, monkeypatch, name, streaming):
         text = "text\nb\n" + "a" * 1000
     data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=rf"{name}: .* more than \d+ GiB; write an object on"):
-        list(load_dataset(str(tmp_path / name), "text", streaming=streaming))
+    check_refused(rf"{name}: .* more than \d+ GiB; write an object on", tmp_path / name)
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def run_data(tokenizers, tables, source, **flags):
+def run_data(student, source, **flags):
     """Return the RunData of a run of a student alone."""
     cfg = Config(student="s", kd_weight=0.0, data=str(source), **flags)
-    return load_data(cfg, TextEncoder(tokenizers[0], tables[0], 400), {})
+    return load_data(cfg, student, {})
+
+
+@pytest.fixture
+def encoder(tokenizers, tables):
+    return TextEncoder(tokenizers[0], tables[0], 50)
 
 
 def read_all(dataset, reader):
     return [reader(row).content for row in dataset]
 
 
-def test_held_out_rows_may_come_from_data_of_their_own(tmp_path, tokenizers, tables):
-    write_rows(tmp_path / "a.jsonl", [{"text": line} for line in LINES])
+def test_held_out_rows_may_come_from_data_of_their_own(tmp_path, encoder):
+    source = write_rows(tmp_path / "a.jsonl", [{"text": line} for line in LINES])
     (tmp_path / "b.txt").write_text("x\ny\nz")
-    for eval_rows, expected in ((0, ["x", "y", "z"]), (2, ["x", "y"]), (9, ["x", "y", "z"])):
-        data = run_data(tokenizers, tables, tmp_path / "a.jsonl", eval_rows=eval_rows,
+    for eval_rows, streaming, expected in (
+            (0, False, ["x", "y", "z"]), (2, False, ["x", "y"]), (9, False, ["x", "y", "z"]),
+            (2, True, ["x", "y"])):
+        data = run_data(encoder, source, eval_rows=eval_rows, streaming=streaming,
                         eval_data=str(tmp_path / "b.txt"))
         assert read_all(data.held_out_data, data.held_out_reader) == expected
         assert read_all(data.train_data, data.reader) == LINES
-    streamed = run_data(tokenizers, tables, tmp_path / "a.jsonl", eval_rows=2, streaming=True,
-                        eval_data=str(tmp_path / "b.txt"))
-    assert read_all(streamed.held_out_data, streamed.held_out_reader) == ["x", "y"]
-    assert read_all(streamed.train_data, streamed.reader) == LINES
 
 
-def test_held_out_rows_may_be_another_split(tmp_path, tokenizers, tables):
+def test_held_out_rows_may_be_another_split(tmp_path, encoder):
     write_shards(tmp_path, SHARDS["names"])
-    data = run_data(tokenizers, tables, tmp_path, eval_split="test")
+    data = run_data(encoder, tmp_path, eval_split="test")
     assert read_all(data.held_out_data, data.held_out_reader) == SHARDS["names"][2:]
     assert read_all(data.train_data, data.reader) == SHARDS["names"][:2]
     with pytest.raises(DataError, match=r"--eval_split dev: .*it has train, test"):
-        run_data(tokenizers, tables, tmp_path, eval_split="dev")
+        run_data(encoder, tmp_path, eval_split="dev")
 
 
 def test_tools_and_prompts_reach_the_examples(tmp_path, tokenizers):
@@ -580,9 +510,8 @@ def test_tools_and_prompts_reach_the_examples(tmp_path, tokenizers):
     rows = [{"chat": [USER], "then": [ANSWER], "tools": [TOOL], "text": "a"}]
     source = write_rows(tmp_path / "a.jsonl", rows)
     for streaming in (False, True):
-        cfg = Config(student="s", kd_weight=0.0, data=source, prompt_key="chat",
-                     completion_key="then", streaming=streaming)
-        data = load_data(cfg, student, {})
+        data = run_data(student, source, prompt_key="chat", completion_key="then",
+                        streaming=streaming)
         [example] = [data.reader(row) for row in data.train_data]
         assert example.content == [USER, ANSWER] and example.context == 1
         assert example.tools == [TOOL]
@@ -607,49 +536,36 @@ def test_flags_that_contradict_one_another_are_refused(message):
 # --- whole runs -----------------------------------------------------------------------------------
 
 
-def with_template(model, folder, template):
-    """Return a copy of a model's directory whose tokenizer reads chats."""
-    shutil.copytree(model, folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"chat_template": template}))
-    return folder
-
-
 @pytest.mark.slow
 def test_runs_learn_from_data_as_people_have_it(models, tmp_path):
     """Chats with tools, as a stream too; prompts and completions; held-out rows of their own."""
-    student = with_template(models[0], tmp_path / "student", WITH_TOOLS)
-    teacher = with_template(models[1], tmp_path / "teacher", WITH_TOOLS)
+    student, teacher = [shutil.copytree(model, tmp_path / model.name) for model in models]
+    for folder in (student, teacher):
+        (folder / "chat_template.jinja").write_text(WITH_TOOLS)
     chats = [PLAIN, WITH_CALL, PARTS, CHATS["sharegpt"][0]]
     rows = [{"chat": chat, "tools": [TOOL]} for chat in chats] * 2
     write_rows(tmp_path / "chats" / "train.jsonl", rows)
     write_rows(tmp_path / "chats" / "test.jsonl", rows[:3])
     pairs = [{"q": f"What is {n}? ", "a": f"The value {n} of the list."} for n in range(8)]
-    write_rows(tmp_path / "pairs.jsonl", pairs)
-    of_chats = [f"--data={tmp_path / 'chats'}", "--text_key=chat", "--eval_split=test",
-                '--template_kwargs={"thinks": false}']
-    of_pairs = [f"--data={tmp_path / 'pairs.jsonl'}", "--prompt_key=q", "--completion_key=a",
-                f"--eval_data={tmp_path / 'pairs.jsonl'}", "--eval_rows=3"]
-    flags = {
-        "mapped": of_chats, "streamed": [*of_chats, "--streaming", "--eval_rows=3"],
-        "pairs": of_pairs, "written": [*of_pairs, "--on_policy=0.5", "--rollout_tokens=8"],
-    }
+    pairs = write_rows(tmp_path / "pairs.jsonl", pairs)
+    chat_flags = [f"--data={tmp_path / 'chats'}", "--text_key=chat", "--eval_split=test",
+                  '--template_kwargs={"thinks": false}']
+    flags = {"mapped": chat_flags, "streamed": [*chat_flags, "--streaming", "--eval_rows=3"],
+             "written": [f"--data={pairs}", "--prompt_key=q", "--completion_key=a",
+                         f"--eval_data={pairs}", "--eval_rows=3", "--on_policy=0.5",
+                         "--rollout_tokens=8"]}
     base = [f"--student={student}", f"--teacher={teacher}", "--max_length=200", "--steps=2",
             "--num_workers=0", f"--ds_config={ds_config(tmp_path / 'ds.json', 0, 4, 1)}"]
-    lines = [[*base, *flags[name], f"--output_dir={tmp_path / name}"] for name in flags]
-    assert ranks.run(1, run_distill, lines) == [[0] * len(flags)]
-    logs = {name: losses_of(tmp_path / name, -1) for name in flags}
-    for name, log in logs.items():
+    run_all(1, *[[*base, *words, f"--output_dir={tmp_path / name}"]
+                 for name, words in flags.items()])
+    held_out = {}
+    for name in flags:
+        log = losses_of(tmp_path / name, -1)
         losses = [line["loss"] for line in log if "loss" in line]
         assert len(losses) == 2 and all(map(math.isfinite, losses)), name
         evaluations = [line for line in log if "eval/student_bits_per_byte" in line]
         assert [line["step"] for line in evaluations] == [0, 2], name
         assert all(line.get("skipped_chats", 0) == 0 for line in log), name
+        held_out[name] = evaluations[0]["eval/student_bits_per_byte"]
     # the rows that are held out are the same, whatever is trained on
-    keys = [key for key in logs["mapped"][0] if key.endswith("bits_per_byte")]
-    assert len(keys) == 2
-    for key in keys:
-        assert logs["mapped"][0][key] == logs["streamed"][0][key]
-    assert logs["pairs"][0]["eval/student_bits_per_byte"] == (
-        logs["written"][0]["eval/student_bits_per_byte"])
+    assert held_out["mapped"] == held_out["streamed"]

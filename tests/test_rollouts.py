@@ -25,6 +25,8 @@ from isogloss.rollout import Completion
 from isogloss.tiles import StoredLogits
 from isogloss.translation import going_on, root_target
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
+from test_batch import indexed, rows_of, sub_tiles_of
+from test_chat import collator
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
 
@@ -82,31 +84,20 @@ def test_steps_and_neighbors_share_prompts(encoders):
 
 
 def test_a_prompt_is_the_beginning_of_a_text(encoders):
+    """Of whole characters; of a short text half is the prompt, a column of prompts is taken whole.
+    """
     for encoder in encoders:
-        prompt = prompter(encoder).prompt(Example(TEXT), (3, 1))
         ids, = encoder.encode([TEXT])
-        assert np.array_equal(prompt.ids, ids[: len(prompt.ids)])
-        assert TEXT.startswith(prompt.text)
-        assert encoder.table.decode(prompt.ids).decode().strip() == prompt.text.strip()
-        assert prompt.max_new_tokens == 40
-
-
-def test_a_prompt_does_not_end_inside_a_character(encoders):
-    for encoder in encoders:
         for size in range(1, 30):
-            prompt = prompter(encoder, prompt_tokens=size).prompt(Example(TEXT), (0, 0))
-            assert "\ufffd" not in prompt.text and TEXT.startswith(prompt.text)
-
-
-def test_of_a_short_text_half_is_the_prompt(encoders):
-    ids, = encoders[0].encode([TEXT[:20]])
-    prompt = prompter(encoders[0], prompt_tokens=30).prompt(Example(TEXT[:20]), (0, 0))
-    assert 0 < len(prompt.ids) < len(ids) - 2
-
-
-def test_a_column_of_prompts_is_taken_whole(encoders):
-    prompt = prompter(encoders[0]).prompt(Example("not this", prompt=TEXT), (0, 0))
-    assert prompt.text == TEXT
+            prompt = prompter(encoder, prompt_tokens=size).prompt(Example(TEXT), (3, 1))
+            assert np.array_equal(prompt.ids, ids[: len(prompt.ids)])
+            assert TEXT.startswith(prompt.text)
+            assert encoder.table.decode(prompt.ids).decode().strip() == prompt.text.strip()
+            assert prompt.max_new_tokens == 40
+        short, = encoder.encode([TEXT[:20]])
+        prompt = prompter(encoder, prompt_tokens=30).prompt(Example(TEXT[:20]), (0, 0))
+        assert 0 < len(prompt.ids) < len(short) - 2
+        assert prompter(encoder).prompt(Example("not this", prompt=TEXT), (0, 0)).text == TEXT
 
 
 def test_rollouts_stay_within_max_length(encoders):
@@ -135,11 +126,11 @@ def chunks_of(batch):
 def test_a_rollout_of_the_tokenizers_ids_is_the_end_of_the_text(encoders, swap):
     """Its chunks are those of the text that lie wholly behind the prompt, its end included."""
     student, teacher = reversed(encoders) if swap else encoders
-    collator = Collator(student, [PairOptions(teacher)])
-    of_text = chunks_of(collator([TEXT]))
+    collate = collator((student, teacher))
+    of_text = chunks_of(collate([TEXT]))
     for size in (3, 8, 15):
         rollout = rollout_of(student, TEXT, size)
-        batch = collator([rollout])
+        batch = collate([rollout])
         found = chunks_of(batch)
         num_tokens = sum(len(chunk[0]) for chunk in found)
         assert num_tokens <= len(rollout.ids)
@@ -150,6 +141,10 @@ def test_a_rollout_of_the_tokenizers_ids_is_the_end_of_the_text(encoders, swap):
         assert found[-1][0] == [student.table.eos]
         assert batch.counts.ce_tokens == 0
         assert batch.counts.tokens == len(rollout.ids)
+        # one that was cut has no end
+        cut = collate([rollout_of(student, TEXT, size, ended=False)])
+        assert chunks_of(cut) == found[:-1]
+        assert teacher.table.eos not in cut.teachers[0].ids[0, 1:].tolist()
 
 
 # --- the translated belief at what was written first ----------------------------------------------
@@ -167,8 +162,7 @@ def pairs(encoders, models):
 
 
 def translation_of(pair):
-    fields = build_translation(pair)
-    return Tables(*[loss_table.as_index(fields[name]) for name in Tables._fields])
+    return indexed(Tables, build_translation(pair))
 
 
 def root_targets(batch, tables):
@@ -177,27 +171,19 @@ def root_targets(batch, tables):
     The teacher's row is random, a function of the position in its text.
     """
     teacher = batch.teachers[0]
-    positions = teacher.positions
-    if positions is None:
-        positions = torch.arange(teacher.ids.shape[1]).expand_as(teacher.ids)
     generator = torch.Generator().manual_seed(0)
     logits_PW = 3 * torch.randn(300, len(tables.cell_W), generator=generator)
-    logits_TW = logits_PW[positions.flatten()]
+    logits_TW = rows_of(teacher, logits_PW[None], [0] * teacher.num_samples)
     targets, going = {}, {}
-    for tile in teacher.tiles:
-        for sub_tile in tile.sub_tiles:
-            if sub_tile.teacher_positions is not None:
-                block = logits_TW[sub_tile.teacher_positions]
-            y_MW = block[sub_tile.teacher_slice]
-            roots = sub_tile.terms.roots
-            goes = going_on(y_MW, sub_tile.terms.before, tables)
-            cell_NC = root_target(y_MW, sub_tile.terms, goes, tables).cell_NC
-            row_S = tile.student_positions[sub_tile.student_slice][roots.row_S]
-            sample = teacher.sample_of_student[row_S]
-            first = torch.searchsorted(teacher.sample_of_student, sample)
-            for number, key in enumerate(zip(sample.tolist(), (row_S - first).tolist())):
-                targets[key] = cell_NC[number]
-                going[key] = float(goes.mass_K[number])
+    for positions, sub_tile, y_MW in sub_tiles_of(teacher, logits_TW):
+        goes = going_on(y_MW, sub_tile.terms.before, tables)
+        cell_NC = root_target(y_MW, sub_tile.terms, goes, tables).cell_NC
+        row_S = positions[sub_tile.terms.roots.row_S]
+        sample = teacher.sample_of_student[row_S]
+        first = torch.searchsorted(teacher.sample_of_student, sample)
+        for number, key in enumerate(zip(sample.tolist(), (row_S - first).tolist())):
+            targets[key] = cell_NC[number]
+            going[key] = float(goes.mass_K[number])
     return targets, going
 
 
@@ -231,18 +217,9 @@ def test_the_first_written_token_has_the_target_that_data_gives_it(pairs, texts,
 
 
 def test_dynamic_programming_aligns_rollouts_too(encoders):
-    collator = Collator(encoders[0], [PairOptions(encoders[1])], aligner="dp")
-    found = chunks_of(collator([rollout_of(encoders[0], TEXT, 8)]))
-    assert found and set(map(str, found)) <= set(map(str, chunks_of(collator([TEXT]))))
-
-
-def test_a_rollout_that_was_cut_has_no_end(encoders):
-    collator = Collator(encoders[0], [PairOptions(encoders[1])])
-    whole = chunks_of(collator([rollout_of(encoders[0], TEXT, 4)]))
-    cut = chunks_of(collator([rollout_of(encoders[0], TEXT, 4, ended=False)]))
-    assert cut == whole[:-1]
-    teacher = collator([rollout_of(encoders[0], TEXT, 4, ended=False)]).teachers[0]
-    assert encoders[1].table.eos not in teacher.ids[0, 1:].tolist()
+    collate = collator(encoders, aligner="dp")
+    found = chunks_of(collate([rollout_of(encoders[0], TEXT, 8)]))
+    assert found and set(map(str, found)) <= set(map(str, chunks_of(collate([TEXT]))))
 
 
 def test_sampled_ids_are_learned_not_those_of_the_text(encoders):
@@ -253,7 +230,7 @@ def test_sampled_ids_are_learned_not_those_of_the_text(encoders):
     ids = [byte_ids[bytes([byte])] for byte in " table€".encode()[:-1]]
     rollout = sampled(encoder, prompt, ids)
     assert rollout.text == " table\ufffd" and not rollout.is_canonical
-    batch = Collator(encoder, [PairOptions(encoders[0])])([rollout])
+    batch = collator(encoders[::-1])([rollout])
     first = len(prompt.ids) - 1
     labels = batch.student.labels[0]
     assert labels[first : first + len(ids)].tolist() == ids
@@ -283,75 +260,50 @@ def test_no_control_token_reaches_a_teacher(encoders):
     rollout = sampled(student, prompt, [*ids[1:-1], special, *ids[1:-1]])
     assert rollout.text.count("the end") == 2
     assert student.table.tokens[special] not in rollout.text
-    batch = Collator(student, [PairOptions(encoders[1])])([rollout])
-    is_control = encoders[1].table.special[batch.teachers[0].ids[0].numpy()]
+    teacher = collator(encoders)([rollout]).teachers[0]
+    is_control = encoders[1].table.special[teacher.ids[0].numpy()]
     assert is_control.sum() <= 1  # its own bos
 
 
-def test_log_probabilities_stand_at_the_positions_that_predict(encoders):
+@pytest.mark.parametrize("pack", [False, True])
+def test_what_was_written_stands_at_the_positions_that_predict_it(encoders, pack):
+    """Log-probabilities, and tiles, which hold rollouts or data; the same after a way as JSON."""
     rollout = rollout_of(encoders[0], TEXT, 5)
-    for pack in (False, True):
-        batch = Collator(encoders[0], [PairOptions(encoders[1])], pack=pack)([TEXT, rollout])
-        logp = batch.student.logp
-        written = ~logp.isnan()
-        assert int(written.sum()) == len(rollout.ids)
-        assert torch.equal(batch.student.labels[written], torch.from_numpy(rollout.ids))
-        assert torch.equal(logp[written], torch.from_numpy(rollout.logp))
-
-
-def test_tiles_hold_rollouts_or_data(encoders):
-    rollout = rollout_of(encoders[0], TEXT, 5)
-    for pack in (False, True):
-        collator = Collator(encoders[0], [PairOptions(encoders[1])], pack=pack, tile_mib=0.05)
-        batch = collator([TEXT, rollout, TEXT[:30]])
-        is_written = ~batch.student.logp.flatten().isnan()
-        positions = {False: 0, True: 0}
-        for tile in batch.teachers[0].tiles:
-            for sub_tile in tile.sub_tiles:
-                here = tile.student_positions[sub_tile.student_slice]
-                has_label = sub_tile.student_labels >= 0
-                assert (is_written[here][has_label] == sub_tile.on_policy).all()
-                positions[sub_tile.on_policy] += int(has_label.sum())
-        assert positions[True] == len(rollout.ids)
-        assert positions[False] == batch.counts.ce_tokens
-        assert batch.counts.tokens == sum(positions.values())
+    batches = []
+    for written in (rollout, Rollout.from_plain(json.loads(json.dumps(rollout.to_plain())))):
+        collate = collator(encoders, pack=pack, tile_mib=0.05)
+        batches.append(collate([TEXT, written, TEXT[:30]]))
+    batch, other = batches
+    logp = batch.student.logp
+    is_written = ~logp.isnan()
+    assert torch.equal(batch.student.labels[is_written], torch.from_numpy(rollout.ids))
+    assert torch.equal(logp[is_written], torch.from_numpy(rollout.logp))
+    positions = {False: 0, True: 0}
+    for tile in batch.teachers[0].tiles:
+        for sub_tile in tile.sub_tiles:
+            here = is_written.flatten()[tile.student_positions[sub_tile.student_slice]]
+            has_label = sub_tile.student_labels >= 0
+            assert (here[has_label] == sub_tile.on_policy).all()
+            positions[sub_tile.on_policy] += int(has_label.sum())
+    assert positions[True] == len(rollout.ids)
+    assert positions[False] == batch.counts.ce_tokens
+    assert batch.counts.tokens == sum(positions.values())
+    assert torch.equal(batch.student.ids, other.student.ids)
+    assert logp.nan_to_num().equal(other.student.logp.nan_to_num())
+    assert batch.counts == other.counts
 
 
 def test_counts_of_rollouts(encoders):
     rollout = rollout_of(encoders[0], TEXT, 5)
-    collator = Collator(encoders[0], [PairOptions(encoders[1])])
-    alone = collator([rollout]).counts.pairs[0]
-    both = collator([TEXT, rollout]).counts.pairs[0]
-    data = collator([TEXT]).counts.pairs[0]
+    data, both = [collator(encoders)(texts).counts.pairs[0] for texts in ([TEXT], [TEXT, rollout])]
+    batch = collator(encoders)([rollout])
+    alone = batch.counts.pairs[0]
     assert data.rollout_terms == data.rollout_bytes == data.rollout_nats == 0
     assert alone.rollout_terms == alone.kd_terms == both.rollout_terms
     assert alone.rollout_bytes == alone.aligned_bytes == both.rollout_bytes
-    aligned = collator([rollout]).teachers[0].student_chunk >= 0
-    logp = collator([rollout]).student.logp
-    assert alone.rollout_nats == pytest.approx(-float(logp[aligned].sum()))
+    logp = batch.student.logp[batch.teachers[0].student_chunk >= 0]
+    assert alone.rollout_nats == pytest.approx(-float(logp.sum()))
     assert both.rollout_nats == pytest.approx(alone.rollout_nats)
-
-
-def test_routes_choose_the_teachers_of_rollouts(encoders):
-    pairs = [PairOptions(encoders[1], routes=["math"]), PairOptions(encoders[1])]
-    collator = Collator(encoders[0], pairs)
-    rollout = rollout_of(encoders[0], TEXT, 5)
-    math_batch = collator([Example(rollout, "math")])
-    other_batch = collator([Example(rollout, "story")])
-    for batch, takes_part in ((math_batch, 0), (other_batch, 1)):
-        assert batch.counts.pairs[takes_part].kd_terms > 0
-        assert batch.counts.pairs[1 - takes_part].kd_terms == 0
-        assert batch.counts.pairs[1 - takes_part].rollout_nats == 0
-
-
-def test_a_rollout_survives_json(encoders):
-    rollout = rollout_of(encoders[0], TEXT, 5)
-    copy = Rollout.from_plain(json.loads(json.dumps(rollout.to_plain())))
-    collator = Collator(encoders[0], [PairOptions(encoders[1])])
-    first, second = collator([rollout]), collator([copy])
-    assert torch.equal(first.student.ids, second.student.ids)
-    assert first.student.logp.nan_to_num().equal(second.student.logp.nan_to_num())
-    assert first.counts == second.counts
 
 
 # --- chats ----------------------------------------------------------------------------------------
@@ -382,17 +334,22 @@ def chat_encoders(texts):
 
 def test_a_chat_goes_on_where_the_assistant_speaks(chat_encoders):
     student, teacher = chat_encoders
-    prompt = prompter(student).prompt(Example(CHAT), (0, 0))
+    prompt, rollout, cut = answers(student)
     assert prompt.text.endswith("<|im_start|>assistant\n") and "12.50" not in prompt.text
-    answer = student.tokenizer("It is 12.50.", add_special_tokens=False)["input_ids"]
-    rollout = sampled(student, prompt, [*answer, student.table.end_of_turn], ended=True)
-    batch = Collator(student, [PairOptions(teacher)])([rollout])
-    of_data = Collator(student, [PairOptions(teacher)])([CHAT])
+    collate = collator(chat_encoders)
+    found = chunks_of(collate([rollout]))
     # the same chunks as if the data had said so, the end of the turn included
-    assert chunks_of(batch) == chunks_of(of_data)
-    assert chunks_of(batch)[-1] == ([student.table.end_of_turn], [teacher.table.end_of_turn])
-    cut = sampled(student, prompt, answer)
-    assert chunks_of(Collator(student, [PairOptions(teacher)])([cut])) == chunks_of(batch)[:-1]
+    assert found == chunks_of(collate([CHAT]))
+    assert found[-1] == ([student.table.end_of_turn], [teacher.table.end_of_turn])
+    assert chunks_of(collate([cut])) == found[:-1]
+
+
+def answers(student):
+    """Return (prompt of a chat, the Rollout that answers it, the same without its end)."""
+    prompt = prompter(student).prompt(Example(CHAT), (0, 0))
+    answer = student.tokenizer("It is 12.50.", add_special_tokens=False)["input_ids"]
+    whole = sampled(student, prompt, [*answer, student.table.end_of_turn], ended=True)
+    return prompt, whole, sampled(student, prompt, answer)
 
 
 def test_the_first_token_of_an_answer_has_one_target_whatever_is_learned_of_the_chat(
@@ -451,11 +408,8 @@ def end_gradients(chat_encoders, loss, rollout, surprise):
     logits_TW[is_end, teacher.table.end_of_turn] += surprise
     logits_LV.requires_grad_(True)
     total = 0.0
-    for tile in of_teacher.tiles:
-        for sub_tile in tile.sub_tiles:
-            positions = tile.student_positions[sub_tile.student_slice]
-            block_TW = logits_TW[sub_tile.teacher_positions][sub_tile.teacher_slice]
-            total = total + built.loss_fn(logits_LV[positions], block_TW, sub_tile)
+    for positions, sub_tile, rows_MW in sub_tiles_of(of_teacher, logits_TW):
+        total = total + built.loss_fn(logits_LV[positions], rows_MW, sub_tile)
     total.backward()
     return logits_LV.grad[:, student.table.end_of_turn]
 
@@ -466,17 +420,13 @@ def test_ends_are_learned_from_a_teacher_with_another_end(chat_encoders, name):
 
     Were it paired with nothing, or with another token, answers would grow to the length limit.
     """
-    student = chat_encoders[0]
     loss = getattr(losses, name)
-    prompt = prompter(student).prompt(Example(CHAT), (0, 0))
-    answer = student.tokenizer("It is 12.50.", add_special_tokens=False)["input_ids"]
-    rollout = sampled(student, prompt, [*answer, student.table.end_of_turn], ended=True)
-    last = len(prompt.ids) + len(answer) - 1  # predicts the end
+    prompt, rollout, cut = answers(chat_encoders[0])
+    last = len(prompt.ids) + len(cut.ids) - 1  # predicts the end
     agrees = end_gradients(chat_encoders, loss, rollout, 12.0)
     goes_on = end_gradients(chat_encoders, loss, rollout, -12.0)
     assert agrees[last] < 0 < goes_on[last]
     # a rollout that was cut has no end, whatever the teacher says of its own
-    cut = sampled(student, prompt, answer)
     agrees = end_gradients(chat_encoders, loss, cut, 12.0)
     assert torch.equal(agrees, end_gradients(chat_encoders, loss, cut, -12.0))
     assert (agrees[last:] == 0).all()
@@ -493,29 +443,16 @@ def test_a_term_weighs_what_was_written_before_it(kind):
     old = torch.tensor([[nan, nan, -1.0, -2.0, -0.5, nan, nan, -3.0, -1.0, nan, nan]])
     now = torch.tensor([[-9.0, -9.0, -0.5, -2.5, -0.1, -9.0, -9.0, -1.0, -4.0, -9.0, -9.0]])
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1]])
-    student = StudentBatch(old, old, old, positions, logp=old)
-    batch = Batch(student, [], Counts(), [])
-    cfg = types.SimpleNamespace(max_ratio=2.0, ratio=kind)
+    batch = Batch(StudentBatch(old, old, old, positions, logp=old), [], Counts(), [])
     sums = RatioSums()
+    cfg = types.SimpleNamespace(max_ratio=2.0, ratio=kind)
     found, largest = rollout_ratio(cfg, batch, now, None, sums)
-    expected = []
-    products = []
-    for place in range(old.shape[1]):
-        if positions[0, place] == 0:
-            product = 1.0
-        if old[0, place].isnan():
-            expected.append(1.0)
-            continue
-        products.append(product)
-        is_outside = not 0.5 <= product <= 2.0
-        limited = 0.0 if kind == "mask" and is_outside else min(product, 2.0)
-        expected.append(limited)
-        product *= math.exp(now[0, place] - old[0, place])
+    expected = [1.0] * 11  # the third written token: exp(0.5 - 0.5)
+    expected[8] = 2.0 if kind == "clamp" else 0.0
+    expected[3] = math.exp(0.5)
     assert found[0].tolist() == pytest.approx(expected, rel=1e-6)
-    assert sums.count == len(products) == 5
-    assert largest == pytest.approx(max(products), rel=1e-6)
-    assert sums.limited == sum(product > 2 if kind == "clamp" else not 0.5 <= product <= 2
-                               for product in products)
+    assert (sums.count, sums.limited) == (5, 1)
+    assert largest == pytest.approx(math.exp(2.0), rel=1e-6)
 
 
 # --- cross-entropy --------------------------------------------------------------------------------
@@ -527,7 +464,7 @@ def test_the_cross_entropy_is_that_of_the_data_alone(encoders):
     generator = torch.Generator().manual_seed(0)
     for pack, contents in ((False, [TEXT, rollout]), (True, [rollout, TEXT[:30]]),
                            (False, [rollout])):
-        batch = Collator(encoders[0], [PairOptions(encoders[1])], pack=pack)(contents)
+        batch = collator(encoders, pack=pack)(contents)
         labels = batch.student.labels.flatten()
         logits = torch.randn(len(labels), len(encoders[0].table), generator=generator)
 

@@ -1,6 +1,7 @@
 """sample.py: both models read the same bytes, and every position speaks of the token after it."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,12 +21,6 @@ from isogloss.data.sample import (
 )
 
 
-@pytest.fixture
-def encoders(tokenizers, tables):
-    """Return (student, teacher) with room for every text."""
-    return [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
-
-
 def read(text, encoder):
     """Return the EncodedText of a text."""
     return encode_text(text, encoder.encode([text])[0], encoder)
@@ -35,15 +30,10 @@ def sample_of(text, student, teachers, aligner="bytes"):
     """Return the Sample of a text; a teacher that is None takes no part."""
     encoded = read(text, student)
     pairings = []
-    limits = []
     for teacher in teachers:
-        if teacher is None:
-            pairings.append(Pairing())
-            limits.append(400)
-            continue
-        pairings.append(pair_texts(text, encoded, read(text, teacher), student.table,
-                                   teacher.table, aligner))
-        limits.append(teacher.max_length)
+        pairings.append(Pairing() if teacher is None else pair_texts(
+            text, encoded, read(text, teacher), student.table, teacher.table, aligner))
+    limits = [400 if teacher is None else teacher.max_length for teacher in teachers]
     return cut_sample(encoded, pairings, student.max_length, limits)
 
 
@@ -71,9 +61,9 @@ def changed(encoder, tokenizer=None, **roles):
     return TextEncoder(tokenizer or encoder.tokenizer, table, encoder.max_length)
 
 
-def changed_length(encoder, max_length):
+def at_most(encoder, max_length):
     """Return the encoder with another maximum length."""
-    return TextEncoder(encoder.tokenizer, encoder.table, max_length)
+    return replace(encoder, max_length=max_length)
 
 
 def lower_casing(tokenizer):
@@ -130,13 +120,6 @@ def test_the_header_of_a_turn_does_not_begin_a_plain_text(encoders, template):
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
     encoder = TextEncoder(tokenizer, table, 9)
     assert encoder.encode(["a b"])[0].tolist() == [bos, *plain, table.eos]  # it adds one itself
-
-
-def test_a_text_is_encoded_whole_whatever_the_maximum_length(encoders, texts):
-    text = " ".join(texts[:5])
-    for encoder in encoders:
-        short = TextEncoder(encoder.tokenizer, encoder.table, 10)
-        assert np.array_equal(short.encode([text])[0], encoder.encode([text])[0])
 
 
 def test_tokens_are_located_where_the_text_spells_them(encoders, texts):
@@ -222,13 +205,11 @@ def test_labels_bytes_and_chunks_are_those_of_the_predicted_token(encoders, text
 
 def test_without_bos_the_first_chunk_has_no_predictor(encoders, texts):
     whole = encoders[1]
-    without = changed(whole, bos=-1)
-    pair = sample_of(texts[0], whole, [whole]).pairs[0]
-    assert 0 in pair.student_chunk and 0 in pair.teacher_chunk
-    sample = sample_of(texts[0], whole, [without])
-    pair = sample.pairs[0]
-    assert 0 not in pair.student_chunk and 0 not in pair.teacher_chunk
-    assert 1 in pair.student_chunk and 1 in pair.teacher_chunk
+    for teacher, first in ((whole, 0), (changed(whole, bos=-1), 1)):
+        sample = sample_of(texts[0], whole, [teacher])
+        pair = sample.pairs[0]
+        for chunk in (pair.student_chunk, pair.teacher_chunk):
+            assert chunk[chunk >= 0].min() == first
     teacher_bytes = pair.teacher.num_bytes.clip(min=0).sum()
     assert teacher_bytes < sample.student.num_bytes.clip(min=0).sum()
 
@@ -236,11 +217,12 @@ def test_without_bos_the_first_chunk_has_no_predictor(encoders, texts):
 # --- cut ------------------------------------------------------------------------------------------
 
 
-def test_both_models_are_cut_at_the_same_byte(tokenizers, tables, texts):
+def test_both_models_are_cut_at_the_same_byte(encoders, texts):
     text = " ".join(texts[:5])
+    student, teacher = [at_most(encoder, 4000) for encoder in encoders]
+    whole = sample_of(text, student, [teacher]).pairs[0]
     for lengths in ((40, 400), (400, 25), (33, 30)):
-        student, teacher = [TextEncoder(*of_model)
-                            for of_model in zip(tokenizers, tables, lengths)]
+        student, teacher = map(at_most, encoders, lengths)
         sample = sample_of(text, student, [teacher])
         pair = sample.pairs[0]
         kept = []
@@ -253,42 +235,40 @@ def test_both_models_are_cut_at_the_same_byte(tokenizers, tables, texts):
             assert row.num_bytes.clip(min=0).sum() == len(kept[0])
         assert kept[0] == kept[1] and text.encode().startswith(kept[0])
         # the next chunk would not have fit
-        whole = sample_of(text, changed_length(student, 4000), [changed_length(teacher, 4000)])
-        student_chunk, teacher_chunk = whole.pairs[0].student_chunk, whole.pairs[0].teacher_chunk
-        following = student_chunk[len(sample.student.ids) :]
+        following = whole.student_chunk[len(sample.student.ids) :]
         next_chunk = following[following >= 0][0]
-        student_end = np.flatnonzero(student_chunk == next_chunk)[-1] + 1
-        teacher_end = np.flatnonzero(teacher_chunk == next_chunk)[-1] + 1
-        assert student_end > student.max_length or teacher_end > teacher.max_length
+        ends = [np.flatnonzero(chunk == next_chunk)[-1] + 1
+                for chunk in (whole.student_chunk, whole.teacher_chunk)]
+        assert ends[0] > student.max_length or ends[1] > teacher.max_length
 
 
 def test_all_teachers_see_the_shortest_cut(encoders, texts):
     """As short as the shortest asks for, not shorter; who takes no part asks for nothing."""
     student, teacher = encoders
     text = " ".join(texts[:3])
-    alone = sample_of(text, student, [changed_length(teacher, 60)])
-    together = sample_of(text, student, [changed_length(teacher, n) for n in (300, 60, 90)])
-    assert np.array_equal(together.student.labels, alone.student.labels)
-    for pair in together.pairs:
-        assert np.array_equal(pair.student_chunk, alone.pairs[0].student_chunk)
-        assert np.array_equal(pair.teacher.labels, alone.pairs[0].teacher.labels)
-        assert pair.aligned_bytes == alone.pairs[0].aligned_bytes
-    for teachers in ([changed_length(teacher, 60), None], [None, changed_length(teacher, 60)]):
+    expected = sample_of(text, student, [at_most(teacher, 60)])
+    for lengths in ((300, 60, 90), (60, None), (None, 60)):
+        teachers = [length and at_most(teacher, length) for length in lengths]
         sample = sample_of(text, student, teachers)
-        assert np.array_equal(sample.student.labels, alone.student.labels)
-        absent = sample.pairs[teachers.index(None)]
-        assert absent.teacher == NO_TOKENS and (absent.student_chunk == -1).all()
-        assert len(absent.student_chunk) == len(sample.student.labels)
+        assert np.array_equal(sample.student.labels, expected.student.labels)
+        for length, pair in zip(lengths, sample.pairs):
+            if length is None:
+                assert pair.teacher == NO_TOKENS and (pair.student_chunk == -1).all()
+                assert len(pair.student_chunk) == len(sample.student.labels)
+                continue
+            assert np.array_equal(pair.student_chunk, expected.pairs[0].student_chunk)
+            assert np.array_equal(pair.teacher.labels, expected.pairs[0].teacher.labels)
+            assert pair.aligned_bytes == expected.pairs[0].aligned_bytes
 
 
 def test_a_text_without_a_teacher_is_cut_at_the_maximum_length(encoders, texts):
     text = " ".join(texts[:3])
     ids = encoders[0].encode([text])[0]
     for teachers in ([], [None]):
-        sample = sample_of(text, changed_length(encoders[0], 50), teachers)
+        sample = sample_of(text, at_most(encoders[0], 50), teachers)
         assert np.array_equal(sample.student.ids, ids[:50])
         assert np.array_equal(sample.student.labels, ids[1:51])
-        whole = sample_of(text, changed_length(encoders[0], 4000), teachers)
+        whole = sample_of(text, at_most(encoders[0], 4000), teachers)
         assert np.array_equal(whole.student.labels, ids[1:])
 
 
@@ -303,43 +283,21 @@ def test_a_text_that_the_student_cannot_read_leaves_nothing():
 # --- aligners -------------------------------------------------------------------------------------
 
 
-def small_chunks(alignment):
-    """Return whether no chunk has several tokens on both sides, or more than four on one."""
-    tokens = np.stack([alignment.student_tokens, alignment.teacher_tokens])
-    return (tokens.min(0) == 1).all() and tokens.max() <= 4
-
-
-@pytest.mark.parametrize("kind", ["unigram", "byte_level_bpe"])
-def test_dynamic_programming_gives_the_chunks_of_bytes_where_both_apply(encoders, texts, kind):
-    """On one text whose every chunk is a move of the path: one token with one to four others."""
-    student, teacher = encoders
-    if kind == "unigram":
-        tokenizer = demo.unigram(texts, 450)
-        teacher = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 400)
+def test_dynamic_programming_gives_the_chunks_of_bytes_where_both_apply(encoders, texts):
+    """On texts whose every chunk is a move of the path: one token with one to four others."""
+    tokenizer = demo.unigram(texts, 450)
+    teacher = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 400)
     compared = 0
     for text in texts[:60]:
-        for words in (text, " ".join(text.split()[:6])):
-            if "  " in words:  # `align_dp` compares a run of spaces as one space
-                continue
-            by_bytes = sample_of(words, student, [teacher])
-            if not small_chunks(by_bytes.pairs[0].alignment):
-                continue
-            by_path = sample_of(words, student, [teacher], "dp")
-            sides = []
-            for sample in (by_bytes, by_path):
-                pair = sample.pairs[0]
-                chunks = chunk_sides(pair.student_chunk, pair.teacher_chunk)
-                if kind == "byte_level_bpe":
-                    # It writes no space before the text, so that the first chunks differ; and its
-                    # eos is its bos, which `align_dp` does not pair with a token that is eos alone.
-                    eos = len(sample.student.labels) - 1, len(pair.teacher.labels) - 1
-                    chunks = {chunk for chunk in chunks
-                              if chunk != ((eos[0],), (eos[1],)) and chunk[1][0] > 0}
-                else:
-                    # `align_dp` counts what the student spells, a space before the text included
-                    added = 0 if sample is by_bytes else 1
-                    assert pair.aligned_bytes == by_bytes.pairs[0].aligned_bytes + added
-                sides.append(chunks)
-            assert sides[0] == sides[1], words
-            compared += 1
+        words = " ".join(text.split()[:6])
+        first = sample_of(words, encoders[0], [teacher]).pairs[0]
+        sizes = np.stack([first.alignment.student_tokens, first.alignment.teacher_tokens])
+        if (sizes.min(0) > 1).any() or sizes.max() > 4:
+            continue
+        second = sample_of(words, encoders[0], [teacher], "dp").pairs[0]
+        assert chunk_sides(first.student_chunk, first.teacher_chunk) == chunk_sides(
+            second.student_chunk, second.teacher_chunk), words
+        # `align_dp` counts what the student spells, a space before the text included
+        assert second.aligned_bytes == first.aligned_bytes + 1
+        compared += 1
     assert compared > 10

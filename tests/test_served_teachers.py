@@ -9,48 +9,28 @@ import torch
 
 import ranks
 from isogloss import cache, distill
-from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
-from isogloss.inputs import check_inputs
-from isogloss.job.launch import start_distributed
-from isogloss.teachers import cache_files, text_server
 from isogloss.teachers.kinds import TEACHER_KINDS
-from isogloss.teachers.protocol import load_teacher
 from isogloss.teachers.served import ServedTeacher, groups_of, scored_text
 from isogloss.teachers.text_server import Likely
-from jobs import ds_config, losses_of, run_and_listen, run_distill, write_corpus
-from launched import Job
-from steps import (
-    AS_FLAGS_SAY,
-    SMALL_TILE_MIB,
-    Case,
-    Layout,
-    check_gradients,
-    check_step,
-    check_steps,
-    cut_flags,
-    flags_for,
-    layout_results,
-    references,
-    references_of,
-    uneven_samples,
+from jobs import (
+    check_refusals,
+    check_same_curve,
+    ds_config,
+    losses_of,
+    run_all,
+    run_and_listen,
+    run_distill,
+    write_corpus,
 )
-from test_cached_teachers import CHAT_TEMPLATE, Reading, with_template, write
+from launched import Job
+from test_cached_teachers import write
 from text_servers import StandIn
 
 KEY = "sk-secret-1234"
 # metrics of a pipeline and of rollouts that no two runs share
 TIMES = ("bubble", "slowest_stage", "fastest_stage", "eval/rollout/seconds", "rollout/seconds",
          "rollout/tokens_per_second", "eval/rollout/tokens_per_second")
-
-
-@pytest.fixture(scope="module")
-def servers(models):
-    """Return (one whose model gives padding a probability, one whose padding never comes)."""
-    padded = StandIn(models[1])
-    masked = StandIn(models[1], masks_padding=True)
-    with padded.running(), masked.running():
-        yield padded, masked
 
 
 # --- one text -------------------------------------------------------------------------------------
@@ -140,95 +120,6 @@ def test_requests_hold_whole_texts():
     assert groups_of([], 7) == []
 
 
-# --- layouts --------------------------------------------------------------------------------------
-
-
-def served(server, models, top_k, **flags):
-    return flags | {"teacher": server.url, "teacher_tokenizer": str(models[1]),
-                    "teacher_output_topk": top_k}
-
-
-def shared_steps(flags, samples, layouts, cases):
-    """Return `layout_results` of layouts with Cases of their own."""
-    results = []
-    for layout, of_layout in zip(layouts, cases, strict=True):
-        results.append(layout_results(flags, samples, [layout], of_layout, SMALL_TILE_MIB))
-    return results
-
-
-@pytest.mark.slow
-def test_same_loss_and_gradient_as_the_live_teacher(models, texts, servers, tmp_path):
-    """All tokens: as of the whole teacher; 20 tokens: as of the live one that keeps 20."""
-    padded, masked = servers
-    # all columns: which ones a step keeps depends on the scale of logits
-    flags = flags_for(models, texts, tmp_path) | {"projection_topk": 600}
-    samples = uneven_samples(texts)
-    whole = [Case("piece_kl"), Case("projection_kl", packed=True)]
-    some = [*whole, Case("alm")]
-    expected = references_of(flags, [case.loss for case in whole], samples)
-    live = {"teacher": str(masked_copy(models[1], tmp_path / "masked")),
-            "teacher_output": "topk", "teacher_output_topk": 20}
-    for num_ranks, sequence_parallel in ((1, 1), (2, 1), (2, 2)):
-        shape = (0, 4 * sequence_parallel // num_ranks, 2)
-        layouts = []
-        for teacher in (served(padded, models, 600), served(masked, models, 20), live):
-            layouts.append(Layout(*shape, teacher | {"sequence_parallel": sequence_parallel}))
-        masked.requests.clear()
-        results = ranks.run(num_ranks, shared_steps, flags, samples, layouts, [whole, some, some])
-        of_all, of_some, of_live = results[0]
-        for result in of_all:
-            check_step(f"{num_ranks} ranks", result, expected[result.case.loss])
-        for ours, other in zip(of_some, of_live, strict=True):
-            loss = other.metrics["loss"]
-            assert abs(ours.metrics["loss"] - loss) <= 1e-6 * loss, (num_ranks, ours.case)
-            check_gradients(f"{num_ranks} ranks", ours.gradients, other)
-        # however many ranks there are, each text is asked for once in a step
-        prompts = []
-        for path, _, body in masked.requests:
-            if path.endswith("completions"):
-                prompts += body["prompt"]
-        num_texts = sum(sample is not None for sample in samples)
-        assert len(prompts) == len(some) * num_texts + 1  # one before the first step
-
-
-@pytest.mark.slow
-def test_same_loss_and_gradient_of_texts_that_the_limit_cuts(models, texts, tmp_path):
-    flags = flags_for(models, texts, tmp_path, **cut_flags(models))
-    samples = uneven_samples(texts)
-    expected = references_of(flags, ["piece_kl"], samples)
-    server = StandIn(models[0])
-    with server.running():
-        layouts = [Layout(0, 1, 8, served(server, models[::-1], 400))]
-        check_steps(expected, 1, flags, samples[::-1], layouts, [Case("piece_kl")],
-                    SMALL_TILE_MIB)
-
-
-def masked_copy(folder, target):
-    """Return a copy of a model whose lm_head has no padding."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
-
-
-@pytest.mark.slow
-def test_served_and_live_teachers_mix(models, texts, servers, tmp_path):
-    live = {"model": str(models[1]), "name": "live", "loss": "alm"}
-    flags = flags_for(models, texts, tmp_path, teacher="", teacher_weights="ce")
-    samples = uneven_samples(texts)
-    [expected] = references([flags | {"teachers": json.dumps(
-        [live | {"name": "other", "loss": "piece_kl", "weight": 2}, live])}], samples)
-    entry = {"model": servers[0].url, "tokenizer": str(models[1]), "loss": "piece_kl", "weight": 2,
-             "teacher_output_topk": 600, "name": "other"}
-    layout = Layout(0, 4, 2, {"teachers": json.dumps([entry, live])})
-    [result] = ranks.run(1, layout_results, flags, samples, [layout], [AS_FLAGS_SAY], 8)[0]
-    check_step("mixed", result, expected)
-
-
 # --- jobs -----------------------------------------------------------------------------------------
 
 
@@ -243,19 +134,18 @@ def from_server(server, models, top_k=30):
             f"--teacher_output_topk={top_k}"]
 
 
-def check_same(ours, expected, tolerance=2e-5):
-    assert [line["step"] for line in ours] == [line["step"] for line in expected]
+def from_model(models):
+    return [f"--teacher={models[1]}", "--teacher_output=topk", "--teacher_output_topk=30"]
+
+
+def check_same(ours, expected):
     for line, other in zip(ours, expected, strict=True):
         for name in TIMES:
             line.pop(name, None)
             other.pop(name, None)
         # the entropy of a truncated row is a lower bound
         assert line.pop("eval/teacher_entropy", 0) <= other.pop("eval/teacher_entropy", 0) + 1e-5
-        nothing = {key for key, value in other.items() if value is None}  # means over nothing
-        assert {key for key, value in line.items() if value is None} == nothing, line["step"]
-        for key in nothing:
-            del line[key], other[key]
-        assert line == pytest.approx(other, rel=tolerance, abs=1e-6), line["step"]
+    check_same_curve(expected, ours, 2e-5, 1e-6)
 
 
 @pytest.mark.slow
@@ -263,13 +153,11 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(
         models, texts, tmp_path, monkeypatch):
     """By DeepSpeed's launcher on two ranks, with a key; the next step is asked for in advance."""
     monkeypatch.setenv("TEACHER_API_KEY", KEY)
-    teacher = masked_copy(models[1], tmp_path / "teacher")
-    pair = models[0], teacher
     data = write_corpus(tmp_path, texts, 20)
-    server = StandIn(teacher)
+    server = StandIn(models[1], masks_padding=True)
     with server.running():
         server.faults = [None, (503, "busy"), "half", None, (500, "crash")]
-        job = Job(flags_of_job(pair, data, tmp_path, *from_server(server, pair),
+        job = Job(flags_of_job(models, data, tmp_path, *from_server(server, models),
                                f"--output_dir={tmp_path / 'served'}"), ranks.free_port())
         code, message = job.wait()
     assert code == 0, message
@@ -278,28 +166,23 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(
     for path in (tmp_path / "served").rglob("*"):
         if path.is_file():
             assert KEY.encode() not in path.read_bytes(), path
-    live = [f"--teacher={teacher}", "--teacher_output=topk", "--teacher_output_topk=30"]
-    codes = ranks.run(2, run_distill, [flags_of_job(
-        pair, data, tmp_path, *live, f"--output_dir={tmp_path / 'live'}")])
-    assert codes == [[0], [0]]
+    run_all(2, flags_of_job(models, data, tmp_path, *from_model(models),
+                            f"--output_dir={tmp_path / 'live'}"))
     check_same(losses_of(tmp_path / "served", -1), losses_of(tmp_path / "live", -1))
 
 
 @pytest.mark.slow
 def test_a_server_corrects_what_the_student_writes(models, texts, tmp_path):
     """Rollouts are scored as by the live teacher; a resumed run may find the server elsewhere."""
-    teacher = masked_copy(models[1], tmp_path / "teacher")
-    pair = models[0], teacher
-    common = [*flags_of_job(pair, write_corpus(tmp_path, texts, 20), tmp_path), "--on_policy=0.5",
+    common = [*flags_of_job(models, write_corpus(tmp_path, texts, 20), tmp_path), "--on_policy=0.5",
               "--rollout_tokens=8", "--prompt_tokens=8", "--rollout_every=2"]
-    live = [f"--teacher={teacher}", "--teacher_output=topk", "--teacher_output_topk=30"]
-    first, second = StandIn(teacher), StandIn(teacher)
+    first, second = (StandIn(models[1], masks_padding=True) for _ in range(2))
     with first.running(), second.running():
-        commands = [[*common, *live, f"--output_dir={tmp_path / 'live'}"]]
+        commands = [[*common, *from_model(models), f"--output_dir={tmp_path / 'live'}"]]
         for server, more in ((first, ["--save_every=2"]), (second, ["--steps=6"])):
-            commands.append([*common, *from_server(server, pair), *more,
+            commands.append([*common, *from_server(server, models), *more,
                              f"--output_dir={tmp_path / 'served'}"])
-        assert ranks.run(1, run_distill, commands) == [[0, 0, 0]]
+        run_all(1, *commands)
     assert second.requests
     ours = losses_of(tmp_path / "served", -1)
     check_same([line for line in ours if line["step"] <= 4], losses_of(tmp_path / "live", -1))
@@ -325,13 +208,15 @@ def run_ahead(argv, folder):
 
 
 @pytest.mark.slow
-def test_the_next_step_is_asked_for_before_this_one_is_taken(models, texts, servers, tmp_path):
+def test_the_next_step_is_asked_for_before_this_one_is_taken(models, texts, tmp_path):
     data = write_corpus(tmp_path, texts, 20)
-    argv = [*flags_of_job(models, data, tmp_path, *from_server(servers[0], models, 600)),
-            f"--output_dir={tmp_path / 'run'}"]
-    argv.remove("--eval_every=2")
-    argv.remove("--eval_rows=3")
-    assert ranks.run(1, run_ahead, argv, tmp_path) == [[0]]
+    server = StandIn(models[1])
+    with server.running():
+        argv = flags_of_job(models, data, tmp_path, *from_server(server, models, 600),
+                            f"--output_dir={tmp_path / 'run'}")
+        argv.remove("--eval_every=2")
+        argv.remove("--eval_rows=3")
+        assert ranks.run(1, run_ahead, argv, tmp_path) == [[0]]
     events = json.loads((tmp_path / "events.json").read_text())
     window = ["ask"] * 2
     assert events == [*window, *([*window, "step"] * 3), "step"]
@@ -339,61 +224,22 @@ def test_the_next_step_is_asked_for_before_this_one_is_taken(models, texts, serv
 
 @pytest.mark.slow
 def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
-    teacher = masked_copy(models[1], tmp_path / "teacher")
-    pair = models[0], teacher
-    data = write_corpus(tmp_path, texts, 20)
-    config = ds_config(tmp_path / "pipe.json", 1, 2, 2)
-    server = StandIn(teacher)
-    folders = [str(tmp_path / name) for name in ("served", "cached", "live")]
+    data = f"--data={write_corpus(tmp_path, texts, 20)}"
+    cache_flag = f"--teacher_cache={tmp_path / 'cache'}"
+    server = StandIn(models[1], masks_padding=True)
     with server.running():
-        common = [f"--student={pair[0]}", f"--ds_config={config}", f"--data={data}", "--steps=3",
-                  "--max_length=80", "--eval_rows=3", "--pipeline_parallel=2"]
-        written = [[*from_server(server, pair), f"--data={data}", f"--output={tmp_path / 'cache'}",
-                    "--logp_bits=32"]]
-        written[0] = [flag.replace("--teacher_output_topk", "--top_k") for flag in written[0]]
-        ranks.run(1, write, written)
-        runs = [from_server(server, pair), [f"--teacher_cache={tmp_path / 'cache'}"],
-                [f"--teacher={teacher}", "--teacher_output=topk", "--teacher_output_topk=30"]]
-        for run, folder in zip(runs, folders, strict=True):
-            codes = ranks.run(2, run_distill, [[*common, *run, f"--output_dir={folder}"]])
-            assert codes == [[0], [0]]
-    for folder in folders[:2]:
-        check_same(losses_of(folder, -1), losses_of(folders[2], -1))
-
-
-# --- chats, caches --------------------------------------------------------------------------------
-
-
-def test_chats_of_a_server_and_of_its_cache(models, texts, tmp_path):
-    """What a server says of chats is what the model says; a cache keeps it."""
-    folders = [with_template(model, tmp_path / model.name, CHAT_TEMPLATE) for model in models]
-    chats = []
-    for question, answer in zip(texts[:4], texts[4:8]):
-        chats.append([{"role": "user", "content": question[:40]},
-                      {"role": "assistant", "content": answer[:60]}])
-    path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"text": chat}) for chat in chats))
-    server = StandIn(folders[1])
-    with server.running():
-        commands = [[f"--teacher={server.url}", f"--teacher_tokenizer={folders[1]}", "--top_k=600",
-                     f"--data={path}", f"--output={tmp_path / 'all'}", "--logp_bits=32"]]
-        ranks.run(1, served_and_cached, commands, [str(folder) for folder in folders], str(path),
-                  server.url, tmp_path / "all", chats)
-    manifest = json.loads((tmp_path / "all" / "manifest.json").read_text())
-    assert manifest["dtype"] == cache_files.SERVED and manifest["holds_chats"]
-    assert manifest["teacher"] == server.url
-
-
-def served_and_cached(commands, folders, data, url, folder, chats):
-    write(commands)
-    cfg = Config(student=folders[0], teacher=folders[1], data=data, max_length=200)
-    reading = Reading(cfg, {"all": folder})
-    flags = dict(teacher=url, teacher_tokenizer=folders[1], teacher_output_topk=600)
-    of_server = Config(student=folders[0], data=data, **flags)
-    spec = of_server.teacher_kind.of(of_server, reading.teacher, torch.device("cpu"))
-    reading.cached["served"] = load_teacher(spec)
-    for options in ({}, {"pack": True}, {"sequence_rank": 1, "sequence_size": 2}):
-        reading.check(chats, {"all": 3e-5, "served": 3e-5}, **options)
+        ranks.run(1, write, [[
+            f"--teacher={server.url}", f"--teacher_tokenizer={models[1]}", "--top_k=30", data,
+            f"--output={tmp_path / 'cache'}", "--logp_bits=32"]])
+        kinds = {"served": from_server(server, models), "cached": [cache_flag],
+                 "live": from_model(models)}
+        common = [f"--student={models[0]}", data, "--steps=3", "--max_length=80", "--eval_rows=3",
+                  f"--ds_config={ds_config(tmp_path / 'pipe.json', 1, 2, 2)}",
+                  "--pipeline_parallel=2"]
+        run_all(2, *[[*common, *flags, f"--output_dir={tmp_path / kind}"]
+                     for kind, flags in kinds.items()])
+    for kind in ("served", "cached"):
+        check_same(losses_of(tmp_path / kind, -1), losses_of(tmp_path / "live", -1))
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -411,27 +257,13 @@ def test_a_cache_of_a_server_keeps_its_likely_tokens_alone(flags, expected):
         parse_flags(cache.Args, [*command, *flags])
 
 
-def refusals(flags_list):
-    """Return the line that each run ends with before its first step."""
-    device = start_distributed()
-    text_server.FIRST_PAUSE = 0.001
-    lines = []
-    for flags in flags_list:
-        try:
-            check_inputs(Config(**flags), device)
-            lines.append("nothing is wrong")
-        except ValueError as error:
-            lines.append(str(error))
-    return lines
-
-
-def test_what_does_not_fit_ends_with_one_line(models, untied, texts, servers, tmp_path):
+def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
+    good = StandIn(models[1])
     few = StandIn(models[1], max_logprobs=20)
     short = StandIn(models[1], context=100)
     other = StandIn(untied)  # a smaller vocabulary
     cut = StandIn(models[1])
     cut.faults = [drop_entries] * 9
-    url = servers[0].url
     cases = [
         ({}, "nothing is wrong"),
         ({"teacher_max_length": 256}, "nothing is wrong"),
@@ -465,17 +297,15 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, servers, tm
         ({"on_policy": 0.5, "rollout_tokens": 9}, "nothing is wrong"),
     ]
     flags = dict(student=str(models[0]), data=write_corpus(tmp_path, texts, 8), eval_rows=3,
-                 max_length=250, output_dir=str(tmp_path / "run"), teacher=url,
+                 max_length=250, output_dir=str(tmp_path / "run"),
                  teacher_tokenizer=str(models[1]),
                  ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
-    with few.running(), short.running(), other.running(), cut.running():
-        runs = []
+    with (good.running(), few.running(), short.running(), other.running(), cut.running()):
+        flags["teacher"] = good.url
         for changes, _ in cases:
-            changed = {key: getattr(value, "url", value) for key, value in changes.items()}
-            runs.append(flags | changed)
-        [lines] = ranks.run(1, refusals, runs)
-    for (changes, expected), line in zip(cases, lines, strict=True):
-        assert expected in line and "\n" not in line and "sk-secret" not in line, (changes, line)
+            changes |= {key: value.url for key, value in changes.items() if key == "teacher"
+                        and isinstance(value, StandIn)}
+        check_refusals(flags, cases)
 
 
 def drop_entries(answers):

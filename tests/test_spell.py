@@ -1,16 +1,18 @@
 """Spelling tables: how each side writes the other's tokens, and the events both can express."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import oracle
 from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.projection_tools import spell
 from isogloss.projection_tools.cells import build_translation
-from isogloss.projection_tools.files import load_tables
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import (
     ROLES,
@@ -31,12 +33,7 @@ def without_padding(pieces):
 
 
 def test_spellings_have_the_same_bytes(tokenizers, tables):
-    student, teacher = tables
-    student_tokenizer, teacher_tokenizer = tokenizers
-    for source, tokenizer, target in (
-        (student, teacher_tokenizer, teacher),
-        (teacher, student_tokenizer, student),
-    ):
+    for source, tokenizer, target in zip(tables, tokenizers[::-1], tables[::-1]):
         pieces = spell_tokens(source, tokenizer, target, max_pieces=64)  # none is longer
         for i, spelling in enumerate(without_padding(pieces)):
             expected = b"" if source.special[i] else source.bytes_of(i)
@@ -110,10 +107,8 @@ def test_prefix_ranges_equal_brute_force(tokenizers, tables):
     order, low, high = prefix_ranges(pieces)
     for n in range(0, len(pieces), 7):  # every seventh row keeps it short
         for k in range(1, min(4, pieces.shape[1])):
-            same_prefix = (pieces[:, :k] == pieces[n, :k]).all(1)
-            expected = np.flatnonzero(same_prefix)
-            actual = order[low[n, k] : high[n, k]]
-            assert sorted(actual) == expected.tolist()
+            expected = np.flatnonzero((pieces[:, :k] == pieces[n, :k]).all(1))
+            assert sorted(order[low[n, k] : high[n, k]]) == expected.tolist()
 
 
 def control_tokens(*names):
@@ -128,8 +123,7 @@ def test_control_tokens_pair_by_role_then_by_name(tables):
     assert link_special_tokens(student, teacher) == [(student.eos, teacher.eos)]
     # Names with a slash or other digits differ, brackets and case do not.
     s = control_tokens(
-        "<|pad|>", "<|im_start|>", "[/INST]", "<|reserved_1|>", "<s>", "<|tool_call|>"
-    )
+        "<|pad|>", "<|im_start|>", "[/INST]", "<|reserved_1|>", "<s>", "<|tool_call|>")
     t = control_tokens("[PAD]", "<|im_end|>", "[INST]", "<|reserved_2|>", "</s>", "<tool_calls>")
     assert link_special_tokens(s, t) == [(0, 0)]
     assert link_special_tokens(s, t, 0.8) == [(0, 0), (5, 5)]
@@ -144,8 +138,6 @@ def test_one_tokenizer_gives_an_event_per_token(tokenizers, tables):
 
 
 def test_events_of_a_real_pair():
-    from transformers import AutoTokenizer
-
     student = AutoTokenizer.from_pretrained(asset("tokenizers", "tok512"))
     teacher = AutoTokenizer.from_pretrained(asset("models", "tinytalk_neo_3M"))
     pair = Pair.of(student, teacher)
@@ -205,33 +197,13 @@ def test_joins_of_white_space_are_left_out():
     assert fields["order_W"][place] == 1
 
 
-def test_the_command_line(models, tmp_path, capsys):
-    for name in ("s.pt", "s.safetensors"):
-        output = str(tmp_path / name)
-        args = spell.Args(student=str(models[0]), teacher=str(models[1]), output=output)
-        spell.main(args)
-    assert "pieces per teacher token" in capsys.readouterr().out
-    # Both formats hold the same: plain values and tensors with their dtype.
-    first = load_tables(tmp_path / "s.pt")
-    second = load_tables(tmp_path / "s.safetensors")
-    assert first["num_events"] == second["num_events"] > 100
-    assert first.keys() == second.keys()
-    assert torch.equal(first["low_V"], second["low_V"])
-    assert first["low_V"].dtype == torch.int32
-
-
 def control_table(tokenizer, roles):
     """Return the TokenTable of a bare tokenizer whose control tokens get these roles."""
-    from transformers import PreTrainedTokenizerFast
-
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
-    return TokenTable.from_tokenizer(wrapped)
+    return TokenTable.from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles))
 
 
 def test_a_token_that_only_doubles_as_unknown_is_no_counterpart():
     """GPT-NeoX names <|endoftext|> for bos, eos and unk; BERT has an [UNK] that is nothing else."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     neox = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     neox.pre_tokenizer = pre_tokenizers.ByteLevel()
     end = "<|endoftext|>"
@@ -247,20 +219,17 @@ def test_a_token_that_only_doubles_as_unknown_is_no_counterpart():
 
 
 def test_control_tokens_of_different_roles_are_never_paired():
-    from transformers import AutoTokenizer
-
     tables = []
     for folder in sorted(asset("tokenizers").iterdir()):
         tables.append(TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(folder)))
     pairs = 0
-    for student in tables:
-        for teacher in tables:
-            for v, w in link_special_tokens(student, teacher):
-                roles_v = {role for role in ROLES if getattr(student, role) == v}
-                roles_w = {role for role in ROLES if getattr(teacher, role) == w}
-                if roles_v and roles_w:
-                    assert roles_v & roles_w, (student.tokens[v], teacher.tokens[w])
-                    pairs += 1
-                    if roles_v & roles_w <= {"pad", "unk"}:
-                        assert roles_v | roles_w <= {"pad", "unk"}
+    for student, teacher in product(tables, tables):
+        for v, w in link_special_tokens(student, teacher):
+            roles_v = {role for role in ROLES if getattr(student, role) == v}
+            roles_w = {role for role in ROLES if getattr(teacher, role) == w}
+            if roles_v and roles_w:
+                assert roles_v & roles_w, (student.tokens[v], teacher.tokens[w])
+                pairs += 1
+                if roles_v & roles_w <= {"pad", "unk"}:
+                    assert roles_v | roles_w <= {"pad", "unk"}
     assert pairs >= len(tables) ** 2 // 2

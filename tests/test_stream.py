@@ -28,27 +28,28 @@ def text_of(file, row):
     return f"file {file} row {row}"
 
 
+WRITERS = {
+    ".jsonl": lambda path, rows: path.write_text(lines_of(rows)),
+    ".jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines_of(rows).encode())),
+    ".parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
+    ".txt": lambda path, rows: path.write_text("\n".join(row["text"] for row in rows)),
+    ".chats.jsonl": lambda path, rows: path.write_text(lines_of(
+        [{"text": [{"role": "user", "content": row["text"]}]} for row in rows])),
+}
+
+
+def lines_of(rows):
+    return "\n".join(map(json.dumps, rows))
+
+
 def write_files(folder, ending):
     """Write the same rows in files of a kind; return what --data says of them."""
     for file in range(NUM_FILES):
-        texts = [text_of(file, row) for row in range(ROWS_OF_FILE)]
-        path = folder / f"{file}{ending}"
-        lines = "\n".join(json.dumps({"text": text}) for text in texts)
-        if ending == ".parquet":
-            datasets.Dataset.from_dict({"text": texts}).to_parquet(path)
-        elif ending == ".txt":
-            path.write_text("\n".join(texts))
-        elif ending == ".chats.jsonl":
-            chats = [[{"role": "user", "content": text}] for text in texts]
-            path.write_text("\n".join(json.dumps({"text": chat}) for chat in chats))
-        elif ending.endswith(".gz"):
-            path.write_bytes(gzip.compress(lines.encode()))
-        else:
-            path.write_text(lines)
+        rows = [{"text": text_of(file, row)} for row in range(ROWS_OF_FILE)]
+        WRITERS[ending](folder / f"{file}{ending}", rows)
     return str(folder)
 
 
-ENDINGS = [".jsonl", ".jsonl.gz", ".parquet", ".txt", ".chats.jsonl"]
 ALL = {text_of(file, row) for file in range(NUM_FILES) for row in range(ROWS_OF_FILE)}
 
 
@@ -57,7 +58,7 @@ def text_in(example):
     return content if isinstance(content, str) else content[0]["content"]
 
 
-@pytest.fixture(scope="module", params=ENDINGS)
+@pytest.fixture(scope="module", params=WRITERS)
 def dataset(request, tmp_path_factory):
     """A stream of files of every kind."""
     folder = tmp_path_factory.mktemp("files")
@@ -73,46 +74,48 @@ def read(dataset, begin, end, place=None, skipped=0, seed=3, reader=READER):
 
 
 def test_every_epoch_gives_every_row_once_in_an_order_of_its_own(dataset):
+    """Of the files too."""
     size = len(ALL)
-    texts, _ = read(dataset, 0, 2 * size)
-    first, second = texts[:size], texts[size:]
-    assert set(first) == set(second) == ALL and first != second
-    assert first != sorted(first)
-    assert texts == read(dataset, 0, 2 * size)[0] != read(dataset, 0, 2 * size, seed=4)[0]
-
-
-def files_of(texts):
-    """List the numbers of the files in the order in which they begin."""
-    return list(dict.fromkeys(text.split()[1] for text in texts))
-
-
-def test_files_come_in_another_order_in_another_epoch(dataset):
     orders = set()
     for seed in range(4):
-        texts, _ = read(dataset, 0, 2 * len(ALL), seed=seed)
-        orders.add(tuple(files_of(texts[: len(ALL)])))
-        orders.add(tuple(files_of(texts[len(ALL) :])))
-    assert len(orders) > 2
+        texts, _ = read(dataset, 0, 2 * size, seed=seed)
+        assert texts == read(dataset, 0, 2 * size, seed=seed)[0]
+        for epoch in (texts[:size], texts[size:]):
+            assert set(epoch) == ALL and epoch != sorted(epoch)
+            orders.add(tuple(epoch))
+    assert len(orders) == 8
+    # the numbers of the files in the order in which they begin
+    assert len({tuple(dict.fromkeys(text.split()[1] for text in order)) for order in orders}) > 2
+
+
+def check_goes_on(dataset, end, positions, **options):
+    """See that a stream goes on from the place of some positions; return the texts before `end`.
+
+    The place survives JSON.
+    """
+    whole, _ = read(dataset, 0, end, **options)
+    for position in positions:
+        _, examples = read(dataset, 0, position + 1, **options)
+        place = json.loads(json.dumps(examples.place))
+        assert position - stream_module.BLOCK_ROWS < place["position"] <= position
+        texts, _ = read(dataset, position, end, place, **options)
+        assert texts == whole[position:], position
+    return whole
 
 
 @pytest.mark.parametrize("skipped", [0, 7])
 def test_a_stream_goes_on_from_the_place_of_any_position(dataset, skipped):
-    """Also from the second epoch, and across its beginning; the place survives JSON."""
+    """Also from the second epoch, and across its beginning."""
     end = 2 * len(ALL) + 30
-    whole, _ = read(dataset, 0, end, skipped=skipped)
-    for position in (0, 5, 16, 47, len(ALL) - skipped - 1, len(ALL) + 3, end - 1):
-        _, examples = read(dataset, 0, position + 1, skipped=skipped)
-        place = json.loads(json.dumps(examples.place))
-        assert position - stream_module.BLOCK_ROWS < place["position"] <= position
-        texts, _ = read(dataset, position, end, place, skipped)
-        assert texts == whole[position:], position
+    positions = (0, 5, 16, 47, len(ALL) - skipped - 1, len(ALL) + 3, end - 1)
+    check_goes_on(dataset, end, positions, skipped=skipped)
 
 
 def test_a_stream_of_joined_rows_goes_on_from_the_place_of_any_position(tmp_path):
     """Whole samples: none is begun before the place, or cut at the end of a block or a file."""
     reader = ExampleReader("text", join=50)  # 4 or 5 rows of 12 or 13 characters
     dataset = load_dataset(write_files(tmp_path, ".jsonl.gz"), "text", streaming=True)
-    whole, _ = read(dataset, 0, 65, reader=reader)
+    whole = check_goes_on(dataset, 65, (0, 3, 4, 28, 29, 30, 47, 64), reader=reader)
     num_short = 0
     for text in whole:
         *others, last = text.split("\n")
@@ -121,12 +124,6 @@ def test_a_stream_of_joined_rows_goes_on_from_the_place_of_any_position(tmp_path
     assert num_short <= 2  # what is left at the end of an epoch
     seen = "\n".join(whole).split("\n")
     assert set(seen[: len(ALL)]) == ALL  # each row once, then the next epoch
-    for position in (0, 3, 4, 28, 29, 30, 47, 64):
-        _, examples = read(dataset, 0, position + 1, reader=reader)
-        place = json.loads(json.dumps(examples.place))
-        assert position - stream_module.BLOCK_ROWS < place["position"] <= position
-        texts, _ = read(dataset, position, 65, place, reader=reader)
-        assert texts == whole[position:], position
 
 
 def test_rows_before_a_place_are_not_read_again():
@@ -135,8 +132,8 @@ def test_rows_before_a_place_are_not_read_again():
     def rows(files):
         for file in files:
             for row in range(ROWS_OF_FILE):
-                reads.append(text_of(file, row))
-                yield {"text": reads[-1]}
+                reads.append(file)
+                yield {"text": text_of(file, row)}
 
     def stream(place=None):
         dataset = datasets.IterableDataset.from_generator(
@@ -147,13 +144,11 @@ def test_rows_before_a_place_are_not_read_again():
     position = 2 * ROWS_OF_FILE + 20
     for number in range(position):
         first.example(number)
-    read_first = [text.split()[1] for text in reads]
-    last_file = read_first[-1]
+    last_file = reads[-1]
     reads.clear()
     stream(first.place).example(position)
     # the rows of the same file that stand before the place, and no other file's
-    assert {text.split()[1] for text in reads} == {last_file}
-    assert len(reads) <= ROWS_OF_FILE
+    assert set(reads) == {last_file} and len(reads) <= ROWS_OF_FILE
 
 
 def test_an_epoch_without_text_ends_the_job_but_not_the_rest_of_one(tmp_path):

@@ -89,17 +89,6 @@ def test_requests_are_those_of_the_tokenizer(encoder, context, continuation):
     assert request.num_scored == len(whole) - start
 
 
-def test_borders_that_merge(encoder):
-    """Somewhere "The inter" + "national" is two tokens, of which the second one is judged."""
-    tokenizer = encoder.tokenizer
-    [request] = encoder.requests("The inter", ["national"])
-    spelled = tokenizer.decode(request.ids[-request.num_scored :].tolist())
-    assert spelled.strip().endswith("ational")
-    if len(ids_of(tokenizer, "The international")) == len(ids_of(tokenizer, "The inter")):
-        assert request.num_scored == 1
-        assert spelled.strip() == "international"
-
-
 def test_many_continuations_are_those_alone(encoder):
     continuations = [" A", " B", " of it", "B", " \N{GRINNING FACE}"]
     together = encoder.requests("The answer is", continuations)

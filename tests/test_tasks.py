@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import ranks
 from conftest import ROOT
@@ -83,39 +84,28 @@ def check_same(metrics, expected, tolerance=1e-3):
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def on_ranks(path, options, sizes):
-    """Return {ranks: (metrics, records)} of this rank, with a model that needs all in each pass."""
-    import torch.distributed as dist
-
+def on_ranks(path, options):
+    """Return (metrics, records) of this rank, with a model that needs all ranks in each pass."""
     dist.init_process_group("gloo")
     model, encoder = loaded(path)
-    rank = dist.get_rank()
-    results = {}
-    for size in sizes:
-        group = dist.group.WORLD
-        if rank >= size:
-            continue
 
-        def reduced(values, operation=dist.ReduceOp.SUM, group=group):
-            total = torch.as_tensor(values, dtype=torch.float64).clone()
-            dist.all_reduce(total, operation, group=group)
-            return total
+    def reduced(values, operation=dist.ReduceOp.SUM):
+        total = torch.as_tensor(values, dtype=torch.float64).clone()
+        dist.all_reduce(total, operation)
+        return total
 
-        def agree(has_work, reduced=reduced):
-            return bool(reduced([has_work], dist.ReduceOp.MAX)[0])
+    def agree(has_work):
+        return bool(reduced([has_work], dist.ReduceOp.MAX)[0])
 
-        # as ZeRO-3 gathers weights: a rank that takes fewer passes would leave others waiting
-        hook = model.model.layers[1].register_forward_pre_hook(
-            lambda *_, reduced=reduced: reduced([1.0]) and None)
-        suite = load_suite(list(ALL), options, encoder, rank, size)
-        results[size] = suite.run(model, reduced, agree)
-        hook.remove()
-    return results
+    # as ZeRO-3 gathers weights: a rank that takes fewer passes would leave others waiting
+    model.model.layers[1].register_forward_pre_hook(lambda *_: reduced([1.0]) and None)
+    suite = load_suite(list(ALL), options, encoder, dist.get_rank(), dist.get_world_size())
+    return suite.run(model, reduced, agree)
 
 
 @needs_lm_eval
 def test_results_do_not_depend_on_ranks_and_batches(models, files):
-    """13 items on 2 and 4 ranks, answers of different lengths; every pass needs all ranks."""
+    """13 items on 3 ranks, answers of different lengths; every pass needs all ranks."""
     options = TaskOptions(data=str(files), shots=2, batch_size=3, max_new_tokens=60)
     model, encoder = loaded(models[0])
     suite = load_suite(list(ALL), options, encoder)
@@ -123,21 +113,16 @@ def test_results_do_not_depend_on_ranks_and_batches(models, files):
     lengths = {len(record["answer"]) for record in records if record["task"] == "gsm8k"}
     assert len(lengths) > 2
     for batch_size in (1, 64):
-        other = replace(options, batch_size=batch_size)
-        suite.options = other
+        suite.options = replace(options, batch_size=batch_size)
         check_same(suite.run(model, torch.as_tensor)[0], expected)
-    for size in (2, 4):
-        of_ranks = ranks.run(size, on_ranks, models[0], options, [size])
-        found = []
-        for metrics, of_rank in [results[size] for results in of_ranks[:size]]:
-            check_same(metrics, expected)
-            found += of_rank
-        assert len(found) == len(records)
-        for other, record in zip(found, records, strict=True):
-            nats = record.get("nats", [])
-            np.testing.assert_allclose(other.pop("nats", []), nats, rtol=0, atol=1e-4)
-            for key in record.keys() - {"nats", "perplexity"}:
-                assert other[key] == record[key], key
+    found = []
+    for metrics, records_of_rank in ranks.run(3, on_ranks, models[0], options):
+        check_same(metrics, expected)
+        found += records_of_rank
+    for other, record in zip(found, records, strict=True):
+        np.testing.assert_allclose(other.pop("nats", []), record.get("nats", []), rtol=0, atol=1e-4)
+        for key in record.keys() - {"nats", "perplexity"}:
+            assert other[key] == record[key], key
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -173,6 +158,16 @@ def test_the_command_prints_a_table_and_writes_records(models, files, tmp_path, 
     assert {"task", "id", "prediction", "verdict", "answer", "rule"} <= set(records[3])
 
 
+def verdicts_of(path):
+    """Return {(task, item, rule): (prediction, verdict)} of a file of records."""
+    verdicts = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        key = record["task"], record["id"], record["rule"]
+        verdicts[key] = record["prediction"], record["verdict"]
+    return verdicts
+
+
 @needs_lm_eval
 @pytest.mark.slow
 def test_the_command_of_two_ranks_prints_the_same_table(models, files, tmp_path, capsys):
@@ -187,55 +182,46 @@ def test_the_command_of_two_ranks_prints_the_same_table(models, files, tmp_path,
                           capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert without_seconds(done.stdout) == without_seconds(expected)
-    records = []
-    for name in ("one", "two"):
-        by_item = {}
-        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            by_item[record["task"], record["id"], record["rule"]] = record
-        records.append(by_item)
-    assert records[0].keys() == records[1].keys()
-    for key, record in records[0].items():
-        assert record["prediction"] == records[1][key]["prediction"], key
-        assert record["verdict"] == records[1][key]["verdict"], key
+    assert verdicts_of(tmp_path / "one.jsonl") == verdicts_of(tmp_path / "two.jsonl")
 
 
 def without_seconds(table):
     return [line.rsplit("|", 2)[0] for line in table.splitlines()]
 
 
+# Flags that are wrong with --tasks=mmlu, and what is said of them.
 WRONG = {
-    "unknown task": ("--tasks=mmul", "unknown task 'mmul'; did you mean mmlu?"),
-    "no name": ("--tasks=lm_eval:no_such,", "unknown task ''; expected mmlu, "),
-    "twice": ("--tasks=mmlu,mmlu", "task mmlu is named twice"),
-    "no folder": ("--tasks=mmlu --data={files}/none", "none does not exist; expected a folder"),
-    "negative shots": ("--tasks=mmlu --shots=-2", "shots is -2; expected -1 or more"),
-    "no batch": ("--tasks=mmlu --data={files} --batch_size=0",
-                 "batch_size is 0; expected 1 or more"),
-    "hot": ("--tasks=gsm8k --temperature=1e300", "temperature is 1e+300; expected 1000 or less"),
-    "almost cold": ("--tasks=gsm8k --temperature=1e-30", "temperature is 1e-30; expected 0, or"),
-    "cold": ("--tasks=gsm8k --temperature=-1", "temperature is -1.0; expected 0 or more"),
-    "huge batch": ("--tasks=mmlu --batch_size=1000000000", "batch_size is 1000000000; expected"),
-    "huge answers": ("--tasks=gsm8k --max_new_tokens=1000000000", "max_new_tokens is 1000000000"),
-    "huge samples": ("--tasks=gsm8k --samples=100000000 --temperature=1", "samples is 100000000"),
-    "huge shots": ("--tasks=mmlu --shots=100000000", "shots is 100000000; expected 1000 or less"),
-    "huge limit": ("--tasks=mmlu --limit=100000000000", "limit is 100000000000; expected"),
-    "seed": ("--tasks=mmlu --seed=-1", "seed is -1; expected 0 or more"),
-    "huge seed": ("--tasks=mmlu --seed=4294967296", "seed is 4294967296; expected"),
-    "output folder": ("--tasks=mmlu --output={damaged}", "cannot be written (Is a directory"),
-    "long output": ("--tasks=mmlu --output={damaged}/" + "x" * 300, "a name in it has 300 bytes"),
-    "dtype": ("--tasks=mmlu --dtype=float8", "--dtype float8: expected one of auto, float32"),
-    "output": ("--tasks=mmlu --output=none/file.jsonl", "the folder none does not exist"),
-    "model": ("--tasks=mmlu --model=none/at-all", "--model none/at-all: its tokenizer cannot be"),
-    "shot flag": ("--tasks=mmlu --shot=5", "unknown flag --shot; did you mean --shots?"),
+    "--tasks=mmul": "unknown task 'mmul'; did you mean mmlu?",
+    "--tasks=lm_eval:no_such,": "unknown task ''; expected mmlu, ",
+    "--tasks=mmlu,mmlu": "task mmlu is named twice",
+    "--data={files}/none": "none does not exist; expected a folder",
+    "--shots=-2": "shots is -2; expected -1 or more",
+    "--shots=100000000": "shots is 100000000; expected 1000 or less",
+    "--data={files} --batch_size=0": "batch_size is 0; expected 1 or more",
+    "--batch_size=1000000000": "batch_size is 1000000000; expected",
+    "--tasks=gsm8k --temperature=1e300": "temperature is 1e+300; expected 1000 or less",
+    "--tasks=gsm8k --temperature=1e-30": "temperature is 1e-30; expected 0, or",
+    "--tasks=gsm8k --temperature=-1": "temperature is -1.0; expected 0 or more",
+    "--tasks=gsm8k --max_new_tokens=1000000000": "max_new_tokens is 1000000000",
+    "--tasks=gsm8k --samples=100000000 --temperature=1": "samples is 100000000",
+    "--tasks=gsm8k --samples=2": "temperature above 0",
+    "--limit=100000000000": "limit is 100000000000; expected",
+    "--seed=-1": "seed is -1; expected 0 or more",
+    "--seed=4294967296": "seed is 4294967296; expected",
+    "--output={damaged}": "cannot be written (Is a directory",
+    "--output={damaged}/" + "x" * 300: "a name in it has 300 bytes",
+    "--output=none/file.jsonl": "the folder none does not exist",
+    "--dtype=float8": "--dtype float8: expected one of auto, float32",
+    "--model=none/at-all": "--model none/at-all: its tokenizer cannot be",
+    "--shot=5": "unknown flag --shot; did you mean --shots?",
 }
 # These need lm_eval.
 WRONG_DATA = {
-    "no files": ("--tasks=lambada --data={files}/openai", "EleutherAI/lambada_openai does not "
-                 "exist; expected a copy of the hub's data set, as `hf download"),
-    "no hub": ("--tasks=gsm8k", "gsm8k: its data cannot be loaded: "),
-    "damaged": ("--tasks=lambada --data={damaged}", "lambada: its data cannot be loaded: "),
-    "fields": ("--tasks=gsm8k --data={damaged}", "gsm8k: "),
+    "--tasks=lambada --data={files}/openai": "EleutherAI/lambada_openai does not exist; expected a "
+                                             "copy of the hub's data set, as `hf download",
+    "--tasks=gsm8k": "gsm8k: its data cannot be loaded: ",
+    "--tasks=lambada --data={damaged}": "lambada: its data cannot be loaded: ",
+    "--tasks=gsm8k --data={damaged}": "gsm8k: ",
 }
 
 
@@ -243,15 +229,15 @@ def test_wrong_input_is_one_line(models, files, tmp_path, capsys):
     damaged = tmp_path / "damaged"
     write_copy(damaged, "openai/gsm8k", {"main": {"test": [{"question": "Why?"}]}})
     (damaged / "EleutherAI" / "lambada_openai").mkdir(parents=True)
-    for name, (change, message) in (WRONG | (WRONG_DATA if HAS_LM_EVAL else {})).items():
+    for change, message in (WRONG | (WRONG_DATA if HAS_LM_EVAL else {})).items():
         words = change.replace("{files}", str(files)).replace("{damaged}", str(damaged)).split()
-        code = run_command(f"--model={models[0]}", *words)
+        code = run_command(f"--model={models[0]}", "--tasks=mmlu", *words)
         printed = capsys.readouterr()
-        assert code == 2, name
-        assert printed.err.startswith("isogloss.tasks: "), (name, printed.err)
-        assert printed.err.count("\n") == 1, (name, printed.err)
-        assert message in printed.err, (name, printed.err)
-        assert printed.out == "", name
+        assert code == 2, change
+        assert printed.err.startswith("isogloss.tasks: "), (change, printed.err)
+        assert printed.err.count("\n") == 1, (change, printed.err)
+        assert message in printed.err, (change, printed.err)
+        assert printed.out == "", change
 
 
 def test_an_output_is_not_written_before_its_time(models, files, tmp_path):
@@ -283,8 +269,3 @@ def test_a_model_that_is_not_finite_is_not_judged(models, files, tmp_path, capsy
     suite = load_suite(["lambada"], TaskOptions(data=str(files), limit=1), encoder)
     with pytest.raises(ValueError, match="lambada: the model's log-probabilities are not finite"):
         suite.run(model, torch.as_tensor)
-
-
-def test_equal_samples_are_refused():
-    with pytest.raises(ValueError, match="temperature above 0"):
-        TaskOptions(samples=2)

@@ -17,6 +17,7 @@ from isogloss.teachers.model import (
     Offload,
     bucket,
     check_compilation,
+    head_gives_own_logits,
     load_replicated,
     resolve_engine,
 )
@@ -50,6 +51,10 @@ PLANNED = {
 }
 OTHERS = PLANNED | {
     "gpt2": GPT | {"n_embd": 128, "n_head": 4, "n_layer": 2},
+    "gemma": EVEN | {"head_dim": 32},
+    "phi": EVEN,
+    "cohere": EVEN | {"logit_scale": 0.3},
+    "opt": EVEN | {"word_embed_proj_dim": 128, "ffn_dim": 64},
     "gpt_neo": GPT | {"hidden_size": 128, "num_heads": 4, "num_layers": 2,
                       "attention_types": [[["global", "local"], 1]]},
 }
@@ -169,7 +174,10 @@ def compare(folder, case):
     ]
     top_k = teacher.read(ids, "topk", VOCAB)(positions)
     errors.append(relative_error(top_k.softmax(-1)[:, :VOCAB], flat_logits.softmax(-1)))
-    if teacher.engine != "replicated" and not whole.config.tie_word_embeddings:
+    if teacher.engine == "replicated":
+        assert head_gives_own_logits(teacher.read(ids), logits)
+        assert not head_gives_own_logits(teacher.read(ids), logits * 1.01)
+    elif not whole.config.tie_word_embeddings:
         check_one_head_per_node(teacher)
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     return Comparison(teacher.engine, max(errors), teacher.num_parameters / num_parameters)
@@ -201,18 +209,15 @@ def test_a_sharded_teacher_is_the_whole_teacher(checkpoints):
 
     Parameters per rank must shrink, because what is not sharded gives the right logits too.
     """
-    expected_engine = {Case("llama", "auto", 1): "replicated",
-                       Case("gpt_neo", "replicated", 1): "replicated"}
+    expected_engine = {Case("llama", "auto", 1): "replicated"}
     for degree in (2, 4):
         for name in SHARDED:
             expected_engine[Case(name, "auto", degree)] = "tensor_parallel"
-    for name in OTHERS:
+    for name in OTHERS | MULTIMODAL:
+        expected_engine[Case(name, "auto", 1)] = "replicated"
         expected_engine[Case(name, "auto", 2)] = "zero3"
     for name in PLANNED | MULTIMODAL:
         expected_engine[Case(name, "auto", 4)] = "transformers"
-    for name in MULTIMODAL:
-        expected_engine[Case(name, "auto", 1)] = "replicated"
-        expected_engine[Case(name, "auto", 2)] = "zero3"
     cases = list(expected_engine)
     for comparisons in ranks.run(4, compare_all, checkpoints, cases):
         for case, comparison in zip(cases, comparisons, strict=True):
