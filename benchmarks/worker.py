@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/worker.py --student DIR --teacher DIR --text FILE
 
 The text is cut into pieces of 8,000 characters, each a sample of at most 1,024 tokens; a batch has
-8 of them, with the lists of piece_kl.  The best of several runs in one process.
+8 of them, with the lists of piece_kl.  The best of several runs in one process, so the tokenizers
+have seen all words.
 """
 
 import sys
