@@ -47,21 +47,24 @@ class Waiting:
     """Say once that the steps of a run wait for its data; the first step starts the workers."""
 
     STEPS = 20
-    SHARE = 0.2
+    LEAST = 0.2  # of their time
 
     def __init__(self):
-        self.seconds = []
-        self.data_seconds = []
+        self.num_steps = 0
+        self.seconds = 0.0
+        self.data_seconds = 0.0
 
     def note(self, data_seconds, seconds):
         """Note how long a step has taken, and how much of that it has waited."""
-        self.data_seconds.append(data_seconds)
-        self.seconds.append(seconds)
-        if len(self.seconds) == 1 + self.STEPS:
-            share = sum(self.data_seconds[1:]) / sum(self.seconds[1:])
-            if share > self.SHARE:
-                print_line(f"steps wait for data {share:.0%} of their time; more --num_workers "
-                           "prepare more at a time")
+        self.num_steps += 1
+        if not 1 < self.num_steps <= 1 + self.STEPS:
+            return
+        self.seconds += seconds
+        self.data_seconds += data_seconds
+        fraction = self.data_seconds / self.seconds
+        if self.num_steps == 1 + self.STEPS and fraction > self.LEAST:
+            print_line(f"steps wait for data {fraction:.0%} of their time; more --num_workers "
+                       "prepare more at a time")
 
 
 # Dense bfloat16 operations per second, from the makers' data sheets.  The first name that the

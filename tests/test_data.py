@@ -24,6 +24,7 @@ from isogloss.data.order import (
     split_dataset,
 )
 from isogloss.errors import DataError
+from isogloss.log import Waiting
 from test_chat import CHAT, refuse_chats_of, with_templates
 
 READER = ExampleReader("text")
@@ -253,3 +254,14 @@ def test_numpy_tables_survive_a_worker(encoders, texts):
                          batch.teachers[0].tiles[0].sub_tiles[0].terms.first_S)
                         for batch in read]):
         assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("data_seconds, line", [(0.3, "steps wait for data 30% of their time"),
+                                                (0.1, "")])
+def test_a_run_says_once_that_it_waits_for_data(data_seconds, line, capsys):
+    waiting = Waiting()
+    waiting.note(50.0, 60.0)  # the first step starts the workers
+    for _ in range(50):
+        waiting.note(data_seconds, 1.0)
+    said = capsys.readouterr().err
+    assert line in said and said.count("--num_workers") == bool(line)
