@@ -388,6 +388,26 @@ def test_the_store_listens_on_the_masters_address(monkeypatch, nodes, address):
     assert listening_addresses(port) == {address}
 
 
+# what torch.compile imports keeps, as a default argument, the group of all ranks that there is then
+LEAVING = """
+import os
+import isogloss.job.rendezvous
+import torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+import torch._dynamo
+dist.destroy_process_group()
+tasks = "/proc/self/task"
+threads = [open(f"{tasks}/{thread}/comm").read() for thread in os.listdir(tasks)]
+assert not [name for name in threads if "gloo" in name], threads
+"""
+
+
+def test_no_thread_of_a_group_outlives_it():
+    """While Python ends, such a thread aborts the process now and then."""
+    done = subprocess.run([sys.executable, "-c", LEAVING], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # --- signals through the real launcher ------------------------------------------------------------
 
 

@@ -29,6 +29,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+# Its default arguments keep the group that there is when it is imported, whose threads then outlive
+# Python at the end of the process and may abort it; so it is imported before there is one.
+from torch.distributed.nn import functional as functional
+
 # How long ranks wait for one another.  None of these is tuned.  A rank that ends is noticed within
 # seconds (isogloss/job/watch.py); these are for one that hangs, and for nodes that disappear.
 JOINING_TIMEOUT = timedelta(minutes=30)  # all nodes have to start within it
