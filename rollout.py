@@ -397,7 +397,8 @@ class _Batch:
             stopped_R |= self._completed_by_text()
         self.ended[self.rows] |= stopped_R
         finished_R = (stopped_R | (self.place >= self.limits[self.rows])) & self.active
-        self.lengths[self.rows[finished_R]] = self.place
+        lengths_R = self.lengths[self.rows]
+        self.lengths[self.rows] = torch.where(finished_R, self.place, lengths_R)
         self.active = self.active & ~finished_R
         self._prepare_next(ids_R)
 
@@ -414,8 +415,12 @@ class _Batch:
             completed.append(active and ask is not None and ask(ids))
         return torch.tensor(completed, device=self.ids.device)
 
+    def count_active(self) -> int:
+        """Return how many rows go on: all that the host waits for at a place."""
+        return int(self.active.sum())
+
     def _prepare_next(self, ids_R: Tensor) -> None:
-        num_active = int(self.active.sum())
+        num_active = self.count_active()
         self.is_done = num_active == 0
         if self.is_done:
             self.cache = None  # its memory, before the next batch needs some
@@ -426,7 +431,7 @@ class _Batch:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
         # Rows that have ended cost as much as others; leaving them out copies the cache.
         if num_active <= len(self.rows) // 2 and _can_select_rows(self.cache):
-            kept = self.active.nonzero().squeeze(1)
+            kept = self.active.nonzero_static(size=num_active).squeeze(1)
             self.cache.batch_select_indices(kept)
             self.next_ids = self.next_ids[kept]
             self.positions = self.positions[kept]

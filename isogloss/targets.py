@@ -7,14 +7,11 @@ import torch.distributed as dist
 
 from isogloss.config import Config
 from isogloss.data.sample import TextEncoder
-from isogloss.losses import (
-    at_least_float32,
-    teacher_importance,
-)
+from isogloss.losses import at_least_float32, row_sums, teacher_importance
 from isogloss.objective.loss_table import LOSSES, DistillationLoss
 from isogloss.objective.objective import TeacherTarget, weigh_samples
 from isogloss.spelling import all_bytes
-from isogloss.teachers.mixing import teacher_scores, teacher_weights
+from isogloss.teachers.mixing import teacher_weights, token_scores
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import TeacherBlocks
@@ -143,7 +140,7 @@ def teacher_targets(setup, batches, group=None):
         for target, batch in zip(targets, batches):
             target.confidence = sample_scores(target.logits, batch, kind)
     for target, batch in zip(targets, batches):
-        if batch.is_rollout is not None:
+        if batch.rollout_positions is not None:
             target.rollout_nats = rollout_nats(target.logits, batch)
     if targets and setup.keeps_columns:
         # The columns depend on all micro-batches and ranks, so that the loss does not depend on
@@ -182,7 +179,7 @@ def kept_columns(setup, batches, targets, group=None):
 
 @torch.no_grad()
 def sample_scores(logits, batch, kind):
-    """Return (B,) how sure a teacher is of each sample, see `teacher_mixing.teacher_scores`.
+    """Return (B,) how sure a teacher is of each sample, see `mixing.teacher_scores`.
 
     It is -inf for a sample that the teacher does not read, whose template refuses it, say.
     Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers
@@ -194,23 +191,21 @@ def sample_scores(logits, batch, kind):
         kind: "ce", "entropy" or "max_prob".
     """
     labels = batch.labels.flatten()
-    num_bytes = batch.num_bytes.flatten()
+    num_bytes = batch.num_bytes.flatten().clamp(min=0)
     scores = []
-    for number in range(batch.num_samples):
-        in_sample = batch.sample == number
-        positions = (in_sample & (labels != -100)).nonzero().squeeze(1)
-        total = total_score(logits, labels, positions, kind)
+    for number, positions in enumerate(batch.labeled.split(batch.num_labeled)):
+        if not len(positions):
+            scores.append(torch.full((), -torch.inf, device=labels.device))
+            continue
         size = len(positions)
         if kind == "ce":  # tokens of different tokenizers are not the same unit, bytes are
-            size = int(num_bytes[in_sample].clamp(min=0).sum())
-        mean = total / max(size, 1) if len(positions) else -torch.inf
-        score = torch.as_tensor(mean, dtype=torch.float32, device=labels.device)
-        scores.append(score)
+            size = (num_bytes * (batch.sample == number)).sum().clamp(min=1)
+        scores.append((total_score(logits, labels, positions, kind) / size).float())
     return torch.stack(scores)
 
 
 def total_score(logits, labels, positions, kind):
-    """Return the sum of `teacher_mixing.teacher_scores` over some positions.
+    """Return the sum of `mixing.token_scores` over some positions.
 
     Args:
         logits, kind: see `sample_scores`.
@@ -221,12 +216,8 @@ def total_score(logits, labels, positions, kind):
         if kind == "ce":
             return scores.logp_T.sum()
         return -scores.entropy_T.sum() if kind == "entropy" else scores.max_logp_T.exp().sum()
-    total = 0.0
-    for block in positions.split(BLOCK):
-        every = torch.ones(1, len(block), dtype=torch.bool, device=labels.device)
-        mean = teacher_scores(logits(block)[None], labels[block][None], every, kind)[0]
-        total = total + len(block) * mean
-    return total
+    blocks = positions.split(BLOCK)
+    return sum(token_scores(logits(block), labels[block], kind).sum() for block in blocks)
 
 
 @torch.no_grad()
@@ -238,16 +229,14 @@ def rollout_nats(logits, batch):
         batch: its TeacherBatch.
     """
     labels = batch.labels.flatten()
-    in_chunk = (batch.teacher_chunk.flatten() >= 0) & batch.is_rollout[batch.sample]
-    positions = in_chunk.nonzero().squeeze(1)
     nats = torch.zeros(batch.num_samples, dtype=torch.float64, device=labels.device)
-    for block in positions.split(BLOCK):
+    for block in batch.rollout_positions.split(BLOCK):
         if isinstance(logits, ScoredLogits):
             logp = logits.scores.at(block).logp_T
         else:
             logp_NW = at_least_float32(logits(block)).log_softmax(-1)
             logp = logp_NW.gather(1, labels[block][:, None]).squeeze(1)
-        nats.index_add_(0, batch.sample[block], -logp.double())
+        nats -= row_sums(logp.double(), batch.sample[block], batch.num_samples)
     return nats
 
 

@@ -311,18 +311,21 @@ class Collator:
         # the student's rows, so that a chunk is in the same row on both sides
         rows = Rows(student_rows.rows, sides)
         renumber_chunks(samples, student_rows)
+        labels = rows.fill(sides, "labels", -100)
+        sample = rows.sample_of_position()
+        labeled = positions_by_sample(labels.flatten() != -100, sample)
         batch = TeacherBatch(
             ids=rows.fill(sides, "ids", pad_id(pair.encoder.table)),
-            labels=rows.fill(sides, "labels", -100),
+            labels=labels,
             num_bytes=rows.fill(sides, "num_bytes", -1),
             positions=rows.positions() if self.pack else None,
-            sample=rows.sample_of_position(),
-            num_samples=len(samples),
+            sample=sample,
+            labeled=labeled,
+            num_labeled=torch.bincount(sample[labeled], minlength=len(samples)).tolist(),
             student_chunk=student_rows.fill(samples, "student_chunk", -1),
             teacher_chunk=rows.fill(samples, "teacher_chunk", -1),
             tiles=[],
             sample_of_student=student_rows.sample_of_position(),
-            is_rollout=student_rows.is_rollout,
         )
         labels = student.labels
         texts = None
@@ -339,20 +342,24 @@ class Collator:
             labels = torch.where(shard.owned_mask, labels, -100)
             batch.student_chunk = torch.where(shard.owned_mask, batch.student_chunk, -1)
             batch.teacher_chunk = torch.where(shard.teacher_mask, batch.teacher_chunk, -1)
-        batch.tiles = self._plan_tiles(pair, labels, batch, texts)
-        counts = self._count_pair(pair, samples, batch, student.logp)
+        is_rollout = student_rows.is_rollout
+        if is_rollout is not None:
+            in_rollout = (batch.teacher_chunk.flatten() >= 0) & is_rollout[sample]
+            batch.rollout_positions = positions_by_sample(in_rollout, sample)
+        batch.tiles = self._plan_tiles(pair, labels, batch, texts, is_rollout)
+        counts = self._count_pair(pair, samples, batch, student.logp, is_rollout)
         if shard:  # last, as all of the above names positions of whole sequences
             self._localize(batch, shard)
         return batch, counts, labels
 
-    def _plan_tiles(self, pair, labels, batch, texts):
+    def _plan_tiles(self, pair, labels, batch, texts, is_rollout):
         """Return the tiles of a pair, with the terms of its loss; rollouts have tiles of their own.
         """
-        if batch.is_rollout is None:
+        if is_rollout is None:
             return self._plan_tiles_of(pair, labels, batch, texts, False)
         tiles = []
         for on_policy in (False, True):
-            is_wanted = batch.is_rollout == on_policy
+            is_wanted = is_rollout == on_policy
             student_mask = is_wanted[batch.sample_of_student].view_as(labels)
             teacher_mask = is_wanted[batch.sample].view_as(batch.teacher_chunk)
             masked = replace(
@@ -386,7 +393,7 @@ class Collator:
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
 
-    def _count_pair(self, pair, samples: list[PairSample], batch, logp):
+    def _count_pair(self, pair, samples: list[PairSample], batch, logp, is_rollout):
         """Return the PairCounts of this rank."""
         is_aligned = batch.student_chunk >= 0
         counts = PairCounts(aligned_tokens=int(is_aligned.sum()))
@@ -402,7 +409,7 @@ class Collator:
         alignments = []
         for number, sample in enumerate(samples):
             counts.aligned_bytes += sample.aligned_bytes
-            if batch.is_rollout is not None and batch.is_rollout[number]:
+            if is_rollout is not None and is_rollout[number]:
                 counts.rollout_bytes += sample.aligned_bytes
             counts.skipped_chats += sample.skipped
             if sample.alignment:
@@ -529,6 +536,12 @@ def number_of_terms(sub_tile, spelling):
 def pad_id(table):
     """Return the id that fills rows: with causal attention no real position looks at padding."""
     return table.pad if table.pad >= 0 else max(table.eos, 0)
+
+
+def positions_by_sample(mask, sample):
+    """Return the positions where a mask is True, sample by sample, each in its order."""
+    positions = mask.nonzero().squeeze(1)
+    return positions[sample[positions].argsort(stable=True)]
 
 
 def renumber_chunks(samples: list[PairSample], rows):

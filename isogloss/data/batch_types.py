@@ -44,14 +44,16 @@ class TeacherBatch:
         ids, labels, num_bytes, positions: (B, T), as of StudentBatch; the whole sequences also with
             sequence parallelism.
         sample: (B * T,) int64, sample of every teacher position.
-        num_samples: samples in the micro-batch; packed, these are more than the rows.
+        labeled: (n,) int64, positions of the flattened (B * T) that have a label, sample by sample.
+        num_labeled: how many each sample has; packed, there are more samples than rows.
         student_chunk, teacher_chunk: (B, S), (B, T) int64, chunk of each predicted token, -1: none.
         tiles: Columns of `tile_plan.Tile`, their sub-tiles with `EventTerms` for event_kl, `Nodes`
             for divergences between two tokenizers, else `Chunks`.
         sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
             `spans.SequenceShard`; None without sequence parallelism.
-        is_rollout: (samples,) bool, which of them the student wrote; None: there is no rollout.
+        rollout_positions: (n,) int64, those that are in chunks of what the student wrote; None:
+            there is no rollout.
         keys: (samples, 2) int64, by which a cache finds what it holds of them; None: none is asked.
     """
 
@@ -60,14 +62,19 @@ class TeacherBatch:
     num_bytes: torch.Tensor
     positions: torch.Tensor | None
     sample: torch.Tensor
-    num_samples: int
+    labeled: torch.Tensor
+    num_labeled: list
     student_chunk: torch.Tensor
     teacher_chunk: torch.Tensor
     tiles: Sequence
     sample_of_student: torch.Tensor
     halo_index: torch.Tensor | None = None
-    is_rollout: torch.Tensor | None = None
+    rollout_positions: torch.Tensor | None = None
     keys: torch.Tensor | None = None
+
+    @property
+    def num_samples(self):
+        return len(self.num_labeled)
 
 
 @dataclass

@@ -39,15 +39,7 @@ def teacher_scores(
         ValueError: unknown kind.
     """
     with torch.no_grad():
-        logp_NW = _at_least_float32(logits_BTW[mask_BT]).log_softmax(-1).clamp(min=FLOOR)
-        if kind == "ce":
-            score_N = logp_NW.gather(1, next_BT[mask_BT][:, None]).squeeze(1)
-        elif kind == "entropy":
-            score_N = (logp_NW.exp() * logp_NW).sum(-1)
-        elif kind == "max_prob":
-            score_N = logp_NW.amax(-1).exp()
-        else:
-            raise ValueError(f"kind={kind!r}: expected 'ce', 'entropy' or 'max_prob'")
+        score_N = token_scores(logits_BTW[mask_BT], next_BT[mask_BT], kind)
         num_samples, num_positions = mask_BT.shape
         row_N = mask_BT.reshape(-1).nonzero().squeeze(1)
         sample_N = row_N // max(1, num_positions)
@@ -55,6 +47,18 @@ def teacher_scores(
         total_B = zeros_B.index_add(0, sample_N, score_N)
         count_B = zeros_B.index_add(0, sample_N, torch.ones_like(score_N))
         return (total_B / count_B.clamp(min=1)).masked_fill(count_B == 0, -torch.inf)
+
+
+def token_scores(logits_NW: Tensor, next_N: Tensor, kind: str) -> Tensor:
+    """Return (N,) how sure a teacher is of each token; arguments: see `teacher_scores`."""
+    logp_NW = _at_least_float32(logits_NW).log_softmax(-1).clamp(min=FLOOR)
+    if kind == "ce":
+        return logp_NW.gather(1, next_N[:, None]).squeeze(1)
+    if kind == "entropy":
+        return (logp_NW.exp() * logp_NW).sum(-1)
+    if kind == "max_prob":
+        return logp_NW.amax(-1).exp()
+    raise ValueError(f"kind={kind!r}: expected 'ce', 'entropy' or 'max_prob'")
 
 
 def teacher_weights(scores_MB: Tensor, alpha: float = 1.0, select: bool = False) -> Tensor:

@@ -105,11 +105,8 @@ def batch_texts(batch):
     """List the BatchText, on the CPU, of each sample of a TeacherBatch that has a position."""
     labels = batch.labels.flatten().cpu()
     ids = batch.ids.flatten().cpu()
-    is_text = labels != -100
-    sample = batch.sample.cpu()
     texts = []
-    for number in range(batch.num_samples):
-        positions = (is_text & (sample == number)).nonzero().squeeze(1)
+    for number, positions in enumerate(batch.labeled.cpu().split(batch.num_labeled)):
         if len(positions):
             tokens = torch.cat([ids[positions], labels[positions[-1:]]])
             texts.append(BatchText(number, positions, tokens))

@@ -126,7 +126,7 @@ class Writer:
             batch.is_measured = (step - 1) % MEASURED_STEP == 0
             if not batch.is_measured:
                 for teacher in batch.teachers:
-                    teacher.is_rollout = None  # its tiles know it already
+                    teacher.rollout_positions = None  # its tiles know it already
             batches.append(self._to_be_moved(batch))
         self.seconds = time.perf_counter() - begin
         return batches
@@ -435,7 +435,7 @@ def evaluate_rollouts(writer, setups):
             teacher_batch = batch.teachers[number]
             logits = setup.source.targets(teacher_batch)
             nats_B = None
-            if teacher_batch.is_rollout is not None:
+            if teacher_batch.rollout_positions is not None:
                 nats_B = rollout_nats(logits, teacher_batch)
                 sums.teacher_nats[number] += float(nats_B.sum())
             nats_of_batches[-1].append(nats_B)

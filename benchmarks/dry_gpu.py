@@ -1,0 +1,452 @@
+"""Take steps on a GPU that is not there: what would wait, mix devices, use another dtype, spill.
+
+    python -m benchmarks.dry_gpu                     # every loss, every case, then the compiler
+    python -m benchmarks.dry_gpu --losses piece_kl --cases plain,packed --compiled ""
+
+It needs a CUDA build of torch (with its pinned requirements, in an environment of its own) and a C
+compiler, and no GPU: a small library answers for the runtime of CUDA, and the tensors of a step are
+fake, so that all of it runs, backward passes too, but no kernel does.  A line of a case says how
+many kernels the loss of a micro-batch launches, in all its sub-tiles, and what is wrong:
+
+    wait    the host reads a value of the device, or copies one to it, within a step
+    dtype   a matmul of float32 in a step of bfloat16
+    error   whatever was raised, as by tensors on two devices
+
+Values are unknown, so nothing that depends on them is seen: tests compare values, on a CPU.
+
+`compiled` compiles the formulas that `--loss_backend auto` compiles on a GPU, forward and backward,
+for sm_90, and prints how many kernels these are, and the most registers of a thread; a spill is
+wrong.
+Everything is one line of JSON each; the command ends with status 1 where something is wrong.
+"""
+
+import copy
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import traceback
+import types
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+PACKAGES = Path(sysconfig.get_paths()["purelib"])
+INCLUDES = PACKAGES / "nvidia/cu13/include", PACKAGES / "triton/backends/nvidia/include"
+PTXAS = PACKAGES / "triton/backends/nvidia/bin/ptxas"
+ARCHITECTURE = "sm_90a"
+VOCAB = 151_646  # no multiple of 8, as Qwen's
+CELLS = 120_000  # that two vocabularies of this size have in common, about
+ROWS = 256  # of the logits that are compiled
+
+# flags of a step, beside --loss
+CASES = {
+    "plain": {},
+    "packed": {"pack": True},
+    "logits": {"teacher_output": "logits"},
+    "topk": {"teacher_output": "topk", "teacher_output_topk": 32},
+    "whole": {"tiled": False},
+    "warm": {"temperature": 2.0},
+    "learned": {"learn_projection": True},
+    "reverse": {"reverse_kl": True},
+    "confident": {"teacher_weights": "entropy"},
+    "rollouts": {},
+}
+
+# --- a GPU that is not there ----------------------------------------------------------------------
+
+RUNTIME = """
+#include <cuda_runtime_api.h>
+#include <stdlib.h>
+#include <string.h>
+cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return 0; }
+cudaError_t cudaGetDevice(int *n) { *n = 0; return 0; }
+cudaError_t cudaDriverGetVersion(int *v) { *v = 13000; return 0; }
+cudaError_t cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }
+cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) { *v = 1; return 0; }
+cudaError_t cudaMalloc(void **p, size_t n)
+{ *p = aligned_alloc(512, (n + 511) / 512 * 512); return 0; }
+cudaError_t cudaFree(void *p) { free(p); return 0; }
+cudaError_t cudaMemGetInfo(size_t *a, size_t *b) { *a = *b = 80ull << 30; return 0; }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p)
+{ *s = malloc(8); return 0; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *c)
+{ *c = 0; return 0; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { *e = malloc(8); return 0; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int *a, int *b) { *a = 0; *b = -5; return 0; }
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind k,
+                            cudaStream_t s) { memcpy(to, from, n); return 0; }
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
+  memset(p, 0, sizeof *p);
+  strcpy(p->name, "no GPU");
+  p->major = 9;
+  p->totalGlobalMem = 80ull << 30;
+  p->multiProcessorCount = 132;
+  p->warpSize = 32;
+  p->maxThreadsPerBlock = 1024;
+  p->maxThreadsPerMultiProcessor = 2048;
+  p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+  p->sharedMemPerBlock = 49152;
+  p->sharedMemPerBlockOptin = 232448;
+  p->sharedMemPerMultiprocessor = 233472;
+  return 0;
+}
+static int nothing() { return 0; }
+static int state(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
+cudaError_t cudaGetDriverEntryPointByVersion(
+    const char *name, void **f, unsigned v, unsigned long long flags,
+    enum cudaDriverEntryPointQueryResult *found) {
+  *f = strcmp(name, "cuDevicePrimaryCtxGetState") ? (void *)nothing : (void *)state;
+  if (found) *found = 0;
+  return 0;
+}
+"""
+
+# attributes: 75 and 76 the compute capability, 16 multiprocessors, 10 threads of a warp, 12 and 97
+# registers and shared memory of a block
+DRIVER = """
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { *f = 0; *a = 1; return 0; }
+int cuDeviceGet(int *d, int n) { *d = 0; return 0; }
+int cuCtxGetDevice(int *d) { *d = 0; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) {
+  *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : a == 10 ? 32 : a == 12 ? 65536
+       : a == 97 ? 232448 : 2048;
+  return 0;
+}
+int cuFuncGetAttribute(int *v, int a, void *f) { *v = 32; return 0; }
+int cuCtxGetCurrent(void **c) { *c = (void *)8; return 0; }
+int cuGetErrorString(int e, const char **s) { *s = "no GPU"; return 0; }
+int cuModuleLoadData(void **m, const void *image) { *m = (void *)8; return 0; }
+int cuModuleGetFunction(void **f, void *m, const char *name) { *f = (void *)8; return 0; }
+"""
+
+
+def build_stand_ins(folder):
+    """Compile the libraries that stand in for CUDA's; what they do not define succeeds."""
+    headers = [include / name for include in INCLUDES for name in ("cuda_runtime_api.h", "cuda.h")]
+    declared = "".join(path.read_text() for path in headers if path.exists())
+    libraries = ("libruntime.so", "cuda", RUNTIME), ("libcuda.so.1", "cu", DRIVER)
+    for library, prefix, source in libraries:
+        names = set(re.findall(rf"\b{prefix}[A-Z]\w*(?=\()", declared))
+        names |= {f"{name}_v2" for name in names if prefix == "cu"}
+        rest = "\n".join(f"int {name}() {{ return 0; }}" for name in sorted(names)
+                         if f" {name}(" not in source)
+        for part, text in (("defined", source), ("rest", rest)):
+            (folder / f"{part}.c").write_text(text)
+        subprocess.run(
+            ["cc", "-w", "-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", library, "defined.c",
+             "rest.c", *(f"-I{include}" for include in INCLUDES)], cwd=folder, check=True)
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")
+
+
+def run_with_stand_ins():
+    """Run the same command line with the libraries loaded before CUDA's; return its status."""
+    with tempfile.TemporaryDirectory() as folder:
+        build_stand_ins(Path(folder))
+        environment = os.environ | {
+            "LD_PRELOAD": f"{folder}/libruntime.so", "LD_LIBRARY_PATH": folder,
+            "TRITON_LIBCUDA_PATH": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "DRY_GPU": folder}
+        return subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment).returncode
+
+
+# --- one step -------------------------------------------------------------------------------------
+
+
+def on_gpu(value, mode, known=None):
+    """Return a value with its tensors as fake ones of a GPU: in tuples, objects and closures too.
+
+    Losses hold tables that are made on the host, by reading values, which fake tensors lack.
+    """
+    import torch
+
+    known = {} if known is None else known
+    if id(value) in known:
+        return known[id(value)][0]
+    move = functools.partial(on_gpu, mode=mode, known=known)
+    moved = value
+    if isinstance(value, torch.Tensor):
+        with mode:
+            moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype,
+                                        device="cuda:0")
+    elif hasattr(value, "_fields"):
+        moved = type(value)(*map(move, value))
+    elif type(value) in (tuple, list):
+        moved = type(value)(map(move, value))
+    elif type(value) is dict:
+        moved = {key: move(entry) for key, entry in value.items()}
+    elif isinstance(value, functools.partial):
+        moved = functools.partial(move(value.func), *map(move, value.args), **move(value.keywords))
+    elif isinstance(value, types.FunctionType) and value.__closure__:
+        cells = tuple(types.CellType(move(cell.cell_contents)) for cell in value.__closure__)
+        moved = types.FunctionType(value.__code__, value.__globals__, value.__name__,
+                                   value.__defaults__, cells)
+        moved.__kwdefaults__ = value.__kwdefaults__
+    elif type(value).__name__ in ("DistillationLoss", "LearnedProjection"):
+        moved = copy.copy(value)
+        known[id(value)] = moved, value
+        vars(moved).update(move(vars(value)))
+    known[id(value)] = moved, value  # the value too, so that its id stays its own
+    return moved
+
+
+def place_of(frames):
+    """Return where in this repository a stack of frames is, innermost."""
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)
+            and frame.filename != __file__]
+    return f" at {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+
+
+def watched():
+    """Return a dispatch mode that counts launches and lists what is wrong."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    reads = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"}
+
+    class Watch(TorchDispatchMode):
+        launches = 0
+
+        def __init__(self):
+            super().__init__()
+            self.wrong = {}
+
+        def note(self, kind, what):
+            line = f"{kind}: {what}{place_of(traceback.extract_stack())}"
+            self.wrong[line] = self.wrong.get(line, 0) + 1
+
+        def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            name = operator.overloadpacket.__name__
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            devices = [x.device.type for x in tensors]
+            if "cuda" in devices:
+                if name in reads:
+                    self.note("wait", name)
+                target = torch.device(kwargs.get("device") or "cuda").type
+                if name == "_to_copy" and target == "cpu":
+                    self.note("wait", "copied to the host")
+                if name.startswith("index_put") and "cpu" in devices:
+                    self.note("wait", "a number of the host written")
+                if name == "copy_" and len(set(devices)) > 1:
+                    self.note("wait", f"copied from {devices[1]} to {devices[0]}")
+            factors = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            if name in ("mm", "addmm", "bmm") and "cuda" in devices:
+                if any(x.dtype == torch.float32 for x in factors):
+                    self.note("dtype", f"{name} of {[str(x.dtype)[6:] for x in factors]}")
+            is_view = any(x.alias_info and not x.alias_info.is_write
+                          for x in operator._schema.returns)
+            out = operator(*args, **kwargs)
+            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            self.launches += not is_view and any(x.device.type == "cuda" for x in made)
+            return out
+
+    return Watch()
+
+
+def dry_step(folder, loss, case):
+    """Run teachers, student, loss and backward on a micro-batch; return a line."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from isogloss import distill, targets
+    from isogloss.config import configs_by_teacher
+    from isogloss.data.batch import Collator, PairOptions
+    from isogloss.inputs import load_text_encoder, plan_teachers
+    from isogloss.job.columns import put_together, take_apart
+    from isogloss.objective.objective import LossTerms, TeacherTerm
+    from isogloss.student.engine import StudentWithLoss
+    from isogloss.teachers.model import ModelTeacher, WholeModel
+    from isogloss.tile_plan import GPU_SUB_TILES
+    from isogloss.tiles import head_of
+
+    flags = CASES[case] | {"loss": loss, "max_length": 96, "teacher_max_length": 96}
+    names = {name: str(folder / name) for name in ("student", "teacher")}
+    if case == "confident":
+        pair = [{"name": name, "model": names["teacher"]} for name in ("first", "second")]
+        flags["teachers"] = json.dumps(pair)
+        del names["teacher"]
+    try:
+        cfg = distill.Config(**names, data=str(folder / "corpus.jsonl"), **flags)
+    except ValueError as error:
+        return {"loss": loss, "case": case, "refused": str(error), "wrong": {}}
+    encoder, _ = load_text_encoder("student", cfg.student, 96)
+    encoders = {name: load_text_encoder("teacher", teacher.teacher, 96)[0]
+                for name, teacher in configs_by_teacher(cfg).items()}
+    setups = plan_teachers(cfg, encoder, encoders, torch.device("cpu"))
+    lines = (folder / "corpus.jsonl").read_text().splitlines()[:4]
+    texts = [json.loads(line)["text"] for line in lines]
+    pairs = [PairOptions(setup.encoder, setup.loss.spelling) for setup in setups]
+    limits = {"tile_mib": 1.0, "sub_tiles": GPU_SUB_TILES} if cfg.tiled else {}
+    collator = Collator(encoder, pairs, pack=cfg.pack, **limits)
+    rest, tensors = take_apart(collator(texts))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = put_together(rest, on_gpu(tensors, mode))
+
+    def model_of(name):
+        config = AutoConfig.from_pretrained(folder / name)
+        with torch.device("cuda:0"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    watch = watched()
+    line = {"loss": loss, "case": case}
+    with mode:
+        student = StudentWithLoss(model_of("student"), len(encoder.table), cfg.tiled)
+        for setup in setups:
+            setup.loss = on_gpu(setup.loss, mode)
+            teacher = model_of("teacher").requires_grad_(False)
+            setup.source = ModelTeacher(WholeModel(teacher), head_of(teacher, setup.spec.vocab),
+                                        setup.spec, "replicated", 0)
+            if setup.loss.learned_projection:
+                setup.loss.learned_projection.attach(student, "cuda:0")
+        with watch:
+            if case == "rollouts":
+                write(student.model)
+            else:
+                [answers] = list(targets.step_targets(setups, [batch]))
+                teachers = batch.teachers
+                if cfg.teacher_weights != "fixed":
+                    teachers = targets.weigh_by_confidence(cfg, teachers, answers)
+                terms = LossTerms(
+                    0.3, [TeacherTerm(*pair, 0.7) for pair in zip(teachers, answers)],
+                    batch.student.tiles, parameters=student.loss_parameters())
+                before = watch.launches
+                reduce, counted = terms.reduce, []
+
+                def counting(logits):
+                    begin = watch.launches
+                    out = reduce(logits)
+                    counted.append(watch.launches - begin)
+                    return out
+
+                with mock.patch.object(terms, "reduce", counting):
+                    total, _ = student(batch.student, terms)
+                total.backward()
+                line["teachers"] = before
+                line["launches"] = sum(counted)
+                line["sub_tiles"] = sum(len(tile.sub_tiles) for tile in teachers[0].tiles)
+    return line | {"wrong": watch.wrong}
+
+
+def write(model):
+    """Let a model write eight places of two rows, one of which has ended after four."""
+    from isogloss import rollout
+
+    prompts = [rollout.Prompt([3, 4, 5][number:], (0, number), 8) for number in range(2)]
+    going_on = iter([2, 2, 2, 2, 1, 1, 1, 0])  # what the host reads at each place
+    batch = rollout._Batch
+    with mock.patch.object(batch, "count_active", lambda self: next(going_on)):
+        with mock.patch.object(batch, "completions", lambda self: [None] * 2):
+            rollout.write(model, prompts, [2], temperature=0.7, top_p=0.9)
+
+
+def step_lines(losses, cases):
+    """Yield a line for each step; flags that a loss refuses make none."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from benchmarks import gpu_job
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        gpu_job.prepare(Path(folder))
+        for loss in losses:
+            for case in cases:
+                try:
+                    yield dry_step(Path(folder), loss, case)
+                except Exception as error:
+                    frames = traceback.extract_tb(error.__traceback__)
+                    text = f"error: {type(error).__name__}: {str(error)[:200]}{place_of(frames)}"
+                    yield {"loss": loss, "case": case, "wrong": {text: 1}}
+
+
+# --- what the compiler makes ----------------------------------------------------------------------
+
+
+def compiled_lines(names):
+    """Yield what becomes of the compiled formula of each loss, forward and backward."""
+    import torch
+    import torch._inductor.config
+
+    # constants would be folded by computing them, on a device that computes nothing
+    torch._inductor.config.joint_graph_constant_folding = False
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    for name in names:
+        before = set(cache.glob("*/*.ptx"))
+        formula, arguments = formula_of(name)
+        torch.compile(formula, dynamic=True)(*arguments).sum().backward()
+        kernels = {}
+        for path in set(cache.glob("*/*.ptx")) - before:  # several shapes of a kernel, to be timed
+            registers, spilled = resources(path)
+            most = kernels.get(path.stem, (0, 0))
+            kernels[path.stem] = max(most[0], registers), max(most[1], spilled)
+        spilled = sum(bytes_ for _, bytes_ in kernels.values())
+        wrong = {f"spill: {spilled} bytes": 1} if spilled else {}
+        yield {"compiled": name, "kernels": len(kernels), "wrong": wrong,
+               "registers": max(registers for registers, _ in kernels.values())}
+
+
+def formula_of(name):
+    """Return (what is compiled of a loss, its arguments): of piece_kl the roots of a translation.
+    """
+    import torch
+
+    from isogloss import losses, translation
+
+    def logits(width, dtype):
+        return torch.empty(ROWS, width, device="cuda", dtype=dtype)
+
+    if name == "piece_kl":
+        compare = functools.partial(translation.compare_cells, losses.forward_kl, 1.0, {})
+        cell_V = torch.zeros(VOCAB, dtype=torch.long, device="cuda")
+        x_NV = logits(VOCAB, torch.float32).requires_grad_()
+        return translation.root_values, (x_NV, logits(CELLS, torch.float32), cell_V, compare)
+    pair = [logits(VOCAB, torch.bfloat16)[None] for _ in range(2)]
+    pair[0].requires_grad_()
+    return lambda x, y: getattr(losses, name)(x, y, None)[0], pair
+
+
+def resources(path):
+    """Return (registers, spilled bytes) of a thread of a kernel."""
+    done = subprocess.run([PTXAS, "-v", f"--gpu-name={ARCHITECTURE}", "-o", os.devnull, path],
+                          capture_output=True, text=True, check=True)
+    [registers] = re.findall(r"Used (\d+) registers", done.stderr)
+    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
+
+
+def main(losses="", cases="", compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
+    """Run everything, or what is named, with commas."""
+    if "DRY_GPU" not in os.environ:
+        sys.exit(run_with_stand_ins())
+    from isogloss.objective.loss_table import LOSSES
+
+    losses = losses or list(LOSSES)
+    cases = cases or list(CASES)
+    wrong = 0
+    lines = itertools.chain(step_lines(names_of(losses), names_of(cases)),
+                            compiled_lines(names_of(compiled)))
+    for line in lines:
+        print(json.dumps(line), flush=True)
+        wrong += len(line["wrong"])
+    os._exit(bool(wrong))  # threads of a device that is not there do not end
+
+
+def names_of(value):
+    """Return the names of an argument: words with commas, or what fire made of them."""
+    return [name for name in value.split(",") if name] if isinstance(value, str) else list(value)
+
+
+if __name__ == "__main__":
+    import fire
+
+    fire.Fire(main)
