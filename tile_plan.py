@@ -34,9 +34,9 @@ class SubTileBudget(NamedTuple):
 
 
 # A CPU gains from large tiles, which multiply faster; a GPU from few, large calls.  The losses, in
-# plain torch, keep about eight copies of what they compare.
+# plain torch, keep two to eight copies of what they compare.
 CPU_SUB_TILES = SubTileBudget(memory_fraction=0.28, live_copies=8)
-GPU_SUB_TILES = SubTileBudget(memory_fraction=0.5, live_copies=8)
+GPU_SUB_TILES = SubTileBudget(memory_fraction=0.7, live_copies=8)
 # Positions whose teacher logits exist at a time, per student position of the tile.  Measured on two
 # CPU cores: with half of a tile (300 positions) the teacher's matmul takes 1.2 times as long as in
 # one piece, with three quarters (386 positions) 1.02 times.

@@ -206,8 +206,9 @@ def place_of(frames):
 
 
 def watched():
-    """Return a dispatch mode that counts launches and lists what is wrong."""
+    """Return a dispatch mode that counts launches and bytes, and lists what is wrong."""
     import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -215,10 +216,19 @@ def watched():
 
     class Watch(TorchDispatchMode):
         launches = 0
+        peak = 0  # bytes of what was made since, and is there
 
         def __init__(self):
             super().__init__()
             self.wrong = {}
+            self.live = {}
+
+        def weigh(self, tensors):
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
+            self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
 
         def note(self, kind, what):
             line = f"{kind}: {what}{place_of(traceback.extract_stack())}"
@@ -246,8 +256,10 @@ def watched():
             is_view = any(x.alias_info and not x.alias_info.is_write
                           for x in operator._schema.returns)
             out = operator(*args, **kwargs)
-            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            self.launches += not is_view and any(x.device.type == "cuda" for x in made)
+            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda]
+            if made and not is_view:
+                self.launches += 1
+                self.weigh(made)
             return out
 
     return Watch()
@@ -368,6 +380,42 @@ def step_lines(losses, cases):
                     frames = traceback.extract_tb(error.__traceback__)
                     text = f"error: {type(error).__name__}: {str(error)[:200]}{place_of(frames)}"
                     yield {"loss": loss, "case": case, "wrong": {text: 1}}
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def copies_line(name):
+    """Return how often a loss, with the cross-entropy, holds the logits of a sub-tile in float32.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from benchmarks import loss as benchmark
+    from isogloss.objective.objective import PairLoss
+    from isogloss.tiles import Head, tiled_loss
+
+    sizes = benchmark.Sizes(ROWS, V=128_256, W=VOCAB, H=64, teacher_H=64, K=8192, memory_mib=512)
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):  # tables are real
+        run = benchmark.prepare(name, sizes, torch.bfloat16, with_plain=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    hidden, weight, teacher, tiles, loss = on_gpu(
+        (run.hidden, run.weight, run.teacher_logits(run.whole), run.whole, run.loss), mode)
+    watch = watched()
+    begin = []
+
+    def tile_loss(x, y, sub_tile):
+        watch.live.clear()  # the logits of the tile
+        watch.peak = 0
+        begin.append(4 * (x.numel() + (0 if y is None else y.numel())))
+        return pair_loss(x, y, sub_tile)
+
+    pair_loss = PairLoss(loss, [0.3, 1.0])
+    with mode, watch:
+        leaves = hidden.requires_grad_(), Head(weight.requires_grad_())
+        tiled_loss(*leaves, teacher, tile_loss, tiles, [0.3, 1.0, 0.0])
+    return {"copies": name, "peak": round(watch.peak / begin[0], 2), "launches": watch.launches,
+            "wrong": watch.wrong}
 
 
 # --- what the compiler makes ----------------------------------------------------------------------

@@ -243,9 +243,9 @@ class LossFlags:
         True, "compute logits and loss tile by tile from hidden states. false computes the logits "
         "of a whole micro-batch.", free=True)
     loss_memory_mib: int = flag(
-        512, "MiB for the logits of a tile and what the loss makes of them. auto (or 0): at most "
-        "a sixteenth of the GPU's memory that is free before the first step, 512 to 8192; 512 on "
-        "a CPU.", low=0, high=2**20, free=True)
+        0, "MiB for the logits of a tile and what the loss makes of them. 0 or auto: at most an "
+        "eighth of the GPU's memory that is free before the first step, 512 to 4096; 512 on a "
+        "CPU.", low=0, high=2**20, free=True)
     loss_backend: str = flag(
         "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "
         "first step waits some seconds for it). auto compiles on a GPU.", choices=LOSS_BACKENDS,

@@ -79,9 +79,9 @@ from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 # --loss_memory_mib auto: the fraction of a GPU's free memory, and bounds.  Not tuned.
-AUTO_FRACTION = 1 / 16
+AUTO_FRACTION = 1 / 8
 LEAST_AUTO_MIB = 512
-MOST_AUTO_MIB = 8192
+MOST_AUTO_MIB = 4096
 
 
 @dataclass
@@ -582,15 +582,17 @@ def build_collator(cfg, inputs, device, tile_mib=None):
     if tile_mib is None:
         tile_mib = tile_memory(cfg, device)
     routes = routes_by_teacher(cfg)
+    is_cpu = device.type == "cpu"
     pairs = []
     print_of_student = fingerprint(inputs.student.tokenizer)
     for setup in inputs.teachers:
         same_tokenizer = fingerprint(setup.encoder.tokenizer) == print_of_student
         pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name),
-                                 same_tokenizer, setup.spec.reads_keys))
+                                 same_tokenizer, setup.spec.reads_keys,
+                                 None if is_cpu else setup.loss.live_copies))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
-        sub_tiles=CPU_SUB_TILES if device.type == "cpu" else GPU_SUB_TILES,
+        sub_tiles=CPU_SUB_TILES if is_cpu else GPU_SUB_TILES,
         # neighboring ranks hold the shards of one sequence
         sequence_rank=dist.get_rank() % cfg.sequence_parallel,
         sequence_size=cfg.sequence_parallel,

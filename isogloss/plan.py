@@ -51,6 +51,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isogloss.config import Config, configs_by_teacher
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shipped, tool
+from isogloss.inputs import MOST_AUTO_MIB
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
@@ -376,7 +377,7 @@ def _add_student(need, layout, shape):
     need.backward["gradients"] = gradients
     need.backward["activations"] = activation_bytes(layout, shape)
     head = 0 if cfg.lora_r else 4 * shape.head
-    need.backward["loss"] = cfg.loss_memory_mib * 2**20 + head
+    need.backward["loss"] = (cfg.loss_memory_mib or MOST_AUTO_MIB) * 2**20 + head
     need.step = gradients + (12 * trained // sharers if is_sharded else 8 * trained)
     if cfg.on_policy and layout.stage == 3 and cfg.rollout_replica:
         need.stays["replica that writes"] = b * shape.weights

@@ -223,7 +223,8 @@ def test_rows_begin_at_multiples_where_a_device_wants_them(name, kind, monkeypat
 
 
 def test_memory_is_bounded():
-    """Half of it is for the logits, 1/16 for the logits of a sub-tile with its 8 copies."""
+    """A part is for the logits, another for those of a sub-tile with all of its copies."""
+    for_sub_tile = GPU_SUB_TILES.memory_fraction
     for seed, memory in itertools.product(range(20), (0.0, 0.002, 0.01)):
         models = Models(seed)
         V, W = models.vocab_sizes
@@ -243,8 +244,9 @@ def test_memory_is_bounded():
                     largest_block = max(largest_block, logits_mib(block, W))
                 both = (logits_mib([sub_tile.student_labels], V)
                         + logits_mib([sub_tile.teacher_labels], W))
-                assert both <= memory / 16 + 1e-9 or units(sub_tile) == 1
-        assert largest_tile + largest_block <= memory / 2 + 1e-9
+                most = memory * for_sub_tile / GPU_SUB_TILES.live_copies
+                assert both <= most + 1e-9 or units(sub_tile) == 1
+        assert largest_tile + largest_block <= memory * (1 - for_sub_tile) + 1e-9
 
 
 def logits_mib(ids_of_sub_tiles, vocab):

@@ -49,6 +49,7 @@ class PairOptions:
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
         same_tokenizer: its tokenizer is the student's.
         is_cached: what it says is looked up by the texts' keys.
+        live_copies: of the loss, see `loss_table.LossSpec`; None: those of `Collator.sub_tiles`.
     """
 
     encoder: TextEncoder
@@ -56,6 +57,7 @@ class PairOptions:
     routes: list | None = None
     same_tokenizer: bool = False
     is_cached: bool = False
+    live_copies: float | None = None
 
 
 @dataclass
@@ -371,8 +373,11 @@ class Collator:
 
     def _plan_tiles_of(self, pair, labels, batch, texts, on_policy):
         vocab_sizes = len(self.student.table), len(pair.encoder.table)
+        budget = self.sub_tiles
+        if pair.live_copies is not None:
+            budget = budget._replace(live_copies=pair.live_copies)
         tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
-                           vocab_sizes, self.tile_mib, sub_tiles=self.sub_tiles,
+                           vocab_sizes, self.tile_mib, sub_tiles=budget,
                            teacher_context=bool(texts))
         planned = []
         teacher_positions = None  # those whose logits exist

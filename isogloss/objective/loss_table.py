@@ -27,8 +27,10 @@ from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.files import as_tables, load_projection
 from isogloss.projection_tools.spell import cached_spelling
 from isogloss.projection_tools.tokenizers import Pair
+from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.translation import cell_coverage, root_values, translated
 
+DEFAULT_COPIES = GPU_SUB_TILES.live_copies
 LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
 ALM_MODES = (
@@ -52,6 +54,7 @@ class DistillationLoss:
         coverage_names: the metrics of `coverage` that an evaluation logs.
         indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
         learned_projection: LearnedProjection whose scores are trained with the student, or None.
+        live_copies: see `LossSpec.live_copies`.
     """
 
     loss_fn: Callable
@@ -62,6 +65,7 @@ class DistillationLoss:
     coverage_names: tuple = ()
     indices_VK: torch.Tensor | None = None
     learned_projection: "LearnedProjection | None" = None
+    live_copies: float = DEFAULT_COPIES
 
 
 class LearnedProjection:
@@ -350,6 +354,9 @@ class LossSpec:
             not defined on them.
         linear_unless: a flag; where it is not set, the gradient is linear in the teacher's
             probabilities, so that estimates of these without bias will do. "": it never is.
+        live_copies: how often the logits of a sub-tile are in a GPU's memory at the peak of the
+            loss and the cross-entropy, in float32, at temperature 1 with all columns; what
+            `benchmarks/dry_gpu.py` counts, and a tenth more.
     """
 
     build: Callable
@@ -358,57 +365,59 @@ class LossSpec:
     columns: bool = False
     truncated: str = ""
     linear_unless: str = ""
+    live_copies: float = DEFAULT_COPIES
 
     def reads_draws(self, cfg):
         """Tell whether it takes tokens that were drawn for all others."""
         return bool(self.linear_unless) and not getattr(cfg, self.linear_unless)
 
 
-def per_chunk(loss, truncated="", **flag_of):
+def per_chunk(loss, truncated="", live_copies=DEFAULT_COPIES, **flag_of):
     """Return the entry of a loss with the parameters of `losses.uld`.
 
     Args:
-        truncated: see LossSpec.
+        truncated, live_copies: see LossSpec.
         flag_of: {parameter of the loss: flag} beside the temperature.
     """
     flag_of = {"temperature": "temperature"} | flag_of
     build = partial(build_per_chunk, loss=loss, flag_of=flag_of)
-    return LossSpec(build, "chunks", tuple(flag_of.values()), truncated=truncated)
+    return LossSpec(build, "chunks", tuple(flag_of.values()), truncated=truncated,
+                    live_copies=live_copies)
 
 
-def divergence_loss(divergence, **flag_of):
+def divergence_loss(divergence, live_copies=DEFAULT_COPIES, **flag_of):
     """Return the entry of a divergence between two models, likewise."""
     shared = {"temperature": "temperature", "top_k": "loss_topk", "support": "loss_topk_of"}
     flag_of = shared | flag_of
     build = partial(build_divergence, divergence=divergence, flag_of=flag_of)
     linear_unless = "loss_topk" if divergence is losses.forward_kl else ""
     return LossSpec(build, "spellings", tuple(flag_of.values()), truncated="softened",
-                    linear_unless=linear_unless)
+                    linear_unless=linear_unless, live_copies=live_copies)
 
 
 # of the losses that compare common tokens by KL and the rest by rank
 COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
-    "piece_kl": divergence_loss(losses.forward_kl),
-    "event_kl": LossSpec(build_event_kl, "spellings"),
+    "piece_kl": divergence_loss(losses.forward_kl, 5.7),
+    "event_kl": LossSpec(build_event_kl, "spellings", live_copies=5.7),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
-        columns=True, truncated="softened", linear_unless="reverse_kl"),
-    "gold": LossSpec(build_gold, "projection", COMMON_FLAGS),
-    "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS),
-    "uld": per_chunk(losses.uld),
+        columns=True, truncated="softened", linear_unless="reverse_kl", live_copies=4.2),
+    "gold": LossSpec(build_gold, "projection", COMMON_FLAGS, live_copies=6.4),
+    "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS, live_copies=6.4),
+    "uld": per_chunk(losses.uld, live_copies=5.2),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
-    "alm": per_chunk(losses.alm, "plain", mode="alm_mode"),
-    "forward_kl": divergence_loss(losses.forward_kl),
-    "reverse_kl": divergence_loss(losses.reverse_kl),
-    "generalized_jsd": divergence_loss(losses.generalized_jsd, beta="jsd_beta"),
-    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, skew="skew_lambda"),
-    "skew_reverse_kl": divergence_loss(losses.skew_reverse_kl, skew="skew_lambda"),
-    "adaptive_kl": divergence_loss(losses.adaptive_kl, alpha="akl_alpha"),
-    "total_variation": divergence_loss(losses.total_variation),
+    "alm": per_chunk(losses.alm, "plain", live_copies=2.2, mode="alm_mode"),
+    "forward_kl": divergence_loss(losses.forward_kl, 5.7),
+    "reverse_kl": divergence_loss(losses.reverse_kl, 6.1),
+    "generalized_jsd": divergence_loss(losses.generalized_jsd, 7.4, beta="jsd_beta"),
+    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, 6.7, skew="skew_lambda"),
+    "skew_reverse_kl": divergence_loss(losses.skew_reverse_kl, 7.0, skew="skew_lambda"),
+    "adaptive_kl": divergence_loss(losses.adaptive_kl, 7.8, alpha="akl_alpha"),
+    "total_variation": divergence_loss(losses.total_variation, 5.7),
 }
 
 
@@ -440,4 +449,8 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     names = cfg.student, cfg.teacher_path
     tables = student.table, teacher.table
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
-    return LOSSES[cfg.loss].build(cfg, pair, device, has_rest)
+    spec = LOSSES[cfg.loss]
+    loss = spec.build(cfg, pair, device, has_rest)
+    if cfg.temperature == 1 and not has_rest:
+        loss.live_copies = spec.live_copies
+    return loss
