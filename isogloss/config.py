@@ -31,6 +31,7 @@ LOWEST_TEMPERATURE = 1e-3
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
 RATIOS = "clamp", "mask"
+LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
 # Flags of other trainers (transformers, TRL, NeMo RL), and what does it here.
 FOREIGN = {

@@ -22,7 +22,13 @@ from isogloss.checkpoints.checkpoint import (
     position_of,
 )
 from isogloss.checkpoints.run_identity import checkpoint_folder, expected_identity, run_layout
-from isogloss.config import configs_by_teacher, routes_by_teacher, template_kwargs
+from isogloss.config import (
+    LEAST_AUTO_MIB,
+    MOST_AUTO_MIB,
+    configs_by_teacher,
+    routes_by_teacher,
+    template_kwargs,
+)
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, stop_ids
@@ -78,10 +84,7 @@ from isogloss.teachers.model import reads_more_than_text
 from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
-# --loss_memory_mib auto: the fraction of a GPU's free memory, and bounds.  Not tuned.
-AUTO_FRACTION = 1 / 8
-LEAST_AUTO_MIB = 512
-MOST_AUTO_MIB = 4096
+AUTO_FRACTION = 1 / 8  # of a GPU's free memory, --loss_memory_mib auto.  Not tuned.
 
 
 @dataclass

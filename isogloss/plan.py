@@ -48,10 +48,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isogloss.config import Config, configs_by_teacher
+from isogloss.config import MOST_AUTO_MIB, Config, configs_by_teacher
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shipped, tool
-from isogloss.inputs import MOST_AUTO_MIB
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
