@@ -556,8 +556,7 @@ def divergence_of(name: str, logp: Tensor, logq: Tensor, coefficient: float = 0.
 def _kl(logq: Tensor, logp: Tensor) -> Tensor:
     """Sum q (log q - log p) over the last axis; q = 0 adds nothing, whatever log p is."""
     q = logq.exp()
-    # not q > 0, which would take NaN for 0
-    return torch.where(q != 0, q * (logq - logp), 0.0).sum(-1)
+    return (q * (logq - logp)).masked_fill(q == 0, 0.0).sum(-1)
 
 
 def _log_mixture(logp: Tensor, logq: Tensor, weight_q: float) -> Tensor:

@@ -90,7 +90,7 @@ def next_piece(pieces_XP: Tensor, token_N: Tensor, level_N: Tensor) -> Tensor:
     """Return (N,) piece `level` of the spelling of each token, -1 behind its end."""
     width = pieces_XP.shape[1]
     piece = pieces_XP[token_N, level_N.clamp(max=width - 1)]
-    return torch.where(level_N < width, piece, -1)
+    return piece.masked_fill(level_N >= width, -1)
 
 
 def expand(low: Tensor, high: Tensor, num: int | None = None) -> tuple[Tensor, Tensor]:
@@ -100,12 +100,9 @@ def expand(low: Tensor, high: Tensor, num: int | None = None) -> tuple[Tensor, T
         num: of all places, where it is known; else the device is asked, and waited for.
     """
     sizes = high - low
-    number = torch.repeat_interleave(
-        torch.arange(len(sizes), device=sizes.device), sizes, output_size=num
-    )
-    begin = sizes.cumsum(0) - sizes
-    place = torch.arange(len(number), device=sizes.device) - begin[number] + low[number]
-    return number, place
+    number = torch.repeat_interleave(sizes, output_size=num)
+    before_low = high - sizes.cumsum(0)  # low, less the places of all ranges before
+    return number, torch.arange(len(number), device=sizes.device) + before_low[number]
 
 
 def distinct(key_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,16 +137,15 @@ def going_on(y_MW: Tensor, tokens: Continuations, tables: Tables) -> GoingOn:
     # finite where all are excluded
     top_K = nodes.reduce(logits_E, "max").clamp(min=torch.finfo(logits_E.dtype).min)
     mass_E = (logits_E - top_K[nodes.of_E]).exp()
-    goes_E = next_E >= 0
-    going_E = torch.where(goes_E, mass_E, 0.0)
+    going_E = mass_E.masked_fill(next_E < 0, 0.0)
     all_K = nodes.sum(mass_E)
     going_K = nodes.sum(going_E)
-    ended_K = nodes.sum(torch.where(goes_E, 0.0, mass_E))
+    ended_K = nodes.sum(mass_E.masked_fill(next_E >= 0, 0.0))
     return GoingOn(
         nodes=nodes,
         next_E=next_E,
         mass_K=going_K / _above_zero(all_K),
-        ends_K=torch.where(all_K == 0, 1.0, ended_K / _above_zero(all_K)),
+        ends_K=(ended_K / _above_zero(all_K)).masked_fill(all_K == 0, 1.0),
         mass_E=going_E / _above_zero(going_K)[nodes.of_E],
     )
 
@@ -365,7 +364,7 @@ def _split_by_row(logq: Callable[[Tensor, Tensor], Tensor], choices: Choices) ->
     row_G = choices.row_T[nodes.of_E]
     token_G = choices.next_G
     q_G = logq(row_G.clamp(min=0), token_G.clamp(min=0)).exp()
-    q_G = torch.where((token_G >= 0) & (row_G >= 0), q_G, 0.0)
+    q_G = q_G.masked_fill((token_G < 0) | (row_G < 0), 0.0)
     # below this the sum's rounding would decide, and the reverse KL takes the rest's logarithm
     least = 16 * torch.finfo(q_G.dtype).eps
     rest_K = (1 - nodes.sum(q_G)).clamp(min=least)
@@ -382,7 +381,7 @@ def _mass_of_path(
     """
     logq_E = logq(choices.step_row_E, choices.step_token_E)
     mass_K = first_K * choices.steps.sum(logq_E).exp()
-    return torch.where((choices.row_T >= 0) | (choices.level == 1), mass_K, 0.0)
+    return mass_K.masked_fill((choices.row_T < 0) & (choices.level != 1), 0.0)
 
 
 def inside_question(
