@@ -120,7 +120,7 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
        : a == 97 ? 232448 : 2048;
   return 0;
 }
-int cuFuncGetAttribute(int *v, int a, void *f) { *v = 32; return 0; }
+int cuFuncGetAttribute(int *v, int a, void *f) { *v = a ? 0 : 1024; return 0; }
 int cuCtxGetCurrent(void **c) { *c = (void *)8; return 0; }
 int cuGetErrorString(int e, const char **s) { *s = "no GPU"; return 0; }
 int cuModuleLoadData(void **m, const void *image) { *m = (void *)8; return 0; }

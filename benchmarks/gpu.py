@@ -30,7 +30,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from isogloss import event_kl as events, losses, tile_plan, tiles
+from isogloss import losses, tiles
 from isogloss.job import ipc
 from isogloss.models.compiler import loss_compiler, missing_compiler
 
@@ -39,7 +39,6 @@ SIZES = 4, MIB, 3 * MIB, 3 * MIB + 4  # bytes that processes share; the last is 
 LEAST_SECONDS = 10  # in which the memory of a killed process has to be free again
 TIMEOUT = 1800  # seconds of a check
 TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl", "alm", "event_kl"
-SPELLED = "piece_kl", "event_kl"  # those that need to know how one vocabulary spells the other
 KEPT_COLUMNS = 8192  # of projection_kl, as --projection_topk
 TABLE_POSITIONS = 2048, 8192, 32_768
 DEVICE = "cuda"
@@ -265,148 +264,35 @@ def gradient_of(divergence, x, y):
     return torch.autograd.grad(value, leaf)[0]
 
 
-class ChunkTables:
-    """Hold what gold and projection_kl look up: random tables, as in benchmarks/loss.py.
-
-    Attributes:
-        common, others: `losses.TokenIds`.
-        indices, weights: the projection; entries, of_kernels: of its kept columns.
-    """
-
-    def __init__(self, sizes, device):
-        from benchmarks import loss as bench
-
-        common = torch.arange(int(bench.COMMON_PER_TOKEN * sizes.V), device=device)
-        self.common = losses.TokenIds(common, common)
-        self.others = losses.TokenIds(
-            losses.other_tokens(common, sizes.V), losses.other_tokens(common, sizes.W))
-        generator = torch.Generator().manual_seed(0)
-        shape = sizes.V, len(bench.PROJECTION_WEIGHTS)
-        indices = torch.randint(sizes.W, shape, generator=generator)
-        indices[: int(bench.EVENTS_PER_TOKEN * sizes.V), 1:] = -1
-        self.indices = indices.to(device)
-        self.weights = torch.tensor(bench.PROJECTION_WEIGHTS, device=device).expand(shape)
-        kept_K = torch.arange(min(sizes.W, KEPT_COLUMNS), device=device)
-        self.entries = losses.projection_entries(self.indices, self.weights, sizes.W, kept_K)
-
-
-class PairLoss:
-    """A tile loss of the table: cross-entropy and one distillation loss, as a run computes them.
-
-    Args:
-        name: one of TABLE_LOSSES.
-        tables: `nodes.Tables` of piece_kl, `events.Spelling` of event_kl, ChunkTables of gold
-            and projection_kl, on the device; None for the others.
-        compiler: see `models.compiler.loss_compiler`.
-    """
-
-    def __init__(self, name, tables, compiler):
-        from isogloss import translation
-
-        self.name = name
-        self.tables = tables
-        self.of_roots = compiler(translation.root_values)
-        self.forward_kl = compiler(losses.forward_kl)
-
-    def __call__(self, student, teacher, sub_tile):
-        from isogloss import translation
-
-        labels = sub_tile.student_labels[None]
-        ce, _ = losses.next_token_cross_entropy(student[None], labels, select=False)
-        if self.name == "piece_kl":
-            kd, _ = translation.translated(
-                student[None], teacher[None], sub_tile.terms, self.tables, of_roots=self.of_roots)
-        elif self.name == "event_kl":
-            kd, _ = events.event_kl(
-                student[None], teacher[None], labels, sub_tile.teacher_labels[None],
-                sub_tile.terms, self.tables)
-        elif self.name == "forward_kl":
-            chunks = sub_tile.terms
-            kd, _ = self.forward_kl(
-                student[chunks.first_S][None], teacher[chunks.first_T][None], None)
-        else:
-            kd = self.of_chunks(student[None], teacher[None], sub_tile)
-        return torch.stack([ce, kd])
-
-    def of_chunks(self, student, teacher, sub_tile):
-        tables = self.tables
-        chunks = sub_tile.terms
-        ids = sub_tile.student_chunk[None], sub_tile.teacher_chunk[None]
-        if self.name == "gold":
-            return losses.gold(
-                student, teacher, *ids, *tables.common, chunks=chunks, rest=tables.others)[0]
-        if self.name == "alm":
-            next_ids = sub_tile.student_labels[None], sub_tile.teacher_labels[None]
-            return losses.alm(student, teacher, *next_ids, *ids, chunks=chunks)[0]
-        return losses.projection_kl(
-            student, teacher, *ids, tables.indices, tables.weights, entries=tables.entries,
-            chunks=chunks)[0]
-
-
 class TableRun:
-    """Hold the inputs of one line of the loss table.
+    """Hold the inputs of one line of the loss table: a loss and the cross-entropy, as in a run.
 
     Args:
-        name: see `PairLoss`.
+        name: see `benchmarks.loss`.
         sizes: `benchmarks.loss.Sizes`.
         path: plain (all logits at once), tiled, or compiled.
     """
 
-    def __init__(self, name, sizes, path, device=DEVICE):
+    def __init__(self, name, sizes, path):
         from benchmarks import loss as bench
+        from isogloss.objective.objective import PairLoss
 
-        W = sizes.V if name == "forward_kl" else sizes.W
-        text = bench.random_text(sizes.tokens, sizes.V, W)
-        tables = None
-        if name in SPELLED:
-            tables = bench.random_spelling(sizes.V, W)
-            bench.spell_long_chunks(text, sizes.V, tables)
-            if name == "piece_kl":
-                tables = bench.random_tables(tables)
-        elif name in ("gold", "projection_kl"):
-            tables = ChunkTables(sizes, device)
-        memory_mib = float("inf") if path == "plain" else sizes.memory_mib
-        plan = tile_plan.plan_tiles(*text, (sizes.V, W), memory_mib,
-                                teacher_context=name == "piece_kl")
-        listed = tables if name in SPELLED else None
-        plan = [bench.with_terms(tile, listed) for tile in plan]
-        self.plan = [bench.to(tile, device) for tile in plan]
-        on_device = bench.to(tables, device) if name in SPELLED else tables
-        backend = "compiled" if path == "compiled" else "plain"
-        self.loss = PairLoss(name, on_device, loss_compiler(backend, device))
-
-        def tensor(*shape):
-            values = torch.randn(*shape, device=device, dtype=torch.bfloat16)
-            return values.mul_(shape[-1] ** -0.5)
-
-        self.hidden = tensor(sizes.tokens, sizes.H).requires_grad_()
-        self.weight = tensor(sizes.V, sizes.H).requires_grad_()
-        teacher_hidden = tensor(sizes.tokens, sizes.teacher_H)
-        columns = min(W, KEPT_COLUMNS) if name == "projection_kl" else W
-        self.teacher = tiles.HiddenLogits(
-            teacher_hidden, tiles.Head(tensor(columns, sizes.teacher_H)))
+        self.run = bench.prepare(name, sizes, torch.bfloat16, with_plain=path == "plain")
+        self.plan = self.run.whole if path == "plain" else self.run.tiles
+        self.teacher = self.run.teacher_logits(self.plan)
+        loss = self.run.compiled_loss if path == "compiled" else self.run.loss
+        self.loss = PairLoss(loss, [1.0, 1.0])
 
     def step(self):
         """Compute loss and gradients; nothing here reads them back."""
-        self.hidden.grad = None
-        self.weight.grad = None
+        self.run.clear_gradients()
         self.loss_value().backward()
 
     def loss_value(self):
         """Return the loss; its backward pass only scales gradients that exist already."""
-        loss, _ = tiles.tiled_loss(
-            self.hidden, tiles.Head(self.weight), self.teacher, self.loss, self.plan, [1.0, 1.0])
+        loss, _ = tiles.tiled_loss(self.run.hidden, tiles.Head(self.run.weight), self.teacher,
+                                   self.loss, self.plan, [1.0, 1.0, 0.0])
         return loss
-
-    def matmuls(self, block=1024):
-        """Multiply as a loss has to: the student three times, the teacher once, in blocks."""
-        with torch.no_grad():
-            for first in range(0, len(self.hidden), block):
-                hidden = self.hidden[first : first + block]
-                logits = hidden @ self.weight.T
-                logits @ self.weight
-                logits.T @ hidden
-                self.teacher.hidden_TH[first : first + block] @ self.teacher.head.weight_VH.T
 
 
 def timed(run, times=3):
@@ -426,14 +312,15 @@ def table_line(name, path, positions, memory_mib):
     """Return the figures of one loss, path and size."""
     from benchmarks.loss import Sizes
 
-    run = TableRun(name, Sizes(positions, 128_256, 151_936, 4096, 4096, 0, memory_mib), path)
+    sizes = Sizes(positions, 128_256, 151_646, 4096, 4096, KEPT_COLUMNS, memory_mib)
+    run = TableRun(name, sizes, path)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     seconds = timed(run.step)
     gib = (torch.cuda.max_memory_allocated() - before) / 2**30
-    head_gib = run.weight.numel() * 4 / 2**30  # its gradient, which is float32 until the end
-    matmuls = timed(run.matmuls)
+    head_gib = run.run.weight.numel() * 4 / 2**30  # its gradient, which is float32 until the end
+    matmuls = timed(run.run.matmuls)
     return {"seconds": rounded(seconds), "of_matmuls": round(seconds / matmuls, 2),
             "GiB_above_head_gradient": round(gib - head_gib, 2), "tiles": len(run.plan)}
 
@@ -461,7 +348,7 @@ def no_synchronization(tokens=1024):
 
     figures = {}
     for name, path in itertools.product(TABLE_LOSSES, ("tiled", "compiled")):
-        run = TableRun(name, Sizes(tokens, 32_000, 48_000, 512, 512, 0, 512), path)
+        run = TableRun(name, Sizes(tokens, 32_000, 48_000, 512, 512, KEPT_COLUMNS, 512), path)
         run.step()
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as caught:

@@ -3,7 +3,6 @@
     python benchmarks/loss.py                                # the record of docs/LOG.md
     python benchmarks/loss.py --losses piece_kl --tokens 1024 --path plain
     python benchmarks/loss.py --losses piece_kl --beside plain,compiled # these in turn with tiles
-    python benchmarks/loss.py --losses piece_kl --tokens 512 --against event_kl
     OMP_NUM_THREADS=1 python benchmarks/loss.py --tokens 64 --H 128,1024,4096 --times 7
 
 The first command prints one line of JSON per loss, each from a process of its own.
@@ -17,8 +16,6 @@ tiled: `tiles.tiled_loss`.  plain: all logits at once.  compiled: tiled, with wh
 makes of a divergence, or of the roots of a translation.
 matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's,
 over all tokens, in one piece, into memory that exists, in the same process.
-against: another loss, whose logits, of the same sizes, exist already; so do those of the first
-loss.  Both run in turn, forward and backward, and their ratios are taken pair by pair.
 stolen: cores that other virtual machines took, on average over the runs.
 seconds: on a CPU those of all its threads, which other processes disturb less; on a GPU wall time.
 """
@@ -45,7 +42,8 @@ import torch.nn.functional as F
 
 from isogloss import event_kl as event_losses, losses, nodes, translation
 from isogloss.event_kl import Spelling, event_terms
-from isogloss.models.compiler import loss_compiler, plain
+from isogloss.models.compiler import loss_compiler, missing_compiler, plain
+from isogloss.objective import loss_table
 from isogloss.spelling import translation_tables
 from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, SubTile, Tile, plan_tiles
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TeacherBlocks, tiled_loss
@@ -459,7 +457,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
         spelling = random_tables(spelling)
     loss, compiled_loss = (
         build_loss(name, V, W, kept_K, spelling, device, loss_compiler(backend, device))
-        for backend in ("plain", "compiled"))
+        for backend in ("plain", "plain" if missing_compiler() else "compiled"))
 
     def tensor(*shape):
         # Variance 1 / H keeps the logits small, as if the models knew nothing yet.
@@ -473,7 +471,10 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
         teacher = HiddenLogits(teacher_hidden, Head(tensor(W, sizes.teacher_H)))
 
     def planned(memory_mib):
-        budget = CPU_SUB_TILES if device == "cpu" else GPU_SUB_TILES
+        budget = CPU_SUB_TILES
+        if device != "cpu":
+            spec = loss_table.LOSSES.get(name, GPU_SUB_TILES)
+            budget = GPU_SUB_TILES._replace(live_copies=spec.live_copies)
         vocab_sizes = (V, W if teacher else 0)
         tiles = plan_tiles(*text, vocab_sizes, memory_mib, sub_tiles=budget)
         if teacher:
@@ -606,39 +607,6 @@ def measure(
     return record
 
 
-def measure_against(name: str, other: str, sizes: Sizes, dtype: torch.dtype, times: int) -> dict:
-    """Measure two losses on the same logits, in turn: seconds of forward and backward."""
-    runs = {}
-    for loss_name in (name, other):
-        run = prepare(loss_name, sizes, dtype, with_plain=True)
-        [tile] = run.whole
-        [sub_tile] = tile.sub_tiles
-        runs[loss_name] = (run.loss, sub_tile)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    # far from uniform, as logits of models are
-    x = 2.5 * torch.randn(len(sub_tile.student_labels), sizes.V, device=device, dtype=dtype)
-    y = 2.5 * torch.randn(len(sub_tile.teacher_labels), sizes.W, device=device, dtype=dtype)
-    x.requires_grad_()
-    seconds = {loss_name: [] for loss_name in runs}
-    for round_number in range(times + 2):  # two warm up
-        for loss_name, (loss, sub_tile) in runs.items():
-            x.grad = None
-            taken = timed(lambda loss=loss, sub_tile=sub_tile: loss(x, y, sub_tile).backward())
-            if round_number > 1:
-                seconds[loss_name].append(taken)
-    ratios = ratios_of(seconds[name], seconds[other])
-    return {
-        "loss": name,
-        "against": other,
-        "tokens": sizes.tokens,
-        "milliseconds": round(1000 * statistics.median(seconds[name]), 1),
-        "other_milliseconds": round(1000 * statistics.median(seconds[other]), 1),
-        "ratio_of_least": round(min(seconds[name]) / min(seconds[other]), 2),
-        "median_ratio": round(statistics.median(ratios), 2),
-        "ratios": ratios,
-    }
-
-
 def ratios_of(seconds: list[float], other_seconds: list[float]) -> list[float]:
     """Return the ratio of every pair of runs."""
     return [round(one / other, 2) for one, other in zip(seconds, other_seconds)]
@@ -655,7 +623,7 @@ def main(
     losses=LOSSES,
     tokens=4096,
     V=128_256,
-    W=151_936,
+    W=151_646,
     H=2048,
     teacher_H=2560,
     K=8192,
@@ -665,7 +633,6 @@ def main(
     beside="",
     times=2,
     here=False,
-    against="",
 ):
     """Print one line of JSON per loss.
 
@@ -682,16 +649,11 @@ def main(
         beside: some of these, separated by commas, to run in turn with it.
         times: number of rounds.
         here: measure in this process.
-        against: another loss, to compare with on the same logits.
     """
     beside = as_list(beside)
     hidden_sizes = H if isinstance(H, tuple | list) else [H]
     for name, hidden_size in itertools.product(as_list(losses), hidden_sizes):
         sizes = Sizes(tokens, V, W, hidden_size, teacher_H or hidden_size, K, memory_mib)
-        if against:
-            record = measure_against(name, against, sizes, getattr(torch, dtype), times)
-            print(json.dumps(record), flush=True)
-            continue
         if here:
             record = measure(name, sizes, getattr(torch, dtype), path, beside, times)
             print(json.dumps(record), flush=True)

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-import ranks
-from conftest import ROOT, asset
+from conftest import ROOT
 
 # gpu_job.py holds checks of gpu.py and is no script
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
@@ -34,15 +33,3 @@ def test_a_loss_is_measured(capsys):
         assert json.loads(capsys.readouterr().out)["loss"] == "piece_kl"
 
 
-def measure_rollouts(assets):
-    """Run benchmarks/rollout.py on this rank, with 2 tokens for each of its prompts."""
-    from benchmarks import rollout
-
-    rollout.NEW_TOKENS = 2
-    rollout.main(rollout.Args(assets=str(assets), repeats=1, writing=False))
-    return True
-
-
-@pytest.mark.slow
-def test_rollouts_are_measured():
-    assert ranks.run(1, measure_rollouts, asset()) == [True]

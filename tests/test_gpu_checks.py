@@ -83,9 +83,9 @@ def test_all_paths_of_the_table_compute_the_same(name):
 
     gradients = []
     for path in ("plain", "tiled"):
-        run = gpu.TableRun(name, Sizes(40, 60, 80, 8, 8, 0, 0.02), path, "cpu")
+        run = gpu.TableRun(name, Sizes(40, 60, 80, 8, 8, 40, 0.02), path)
         run.step()
-        gradients.append(run.hidden.grad.float())
+        gradients.append(run.run.hidden.grad.float())
         assert (len(run.plan) > 1) == (path == "tiled")
     assert gradients[0].norm() > 0
     for gradient in gradients[1:]:
