@@ -447,7 +447,6 @@ def call_with_threads(threads, function, arguments):
 
 
 def num_threads(num_processes):
-    """Return the threads of one of several processes that share the cores."""
     return max(1, os.cpu_count() // num_processes)
 
 
@@ -565,7 +564,6 @@ def output_of(folder, arm, seed):
 
 
 def exported(folder, seed):
-    """Return the directory of the trained student that goes on."""
     return RUNS / folder.name / f"trained_student_{seed}"
 
 

@@ -418,7 +418,6 @@ def _group_logp(
 
 
 def _coarse_logits(coarse_NX: Tensor, ranges: Ranges, to: _Continuations) -> Tensor:
-    """Return (E,) logits, as `_group_logp` reads them."""
     return losses.at_least_float32(coarse_NX[ranges.coarse_row[to.term_E], to.token_E])
 
 

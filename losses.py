@@ -451,7 +451,6 @@ def _soften(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _clamped_logp(logits_NV: Tensor, temperature: float) -> Tensor:
-    """Return the (N, V) log-probabilities, none below FLOOR."""
     return _soften(logits_NV, temperature).log_softmax(-1).clamp(min=FLOOR)
 
 
@@ -468,7 +467,6 @@ def _support_ids(
 
 
 def _largest_ids(x_NV: Tensor, k: int) -> Tensor:
-    """Return the (N, k) int64 ids of the largest entries, k at most V; no gradient."""
     return x_NV.detach().topk(min(k, x_NV.shape[1]), -1).indices
 
 
@@ -678,7 +676,6 @@ def chunk_mean(x_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
 
 
 def _select_rows(logits_NX: Tensor, row_N: Tensor, temperature: float) -> Tensor:
-    """Return some rows, by their numbers, divided by the temperature."""
     return _soften(take_rows(logits_NX, row_N), temperature)
 
 

@@ -403,7 +403,6 @@ class _Batch:
         self._prepare_next(ids_R)
 
     def _keys_of_place(self) -> Tensor:
-        """Return (R,) keys of the noise at this place."""
         return _mix_in_place(self.keys[self.rows] + _signed((self.place + 1) * GOLDEN & BITS_64))
 
     def _completed_by_text(self) -> Tensor:

@@ -242,7 +242,6 @@ def _number_units(
 
 
 def _largest(chunk_BX: Tensor) -> int:
-    """Return the largest chunk id of a batch, -1 for none."""
     return int(chunk_BX.max()) if chunk_BX.numel() else -1
 
 

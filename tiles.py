@@ -42,7 +42,6 @@ ROW_MULTIPLES = {"cuda": 64}
 
 
 def row_multiple(device: torch.device) -> int:
-    """Return the numbers at whose multiples rows begin on this device."""
     return ROW_MULTIPLES.get(device.type, 1)
 
 
@@ -220,7 +219,6 @@ class HiddenLogits(NamedTuple):
         return self.hidden_TH
 
     def with_values(self, values_TH: Tensor) -> "HiddenLogits":
-        """Return this source over other hidden states."""
         return self._replace(hidden_TH=values_TH)
 
 
@@ -245,7 +243,6 @@ class StoredLogits(NamedTuple):
         return self.logits_TW
 
     def with_values(self, values_TW: Tensor) -> "StoredLogits":
-        """Return a source of other logits."""
         return StoredLogits(values_TW)
 
 

@@ -262,7 +262,6 @@ def merge_rest(x_NC: Tensor, logq_NC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_total(mass_G: Tensor, cells: Cells) -> Tensor:
-    """Return for each cell the sum over its node, above 0."""
     return _above_zero(cells.nodes.sum(mass_G))[cells.nodes.of_E]
 
 
@@ -297,7 +296,6 @@ class Question(NamedTuple):
 
 
 def root_question(x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor) -> Question:
-    """Return the root nodes; arguments: see `root_values`."""
     return Question(log_masses(x_NV, cell_V, cell_NC.shape[1]), cell_NC)
 
 

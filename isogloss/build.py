@@ -110,7 +110,6 @@ class TrainState:
 
     @property
     def engine(self):
-        """DeepSpeed's engine around the student, or around this rank's stage of it."""
         return self.student.engine
 
     @property

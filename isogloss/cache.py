@@ -148,7 +148,6 @@ class Args:
 
     @property
     def teacher_path(self):
-        """Hub id or directory of the teacher's tokenizer and config."""
         return self.teacher_tokenizer or self.teacher
 
     def run_config(self):
@@ -227,7 +226,6 @@ class Texts:
             first_row += number + 1
 
     def examples(self, numbers):
-        """Return the Examples of rows."""
         return [self._example(number) for number in numbers]
 
     def _example(self, number):

@@ -512,7 +512,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
 
     @property
     def ranks_per_reader(self):
-        """Number of neighboring ranks that read the same samples."""
         return self.sequence_parallel * self.pipeline_parallel
 
     def _check_values(self):
@@ -531,7 +530,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
 
     @property
     def holds_out(self):
-        """Whether rows are held out for evaluations."""
         return bool(self.eval_rows or self.eval_data or self.eval_split)
 
     def _check_loss(self):
@@ -574,7 +572,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
 
     @property
     def teacher_kind(self):
-        """The kind of the teacher, of several not: see `configs_by_teacher`."""
         return kind_of(self)
 
     @property

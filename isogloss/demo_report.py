@@ -38,7 +38,6 @@ class Run:
 
     @property
     def steps(self):
-        """Number of optimizer steps."""
         return len(self.step_seconds)
 
     @property
@@ -58,7 +57,6 @@ class Run:
 
 
 def read_json_lines(path):
-    """Return the lines of a .jsonl file as dicts."""
     return list(map(json.loads, Path(path).read_text().splitlines()))
 
 
@@ -76,7 +74,6 @@ def read_run(arm, seed, path):
 
 
 def of_arm(runs, arm):
-    """Return the runs of one arm, in their order."""
     return [run for run in runs if run.arm == arm]
 
 
@@ -174,7 +171,6 @@ def writing_table(run, seconds):
 
 
 def one_line(text):
-    """Return a text with every run of white space as one space."""
     return " ".join(text.split())
 
 

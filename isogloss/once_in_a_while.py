@@ -58,7 +58,6 @@ def timed_metrics(report, begin, end):
 
 
 def is_every(num_steps, step):
-    """Tell whether a step is one of every so many; 0: of none."""
     return num_steps > 0 and step % num_steps == 0
 
 

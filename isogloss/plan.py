@@ -193,12 +193,10 @@ class Layout:
 
     @property
     def sharers(self):
-        """Ranks that share gradients and the optimizer's state."""
         return self.ranks // self.cfg.pipeline_parallel
 
     @property
     def positions(self):
-        """Positions of a micro-batch on a rank."""
         return self.micro_batch * self.cfg.max_length // self.cfg.sequence_parallel
 
     def beyond_node(self, size, stride=1):

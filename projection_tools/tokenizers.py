@@ -199,7 +199,6 @@ class PairArgs:
         check_flags(self)
 
     def load_pair(self):
-        """Return the Pair, see `Pair.load`."""
         return Pair.load(self.student, self.teacher, self.trust_remote_code)
 
 

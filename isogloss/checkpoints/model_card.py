@@ -97,7 +97,6 @@ def front_matter(cfg):
 
 
 def hub_ids(names):
-    """Return those names that can be hub ids and are no paths here."""
     return [name for name in names if HUB_ID.match(name) and not Path(name).exists()]
 
 

@@ -490,7 +490,6 @@ def keys_of(examples):
 
 
 def as_example(value):
-    """Return an Example of a bare text, chat or None."""
     return value if isinstance(value, Example) else Example(value)
 
 

@@ -54,7 +54,6 @@ def is_text(value):
 
 
 def is_message(value):
-    """Tell whether a value looks like a message of a chat."""
     return isinstance(value, dict) and ("role" in value or "from" in value)
 
 

@@ -242,7 +242,6 @@ def first_values(files, wanted=()):
 
 
 def header_of(file):
-    """Return the names of the columns of a CSV file; [] of an empty one."""
     return next(csv.reader(_cells(file)), [])
 
 

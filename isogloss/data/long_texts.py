@@ -50,7 +50,6 @@ def leave_out_tail(text, student, teachers):
 
 
 def fits(text):
-    """Tell whether a tokenizer can take a text in one piece."""
     return len(text) <= MOST_CHARACTERS
 
 

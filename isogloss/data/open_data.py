@@ -385,7 +385,6 @@ def _open_hub(request):
 
 
 def is_json_type(feature):
-    """Tell whether values of a column are JSON, each with keys of its own."""
     return isinstance(getattr(feature, "feature", feature), datasets.Json)
 
 

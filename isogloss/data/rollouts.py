@@ -228,7 +228,6 @@ class Prompter:
 
 
 def _end_of(located, size):
-    """Return the byte of the text at which the first `size` tokens end."""
     return int(located.end[:size].max(initial=0))
 
 

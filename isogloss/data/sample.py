@@ -71,7 +71,6 @@ class TextEncoder:
 
     @cached_property
     def splits_at_spaces(self):
-        """Whether the beginning of a text has the same tokens without the rest of it."""
         return splits_at_spaces(self.tokenizer)
 
     def num_tokens(self, text):
@@ -93,7 +92,6 @@ class TextEncoder:
         return [np.array(prefix + ids + suffix, np.int64) for ids in coded["input_ids"]]
 
     def check_ids(self, ids):
-        """Raise a TokenBeyondHead for control tokens that the model has no row for."""
         check_ids(ids, len(self.table), self.tokenizer)
 
     def locate(self, ids, text):

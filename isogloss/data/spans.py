@@ -103,7 +103,6 @@ def sequence_shard(student_chunk_BS, teacher_chunk_BT, rank, size):
 
 
 def _largest_id(chunk):
-    """Return the largest chunk id, -1 where there is none."""
     return int(chunk.max()) if chunk.numel() else -1
 
 

@@ -94,7 +94,6 @@ class PairSums(Sums):
 
     @classmethod
     def of_loss(cls, loss):
-        """Return empty sums of a pair whose loss is a DistillationLoss."""
         return cls(coverage={name: MeanSums() for name in loss.coverage_names})
 
 

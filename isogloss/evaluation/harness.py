@@ -51,7 +51,6 @@ class HarnessTask:
 
     @property
     def writes(self):
-        """Whether the model has to write answers."""
         return any(task.OUTPUT_TYPE == "generate_until" for task in self.loaded["tasks"].values())
 
     def shown(self, name):

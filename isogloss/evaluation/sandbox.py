@@ -195,7 +195,6 @@ def _box() -> tuple[str, ...]:
 
 @functools.cache
 def _interpreter() -> str:
-    """Return the path of the interpreter itself, behind virtual environments and links."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 

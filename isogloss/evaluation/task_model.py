@@ -167,7 +167,6 @@ class TaskEncoder:
         return ids or [self.first_token], max_new_tokens
 
     def decode(self, ids):
-        """Return the text of tokens, without control tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -301,7 +300,6 @@ class Scores:
         self.on_scored(num_finished)
 
     def scores(self):
-        """Return the Score of each request."""
         return [Score(logp, is_greedy) for logp, is_greedy in zip(self.logp, self.is_greedy)]
 
 

@@ -38,7 +38,6 @@ class TaskSuite:
 
     @property
     def writes(self):
-        """Whether the model has to write answers."""
         return any(not isinstance(task, harness.HarnessTask) or task.writes for task in self.tasks)
 
     def run(self, model, sums, agree=bool, stop=lambda: False):

@@ -86,7 +86,6 @@ class CodeTask:
 
     @property
     def numbers(self):
-        """Names of what is known of an item."""
         return [f"{test}@{k}" for k in self.ks for test in ("pass", "base_pass")] + ["timeouts"]
 
     def judged(self, item, answers):

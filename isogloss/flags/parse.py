@@ -261,7 +261,6 @@ def _fields_by_name(kind):
 
 
 def _is_flag(word):
-    """Return whether a word is a flag rather than a value such as 7, -1 or x."""
     return re.match(r"--|-[A-Za-z]", word) is not None
 
 

@@ -183,7 +183,6 @@ def _open(handle: Handle) -> Tensor:
 
 
 def _uuid(device: torch.device | int) -> str:
-    """Return what identifies a GPU; its index differs between processes."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

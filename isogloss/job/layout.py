@@ -54,7 +54,6 @@ class Roles(NamedTuple):
     store: dist.Store
 
     def publish(self, key, value):
-        """Publish what JSON can express for the other ranks of this node, of either role."""
         write_value(self.store, f"node {self.node}: {key}", value)
 
     def read(self, key):

@@ -242,7 +242,6 @@ def _opened(key, raw):
 
 
 def write_value(store, key, value):
-    """Store a value that JSON can express."""
     store.set(key, _signed(key, value))
 
 

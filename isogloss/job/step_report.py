@@ -35,11 +35,9 @@ class StepReport:
 
     @property
     def ce(self):
-        """Return the mean cross-entropy of a token, None without one."""
         return mean_of(self.sums.read()[0][0], self.counts.ce_tokens)
 
     def kd(self, number):
-        """Return the mean distillation loss of a teacher, None without a term."""
         return mean_of(self.sums.read()[number][1], self.counts.pairs[number].kd_terms)
 
     def metrics(self):

@@ -168,7 +168,6 @@ def load_adapter(flag, name, model, folder, config=None):
 
 
 def is_adapter(name):
-    """Return whether a parameter is one of an adapter, by its name."""
     return ".lora_A." in name or ".lora_B." in name
 
 

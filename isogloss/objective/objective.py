@@ -79,7 +79,6 @@ class LossTerms:
     window: GradientWindow | None = None
 
     def reduce(self, student_logits):
-        """Return (loss, sums), see `micro_batch_loss`."""
         return micro_batch_loss(student_logits, self)
 
 
@@ -136,7 +135,6 @@ def micro_batch_loss(student_logits, terms):
 
 
 def untiled_part(source, part):
-    """Return `untiled_loss` of a LossPart and the StoredLogits that it is of."""
     return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
 
 

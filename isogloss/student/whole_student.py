@@ -49,11 +49,9 @@ class WholeStudent:
             self.replica = new_replica(self.engine, self.device)
 
     def is_partitioned(self):
-        """Tell whether ZeRO-3 has left parts of the weights only on a rank."""
         return self.engine.zero_optimization_stage() == 3
 
     def is_staged(self):
-        """Tell whether a rank holds one stage of a pipeline."""
         return isinstance(self.engine, PipelineEngine)
 
     @contextmanager

@@ -86,7 +86,6 @@ def unpack_logp(steps_NK):
 
 
 def hidden_columns(hidden_NH):
-    """Return the tensors of final hidden states."""
     return {"hidden": hidden_NH.cpu().contiguous()}
 
 
@@ -205,7 +204,6 @@ class Manifest:
         return -(-self.num_texts // self.texts_per_shard)
 
     def write(self, folder):
-        """Write it atomically."""
         write_atomically(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod

@@ -50,7 +50,6 @@ class ByteOrder(NamedTuple):
     high_WP: torch.Tensor
 
     def to(self, device):
-        """Return the same on a device."""
         return ByteOrder(*(value.to(device) for value in self))
 
 

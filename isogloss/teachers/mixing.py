@@ -166,5 +166,4 @@ def dynamic_scale(ce: Tensor, kd: Tensor) -> Tensor:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Convert bfloat16 and float16 to float32; leave float32 and float64 as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

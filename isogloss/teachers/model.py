@@ -264,7 +264,6 @@ def checked_engine(cfg, config, num_ranks, ranks_per_node):
 
 
 def is_adapter(path):
-    """Tell whether the name of a teacher is that of an adapter on another model."""
     return read_model_name("teacher", path).adapter is not None
 
 
@@ -327,7 +326,6 @@ class TeacherOfIds(TeacherSource):
         return self.read(model_input(batch), output, self.spec.output_topk)
 
     def kept_labels(self, batch):
-        """Return the labels that the output keeps, or None."""
         return batch.labels if self.spec.output == "topk" else None
 
     def models(self):

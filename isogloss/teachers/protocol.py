@@ -122,7 +122,6 @@ class TeacherSpec:
         raise NotImplementedError(f"{type(self).__name__} loads no source")
 
     def single(self):
-        """List the specs of the teachers in this one: its members, or itself."""
         return [self]
 
     def with_models(self, replaced):
@@ -131,7 +130,6 @@ class TeacherSpec:
 
     @property
     def is_truncated(self):
-        """Whether its rows, or those of a member, keep some tokens alone."""
         return self.output == "topk"
 
 

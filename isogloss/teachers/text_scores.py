@@ -39,7 +39,6 @@ class TextScores(NamedTuple):
 
     @classmethod
     def unpacked(cls, packed_T4):
-        """Return what `packed` was called on."""
         return cls(*packed_T4.unbind(1))
 
 

@@ -45,7 +45,6 @@ SPARE = 2  # positions of a context that a prompt leaves: its last token is no i
 
 
 def is_address(name):
-    """Tell whether the name of a teacher is the address of a server."""
     return str(name).lower().startswith(("http://", "https://"))
 
 
@@ -284,7 +283,6 @@ def _is_card(card):
 
 
 def _is_number(value):
-    """Tell whether this is an index, an id or a length."""
     return type(value) is int and 0 <= value < LARGEST
 
 

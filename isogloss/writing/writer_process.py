@@ -50,7 +50,6 @@ class WriterStopped(Exception):
 
 
 def words_of(command):
-    """Return the words of a command, as a shell reads them, with home directories for `~`."""
     return [os.path.expanduser(word) for word in shlex.split(command)]
 
 
@@ -199,7 +198,6 @@ class WriterProcess:
         self.is_loaded = True
 
     def refresh(self):
-        """Let the engine take over the shared weights."""
         self._check_number(self.ask(self.timeout, do="refresh"))
 
     def _check_number(self, response):
