@@ -68,16 +68,7 @@ try:
         softened,
         take_rows,
     )
-    from .nodes import (
-        Cells,
-        Choices,
-        Continuations,
-        Insides,
-        Nodes,
-        Rests,
-        Tables,
-        expand,
-    )
+    from .nodes import Cells, Choices, Continuations, Insides, Nodes, Rests, Tables, expand
 except ImportError:  # copied beside it, not into a package
     from losses import (
         FLOOR,
@@ -97,16 +88,7 @@ except ImportError:  # copied beside it, not into a package
         softened,
         take_rows,
     )
-    from nodes import (
-        Cells,
-        Choices,
-        Continuations,
-        Insides,
-        Nodes,
-        Rests,
-        Tables,
-        expand,
-    )
+    from nodes import Cells, Choices, Continuations, Insides, Nodes, Rests, Tables, expand
 
 LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
 

@@ -20,14 +20,7 @@ from isogloss.models.pretrained import load_config
 from isogloss.teachers.mixing import FLOOR
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
 from isogloss.teachers.text_scores import ScoredLogits, TextScores, batch_texts
-from isogloss.teachers.text_server import (
-    SPARE,
-    Address,
-    Requests,
-    TextServer,
-    api_key,
-    is_address,
-)
+from isogloss.teachers.text_server import SPARE, Address, Requests, TextServer, api_key, is_address
 from isogloss.tiles import TopKLogits
 
 # Entries that the answer to one request holds, at most: about 20 MB of JSON.  A text is never cut.
