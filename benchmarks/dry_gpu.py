@@ -1,7 +1,7 @@
 """Take steps on a GPU that is not there: what would wait, mix devices, use another dtype, spill.
 
     python -m benchmarks.dry_gpu                     # every loss, every case, then the compiler
-    python -m benchmarks.dry_gpu --losses piece_kl --cases plain,packed --compiled ""
+    python -m benchmarks.dry_gpu --losses piece_kl --cases plain,packed
 
 It needs a CUDA build of torch (with its pinned requirements, in an environment of its own) and a C
 compiler, and no GPU: a small library answers for the runtime of CUDA, and the tensors of a step are
@@ -14,9 +14,11 @@ many kernels the loss of a micro-batch launches, in all its sub-tiles, and what 
 
 Values are unknown, so nothing that depends on them is seen: tests compare values, on a CPU.
 
-`compiled` compiles the formulas that `--loss_backend auto` compiles on a GPU, forward and backward,
-for sm_90, and prints how many kernels these are, and the most registers of a thread; a spill is
-wrong.
+`copies` counts how often a loss, with the cross-entropy, holds the logits of a sub-tile at its
+peak, in float32; `LossSpec.live_copies` follows it.  `compiled` compiles the formulas that
+`--loss_backend auto` compiles on a GPU, forward and backward, for sm_90, and prints how many
+kernels these are, and the most registers of a thread; a spill is wrong.
+
 Everything is one line of JSON each; the command ends with status 1 where something is wrong.
 """
 
@@ -290,12 +292,12 @@ def dry_step(folder, loss, case):
         del names["teacher"]
     try:
         cfg = distill.Config(**names, data=str(folder / "corpus.jsonl"), **flags)
+        encoder, _ = load_text_encoder("student", cfg.student, 96)
+        encoders = {name: load_text_encoder("teacher", teacher.teacher, 96)[0]
+                    for name, teacher in configs_by_teacher(cfg).items()}
+        setups = plan_teachers(cfg, encoder, encoders, torch.device("cpu"))
     except ValueError as error:
         return {"loss": loss, "case": case, "refused": str(error), "wrong": {}}
-    encoder, _ = load_text_encoder("student", cfg.student, 96)
-    encoders = {name: load_text_encoder("teacher", teacher.teacher, 96)[0]
-                for name, teacher in configs_by_teacher(cfg).items()}
-    setups = plan_teachers(cfg, encoder, encoders, torch.device("cpu"))
     lines = (folder / "corpus.jsonl").read_text().splitlines()[:4]
     texts = [json.loads(line)["text"] for line in lines]
     pairs = [PairOptions(setup.encoder, setup.loss.spelling) for setup in setups]
@@ -472,7 +474,8 @@ def resources(path):
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
 
-def main(losses="", cases="", compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
+def main(losses="", cases="", copies="piece_kl,event_kl,projection_kl,gold,uld,alm,forward_kl",
+         compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
     """Run everything, or what is named, with commas."""
     if "DRY_GPU" not in os.environ:
         sys.exit(run_with_stand_ins())
@@ -482,7 +485,7 @@ def main(losses="", cases="", compiled="piece_kl,forward_kl,reverse_kl,generaliz
     cases = cases or list(CASES)
     wrong = 0
     lines = itertools.chain(step_lines(names_of(losses), names_of(cases)),
-                            compiled_lines(names_of(compiled)))
+                            map(copies_line, names_of(copies)), compiled_lines(names_of(compiled)))
     for line in lines:
         print(json.dumps(line), flush=True)
         wrong += len(line["wrong"])

@@ -20,7 +20,7 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.job.columns import pack
 from isogloss.nodes import Tables
-from isogloss.objective.loss_table import as_index, translation_fields
+from isogloss.objective.loss_table import LOSSES, as_index, translation_fields
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.tile_plan import GPU_SUB_TILES
 
@@ -54,8 +54,8 @@ def main(student, teacher, text, max_length=1024, times=3, memory_mib=(4096, 512
     print(LINE.format("MiB", "tokens", "sub-tiles", "tokens/s", "encode ms", "pack ms", "KiB"))
     coding, _ = timed(lambda: [encoder.encode(samples) for encoder in encoders], times)
     for mib in memory_mib:
-        collate = Collator(encoders[0], [PairOptions(encoders[1], tables)], tile_mib=mib,
-                           sub_tiles=GPU_SUB_TILES)
+        pair = PairOptions(encoders[1], tables, live_copies=LOSSES["piece_kl"].live_copies)
+        collate = Collator(encoders[0], [pair], tile_mib=mib, sub_tiles=GPU_SUB_TILES)
         seconds, batch = timed(lambda collate=collate: collate(samples), times + 1)
         packing, (_, buffer) = timed(lambda batch=batch: pack(batch), times)
         num_sub_tiles = sum(len(tile.sub_tiles) for tile in batch.teachers[0].tiles)
