@@ -17,7 +17,7 @@ Values are unknown, so nothing that depends on them is seen: tests compare value
 `copies` counts how often a loss, with the cross-entropy, holds the logits of a sub-tile at its
 peak, in float32; `LossSpec.live_copies` follows it.  `compiled` compiles the formulas that
 `--loss_backend auto` compiles on a GPU, forward and backward, for sm_90, and prints how many
-kernels these are, and the most registers of a thread; a spill is wrong.
+new kernels these are, and the most registers of a thread; a spill is wrong.
 
 Everything is one line of JSON each; the command ends with status 1 where something is wrong.
 """
@@ -425,7 +425,6 @@ def copies_line(name):
 
 def compiled_lines(names):
     """Yield what becomes of the compiled formula of each loss, forward and backward."""
-    import torch
     import torch._inductor.config
 
     # constants would be folded by computing them, on a device that computes nothing
@@ -433,8 +432,7 @@ def compiled_lines(names):
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     for name in names:
         before = set(cache.glob("*/*.ptx"))
-        formula, arguments = formula_of(name)
-        torch.compile(formula, dynamic=True)(*arguments).sum().backward()
+        compile_both_passes(*formula_of(name))
         kernels = {}
         for path in set(cache.glob("*/*.ptx")) - before:  # several shapes of a kernel, to be timed
             registers, spilled = resources(path)
@@ -444,6 +442,29 @@ def compiled_lines(names):
         wrong = {f"spill: {spilled} bytes": 1} if spilled else {}
         yield {"compiled": name, "kernels": len(kernels), "wrong": wrong,
                "registers": max(registers for registers, _ in kernels.values())}
+
+
+def compile_both_passes(formula, arguments):
+    """Compile a formula and its gradient, and end before either runs: nothing could."""
+    import torch
+    import torch._functorch.config
+    from torch._inductor import compile_fx
+
+    compiled = []
+
+    def compile_pass(*args, **options):
+        compiled.append(compile_fx.compile_fx_inner(*args, **options))
+        if len(compiled) == 2:
+            raise KeyboardInterrupt
+        return compiled[0]
+
+    backend = functools.partial(compile_fx.compile_fx, inner_compile=compile_pass)
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        try:
+            torch.compile(formula, backend=backend, dynamic=True)(*arguments)
+        except KeyboardInterrupt:
+            return
+    raise RuntimeError("the gradient was not compiled")
 
 
 def formula_of(name):
