@@ -253,7 +253,7 @@ def test_sums_have_a_fixed_order_where_index_add_has_none(name, monkeypatch):
 @pytest.mark.parametrize("name", CHUNK_LOSSES)
 def test_nothing_waits_for_the_device(name):
     """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
-    case = Case(3)
+    case = Case(3, samples=4)  # has terms of all kinds
     tables = LossTables.of(case)
     spec = CHUNK_LOSSES[name]
     terms = spec.list_terms(case.ids, tables)

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 import oracle
 import toys
-from cases import NoWait, on_meta
 from conftest import asset
 from isogloss import losses
 from isogloss.align import TokenTable
@@ -25,6 +24,7 @@ from isogloss.projection_tools.tokenizers import Pair
 from isogloss.tile_plan import SubTile
 from isogloss.tiles import StoredLogits, TeacherBlocks
 from isogloss.translation import cell_coverage, translated
+from test_batch import indexed
 from toys import EOS, Tokenizer
 
 FINE = Tokenizer(("a", "b"))
@@ -81,9 +81,8 @@ class Toy:
 
     def loss(self, x, y, divergence, **options):
         """Return what `translated` makes of some logits."""
-        return translated(x, y, list_nodes(*self.ids), self.tables,
-                          divergence=divergence,
-                          **options)
+        return translated(
+            x, y, list_nodes(*self.ids), self.tables, divergence=divergence, **options)
 
     def gradient(self, divergence, **options):
         """Return (mean of |expected gradient|, value) at the exact student."""
@@ -181,20 +180,6 @@ def test_any_two_tokens_are_told_apart(student, teacher):
         assert rows[v, v] + rows[other, other] - 2 * rows[v, other] > 1e-6
 
 
-def test_nothing_waits_for_the_device():
-    """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
-    toy = Toy(COARSE, CROSSING, 1)
-    nodes = list_nodes(*toy.ids)
-    assert len(nodes.choices.level) and len(nodes.insides.row_S) and len(nodes.rests.row_S)
-    nodes, tables = on_meta([nodes, toy.tables])
-    for divergence in DIVERGENCES.values():
-        x = on_meta(toy.x.clone().requires_grad_())
-        with NoWait():
-            value, _ = translated(x, on_meta(toy.y), nodes, tables, divergence=divergence)
-            value.backward()
-        assert x.grad.shape == x.shape
-
-
 # --- which nodes there are ------------------------------------------------------------------------
 
 
@@ -280,8 +265,7 @@ def test_of_a_path_that_the_text_left_the_first_token_counts_alone(temperature):
     terms = oracle.Translation(*spelled, set(), {student.id["c"]: joined}).terms(
         x, y, rows.read, rows.next_S, rows.next_T, *rows.chunks, "forward_kl", temperature)
     expected = sum(term for _, _, _, term in terms)
-    ours, _ = translated(x, y, nodes, rows.tables,
-                         temperature=temperature)
+    ours, _ = translated(x, y, nodes, rows.tables, temperature=temperature)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=0)
     gradients = [torch.autograd.grad(value, x)[0] for value in (ours, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
@@ -306,37 +290,10 @@ def check_equal(ours, expected, precision, where):
     assert (d - expected_d).norm() <= 2 * precision * max(1, expected_d.norm()), where
 
 
-def random_logits(toy, seed, spread, excluded=0.0):
-    """Return float32 logits of both sides; this share is -inf, of tokens that do not come."""
+def random_logits(toy, seed, spread):
+    """Return float32 logits of both sides."""
     generator = torch.Generator().manual_seed(seed)
-    sides = []
-    for shape, predicted in ((toy.x.shape, toy.ids[1]), (toy.y.shape, toy.ids[2])):
-        logits = spread * torch.randn(shape, generator=generator)
-        out = torch.rand(shape, generator=generator) < excluded
-        out.scatter_(2, predicted[..., None], False)
-        sides.append(logits.masked_fill(out, -torch.inf))
-    return sides
-
-
-@pytest.mark.parametrize("number", range(len(ALL_PAIRS)))
-def test_float32_is_as_good_as_float64(number):
-    """Every divergence, temperature, weight, and logits of -inf, on chunks of all shapes."""
-    toy = Toy(*ALL_PAIRS[number], number % 3)
-    weight = torch.rand(toy.ids[1].shape, generator=torch.Generator().manual_seed(1))
-    options = [(1.0, 0.0, None), (2.0, 0.0, weight), (0.7, 0.3, None)]
-    for divergence_name, divergence in DIVERGENCES.items():
-        for seed, (temperature, excluded, weights) in enumerate(options):
-            x, y = random_logits(toy, seed, 3, excluded)
-            arguments = divergence_name, temperature, excluded
-            results = [
-                value_and_gradient(toy, x.to(dtype), y.to(dtype), divergence,
-                                   temperature=temperature, weight_BS=weights)
-                for dtype in (torch.float32, torch.float64)]
-            assert results[0][1].isfinite().all(), arguments
-            # where most tokens are excluded, the teacher's "stop" is 1 - sum = 0 up to rounding,
-            # and all but the forward KL take its logarithm
-            cancels = excluded and divergence_name not in ("forward_kl", "top_k")
-            check_equal(*results, 5e-2 if cancels else 3e-6, arguments)
+    return [spread * torch.randn(side.shape, generator=generator) for side in (toy.x, toy.y)]
 
 
 @pytest.mark.parametrize("divergence", [losses.forward_kl, losses.reverse_kl])
@@ -417,10 +374,7 @@ def test_coverage_counts_what_has_a_cell_and_what_would_be_joined():
 
 def test_tiles_and_packed_rows_ask_the_same_questions(tokenizers, tables, texts):
     """Sub-tiles hold the teacher's rows around their chunks, and only those of the same text."""
-    pair = Pair.of(*tokenizers, tables=tables)
-    fields = build_translation(pair)
-    on_cpu = Tables(*[value.long() if isinstance(value, torch.Tensor) else value
-                      for value in map(fields.get, Tables._fields)])
+    on_cpu = indexed(Tables, build_translation(Pair.of(*tokenizers, tables=tables)))
     student, teacher = [TextEncoder(*side, 150) for side in zip(tokenizers, tables)]
     generator = torch.Generator().manual_seed(0)
     sizes = [len(table) for table in tables]
@@ -466,30 +420,27 @@ def sum_over_tiles(tiles, logits, tables):
     return total, sub_tiles
 
 
-NUMBER = "He has 15 apples."
-
-
 def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
     """llama3 writes 15 as one token, qwen2 as two; after 15 no digit can come."""
     loaded = [AutoTokenizer.from_pretrained(asset("tokenizers", name))
               for name in ("llama3", "qwen2")]
     tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in loaded]
-    fields = build_translation(Pair.of(*loaded, tables=tables))
-    on_cpu = Tables(*[value.long() if isinstance(value, torch.Tensor) else value
-                      for value in map(fields.get, Tables._fields)])
+    on_cpu = indexed(Tables, build_translation(Pair.of(*loaded, tables=tables)))
     encoders = [TextEncoder(tokenizer, table, 50) for tokenizer, table in zip(loaded, tables)]
-    batch = Collator(encoders[0], [PairOptions(encoders[1], on_cpu)])([NUMBER])
+    batch = Collator(encoders[0], [PairOptions(encoders[1], on_cpu)])(["He has 15 apples."])
     [tile] = batch.teachers[0].tiles
     [sub_tile] = tile.sub_tiles
-    # a teacher that is sure of the text, but for digits behind "5", of which it expects some
-    teacher = torch.full((len(sub_tile.teacher_labels), len(tables[1])), -30.0)
-    teacher[torch.arange(len(teacher)), sub_tile.teacher_labels.clamp(min=0)] = 0
+
+    def sure_of(labels, table):
+        rows = torch.full((len(labels), len(table)), -30.0)
+        return rows.scatter_(1, labels.clamp(min=0)[:, None], 0)
+
+    # the teacher is sure of the text, but for digits behind "5", of which it expects some
+    teacher = sure_of(sub_tile.teacher_labels, tables[1])
     digits = [loaded[1].convert_tokens_to_ids(digit) for digit in "0123456789"]
     five = (sub_tile.teacher_labels == digits[5]).nonzero().item()
     teacher[five + 1, digits] = 0
-    student = torch.full((len(sub_tile.student_labels), len(tables[0])), -30.0)
-    student[torch.arange(len(student)), sub_tile.student_labels.clamp(min=0)] = 0
-    student.requires_grad_()
+    student = sure_of(sub_tile.student_labels, tables[0]).requires_grad_()
     number = loaded[0].convert_tokens_to_ids("15")
     at_number = (sub_tile.student_labels == number).nonzero().item()
     value, _ = translated(student[None], teacher[None], sub_tile.terms, on_cpu)
