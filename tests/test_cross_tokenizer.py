@@ -73,29 +73,12 @@ def random_logits(batch, kd, seed=0, dtype=torch.float64):
 
 def test_no_story_is_left_without_a_chunk(kd, stories):
     """Ids alone drop a whole text for one double space, which this student's tokenizer joins."""
-    batch = kd.collate(stories)
+    batch = kd.collate([*stories, "Ünï – 漢字 😀  two  spaces\n\n2010"])
     has_chunk = (batch.student_chunk >= 0).any(1)
-    assert has_chunk.all() and len(has_chunk) == 1000
+    assert has_chunk.all() and len(has_chunk) == 1001
     assert any("  " in story for story in stories)
     assert batch.aligned_bytes > 0.98 * batch.text_bytes
-
-
-def test_tokens_of_a_chunk_spell_the_same_bytes(kd, stories):
-    batch = kd.collate([*stories[:5], "Ünï – 漢字 😀  two  spaces\n\n2010"])
-    for b in range(6):
-        number = int(batch.student_chunk[b].max()) + 1
-        assert number > 5
-        for chunk in range(number):
-            spelled = []
-            for table, following, chunks in (
-                (kd.token_tables[0], batch.student_next, batch.student_chunk),
-                (kd.token_tables[1], batch.teacher_next, batch.teacher_chunk),
-            ):
-                spelled.append(table.decode(following[b][chunks[b] == chunk].tolist()))
-            assert spelled[0] == spelled[1]
-    width = batch.student["input_ids"].shape[1]
-    assert width == 128 and batch.labels.shape == (6, 128)
-    # labels are the ids themselves where the mask is 1
+    assert batch.labels.shape == batch.student["input_ids"].shape == (1001, 128)
     is_text = batch.student["attention_mask"].bool()
     assert (batch.labels[is_text] == batch.student["input_ids"][is_text]).all()
     assert (batch.labels[~is_text] == -100).all() and not is_text.all()
@@ -123,7 +106,7 @@ def test_reads_and_counts_as_a_run_does(pair, stories):
     from isogloss.data.sample import TextEncoder
     from isogloss.objective.loss_table import build_loss
 
-    texts = [story[:300] for story in stories[:3]]
+    texts = [*[story[:300] for story in stories[:3]], "Ünï – 漢字 😀  two  spaces\n\n2010"]
     kd = CrossTokenizerKD(*pair.tokenizers, max_length=1000)
     encoders = [TextEncoder(tokenizer, table, 1000)
                 for tokenizer, table in zip(kd.tokenizers, kd.token_tables)]
