@@ -1,10 +1,12 @@
 """Steps that are not finite: they change nothing, are counted, and end a job that takes several."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +35,12 @@ KINDS = {  # name: (ZeRO stage, more of the ds_config)
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 9}}
 
 
+def flags_for(models, texts, folder):
+    """Return the flags of a job that reads 20 texts."""
+    return dict(student=str(models[0]), teacher=str(models[1]), max_length=60,
+                data=write_corpus(folder, texts, 20), output_dir=str(folder))
+
+
 def state_of(engine):
     """Return copies of all numbers that a step may change on this rank."""
     tensors = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
@@ -45,8 +53,7 @@ def state_of(engine):
 
 
 def are_equal(first, second):
-    pairs = zip(first, second, strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return all(map(torch.equal, first, second)) and len(first) == len(second)
 
 
 def spoil_teacher(state):
@@ -102,19 +109,17 @@ def skip_a_step_of(flags, texts, spoiler):
     repair = SPOILERS[spoiler](state) if dist.get_rank() == 1 else lambda: None
     metrics = distill.train_step(state, batches[2:4]).metrics()
     repair()
-    skipped = are_equal(before, state_of(state.engine))
-    bad_steps = state.bad_steps.count
-    causes = state.bad_steps.causes
+    report = {"skipped": are_equal(before, state_of(state.engine)),
+              "bad_steps": state.bad_steps.count, "causes": state.bad_steps.causes,
+              "norm": metrics["grad_norm"], "count": metrics["skipped_steps"]}
     distill.train_step(state, batches[4:])
-    moved = not are_equal(before, state_of(state.engine))
     # a run in which the optimizer did nothing in step 2
     other, _ = job_for(flags)
     distill.train_step(other, batches[:2])
     distill.train_step(other, batches[4:])
-    same = are_equal(state_of(other.engine), state_of(state.engine))
-    return {"skipped": skipped, "moved": moved, "same": same, "bad_steps": bad_steps,
-            "causes": causes, "norm": metrics["grad_norm"], "count": metrics["skipped_steps"],
-            "after": state.bad_steps.count, "scales": dict(state.scales)}
+    return report | {"moved": not are_equal(before, state_of(state.engine)),
+                     "same": are_equal(state_of(other.engine), state_of(state.engine)),
+                     "after": state.bad_steps.count, "scales": dict(state.scales)}
 
 
 @pytest.mark.slow
@@ -123,8 +128,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(models, te
     for kind, (stage, more) in KINDS.items():
         configs[kind] = ds_config(tmp_path / f"{kind}.json", stage, 2, 2, scheduler=SCHEDULE,
                                   **more)
-    flags = dict(student=str(models[0]), teacher=str(models[1]), dynamic_scale=True,
-                 data=write_corpus(tmp_path, texts, 20), max_length=60, output_dir=str(tmp_path))
+    flags = flags_for(models, texts, tmp_path) | {"dynamic_scale": True}
     for reports in ranks.run(2, skip_a_step, flags, texts, configs):
         assert len(reports) == len(KINDS) + 2
         for (kind, spoiler), report in reports.items():
@@ -166,9 +170,9 @@ def name_the_loss(flags_of_jobs, texts):
 
 @pytest.mark.slow
 def test_every_loss_says_when_it_is_not_finite(models, texts, tmp_path):
-    flags = dict(student=str(models[0]), data=write_corpus(tmp_path, texts, 20), max_length=60,
-                 output_dir=str(tmp_path), ds_config=ds_config(tmp_path / "ds.json", 0, 4, 1))
-    jobs = [flags | {"teacher": str(models[1])} | more for more in LOSSES]
+    flags = flags_for(models, texts, tmp_path) | {
+        "ds_config": ds_config(tmp_path / "ds.json", 0, 4, 1)}
+    jobs = [flags | more for more in LOSSES]
     jobs += [flags | {"teacher": str(models[0])} | more for more in LOSSES_OF_ONE]
     [reports] = ranks.run(1, name_the_loss, jobs, texts[:4])
     assert len(reports) == 2 * len(jobs)
@@ -193,19 +197,13 @@ def test_a_loss_that_is_not_finite_spoils_every_gradient():
         assert torch.equal(torch.autograd.grad(spoiled, x)[0], expected)
 
 
-class Stub:
-    """An object with the given attributes."""
-
-    def __init__(self, **attributes):
-        self.__dict__ |= attributes
-
-
 def test_an_overflow_is_routine_until_the_loss_scale_is_at_its_minimum():
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
     scaler = DynamicLossScaler(init_scale=4, scale_window=9, min_scale=1, delayed_shift=1,
                                consecutive_hysteresis=False, raise_error_at_min_scale=False)
-    engine = Stub(torch_autocast_z0_gradscaler=None, optimizer=Stub(loss_scaler=scaler))
+    engine = SimpleNamespace(torch_autocast_z0_gradscaler=None,
+                             optimizer=SimpleNamespace(loss_scaler=scaler))
     routine = []
     for scaler.cur_scale in (4, 2, 1):
         routine.append(loss_scale_can_fall(engine))
@@ -219,7 +217,7 @@ def test_weights_and_optimizer_state_are_looked_through():
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    engine = Stub(module=model, optimizer=optimizer)
+    engine = SimpleNamespace(module=model, optimizer=optimizer)
     assert has_finite_state(engine)
     for state in optimizer.state.values():
         for tensor in (state["exp_avg"], state["exp_avg_sq"]):
@@ -251,8 +249,7 @@ def states_from_spoiled_memory(flags_of_jobs, texts):
 @pytest.mark.slow
 def test_what_fills_up_a_shard_is_finite(models, texts, tmp_path):
     """Three ranks do not divide a power of 2; Adafactor takes a norm of all that a shard holds."""
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=60,
-                 data=write_corpus(tmp_path, texts, 20), output_dir=str(tmp_path))
+    flags = flags_for(models, texts, tmp_path)
     adafactor = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
     jobs = [flags | {"ds_config": ds_config(tmp_path / "adamw.json", 3, 2, 1), "lora_r": 2},
             flags | {"ds_config": ds_config(tmp_path / "adafactor.json", 3, 2, 1,
@@ -287,34 +284,21 @@ def run_spoiled(runs, path):
 
 
 def spoiled_steps(train_step, moments):
-    steps = []
+    numbers = itertools.count(1)
 
     def step_once(state, micro_batches):
-        steps.append(None)
-        moment = moments.get(len(steps)) if dist.get_rank() == 1 else None
-        if moment == "weights":  # after the step
-            report = train_step(state, micro_batches)
-            inner = getattr(state.engine.optimizer, "optimizer", state.engine.optimizer)
-            next(iter(inner.state.values()))["exp_avg"][0] = math.nan
-            return report
-        if moment is None:
-            return train_step(state, micro_batches)
+        moment = moments.get(next(numbers)) if dist.get_rank() == 1 else None
         if moment == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
-        repair = spoil_teacher(state)
+        repair = spoil_teacher(state) if moment in ("teacher", "signal") else lambda: None
         report = train_step(state, micro_batches)
         repair()
+        if moment == "weights":
+            inner = getattr(state.engine.optimizer, "optimizer", state.engine.optimizer)
+            next(iter(inner.state.values()))["exp_avg"][0] = math.nan
         return report
 
     return step_once
-
-
-def strict_lines(output):
-    """Return the steps of a run, read by a reader that takes JSON alone."""
-    lines = []
-    for text in (output / "metrics.jsonl").read_text().splitlines():
-        lines.append(json.loads(text, parse_constant=lambda name: pytest.fail(name)))
-    return lines
 
 
 @pytest.mark.slow
@@ -359,7 +343,9 @@ def test_a_job_ends_after_some_bad_steps_in_a_row(models, texts, tmp_path):
         return sorted(path.name for path in (output / "checkpoints").glob("step_*"))
 
     assert losses_of(ends) == losses_of(good)
-    steps = strict_lines(rare)
+    # by a reader that takes JSON alone
+    steps = [json.loads(text, parse_constant=pytest.fail)
+             for text in (rare / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped_steps"] for line in steps] == [0, 1, 1, 2, 3, 3, 3]
     for line in steps:
         is_bad = line["step"] in (2, 4, 5)

@@ -122,13 +122,13 @@ def test_rows_that_are_not_read_may_hold_anything_and_one_that_is_spoils_the_los
         value, d = value_and_gradient(problem, *logits)
         assert value == expected[0]
         assert torch.equal(d, expected[1])
-    if name != "cross_entropy" or side == 0:
-        for wrong in (torch.nan, torch.inf):
-            logits = [problem.x.detach().clone(), problem.y.clone()]
-            b, t = problem.reads[side].nonzero()[0].tolist()
-            logits[side][b, t, 0] = wrong
-            value, d = value_and_gradient(problem, *logits)
-            assert value.isnan() and (d.isnan().any() or name.startswith(KINKED))
+        if name == "cross_entropy" and side == 1:
+            continue
+        logits = [problem.x.detach().clone(), problem.y.clone()]
+        b, t = problem.reads[side].nonzero()[0].tolist()
+        logits[side][b, t, 0] = wrong
+        value, d = value_and_gradient(problem, *logits)
+        assert value.isnan() and (d.isnan().any() or name.startswith(KINKED))
 
 
 def extremes(logits_BNX):
@@ -394,16 +394,13 @@ def test_the_padding_of_a_head_is_refused(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
-@pytest.mark.parametrize("labeled", ["some", "none", "all"])
+@pytest.mark.parametrize("labeled", [0.0, 0.7, 1.0])
 def test_cross_entropy_without_selection_is_that_of_torch_bit_for_bit(dtype, labeled):
     """What the training loop calls: value and gradient equal F.cross_entropy, in any float type."""
     torch.manual_seed(0)
     x = (3 * torch.randn(2, 50, 301)).to(dtype).requires_grad_()
     labels = torch.randint(301, (2, 50))
-    if labeled == "some":
-        labels[torch.rand(2, 50) < 0.3] = -100
-    elif labeled == "none":
-        labels[:] = -100
+    labels[torch.rand(2, 50) >= labeled] = -100
     logits = losses.at_least_float32(x).flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), reduction="sum")
     value, count = losses.next_token_cross_entropy(x, labels, select=False)
@@ -459,8 +456,7 @@ def test_teacher_tokens_are_reachable_by_a_weight_and_important_where_a_chunk_is
 def test_average_of_teachers():
     x = LogitsCase(8).y
     y = torch.randn(x.shape, dtype=F64)
-    p = x.softmax(-1)
-    q = y.softmax(-1)
+    p, q = x.softmax(-1), y.softmax(-1)
     mean = teacher_mixing.average_teachers([x, y])
     assert torch.allclose(mean.exp(), (p + q) / 2)
     weights = torch.tensor([[0.2, 1.0], [0.8, 0.0]])  # of two teachers in two samples
@@ -473,21 +469,18 @@ def test_average_of_teachers():
         teacher_mixing.average_teachers([x, y], space="x")
 
 
-@pytest.mark.parametrize("kind", ["ce", "entropy", "max_prob"])
+SCORES = {"ce": lambda p, token: p[token].log(), "entropy": lambda p, token: (p * p.log()).sum(),
+          "max_prob": lambda p, token: p.max()}
+
+
+@pytest.mark.parametrize("kind", SCORES)
 def test_teacher_scores_are_means_over_positions(kind):
     case = LogitsCase(7)
     logits, next_ids, mask = case.y, case.next, case.mask
     scores = teacher_mixing.teacher_scores(logits, next_ids, mask, kind)
     for b in range(len(logits)):
-        terms = []
-        for t in mask[b].nonzero().flatten().tolist():
-            p = logits[b, t].softmax(-1)
-            if kind == "ce":
-                terms.append(p[next_ids[b, t]].log())
-            elif kind == "entropy":
-                terms.append((p * p.log()).sum())
-            else:
-                terms.append(p.max())
+        terms = [SCORES[kind](logits[b, t].softmax(-1), next_ids[b, t])
+                 for t in mask[b].nonzero().flatten().tolist()]
         assert abs(scores[b] - sum(terms) / len(terms)) < 1e-12
     nothing = torch.zeros_like(mask)
     unread = teacher_mixing.teacher_scores(logits, next_ids, nothing, kind)
@@ -511,13 +504,7 @@ def test_a_teacher_that_does_not_read_a_sample_has_no_weight(select, alpha):
     torch.testing.assert_close(weights[[0, 2], 0], expected)
 
 
-def test_teacher_weights_and_factors():
-    torch.manual_seed(0)
-    scores = torch.randn(3, 5, dtype=F64)
-    assert torch.allclose(teacher_mixing.teacher_weights(scores, 2.0), (2 * scores).softmax(0))
-    best = teacher_mixing.teacher_weights(scores, select=True)
-    assert torch.equal(best.argmax(0), scores.argmax(0))
-    assert torch.equal(best.sum(0), torch.ones(5).double())
+def test_factors():
     factors = teacher_mixing.vocabulary_factors([1000, 10, 100])
     assert torch.allclose(factors, torch.tensor([3.0, 1.0, 2.0]).double())
     kd = torch.tensor(2.0, requires_grad=True)
