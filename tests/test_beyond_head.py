@@ -18,8 +18,7 @@ from isogloss.data.rollouts import (
 )
 from isogloss.data.sample import TextEncoder, TokenBeyondHead
 from isogloss.evaluation.task_model import TaskEncoder
-from isogloss.projection_tools.tokenizers import Pair, load_tokenizer
-from isogloss.spelling import spell
+from isogloss.projection_tools.tokenizers import load_tokenizer
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from wrong_input import check_one_line, outcomes
 
@@ -62,19 +61,6 @@ def test_the_table_leaves_out_control_tokens_beyond_the_head(folder):
         assert table.pad == -1 and table.eos == plain.eos
         assert np.array_equal(table.lengths, plain.lengths)
         assert np.array_equal(table.data, plain.data) and table.tokens == plain.tokens
-
-
-def test_no_table_of_a_pair_names_them(folder):
-    """Each side's spellings of the other: ids below the head, as without these tokens."""
-    pair = Pair.load(str(folder / "student"), str(folder / "teacher"))
-    plain = Pair.load(str(folder / "plain_student"), str(folder / "plain_teacher"))
-    for spelled, expected in zip(
-            (spell(pair.tables[0], pair.tokenizers[1], pair.tables[1]),
-             spell(pair.tables[1], pair.tokenizers[0], pair.tables[0])),
-            (spell(plain.tables[0], plain.tokenizers[1], plain.tables[1]),
-             spell(plain.tables[1], plain.tokenizers[0], plain.tables[0])), strict=True):
-        for array, other in zip(spelled, expected, strict=True):
-            assert np.array_equal(array, other)
 
 
 @pytest.mark.parametrize("role", ["bos", "eos", "unk", "text"])
