@@ -40,7 +40,7 @@ def value_and_gradient(problem, *logits, **options):
 @of_every_loss
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
 def test_equals_its_definition(name, tau):
-    for seed in range(12):
+    for seed in range(9):
         sizes = {"sizes": [(9, 12), (12, 7), (5, 14)][seed % 3]} if name in CHUNK_LOSSES else {}
         problem = PROBLEMS[name](seed, tau, **sizes)
         value, count = problem.loss()
@@ -150,14 +150,12 @@ def extremes(logits_BNX):
 def test_what_a_model_excludes_costs_a_finite_amount(name, side):
     if name == "cross_entropy":
         pytest.skip("as torch has it, it is infinite")
-    for dtype in (torch.float32, F64):
-        problem = PROBLEMS[name](1)
-        logits = [problem.x.detach().to(dtype), problem.y.to(dtype)]
-        for changed in extremes(logits[side]):
-            both = list(logits)
-            both[side] = changed
-            value, d = value_and_gradient(problem, *both)
-            assert value.isfinite() and d.isfinite().all()
+    problem = PROBLEMS[name](1)
+    logits = [problem.x.detach().float(), problem.y.float()]
+    for changed in extremes(logits[side].clone()):
+        logits[side] = changed
+        value, d = value_and_gradient(problem, *logits)
+        assert value.isfinite() and d.isfinite().all()
 
 
 @of_every_loss
@@ -264,16 +262,15 @@ def test_nothing_waits_for_the_device(name):
     assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}])
-def test_nothing_of_one_vocabulary_waits_for_the_device(options):
+def test_nothing_of_one_vocabulary_waits_for_the_device():
     x, y = on_meta([LogitsCase(0).x, LogitsCase(0).y])
     labels = torch.empty(x.shape[:2], device="meta", dtype=torch.long)
     with NoWait():
         for name in ("generalized_jsd", "adaptive_kl"):
-            losses.position_divergence(name, x, y, None, **options)[0].backward()
-        value, count = losses.next_token_cross_entropy(x, labels, select=False)
-        value.backward()
-    assert value.shape == count.shape == () and x.grad.shape == x.shape
+            for top_k in (0, 3):
+                losses.position_divergence(name, x, y, None, top_k=top_k)[0].backward()
+        losses.next_token_cross_entropy(x, labels, select=False)[0].backward()
+    assert x.grad.shape == x.shape
 
 
 def sharded(world):

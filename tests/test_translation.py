@@ -421,9 +421,9 @@ def sum_over_tiles(tiles, logits, tables):
 
 
 def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
-    """llama3 writes 15 as one token, qwen2 as two; after 15 no digit can come."""
+    """GPT-2 writes 15 as one token, DeepSeek Coder as two; after 15 no digit can come."""
     loaded = [AutoTokenizer.from_pretrained(asset("tokenizers", name))
-              for name in ("llama3", "qwen2")]
+              for name in ("gpt2", "deepseek_coder")]
     tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in loaded]
     on_cpu = indexed(Tables, build_translation(Pair.of(*loaded, tables=tables)))
     encoders = [TextEncoder(tokenizer, table, 50) for tokenizer, table in zip(loaded, tables)]
@@ -441,12 +441,12 @@ def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
     five = (sub_tile.teacher_labels == digits[5]).nonzero().item()
     teacher[five + 1, digits] = 0
     student = sure_of(sub_tile.student_labels, tables[0]).requires_grad_()
-    number = loaded[0].convert_tokens_to_ids("15")
+    number = loaded[0].convert_tokens_to_ids("Ġ15")
     at_number = (sub_tile.student_labels == number).nonzero().item()
     value, _ = translated(student[None], teacher[None], sub_tile.terms, on_cpu)
     value.backward()
     # it may go on with a third digit there, which "151" says in one token
-    longer = [loaded[0].convert_tokens_to_ids(f"15{digit}") for digit in "0123456789"]
+    longer = [loaded[0].convert_tokens_to_ids(f"Ġ15{digit}") for digit in "0123456789"]
     assert (student.grad[at_number, longer] < -1e-3).all()
     zeros = [loaded[0].convert_tokens_to_ids("0" * count) for count in (1, 2, 3)]
     assert student.grad[at_number + 1, zeros].abs().max() < 1e-6
