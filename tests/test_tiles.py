@@ -42,7 +42,7 @@ class Models:
     def __init__(self, seed, dtype=torch.float64, samples=3, kind="plain"):
         self.case = Case(seed, samples=samples)
         self.tables = LossTables.of(self.case)
-        V, W = self.vocab_sizes
+        V, W = self.vocab_sizes = self.case.x.shape[-1], self.case.y.shape[-1]
         torch.manual_seed(seed)
 
         def tensor(*shape):
@@ -80,23 +80,17 @@ class Models:
         tensors = [self.hidden, *self.head.tensors]
         return [x for x in tensors if x is not None and x.requires_grad]
 
-    @property
-    def vocab_sizes(self):
-        return self.case.x.shape[-1], self.case.y.shape[-1]
-
     def tiles(self, memory_mib, name="event_kl"):
         """Plan tiles with the terms of a loss of every_loss.py."""
         ids = self.case.ids
         tiles = plan_tiles(self.labels, self.chunk[0], ids.next_T, self.chunk[1], self.vocab_sizes,
                            memory_mib, sub_tiles=GPU_SUB_TILES)
-        out = []
-        for tile in tiles:
-            sub_tiles = []
-            for sub_tile in tile.sub_tiles:
-                terms = CHUNK_LOSSES[name].list_terms(ids_of(sub_tile), self.tables)
-                sub_tiles.append(sub_tile._replace(terms=terms))
-            out.append(tile._replace(sub_tiles=tuple(sub_tiles)))
-        return out
+
+        def with_terms(sub_tile):
+            terms = CHUNK_LOSSES[name].list_terms(ids_of(sub_tile), self.tables)
+            return sub_tile._replace(terms=terms)
+
+        return [tile._replace(sub_tiles=tuple(map(with_terms, tile.sub_tiles))) for tile in tiles]
 
     def loss(self, name, tables=None):
         """Return a tile loss: (x (n, V), y (m, W), sub_tile) -> sums of cross-entropy and loss."""
@@ -133,13 +127,6 @@ def ids_of(sub_tile):
     """Return a sub-tile as a batch of one sample."""
     return Ids(sub_tile.student_labels.clamp(min=0)[None], sub_tile.teacher_labels[None],
                sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
-
-
-def all_sub_tiles(tiles):
-    out = []
-    for tile in tiles:
-        out.extend(tile.sub_tiles)
-    return out
 
 
 def with_cross_entropy(loss):
@@ -366,15 +353,6 @@ def test_float16_under_a_loss_scale():
         assert (a.float() - b).norm() < 5e-3 * b.norm()
 
 
-def learned_loss(case, weight):
-    """Return a tile loss with the weights of a projection that are trained."""
-    def compute(x, y, sub_tile):
-        chunks = ids_of(sub_tile)[2:]
-        return losses.projection_kl(x[None], y[None], *chunks, case.indices, weight)[0]
-
-    return with_cross_entropy(compute)
-
-
 def test_gradient_checkpointing_and_evaluation():
     models = Models(3)
     tile_loss = models.loss("gold")
@@ -401,13 +379,18 @@ def test_parts_add_up_to_the_sum_of_their_losses(kind):
     """Of several teachers, one of which weighs little, and one nothing."""
     models = Models(2, kind=kind)
     weight = models.case.likelihoods.clone().requires_grad_()
-    learned = learned_loss(models.case, weight)
+
+    def of_projection(x, y, sub_tile):  # whose weights are trained
+        chunks = ids_of(sub_tile)[2:]
+        return losses.projection_kl(x[None], y[None], *chunks, models.case.indices, weight)[0]
+
     other_hidden = (models.hidden.detach() * 2).requires_grad_()
     source = models.teacher["hidden"]
     parts = [
         LossPart(models.hidden, source, models.loss("gold"), models.tiles(0.002, "gold"),
                  [0.3, 2.0]),
-        LossPart(other_hidden, source, learned, models.tiles(0.01), [0.0, 1e-4]),
+        LossPart(other_hidden, source, with_cross_entropy(of_projection), models.tiles(0.01),
+                 [0.0, 1e-4]),
         LossPart(models.hidden, source, models.loss("uld"), models.tiles(0.01, "uld"), [0.0, 0.0])]
     inputs = [*models.inputs, other_hidden, weight]
     value, sums = tiled_losses(models.head, parts, [weight])
@@ -619,7 +602,7 @@ def test_one_block_of_the_teacher_exists_at_a_time():
     counting = TeacherBlocks(counted, tiles)
     positions = None
     buffers = set()
-    for sub_tile in all_sub_tiles(tiles):
+    for sub_tile in itertools.chain(*[tile.sub_tiles for tile in tiles]):
         if sub_tile.teacher_positions is not None:
             positions = sub_tile.teacher_positions
         expected = models.teacher["logits"](positions)[sub_tile.teacher_slice]
@@ -637,8 +620,7 @@ def test_top_k_of_a_teacher_and_one_event_for_the_rest():
     rest = 1 - top.values.exp().sum(1)
     positions = torch.tensor([4, 1])
     for total_T in (None, total):
-        logp = top.values.float()
-        rows = TopKLogits(top.indices, logp, 9, rest.log().float(), total_T)(positions)
+        rows = TopKLogits(top.indices, top.values, 9, rest.log(), total_T)(positions)
         p = rows.softmax(-1).double()
         assert p.shape == (2, 10)
         assert torch.allclose(p.gather(1, top.indices[positions]), top.values[positions].exp())
