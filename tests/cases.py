@@ -95,42 +95,25 @@ def on_meta(value):
 
 def padded(rows, fill, width):
     """Return a tensor of lists of ids, filled up to one width."""
-    filled = []
-    for row in rows:
-        filled.append(row + [fill] * (width - len(row)))
-    return torch.tensor(filled)
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
 
 
 def table_of(rows):
     """Return a table of lists of ids, as wide as the longest, padded with -1."""
-    return padded(rows, -1, max(len(row) for row in rows))
-
-
-def ranges_of(pieces):
-    """Return (order, low, high) of a table of spellings; see Spelling."""
-    return [torch.from_numpy(x).long() for x in prefix_ranges(pieces.numpy())]
+    return padded(rows, -1, max(map(len, rows)))
 
 
 def spelling_of(A, B):
     """Build a Spelling from lists of ids: A[w] of student tokens, B[v] of teacher tokens."""
-    pieces_W = table_of(A)
-    pieces_V = table_of(B)
-    event_V, event_W, num_events = events(pieces_W.numpy(), pieces_V.numpy())
-    order_W, low_W, high_W = ranges_of(pieces_W)
-    order_V, low_V, high_V = ranges_of(pieces_V)
-    return Spelling(
-        event_V=torch.from_numpy(event_V),
-        event_W=torch.from_numpy(event_W),
-        num_events=num_events,
-        pieces_W=pieces_W,
-        order_W=order_W,
-        low_W=low_W,
-        high_W=high_W,
-        pieces_V=pieces_V,
-        order_V=order_V,
-        low_V=low_V,
-        high_V=high_V,
-    )
+    tables = {"W": table_of(A).numpy(), "V": table_of(B).numpy()}
+    event_V, event_W, num_events = events(*tables.values())
+    fields = {"event_V": event_V, "event_W": event_W}
+    for side, pieces in tables.items():
+        order, low, high = prefix_ranges(pieces)
+        fields |= {f"pieces_{side}": pieces, f"order_{side}": order, f"low_{side}": low,
+                   f"high_{side}": high}
+    fields = {name: torch.from_numpy(array).long() for name, array in fields.items()}
+    return Spelling(num_events=num_events, **fields)
 
 
 def random_vocabulary(rng, size):
@@ -147,8 +130,7 @@ def greedy(text, vocab):
     """Tokenize a text: always the longest token that fits."""
     ids = []
     while text:
-        fitting = [token for token in vocab if text.startswith(token)]
-        longest = max(fitting, key=len)
+        longest = max(filter(text.startswith, vocab), key=len)
         ids.append(vocab.index(longest))
         text = text[len(longest) :]
     return ids
