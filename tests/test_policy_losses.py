@@ -52,31 +52,22 @@ def test_stale_samples_have_the_expectation_of_fresh_ones():
 
 def test_the_prefix_ratio_leaves_out_prompt_padding_and_other_samples():
     torch.manual_seed(2)
-    logp = -3 * torch.rand(2, 5)
-    old_logp = -3 * torch.rand(2, 5)
-    prompts = 2, 1
-    alone = []
-    for b, prompt in enumerate(prompts):  # a sample by itself, without prompt
-        of_sample = logp[b : b + 1, prompt:], old_logp[b : b + 1, prompt:]
-        ones = torch.ones_like(of_sample[0], dtype=torch.bool)
-        alone.append(policy_losses.prefix_ratio(*of_sample, ones, 3.0)[0])
-        expected = (of_sample[0] - of_sample[1]).double()[0].cumsum(0)[:-1].exp().clamp(max=3)
-        assert torch.allclose(alone[b], torch.cat([torch.ones(1), expected.float()]))
-
-    def with_nan(x, b):  # prompt, sample, two positions of padding
-        return torch.cat([torch.full((prompts[b],), torch.nan), x[b, prompts[b] :],
-                          torch.full((2,), torch.nan)])
-
-    packed = [torch.cat([with_nan(x, 0), with_nan(x, 1)])[None] for x in (logp, old_logp)]
-    mask = ~packed[0].isnan()
+    packed = -3 * torch.rand(2, 1, 14)  # now, and under the older student
+    mask = torch.zeros(1, 14, dtype=torch.bool)
+    samples = slice(2, 5), slice(8, 12)  # in rows of prompt, sample, two positions of padding
+    for of_sample in samples:
+        mask[:, of_sample] = True
+    packed[:, ~mask] = torch.nan
     sample = torch.tensor([[0] * 7 + [1] * 7])
     ratio = policy_losses.prefix_ratio(*packed, mask, 3.0, sample_BS=sample)
     assert ratio.dtype == torch.float32 and ratio.isfinite().all()
-    assert torch.equal(ratio[mask], torch.cat(alone))
+    for of_sample in samples:
+        now, old = packed[:, 0, of_sample].double()
+        expected = (now - old).cumsum(0)[:-1].exp().clamp(max=3)
+        assert torch.allclose(ratio[0, of_sample][1:], expected.float())
     assert (ratio[0, :3] == 1).all() and (ratio[0, 7:9] == 1).all()
     # another sample's tokens, excluded by a model altogether, change nothing either
-    for x, excluded in ((packed[0], -torch.inf), (packed[1], -50.0)):
-        x[0, 3] = excluded
+    packed[:, 0, 3] = torch.tensor([-torch.inf, -50.0])
     again = policy_losses.prefix_ratio(*packed, mask, 3.0, sample_BS=sample)
     assert torch.equal(again[0, 7:], ratio[0, 7:]) and again[0, 4] == 0
 
