@@ -58,7 +58,7 @@ class Toy:
         weight_BS: probability of the text.
         x, y: logits of the exact student and teacher.
         ids: arguments of list_nodes.
-        histories: {tokens so far: positions in x}.
+        history_BS: number of the tokens so far.
     """
 
     def __init__(self, student, teacher, order, length=5, seed=1):
@@ -73,11 +73,12 @@ class Toy:
         self.ids = read, next_S, next_T, chunk_S, chunk_T, self.tables
         probability = torch.tensor(list(texts.values()), dtype=torch.float64)
         self.weight_BS = probability[:, None].expand(next_S.shape)
-        self.histories = {}
+        numbers = {}
+        self.history_BS = torch.zeros_like(next_S)
         for b, tokens in enumerate(sides[0]):
             for position in range(len(tokens)):
-                history = tuple(tokens[:position])
-                self.histories.setdefault(history, []).append((b, position))
+                number = numbers.setdefault(tuple(tokens[:position]), len(numbers))
+                self.history_BS[b, position] = number
 
     def loss(self, x, y, divergence, **options):
         """Return what `translated` makes of some logits."""
@@ -89,12 +90,10 @@ class Toy:
         x = self.x.clone().requires_grad_()
         value, _ = self.loss(x, self.y, divergence, weight_BS=self.weight_BS, **options)
         value.backward()
-        total = 0.0
-        mass = 0.0
-        for places in self.histories.values():
-            total += sum(x.grad[place] for place in places).abs().sum()
-            mass += sum(self.weight_BS[place] for place in places)
-        return float(total / mass), value.item()
+        of_histories = torch.zeros_like(x.grad.flatten(0, 1))
+        of_histories.index_add_(0, self.history_BS.flatten(), x.grad.flatten(0, 1))
+        mass = self.weight_BS[self.ids[3] >= 0].sum()
+        return float(of_histories.abs().sum() / mass), value.item()
 
 
 def padded(tokenizer, texts, chunks, side, probabilities):
