@@ -14,7 +14,7 @@ import ranks
 from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from launched import Job, rank_with_trouble
+from launched import Job, no_trouble, rank_with_trouble
 from wrong_input import outcomes
 
 # --- whole jobs -----------------------------------------------------------------------------------
@@ -104,10 +104,6 @@ class ForkedRanks:
         process, _ = self.group[0]
         process.join(60)
         return process.exitcode, (self.folder / "stderr0").read_text()
-
-
-def no_trouble(rank):
-    """Make no trouble."""
 
 
 @pytest.mark.slow
