@@ -45,11 +45,12 @@ def as_in_a_terminal():
 
 
 class Job:
-    """A job of two ranks under DeepSpeed's launcher, in a session of its own."""
+    """A job under DeepSpeed's launcher, in a session of its own."""
 
-    def __init__(self, flags, port, stderr=subprocess.PIPE):
+    def __init__(self, flags, port, stderr=subprocess.PIPE, num_ranks=2):
         program = Path(sys.executable).with_name("deepspeed")
-        command = [program, "--num_gpus=2", f"--master_port={port}", "distill.py", *flags]
+        command = [program, f"--num_gpus={num_ranks}", f"--master_port={port}", "distill.py",
+                   *flags]
         self.runner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
                                        stderr=stderr, start_new_session=True,
                                        preexec_fn=as_in_a_terminal)
@@ -115,7 +116,11 @@ def rank_with_trouble(argv, folder, trouble):
     os._exit(code)
 
 
-def run_with_trouble(num_ranks, argv, folder, trouble):
+def no_trouble(rank):
+    """Make no trouble."""
+
+
+def run_with_trouble(num_ranks, argv, folder, trouble=no_trouble):
     """Return Ended of every rank; a rank that does not end fails the test."""
     folder.mkdir(exist_ok=True)
     group = ranks.start(num_ranks, rank_with_trouble, argv, folder, trouble)

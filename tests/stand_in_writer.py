@@ -1,10 +1,9 @@
 """Write with transformers in vLLM's place: a process with the protocol of isogloss/vllm_writer.py.
 
-    python tests/stand_in_writer.py [stale | dies | talks | stops]
+    python tests/stand_in_writer.py [stale | dies | stops]
 
 stale: it says that it took over the weights, and does not.  dies: at the second request to write.
-talks: it prints to where responses belong.  stops: at the fourth request to write it asks the job
-to end by SIGTERM, and never answers.
+stops: at the fourth request to write it asks the job to end by SIGTERM, and never answers.
 """
 
 import os
@@ -39,8 +38,6 @@ class Engine:
         return done
 
     def refresh(self):
-        if self.fault == "talks":
-            print("loading", flush=True)
         if self.fault != "stale":
             own = dict(self.model.named_parameters())
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Real jobs run through real launchers; one whose rank is killed or fails ends."""
+"""Whole jobs, some through real launchers; one whose rank is killed or fails ends."""
 
 import json
 import os
@@ -14,32 +14,14 @@ import ranks
 from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from launched import rank_with_trouble
+from launched import Job, no_trouble, rank_with_trouble
+from wrong_input import outcomes
 
-# --- real launches --------------------------------------------------------------------------------
-
-
-def launcher(num_ranks, *flags):
-    """Return the command line of DeepSpeed's launcher."""
-    program = Path(sys.executable).with_name("deepspeed")
-    port = ranks.free_port()
-    return [program, f"--num_gpus={num_ranks}", f"--master_port={port}", "distill.py", *flags]
-
-
-def launch(num_ranks, *flags, environment=None):
-    """Run the real launcher to its end."""
-    command = launcher(num_ranks, *flags)
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-def start_launcher(num_ranks, *flags):
-    """Start the real launcher."""
-    command = launcher(num_ranks, *flags)
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+# --- whole jobs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_real_models_through_the_launcher(tmp_path):
+def test_real_models(tmp_path):
     """GPT-Neo with 14k byte-level tokens teaches Llama with 512 SentencePiece pieces."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,8 +36,8 @@ def test_real_models_through_the_launcher(tmp_path):
         f"--data={asset('text', 'tinystories_1000.json')}",
         f"--ds_config={config}", "--steps=12", "--eval_rows=16", "--max_length=128",
         f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
-    done = launch(2, *flags)
-    assert done.returncode == 0, done.stderr
+    [[done], [other]] = ranks.run(2, outcomes, tmp_path, flags, [""])
+    assert done.exit_code == other.exit_code == 0, done
     assert "piece_kl: 100%" in done.stderr and "kd=" in done.stderr and "tok/s=" in done.stderr
     first, *steps, last = losses_of(tmp_path, start=-1)
     assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 13), 12]
@@ -93,45 +75,17 @@ def small_run(models, texts, folder, *flags, stage=2, micro_batch_size=2):
             "--max_length=60", *flags]
 
 
-def descendants(process):
-    """List the ids of the processes that a process has started, parents before their children."""
-    ids = []
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        try:
-            children = [int(word) for word in file.read_text().split()]
-        except OSError:  # a thread that has ended meanwhile
-            continue
-        for child in children:
-            ids += [child, *descendants(child)]
-    return ids
-
-
-def process_of_rank(launcher_process, local_rank):
-    """Return the id of the process that a launcher has started for a rank."""
-    for process in descendants(launcher_process):
-        try:
-            words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
-        except OSError:  # it has ended meanwhile
-            continue
-        if f"--local_rank={local_rank}" in words:
-            return process  # before its data workers, which have the same command line
-    raise AssertionError(f"no process of rank {local_rank}")
-
-
 class LaunchedRanks:
     """Two ranks under DeepSpeed's launcher."""
 
     def __init__(self, argv, folder):
-        self.job = start_launcher(2, *argv)
-        self.is_running = lambda: self.job.poll() is None
+        self.job = Job(argv, ranks.free_port())
+        self.is_running = lambda: self.job.runner.poll() is None
+        self.end = self.job.wait  # returns (exit code, what was said)
 
     def processes(self):
-        return [process_of_rank(self.job.pid, rank) for rank in (0, 1)]
-
-    def end(self):
-        """Return (exit code, what was said)."""
-        message = self.job.communicate(timeout=60)[1]
-        return self.job.returncode, message
+        """Return those of the ranks, which have started before their data workers."""
+        return sorted(self.job.ranks())[:2]
 
 
 class ForkedRanks:
@@ -150,10 +104,6 @@ class ForkedRanks:
         process, _ = self.group[0]
         process.join(60)
         return process.exitcode, (self.folder / "stderr0").read_text()
-
-
-def no_trouble(rank):
-    """Make no trouble."""
 
 
 @pytest.mark.slow
@@ -282,8 +232,8 @@ def test_utilization_where_the_peak_is_known():
     assert pcie["mfu"] == 6e14 / (4 * 756e12)
 
 
-@pytest.mark.slow
-def test_the_launcher_passes_on_the_exit_code():
-    done = launch(1, "--stepz=3")
+def test_the_program_ends_with_the_exit_code():
+    command = [sys.executable, "distill.py", "--stepz=3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "distill.py: unknown flag --stepz; did you mean --steps?" in done.stderr
