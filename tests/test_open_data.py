@@ -1,6 +1,7 @@
 """open_data.py: data as people have it, mapped and streamed; compressed, in splits, far away."""
 
 import bz2
+import csv
 import gzip
 import http.server
 import json
@@ -176,8 +177,6 @@ DATES = ["2024-01-31", "2024-01-31 10:00", "2024-01-31 10:00:00", "2024-01-31T10
          "1999-12-31T23:59:59.123Z"]
 CELLS = ["6", "3.50", "007", "1e5", "NA", "null", "", "nan", "None", "True", "-0", " 7 ", "1_000",
          "0x10", "2024-01-31", "1,000", 'say "a"', "a\nb", "+1", "9" * 30]
-AS_CELLS = ["6", "3.50", "007", "1e5", "NA", "null", "", "nan", "None", "True", "-0", " 7 ",
-            "1_000", "0x10", "2024-01-31", '"1,000"', '"say ""a"""', '"a\nb"', "+1", "9" * 30]
 
 
 @pytest.mark.parametrize("date", DATES)
@@ -196,9 +195,9 @@ def test_text_that_looks_like_a_date_stays_text(tmp_path, date):
 def test_cells_of_a_csv_are_what_stands_there(tmp_path, end):
     path = tmp_path / "a.csv"
     # the last column is of several types, and nobody asks for it
-    lines = [f"{cell},{cell},{number if number % 2 else 'x'}"
-             for number, cell in enumerate(AS_CELLS)]
-    path.write_bytes("".join(line + end for line in ["text,q,other", *lines, ""]).encode())
+    cells = [(cell, cell, number if number % 2 else "x") for number, cell in enumerate(CELLS)]
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator=end).writerows([("text", "q", "other"), *cells])
     for dataset in opened(path, plain_keys=("q",)):
         assert [row["text"] for row in dataset] == CELLS
         assert [row["q"] for row in dataset] == CELLS
