@@ -1,4 +1,4 @@
-"""Whole jobs, some through real launchers; one whose rank is killed or fails ends."""
+"""Real jobs run through real launchers; one whose rank is killed or fails ends."""
 
 import json
 import os
@@ -15,13 +15,19 @@ from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
 from jobs import ds_config, losses_of, run_distill, write_corpus
 from launched import Job, no_trouble, rank_with_trouble
-from wrong_input import outcomes
 
-# --- whole jobs -----------------------------------------------------------------------------------
+# --- real launches --------------------------------------------------------------------------------
+
+
+def launch(num_ranks, *flags):
+    """Run DeepSpeed's launcher to its end; return (exit code, what was said)."""
+    job = Job(flags, ranks.free_port(), num_ranks=num_ranks)
+    _, message = job.runner.communicate()
+    return job.runner.returncode, message
 
 
 @pytest.mark.slow
-def test_real_models(tmp_path):
+def test_real_models_through_the_launcher(tmp_path):
     """GPT-Neo with 14k byte-level tokens teaches Llama with 512 SentencePiece pieces."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,9 +42,9 @@ def test_real_models(tmp_path):
         f"--data={asset('text', 'tinystories_1000.json')}",
         f"--ds_config={config}", "--steps=12", "--eval_rows=16", "--max_length=128",
         f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
-    [[done], [other]] = ranks.run(2, outcomes, tmp_path, flags, [""])
-    assert done.exit_code == other.exit_code == 0, done
-    assert "piece_kl: 100%" in done.stderr and "kd=" in done.stderr and "tok/s=" in done.stderr
+    code, message = launch(2, *flags)
+    assert code == 0, message
+    assert "piece_kl: 100%" in message and "kd=" in message and "tok/s=" in message
     first, *steps, last = losses_of(tmp_path, start=-1)
     assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 13), 12]
     assert last["eval/kd"] < first["eval/kd"]
@@ -58,7 +64,7 @@ def test_real_models(tmp_path):
         story = stories[line["row"]]
         story = story if isinstance(story, str) else story["text"]
         assert story.startswith(line["prompt"] + line["reference"]) and len(line["text"]) > 5
-    assert f"step 12: {' '.join(samples[3]['prompt'].split())} >> " in done.stderr
+    assert f"step 12: {' '.join(samples[3]['prompt'].split())} >> " in message
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["ranks"] == 2 and record["config"]["steps"] == 12
     assert record["versions"]["deepspeed"]
@@ -232,8 +238,8 @@ def test_utilization_where_the_peak_is_known():
     assert pcie["mfu"] == 6e14 / (4 * 756e12)
 
 
-def test_the_program_ends_with_the_exit_code():
-    command = [sys.executable, "distill.py", "--stepz=3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "distill.py: unknown flag --stepz; did you mean --steps?" in done.stderr
+@pytest.mark.slow
+def test_the_launcher_passes_on_the_exit_code():
+    code, message = launch(1, "--stepz=3")
+    assert code == 2
+    assert "distill.py: unknown flag --stepz; did you mean --steps?" in message

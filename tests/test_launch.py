@@ -422,17 +422,14 @@ SIGNALS = {
 
 @pytest.mark.slow
 def test_every_way_to_stop_a_job_saves_first_and_the_curve_goes_on(small_run, tmp_path):
-    """One after the other, each resumes what the one before has left; no process stays behind.
-
-    One rank each: test_distributed.py has ranks that agree on a signal which one of them got.
-    """
+    """One after the other, each resumes what the one before has left; no process stays behind."""
     output = tmp_path / "stopped"
     flags = small_run(output, "--num_workers=1", "--eval_rows=4")
     port = ranks.free_port()
     metrics = output / "metrics.jsonl"
     for name, (send, code) in SIGNALS.items():
         before = losses_of(output)[-1]["step"] if metrics.exists() else 0
-        job = Job([*flags, "--steps=100000"], port, num_ranks=1)
+        job = Job([*flags, "--steps=100000"], port)
 
         def has_trained(job=job, before=before):
             assert job.runner.poll() is None, job.runner.communicate()[1]
@@ -446,15 +443,15 @@ def test_every_way_to_stop_a_job_saves_first_and_the_curve_goes_on(small_run, tm
         assert code is None or found == code, (name, found, message)
     steps = f"--steps={last + 1}"
     undisturbed = f"--output_dir={tmp_path / 'undisturbed'}"
-    run_all(1, [*flags, steps], [*flags, steps, undisturbed])
+    run_all(2, [*flags, steps], [*flags, steps, undisturbed])
     assert losses_of(output) == losses_of(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
 def test_a_signal_while_the_models_load_ends_the_job_at_once(small_run, tmp_path):
-    """The command is gone before its rank looks for it, which notices."""
-    job = Job(small_run(tmp_path / "run", "--steps=100000"), ranks.free_port(), num_ranks=1)
-    wait_until(job.ranks)
+    """The command is gone before its ranks look for it; they notice."""
+    job = Job(small_run(tmp_path / "run", "--steps=100000"), ranks.free_port())
+    wait_until(lambda: len(job.ranks()) == 2)
     job.runner.terminate()
     job.wait()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
