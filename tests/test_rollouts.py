@@ -1,5 +1,6 @@
 """What the student writes, read back: prompts, sampled ids, and what the teachers see of them."""
 
+import contextlib
 import json
 import math
 import types
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isogloss import losses
+from isogloss import distill, losses
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Batch, Example, StudentBatch
@@ -24,6 +25,7 @@ from isogloss.projection_tools.tokenizers import Pair
 from isogloss.rollout import Completion
 from isogloss.tiles import StoredLogits
 from isogloss.translation import going_on, root_target
+from isogloss.writing import on_policy
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
 from test_batch import indexed, rows_of, sub_tiles_of
 from test_chat import collator
@@ -479,3 +481,28 @@ def test_the_cross_entropy_is_that_of_the_data_alone(encoders):
         expected = F.cross_entropy(logits, of_data, reduction="sum")
         assert sums[0] == pytest.approx(float(expected), rel=1e-5)
         assert 0 < sums[2] <= sums[1]  # of the teacher's, the part in rollouts
+
+
+# --- the writer's weights -------------------------------------------------------------------------
+
+
+def test_gaps_above_and_below_do_not_cancel(monkeypatch):
+    """What is no token of the student's has no log-probability to compare."""
+    monkeypatch.setattr(on_policy, "current_logp", lambda *_: torch.tensor([[-0.5, -2.5, 0.0]]))
+    monkeypatch.setattr(on_policy, "global_sums", torch.as_tensor)
+    monkeypatch.setattr(on_policy.dist, "all_reduce", lambda *_, **__: None)
+    student = types.SimpleNamespace(logp=torch.tensor([[-1.0, -2.0, math.nan]]))
+    writer = types.SimpleNamespace(engine=None, device=torch.device("cpu"))
+    metrics = on_policy.Writer.gap(writer, [types.SimpleNamespace(student=student)])
+    assert metrics == {"rollout/logp_gap": 0.5, "rollout/logp_gap_max": 0.5}
+
+
+@pytest.mark.parametrize("gap, ends", [(None, False), (0.3, False), (0.4, True), (math.nan, True)])
+def test_a_gap_above_the_largest_or_no_number_ends_the_job(gap, ends):
+    writer = types.SimpleNamespace(has_other_weights=lambda: True,
+                                   gap=lambda _: {"rollout/logp_gap": gap})
+    cfg = types.SimpleNamespace(max_logp_gap=0.3)
+    state = types.SimpleNamespace(cfg=cfg, writer=writer, last_checkpoint=None)
+    context = pytest.raises(SystemExit) if ends else contextlib.nullcontext()
+    with context:
+        distill.weigh_rollouts(state, [types.SimpleNamespace(rollout_age=0)])
