@@ -1,6 +1,7 @@
 """What the student writes, read back: prompts, sampled ids, and what the teachers see of them."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import types
@@ -293,6 +294,22 @@ def test_what_was_written_stands_at_the_positions_that_predict_it(encoders, pack
     assert torch.equal(batch.student.ids, other.student.ids)
     assert logp.nan_to_num().equal(other.student.logp.nan_to_num())
     assert batch.counts == other.counts
+
+
+def test_json_keeps_the_chat_of_a_rollout(encoders):
+    rollout = rollout_of(encoders[0], TEXT, 5)
+    chat = [{"role": "user", "content": "Weather?"}], [{"type": "function"}]
+    prompt = dataclasses.replace(rollout.prompt, messages=chat[0], tools=chat[1])
+    plain = dataclasses.replace(rollout, prompt=prompt).to_plain()
+    read = Rollout.from_plain(json.loads(json.dumps(plain))).prompt
+    assert (read.messages, read.tools) == chat
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_teacher_reads_an_end_where_the_student_wrote_one(encoders, ended):
+    rollout = rollout_of(encoders[0], TEXT, 5, ended)
+    labels = collator(encoders)([rollout]).teachers[0].labels
+    assert (labels == encoders[1].table.eos).any() == ended
 
 
 def test_counts_of_rollouts(encoders):
