@@ -285,7 +285,7 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("name", "most"), [
-    ("translated, forward_kl", 400), ("event_kl", 325), ("projection_kl", 115), ("gold", 155),
+    ("translated, forward_kl", 385), ("event_kl", 325), ("projection_kl", 115), ("gold", 155),
     ("uld", 130), ("alm, binary_kl", 120)])
 def test_a_sub_tile_launches_few_kernels(name, most):
     """In plain torch, with its gradient: what a GPU waits for where sub-tiles are small."""
