@@ -70,7 +70,6 @@ RUNTIME = """
 cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return 0; }
 cudaError_t cudaGetDevice(int *n) { *n = 0; return 0; }
 cudaError_t cudaDriverGetVersion(int *v) { *v = 13000; return 0; }
-cudaError_t cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }
 cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) { *v = 1; return 0; }
 cudaError_t cudaMalloc(void **p, size_t n)
 { *p = aligned_alloc(512, (n + 511) / 512 * 512); return 0; }
@@ -115,7 +114,6 @@ cudaError_t cudaGetDriverEntryPointByVersion(
 DRIVER = """
 int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
 int cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { *f = 0; *a = 1; return 0; }
-int cuDeviceGet(int *d, int n) { *d = 0; return 0; }
 int cuCtxGetDevice(int *d) { *d = 0; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) {
   *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : a == 10 ? 32 : a == 12 ? 65536
@@ -201,10 +199,10 @@ def on_gpu(value, mode, known=None):
 
 
 def place_of(frames):
-    """Return where in this repository a stack of frames is, innermost."""
-    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)
-            and frame.filename != __file__]
-    return f" at {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+    """Return where a stack of frames is, innermost, this file and torch left out; "": nowhere."""
+    places = [f"{frame.filename}:{frame.lineno}" for frame in frames
+              if frame.filename != __file__ and "/torch/" not in frame.filename]
+    return places[-1].removeprefix(f"{ROOT}/") if places else ""
 
 
 def watched():
@@ -214,7 +212,8 @@ def watched():
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    reads = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"}
+    # lift_fresh: a tensor of numbers of the host's
+    waits = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh"}
 
     class Watch(TorchDispatchMode):
         launches = 0
@@ -233,20 +232,22 @@ def watched():
             self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
 
         def note(self, kind, what):
-            line = f"{kind}: {what}{place_of(traceback.extract_stack())}"
-            self.wrong[line] = self.wrong.get(line, 0) + 1
+            place = place_of(traceback.extract_stack())
+            if "site-packages" not in place:  # what transformers does is not ours to mend
+                line = f"{kind}: {what} at {place}"
+                self.wrong[line] = self.wrong.get(line, 0) + 1
 
         def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
             kwargs = kwargs or {}
             name = operator.overloadpacket.__name__
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             devices = [x.device.type for x in tensors]
+            target = torch.device(kwargs.get("device") or devices[0] if devices else "cpu").type
+            if name == "_to_copy" and target != devices[0]:
+                self.note("wait", f"copied from {devices[0]} to {target}")
             if "cuda" in devices:
-                if name in reads:
+                if name in waits:
                     self.note("wait", name)
-                target = torch.device(kwargs.get("device") or "cuda").type
-                if name == "_to_copy" and target == "cpu":
-                    self.note("wait", "copied to the host")
                 if name.startswith("index_put") and "cpu" in devices:
                     self.note("wait", "a number of the host written")
                 if name == "copy_" and len(set(devices)) > 1:
@@ -323,45 +324,51 @@ def dry_step(folder, loss, case):
                                         setup.spec, "replicated", 0)
             if setup.loss.learned_projection:
                 setup.loss.learned_projection.attach(student, "cuda:0")
+        if case == "rollouts":
+            write(student.model, watch)
+            return line | {"wrong": watch.wrong}
         with watch:
-            if case == "rollouts":
-                write(student.model)
-            else:
-                [answers] = list(targets.step_targets(setups, [batch]))
-                teachers = batch.teachers
-                if cfg.teacher_weights != "fixed":
-                    teachers = targets.weigh_by_confidence(cfg, teachers, answers)
-                terms = LossTerms(
-                    0.3, [TeacherTerm(*pair, 0.7) for pair in zip(teachers, answers)],
-                    batch.student.tiles, parameters=student.loss_parameters())
-                before = watch.launches
-                reduce, counted = terms.reduce, []
+            [answers] = list(targets.step_targets(setups, [batch]))
+            teachers = batch.teachers
+            if cfg.teacher_weights != "fixed":
+                teachers = targets.weigh_by_confidence(cfg, teachers, answers)
+            terms = LossTerms(
+                0.3, [TeacherTerm(*pair, 0.7) for pair in zip(teachers, answers)],
+                batch.student.tiles, parameters=student.loss_parameters())
+            line["teachers"] = watch.launches
+            reduce = terms.reduce
 
-                def counting(logits):
-                    begin = watch.launches
-                    out = reduce(logits)
-                    counted.append(watch.launches - begin)
-                    return out
+            def counting(logits):
+                begin = watch.launches
+                out = reduce(logits)
+                line["launches"] = watch.launches - begin
+                return out
 
-                with mock.patch.object(terms, "reduce", counting):
-                    total, _ = student(batch.student, terms)
-                total.backward()
-                line["teachers"] = before
-                line["launches"] = sum(counted)
-                line["sub_tiles"] = sum(len(tile.sub_tiles) for tile in teachers[0].tiles)
+            with mock.patch.object(terms, "reduce", counting):
+                total, _ = student(batch.student, terms)
+            total.backward()
+    line["sub_tiles"] = sum(len(tile.sub_tiles) for tile in teachers[0].tiles)
     return line | {"wrong": watch.wrong}
 
 
-def write(model):
-    """Let a model write eight places of two rows, one of which has ended after four."""
+def write(model, watch):
+    """Let a model write eight places of two rows, one of which has ended after four.
+
+    Each place is watched; the prompts of a batch are copied before.
+    """
     from isogloss import rollout
 
     prompts = [rollout.Prompt([3, 4, 5][number:], (0, number), 8) for number in range(2)]
     going_on = iter([2, 2, 2, 2, 1, 1, 1, 0])  # what the host reads at each place
-    batch = rollout._Batch
-    with mock.patch.object(batch, "count_active", lambda self: next(going_on)):
-        with mock.patch.object(batch, "completions", lambda self: [None] * 2):
-            rollout.write(model, prompts, [2], temperature=0.7, top_p=0.9)
+    advance = rollout._Batch.advance
+
+    def watched_advance(batch):
+        with watch:
+            advance(batch)
+
+    with mock.patch.multiple(rollout._Batch, count_active=lambda batch: next(going_on),
+                             completions=lambda batch: [None] * 2, advance=watched_advance):
+        rollout.write(model, prompts, [2], temperature=0.7, top_p=0.9)
 
 
 def step_lines(losses, cases):
@@ -379,8 +386,8 @@ def step_lines(losses, cases):
                 try:
                     yield dry_step(Path(folder), loss, case)
                 except Exception as error:
-                    frames = traceback.extract_tb(error.__traceback__)
-                    text = f"error: {type(error).__name__}: {str(error)[:200]}{place_of(frames)}"
+                    place = place_of(traceback.extract_tb(error.__traceback__))
+                    text = f"error: {type(error).__name__}: {str(error)[:200]} at {place}"
                     yield {"loss": loss, "case": case, "wrong": {text: 1}}
 
 
@@ -388,8 +395,7 @@ def step_lines(losses, cases):
 
 
 def copies_line(name):
-    """Return how often a loss, with the cross-entropy, holds the logits of a sub-tile in float32.
-    """
+    """Return how often a loss, with the cross-entropy, holds the logits of a sub-tile."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -441,7 +447,7 @@ def compiled_lines(names):
         spilled = sum(bytes_ for _, bytes_ in kernels.values())
         wrong = {f"spill: {spilled} bytes": 1} if spilled else {}
         yield {"compiled": name, "kernels": len(kernels), "wrong": wrong,
-               "registers": max(registers for registers, _ in kernels.values())}
+               "registers": max((registers for registers, _ in kernels.values()), default=0)}
 
 
 def compile_both_passes(formula, arguments):
@@ -468,8 +474,7 @@ def compile_both_passes(formula, arguments):
 
 
 def formula_of(name):
-    """Return (what is compiled of a loss, its arguments): of piece_kl the roots of a translation.
-    """
+    """Return (what is compiled of a loss, its arguments); of piece_kl it is the roots."""
     import torch
 
     from isogloss import losses, translation
