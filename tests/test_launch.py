@@ -1,6 +1,7 @@
 """Ranks start and end together: failures, deaths, signals, lost launchers; nothing is unpickled."""
 
 import ast
+import itertools
 import json
 import math
 import os
@@ -385,6 +386,26 @@ def test_the_store_listens_on_the_masters_address(monkeypatch, nodes, address):
     store = rendezvous._own_store()
     store.set("key", "value")
     assert listening_addresses(port) == {address}
+
+
+def leave_first_or_read_on():
+    """Rank 0, which serves the store, has nothing more to do; rank 1 reads there for a while."""
+    from isogloss.job.launch import start_distributed
+    from isogloss.job.rendezvous import value_there
+    from isogloss.job.watch import end_together
+
+    with end_together() as watch:
+        start_distributed()
+        if watch.number == 0:
+            return 0
+        wait_until(lambda: value_there(watch.store, "0 ended"))
+        reads = itertools.count()
+        wait_until(lambda: value_there(watch.store, "0 ended") and next(reads) == 20)
+    return 1
+
+
+def test_the_rank_that_serves_the_store_leaves_last():
+    assert ranks.run(2, leave_first_or_read_on) == [0, 1]
 
 
 # what torch.compile imports keeps, as a default argument, the group of all ranks that there is then

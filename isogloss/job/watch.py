@@ -42,6 +42,7 @@ PERIOD = 1.0  # seconds between looks
 # tuned.
 GRACE = 5.0
 REFUSAL_GRACE = 30.0
+LEAVING_GRACE = 30.0  # for ranks that are alive and still on their way out
 
 # --- signals --------------------------------------------------------------------------------------
 
@@ -255,6 +256,17 @@ class Watch:
         with contextlib.suppress(dist.DistError):
             write_value(self.store, f"{self.number} ended", True)
 
+    def wait_for_others(self):
+        """Wait until the others have ended, or died: this rank may serve the store that they read.
+        """
+        begin = time.monotonic()
+        others = [f"{number} ended" for number in range(self.count) if number != self.number]
+        with contextlib.suppress(dist.DistError):
+            while self.number == 0 and time.monotonic() - begin < LEAVING_GRACE:
+                if not others or self.store.check(others) or self._dead_peers():
+                    return
+                time.sleep(PERIOD / 10)
+
     def _look(self):
         while not self.end.wait(PERIOD):
             ending = self.find_ending()
@@ -452,3 +464,4 @@ def end_together(roles=None):
     finally:
         watch.training = False
         watch.stop()
+    watch.wait_for_others()
