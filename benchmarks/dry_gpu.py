@@ -268,22 +268,13 @@ def watched():
     return Watch()
 
 
-def dry_step(folder, loss, case):
-    """Run teachers, student, loss and backward on a micro-batch; return a line."""
+def plan_case(folder, loss, case):
+    """Return (Config, TextEncoder of the student, TeacherSetups) of a step, on the host."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from isogloss import distill, targets
+    from isogloss import distill
     from isogloss.config import configs_by_teacher
-    from isogloss.data.batch import Collator, PairOptions
     from isogloss.inputs import load_text_encoder, plan_teachers
-    from isogloss.job.columns import put_together, take_apart
-    from isogloss.objective.objective import LossTerms, TeacherTerm
-    from isogloss.student.engine import StudentWithLoss
-    from isogloss.teachers.model import ModelTeacher, WholeModel
-    from isogloss.tile_plan import GPU_SUB_TILES
-    from isogloss.tiles import head_of
 
     flags = CASES[case] | {"loss": loss, "max_length": 96, "teacher_max_length": 96}
     names = {name: str(folder / name) for name in ("student", "teacher")}
@@ -291,12 +282,30 @@ def dry_step(folder, loss, case):
         pair = [{"name": name, "model": names["teacher"]} for name in ("first", "second")]
         flags["teachers"] = json.dumps(pair)
         del names["teacher"]
+    cfg = distill.Config(**names, data=str(folder / "corpus.jsonl"), **flags)
+    encoder, _ = load_text_encoder("student", cfg.student, 96)
+    encoders = {name: load_text_encoder("teacher", teacher.teacher, 96)[0]
+                for name, teacher in configs_by_teacher(cfg).items()}
+    return cfg, encoder, plan_teachers(cfg, encoder, encoders, torch.device("cpu"))
+
+
+def dry_step(folder, loss, case):
+    """Run teachers, student, loss and backward on a micro-batch; return a line."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from isogloss import targets
+    from isogloss.data.batch import Collator, PairOptions
+    from isogloss.job.columns import put_together, take_apart
+    from isogloss.objective.objective import LossTerms, TeacherTerm
+    from isogloss.student.engine import StudentWithLoss
+    from isogloss.teachers.model import ModelTeacher, WholeModel
+    from isogloss.tile_plan import GPU_SUB_TILES
+    from isogloss.tiles import head_of
+
     try:
-        cfg = distill.Config(**names, data=str(folder / "corpus.jsonl"), **flags)
-        encoder, _ = load_text_encoder("student", cfg.student, 96)
-        encoders = {name: load_text_encoder("teacher", teacher.teacher, 96)[0]
-                    for name, teacher in configs_by_teacher(cfg).items()}
-        setups = plan_teachers(cfg, encoder, encoders, torch.device("cpu"))
+        cfg, encoder, setups = plan_case(folder, loss, case)
     except ValueError as error:
         return {"loss": loss, "case": case, "refused": str(error), "wrong": {}}
     lines = (folder / "corpus.jsonl").read_text().splitlines()[:4]
