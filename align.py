@@ -56,8 +56,7 @@ METASPACE = "\u2581"  # how SentencePiece writes a space
 # letter
 TEXT_MARKER = re.compile(r"</?(think|reason|tool|function)\w*>\Z")
 # names of the token that ends a turn of a chat; the first that a vocabulary has counts
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<|end|>",
-               "<|end_of_turn|>")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>")
 
 
 @dataclass

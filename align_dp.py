@@ -466,11 +466,7 @@ def _describe(student, teacher, s_chunk, t_chunk, num_chunks):
     s_spelled = _chunk_spellings(student, s_chunk, num_chunks)
     t_spelled = _chunk_spellings(teacher, t_chunk, num_chunks)
     same_bytes = np.array([s == t for s, t in zip(s_spelled, t_spelled)], bool)
-    dropped = {
-        "normalized": text_bytes - int(chunk_bytes.sum()),
-        "unencodable": 0,
-        "unmatched": 0,
-    }
+    dropped = {"normalized": text_bytes - int(chunk_bytes.sum()), "unencodable": 0, "unmatched": 0}
     return Alignment(
         s_chunk,
         t_chunk,

@@ -287,87 +287,51 @@ def log_masses(x_NX: Tensor, of_X: Tensor, num: int) -> Tensor:
 # --- one vocabulary: divergences per position ----------------------------------------------------
 
 
-def forward_kl(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, **options: Any
-) -> SumAndCount:
-    """Compute KL(q || p): the student covers all that the teacher gives mass (arXiv:1503.02531).
-
-    Args, options, Returns, Raises, of this and the next six: see `position_divergence`.
-    """
-    return position_divergence(
-        "forward_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, **options
-    )
+# `help(losses.position_divergence)` lists their arguments, options, results and errors.
 
 
-def reverse_kl(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, **options: Any
-) -> SumAndCount:
+def forward_kl(*logits_and_mask: Any, **options: Any) -> SumAndCount:
+    """Compute KL(q || p): the student covers all that the teacher gives mass (arXiv:1503.02531)."""
+    return position_divergence("forward_kl", *logits_and_mask, **options)
+
+
+def reverse_kl(*logits_and_mask: Any, **options: Any) -> SumAndCount:
     """Compute KL(p || q): the student gives mass only where the teacher does (arXiv:2306.08543)."""
-    return position_divergence(
-        "reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, **options
-    )
+    return position_divergence("reverse_kl", *logits_and_mask, **options)
 
 
-def generalized_jsd(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
-    beta: float = 0.5, **options: Any,
-) -> SumAndCount:
+def generalized_jsd(*logits_and_mask: Any, beta: float = 0.5, **options: Any) -> SumAndCount:
     """Compute beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p.
 
     From GKD (arXiv:2306.13649).  beta 0 *means* forward KL and beta 1 reverse KL, as in public
     code.  That is a jump: towards its ends the formula goes to 0 like beta (1 - beta) times those.
     Divide by that where a continuous family is wanted.  0 <= beta <= 1.
     """
-    return position_divergence(
-        "generalized_jsd", student_logits_BSV, teacher_logits_BSV, mask_BS, coefficient=beta,
-        **options,
-    )
+    return position_divergence("generalized_jsd", *logits_and_mask, coefficient=beta, **options)
 
 
-def skew_forward_kl(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
-    skew: float = 0.1, **options: Any,
-) -> SumAndCount:
+def skew_forward_kl(*logits_and_mask: Any, skew: float = 0.1, **options: Any) -> SumAndCount:
     """Compute KL(q || skew q + (1 - skew) p), 0 <= skew < 1 (DistiLLM, arXiv:2402.03898)."""
-    return position_divergence(
-        "skew_forward_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, coefficient=skew,
-        **options,
-    )
+    return position_divergence("skew_forward_kl", *logits_and_mask, coefficient=skew, **options)
 
 
-def skew_reverse_kl(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
-    skew: float = 0.1, **options: Any,
-) -> SumAndCount:
+def skew_reverse_kl(*logits_and_mask: Any, skew: float = 0.1, **options: Any) -> SumAndCount:
     """Compute KL(p || skew p + (1 - skew) q), 0 <= skew < 1 (DistiLLM, arXiv:2402.03898)."""
-    return position_divergence(
-        "skew_reverse_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, coefficient=skew,
-        **options,
-    )
+    return position_divergence("skew_reverse_kl", *logits_and_mask, coefficient=skew, **options)
 
 
-def adaptive_kl(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None,
-    alpha: float = 0.5, **options: Any,
-) -> SumAndCount:
+def adaptive_kl(*logits_and_mask: Any, alpha: float = 0.5, **options: Any) -> SumAndCount:
     """Compute h KL(q || p) + (1 - h) KL(p || q) (AKL, arXiv:2404.02657).
 
     h is the fraction of sum |q - p| that lies on the teacher's likely tokens; it gets no gradient.
     Unlikely tokens are those whose probabilities, summed from the smallest on, stay below alpha.
     """
-    return position_divergence(
-        "adaptive_kl", student_logits_BSV, teacher_logits_BSV, mask_BS, coefficient=alpha,
-        **options,
-    )
+    return position_divergence("adaptive_kl", *logits_and_mask, coefficient=alpha, **options)
 
 
-def total_variation(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, **options: Any
-) -> SumAndCount:
+def total_variation(*logits_and_mask: Any, **options: Any) -> SumAndCount:
     """Compute sum |p - q| / 2, from 0 to 1 (f-DISTILL, arXiv:2307.15190)."""
-    return position_divergence(
-        "total_variation", student_logits_BSV, teacher_logits_BSV, mask_BS, **options
-    )
+    return position_divergence("total_variation", *logits_and_mask, **options)
 
 
 def position_divergence(
@@ -454,14 +418,10 @@ def _clamped_logp(logits_NV: Tensor, temperature: float) -> Tensor:
     return _soften(logits_NV, temperature).log_softmax(-1).clamp(min=FLOOR)
 
 
-def _support_ids(
-    student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int
-) -> Tensor:
+def _support_ids(student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int) -> Tensor:
     """Return the (N, K) int64 ids of the student's or the teacher's top_k tokens."""
     if support not in ("teacher", "student"):
-        raise ValueError(
-            f"support={support!r}: expected 'teacher', 'student' or a tensor of token ids"
-        )
+        raise ValueError(f"support={support!r}: expected 'teacher', 'student' or token ids")
     # likelier tokens have larger logits
     return _largest_ids(teacher_NV if support == "teacher" else student_NV, top_k)
 
@@ -734,9 +694,7 @@ def soften_bernoulli(logp: Tensor, temperature: float) -> Tensor:
     return F.logsigmoid((logp - torch.log(-torch.expm1(logp))) / temperature)
 
 
-def check_width(
-    side: str, logits_BNX: Tensor, num_tokens: int, table: str
-) -> None:
+def check_width(side: str, logits_BNX: Tensor, num_tokens: int, table: str) -> None:
     """Raise a ValueError for logits of more or fewer tokens than a table is of.
 
     More are the padding of an lm_head, which would take its share of the softmax in silence.
@@ -781,8 +739,7 @@ def projection_kl(
     teacher_chunk_BT: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor,
     *, kept_K: Tensor | None = None, temperature: float = 1.0, teacher_average: str = "p",
     reverse: bool = False, weight_BS: Tensor | None = None, reduction: str = "sum",
-    entries: "Entries | None" = None,
-    chunks: Chunks | None = None, has_rest: bool = False,
+    entries: "Entries | None" = None, chunks: Chunks | None = None, has_rest: bool = False,
 ) -> SumAndCount:
     """Compute P-KL: the sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary.
 
@@ -997,8 +954,7 @@ def gold(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, common_V: Tensor, common_W: Tensor, *, temperature: float = 1.0,
     uncommon_topk: int = 8192, reverse: bool = False, weight_BS: Tensor | None = None,
-    reduction: str = "sum", chunks: Chunks | None = None,
-    rest: tuple[Tensor, Tensor] | None = None,
+    reduction: str = "sum", chunks: Chunks | None = None, rest: tuple[Tensor, Tensor] | None = None,
 ) -> SumAndCount:
     """Compute the KL on common tokens plus the distance of the sorted probabilities of the rest.
 
@@ -1089,8 +1045,7 @@ def uld(
     teacher_next_BT: Tensor, student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, *,
     temperature: float = 1.0, common: tuple[Tensor, Tensor] | None = None,
     matched_weight: float | None = None, weight_BS: Tensor | None = None, reduction: str = "sum",
-    chunks: Chunks | None = None,
-    rest: tuple[Tensor, Tensor] | None = None,
+    chunks: Chunks | None = None, rest: tuple[Tensor, Tensor] | None = None,
 ) -> SumAndCount:
     """Sum over chunks sum |sorted p - sorted q| (ULD, arXiv:2402.12030); needs no projection.
 
@@ -1118,11 +1073,9 @@ def uld(
     last_S = chunks.first_S + chunks.count_S - 1
     last_T = chunks.first_T + chunks.count_T - 1
     p_before_C = _probability_before(
-        x_NV, student_next_BS, last_S, chunks.row_S, chunks.of_S, temperature
-    )
+        x_NV, student_next_BS, last_S, chunks.row_S, chunks.of_S, temperature)
     q_before_C = _probability_before(
-        y_MW, teacher_next_BT, last_T, chunks.row_T, chunks.of_T, temperature
-    )
+        y_MW, teacher_next_BT, last_T, chunks.row_T, chunks.of_T, temperature)
     p_CV = _end_distribution(x_NV, last_S, p_before_C, temperature)
     q_CW = _end_distribution(y_MW, last_T, q_before_C, temperature)
     if common is None:
@@ -1148,9 +1101,7 @@ def _probability_before(
         return None
     # the size is known, so nothing waits for the device
     before = torch.nonzero_static(row_N != last_C[of_N], size=num_before).squeeze(1)
-    logp_C = chunk_logp(
-        logits_NX, next_BX, row_N[before], of_N[before], len(last_C), temperature
-    )
+    logp_C = chunk_logp(logits_NX, next_BX, row_N[before], of_N[before], len(last_C), temperature)
     return logp_C.exp()
 
 
@@ -1218,12 +1169,8 @@ def alm(
     x_NV = student_logits_BSV.flatten(0, 1)
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
     # the temperature applies to the chunk, not to its tokens' distributions, whence the 1.0
-    logp_C = chunk_logp(
-        x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0
-    )
-    logq_C = chunk_logp(
-        y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0
-    )
+    logp_C = chunk_logp(x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0)
+    logq_C = chunk_logp(y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0)
     value_C = _alm_value(mode, logp_C, logq_C, temperature)
     shape_BS = student_chunk_BS.shape
     return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
@@ -1247,7 +1194,5 @@ def _alm_value(mode: str, logp_C: Tensor, logq_C: Tensor, temperature: float) ->
         return bernoulli_kl(logp, logq)
     if mode == "binary_ce":
         return -logq.exp() * logp + torch.expm1(logq) * torch.log(-torch.expm1(logp))
-    raise ValueError(
-        f"mode={mode!r}: expected binary_kl, binary_kl_reverse, binary_ce, "
-        "temperature_limit, squared or absolute"
-    )
+    raise ValueError(f"mode={mode!r}: expected binary_kl, binary_kl_reverse, binary_ce, "
+                     "temperature_limit, squared or absolute")

@@ -19,50 +19,6 @@ except ImportError:  # copied beside it, not into a package
     import losses
 
 
-def topk_tail_policy_loss(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, next_BS: Tensor, mask_BS: Tensor,
-    top_k: int = 16, *, old_logp_BS: Tensor | None = None, max_ratio: float = 10.0,
-    ratio: str = "clamp", sample_BS: Tensor | None = None,
-    temperature: float = 1.0, teacher_temperature: float | None = None, tail: bool = True,
-    weight_BS: Tensor | None = None, reduction: str = "sum",
-) -> losses.SumAndCount:
-    """Compute the on-policy reverse KL on the student's top_k tokens and one bucket for the rest.
-
-    The sum over positions t of rho_t KL(p || q), rho_t = `prefix_ratio`: how much likelier the
-    student has become, since it sampled, to write the tokens in front of t.  KL(p || q) needs no
-    ratio of the token at t, because it is a sum over all tokens that may come there.
-
-    Args:
-        next_BS: int64, the token that was sampled there; anything where the mask is False.
-        mask_BS: bool, positions that predict a sampled token.
-        top_k: number of tokens, the student's most likely ones.
-        old_logp_BS: float, log-probability of that token in nats under the student that sampled it,
-            both students as they are (temperature 1); None: ratio 1.
-        max_ratio, sample_BS: see `prefix_ratio`; 10 is not tuned.
-        ratio: "clamp" or "mask", the kind of `prefix_ratio`.
-    Others and Returns: see `position_divergence`; the count is that of positions, not of ratios.
-    Raises:
-        ValueError: unknown ratio, max_ratio below 1.
-    """
-    losses.check_side("student", student_logits_BSV, next_BS=next_BS, mask_BS=mask_BS)
-    _check_ratio(ratio, max_ratio)
-    row_N = mask_BS.reshape(-1).nonzero().squeeze(1)
-    value_N, _ = losses.reverse_kl(
-        student_logits_BSV, teacher_logits_BSV, mask_BS, temperature=temperature,
-        teacher_temperature=teacher_temperature, top_k=top_k, support="student", tail=tail,
-        reduction="none",
-    )
-    if old_logp_BS is not None:
-        logits_NV = losses.at_least_float32(student_logits_BSV.detach()[mask_BS])
-        logp_NV = logits_NV.log_softmax(-1)
-        logp_N = logp_NV.gather(1, next_BS[mask_BS][:, None]).squeeze(1)
-        logp_BS = logp_N.new_zeros(mask_BS.shape)
-        logp_BS[mask_BS] = logp_N
-        ratio_BS = prefix_ratio(logp_BS, old_logp_BS, mask_BS, max_ratio, ratio, sample_BS)
-        value_N = value_N * ratio_BS[mask_BS].to(value_N)
-    return losses.reduce_terms(value_N, row_N, mask_BS.shape, weight_BS, reduction)
-
-
 def prefix_ratio(
     logp_BS: Tensor, old_logp_BS: Tensor, mask_BS: Tensor, max_ratio: float = 10.0,
     kind: str = "clamp", sample_BS: Tensor | None = None,

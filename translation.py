@@ -44,52 +44,19 @@ License: Apache-2.0 (see LICENSE).  Tests: tests/test_translation.py.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-try:
-    from .losses import (
-        FLOOR,
-        LOG_ZERO,
-        SHIFT,
-        Segments,
-        SumAndCount,
-        at_least_float32,
-        bernoulli_kl,
-        check_side,
-        check_width,
-        column_sums,
-        forward_kl,
-        log_masses,
-        reduce_terms,
-        soften_bernoulli,
-        softened,
-        take_rows,
-    )
-    from .nodes import Cells, Choices, Continuations, Insides, Nodes, Rests, Tables, expand
-except ImportError:  # copied beside it, not into a package
-    from losses import (
-        FLOOR,
-        LOG_ZERO,
-        SHIFT,
-        Segments,
-        SumAndCount,
-        at_least_float32,
-        bernoulli_kl,
-        check_side,
-        check_width,
-        column_sums,
-        forward_kl,
-        log_masses,
-        reduce_terms,
-        soften_bernoulli,
-        softened,
-        take_rows,
-    )
+if TYPE_CHECKING or not __package__:  # copied beside them, not into a package
+    import losses
     from nodes import Cells, Choices, Continuations, Insides, Nodes, Rests, Tables, expand
+else:
+    from . import losses
+    from .nodes import Cells, Choices, Continuations, Insides, Nodes, Rests, Tables, expand
 
+FLOOR, LOG_ZERO = losses.FLOOR, losses.LOG_ZERO
 LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
 
 # --- the teacher's masses -------------------------------------------------------------------------
@@ -105,7 +72,7 @@ class GoingOn(NamedTuple):
     mass_E: (E,) the probability of each token if it goes on, 0 if it ends.
     """
 
-    nodes: Segments
+    nodes: losses.Segments
     next_E: Tensor
     mass_K: Tensor
     ends_K: Tensor
@@ -115,7 +82,7 @@ class GoingOn(NamedTuple):
 def going_on(y_MW: Tensor, tokens: Continuations, tables: Tables) -> GoingOn:
     """Ask the teacher's rows how their tokens go on; where none is known, lambda is 0."""
     nodes, token_E, next_E = tokens.list(tables)
-    logits_E = at_least_float32(y_MW[tokens.row_K[nodes.of_E], token_E])
+    logits_E = losses.at_least_float32(y_MW[tokens.row_K[nodes.of_E], token_E])
     # finite where all are excluded
     top_K = nodes.reduce(logits_E, "max").clamp(min=torch.finfo(logits_E.dtype).min)
     mass_E = (logits_E - top_K[nodes.of_E]).exp()
@@ -168,8 +135,8 @@ def _longer_tokens(q_NW: Tensor, choices: Choices, tables: Tables) -> Longer:
     cell_E = choices.tokens.of_E[choices.longer_shift_K[node_E] + rank_E]
     cells = choices.cells.nodes
     return Longer(
-        Segments.of(node_E, cells.num).sum(mass_E),
-        Segments.of(cell_E, len(cells.of_E)).sum(mass_E),
+        losses.Segments.of(node_E, cells.num).sum(mass_E),
+        losses.Segments.of(cell_E, len(cells.of_E)).sum(mass_E),
     )
 
 
@@ -185,7 +152,7 @@ def root_target(y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables) -> Ro
     first_K = q_NW[choices.roots.of_E, choices.first_K]
     longer = _longer_tokens(q_NW, choices, tables)
     # one cell more, for tokens that have none
-    mass_NC = column_sums(q_NW, tables.cell_W, tables.num_cells + 1)
+    mass_NC = losses.column_sums(q_NW, tables.cell_W, tables.num_cells + 1)
     mass_NC *= goes.ends_K[:, None]
     root_E = goes.nodes.of_E
     place_E = root_E * mass_NC.shape[1] + tables.cell_V[goes.next_E.clamp(min=0)]
@@ -252,12 +219,12 @@ Compare = Callable[[Tensor, Tensor], Tensor]
 
 
 def compare_cells(
-    divergence: Callable[..., SumAndCount], temperature: float, parameters: dict[str, Any],
+    divergence: Callable[..., losses.SumAndCount], temperature: float, parameters: dict[str, Any],
     logits_KG: Tensor, logq_KG: Tensor,
 ) -> Tensor:
     """Return the (K,) divergences of nodes whose cells have these masses; see `translated`."""
-    logp_KG = softened(logits_KG, LOG_ZERO - SHIFT, temperature)
-    logq_KG = softened(logq_KG, LOG_ZERO, temperature)
+    logp_KG = losses.softened(logits_KG, LOG_ZERO - losses.SHIFT, temperature)
+    logq_KG = losses.softened(logq_KG, LOG_ZERO, temperature)
     value_K, _ = divergence(logp_KG[None], logq_KG[None], None, reduction="none", **parameters)
     return value_K
 
@@ -278,7 +245,7 @@ class Question(NamedTuple):
 
 
 def root_question(x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor) -> Question:
-    return Question(log_masses(x_NV, cell_V, cell_NC.shape[1]), cell_NC)
+    return Question(losses.log_masses(x_NV, cell_V, cell_NC.shape[1]), cell_NC)
 
 
 def root_values(
@@ -320,7 +287,7 @@ def choice_question(
     other_G = choices.going.sum(mass_E)
 
     def logq(row: Tensor, token: Tensor) -> Tensor:
-        return at_least_float32(y_MW[row, token]) - log_total_M[row]
+        return losses.at_least_float32(y_MW[row, token]) - log_total_M[row]
 
     along_G = (choices.row_T >= 0)[node_G]
     split_G = torch.where(along_G, _split_by_row(logq, choices), target.longer.mass_G)
@@ -401,7 +368,7 @@ def _read(x_NV: Tensor, y_MW: Tensor, nodes: Nodes) -> tuple[Tensor, Answers]:
     """Return (the student's logits in the rows of the roots, the answers to all else)."""
     reads = nodes.reads
     # rows are selected once: each selection has a gradient as large as x
-    x_RV = at_least_float32(take_rows(x_NV, reads.row_R))
+    x_RV = losses.at_least_float32(losses.take_rows(x_NV, reads.row_R))
     num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
@@ -421,10 +388,10 @@ def _read(x_NV: Tensor, y_MW: Tensor, nodes: Nodes) -> tuple[Tensor, Answers]:
 
 def translated(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, nodes: Nodes, tables: Tables, *,
-    divergence: Callable[..., SumAndCount] = forward_kl, temperature: float = 1.0,
+    divergence: Callable[..., losses.SumAndCount] = losses.forward_kl, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum",
     has_rest: bool = False, of_roots: Callable[..., Tensor] = root_values, **parameters: Any,
-) -> SumAndCount:
+) -> losses.SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
 
     The sum, times tau^2, of D(teacher, student) over all nodes.  Both models' masses of the cells
@@ -449,14 +416,14 @@ def translated(
     Raises:
         ValueError: logits of more or fewer tokens than the tables.
     """
-    check_side("student", student_logits_BSV)
-    check_side("teacher", teacher_logits_BTW)
-    check_width("student", student_logits_BSV, len(tables.cell_V), "cell_V")
-    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W")
+    losses.check_side("student", student_logits_BSV)
+    losses.check_side("teacher", teacher_logits_BTW)
+    losses.check_width("student", student_logits_BSV, len(tables.cell_V), "cell_V")
+    losses.check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W")
     x_NV = student_logits_BSV.flatten(0, 1)
-    y_MW = at_least_float32(teacher_logits_BTW.detach().flatten(0, 1))
+    y_MW = losses.at_least_float32(teacher_logits_BTW.detach().flatten(0, 1))
     if x_NV.device.type == "cpu":  # else the rows that are needed, later
-        x_NV = at_least_float32(x_NV)
+        x_NV = losses.at_least_float32(x_NV)
 
     compare = partial(compare_cells, divergence, temperature, parameters)
     goes = going_on(y_MW, nodes.before, tables)
@@ -468,7 +435,7 @@ def translated(
     value_N = value_N + nodes.choices.roots.sum(others.choice_K)
     value_A = torch.cat([value_N, others.inside_K, others.rest_M])[nodes.order_A]
     shape = student_logits_BSV.shape[:2]
-    return reduce_terms(temperature**2 * value_A, nodes.row_A, shape, weight_BS, reduction)
+    return losses.reduce_terms(temperature**2 * value_A, nodes.row_A, shape, weight_BS, reduction)
 
 
 class OtherValues(NamedTuple):
@@ -500,7 +467,7 @@ def _compare_others(
         question = inside_question(x_inside, y_MW, rest_inside, insides, tables)
         inside_K = compare(question.logits_KG, question.logq_KG())
     if num_many:
-        logits_M = at_least_float32(y_MW[rests.row_T, rests.next_T])
+        logits_M = losses.at_least_float32(y_MW[rests.row_T, rests.next_T])
         logq_M = logits_M - answers.log_total_M[rests.row_T]
         rest_M = _rests(x_many - rest_many, logq_M, rests, temperature)
     return OtherValues(choice_K, inside_K, rest_M)
@@ -508,26 +475,27 @@ def _compare_others(
 
 def cell_coverage(
     teacher_logits_BTW: Tensor, nodes: Nodes, tables: Tables
-) -> dict[str, SumAndCount]:
+) -> dict[str, losses.SumAndCount]:
     """Measure the teacher's belief at the roots, each as (sum of probabilities, roots).
 
     cell_coverage: of tokens that give their mass to a cell.
     joined_mass: of those, what the student's tokenizer would have joined to the token before, so
     that it is left out.
     """
-    check_side("teacher", teacher_logits_BTW)
-    check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W")
+    losses.check_side("teacher", teacher_logits_BTW)
+    losses.check_width("teacher", teacher_logits_BTW, len(tables.cell_W), "cell_W")
     with torch.no_grad():
         y_MW = teacher_logits_BTW.detach().flatten(0, 1)
         roots = nodes.roots
-        q_NW = at_least_float32(y_MW.index_select(0, roots.row_T)).softmax(-1)
+        q_NW = losses.at_least_float32(y_MW.index_select(0, roots.row_T)).softmax(-1)
         has_cell_W = tables.cell_W < tables.num_cells
-        covered = q_NW[:, has_cell_W].sum()
+        covered_NW = q_NW[:, has_cell_W]
         _mask_joined(q_NW, nodes, tables)
         num_roots = torch.tensor(len(roots.row_T), device=y_MW.device)
         return {
-            "cell_coverage": (covered, num_roots),
-            "joined_mass": (covered - q_NW[:, has_cell_W].sum(), num_roots),
+            "cell_coverage": (covered_NW.sum(), num_roots),
+            # not a difference of sums, whose rounding is as large as a small mass
+            "joined_mass": ((covered_NW - q_NW[:, has_cell_W]).sum(), num_roots),
         }
 
 
@@ -539,4 +507,5 @@ def _rests(logp_S: Tensor, logq_T: Tensor, rests: Rests, temperature: float) -> 
     """
     logp = rests.chunks_S.sum(logp_S.clamp(min=FLOOR))
     logq = rests.chunks_T.sum(logq_T.clamp(min=FLOOR))
-    return bernoulli_kl(soften_bernoulli(logq, temperature), soften_bernoulli(logp, temperature))
+    logp = losses.soften_bernoulli(logp, temperature)
+    return losses.bernoulli_kl(losses.soften_bernoulli(logq, temperature), logp)

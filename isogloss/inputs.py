@@ -511,8 +511,7 @@ def spelling_ids(cfg, student, encoder, device):
 # --- batches --------------------------------------------------------------------------------------
 
 
-def load_batches(cfg, inputs, engine, device, start, *, place=None,
-                 asked_to_end=lambda: False):
+def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end=lambda: False):
     """Return (iterator over micro-batches from step `start` on, iterable over held-out ones).
 
     Args:

@@ -108,8 +108,7 @@ def log_tasks(state, step, log, stop):
     """
     log.flush()
     with state.whole_student.model() as (model, agree):
-        metrics, records = state.tasks.run(
-            model, global_sums, agree, stop)
+        metrics, records = state.tasks.run(model, global_sums, agree, stop)
     if metrics:
         log.write(step, metrics)
         of_ranks = values_of_ranks(records)

@@ -210,8 +210,7 @@ def _check_values(path, indices, likelihoods):
             f"{path}: teacher ids down to {int(indices.min())}; expected -1, an unused slot, or "
             "more; make it again")
     if len(indices) and not ((indices >= 0) & (likelihoods > 0)).any():
-        raise ValueError(
-            f"{path}: no row has a teacher token with a weight above 0; make it again")
+        raise ValueError(f"{path}: no row has a teacher token with a weight above 0; make it again")
 
 
 def _check_tokenizers(path, tables, pair):

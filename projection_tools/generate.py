@@ -167,8 +167,7 @@ class Args(PairArgs):
 def main(args):
     check_output(args.output)
     pair = args.load_pair()
-    embed = Embedder(
-        args.embedding_model, args.pooling, trust_remote_code=args.trust_remote_code)
+    embed = Embedder(args.embedding_model, args.pooling, trust_remote_code=args.trust_remote_code)
     projection = similar_rows(pair, embed, args.top_k, args.sharpness)
     finish(projection, pair, args)
 

@@ -23,8 +23,7 @@ FIRST = 0.9
 NEXT = 0.1
 
 
-def multitoken_rows(
-        pair, top_k=4, max_pieces=8, reverse=False, special_threshold=0.8, pieces=None):
+def multitoken_rows(pair, top_k=4, max_pieces=8, reverse=False, special_threshold=0.8, pieces=None):
     """Return a projection from the pieces by which each side spells the other's tokens.
 
     Args:

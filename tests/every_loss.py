@@ -87,10 +87,10 @@ class LogitsCase:
     def problem(self, compute, definition):
         return Problem(self.x, self.y, (self.mask, self.mask), compute, definition)
 
-    def logp(self):
+    def logp(self, x, samples=slice(None)):
         """Return the student's log-probabilities of the next tokens."""
-        logp = self.x.detach().log_softmax(-1)
-        return logp.gather(-1, self.next[..., None]).squeeze(-1)
+        logp = losses.at_least_float32(x.detach()).log_softmax(-1)
+        return logp.gather(-1, self.next[samples][..., None]).squeeze(-1)
 
 
 def divergence_problem(name, selection, parameters, seed, tau=1.0, samples=2, equal=True):
@@ -130,13 +130,18 @@ def cross_entropy_problem(seed, tau=1.0, samples=2, equal=True):
 def policy_problem(kind, seed, tau=1.0, samples=2, equal=True):
     """Positions of samples of an older student, weighted by what precedes them."""
     case = LogitsCase(seed, samples)
-    logp = case.logp()
+    logp = case.logp(case.x)
     old_logp = logp - torch.randn(logp.shape, dtype=F64)
 
     def compute(x, y, samples, **options):
-        return policy_losses.topk_tail_policy_loss(
-            x, y, case.next[samples], case.mask[samples], 3, old_logp_BS=old_logp[samples],
-            max_ratio=2.0, ratio=kind, temperature=tau, **options)
+        weight_BS = options.pop("weight_BS", torch.ones(x.shape[:2], dtype=F64))
+        ratio_BS = policy_losses.prefix_ratio(
+            case.logp(x, samples), old_logp[samples], case.mask[samples], 2.0, kind)
+        reverse_kl = partial(losses.reverse_kl, x, y, case.mask[samples], top_k=3,
+                             support="student", temperature=tau, **options)
+        value, _ = reverse_kl(weight_BS=weight_BS * ratio_BS)
+        _, count = reverse_kl(weight_BS=weight_BS)
+        return value, count
 
     def definition():
         terms = []

@@ -321,8 +321,6 @@ def test_wrong_input_is_one_line():
     cells = {"tables": tables.translation}
     teacher = {"teacher_logits_BTW": y}
     calls = [
-        (policy_losses.topk_tail_policy_loss,
-         both | dict(next_BS=next_S, top_k=2, old_logp_BS=logp, sample_BS=sample)),
         (policy_losses.prefix_ratio,
          dict(logp_BS=logp, old_logp_BS=logp, mask_BS=mask, sample_BS=sample)),
         (losses.next_token_cross_entropy, dict(logits_BSV=x, labels_BS=next_S) | weight),
@@ -352,7 +350,7 @@ def test_wrong_input_is_one_line():
     with pytest.raises(ValueError, match="mode='x': expected binary_kl"):
         losses.alm(x, y, *case.ids, mode="x")
     with pytest.raises(ValueError, match="'token': expected one of clamp, mask"):
-        policy_losses.topk_tail_policy_loss(x, x, next_S, mask, ratio="token")
+        policy_losses.prefix_ratio(logp, logp, mask, kind="token")
 
 
 # the sides whose tokens the tables of a loss know

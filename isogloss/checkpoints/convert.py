@@ -52,8 +52,7 @@ def load_converted(engine, checkpoint, universal, stages):
     if stage == 0:
         load_into_stage_0(engine, universal)
     else:
-        engine.load_checkpoint(
-            str(universal.parent), tag=universal.name, load_module_strict=strict)
+        engine.load_checkpoint(str(universal.parent), tag=universal.name, load_module_strict=strict)
         repair_optimizer_state(engine.optimizer, _load(universal / "zero/optimizer_state.pt"))
     dist.barrier()  # every rank has read it
     if dist.get_rank() == 0:

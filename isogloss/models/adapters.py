@@ -254,8 +254,7 @@ def write_adapter(config, weights, folder):
     for name, tensor in weights.items():
         tensors[PREFIX + name.replace(f".{NAME}.", ".")] = tensor.contiguous()
     os.makedirs(folder)
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"),
-              metadata={"format": "pt"})
+    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
     config = copy.deepcopy(config)
     config.inference_mode = True  # as for an adapter that is loaded to be used
     config.save_pretrained(folder)

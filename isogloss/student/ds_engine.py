@@ -106,8 +106,7 @@ def _try_schedule(section, optimizer, path):
     params = section.get("params", {})
     chosen = None
     if isinstance(name, str):
-        chosen = getattr(lr_schedules, name, None) or getattr(
-            torch.optim.lr_scheduler, name, None)
+        chosen = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
     if not isinstance(chosen, type) or not hasattr(chosen, "step"):
         raise ValueError(f"--ds_config {path}: scheduler.type {name!r}: expected one of "
                          f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)} or a class of "

@@ -747,8 +747,7 @@ def local_folder(path):
     name = read_model_name("teacher", path)
     folder = name.base
     if not Path(folder).is_dir():
-        folder = snapshot_download(
-            folder, revision=name.revision, allow_patterns=["*.safetensors"])
+        folder = snapshot_download(folder, revision=name.revision, allow_patterns=["*.safetensors"])
     return Path(folder).resolve()
 
 
