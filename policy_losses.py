@@ -1,8 +1,6 @@
 """Compute what a student's own text needs: the ratio of the student that learns and that wrote.
 
-Shapes: B samples, S positions, V vocabulary, N compared positions.  Arguments that all losses take,
-and what they return: see losses.py.
-
+Shapes: B samples, S positions.
 Needs torch and losses.py.  Copy both into your own repository.  Tests: tests/test_policy_losses.py.
 License: Apache-2.0 (see LICENSE).
 """
