@@ -9,8 +9,8 @@ Tests: tests/test_chat_rows.py.
 
 import json
 
-from isogloss.data.chat import other_parts
 from isogloss.data.long_texts import MOST_CHARACTERS
+from isogloss.data.turns import REASONING, thought_of
 
 # What ShareGPT's "from" says -> the role of chat templates.
 ROLES = {
@@ -75,7 +75,7 @@ def _problem_of_message(message):
     problem = _problem_of_calls(message)
     if problem:
         return problem
-    if content is None and not any(text for _, text in other_parts(message)):
+    if content is None and not message.get("tool_calls") and not thought_of(message):
         return "has no content"
     return None
 
@@ -106,9 +106,9 @@ def _problem_of_calls(message):
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name", ""), str):
             return f"has a tool call that is {call!r:.40}, expected a function with a name"
-    thought = message.get("reasoning_content") or ""
-    if not isinstance(thought, str):
-        return f"has a reasoning_content that is {thought!r:.40}, expected text"
+    for key in REASONING:
+        if not isinstance(message.get(key) or "", str):
+            return f"has a {key} that is {message[key]!r:.40}, expected text"
     return None
 
 

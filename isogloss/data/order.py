@@ -20,12 +20,13 @@ import pyarrow.compute as pc
 
 from isogloss.data.batch import Collator
 from isogloss.data.batch_types import Example
-from isogloss.data.chat import SkippedChat, render
+from isogloss.data.chat import chat_text
 from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
 from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type
 from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.stream import StreamedExamples, take_sample
+from isogloss.data.turns import SkippedChat
 from isogloss.data.workers import Loader, worker_of
 from isogloss.errors import DataError
 
@@ -48,7 +49,7 @@ def check_templates(dataset, reader, encoders):
         errors = []
         for example in examples:
             try:
-                render(example.content, encoder, example.tools)
+                chat_text(example.content, encoder, example.tools)
                 break  # chats that are refused later are skipped and counted
             except SkippedChat as error:
                 errors.append(error)
