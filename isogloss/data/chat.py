@@ -88,15 +88,14 @@ def render(messages, encoder, tools=None):
     stops = np.flatnonzero(is_stop)
     stop_begin = located.begin[stops]
 
-    def stops_in(low, high):
-        first, last = np.searchsorted(stop_begin, byte_of[[low, high]])
-        return last - first
-
     data = text.encode(errors="replace")
     marked = _marked_turns(messages, encoder, tools, ids, located, data)
     if marked is None:
+        ends = [np.searchsorted(byte_of, places[stops]).tolist()
+                for places in (located.begin, located.end)]
+        ends = list(zip(*ends))
         marked = stretches(messages, text, writer(encoder, tools), encoder.assistant_prompt,
-                           stops_in)
+                           ends)
         marked = {number: tuple(int(byte_of[place]) for place in stretch)
                   for number, stretch in marked.items()}
     turns = {}

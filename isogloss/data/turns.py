@@ -112,31 +112,34 @@ def behind_answer(write):
     return None if whole is None else whole.rpartition(MARK)[2]
 
 
-def stretches(messages, text, write, prompt, stops_in):
+def stretches(messages, text, write, prompt, ends):
     """Return {number of a message: Stretch} of what the assistant says in a rendering.
 
     Args:
         text: the rendering of all messages.
         write, prompt: see `writer`, `prompt_of`.
-        stops_in: (first character, last + 1) -> how many tokens that end turns stand there.
+        ends: (first, last + 1) characters of the tokens that may end a turn.
     """
     found = {}
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            stretch = _stretch(messages, number, text, write, prompt, stops_in)
+            stretch = _stretch(messages, number, text, write, prompt, ends)
             if stretch:
                 found[number] = stretch
     return found
 
 
-def _stretch(messages, number, text, write, prompt, stops_in):
+def _stretch(messages, number, text, write, prompt, ends):
     before = write(messages[:number], True) if number and prompt else None
     begin = len(before) if before and text.startswith(before) else None
     if begin is not None:
         is_last = number == len(messages) - 1
         upto = text if is_last else write(messages[: number + 1], False)
-        if upto and text.startswith(upto) and begin <= len(upto) and stops_in(begin, len(upto)) < 2:
-            return Stretch(begin, begin, len(upto))
+        if upto and text.startswith(upto) and begin <= len(upto):
+            inside = [end for end in ends if begin <= end[0] < len(upto)]
+            end = _last_end(text[: len(upto)], inside)
+            if end is not None or not inside:
+                return Stretch(begin, *((end, end + 1) if inside else (len(upto), len(upto))))
     marked = list(_with_marks(messages, number, write))
     if not marked:
         return None  # the template writes nothing of the message
@@ -153,6 +156,17 @@ def _stretch(messages, number, text, write, prompt, stops_in):
         if high >= 0:
             return Stretch(begin, low, high)
     return Stretch(begin, low, len(text))
+
+
+def _last_end(text, ends):
+    """Return where the tokens begin with which a text ends, but for spaces; None: another does."""
+    found = None
+    high = len(text)
+    for first, last in reversed(ends):
+        if text[last:high].strip():
+            break
+        found = high = first
+    return found
 
 
 def _with_marks(messages, number, write):
