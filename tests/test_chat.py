@@ -163,22 +163,6 @@ def test_parts_that_a_template_rewrote_are_not_found():
 # --- regions --------------------------------------------------------------------------------------
 
 
-def test_regions_are_the_same_bytes_of_both_renderings(encoders):
-    renderings = [render(CHAT, encoder) for encoder in encoders]
-    data = [text_of(CHAT, encoder).encode() for encoder in encoders]
-    read = []
-    for student_begin, teacher_begin, size, ends in common_regions(*renderings):
-        piece = data[0][student_begin : student_begin + size]
-        assert piece == data[1][teacher_begin : teacher_begin + size]
-        read.append((piece, ends))
-    assert [piece for piece, _ in read] == [
-        b"user", b"the value", b"assistant: the 201?", b"It is the index."]
-    student, teacher = renderings
-    # "the value" is not the end of the student's message, but its turn ends all the same
-    assert [ends for _, ends in read] == [
-        None, (student.ends[1], teacher.ends[1]), None, (student.ends[3], teacher.ends[3])]
-
-
 def test_messages_in_another_order_are_compared_in_the_order_of_both(encoders):
     teacher = copy.deepcopy(encoders[1])
     teacher.tokenizer.chat_template = (

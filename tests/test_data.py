@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from isogloss.data import order as data
-from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.open_data import load_dataset
 from isogloss.data.order import (
     CHATS_TO_TRY,
@@ -240,20 +239,6 @@ def test_loading_leaves_the_random_state_alone(dataset):
     stream = ShuffledExamples(dataset, READER, 0)
     next(iter(loader(MicroBatches(stream, Texts(), 1, 1, 0, 1), 0)))
     assert torch.equal(torch.get_rng_state(), expected)
-
-
-def test_numpy_tables_survive_a_worker(encoders, texts):
-    student, teacher = encoders
-    dataset = datasets.Dataset.from_dict({"text": texts[:8]})
-    collator = Collator(student, [PairOptions(teacher)])
-    batches = MicroBatches(ShuffledExamples(dataset, READER, 0), collator, 2, 1, 0, 1)
-    read = [next(iter(loader(batches, workers))) for workers in (0, 1)]
-    assert read[0].counts == read[1].counts and read[0].counts.pairs[0].kd_terms > 0
-    for values in zip(*[(batch.student.ids, batch.student.labels, batch.teachers[0].labels,
-                         batch.teachers[0].student_chunk,
-                         batch.teachers[0].tiles[0].sub_tiles[0].terms.first_S)
-                        for batch in read]):
-        assert torch.equal(*values)
 
 
 @pytest.mark.parametrize("data_seconds, line", [(0.3, "steps wait for data 30% of their time"),

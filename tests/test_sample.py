@@ -17,7 +17,6 @@ from isogloss.data.sample import (
     cut_sample,
     encode_text,
     pair_texts,
-    shift,
 )
 
 
@@ -170,16 +169,6 @@ def test_bytes_count_the_text_once(encoders):
 # --- shift ----------------------------------------------------------------------------------------
 
 
-def test_position_t_speaks_of_the_token_after_it():
-    ids = np.arange(10, 16)
-    num_bytes = np.arange(20, 26)
-    for cut in (1, 2, 5, 6):
-        row = shift(ids, ids + 100, num_bytes, cut)
-        assert row.ids.tolist() == ids[: cut - 1].tolist()
-        assert row.labels.tolist() == [i + 101 for i in row.ids.tolist()]
-        assert row.num_bytes.tolist() == [i + 11 for i in row.ids.tolist()]
-
-
 def test_labels_bytes_and_chunks_are_those_of_the_predicted_token(encoders, texts):
     student, teacher = encoders
     for text in texts[:6]:
@@ -270,14 +259,6 @@ def test_a_text_without_a_teacher_is_cut_at_the_maximum_length(encoders, texts):
         assert np.array_equal(sample.student.labels, ids[1:51])
         whole = sample_of(text, at_most(encoders[0], 4000), teachers)
         assert np.array_equal(whole.student.labels, ids[1:])
-
-
-def test_a_text_that_the_student_cannot_read_leaves_nothing():
-    sample = cut_sample(None, [Pairing(skipped=True), Pairing()], 40, [40, 40])
-    assert sample.student == NO_TOKENS
-    assert [pair.skipped for pair in sample.pairs] == [True, False]
-    for pair in sample.pairs:
-        assert pair.teacher == NO_TOKENS and pair.num_chunk_ids == 0 and pair.alignment is None
 
 
 # --- aligners -------------------------------------------------------------------------------------

@@ -311,11 +311,6 @@ def test_no_teacher_tensor_leaves_a_node(checkpoints):
     assert groups == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
 
 
-def test_groups_are_neighbors_on_a_node():
-    assert teacher_groups(8, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert teacher_groups(4, 2, 1) == [[0], [1], [2], [3]]
-
-
 def test_padding_begins_no_document():
     """Where ids of members are joined, positions go on to the end of every row."""
     ids = torch.arange(1, 11)

@@ -9,9 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 
@@ -159,22 +157,6 @@ def test_workers_end_with_the_process_that_they_work_for():
         again.listen()
     for process in processes:
         wait_until(lambda process=process: not os.path.exists(f"/proc/{process}"))
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_stream_has_one_order(num_workers):
-    """That of the training process itself, whatever prepares it."""
-    from isogloss.data.order import ExampleReader, MicroBatches, StreamedExamples, loader
-
-    rows = datasets.Dataset.from_dict({"text": [str(i) for i in range(50)]})
-
-    def read(num_workers):
-        stream = StreamedExamples(rows.to_iterable_dataset(), ExampleReader("text"), 3)
-        batches = MicroBatches(
-            stream, lambda examples, _: SimpleNamespace(examples=examples), 2, 1, 0, 1)
-        return list(itertools.islice(iter(loader(batches, num_workers)), 40))
-
-    assert read(num_workers) == read(0)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Wrong data ends a job with one line that names the file and the row; odd data works."""
 
-import copy
 import gzip
 import json
 import lzma
@@ -14,11 +13,9 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from isogloss.data.batch import Collator
 from isogloss.data.checks import check_column
-from isogloss.data.open_data import holds_chats, load_dataset
-from isogloss.data.order import ExampleReader, check_templates, split_dataset
-from isogloss.data.sample import TextEncoder
+from isogloss.data.open_data import load_dataset
+from isogloss.data.order import ExampleReader, split_dataset
 from isogloss.errors import DataError
 from jobs import ds_config
 from wrong_input import check_one_line, run_wrong
@@ -444,24 +441,6 @@ def test_odd_files_are_read(tmp_path, file, streaming):
     dataset = load_dataset(str(path), "text", streaming=streaming)
     train, _ = split_dataset(dataset, 0, "text", str(path))
     assert read_whole(train) == expected
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_messages_may_differ_in_their_keys(tmp_path, tokenizers, tables, streaming):
-    """Tool calls of several functions have several types; readers keep such messages as JSON."""
-    other = json.loads(json.dumps(CALL).replace('{"at": "x"}', '{"for": 3}'))
-    chats = [[USER, CALL], [dict(USER, name="Ann"), ASSISTANT], [USER, other, ASSISTANT]]
-    path = tmp_path / "calls.jsonl"
-    write(path, rows(*chats))
-    dataset = load_dataset(str(path), "text", streaming=streaming)
-    assert holds_chats(dataset, "text")
-    tokenizer = copy.deepcopy(tokenizers[0])
-    tokenizer.chat_template = TEMPLATE
-    encoder = TextEncoder(tokenizer, tables[0], 400)
-    reader = ExampleReader("text", "", str(path))
-    check_templates(dataset, reader, [encoder])
-    batch = Collator(encoder, [])([reader(row) for row in dataset])
-    assert batch.counts.tokens > 0
 
 
 def test_saved_data_without_splits_are_read(tmp_path):
