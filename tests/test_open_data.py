@@ -50,9 +50,7 @@ CHATS = {
     "calls far behind": [PLAIN] * (2 * ROWS_TO_PEEK) + [WITH_CALL],
     "arguments of other types": [with_arguments({"a": 1}), with_arguments({"a": "b", "c": [1]}),
                                  with_arguments({"a": None}), with_arguments({})],
-    "a thought": [PLAIN, [USER, THOUGHT], PLAIN],
     "a null content": [[USER, dict(ANSWER, content=None, reasoning_content="a")], PLAIN],
-    "a name": [[dict(USER, name="Ann"), ANSWER], PLAIN],
     "parts": [PARTS, PARTS],
     "parts of other keys": [PARTS, [dict(USER, content=[{"type": "text", "text": "a", "x": 1}])]],
     "an empty chat first": [[], WITH_CALL, PLAIN],
@@ -162,13 +160,6 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert len(load_dataset(source, "chat")) == 1
     write_rows(tmp_path / "a.jsonl", [{"chat": PLAIN}] * 3)
     assert len(load_dataset(source, "chat")) == 3
-
-
-def test_a_bad_line_of_chats_is_named(tmp_path):
-    path = tmp_path / "a.jsonl"
-    for line in ('{"chat"', '"a"', "[1]"):
-        path.write_text(json.dumps({"chat": PLAIN}) + f"\n\n{line}\n")
-        check_refused(r"a\.jsonl: line 3 ", path, "chat")
 
 
 # --- what stands in a file ------------------------------------------------------------------------
