@@ -35,8 +35,6 @@ def with_call(**call):
 CALL_OF_ONE = {"name": "look_up", "arguments": {"at": 1}}
 
 
-# --- what is read ---------------------------------------------------------------------------------
-
 # {what is odd about it: (a message as it is written, as templates read it)}
 MESSAGES = {
     "a part": (dict(USER, content=[text_part("a b")]), dict(USER, content="a b")),
@@ -122,9 +120,6 @@ def test_what_cannot_be_read_is_said_in_a_line(problem):
         ExampleReader("chat", source="d")({"chat": [WRONG[problem]]}, 3)
 
 
-# --- real templates -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=[("qwen2", "llama3"), ("llama3", "qwen2")], ids="-".join)
 def pair(request):
     """(student's, teacher's) TextEncoder of real tokenizers, with their chat templates."""
@@ -182,8 +177,6 @@ def test_both_models_are_shown_tools_and_told_what_the_flag_says(tokenizers):
     assert "look_up" in prompt.text and "(at once)" in prompt.text
     assert ANSWER["content"] not in prompt.text and prompt.tools == [TOOL]
 
-
-# --- prompt and completion ------------------------------------------------------------------------
 
 @pytest.mark.parametrize("prompt, completion", [
     ("What is it? ", "The index of the list."), ("é 日本:", "the value"), ("a", ""), ("", "first")])

@@ -46,9 +46,6 @@ def dataset():
     return datasets.Dataset.from_dict({"text": [f"t{i}" for i in range(7)]})
 
 
-# --- open and check -------------------------------------------------------------------------------
-
-
 def test_the_first_rows_are_held_out(tmp_path):
     lines = ["one", "two", "three"]
     for name in ("x.jsonl", "y.jsonl"):
@@ -100,9 +97,6 @@ def test_an_endless_or_exploding_template_is_refused(tokenizers, monkeypatch, te
     with pytest.raises(ValueError, match=re.escape(HARMFUL[template])) as error:
         check_templates(dataset, READER, encoders)
     assert "\n" not in str(error.value)
-
-
-# --- order ----------------------------------------------------------------------------------------
 
 
 def steps_of(dataset, num_ranks, micro_batch_size, grad_accum_steps, workers=0, start=0, steps=6,
@@ -228,9 +222,6 @@ def test_held_out_rows_are_read_once_by_equally_many_batches(dataset):
         assert sorted(real) == [[text, i] for i, text in enumerate(dataset["text"])]
         # what fills up the last batches is no sample
         assert {i for text, i in samples if text is None} <= {-1}
-
-
-# --- loader ---------------------------------------------------------------------------------------
 
 
 def test_loading_leaves_the_random_state_alone(dataset):

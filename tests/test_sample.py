@@ -73,9 +73,6 @@ def lower_casing(tokenizer):
     return tokenizer
 
 
-# --- encode, locate -------------------------------------------------------------------------------
-
-
 def test_bos_and_eos_are_added_where_the_tokenizer_has_them(encoders, texts):
     for encoder in encoders:
         table = encoder.table
@@ -135,40 +132,6 @@ def test_tokens_are_located_where_the_text_spells_them(encoders, texts):
                     assert table.bytes_of(i) in (data[begin:end], b" " + data[begin:end])
 
 
-@pytest.mark.parametrize("bos", [True, False])
-def test_offsets_locate_what_the_bytes_do_not(encoders, bos):
-    """A tokenizer that lower-cases: its tokens stand for the text as it was written."""
-    text = "The Upper value"
-    encoder = changed(encoders[0], lower_casing(encoders[0].tokenizer))
-    if not bos:
-        encoder = changed(encoder, bos=-1)
-    ids = encoder.encode([text])[0]
-    located = encoder.locate(ids, text)
-    assert len(located.begin) == len(ids)
-    covered = b""
-    for i, begin, end in zip(ids.tolist(), located.begin, located.end):
-        if encoder.table.special[i]:
-            assert begin == -1
-            continue
-        stands_for = text.encode()[begin:end]
-        piece = encoder.table.bytes_of(i)
-        assert stands_for.lower() in (piece, piece[1:])  # without the space before the text
-        covered += stands_for
-    assert covered.replace(b" ", b"") == text.encode().replace(b" ", b"")
-
-
-def test_bytes_count_the_text_once(encoders):
-    """The space that SentencePiece puts before a text is none of its bytes; eos has none."""
-    for text in ("the value of the index", " leading", "", "é"):
-        sample = sample_of(text, encoders[0], [encoders[1]])
-        for row in (sample.student, sample.pairs[0].teacher):
-            assert row.num_bytes.clip(min=0).sum() == len(text.encode()), text
-            assert row.num_bytes[-1] == -1
-
-
-# --- shift ----------------------------------------------------------------------------------------
-
-
 def test_labels_bytes_and_chunks_are_those_of_the_predicted_token(encoders, texts):
     student, teacher = encoders
     for text in texts[:6]:
@@ -201,9 +164,6 @@ def test_without_bos_the_first_chunk_has_no_predictor(encoders, texts):
             assert chunk[chunk >= 0].min() == first
     teacher_bytes = pair.teacher.num_bytes.clip(min=0).sum()
     assert teacher_bytes < sample.student.num_bytes.clip(min=0).sum()
-
-
-# --- cut ------------------------------------------------------------------------------------------
 
 
 def test_both_models_are_cut_at_the_same_byte(encoders, texts):
@@ -259,9 +219,6 @@ def test_a_text_without_a_teacher_is_cut_at_the_maximum_length(encoders, texts):
         assert np.array_equal(sample.student.labels, ids[1:51])
         whole = sample_of(text, at_most(encoders[0], 4000), teachers)
         assert np.array_equal(whole.student.labels, ids[1:])
-
-
-# --- aligners -------------------------------------------------------------------------------------
 
 
 def test_dynamic_programming_gives_the_chunks_of_bytes_where_both_apply(encoders, texts):

@@ -33,9 +33,6 @@ TIMES = ("bubble", "slowest_stage", "fastest_stage", "eval/rollout/seconds", "ro
          "rollout/tokens_per_second", "eval/rollout/tokens_per_second")
 
 
-# --- one text -------------------------------------------------------------------------------------
-
-
 def likely_of(logits, labels, top_k):
     """Return the Likely of rows of logits: the most likely tokens and the labels, shuffled."""
     generator = np.random.default_rng(0)
@@ -118,9 +115,6 @@ def test_requests_hold_whole_texts():
     groups = [[len(text) - 1 for text in group] for group in groups_of(texts, 7)]
     assert groups == [[3, 4], [9], [2, 1, 1]]
     assert groups_of([], 7) == []
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 def flags_of_job(models, data, folder, *flags):
@@ -240,9 +234,6 @@ def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
                      for kind, flags in kinds.items()])
     for kind in ("served", "cached"):
         check_same(losses_of(tmp_path / kind, -1), losses_of(tmp_path / "live", -1))
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("flags", "expected"), [

@@ -65,8 +65,6 @@ def caches(models, texts, tmp_path_factory):
     return write_caches(models[1], texts, tmp_path_factory.mktemp("caches"))
 
 
-# --- single steps ---------------------------------------------------------------------------------
-
 CASES = [Case("piece_kl"), Case("projection_kl", packed=True), Case("alm")]
 # float32 leaves 4e-7 at most of a cache
 TOLERANCES = {"hidden": 1e-6, "all": 1e-6, "server": 1e-5}
@@ -141,8 +139,6 @@ def test_other_kinds_and_live_teachers_mix(models, texts, caches, servers, tmp_p
     check_steps({AS_FLAGS_SAY.loss: expected}, 1, flags, samples, layouts, [AS_FLAGS_SAY], 8)
 
 
-# --- chats ----------------------------------------------------------------------------------------
-
 CHAT_TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
                  "{{ eos_token }}{% endfor %}")
 
@@ -150,8 +146,7 @@ CHAT_TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
 def with_template(folder, target, template):
     """Return a copy of a model that has a chat template."""
     shutil.copytree(folder, target)
-    path = target / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    (target / "chat_template.jinja").write_text(template)
     return target
 
 

@@ -16,8 +16,6 @@ from jobs import ds_config, losses_of, run_distill, write_corpus
 
 CPU = torch.device("cpu")
 
-# --- the parts ------------------------------------------------------------------------------------
-
 
 def test_what_is_read_back_is_what_was_there_when_it_was_asked_for():
     sums = torch.tensor([[1.0, 2.0], [3.0, 1 / 3]], dtype=torch.float64)
@@ -35,9 +33,6 @@ def test_seconds_lie_between_two_moments():
     first = Moment(CPU)
     second = Moment(CPU)
     assert 0 <= first.seconds_until(second) <= time.perf_counter() - before
-
-
-# --- whole jobs -----------------------------------------------------------------------------------
 
 
 def lines_on_disk(output):

@@ -1,7 +1,6 @@
 """workers.py: batches as one process prepares them, and no process or wait without an end."""
 
 import itertools
-import json
 import os
 import resource
 import signal
@@ -18,7 +17,7 @@ from conftest import ROOT
 from isogloss.data import workers
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
-from jobs import ds_config, losses_of
+from jobs import ds_config, losses_of, write_corpus
 from launched import wait_until
 from wrong_input import outcomes
 
@@ -78,18 +77,15 @@ def test_a_window_of_many_batches_needs_no_descriptors():
         assert len({tensor.untyped_storage().data_ptr() for tensor in batch}) == 1
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_wrong_data_is_a_line(num_workers):
-    batches = iter(Loader(Raises(ValueError("row 7 holds nothing")), num_workers))
+@pytest.mark.parametrize("error, num_workers, kind, said", [
+    (ValueError("row 7 holds nothing"), 0, DataError, r"^row 7 holds nothing$"),
+    (ValueError("row 7 holds nothing"), 1, DataError, r"^row 7 holds nothing$"),
+    (KeyError("text"), 1, RuntimeError, r"(?s)Traceback.*KeyError: 'text'")])
+def test_wrong_data_is_a_line_and_any_other_error_has_its_traceback(
+        error, num_workers, kind, said):
+    batches = iter(Loader(Raises(error), num_workers))
     next(batches)
-    with pytest.raises(DataError, match=r"^row 7 holds nothing$"):
-        next(batches)
-
-
-def test_any_other_error_of_a_worker_comes_with_its_traceback():
-    batches = iter(Loader(Raises(KeyError("text")), 1))
-    next(batches)
-    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*KeyError: 'text'"):
+    with pytest.raises(kind, match=said):
         next(batches)
 
 
@@ -160,16 +156,13 @@ def test_workers_end_with_the_process_that_they_work_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_that_goes_wrong_ends_all_ranks_with_a_line(models, texts, tmp_path, num_workers):
+def test_a_stream_that_goes_wrong_ends_all_ranks_with_a_line(models, texts, tmp_path):
     """It is known row by row; the checkpoint of the steps before stays."""
-    rows = [{"text": text} for text in texts[:30]] + [{"text": None}]
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps(row) for row in rows))
+    data = write_corpus(tmp_path, [*texts[:30], None], 31)
     config = ds_config(tmp_path / "ds.json", 2, 2, 1)
     argv = [f"--student={models[0]}", f"--data={data}", f"--ds_config={config}", "--kd_weight=0",
-            "--streaming", "--max_length=60", "--steps=50", "--save_every=1",
-            f"--num_workers={num_workers}", f"--output_dir={tmp_path / 'run'}"]
+            "--streaming", "--max_length=60", "--steps=50", "--save_every=1", "--num_workers=1",
+            f"--output_dir={tmp_path / 'run'}"]
     ended = ranks.run(2, outcomes, tmp_path, argv, [""])
     lines = "".join(of_rank[0].stderr for of_rank in ended)
     assert [of_rank[0].exit_code for of_rank in ended] == [2, 2], lines

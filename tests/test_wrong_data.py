@@ -312,9 +312,7 @@ def folder(models, tmp_path_factory):
         write(folder / file, content)
     write_places(folder)
     shutil.copytree(models[0], folder / "student")
-    settings = json.loads((folder / "student" / "tokenizer_config.json").read_text())
-    write(folder / "student" / "tokenizer_config.json",
-          json.dumps(settings | {"chat_template": TEMPLATE}))
+    write(folder / "student" / "chat_template.jinja", TEMPLATE)
     (folder / "teacher").symlink_to(models[1])
     return folder
 
