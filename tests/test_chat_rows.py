@@ -37,7 +37,6 @@ CALL_OF_ONE = {"name": "look_up", "arguments": {"at": 1}}
 
 # {what is odd about it: (a message as it is written, as templates read it)}
 MESSAGES = {
-    "a part": (dict(USER, content=[text_part("a b")]), dict(USER, content="a b")),
     "parts": (dict(USER, content=[text_part("a "), "b", {"text": " c"}]),
               dict(USER, content="a b c")),
     "no parts": (dict(ANSWER, content=[], tool_calls=[CALL]),
@@ -219,10 +218,3 @@ def test_of_chats_the_completions_messages_are_learned(tokenizers):
         # "all" learns what the template writes behind the message too
         assert learned.strip() == b"the value"
         assert batch.counts.pairs[0].kd_terms > 0
-
-
-def test_a_prompt_and_a_completion_are_of_one_kind():
-    reader = ExampleReader("then", source="d", prompt_key="chat", is_completion=True)
-    for prompt, completion in (("a", [ANSWER]), ([USER], "a")):
-        with pytest.raises(DataError, match="row 0 of 'then': 'chat' and it are not both texts"):
-            reader({"chat": prompt, "then": completion}, 0)

@@ -78,8 +78,6 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
 HARMFUL = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}":
         "does not end within 1 seconds",
-    "{% macro f(n) %}{{ f(n - 1) + f(n - 2) if n > 1 else 'a' }}{% endmacro %}{{ f(99) }}":
-        "does not end within 1 seconds",
     "{% if add_generation_prompt %}{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}":
         "does not end within 1 seconds",

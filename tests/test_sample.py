@@ -118,20 +118,6 @@ def test_the_header_of_a_turn_does_not_begin_a_plain_text(encoders, template):
     assert encoder.encode(["a b"])[0].tolist() == [bos, *plain, table.eos]  # it adds one itself
 
 
-def test_tokens_are_located_where_the_text_spells_them(encoders, texts):
-    for text in [*texts[:6], " leading", "", "é 日本語"]:
-        data = text.encode()
-        for encoder in encoders:
-            table = encoder.table
-            ids = encoder.encode([text])[0]
-            located = encoder.locate(ids, text)
-            assert (located.begin[table.special[ids] & (ids != table.unk)] == -1).all()
-            for i, begin, end in zip(ids.tolist(), located.begin, located.end):
-                if not table.special[i]:
-                    # SentencePiece spells a space before a text that has none
-                    assert table.bytes_of(i) in (data[begin:end], b" " + data[begin:end])
-
-
 def test_labels_bytes_and_chunks_are_those_of_the_predicted_token(encoders, texts):
     student, teacher = encoders
     for text in texts[:6]:

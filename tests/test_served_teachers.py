@@ -253,8 +253,6 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
     few = StandIn(models[1], max_logprobs=20)
     short = StandIn(models[1], context=100)
     other = StandIn(untied)  # a smaller vocabulary
-    cut = StandIn(models[1])
-    cut.faults = [drop_entries] * 9
     cases = [
         ({}, "nothing is wrong"),
         ({"teacher_max_length": 256}, "nothing is wrong"),
@@ -265,12 +263,9 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
         ({"teacher": few}, "Requested prompt logprobs of 256, which is greater than max allowed: "
          "20; start the server with --max-logprobs"),
         ({"teacher": few, "teacher_output_topk": 20}, "nothing is wrong"),
-        ({"teacher": cut}, "names 3 tokens of a position, 256 were asked for"),
         ({"teacher": other}, "is out of vocabulary"),
         ({"teacher": other, "teacher_tokenizer": str(models[0]), "teacher_output_topk": 20},
          "nothing is wrong"),
-        ({"teacher": "http://127.0.0.1:1", "teacher_timeout": 1}, "ConnectionRefusedError"),
-        ({"teacher": "http://u:sk-secret@h"}, "holds a password"),
         ({"teacher_tokenizer": ""}, "name the directory or hub id of its tokenizer"),
         ({"teacher": str(models[1])}, "is for the address of a server as --teacher"),
         ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads all"),
@@ -281,7 +276,6 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
         ({"temperature": 2.0}, "mass at temperature 1"),
         ({"temperature": 2.0, "loss": "alm"}, "nothing is wrong"),
         ({"teacher_tp": 2}, "which is for a model that this job loads"),
-        ({"teacher_engine": "zero3"}, "which is for a model that this job loads"),
         ({"teacher_ranks": 1}, "which hold a model"),
         ({"teacher_cache": str(tmp_path)}, "which takes its place"),
         ({"teacher_timeout": 0.5}, "--teacher_timeout 0.5: expected 1 or more"),
@@ -291,20 +285,12 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
                  max_length=250, output_dir=str(tmp_path / "run"),
                  teacher_tokenizer=str(models[1]),
                  ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
-    with (good.running(), few.running(), short.running(), other.running(), cut.running()):
+    with good.running(), few.running(), short.running(), other.running():
         flags["teacher"] = good.url
         for changes, _ in cases:
             changes |= {key: value.url for key, value in changes.items() if key == "teacher"
                         and isinstance(value, StandIn)}
         check_refusals(flags, cases)
-
-
-def drop_entries(answers):
-    """Leave three entries and the text's own token, which comes first, of each position."""
-    for answer in answers:
-        for position in answer["prompt_logprobs"][1:]:
-            for key in list(position)[3:]:
-                del position[key]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import socket
 
 import numpy as np
 import pytest
+import torch
 
 from isogloss.errors import DataError
 from isogloss.teachers import text_server
@@ -43,8 +44,6 @@ def asked(server, timeout=60, key=None):
 
 def plain_logp(server, ids):
     """Return (N, W) log-probabilities of the tokens behind the first one, by torch alone."""
-    import torch
-
     with torch.no_grad():
         return server.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).double().numpy()
 
@@ -181,14 +180,6 @@ def test_a_server_that_sends_a_byte_now_and_then_holds_nobody(server):
     server.faults = ["drip"]
     with pytest.raises(DataError, match=r"in 0.5 seconds and 1 tries \(the last one: TimeoutErr"):
         source.score(model, TEXTS, 5)
-
-
-def test_more_tokens_than_the_server_gives(models):
-    server = StandIn(models[1], max_logprobs=20)
-    with server.running():
-        source, model = asked(server)
-        with pytest.raises(DataError, match="max allowed: 20; start the server with --max-logpr"):
-            source.score(model, TEXTS, 256)
 
 
 def test_the_time_is_over_at_last(server):

@@ -125,8 +125,6 @@ FILES = {
     "no_rows.parquet": (parquet(pa.table({"text": pa.array([], pa.string())})),
                         "no_rows.parquet: holds no row"),
     "empties.txt": ("\n\n\n", "all 3 rows of 'text' are empty"),
-    "rest_is_empty.jsonl": (rows("a", "b", "", ""), "--eval_rows 2: all rows behind"),
-    "held_out_is_empty.jsonl": (rows("", "", "a", "b"), "--eval_rows 2: all of the"),
     # tables
     "quotes.csv": ('text\n"a\nb\nc\n', "quotes.csv: "),
     "wide.csv": ("text\na\nb,c,d\n", "wide.csv: "),
@@ -156,18 +154,13 @@ FILES = {
     "unknown_role.jsonl": (rows(*[[dict(USER, role="robot")]] * 3),
                            "no such role; it refuses the other 2"),
 }
-# What is added to the command line for some files.
-FLAGS_OF_FILES = {"rest_is_empty.jsonl": "--eval_rows=2",
-                  "held_out_is_empty.jsonl": "--eval_rows=2"}
-# What is met before the first step of a stream too; in other words where it is another check.
+# what is met before the first step of a stream too
 STREAMS = [
     "latin1.txt", "latin1.csv", "surrogate.jsonl", "cut.parquet", "cut.arrow",
     "invalid.arrow", "cut.jsonl.gz", "broken.jsonl", "one_string.jsonl", "cut.json",
     "empty_list.json", "numbers.jsonl", "nulls.jsonl", "words_in_lists.jsonl", "mixed_lists.jsonl",
     "twice.parquet", "no_rows.parquet", "quotes.csv", "header.csv", "sharegpt.jsonl",
-    "empty_chats.jsonl", "all_chats_empty.parquet", "no_role.jsonl", "null_message.jsonl",
-    "unknown_role.jsonl", "held_out_is_empty.jsonl"]
-STREAM_MESSAGES = {"all_chats_empty.parquet": "refuses a chat"}
+    "empty_chats.jsonl", "no_role.jsonl", "null_message.jsonl", "unknown_role.jsonl"]
 # Rows of a stream, which are looked at when they are read.
 MID_RUN = {
     "--data={folder}/latin1.jsonl": "latin1.jsonl: line 2 is not UTF-8",
@@ -235,7 +228,11 @@ PLACES = {
     "--data={folder}/broken_state": "cannot be read (JSONDecodeError",
     "--data={folder}/cut_arrow": "cannot be read (ArrowInvalid",
     # columns
-    "--data={folder}/good.jsonl --text_key=words": "no column 'words'; it has text",
+    "--data={folder}/rest_is_empty.jsonl --eval_rows=2": "--eval_rows 2: all rows behind",
+    "--data={folder}/held_out_is_empty.jsonl --eval_rows=2": "--eval_rows 2: all of the",
+    "--data={folder}/held_out_is_empty.jsonl --eval_rows=2 --streaming":
+        "--eval_rows 2: all of the",
+    "--data={folder}/all_chats_empty.parquet --streaming": "refuses a chat",
     "--data={folder}/good.jsonl --eval_rows=5": "the data has 5 rows",
     TEACHERS + "domain": "--route_key domain: no such column; it has text",
     TEACHERS + "lists": "--route_key lists: the column holds lists of",
@@ -248,10 +245,10 @@ def cases():
     """Return {change: part of the line}: every place and file, and some of them as a stream."""
     wrong = dict(PLACES)
     for file, (_, message) in FILES.items():
-        change = f"--data={{folder}}/{file} {FLAGS_OF_FILES.get(file, '')}"
+        change = f"--data={{folder}}/{file}"
         wrong[change] = message
         if file in STREAMS:
-            wrong[f"{change} --streaming"] = STREAM_MESSAGES.get(file, message)
+            wrong[f"{change} --streaming"] = message
     return wrong
 
 
@@ -276,6 +273,8 @@ def write_places(folder):
     (folder / "link.jsonl").symlink_to("nowhere")
     files = {
         "good.jsonl": ROWS, "pipes/a.jsonl": ROWS,
+        "rest_is_empty.jsonl": rows("a", "b", "", ""),
+        "held_out_is_empty.jsonl": rows("", "", "a", "b"),
         "kinds/a.txt": LINES, "kinds/b.jsonl": ROWS, "a.jsonl.zst": ROWS,
         "b.jsonl.zst": b"\x28\xb5\x2f\xfd",
         "one_broken/a.jsonl": ROWS, "one_broken/b.jsonl": rows("a") + "{\n",
