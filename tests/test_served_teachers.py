@@ -1,6 +1,7 @@
 """A server says what the same teacher says here, in every layout; what it cannot say is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,6 @@ from jobs import (
     run_distill,
     write_corpus,
 )
-from launched import Job
 from test_cached_teachers import write
 from text_servers import StandIn
 
@@ -142,20 +142,22 @@ def check_same(ours, expected):
     check_same_curve(expected, ours, 2e-5, 1e-6)
 
 
+def run_with_key(argv):
+    os.environ["TEACHER_API_KEY"] = KEY
+    return run_and_listen(argv)
+
+
 @pytest.mark.slow
-def test_a_job_with_a_server_is_one_with_the_same_teacher_here(
-        models, texts, tmp_path, monkeypatch):
-    """By DeepSpeed's launcher on two ranks, with a key; the next step is asked for in advance."""
-    monkeypatch.setenv("TEACHER_API_KEY", KEY)
+def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tmp_path):
+    """On two ranks, with a key that nobody writes down."""
     data = write_corpus(tmp_path, texts, 20)
     server = StandIn(models[1], masks_padding=True)
     with server.running():
         server.faults = [None, (503, "busy"), "half", None, (500, "crash")]
-        job = Job(flags_of_job(models, data, tmp_path, *from_server(server, models),
-                               f"--output_dir={tmp_path / 'served'}"), ranks.free_port())
-        code, message = job.wait()
-    assert code == 0, message
-    assert KEY not in message
+        argv = flags_of_job(models, data, tmp_path, *from_server(server, models),
+                            f"--output_dir={tmp_path / 'served'}")
+        for codes, message in ranks.run(2, run_with_key, argv):
+            assert codes == [0] and KEY not in message, message
     assert all(headers["Authorization"] == f"Bearer {KEY}" for _, headers, _ in server.requests)
     for path in (tmp_path / "served").rglob("*"):
         if path.is_file():
