@@ -170,7 +170,7 @@ def _last_end(text, ends):
 
 
 def _with_marks(messages, number, write):
-    """Yield renderings with a mark for the content, the thoughts, or the name of the last call."""
+    """Yield renderings with a mark for the content, the thoughts, or a part of the last call."""
     message = messages[number]
     variants = [message | {"content": MARK}]
     thoughts = {key: MARK for key in REASONING if message.get(key)}
@@ -178,8 +178,9 @@ def _with_marks(messages, number, write):
         variants.append(message | thoughts)
     if message.get("tool_calls"):
         *calls, last = message["tool_calls"]
-        last = last | {"function": last["function"] | {"name": MARK}}
-        variants.append(message | {"tool_calls": [*calls, last]})
+        for part in ({"name": MARK}, {"arguments": {"a": MARK}}):
+            marked = last | {"function": last["function"] | part}
+            variants.append(message | {"tool_calls": [*calls, marked]})
     for variant in variants:
         other = write([*messages[:number], variant, *messages[number + 1 :]], False)
         if other and MARK in other:
