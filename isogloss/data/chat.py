@@ -94,8 +94,7 @@ def render(messages, encoder, tools=None):
         ends = [np.searchsorted(byte_of, places[stops]).tolist()
                 for places in (located.begin, located.end)]
         ends = list(zip(*ends))
-        marked = stretches(messages, text, writer(encoder, tools), encoder.assistant_prompt,
-                           ends)
+        marked = stretches(messages, text, writer(encoder, tools), encoder.header, ends)
         marked = {number: tuple(int(byte_of[place]) for place in stretch)
                   for number, stretch in marked.items()}
     turns = {}

@@ -26,7 +26,7 @@ from isogloss.align import (
 )
 from isogloss.align_dp import align_dp
 from isogloss.data.long_texts import check_size, splits_at_spaces
-from isogloss.data.turns import behind_answer, prompt_of, writer
+from isogloss.data.turns import behind_answer, header_of, writer
 
 ALIGNERS = "bytes", "dp"
 
@@ -75,9 +75,9 @@ class TextEncoder:
         return splits_at_spaces(self.tokenizer)
 
     @cached_property
-    def assistant_prompt(self):
-        """Return what the chat template writes for the assistant to go on from; "": nothing."""
-        return prompt_of(writer(self))
+    def header(self):
+        """Return the `turns.Header` of the chat template."""
+        return header_of(writer(self))
 
     @cached_property
     def template_end(self):

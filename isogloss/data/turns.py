@@ -93,17 +93,33 @@ class Stretch(NamedTuple):
     high: int
 
 
-def prompt_of(write):
-    """Return what a template writes for the assistant to go on from; "": nothing.
+class Header(NamedTuple):
+    """Hold what stands in front of what the assistant says.
+
+    text: of the template's generation prompt, or else of a turn.
+    is_prompt: the template writes a generation prompt.
+    """
+
+    text: str
+    is_prompt: bool
+
+
+def header_of(write):
+    """Return the Header of a template.
 
     Args:
         write: see `writer`.
     """
-    without = write(QUESTION, False)
-    whole = write(QUESTION, True)
-    if without is None or whole is None or not whole.startswith(without):
-        return ""
-    return whole[len(without) :]
+    question = write(QUESTION, False) or ""
+    prompt = _behind(question, write(QUESTION, True))
+    if prompt:
+        return Header(prompt, True)
+    turn, mark, _ = _behind(question, write([*QUESTION, ANSWER], False)).partition(MARK)
+    return Header(turn.rstrip(" ") if mark else "", False)
+
+
+def _behind(text, whole):
+    return whole[len(text) :] if whole and whole.startswith(text) else ""
 
 
 def behind_answer(write):
@@ -112,39 +128,45 @@ def behind_answer(write):
     return None if whole is None else whole.rpartition(MARK)[2]
 
 
-def stretches(messages, text, write, prompt, ends):
+def stretches(messages, text, write, header, ends):
     """Return {number of a message: Stretch} of what the assistant says in a rendering.
 
     Args:
         text: the rendering of all messages.
-        write, prompt: see `writer`, `prompt_of`.
+        write, header: see `writer`, `header_of`.
         ends: (first, last + 1) characters of the tokens that may end a turn.
     """
     found = {}
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            stretch = _stretch(messages, number, text, write, prompt, ends)
+            stretch = _stretch(messages, number, text, write, header, ends)
             if stretch:
                 found[number] = stretch
     return found
 
 
-def _stretch(messages, number, text, write, prompt, ends):
-    before = write(messages[:number], True) if number and prompt else None
-    begin = len(before) if before and text.startswith(before) else None
+def _stretch(messages, number, text, write, header, ends):
+    before = write(messages[:number], header.is_prompt) if number else ""
+    is_refused = before is None
+    before = before or ""
+    if not (before and header.is_prompt):
+        before += header.text
+    begin = None if is_refused or not text.startswith(before) else len(before)
     if begin is not None:
         is_last = number == len(messages) - 1
         upto = text if is_last else write(messages[: number + 1], False)
         if upto and text.startswith(upto) and begin <= len(upto):
             inside = [end for end in ends if begin <= end[0] < len(upto)]
             end = _last_end(text[: len(upto)], inside)
-            if end is not None or not inside:
-                return Stretch(begin, *((end, end + 1) if inside else (len(upto), len(upto))))
+            if end is not None:
+                return Stretch(begin, end, end + 1)
+            if not inside:
+                return Stretch(begin, len(upto), len(upto))
     marked = list(_with_marks(messages, number, write))
     if not marked:
         return None  # the template writes nothing of the message
     if begin is None:
-        begin = min(_begin(text, other, prompt, before or prompt) for other in marked)
+        begin = min(_begin(text, other, header.text, before) for other in marked)
     # All but the message is the same in both renderings.  So what stands behind the last mark
     # stands behind the last part of the message, too.
     tail = min((other.rpartition(MARK)[2] for other in marked), key=len)
@@ -187,27 +209,27 @@ def _with_marks(messages, number, write):
             yield other
 
 
-def _begin(text, other, prompt, before):
+def _begin(text, other, header, before):
     """Return where the assistant begins to speak in a rendering.
 
     Args:
         other: the rendering with a mark in the message.
-        prompt: see `prompt_of`; before: a text that ends with it.
+        header: text of the Header; before: a text that ends with it.
     """
     place = other.index(MARK)
     shared = _common_begin(text, other[:place])
-    # without a prompt the message begins with its own words, and the space in front of them
+    # without a header the message begins with its own words, and the space in front of them
     best = 0, len(text[:shared].rstrip(" "))
-    # not every turn has all of the prompt, such as the beginning of a thought
-    cuts = [cut.end() for cut in re.finditer(r"\n|>", prompt)]
-    for cut in {*cuts, len(prompt)} - {0}:
-        upto = before[: len(before) - len(prompt) + cut]
-        here = other.rfind(prompt[:cut], 0, place)
+    # not every turn has all of a prompt, such as the beginning of a thought
+    cuts = [cut.end() for cut in re.finditer(r"\n|>", header)]
+    for cut in {*cuts, len(header)} - {0}:
+        upto = before[: len(before) - len(header) + cut]
+        here = other.rfind(header[:cut], 0, place)
         while here >= 0:
             # the more of the chat before it is the same, the surer it is that turn's
             same = _common_end(other[: here + cut], upto)
             best = max(best, (same, here + cut))
-            here = other.rfind(prompt[:cut], 0, here)
+            here = other.rfind(header[:cut], 0, here)
     return min(best[1], shared)
 
 
