@@ -45,22 +45,19 @@ def as_in_a_terminal():
 
 
 class Job:
-    """A job under DeepSpeed's launcher, in a session of its own."""
+    """A job of two ranks under DeepSpeed's launcher, in a session of its own."""
 
-    def __init__(self, flags, port, stderr=subprocess.PIPE, num_ranks=2):
+    def __init__(self, flags, port, stderr=subprocess.PIPE):
         program = Path(sys.executable).with_name("deepspeed")
-        command = [program, f"--num_gpus={num_ranks}", f"--master_port={port}", "distill.py",
-                   *flags]
+        command = [program, "--num_gpus=2", f"--master_port={port}", "distill.py", *flags]
         self.runner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
                                        stderr=stderr, start_new_session=True,
                                        preexec_fn=as_in_a_terminal)
 
-    def launcher(self):
-        """Return the process id of the launcher on the node."""
-        for process, words in processes_of(self.runner.pid).items():
-            if "-m deepspeed.launcher.launch " in words:
-                return process
-        raise AssertionError("no launcher")
+    def launchers(self):
+        """Return the process ids of launchers on the node: one, once it has started."""
+        return [process for process, words in processes_of(self.runner.pid).items()
+                if "-m deepspeed.launcher.launch " in words]
 
     def ranks(self):
         return [process for process, words in processes_of(self.runner.pid).items()

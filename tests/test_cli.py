@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,9 @@ import ranks
 from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
 from jobs import ds_config, losses_of, run_distill, write_corpus
-from launched import Job, no_trouble, rank_with_trouble
+from launched import Job, no_trouble, rank_with_trouble, wait_until
 
 # --- real launches --------------------------------------------------------------------------------
-
-
-def launch(num_ranks, *flags):
-    """Run DeepSpeed's launcher to its end; return (exit code, what was said)."""
-    job = Job(flags, ranks.free_port(), num_ranks=num_ranks)
-    _, message = job.runner.communicate()
-    return job.runner.returncode, message
 
 
 @pytest.mark.slow
@@ -42,8 +34,9 @@ def test_real_models_through_the_launcher(tmp_path):
         f"--data={asset('text', 'tinystories_1000.json')}",
         f"--ds_config={config}", "--steps=12", "--eval_rows=16", "--max_length=128",
         f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
-    code, message = launch(2, *flags)
-    assert code == 0, message
+    job = Job(flags, ranks.free_port())
+    _, message = job.runner.communicate()
+    assert job.runner.returncode == 0, message
     assert "piece_kl: 100%" in message and "kd=" in message and "tok/s=" in message
     first, *steps, last = losses_of(tmp_path, start=-1)
     assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 13), 12]
@@ -81,63 +74,30 @@ def small_run(models, texts, folder, *flags, stage=2, micro_batch_size=2):
             "--max_length=60", *flags]
 
 
-class LaunchedRanks:
-    """Two ranks under DeepSpeed's launcher."""
-
-    def __init__(self, argv, folder):
-        self.job = Job(argv, ranks.free_port())
-        self.is_running = lambda: self.job.runner.poll() is None
-        self.end = self.job.wait  # returns (exit code, what was said)
-
-    def processes(self):
-        """Return those of the ranks, which have started before their data workers."""
-        return sorted(self.job.ranks())[:2]
-
-
-class ForkedRanks:
-    """Two ranks that nothing watches but each other."""
-
-    def __init__(self, argv, folder):
-        self.folder = folder
-        self.group = ranks.start(2, rank_with_trouble, argv, folder, no_trouble)
-        self.is_running = self.group[0][0].is_alive
-
-    def processes(self):
-        return [process.pid for process, _ in self.group]
-
-    def end(self):
-        """Return (exit code of the first, what it said)."""
-        process, _ = self.group[0]
-        process.join(60)
-        return process.exitcode, (self.folder / "stderr0").read_text()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, flag, name, at_once", [
-    (ForkedRanks, "--teacher_tp=2", "rank 1", False),
-    (LaunchedRanks, "--teacher_ranks=1", "teacher rank 0", False),
-    # as the launcher's SIGTERM may end the other rank before it has noticed
-    (ForkedRanks, "--teacher_ranks=1", "teacher rank 0", True),
+@pytest.mark.parametrize("flag, name, at_once", [
+    ("--teacher_tp=2", "rank 1", False),
+    # as a launcher's SIGTERM may end the other rank before it has noticed
+    ("--teacher_ranks=1", "teacher rank 0", True),
 ])
 def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
-        models, texts, tmp_path, kind, flag, name, at_once):
-    """A shard of the teacher dies in mid-step; the job ends within a minute, and can resume."""
+        models, texts, tmp_path, flag, name, at_once):
+    """A shard of the teacher dies in mid-step; nothing but the other rank watches it."""
     output = tmp_path / "run"
     flags = small_run(models, texts, tmp_path, flag, "--save_every=1", f"--output_dir={output}")
-    job = kind([*flags, "--steps=100000"], tmp_path)
-    while not (output / "checkpoints" / "step_0000003").exists():
-        assert job.is_running(), job.end()
-        time.sleep(0.05)
-    other, victim = job.processes()
-    os.kill(victim, signal.SIGKILL)
+    group = ranks.start(2, rank_with_trouble, [*flags, "--steps=100000"], tmp_path, no_trouble)
+    (other, _), (victim, _) = group
+    wait_until(lambda: (output / "checkpoints" / "step_0000003").exists() or other.exitcode)
+    assert other.is_alive(), (tmp_path / "stderr0").read_text()
+    os.kill(victim.pid, signal.SIGKILL)
     if at_once:
-        while is_running(victim):
+        while is_running(victim.pid):
             pass
-        os.kill(other, signal.SIGTERM)
-    code, message = job.end()
-    assert code not in (0, None)
-    line = f"distill.py: {name} (process {victim}) ended in mid-step"
-    assert line in message, message[-3000:]
+        os.kill(other.pid, signal.SIGTERM)
+    other.join(60)
+    assert other.exitcode not in (0, None)
+    message = (tmp_path / "stderr0").read_text()
+    assert f"distill.py: {name} (process {victim.pid}) ended in mid-step" in message, message
     reached = losses_of(output)[-1]["step"]
     assert ranks.run(2, run_distill, [[*flags, f"--steps={reached + 2}"]]) == [[0]] * 2
     assert losses_of(output)[-1]["step"] == reached + 2
@@ -236,10 +196,3 @@ def test_utilization_where_the_peak_is_known():
     assert hopper["mfu"] == 6e14 / (4 * 989e12)
     pcie = utilization("NVIDIA H100 PCIe", 1e9, 1e5, 2.0, 2)
     assert pcie["mfu"] == 6e14 / (4 * 756e12)
-
-
-@pytest.mark.slow
-def test_the_launcher_passes_on_the_exit_code():
-    code, message = launch(1, "--stepz=3")
-    assert code == 2
-    assert "distill.py: unknown flag --stepz; did you mean --steps?" in message

@@ -13,15 +13,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ranks
-from isogloss import build, distill
+from isogloss import build
 from isogloss.checkpoints import checkpoint
-from isogloss.inputs import build_collator
-from isogloss.job.counts import global_sums
-from isogloss.job.launch import start_distributed
-from isogloss.objective.loss_table import LOSSES, build_loss
 from isogloss.projection_tools.build import build_projection
 from isogloss.projection_tools.files import load_projection
 from isogloss.projection_tools.tokenizers import Pair
@@ -30,13 +25,13 @@ from isogloss.student.engine import StudentWithLoss
 from jobs import (
     check_same_curve,
     ds_config,
-    job_for,
     losses_of,
     run_all,
     run_and_listen,
     run_distill,
     write_corpus,
 )
+from launched import as_in_a_terminal
 
 
 class BaseRun(NamedTuple):
@@ -237,36 +232,6 @@ def test_teachers_on_ranks_of_their_own(base_run, models, untied):
                          REMOTE[number])
 
 
-def one_tokenizer_steps(flags, texts, changes):
-    """Return [metrics of two steps] for each change of the flags; at first the models are equal."""
-    state, inputs = job_for(flags)
-    collator = build_collator(state.cfg, inputs, state.device, math.inf)
-    batch = collator(texts[dist.get_rank() :: 2])
-    [setup] = state.teachers
-    steps = []
-    for change in changes:
-        cfg = distill.Config(**flags | change)
-        setup.loss = build_loss(cfg, inputs.student, setup.encoder, state.device)
-        steps.append([distill.train_step(state, [batch]).metrics() for _ in range(2)])
-    return steps
-
-
-def test_every_loss_for_one_tokenizer_trains(models, texts, tmp_path):
-    flags = dict(
-        student=str(models[0]), teacher=str(models[0]), data=write_corpus(tmp_path, texts, 20),
-        max_length=120, output_dir=str(tmp_path), loss="forward_kl", loss_topk=20,
-        ds_config=ds_config(tmp_path / "ds.json", 2, 4, 1))
-    changes = [{"loss": name} for name, spec in LOSSES.items() if "loss_topk" in spec.flags]
-    changes.append({"loss": "reverse_kl", "loss_topk": 1, "loss_topk_of": "student"})
-    for steps in ranks.run(2, one_tokenizer_steps, flags, texts[:8], changes):
-        first = steps[0][0]
-        assert abs(first["kd"]) < 1e-6  # it agrees with itself
-        assert first["aligned_tokens"] > 0.95
-        for change, (_, second) in zip(changes, steps):
-            assert 0 < second["kd"] < 1, change
-            assert second["ce"] < first["ce"], change
-
-
 # --- runs that stop and resume --------------------------------------------------------------------
 
 
@@ -368,27 +333,28 @@ def test_a_killed_run_resumes_from_the_last_whole_checkpoint(base_run):
     assert names == {"step_0000006", "step_0000007"}
 
 
-@pytest.mark.parametrize("teacher_ranks", [0, 1])
-def test_sigterm_on_one_rank_saves_and_ends_all(base_run, teacher_ranks):
+def run_in_a_terminal(argv):
+    as_in_a_terminal()
+    return run_distill([argv])
+
+
+@pytest.mark.parametrize("teacher_ranks, number", [(0, signal.SIGHUP), (1, signal.SIGTERM)])
+def test_a_signal_on_one_rank_saves_and_ends_all(base_run, teacher_ranks, number):
     """Ranks for teachers alone go on until the student's ranks have saved, then end cleanly."""
-    output = base_run.folder / f"sigterm{teacher_ranks}"
+    output = base_run.folder / f"signal{number}"
     argv = [*base_run.argv, f"--ds_config={base_run.folder / 'zero1.json'}", "--steps=400",
             f"--output_dir={output}", f"--teacher_ranks={teacher_ranks}"]
-    num_ranks = 2 + teacher_ranks
-    group = ranks.start(num_ranks, run_distill, [argv])
+    group = ranks.start(2 + teacher_ranks, run_in_a_terminal, argv)
     metrics = output / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert all(process.is_alive() for process, _ in group)
         time.sleep(0.01)
     for process, _ in group[::2]:
-        os.kill(process.pid, signal.SIGTERM)
-    expected = [[128 + signal.SIGTERM]] * 2 + [[0]] * teacher_ranks
-    assert ranks.results(group) == expected
+        os.kill(process.pid, number)
+    assert ranks.results(group) == [[128 + number]] * 2 + [[0]] * teacher_ranks
     last = losses_of(output)[-1]["step"]
     names = [path.name for path in (output / "checkpoints").glob("step_*")]
     assert names == [f"step_{last:07d}"]
-    other_run = [*argv, "--seed=9"]
-    assert ranks.run(num_ranks, run_distill, [other_run]) == [[2]] * num_ranks
 
 
 @pytest.mark.slow
@@ -498,12 +464,3 @@ def test_what_was_written_last_counts_after_going_back(tmp_path):
             (folder / "position.json").write_text(json.dumps(position))
         assert checkpoint.complete_checkpoints(tmp_path) == folders
         assert checkpoint.find_checkpoint("auto", tmp_path, {}) == folders[-1]
-
-
-def gather_sums():
-    start_distributed()
-    return global_sums([1.0, dist.get_rank()]).tolist()
-
-
-def test_global_sums_are_equal_on_every_rank():
-    assert ranks.run(4, gather_sums) == [[4.0, 6.0]] * 4

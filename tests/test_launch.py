@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -20,7 +19,6 @@ import ranks
 from conftest import ROOT
 from jobs import ds_config, losses_of, run_all, write_corpus
 from launched import PATIENCE, Job, run_with_trouble, wait_until
-from pickled import Command
 from test_cached_teachers import write as write_caches
 from test_evaluate import next_token_rows
 
@@ -65,25 +63,6 @@ def no_memory_for_the_teacher(rank):
         build.load_teacher = no_memory
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trouble, flag, failing, line", [
-    (no_memory_on_rank_1, "--seed=0", 1, "rank 1 failed (MemoryError: 2 TB of it), so the job"),
-    (no_key_on_rank_0, "--seed=0", 0, None),
-    (no_memory_for_the_teacher, "--teacher_ranks=1", 1, "teacher rank 0 failed (MemoryError: 2 TB"),
-])
-def test_what_is_no_wrong_input_ends_all_ranks_with_its_traceback(small_run, tmp_path, trouble,
-                                                                  flag, failing, line):
-    argv = small_run(tmp_path / "run", "--steps=2", flag)
-    ended = run_with_trouble(2, argv, tmp_path, trouble)
-    assert [rank.code for rank in ended] == [1, 1], ended
-    assert "Traceback" in ended[failing].stderr, ended
-    other = ended[1 - failing].stderr
-    if line:
-        assert other.startswith(f"distill.py: {line}") and other.count("\n") == 1, other
-    else:  # torch notes that the store's process is gone
-        assert "distill.py" not in other and "Traceback" not in other, other
-
-
 def wrong_input_on_rank_1(rank):
     """The others wait in a collective of the same block, where they cannot hear of it."""
     from isogloss import build
@@ -99,11 +78,24 @@ def wrong_input_on_rank_1(rank):
 
 
 @pytest.mark.slow
-def test_wrong_input_on_one_rank_reaches_those_that_wait_in_a_collective(small_run, tmp_path):
-    ended = run_with_trouble(2, small_run(tmp_path / "run", "--steps=2"), tmp_path,
-                             wrong_input_on_rank_1)
-    assert [rank.code for rank in ended] == [2, 2], ended
-    assert ended[0].stderr == "distill.py: this model is wrong\n" and ended[1].stderr == "", ended
+@pytest.mark.parametrize("trouble, flag, failing, code, line", [
+    (no_memory_on_rank_1, "--seed=0", 1, 1, "rank 1 failed (MemoryError: 2 TB of it), so the job"),
+    (no_key_on_rank_0, "--seed=0", 0, 1, None),
+    (no_memory_for_the_teacher, "--teacher_ranks=1", 1, 1, "teacher rank 0 failed (MemoryError: "),
+    (wrong_input_on_rank_1, "--seed=0", 1, 2, "this model is wrong\n"),
+])
+def test_what_fails_on_one_rank_ends_all(small_run, tmp_path, trouble, flag, failing, code, line):
+    """With a traceback where it failed, but for wrong input, and one line elsewhere."""
+    argv = small_run(tmp_path / "run", "--steps=2", flag)
+    ended = run_with_trouble(2, argv, tmp_path, trouble)
+    assert [rank.code for rank in ended] == [code] * 2, ended
+    is_wrong_input = code == 2
+    assert ("Traceback" in ended[failing].stderr) != is_wrong_input, ended
+    other = ended[1 - failing].stderr
+    if line:
+        assert other.startswith(f"distill.py: {line}") and other.count("\n") == 1, other
+    else:  # torch notes that the store's process is gone
+        assert "distill.py" not in other and "Traceback" not in other, other
 
 
 def kill_this(*_):
@@ -184,40 +176,13 @@ def test_a_port_that_is_taken_ends_with_one_line(small_run, tmp_path):
     assert "where the ranks meet: Address already in use" in ended.stderr
 
 
-# --- nothing is unpickled -------------------------------------------------------------------------
-
-
-def test_a_pickled_command_in_the_store_does_not_run(tmp_path):
-    import torch.distributed as dist
-
-    from isogloss.job.layout import Roles
-    from isogloss.job.rendezvous import gather_values
-
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=10))
-    roles = Roles("student", 0, 0, 1, 1, store)
-    command = pickle.dumps(Command(tmp_path / "ran"))
-    store.set("node 0: teachers", command)
-    store.set("inputs of 1", command)
-    store.set("models", command)
-    with pytest.raises(ValueError):
-        roles.read("teachers")
-    with pytest.raises(ValueError):
-        gather_values(store, "inputs", None, 0, 2)
-    with pytest.raises(ValueError):
-        gather_values(store, "models", None, 1, 2)
-    assert not (tmp_path / "ran").exists()
-    pickle.loads(command)
-    assert (tmp_path / "ran").exists()  # the command is what it is meant to be
-
-
 # --- strangers at the store -----------------------------------------------------------------------
 
 
 FORGED = b'{"line": "\\u001b[2Jall is lost", "code": 0, "said": false}'
 
 
-def beside_a_stranger(rank):
+def beside_a_stranger():
     """Return what a rank hears of while someone writes to the store who has no secret."""
     import torch.distributed as dist
 
@@ -225,6 +190,7 @@ def beside_a_stranger(rank):
     from isogloss.job.launch import join_store
     from isogloss.job.rendezvous import gather_values, part, read_value, value_there
 
+    rank = int(os.environ["RANK"])
     watch.REFUSAL_GRACE = PATIENCE  # of ranks that hear why the job ends
     join_store()
     with watch.end_together() as this:
@@ -258,13 +224,9 @@ def beside_a_stranger(rank):
 
 
 def test_who_is_no_rank_of_the_job_cannot_end_it():
-    (strange, ending), (_, other) = ranks.run(2, with_rank, beside_a_stranger)
+    (strange, ending), (_, other) = ranks.run(2, beside_a_stranger)
     assert strange == [None] * 7
     assert ending == ("this is\nso", True, 2) and other == ("this is\nso", False, 2)
-
-
-def with_rank(function):
-    return function(int(os.environ["RANK"]))
 
 
 def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):
@@ -276,7 +238,7 @@ def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):
     assert line == "distill.py: caf\u00e9\ufffd]0;x\ufffd \ufffd\ufffd end\n"
 
 
-def secret_of(rank, environment, folder):
+def secret_of(environment, folder):
     """Return the secret of a rank, or how it ended."""
     from isogloss.job import rendezvous
 
@@ -285,7 +247,7 @@ def secret_of(rank, environment, folder):
     rendezvous.READING_TIMEOUT = timedelta(seconds=1)
     try:
         store = rendezvous.job_store()
-        size = int(os.environ["WORLD_SIZE"])
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         rendezvous.gather_values(store, "met", None, rank, size)
         rendezvous.part(store, "met", rank, size)
         return rendezvous._secret.hex()
@@ -298,19 +260,14 @@ def secret_of(rank, environment, folder):
 ])
 def test_ranks_have_a_secret_in_common_that_lies_nowhere(tmp_path, environment):
     """On one node, on two, with a token of the launcher's environment."""
-    ours, others = ranks.run(2, partial(with_rank_and, secret_of), environment, tmp_path)
+    ours, others = ranks.run(2, secret_of, environment, tmp_path)
     assert ours == others and len(ours) == 64 and not list(tmp_path.iterdir())
-    again = ranks.run(2, partial(with_rank_and, secret_of), environment, tmp_path)
+    again = ranks.run(2, secret_of, environment, tmp_path)
     assert (ours in again) == ("ISOGLOSS_TOKEN" in environment)
 
 
-def with_rank_and(function, *args):
-    return function(int(os.environ["RANK"]), *args)
-
-
 def test_a_token_that_can_be_guessed_is_refused(tmp_path):
-    [message] = ranks.run(1, partial(with_rank_and, secret_of), {"ISOGLOSS_TOKEN": "x" * 15},
-                          tmp_path)
+    [message] = ranks.run(1, secret_of, {"ISOGLOSS_TOKEN": "x" * 15}, tmp_path)
     assert message.startswith("the variable ISOGLOSS_TOKEN has 15 characters; expected 16 or more")
 
 
@@ -431,32 +388,24 @@ def test_no_thread_of_a_group_outlives_it():
 # --- signals through the real launcher ------------------------------------------------------------
 
 
-# name: (what sends the signal to which process, exit code of the `deepspeed` command).  To ranks a
-# SIGKILL of the command is as its SIGTERM; Ctrl-C lets the launcher end them as its SIGTERM does.
+# name: (what sends the signal to which process, exit code of the `deepspeed` command).  Ranks get a
+# SIGTERM for that of the command below, and a SIGHUP in test_distributed.py.
 SIGNALS = {
-    "SIGTERM to the command": (lambda job: job.runner.send_signal(signal.SIGTERM), -15),
-    "SIGKILL to the launcher": (lambda job: os.kill(job.launcher(), signal.SIGKILL), 0),
+    "SIGKILL to the launcher": (lambda job: os.kill(*job.launchers(), signal.SIGKILL), 0),
     "Ctrl-C": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), None),
-    "a terminal that is closed": (lambda job: os.killpg(job.runner.pid, signal.SIGHUP), -1),
 }
 
 
 @pytest.mark.slow
-def test_every_way_to_stop_a_job_saves_first_and_the_curve_goes_on(small_run, tmp_path):
+def test_a_job_that_is_stopped_saves_first_and_the_curve_goes_on(small_run, tmp_path):
     """One after the other, each resumes what the one before has left; no process stays behind."""
     output = tmp_path / "stopped"
     flags = small_run(output, "--num_workers=1", "--eval_rows=4")
     port = ranks.free_port()
-    metrics = output / "metrics.jsonl"
+    last = 0
     for name, (send, code) in SIGNALS.items():
-        before = losses_of(output)[-1]["step"] if metrics.exists() else 0
         job = Job([*flags, "--steps=100000"], port)
-
-        def has_trained(job=job, before=before):
-            assert job.runner.poll() is None, job.runner.communicate()[1]
-            return metrics.exists() and (losses_of(output) or [{"step": 0}])[-1]["step"] > before
-
-        wait_until(has_trained)
+        wait_until(lambda: has_trained(job, output, last))
         send(job)
         found, message = job.wait()
         last = losses_of(output)[-1]["step"]
@@ -466,6 +415,12 @@ def test_every_way_to_stop_a_job_saves_first_and_the_curve_goes_on(small_run, tm
     undisturbed = f"--output_dir={tmp_path / 'undisturbed'}"
     run_all(2, [*flags, steps], [*flags, steps, undisturbed])
     assert losses_of(output) == losses_of(tmp_path / "undisturbed")
+
+
+def has_trained(job, output, start):
+    """Tell whether a job has logged a step after some step."""
+    assert job.runner.poll() is None, job.runner.communicate()[1]
+    return (output / "metrics.jsonl").exists() and bool(losses_of(output, start))
 
 
 @pytest.mark.slow

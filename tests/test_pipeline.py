@@ -14,14 +14,12 @@ import pytest
 import torch
 
 import ranks
-from conftest import ASSETS
 from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss import demo, distill, once_in_a_while
-from isogloss.inputs import build_collator
 from isogloss.student.checks import check_logits, check_packing
 from isogloss.student.stages import num_weights, probe_ids
 from isogloss.teachers.ensemble import SilentTeacher
-from jobs import ds_config, job_for, losses_of, run_all, run_distill, write_corpus
+from jobs import ds_config, losses_of, run_all, run_distill, write_corpus
 from steps import (
     Layout,
     check_gradients,
@@ -368,16 +366,14 @@ def jobs(models, students, texts, tmp_path_factory):
             "--num_workers=0"]
     rows = [{"text": text[:60]} for text in texts[:7]]
     write_copy(folder, "EleutherAI/lambada_openai", {"default": {"test": rows}})
-    tasks = [f"--eval_task_data={folder}", "--eval_task_every=4"]
-    tasks = ["--eval_tasks=lambada", *tasks] if HAS_LM_EVAL else []
+    if HAS_LM_EVAL:
+        argv += ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=4"]
     jobs = Jobs(folder, [*argv, f"--student={students['tied']}"])
     random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
     learned = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=1e-2"]
-    run_all(1, jobs.line("one", 1, 4), jobs.line("one judged", 1, 4, *tasks),
-            jobs.line("one learned", 1, 4, *learned))
+    run_all(1, jobs.line("one", 1, 4), jobs.line("one learned", 1, 4, *learned))
     killed = random.line("killed", 2, 2, num_readers=2)
     run_all(4, jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
-            jobs.line("two judged", 2, 2, *tasks, num_readers=2),
             random.line("unkilled", 2, 2, num_readers=2),
             jobs.line("four learned", 4, 4, *learned))
     group = ranks.start(4, run_until_killed, killed, 1, 4)
@@ -422,12 +418,9 @@ def test_a_pipeline_logs_what_one_process_logs(jobs):
 
 @needs_lm_eval
 def test_tasks_judge_what_all_stages_are_together(jobs):
-    check_curve(jobs, "two judged", "one judged", 1e-5)
-    judged = [line for line in losses_of(jobs.folder / "one judged") if "eval/lambada_acc" in line]
+    """And so do the curves of the other tests."""
+    judged = [line for line in losses_of(jobs.folder / "two") if "eval/lambada_acc" in line]
     assert [line["step"] for line in judged] == [4, 6]  # and 0, which `losses_of` leaves out
-    others = [line for line in losses_of(jobs.folder / "two judged")
-              if "eval/lambada_acc" not in line]
-    assert without_times(others) == without_times(losses_of(jobs.folder / "two"))
 
 
 def test_a_run_goes_on_with_another_number_of_stages(jobs):
@@ -489,43 +482,3 @@ def test_the_export_is_that_of_a_job_without_a_pipeline(jobs):
     assert "model.safetensors" in names
     for name in names:
         assert (staged / name).read_bytes() == (whole / name).read_bytes(), name
-
-
-# --- real models ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pair", [("stories260K", "tinytalk_neo_3M"),
-                                  ("tinytalk_neo_3M", "stories260K")])
-def test_real_models(pair, texts, tmp_path):
-    """A Llama and a GPT-Neo, each other's teachers; twenty steps, clipped, by SGD."""
-    student, teacher = [ASSETS / "models" / name for name in pair]
-    if not student.exists():
-        pytest.skip("the shared assets are absent")
-    flags = dict(student=str(student), teacher=str(teacher), data=write_corpus(tmp_path, texts, 20),
-                 max_length=100, output_dir=str(tmp_path))
-    [whole] = ranks.run(1, clipped_steps, flags, 1, texts)
-    stages = ranks.run(2, clipped_steps, flags, 2, texts)
-    moved = {}
-    for of_stage in stages:
-        for name, weight in of_stage.items():
-            assert torch.equal(moved.setdefault(name, weight), weight), name
-    assert moved.keys() == whole.keys()
-    norm = torch.stack([weight.norm() for weight in whole.values()]).norm()
-    error = torch.stack([(moved[name] - whole[name]).norm() for name in whole]).norm()
-    assert error <= 1e-5 * norm
-
-
-def clipped_steps(flags, num_stages, texts):
-    """Return how far twenty clipped steps move the weights of this stage, in float32."""
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 0.01,
-           "zero_allow_untested_optimizer": True}
-    config = ds_config(Path(flags["output_dir"]) / f"ds{os.environ['RANK']}.json", 1, 1, 2, **sgd)
-    state, inputs = job_for(flags | {"ds_config": config, "pipeline_parallel": num_stages})
-    collator = build_collator(state.cfg, inputs, state.device)
-    model = state.engine.module.model
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    for number in range(20):
-        report = distill.train_step(state, [collator([texts[2 * number + i]]) for i in (0, 1)])
-        metrics = report.metrics()
-        assert metrics["grad_norm"] > 0.01
-    return {name: weight.detach() - before[name] for name, weight in model.named_parameters()}
