@@ -95,8 +95,6 @@ class ForkedJob:
 
 
 class LaunchedJob:
-    """A job of two ranks under DeepSpeed's launcher."""
-
     def __init__(self, flags, port, folder):
         self.file = folder / "stderr.txt"
         self.job = Job(flags, port, stderr=open(self.file, "w"))
@@ -211,7 +209,6 @@ class Stress:
         return curve_of(self.folder / name / "run"), hashlib.sha256(weights).hexdigest()
 
     def run_to_the_end(self, kind, name):
-        """Run a job undisturbed, and return the seconds that it took."""
         begin = time.monotonic()
         job = self.start(kind, name)
         wait_for_end(job)
@@ -281,7 +278,6 @@ class Stress:
         return target
 
     def check_end(self, name):
-        """Check a job that has got to its end."""
         assert self.result(name) == self.reference, f"{name} differs from an undisturbed job"
         scratch = list((self.folder / name).rglob(".*.incomplete"))
         assert not scratch, scratch

@@ -36,10 +36,10 @@ def tensors_of(folder):
     return load_file(path)
 
 
-def new_adapter(base, folder, seed=0, **options):
+def new_adapter(base, folder):
     """Write an adapter of random matrices by peft itself; return its directory."""
-    torch.manual_seed(seed)
-    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=TARGETS.split(","), **options)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=TARGETS.split(","))
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
@@ -92,7 +92,6 @@ def trained_by_peft(models, tokenizers, texts):
 
 
 def command_lines(folder, models, texts):
-    """Return {name: words} of the jobs that these tests look at."""
     adam = {"optimizer": {"type": "AdamW", "params": {
         "lr": LEARNING_RATE, "weight_decay": 0.1, "torch_adam": True}}}
     corpus = write_corpus(folder, texts, 8)

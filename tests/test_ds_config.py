@@ -24,7 +24,6 @@ CHOICES = None, "auto", 1, 2, 3, 4, 8, 12
 
 
 def flags(**changes):
-    """Flags that go with the ready-made files, with changes."""
     values = dict(ds_config="ds.json", learning_rate=1e-3, log_comms=False, sequence_parallel=1,
                   steps=100)
     values |= changes

@@ -3,6 +3,7 @@
 One group of four ranks takes all single steps, two more all whole jobs.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -15,11 +16,11 @@ import torch
 
 import ranks
 from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
-from isogloss import demo, distill, once_in_a_while
+from isogloss import demo, distill
 from isogloss.student.checks import check_logits, check_packing
 from isogloss.student.stages import num_weights, probe_ids
-from isogloss.teachers.ensemble import SilentTeacher
 from jobs import ds_config, losses_of, run_all, run_distill, write_corpus
+from launched import die_after
 from steps import (
     Layout,
     check_gradients,
@@ -82,7 +83,6 @@ class StepResult(NamedTuple):
     permuted: the same with the micro-batches in another order.
     asked: how often the teachers were asked in a step.
     teacher_weights: on this rank.
-    evaluation: metrics of held-out texts.
     bad_steps: how many steps in a row were skipped, after one whose loss is NaN.
     moved: whether a weight changed in it.
     """
@@ -92,7 +92,6 @@ class StepResult(NamedTuple):
     permuted: dict
     asked: int
     teacher_weights: int
-    evaluation: dict
     bad_steps: int
     moved: bool
 
@@ -130,11 +129,8 @@ def take_step(flags, step, samples):
         check_packing(state)
     collator = small_collator(state.cfg, inputs, state.device)
     micro_batches = [collator(texts) for texts in texts_of_rank(samples, step)]
-    check_stage(state, micro_batches)
     gradients = keep_gradients(state)
     asked = count_requests(state)
-    evaluation = once_in_a_while.run_evaluation(state, micro_batches)
-    asked.clear()
     metrics = distill.train_step(state, micro_batches).metrics()
     kept = dict(gradients)
     num_asked = len(asked)
@@ -143,7 +139,7 @@ def take_step(flags, step, samples):
     permuted = dict(gradients)
     moved = take_bad_step(state, micro_batches)
     state.engine.destroy()
-    return StepResult(metrics, kept, permuted, num_asked, teacher_weights, evaluation,
+    return StepResult(metrics, kept, permuted, num_asked, teacher_weights,
                       state.bad_steps.count, moved)
 
 
@@ -158,18 +154,6 @@ def take_bad_step(state, micro_batches):
     distill.term_weights = term_weights
     after = list(state.engine.module.parameters())
     return not all(torch.equal(*both) for both in zip(weights, after, strict=True))
-
-
-def check_stage(state, micro_batches):
-    """See that nothing but the last stage knows a loss."""
-    is_last = int(os.environ["RANK"]) % state.cfg.pipeline_parallel == (
-        state.cfg.pipeline_parallel - 1)
-    assert state.student.computes_loss == is_last
-    for setup in state.teachers:
-        assert isinstance(setup.source, SilentTeacher) != is_last
-    for batch in micro_batches:
-        tiles = [teacher.tiles for teacher in batch.teachers]
-        assert is_last or not (any(tiles) or batch.student.tiles)
 
 
 def keep_gradients(state):
@@ -298,25 +282,14 @@ def test_a_step_that_is_not_finite_changes_no_stage(results):
             assert not result.moved, name
 
 
-def test_metrics_have_the_names_of_a_plain_run(results):
-    for name, of_ranks in results.items():
-        for result in of_ranks:
-            assert result.metrics.keys() >= STAGE_METRICS
-            assert 0 <= result.metrics["bubble"] < 1, name
-            assert result.metrics["slowest_stage"] >= result.metrics["fastest_stage"] > 0
-            assert "eval/student_bits_per_byte" in result.evaluation
-
-
 # --- whole jobs -----------------------------------------------------------------------------------
 
 
 class Jobs(NamedTuple):
-    """Command lines and where they write."""
-
     folder: Path
     flags: list
 
-    def line(self, name, num_stages, grad_accum_steps, *more, num_readers=1, steps=6):
+    def line(self, name, num_stages, grad_accum_steps, *more, num_readers=1):
         """Return the command line of a run; all of them have eight samples a step.
 
         Args:
@@ -326,7 +299,7 @@ class Jobs(NamedTuple):
                            8 // grad_accum_steps // num_readers, grad_accum_steps)
         output = self.folder / name
         return [*self.flags, f"--ds_config={config}", f"--output_dir={output}",
-                f"--pipeline_parallel={num_stages}", f"--steps={steps}",
+                f"--pipeline_parallel={num_stages}", "--steps=4",
                 f"--export={output / 'student'}", *more]
 
     def copy(self, source, name, step):
@@ -342,18 +315,10 @@ class Jobs(NamedTuple):
 
 
 def run_until_killed(argv, rank, step):
-    """Run a job of which one rank gets SIGKILL in mid-step."""
+    """Run a job of which one rank gets SIGKILL before it has logged a step."""
     if int(os.environ["RANK"]) == rank:
-        taken = []
-        original = distill.train_step
-
-        def train_step(*args):
-            taken.append(1)
-            if len(taken) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args)
-
-        distill.train_step = train_step
+        steps = itertools.count(1)
+        die_after(distill, "train_step", lambda *_: next(steps) == step)
     return run_distill([argv])
 
 
@@ -367,7 +332,7 @@ def jobs(models, students, texts, tmp_path_factory):
     rows = [{"text": text[:60]} for text in texts[:7]]
     write_copy(folder, "EleutherAI/lambada_openai", {"default": {"test": rows}})
     if HAS_LM_EVAL:
-        argv += ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=4"]
+        argv += ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=2"]
     jobs = Jobs(folder, [*argv, f"--student={students['tied']}"])
     random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
     learned = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=1e-2"]
@@ -376,22 +341,21 @@ def jobs(models, students, texts, tmp_path_factory):
     run_all(4, jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
             random.line("unkilled", 2, 2, num_readers=2),
             jobs.line("four learned", 4, 4, *learned))
-    group = ranks.start(4, run_until_killed, killed, 1, 4)
+    group = ranks.start(4, run_until_killed, killed, 1, 3)
     for process, _ in group:  # the others end by themselves
         process.join(120)
         assert process.exitcode is not None
     assert group[1][0].exitcode == -signal.SIGKILL
-    jobs.copy("two", "two to four", 4)
-    jobs.copy("one", "one to four", 4)
-    jobs.copy("one learned", "one to two learned", 4)
-    jobs.copy("four learned", "four to four learned", 4)
-    run_all(4, killed, jobs.line("two to four", 4, 4), jobs.line("one to four", 4, 4),
+    jobs.copy("two", "two to four", 2)
+    jobs.copy("one learned", "one to two learned", 2)
+    jobs.copy("four learned", "four to four learned", 2)
+    run_all(4, killed, jobs.line("two to four", 4, 4),
             jobs.line("one to two learned", 2, 2, *learned, num_readers=2),
             jobs.line("four to four learned", 4, 4, *learned))
     # processes join one world, so two worlds take new ones
     run_all(4, jobs.line("remote", 2, 4, "--teacher_ranks=2"))
-    jobs.copy("four", "four to one", 4)
-    jobs.copy("two", "two exported", 6)
+    jobs.copy("four", "four to one", 2)
+    jobs.copy("two", "two exported", 4)
     run_all(1, jobs.line("four to one", 1, 2), jobs.line("two exported", 1, 4))
     return jobs
 
@@ -411,8 +375,9 @@ def test_a_pipeline_logs_what_one_process_logs(jobs):
     check_curve(jobs, "four", "one", 1e-5)
     check_curve(jobs, "two", "one", 1e-5)
     check_curve(jobs, "remote", "one", 1e-5)  # teachers on ranks of their own
-    metrics = losses_of(jobs.folder / "four")
-    assert STAGE_METRICS <= metrics[1].keys()
+    for line in losses_of(jobs.folder / "four"):
+        if "loss" in line:
+            assert 0 <= line["bubble"] < 1 and line["slowest_stage"] >= line["fastest_stage"] > 0
     assert not STAGE_METRICS & losses_of(jobs.folder / "one")[1].keys()
 
 
@@ -420,11 +385,11 @@ def test_a_pipeline_logs_what_one_process_logs(jobs):
 def test_tasks_judge_what_all_stages_are_together(jobs):
     """And so do the curves of the other tests."""
     judged = [line for line in losses_of(jobs.folder / "two") if "eval/lambada_acc" in line]
-    assert [line["step"] for line in judged] == [4, 6]  # and 0, which `losses_of` leaves out
+    assert [line["step"] for line in judged] == [2, 4]  # and 0, which `losses_of` leaves out
 
 
 def test_a_run_goes_on_with_another_number_of_stages(jobs):
-    for name in ("two to four", "one to four", "four to one"):
+    for name in ("two to four", "four to one"):
         check_curve(jobs, name, "one", 1e-5)
 
 
@@ -440,7 +405,7 @@ def test_a_projection_is_learned_as_in_one_process(jobs):
     assert torch.equal(resumed["likelihoods"], projection_of(jobs, "four learned")["likelihoods"])
     weights = []
     for number in range(4):
-        path = jobs.checkpoint("four learned", 6) / f"stage_{number:02d}_model_states.pt"
+        path = jobs.checkpoint("four learned", 4) / f"stage_{number:02d}_model_states.pt"
         weights.append(torch.load(path, weights_only=True)["projection_scores"])
     assert all(torch.equal(weight, weights[0]) for weight in weights)
 
@@ -458,19 +423,10 @@ def test_a_run_of_which_a_stage_was_killed_resumes_bit_by_bit(jobs):
     """With dropout, whose random numbers every rank has of its own."""
     killed = without_times(losses_of(jobs.folder / "killed"))
     assert killed == without_times(losses_of(jobs.folder / "unkilled"))
-    for path in jobs.checkpoint("unkilled", 6).glob("stage_*"):
+    for path in jobs.checkpoint("unkilled", 4).glob("stage_*"):
         weights = torch.load(path, weights_only=True)
-        resumed = torch.load(jobs.checkpoint("killed", 6) / path.name, weights_only=True)
+        resumed = torch.load(jobs.checkpoint("killed", 4) / path.name, weights_only=True)
         assert all(torch.equal(weights[name], resumed[name]) for name in weights)
-
-
-def test_a_tied_head_stays_the_embedding(jobs):
-    for name, last in (("four", 3), ("two", 1), ("killed", 1), ("two to four", 3)):
-        folder = jobs.checkpoint(name, 6)
-        first = torch.load(folder / "stage_00_model_states.pt", weights_only=True)
-        other = torch.load(folder / f"stage_{last:02d}_model_states.pt", weights_only=True)
-        assert torch.equal(first["model.model.embed_tokens.weight"],
-                           other["model.lm_head.weight"])
 
 
 def test_the_export_is_that_of_a_job_without_a_pipeline(jobs):

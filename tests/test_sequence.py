@@ -1,4 +1,4 @@
-"""ulysses.py: attention over shards is attention; every chunk has one owner.  activations.py."""
+"""ulysses.py: attention over shards is attention.  activations.py: what layers keep."""
 
 import copy
 
@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ranks
-from isogloss.data.spans import sequence_shard
 from isogloss.job import sequence_group
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.models import activations
@@ -42,10 +41,6 @@ def tiny_llama():
 def positions_of(sizes):
     """Positions of one row that packs documents of these sizes."""
     return torch.cat([torch.arange(size) for size in sizes])
-
-
-def gradients_of(tensors):
-    return [x.grad.clone() for x in tensors]
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -88,8 +83,10 @@ def worst_errors_of_shards(kinds):
         sharded = AutoModelForCausalLM.from_config(config, attn_implementation=ulysses.ATTENTION)
         sharded.load_state_dict(whole.state_dict())
         for kind in kinds:
-            worst[name, kind] = worst_error(whole, sharded, group, kind)
-        worst[name, "recomputed"] = recomputed_error(sharded, group)
+            if kind == "given":
+                worst[name, kind] = error_with_documents(sharded, group)
+            else:
+                worst[name, kind] = worst_error(whole, sharded, group, kind)
     return worst
 
 
@@ -126,38 +123,24 @@ def worst_error(whole, sharded, group, kind):
     return worst
 
 
-def recomputed_error(sharded, group):
-    """Compare with a run that is given the documents; no layer may look for them itself.
-
-    Layers run again in backward, as with activation checkpointing.
-    """
+def error_with_documents(sharded, group):
+    """Compare with a pass that is given the documents; no layer may look for them itself."""
     ids, positions, _ = two_samples("packed")
     shard = shard_of(group)
-    arguments = {"input_ids": ids[:, shard], "position_ids": positions[:, shard]}
-    sharded.zero_grad()
-    expected = sharded.base_model(**arguments, use_cache=False)[0]
-    expected.square().sum().backward()
-    gradients = gradients_of(sharded.base_model.parameters())
-    sharded.zero_grad()
-    sharded.train()
-    sharded.gradient_checkpointing_enable({"use_reentrant": False})
-    arguments["documents"] = ulysses.document_spans(positions)
+    arguments = dict(input_ids=ids[:, shard], position_ids=positions[:, shard], use_cache=False)
+    expected = sharded.base_model(**arguments)[0]
+    documents = ulysses.document_spans(positions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ulysses, "document_spans", None)
-        hidden = sharded.base_model(**arguments, use_cache=False)[0]
-        hidden.square().sum().backward()
-    worst = float((hidden - expected).abs().max())
-    for p, gradient in zip(sharded.base_model.parameters(), gradients):
-        worst = max(worst, float((p.grad - gradient).abs().max()))
-    return worst
+        hidden = sharded.base_model(**arguments, documents=documents)[0]
+    return float((hidden - expected).abs().max())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_attention_over_shards_is_attention(world):
+@pytest.mark.parametrize("world, kinds", [
+    (2, ("whole", "packed", "left", "given")), (4, ("packed",))])  # the hardest
+def test_attention_over_shards_is_attention(world, kinds):
     """Packed documents, left padding, windows, soft-caps, fewer key-value heads than ranks."""
-    # On four ranks the packed batch alone, to save time; it is the hardest.
-    kinds = ("whole", "packed", "left") if world == 2 else ("packed",)
     for worst in ranks.run(world, worst_errors_of_shards, kinds):
         for case, error in worst.items():
             assert error < 2e-5, case
@@ -190,7 +173,7 @@ class NoSquares(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 130, 700, 2999, 4000])
+@pytest.mark.parametrize("window", [None, 1, 130, 700, 2999])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_long_attention_in_blocks(window, softcap):
     """Documents longer than a block equal attention with one dense mask, which never exists."""
@@ -215,55 +198,6 @@ def test_long_attention_in_blocks(window, softcap):
     probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     expected = probabilities @ value.repeat_interleave(2, 1)
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=0, atol=2e-6)
-
-
-# --- chunks across shards -------------------------------------------------------------------------
-
-
-def values_of_the_halo(shards, values_of_rank):
-    """Sum over ranks of what each of them holds of the halo."""
-    halo = torch.zeros(len(shards[0].halo_index))
-    for shard, values in zip(shards, values_of_rank):
-        held = shard.halo_index >= 0
-        halo[held] += values[shard.halo_index[held]]
-    return halo
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_position_and_chunk_has_one_owner(size):
-    """Chunks cut by a boundary, or spanning all ranks; the rest stays with its holder."""
-    chunk_S = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, -1, 3, 3, 3, 3], [0] * 12, [-1] * 12])
-    chunk_T = torch.tensor([[0, 1, 1, -1, 2, 3, 3], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
-    shards = [sequence_shard(chunk_S, chunk_T, rank, size) for rank in range(size)]
-    num_owners_S = torch.zeros_like(chunk_S)
-    num_readers_T = torch.zeros_like(chunk_T)
-    num_held = 0
-    for shard in shards:
-        num_owners_S += shard.owned_mask
-        num_readers_T += shard.teacher_mask
-        num_held += int((shard.halo_index >= 0).sum())
-    assert torch.equal(num_owners_S, torch.ones_like(chunk_S))
-    assert torch.equal(num_readers_T, (chunk_T >= 0).long())  # nobody reads outside chunks
-
-    values = torch.arange(36.0)  # of every position
-    values_of_rank = [x.flatten() for x in values.view(3, 12).split(12 // size, dim=1)]
-    halo = values_of_the_halo(shards, values_of_rank)
-    for shard, local_values in zip(shards, values_of_rank):
-        # What the rank can look up: its shard, and behind it the halo.
-        available = torch.cat([local_values, halo])
-        owned = shard.owned_mask.flatten()
-        assert torch.equal(available[shard.local_position[owned]], values[owned])
-        for b, chunks in enumerate(chunk_S):
-            for chunk in chunks[chunks >= 0].unique():
-                # A chunk is owned as a whole, on the student's side as on the teacher's.
-                is_owned = shard.owned_mask[b][chunks == chunk]
-                is_read = shard.teacher_mask[b][chunk_T[b] == chunk]
-                assert is_owned.unique().numel() == 1
-                assert is_read.all() == is_owned.all()
-
-    # Every position of the halo has one holder; with one rank there is no halo.
-    assert num_held == len(halo)
-    assert (len(halo) > 0) == (size > 1)
 
 
 def test_without_a_halo_nothing_is_sent():
@@ -327,10 +261,6 @@ class SavedShapes(saved_tensors_hooks):
         return x
 
 
-def has_width_of_mlp(shapes):
-    return any(SHAPE["intermediate_size"] in shape for shape in shapes)
-
-
 def test_a_tiled_mlp_keeps_no_more_than_its_input():
     model = tiny_llama()
     mlp = model.model.layers[0].mlp
@@ -339,10 +269,6 @@ def test_a_tiled_mlp_keeps_no_more_than_its_input():
     saved_tiled = SavedShapes()
     with saved_whole:
         expected = mlp(x)
-    expected.square().sum().backward()
-    gradients = gradients_of((*mlp.parameters(), x))
-    mlp.zero_grad()
-    x.grad = None
 
     activations.tile_mlps(model, 4)
     for again in (mlp(x), mlp(x[:, :3])):  # also where a piece is empty
@@ -350,12 +276,10 @@ def test_a_tiled_mlp_keeps_no_more_than_its_input():
     # Only now, because every forward is recorded.
     with saved_tiled:
         output = mlp(x)
-    output.square().sum().backward()
-    assert has_width_of_mlp(saved_whole.shapes)
-    assert not has_width_of_mlp(saved_tiled.shapes)
+    width = SHAPE["intermediate_size"]
+    assert any(width in shape for shape in saved_whole.shapes)
+    assert not any(width in shape for shape in saved_tiled.shapes)
     torch.testing.assert_close(output, expected)
-    for p, gradient in zip((*mlp.parameters(), x), gradients):
-        torch.testing.assert_close(p.grad, gradient)
 
 
 def test_passes_that_wait_on_the_host_do_not_mix():
@@ -400,13 +324,7 @@ def test_checkpointed_activations_wait_on_the_host():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "saved_tensors_hooks", RecordingHooks)
         with activations.offload_activations(shape):
-            hidden = model.base_model(ids)[0]
+            model.base_model(ids)
     # Not exactly 3: the norm at the end saves one tensor or several, depending on its code.
     assert 2 <= moved.count(shape) <= 6
     assert all(len(x) < 3 or x[-1] != 96 for x in moved)
-    hidden.sum().backward()
-    gradients = gradients_of(model.base_model.parameters())
-    model.zero_grad()
-    model.base_model(ids)[0].sum().backward()
-    for p, gradient in zip(model.base_model.parameters(), gradients):
-        torch.testing.assert_close(p.grad, gradient)

@@ -50,7 +50,6 @@ def new_model(name):
 
 
 def stages_of(model, num_stages):
-    """Return the Stages of a model, which stays whole."""
     plan = plan_of("a", model.config)
     spans = cut_layers(layer_work(model, plan, 61), num_stages)
     return [cut_model("a", copy.deepcopy(model), plan, spans, number)
@@ -58,7 +57,6 @@ def stages_of(model, num_stages):
 
 
 def run_stages(stages, ids, positions):
-    """Return the logits of a pipeline."""
     hidden = ids
     for stage in stages[:-1]:
         hidden = stage.model.base_model(**stage_arguments(stage, pair(hidden, positions)))[0]

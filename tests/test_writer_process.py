@@ -111,7 +111,6 @@ PROMPT = prompt_as_plain(Prompt([1], (0,), 3))
 
 
 def engine(folder, script, *words, timeout=60):
-    """Return the WriterProcess of a script."""
     path = folder / "engine.py"
     path.write_text(script)
     return WriterProcess(" ".join([sys.executable, "-S", str(path), *map(str, words)]), timeout)
