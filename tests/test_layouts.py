@@ -188,7 +188,7 @@ def test_a_step_of_plain_sgd_is_the_gradient(models, texts, tmp_path):
     flags = flags_for(models, texts, tmp_path)
     samples = uneven_samples(texts)
     reference = references_of(flags, ["piece_kl"], samples)["piece_kl"]
-    for num_ranks, micro_batch_size, sequence_parallel in ((2, 2, 1), (2, 4, 2), (4, 4, 2)):
+    for num_ranks, micro_batch_size, sequence_parallel in ((2, 2, 1), (4, 4, 2)):
         grad_accum_steps = 8 * sequence_parallel // (micro_batch_size * num_ranks)
         changes = {"sequence_parallel": sequence_parallel}
         layouts = [Layout(stage, micro_batch_size, grad_accum_steps, changes)
