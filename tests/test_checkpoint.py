@@ -173,11 +173,7 @@ STAGES = [(0, 0), (2, 2), (3, 3), (0, 2), (2, 0), (1, 3), (3, 1)]
 
 
 def load_poisoned(folder, flags):
-    """Save with every ZeRO stage, then load with a command in each file in turn.
-
-    Returns:
-        [(stages, file, error or "")].
-    """
+    """Load what each ZeRO stage saved, with a command in a file; return [(stages, file, error)]."""
     folder = Path(folder)
     codes = run_distill([[*flags, f"--ds_config={folder / f'zero{stage}.json'}",
                           f"--output_dir={folder / str(stage)}"] for stage in range(4)])

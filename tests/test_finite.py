@@ -239,14 +239,7 @@ def test_what_fills_up_a_shard_is_finite(models, texts, tmp_path):
 
 
 def run_spoiled(runs, path):
-    """Run command lines; on rank 1 some steps of each are spoiled.
-
-    Args:
-        runs: [(argv, {step: what happens before it})].
-        path: of the file that gets what this rank writes, less the rank.
-    Returns:
-        exit codes.
-    """
+    """Run [(argv, {step: what happens before it on rank 1})]; return the exit codes."""
     write_to_file(path)
     codes = []
     train_step = distill.train_step

@@ -290,11 +290,7 @@ class Jobs(NamedTuple):
     flags: list
 
     def line(self, name, num_stages, grad_accum_steps, *more, num_readers=1):
-        """Return the command line of a run; all of them have eight samples a step.
-
-        Args:
-            num_readers: pipelines.
-        """
+        """Return the command line of a run in pipelines (readers), of eight samples a step."""
         config = ds_config(self.folder / f"{name}.json", 1,
                            8 // grad_accum_steps // num_readers, grad_accum_steps)
         output = self.folder / name

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ranks
+from isogloss.data.spans import sequence_shard
 from isogloss.job import sequence_group
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.models import activations
@@ -198,6 +199,16 @@ def test_long_attention_in_blocks(window, softcap):
     probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     expected = probabilities @ value.repeat_interleave(2, 1)
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_position_has_one_owner_and_one_reader(size):
+    """Of chunks cut by a boundary, or spanning all ranks; nobody reads outside chunks."""
+    chunk_S = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, -1, 3, 3, 3, 3], [0] * 12, [-1] * 12])
+    chunk_T = torch.tensor([[0, 1, 1, -1, 2, 3, 3], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
+    shards = [sequence_shard(chunk_S, chunk_T, rank, size) for rank in range(size)]
+    assert torch.equal(sum(shard.owned_mask.long() for shard in shards), torch.ones_like(chunk_S))
+    assert torch.equal(sum(shard.teacher_mask.long() for shard in shards), (chunk_T >= 0).long())
 
 
 def test_without_a_halo_nothing_is_sent():

@@ -32,11 +32,9 @@ printf 'node-a\\nnode-b\\n'
 
 
 def run_on_two_nodes(nodes, commands, logs):
-    """Run command lines one after the other on node-a, beside a node-b; return {name: exit code}.
+    """Run {name: words} in turn on node-a, beside a node-b; return {name: exit code}.
 
-    Args:
-        nodes: an empty folder, see tests/two_nodes.py.
-        commands: {name: words}; what each of them prints is in name.log.
+    See tests/two_nodes.py for the nodes' folder; what is printed goes to logs/name.log.
     """
     (nodes / "environment").write_text("OMP_NUM_THREADS=1\n")  # DeepSpeed's .deepspeed_env
     script = [f"export DS_ENV_FILE={nodes / 'environment'} OMP_NUM_THREADS=1"]
