@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,17 +178,14 @@ def count_requests(state):
     """Return a list that grows whenever a teacher on this rank gives an answer that is kept."""
     asked = []
 
-    def counting(targets):
-        def count(batch):
-            result = targets(batch)
-            if result is not None:
-                asked.append(batch)
-            return result
-
-        return count
+    def counted(targets, batch):
+        result = targets(batch)
+        if result is not None:
+            asked.append(batch)
+        return result
 
     for setup in state.teachers:
-        setup.source.targets = counting(setup.source.targets)
+        setup.source.targets = partial(counted, setup.source.targets)
     return asked
 
 
