@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from isogloss import losses
-from isogloss.config import (
-    Config,
-    configs_by_teacher,
-    routes_by_teacher,
-    teacher_keys,
-)
+from isogloss.config import Config, configs_by_teacher, routes_by_teacher, teacher_keys
 from isogloss.flags.parse import choices_of, groups_of, help_text
 from isogloss.objective.loss_table import LOSSES, LossSpec, loss_flags
 
@@ -69,15 +64,6 @@ def test_a_teacher_is_named_unless_nothing_is_learned_from_one():
     with pytest.raises(ValueError, match="--teacher is missing: give a hub id or a local path"):
         Config(student="s", data="d")
     Config(student="s", data="d", kd_weight=0)
-
-
-def test_values_get_their_types():
-    cfg = Config(**GOOD, steps=1e3, kd_weight=2, tiled="false")
-    assert cfg.steps == 1000 and type(cfg.steps) is int
-    assert cfg.kd_weight == 2.0 and type(cfg.kd_weight) is float
-    assert cfg.tiled is False
-    with pytest.raises(ValueError, match=r"--steps=1.5: expected int, got float"):
-        Config(**GOOD, steps=1.5)
 
 
 def test_the_table_of_losses_decides(monkeypatch):
@@ -145,7 +131,6 @@ def test_routes():
 
 WRONG = {
     "no list": ('{"model": "A"}', "expected a list of objects"),
-    "an empty list": ("[]", "expected a list of objects"),
     "no JSON": ('[{"model": "A"]', r"not valid JSON \(line 1, column 15\); expected a list such"),
     "an unknown key": ('[{"model": "A", "los": "gold"}]', "unknown teacher key 'los'; its keys"),
     "no model": ('[{"name": "A"}]', "an entry names no model"),
@@ -154,8 +139,8 @@ WRONG = {
     "a weight in words": ('[{"model": "A", "weight": "2"}]', "weight '2' of A: expected a number"),
     "twins": ('[{"model": "A"}, {"model": "x/A"}]', "two teachers are named A; give each"),
     "a key twice": ('[{"model": "A", "loss": "alm", "loss": "uld"}]', "'loss' is there twice"),
-    "a key twice, deep": ('[{"model": "A", "routes": [{"a": 1, "a": 2}]}]', "'a' is there twice"),
     "a depth without end": ("[" * 100_000, "nested too deep"),
+    "a number without end": ("9" * 5000, "--teachers: not valid JSON"),
     "a name of 300 letters": (json.dumps([{"model": "A", "name": 300 * "b"}]), "name 'bbb"),
     "no name": ('[{"model": "A", "name": ""}]', "name '': expected a text"),
     "a name that is a list": ('[{"model": "A", "name": ["b"]}]', "expected a text of at most"),
@@ -173,9 +158,9 @@ def test_wrong_teachers_are_refused(case):
 
 
 @pytest.mark.parametrize("text, message", [
-    ('{"a": 1, "a": 2}', "--template_kwargs: 'a' is there twice"),
     ('{"a": {"b": 1, "b": 2}}', "--template_kwargs: 'b' is there twice"),
     ("[" * 100_000, "expected a JSON object"),
+    ("9" * 5000, "expected a JSON object like"),
     ("[1]", "expected a JSON object"),
 ])
 def test_wrong_template_kwargs_are_refused(text, message):
