@@ -16,13 +16,7 @@ SUBJECTS = "abstract_algebra", "astronomy"
 
 
 def write_copy(folder, dataset, configs):
-    """Write a data set of the hub.
-
-    Args:
-        folder: where copies of data sets lie.
-        dataset: "owner/name".
-        configs: {name: {split: rows}}.
-    """
+    """Write a data set "owner/name" of the hub; configs: {name: {split: rows}}."""
     described = []
     for config, splits in configs.items():
         files = []

@@ -80,17 +80,6 @@ def test_flags_of_losses_are_flags():
         assert set(spec.flags) <= set(NAMES), name
 
 
-def test_loss_topk_of_is_a_choice_that_may_differ_for_each_teacher():
-    assert Config(**GOOD).loss_topk_of == "teacher"
-    with pytest.raises(ValueError,
-                       match="--loss_topk_of both: expected one of teacher, student"):
-        Config(**GOOD, loss_topk_of="both")
-    cfg = several({"model": "A", "loss_topk_of": "student"}, {"model": "B"}, loss="reverse_kl",
-                  loss_topk=16)
-    configs = configs_by_teacher(cfg)
-    assert [configs[name].loss_topk_of for name in ("A", "B")] == ["student", "teacher"]
-
-
 @pytest.mark.parametrize("name", [name for name, spec in LOSSES.items()
                                   if "loss_topk" in spec.flags])
 def test_loss_topk_of_decides_whose_tokens_a_divergence_keeps(name):
@@ -113,13 +102,15 @@ def test_loss_topk_of_decides_whose_tokens_a_divergence_keeps(name):
 def test_each_teacher_has_flags_of_its_own():
     cfg = several({"model": "a/A", "weight": 3, "loss": "gold", "tp": 2, "temperature": 2.0},
                   {"model": "b/B", "name": "b", "max_length": 99, "teacher_output": "topk"},
-                  kd_weight=0.5, loss="alm")
-    first, second = configs_by_teacher(cfg).items()
+                  {"model": "c/C", "loss": "reverse_kl", "loss_topk": 16,
+                   "loss_topk_of": "student"}, kd_weight=0.5, loss="alm")
+    first, second, third = configs_by_teacher(cfg).items()
     assert first[0] == "A" and second[0] == "b"
     assert (first[1].teacher, first[1].kd_weight, first[1].loss) == ("a/A", 1.5, "gold")
     assert (first[1].teacher_tp, first[1].temperature) == (2, 2.0)
     assert (second[1].kd_weight, second[1].loss, second[1].teacher_max_length) == (0.5, "alm", 99)
     assert second[1].teacher_output == "topk" and second[1].teachers == ""
+    assert (second[1].loss_topk_of, third[1].loss_topk_of) == ("teacher", "student")
     assert configs_by_teacher(Config(**GOOD)) == {"t": Config(**GOOD)}
 
 

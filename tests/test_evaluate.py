@@ -101,11 +101,7 @@ def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, t
 
 
 def evaluated_beside_nothing(flags_list, texts):
-    """Evaluate texts alone, between batches of no text, and no text, for some flags.
-
-    Returns:
-        [(metrics of each)].
-    """
+    """Return metrics of texts alone, between batches of no text, and of no text, for each flags."""
     answers = []
     for flags in flags_list:
         state, inputs = job_for(flags)

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -382,19 +381,24 @@ def test_no_record_of_a_run_holds_a_secret(models, tmp_path, monkeypatch, secret
             assert secret not in str(what), (secret, what)
 
 
-class StandInHub:
-    """Take what `HfApi` takes, argument by argument, and keep what would be uploaded."""
+@pytest.fixture
+def hub(monkeypatch):
+    """[(method, arguments, options, files)] of what would be told to the hub."""
+    calls = []
+    for name in ("create_repo", "upload_folder"):
+        signature = inspect.signature(getattr(huggingface_hub.HfApi, name))
 
-    calls: ClassVar[list] = []
-    api = huggingface_hub.HfApi  # whose signatures decide what may be passed
-
-    def __getattr__(self, name):
-        def call(*args, **options):
-            inspect.signature(getattr(self.api, name)).bind(self, *args, **options)
+        def call(*args, name=name, signature=signature, **options):
+            signature.bind(*args, **options)
             folder = options.get("folder_path")
-            self.calls.append((name, args, options, os.listdir(folder) if folder else []))
+            calls.append((name, args[1:], options, os.listdir(folder) if folder else []))
 
-        return call
+        monkeypatch.setattr(huggingface_hub.HfApi, name, call)
+    return calls
+
+
+def refuse(*args, **options):
+    raise RuntimeError("401 Client Error\nmore of it")
 
 
 def test_an_export_is_pushed_as_it_is(exported, hub, monkeypatch, capsys):
@@ -402,13 +406,13 @@ def test_an_export_is_pushed_as_it_is(exported, hub, monkeypatch, capsys):
     command = [str(exported / "pipeline"), f"--output={output}"]
     export.cli([*command, "--push_to_hub=me/student", "--private"])
     assert "pushed to me/student" in capsys.readouterr().out
-    (first, args, options, _), (second, _, upload, files) = hub.calls
+    (first, args, options, _), (second, _, upload, files) = hub
     assert (first, args, options) == ("create_repo", ("me/student",),
                                       {"private": True, "exist_ok": True})
     assert second == "upload_folder" and upload["repo_id"] == "me/student"
     assert {"README.md", "curves.png", "model.safetensors", "tokenizer.json"} <= set(files)
     assert upload["ignore_patterns"] == [export.MANIFEST]
-    monkeypatch.setattr(hub, "__getattr__", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
     error = error_line(capsys, export, [*command, "--push_to_hub=me/other"], "isogloss.export")
     assert "--push_to_hub me/other: RuntimeError: 401 Client Error; " in error
 
@@ -421,25 +425,11 @@ def test_an_adapter_of_a_local_model_is_not_pushed(exported, hub, capsys):
     path = output / "adapter_config.json"
     config = json.loads(path.read_text())
     base = config["base_model_name_or_path"]
-    assert Path(base).is_dir() and not hub.calls
+    assert Path(base).is_dir() and not hub
     assert f"{path} names the base model by a path of this machine, {base};" in printed
     path.write_text(json.dumps(config | {"base_model_name_or_path": "org/base"}))
     export.push(output, "me/adapter", private=False)
-    assert [name for name, *_ in hub.calls] == ["create_repo", "upload_folder"]
-
-
-def refuse(hub, name):
-    def call(*args, **options):
-        raise RuntimeError("401 Client Error\nmore of it")
-
-    return call
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "HfApi", StandInHub)
-    monkeypatch.setattr(StandInHub, "calls", [])
-    return StandInHub
+    assert [name for name, *_ in hub] == ["create_repo", "upload_folder"]
 
 
 def test_wrong_input_of_the_command_is_one_line(exported, capsys):

@@ -7,10 +7,6 @@ import json
 
 import pytest
 
-from hub_copies import HAS_LM_EVAL
-from isogloss.projection_tools.build import build_projection
-from isogloss.projection_tools.files import as_tables, save_atomically
-from isogloss.projection_tools.tokenizers import Pair
 from jobs import ds_config
 from wrong_input import check_one_line, good_line, run_wrong
 
@@ -34,7 +30,6 @@ def zero(**keys):
 DS_CONFIGS = {
     # precision
     "both_halves": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "simultaneously"),
-    "fp16_here": ({"fp16": {"enabled": True}}, "fp16 is not supported on this device"),
     "bf16_true": ({"bf16": True}, "bf16 is True, expected an object"),
     "bf16_yes": ({"bf16": {"enabled": "yes"}}, "bf16.enabled is 'yes', expected true or false"),
     "accumulate_half": ({"data_types": {"grad_accum_dtype": "bf16"}, **zero(stage=0)},
@@ -100,11 +95,9 @@ FLAGS = {
     "--dynamic_scale --ce_weight=0": "needs both losses, because",
     "--learn_projection --loss=gold": "only --loss projection_kl",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
-    "--loss=projection_kl --projection={folder}/swapped.pt": "made for another student",
     "--loss=projection_kl --projection={folder}/comma.json": "comma.json",
     # layouts, lengths, models
     "--teacher_tp=4": "does not divide the 2 ranks of a node",
-    "--teacher_ranks=2": "a node of this job has 2 ranks, and at least one",
     "--sequence_parallel=3": "3: does not divide the 2 ranks of the student",
     "--activation_offload": "moves what --activation_checkpointing keeps; add --activation",
     "--max_length=257": "has a context of 256 positions; use no more",
@@ -153,22 +146,15 @@ FLAGS = {
         "--join_rows 99 with --route_key to, which chooses",
     "--join_rows=99 --data={folder}/chats.jsonl": "--join_rows 99: joins texts, and 'text' of",
     # pipelines
-    "--pipeline_parallel=3": "--pipeline_parallel 3: does not divide",
-    "--pipeline_parallel=2": "has ZeRO stage 2, and a pipeline needs",
     "--pipeline_parallel=2 --ds_config={folder}/hasty.json":
         "1 gradient_accumulation_steps leave 50% of the stages' time idle",
     # evaluation tasks
     "--eval_tasks=mmul --eval_task_data={folder}":
         "--eval_tasks mmul: unknown task 'mmul'; did you mean mmlu?",
     "--eval_task_every=5": "--eval_task_every 5: is for --eval_tasks, which",
-    "--eval_tasks=lambada --eval_task_data={folder}":
-        "does not exist" if HAS_LM_EVAL else "lambada: needs",
     "--eval_tasks=gsm8k --eval_task_samples=4":
         "--eval_task_samples 4: all samples would be the same answer",
-    "--eval_tasks=humaneval_plus --allow_unsafe_code --eval_task_data={folder}":
-        "HumanEvalPlus.jsonl.gz does not exist; expected it",
     "--eval_tasks=lm_eval:no_such": "--eval_tasks lm_eval:no_such: ",
-    "--ds_config={folder}": "no such file; ready-made ones are ds_configs/pipeline.json, ",
     "--ds_config={folder}/bytes.json": "not JSON",
 }
 CASES = {f"--ds_config={{folder}}/{name}.json": message
@@ -176,7 +162,7 @@ CASES = {f"--ds_config={{folder}}/{name}.json": message
 
 
 @pytest.fixture(scope="module")
-def ended(models, tokenizers, texts, tmp_path_factory):
+def ended(models, texts, tmp_path_factory):
     """{case: Outcome of both ranks} of every wrong command line."""
     folder = tmp_path_factory.mktemp("wrong_flags")
     for name, (changes, _) in DS_CONFIGS.items():
@@ -191,9 +177,6 @@ def ended(models, tokenizers, texts, tmp_path_factory):
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 20)
     for name, model in zip(("one", "two"), models):
         (folder / name).symlink_to(model)
-    swapped = Pair.of(*reversed(tokenizers))
-    tables = as_tables(build_projection(swapped), swapped, "test")
-    save_atomically(tables, folder / "swapped.pt")
     return run_wrong(2, CASES, good_line(models, texts, folder), folder)
 
 
