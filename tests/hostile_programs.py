@@ -10,9 +10,6 @@ import sys
 
 # {secret}: a file of the host; {port}: where the host listens; {pid}: of a process of the host
 PROGRAMS = {
-    "reads a file of the host": """
-print("escaped", open({secret!r}).read())
-""",
     "writes a file of the host": """
 import os
 for path in ({secret!r}, {secret!r} + ".new", "/program.py", "/new", os.__file__):
@@ -206,11 +203,11 @@ for path in ("/proc/1/environ", "/proc/{pid}/cmdline", "/tmp/proc/1/environ"):
     if os.path.exists(path):
         print("escaped", path)
 """,
-    "links out of its folder": """
+    "reads a file of the host, or links to it": """
 import os
 os.symlink({secret!r}, "/tmp/link")
 os.symlink("/", "/tmp/root")
-for path in ("/tmp/link", "/tmp/root" + {secret!r}, "../../../.." + {secret!r}):
+for path in ({secret!r}, "/tmp/link", "/tmp/root" + {secret!r}, "../../../.." + {secret!r}):
     try:
         print("escaped", open(path).read())
     except OSError:

@@ -22,8 +22,8 @@ from isogloss.checkpoints import model_card, run_identity
 from isogloss.config import Config
 from isogloss.flags import model_names
 from isogloss.job import launch
-from jobs import ds_config, losses_of, run_distill, write_corpus
-from wrong_input import check_one_line, error_line, outcomes, run_wrong
+from jobs import ds_config, losses_of, run_all, write_corpus
+from wrong_input import check_one_line, error_line, good_line, outcomes, run_wrong
 
 
 def tree(folder):
@@ -206,7 +206,6 @@ def exported(models, texts, tmp_path_factory):
     """A folder with a run of two steps in each of LAYOUTS, checkpoints and exports kept."""
     pytest.importorskip("peft")  # of the adapter
     folder = tmp_path_factory.mktemp("layouts")
-    corpus = write_corpus(folder, texts, 20)
     student = folder / "models" / "student"
     shutil.copytree(models[0], student)
     (student / "generation_config.json").write_text(json.dumps(GENERATION))
@@ -215,11 +214,10 @@ def exported(models, texts, tmp_path_factory):
         config = ds_config(folder / f"{name}.json", stage, 2, 1, **more)
         output = folder / name
         argv.append([
-            f"--student={student}", f"--teacher={models[1]}", f"--data={corpus}",
-            f"--ds_config={config}", "--max_length=40", "--num_workers=0", "--steps=2",
-            "--save_every=1", "--eval_rows=4", f"--output_dir={output}",
-            f"--export={output / 'student'}", *flags])
-    assert ranks.run(2, run_distill, argv) == [[0] * len(LAYOUTS)] * 2
+            *good_line((student, models[1]), texts, folder), f"--ds_config={config}",
+            "--max_length=40", "--num_workers=0", "--steps=2", "--save_every=1", "--eval_rows=4",
+            f"--output_dir={output}", f"--export={output / 'student'}", *flags])
+    run_all(2, *argv)
     return folder
 
 

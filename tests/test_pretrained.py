@@ -32,8 +32,8 @@ from isogloss.projection_tools import generate
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import load_student
 from isogloss.teachers.model import ModelSpec, load_replicated
-from jobs import ds_config, losses_of, run_distill, write_corpus
-from wrong_input import check_one_line, error_line, outcomes
+from jobs import ds_config, losses_of, run_distill
+from wrong_input import check_one_line, error_line, good_line, outcomes
 
 
 def without_weights(model, folder):
@@ -93,8 +93,7 @@ def test_random_weights_depend_on_the_seed_alone(models, tmp_path):
 def test_a_run_from_scratch(models, texts, tmp_path):
     """It trains at ZeRO 3, resumes, and is another run than one without the flag."""
     student = without_weights(models[0], tmp_path)
-    flags = [f"--student={student}", f"--teacher={models[1]}", "--max_length=60",
-             f"--data={write_corpus(tmp_path, texts, 20)}", "--save_every=1",
+    flags = [*good_line(models, texts, tmp_path), f"--student={student}", "--save_every=1",
              f"--ds_config={ds_config(tmp_path / 'ds.json', 3, 2, 1)}"]
     runs = [
         [*flags, "--steps=2", "--from_scratch", f"--output_dir={tmp_path / 'whole'}"],
@@ -157,9 +156,6 @@ def run_and_answer_yes(modules, *arguments):
 @pytest.mark.slow
 def test_custom_code_runs_with_its_flag_alone(models, texts, tmp_path):
     """Not even where someone types y, which transformers would take for a yes."""
-    base = [f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=60", "--steps=1",
-            f"--data={write_corpus(tmp_path, texts, 20)}",
-            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 2, 1)}"]
     changes = []
     for role, model in zip(("student", "teacher"), models):
         for folder, flags in (("refused", ""), ("allowed", " --trust_remote_code")):
@@ -167,7 +163,8 @@ def test_custom_code_runs_with_its_flag_alone(models, texts, tmp_path):
             flags += f" --output_dir={target / 'run'} --export={target / 'export'}"
             changes.append(f"--{role}={custom(model, target, target / 'marker')}{flags}")
     on_ranks = ranks.run(
-        2, run_and_answer_yes, str(tmp_path / "modules"), tmp_path, base, changes)
+        2, run_and_answer_yes, str(tmp_path / "modules"), tmp_path,
+        good_line(models, texts, tmp_path), changes)
     for change, *ended in zip(changes, *on_ranks):
         if "--trust_remote_code" in change:
             assert [outcome.exit_code for outcome in ended] == [0, 0], ended

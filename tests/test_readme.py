@@ -93,9 +93,6 @@ def test_targets_that_the_readme_names_exist():
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
-POSITIONAL = {"isogloss.plan": ("recipe",)}
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())],
                          ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_is_understood(page, monkeypatch):
@@ -115,7 +112,8 @@ def test_every_command_of_a_page_is_understood(page, monkeypatch):
         elif words[:2] == ["python", "-m"]:
             module = importlib.import_module(words[2])
             if hasattr(module, "Args"):  # recipes.tiny.prepare has no flags
-                parse_flags(module.Args, words[3:], POSITIONAL.get(words[2], ()), OLD_NAMES)
+                positional = ("recipe",) if words[2] == "isogloss.plan" else ()
+                parse_flags(module.Args, words[3:], positional, OLD_NAMES)
         elif words[0] == "make":
             assert re.search(rf"^{words[1]}:", makefile, re.M)
         elif words[0] == "python":

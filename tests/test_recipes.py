@@ -27,11 +27,7 @@ RUN = ("adapter", "chats", "completions", "sharded", "teachers", "pipeline")
 README = (ROOT / "recipes" / "README.md").read_text()
 
 
-def name_of(path):
-    return path.stem
-
-
-@pytest.mark.parametrize("path", [*LARGE, *TINY], ids=name_of)
+@pytest.mark.parametrize("path", [*LARGE, *TINY], ids=lambda path: path.stem)
 def test_a_recipe_is_a_command_line(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     cfg = parse_flags(Config, [f"--config={path}"], file_flag="config")
@@ -48,7 +44,7 @@ def test_a_recipe_is_a_command_line(path, monkeypatch):
     assert sizes.train_batch_size >= (32 if path in LARGE else 4)
 
 
-@pytest.mark.parametrize("path", LARGE, ids=name_of)
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_the_readme_says_what_a_recipe_needs_and_that_it_has_not_run(path, monkeypatch):
     from isogloss.plan import GIB, Args, gpus_of, plan
 
