@@ -171,8 +171,7 @@ def of_model(role, name, flags=""):
 # Ways to load a model in which all ranks take part: one that fails must not leave others waiting.
 LAYOUTS = [
     ("student", "--ds_config={folder}/zero3.json"), ("teacher", "--teacher_engine=zero3"),
-    ("teacher", "--teacher_tp=2"), ("teacher", "--teacher_ranks=1"),
-    ("teacher", "--teacher_tp=2 --teacher_engine=transformers")]
+    ("teacher", "--teacher_tp=2"), ("teacher", "--teacher_tp=2 --teacher_engine=transformers")]
 IN_LAYOUTS = ["a file cut in the middle", "a tensor missing", "another shape", "a missing shard"]
 
 
@@ -224,3 +223,13 @@ def test_a_wrong_model_ends_with_one_line_and_code_2(ended, case):
     role, message = WRONG[case]
     check_one_line(ended[case], f"--{role} ")
     assert message in ended[case][0].stderr, ended[case][0].stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_teacher_on_ranks_of_its_own_ends_with_one_line(models, texts, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(models[1], teacher)
+    weights(lose_one)(teacher)
+    change = f"--teacher={teacher} --teacher_ranks=1"
+    outcomes = run_wrong(2, [change], good_line(models, texts, tmp_path), tmp_path)
+    check_one_line(outcomes[change], NAMES + "model.layers.1.self_attn.q_proj.weight")
