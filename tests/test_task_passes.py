@@ -140,6 +140,13 @@ def test_a_context_is_read_once(kind):
     assert tokens_read(model, lambda: score(model, letters)) == 30
 
 
+def test_without_a_cache_whole_texts_are_read(monkeypatch):
+    monkeypatch.setattr(task_passes, "_is_selectable", lambda cache: False)
+    model = tiny("llama")
+    requests = requests_of()
+    check(model, requests, [by_definition(model, request) for request in requests], 4)
+
+
 @pytest.mark.parametrize("name", ["stories260K", "tinytalk_neo_3M"])
 def test_real_models(name, monkeypatch):
     """Confident models, whose windows are real and whose texts are longer than a block."""
