@@ -23,6 +23,8 @@ from isogloss import demo
 
 ASSETS = ROOT.parent / "shared" / "assets"
 GOLDEN = ROOT / "tests" / "golden"
+SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
 
 
 def asset(*parts):
@@ -42,15 +44,38 @@ def cache(tmp_path_factory):
     os.environ["ISOGLOSS_CACHE"] = str(projection_tools.CACHE)
 
 
-@pytest.fixture(scope="session")
-def texts():
-    """300 passages of English and code from the interpreter's own documentation."""
+def passages():
+    """Return 300 passages of English and code from the interpreter's own documentation."""
     from pydoc_data import topics
 
-    passages = []
+    found = []
     for _, text in sorted(topics.topics.items()):
-        passages += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
-    return passages[:300]
+        found += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
+    return found[:300]
+
+
+@pytest.fixture(scope="session")
+def texts():
+    return passages()
+
+
+def write_model(tokenizer, seed, folder):
+    """Write a model with random weights and a padded lm_head, and its tokenizer."""
+    model = demo.llama(tokenizer, SHAPE, seed)
+    model.resize_token_embeddings(len(tokenizer) + 10)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_untied(student, folder):
+    """Write a model of the student's architecture, with other weights and a head of its own."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(student)
+    config.tie_word_embeddings = False
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -78,13 +103,8 @@ def encoders(tokenizers, tables):
 def models(tokenizers, tmp_path_factory):
     """Directories of a student and a teacher with random weights and padded lm_heads."""
     folder = tmp_path_factory.mktemp("models")
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
     for name, tokenizer, seed in (("student", tokenizers[0], 1), ("teacher", tokenizers[1], 2)):
-        model = demo.llama(tokenizer, shape, seed)
-        model.resize_token_embeddings(len(tokenizer) + 10)
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        write_model(tokenizer, seed, folder / name)
     return folder / "student", folder / "teacher"
 
 
@@ -93,15 +113,9 @@ def untied(models, tmp_path_factory):
     """The student's architecture and tokenizer, other weights, a head of its own."""
     import shutil
 
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder = tmp_path_factory.mktemp("untied")
     shutil.copytree(models[0], folder, dirs_exist_ok=True)
-    config = AutoConfig.from_pretrained(folder)
-    config.tie_word_embeddings = False
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    write_untied(folder, folder)
     return folder
 
 

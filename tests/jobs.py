@@ -34,6 +34,13 @@ def write_corpus(folder, texts, count):
     return str(path)
 
 
+def short_run(models, texts, folder, *flags, stage=2, micro_batch_size=2):
+    """Return the command line of a run on short texts."""
+    config = ds_config(folder / "ds.json", stage, micro_batch_size, 1)
+    return [f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=60",
+            f"--data={write_corpus(folder, texts, 20)}", f"--ds_config={config}", *flags]
+
+
 def job_for(flags):
     """Return (TrainState, RunInputs) of a run with these flags; all ranks take part."""
     device = start_distributed()
@@ -53,6 +60,13 @@ def run_distill(argv_list):
         except SystemExit as end:
             codes.append(end.code)
     return codes
+
+
+def write_to_file(path):
+    """Let what this rank writes from now on go to a file, whose name ends with its rank."""
+    for stream in (1, 2):
+        file = os.open(f"{path}{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, stream)
 
 
 def run_all(num_ranks, *argv_list):

@@ -45,22 +45,19 @@ def as_in_a_terminal():
 
 
 class Job:
-    """A job under DeepSpeed's launcher, in a session of its own."""
+    """A job of two ranks under DeepSpeed's launcher, in a session of its own."""
 
-    def __init__(self, flags, port, stderr=subprocess.PIPE, num_ranks=2):
+    def __init__(self, flags, port, stderr=subprocess.PIPE):
         program = Path(sys.executable).with_name("deepspeed")
-        command = [program, f"--num_gpus={num_ranks}", f"--master_port={port}", "distill.py",
-                   *flags]
+        command = [program, "--num_gpus=2", f"--master_port={port}", "distill.py", *flags]
         self.runner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
                                        stderr=stderr, start_new_session=True,
                                        preexec_fn=as_in_a_terminal)
 
-    def launcher(self):
-        """Return the process id of the launcher on the node."""
-        for process, words in processes_of(self.runner.pid).items():
-            if "-m deepspeed.launcher.launch " in words:
-                return process
-        raise AssertionError("no launcher")
+    def launchers(self):
+        """Return the process ids of launchers on the node: one, once it has started."""
+        return [process for process, words in processes_of(self.runner.pid).items()
+                if "-m deepspeed.launcher.launch " in words]
 
     def ranks(self):
         return [process for process, words in processes_of(self.runner.pid).items()
@@ -91,8 +88,6 @@ class Job:
 
 
 class Ended(NamedTuple):
-    """How a rank's process ended."""
-
     code: int
     stderr: str
 
@@ -118,6 +113,19 @@ def rank_with_trouble(argv, folder, trouble):
 
 def no_trouble(rank):
     """Make no trouble."""
+
+
+def die_after(module, name, is_time):
+    """Let a function end this process by SIGKILL after the first call for which is_time is true."""
+    function = getattr(module, name)
+
+    def call(*args, **options):
+        result = function(*args, **options)
+        if is_time(*args, **options):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(module, name, call)
 
 
 def run_with_trouble(num_ranks, argv, folder, trouble=no_trouble):

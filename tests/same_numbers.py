@@ -16,11 +16,10 @@ import os
 import sys
 from pathlib import Path
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-               "DS_ACCELERATOR": "cpu", "WANDB_MODE": "offline"}
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for the ranks
+import conftest  # first: it sets the environment, also of the ranks
+import jobs
+import ranks
+from isogloss import demo
 
 TIMES = {"seconds", "tokens_per_second", "mfu", "data_seconds"}
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -69,33 +68,15 @@ RUNS = {  # name: (ranks, ZeRO stage, micro-batch size, accumulation steps, flag
 
 def prepare(folder):
     """Write models with tokenizers of two kinds and a corpus into a folder."""
-    from pydoc_data import topics
-
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from isogloss import demo
-
-    texts = []
-    for _, text in sorted(topics.topics.items()):
-        texts += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
-    texts = texts[:300]
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
+    texts = conftest.passages()
     tokenizers = {"student": demo.unigram(texts, 350), "teacher": demo.byte_level_bpe(texts, 500)}
     tokenizers["student"].chat_template = CHATML
     tokenizers["teacher"].chat_template = PLAIN
     markers = ["<|im_start|>", "<|im_end|>"]
     tokenizers["student"].add_special_tokens({"additional_special_tokens": markers})
     for seed, (name, tokenizer) in enumerate(tokenizers.items(), 1):
-        model = demo.llama(tokenizer, shape, seed)
-        model.resize_token_embeddings(len(tokenizer) + 10)
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    config = AutoConfig.from_pretrained(folder / "student")
-    config.tie_word_embeddings = False
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "untied")
+        conftest.write_model(tokenizer, seed, folder / name)
+    conftest.write_untied(folder / "student", folder / "untied")
     tokenizers["student"].save_pretrained(folder / "untied")
     with open(folder / "corpus.jsonl", "w") as file:
         for number, text in enumerate(texts[:60]):
@@ -108,12 +89,7 @@ def prepare(folder):
 def command_line(folder, name):
     """Return the flags of one run."""
     _, stage, micro_batch_size, accumulation_steps, changes = RUNS[name]
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    config = {"train_micro_batch_size_per_gpu": micro_batch_size, "optimizer": optimizer,
-              "gradient_accumulation_steps": accumulation_steps, "gradient_clipping": 0.5,
-              "zero_optimization": {"stage": stage}}
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(config))
+    path = jobs.ds_config(folder / f"{name}.json", stage, micro_batch_size, accumulation_steps)
     flags = {"student": folder / "student", "data": folder / "corpus.jsonl", "ds_config": path,
              "max_length": 120, "steps": 4, "output_dir": folder / name, "save_every": 2}
     flags |= changes
@@ -127,9 +103,6 @@ def command_line(folder, name):
 
 def record(folder):
     """Make all runs; FOLDER/NAME/metrics.jsonl are what they logged."""
-    import jobs
-    import ranks
-
     folder = Path(folder).resolve()
     folder.mkdir(parents=True)
     os.environ["ISOGLOSS_CACHE"] = str(folder / "cache")

@@ -55,8 +55,6 @@ class StepResult(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What a step should give."""
-
     loss: float
     gradients: dict
 
@@ -92,7 +90,6 @@ def several_teachers(models, untied, sharded=True):
 
 
 def flags_of(loss):
-    """Return the flags that a Case's loss changes."""
     if loss == AS_FLAGS_SAY.loss:
         return {}
     if loss == "cross_entropy":
@@ -141,7 +138,6 @@ AT_REST = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
 
 
 def start_layout(flags, layout, **ds_flags):
-    """Return (TrainState, RunInputs) in a layout."""
     name = "-".join([os.environ["WORLD_SIZE"], os.environ["RANK"], str(layout.zero_stage)])
     path = Path(flags["output_dir"]) / f"ds-{name}.json"
     config = ds_config(path, layout.zero_stage, layout.micro_batch_size, layout.grad_accum_steps,
@@ -167,7 +163,6 @@ def keep_gradients(engine):
 
 
 def set_loss(state, inputs, loss):
-    """Let the teachers of a run teach by another loss."""
     if loss == AS_FLAGS_SAY.loss:
         return
     changes = {"kd_weight": state.cfg.kd_weight} | flags_of(loss)

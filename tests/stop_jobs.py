@@ -21,10 +21,11 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import ranks
-from launched import PATIENCE, ROOT, Job, processes_of
+from launched import PATIENCE, ROOT, Job, processes_of, rank_with_trouble
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                "DS_ACCELERATOR": "cpu", "WANDB_MODE": "offline"}
@@ -41,6 +42,7 @@ LAUNCHED = 1 / 3  # share of jobs under the real launcher
 
 def prepare(folder):
     """Write models and a corpus; return the command line without --output_dir and --export."""
+    import jobs
     import same_numbers
 
     same_numbers.prepare(folder)
@@ -49,55 +51,36 @@ def prepare(folder):
         for first in range(len(rows)):
             text = " ".join(rows[first:] + rows[:first])[:1000]
             file.write(json.dumps({"text": text}) + "\n")
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    ds_config = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1,
-                 "gradient_clipping": 0.5, "zero_optimization": {"stage": 2},
-                 "optimizer": optimizer}
-    (folder / "ds.json").write_text(json.dumps(ds_config))
+    config = jobs.ds_config(folder / "ds.json", 2, 16, 1)
     # With tiles of 2 MiB, a data worker sends 150 KiB per batch: a pipe holds 64 KiB, so a worker
     # whose rank is gone blocks in it.
     return [f"--student={folder / 'student'}", f"--teacher={folder / 'teacher'}",
-            f"--data={folder / 'long.jsonl'}", f"--ds_config={folder / 'ds.json'}",
+            f"--data={folder / 'long.jsonl'}", f"--ds_config={config}",
             "--max_length=250", "--loss_memory_mib=2", f"--steps={STEPS}",
             f"--save_every={SAVE_EVERY}", "--eval_rows=8", "--eval_every=12", "--num_workers=2"]
 
 
-def rank_of_its_own(argv, port, stderr):
-    """Run a command line on a rank as its own process would."""
-    import traceback
+def begin_a_session(port, _):
+    """Let a rank meet the others at a port, in a session of its own."""
+    from isogloss.job import rendezvous
 
     os.setsid()
     os.environ["MASTER_PORT"] = str(port)
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    from isogloss import distill
-    from isogloss.job import rendezvous
-
     # A launcher would end the others when a rank is gone before any other has heard of it.
     rendezvous.JOINING_TIMEOUT = timedelta(seconds=60)
-
-    code = 0
-    try:
-        distill.cli([*argv, "--local_rank=" + os.environ["LOCAL_RANK"]])
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
 
 
 class ForkedJob:
     """A job of two ranks without a launcher, each in a session of its own."""
 
     def __init__(self, flags, port, folder):
-        self.stderr = folder / "stderr.txt"
-        self.stderr.write_text("")
-        self.group = ranks.start(2, rank_of_its_own, flags, port, str(self.stderr))
+        self.folder = folder
+        trouble = partial(begin_a_session, port)
+        self.group = ranks.start(2, rank_with_trouble, flags, folder, trouble)
         self.sessions = [process.pid for process, _ in self.group]
 
     def targets(self):
-        pids = [process.pid for process, _ in self.group]
+        pids = self.sessions
         return {"rank 0": pids[:1], "rank 1": pids[1:], "all": pids}
 
     def poll(self):
@@ -108,12 +91,10 @@ class ForkedJob:
         return next((code for code in codes if code), 0)
 
     def message(self):
-        return self.stderr.read_text()
+        return "".join(path.read_text() for path in self.folder.glob("stderr?"))
 
 
 class LaunchedJob:
-    """A job of two ranks under DeepSpeed's launcher."""
-
     def __init__(self, flags, port, folder):
         self.file = folder / "stderr.txt"
         self.job = Job(flags, port, stderr=open(self.file, "w"))
@@ -121,11 +102,10 @@ class LaunchedJob:
 
     def targets(self):
         """Return {name: process ids} of what runs by now."""
-        everything = processes_of(self.job.runner.pid)
-        found = {"deepspeed": [self.job.runner.pid], "all": list(everything)}
-        for process, words in everything.items():
-            if "-m deepspeed.launcher.launch " in words:
-                found["launcher"] = [process]
+        everything = list(processes_of(self.job.runner.pid))
+        found = {"deepspeed": [self.job.runner.pid], "all": everything}
+        for process in self.job.launchers():
+            found["launcher"] = [process]
         for number, process in enumerate(sorted(self.job.ranks())[:2]):
             found[f"rank {number}"] = [process]
         return found
@@ -165,15 +145,6 @@ def written_at(output):
     """Return when a run last wrote metrics, in nanoseconds; 0: never."""
     path = output / "metrics.jsonl"
     return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def weights_of(export):
-    """Return a hash of the exported weights."""
-    return hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
-
-
-def scratch_in(folder):
-    return [str(path) for path in folder.rglob(".*.incomplete")]
 
 
 def wait_for_end(job):
@@ -221,11 +192,7 @@ class Stress:
         self.seconds = {}
         ranks.run(1, os.getpid)  # starts the warm server
         for kind in (ForkedJob, LaunchedJob):
-            begin = time.monotonic()
-            job = self.start(kind, kind.__name__)
-            wait_for_end(job)
-            assert job.poll() == 0, job.message()
-            self.seconds[kind] = time.monotonic() - begin
+            self.seconds[kind] = self.run_to_the_end(kind, kind.__name__)
         self.reference = self.result("ForkedJob")
         assert self.result("LaunchedJob") == self.reference
         print(f"an undisturbed job takes {self.seconds[ForkedJob]:.0f} s forked, "
@@ -238,7 +205,15 @@ class Stress:
         return kind(flags, self.port, output)
 
     def result(self, name):
-        return curve_of(self.folder / name / "run"), weights_of(self.folder / name / "student")
+        weights = (self.folder / name / "student" / "model.safetensors").read_bytes()
+        return curve_of(self.folder / name / "run"), hashlib.sha256(weights).hexdigest()
+
+    def run_to_the_end(self, kind, name):
+        begin = time.monotonic()
+        job = self.start(kind, name)
+        wait_for_end(job)
+        assert job.poll() == 0, job.message()
+        return time.monotonic() - begin
 
     def disturb(self, signals):
         """Send each of the signals to a job, and let the last job run to its end."""
@@ -254,9 +229,7 @@ class Stress:
                 self.check_end(name)
                 name = f"job{self.jobs_done}"
         if (self.folder / name).exists():
-            job = self.start(ForkedJob, name)
-            wait_for_end(job)
-            assert job.poll() == 0, job.message()
+            self.run_to_the_end(ForkedJob, name)
             self.check_end(name)
 
     def stop(self, job, kind, name, number):
@@ -305,9 +278,9 @@ class Stress:
         return target
 
     def check_end(self, name):
-        """Check a job that has got to its end."""
         assert self.result(name) == self.reference, f"{name} differs from an undisturbed job"
-        assert not scratch_in(self.folder / name), scratch_in(self.folder / name)
+        scratch = list((self.folder / name).rglob(".*.incomplete"))
+        assert not scratch, scratch
         self.jobs_done += 1
 
 

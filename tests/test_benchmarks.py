@@ -31,5 +31,3 @@ def test_a_loss_is_measured(capsys):
     for path in ("tiled", "plain"):
         main("piece_kl", tokens=8, V=200, W=300, H=8, teacher_H=8, path=path, times=1, here=True)
         assert json.loads(capsys.readouterr().out)["loss"] == "piece_kl"
-
-

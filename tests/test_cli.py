@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,10 @@ import pytest
 import ranks
 from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
-from jobs import ds_config, losses_of, run_distill, write_corpus
-from launched import Job, no_trouble, rank_with_trouble
+from jobs import check_same_curve, ds_config, losses_of, run_all, run_distill, short_run
+from launched import Job, no_trouble, rank_with_trouble, wait_until
 
 # --- real launches --------------------------------------------------------------------------------
-
-
-def launch(num_ranks, *flags):
-    """Run DeepSpeed's launcher to its end; return (exit code, what was said)."""
-    job = Job(flags, ranks.free_port(), num_ranks=num_ranks)
-    _, message = job.runner.communicate()
-    return job.runner.returncode, message
 
 
 @pytest.mark.slow
@@ -42,8 +34,9 @@ def test_real_models_through_the_launcher(tmp_path):
         f"--data={asset('text', 'tinystories_1000.json')}",
         f"--ds_config={config}", "--steps=12", "--eval_rows=16", "--max_length=128",
         f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
-    code, message = launch(2, *flags)
-    assert code == 0, message
+    job = Job(flags, ranks.free_port())
+    _, message = job.runner.communicate()
+    assert job.runner.returncode == 0, message
     assert "piece_kl: 100%" in message and "kd=" in message and "tok/s=" in message
     first, *steps, last = losses_of(tmp_path, start=-1)
     assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 13), 12]
@@ -73,80 +66,39 @@ def test_real_models_through_the_launcher(tmp_path):
     assert model.config.vocab_size == len(tokenizer) == 512
 
 
-def small_run(models, texts, folder, *flags, stage=2, micro_batch_size=2):
-    """Return the command line of a run on short texts."""
-    config = ds_config(folder / "ds.json", stage, micro_batch_size, 1)
-    return [f"--student={models[0]}", f"--teacher={models[1]}",
-            f"--data={write_corpus(folder, texts, 20)}", f"--ds_config={config}",
-            "--max_length=60", *flags]
-
-
-class LaunchedRanks:
-    """Two ranks under DeepSpeed's launcher."""
-
-    def __init__(self, argv, folder):
-        self.job = Job(argv, ranks.free_port())
-        self.is_running = lambda: self.job.runner.poll() is None
-        self.end = self.job.wait  # returns (exit code, what was said)
-
-    def processes(self):
-        """Return those of the ranks, which have started before their data workers."""
-        return sorted(self.job.ranks())[:2]
-
-
-class ForkedRanks:
-    """Two ranks that nothing watches but each other."""
-
-    def __init__(self, argv, folder):
-        self.folder = folder
-        self.group = ranks.start(2, rank_with_trouble, argv, folder, no_trouble)
-        self.is_running = self.group[0][0].is_alive
-
-    def processes(self):
-        return [process.pid for process, _ in self.group]
-
-    def end(self):
-        """Return (exit code of the first, what it said)."""
-        process, _ = self.group[0]
-        process.join(60)
-        return process.exitcode, (self.folder / "stderr0").read_text()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, flag, name, at_once", [
-    (ForkedRanks, "--teacher_tp=2", "rank 1", False),
-    (LaunchedRanks, "--teacher_ranks=1", "teacher rank 0", False),
-    # as the launcher's SIGTERM may end the other rank before it has noticed
-    (ForkedRanks, "--teacher_ranks=1", "teacher rank 0", True),
+@pytest.mark.parametrize("flag, name, at_once", [
+    ("--teacher_tp=2", "rank 1", False),
+    # as a launcher's SIGTERM may end the other rank before it has noticed
+    ("--teacher_ranks=1", "teacher rank 0", True),
 ])
 def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
-        models, texts, tmp_path, kind, flag, name, at_once):
-    """A shard of the teacher dies in mid-step; the job ends within a minute, and can resume."""
+        models, texts, tmp_path, flag, name, at_once):
+    """A shard of the teacher dies in mid-step; nothing but the other rank watches it."""
     output = tmp_path / "run"
-    flags = small_run(models, texts, tmp_path, flag, "--save_every=1", f"--output_dir={output}")
-    job = kind([*flags, "--steps=100000"], tmp_path)
-    while not (output / "checkpoints" / "step_0000003").exists():
-        assert job.is_running(), job.end()
-        time.sleep(0.05)
-    other, victim = job.processes()
-    os.kill(victim, signal.SIGKILL)
+    flags = short_run(models, texts, tmp_path, flag, "--save_every=1", f"--output_dir={output}")
+    group = ranks.start(2, rank_with_trouble, [*flags, "--steps=100000"], tmp_path, no_trouble)
+    (other, _), (victim, _) = group
+    wait_until(lambda: (output / "checkpoints" / "step_0000003").exists() or other.exitcode)
+    assert other.is_alive(), (tmp_path / "stderr0").read_text()
+    os.kill(victim.pid, signal.SIGKILL)
     if at_once:
-        while is_running(victim):
+        while is_running(victim.pid):
             pass
-        os.kill(other, signal.SIGTERM)
-    code, message = job.end()
-    assert code not in (0, None)
-    line = f"distill.py: {name} (process {victim}) ended in mid-step"
-    assert line in message, message[-3000:]
+        os.kill(other.pid, signal.SIGTERM)
+    other.join(60)
+    assert other.exitcode not in (0, None)
+    message = (tmp_path / "stderr0").read_text()
+    assert f"distill.py: {name} (process {victim.pid}) ended in mid-step" in message, message
     reached = losses_of(output)[-1]["step"]
-    assert ranks.run(2, run_distill, [[*flags, f"--steps={reached + 2}"]]) == [[0]] * 2
+    run_all(2, [*flags, f"--steps={reached + 2}"])
     assert losses_of(output)[-1]["step"] == reached + 2
 
 
 @pytest.mark.slow
 def test_epochs_say_how_many_steps_there_are(models, texts, tmp_path):
     """18 rows to train on, once and a half, 4 a step; a resumed run takes those that are left."""
-    common = small_run(models, texts, tmp_path, "--epochs=1.5", "--eval_rows=2", "--num_workers=0")
+    common = short_run(models, texts, tmp_path, "--epochs=1.5", "--eval_rows=2", "--num_workers=0")
     flags = [*common, "--save_every=3", "--keep_checkpoints=9", f"--output_dir={tmp_path / 'run'}"]
     # within the first epoch, and within the second
     middles = {3: tmp_path / "from 3", 6: tmp_path / "from 6"}
@@ -173,7 +125,7 @@ distill.cli()
 @pytest.mark.slow
 def test_an_error_in_a_step_ends_the_process(models, texts, tmp_path):
     """Although its data worker ignores the signal that Python ends workers with."""
-    flags = small_run(models, texts, tmp_path, "--steps=9", "--num_workers=1", "--eval_every=0",
+    flags = short_run(models, texts, tmp_path, "--steps=9", "--num_workers=1", "--eval_every=0",
                       f"--output_dir={tmp_path / 'run'}", stage=0)
     environment = dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ranks.free_port()))
@@ -184,15 +136,7 @@ def test_an_error_in_a_step_ends_the_process(models, texts, tmp_path):
     assert "ZeroDivisionError: division by zero" in done.stderr, done.stderr
 
 
-def on_two_nodes(argv_list):
-    """Run command lines on ranks two of which are a node, as launchers say it."""
-    rank = int(os.environ["RANK"])
-    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_SIZE": "2"}
-    return run_distill(argv_list)
-
-
 def by_torchrun(argv):
-    """Run a command line on two nodes of two ranks."""
     nodes = []
     port = ranks.free_port()
     for number in range(2):
@@ -206,26 +150,13 @@ def by_torchrun(argv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag, num_ranks", [("--teacher_tp=2", 4), ("--teacher_ranks=1", 2)])
-def test_two_nodes(models, texts, tmp_path, flag, num_ranks):
-    """Two launches of two ranks are one job; it learns what its student learns on one node.
-
-    num_ranks counts those of the student on both nodes.
-    """
-    flags = small_run(models, texts, tmp_path, "--steps=3", "--eval_rows=4", micro_batch_size=1)
-    nodes = [*flags, flag, f"--output_dir={tmp_path / 'nodes'}"]
-    if "ranks" in flag:
-        by_torchrun(nodes)
-    else:
-        assert ranks.run(4, on_two_nodes, [nodes]) == [[0]] * 4
-    one_node = [[*flags, f"--output_dir={tmp_path / 'one'}"]]
-    assert ranks.run(num_ranks, run_distill, one_node) == [[0]] * num_ranks
-    curves = losses_of(tmp_path / "nodes", -1), losses_of(tmp_path / "one", -1)
-    for two, one in zip(*curves, strict=True):
-        assert two.keys() == one.keys()
-        for key, value in one.items():
-            # fractions such as eval/joined_mass are sums of probabilities, near 0 with their error
-            assert abs(two[key] - value) <= 1e-5 * max(abs(value), 0.1), (key, two, one)
+def test_two_nodes(models, texts, tmp_path):
+    """Two launches of two ranks are one job; it learns what its student learns on one node."""
+    flags = short_run(models, texts, tmp_path, "--steps=3", "--eval_rows=4", micro_batch_size=1)
+    by_torchrun([*flags, "--teacher_ranks=1", f"--output_dir={tmp_path / 'nodes'}"])
+    run_all(2, [*flags, f"--output_dir={tmp_path / 'one'}"])
+    # fractions such as eval/joined_mass are sums of probabilities, near 0 with their error
+    check_same_curve(losses_of(tmp_path / "one", -1), losses_of(tmp_path / "nodes", -1), 1e-5, 1e-6)
 
 
 def test_utilization_where_the_peak_is_known():
@@ -236,10 +167,3 @@ def test_utilization_where_the_peak_is_known():
     assert hopper["mfu"] == 6e14 / (4 * 989e12)
     pcie = utilization("NVIDIA H100 PCIe", 1e9, 1e5, 2.0, 2)
     assert pcie["mfu"] == 6e14 / (4 * 756e12)
-
-
-@pytest.mark.slow
-def test_the_launcher_passes_on_the_exit_code():
-    code, message = launch(1, "--stepz=3")
-    assert code == 2
-    assert "distill.py: unknown flag --stepz; did you mean --steps?" in message

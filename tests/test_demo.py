@@ -254,16 +254,12 @@ def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, cap
 
 def test_processes_side_by_side_share_the_cores_and_report_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(demo.os, "cpu_count", lambda: 4)
-    demo.side_by_side(note_threads, [(tmp_path / "a",), (tmp_path / "b",)])
-    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "2"
-    with pytest.raises(SystemExit, match="note_threads failed"):
-        demo.side_by_side(note_threads, [(tmp_path / "no" / "folder",)])
-
-
-def note_threads(path):
-    import torch
-
-    path.write_text(str(torch.get_num_threads()))
+    paths = tmp_path / "a", tmp_path / "b"
+    note = "import torch; open({!r}, 'w').write(str(torch.get_num_threads()))"
+    demo.side_by_side(exec, [(note.format(str(path)),) for path in paths])
+    assert [path.read_text() for path in paths] == ["2", "2"]
+    with pytest.raises(SystemExit, match="exec failed"):
+        demo.side_by_side(exec, [("1 / 0",)])
 
 
 def test_a_job_that_fails_ends_the_demo_with_the_end_of_its_log(tmp_path, monkeypatch):

@@ -100,26 +100,8 @@ def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, t
     assert math.isclose(metrics["eval/top1_agreement"], agreement(*sides, tables), abs_tol=1e-9)
 
 
-@pytest.mark.slow
-def test_a_model_agrees_with_itself(models, texts, tmp_path):
-    """Equal tokenizers and weights: divergence 0, agreement 1 where tokens spell something."""
-    flags = dict(student=str(models[0]), teacher=str(models[0]), max_length=200, eval_rows=2,
-                 data=write_corpus(tmp_path, texts, 9), output_dir=str(tmp_path), loss="forward_kl",
-                 ds_config=ds_config(tmp_path / "ds.json", 2, 3, 1))
-    [metrics] = ranks.run(1, evaluated, flags, texts[:2])
-    assert abs(metrics["eval/kd"]) < 1e-6
-    for name in ("bits_per_byte", "accuracy", "entropy"):
-        student = metrics[f"eval/student_{name}"]
-        assert math.isclose(student, metrics[f"eval/teacher_{name}"], rel_tol=1e-6)
-    assert metrics["eval/top1_agreement"] > 0.9  # a most likely eos spells nothing
-
-
 def evaluated_beside_nothing(flags_list, texts):
-    """Evaluate texts alone, between batches of no text, and no text, for some flags.
-
-    Returns:
-        [(metrics of each)].
-    """
+    """Return metrics of texts alone, between batches of no text, and of no text, for each flags."""
     answers = []
     for flags in flags_list:
         state, inputs = job_for(flags)
@@ -166,40 +148,6 @@ def recorded_runs(argv_list):
     return run_distill(argv_list), confidences
 
 
-class Weighed:
-    """Command lines of two teachers that differ in what is kept of them and how they weigh."""
-
-    def __init__(self, models, others, texts, folder):
-        self.folder = folder
-        self.teachers = [{"model": str(models[1]), "tp": 2}, {"model": str(others[0]), "name": "b"}]
-        self.members = [{"model": str(models[0]), "tp": 2, "weight": 2.0},
-                        {"model": str(others[0]), "name": "b"}]
-        self.base = [
-            f"--student={models[0]}", f"--data={write_corpus(folder, texts, 12)}", "--steps=1",
-            "--eval_rows=4", "--max_length=80", "--pack",
-            f"--ds_config={ds_config(folder / 'ds.json', 2, 3, 1)}"]
-
-    def argv(self, weights, output, *flags, tp=True):
-        """Return the flags of a run; its output directory is named by them."""
-        teachers = self.members if weights.startswith("mean") else self.teachers
-        teachers = [dict(entry) for entry in teachers]
-        for entry in teachers:
-            if not tp:
-                entry.pop("tp", None)
-        return [*self.base, f"--teachers={json.dumps(teachers)}", f"--teacher_weights={weights}",
-                f"--teacher_output={output}", "--teacher_output_topk=16", *flags,
-                f"--output_dir={self.output_dir(weights, output, *flags)}"]
-
-    def output_dir(self, *names):
-        return self.folder / "-".join(names).replace("-", "")
-
-    def evaluated(self, *names):
-        """Return the held-out metrics of a run before its first step."""
-        first = losses_of(self.output_dir(*names), -1)[0]
-        assert first["step"] == 0
-        return {key.removeprefix("eval/"): value for key, value in first.items()}
-
-
 def check_same_text_metrics(whole, top_k):
     """What the teachers say of the text is equal; what is learned from them is not."""
     suffixes = ["/" + key.split("/")[1] for key in whole if key.startswith("kd/")] or [""]
@@ -213,26 +161,43 @@ def check_same_text_metrics(whole, top_k):
 @pytest.mark.slow
 def test_top_k_outputs_say_of_the_text_what_whole_ones_do(models, untied, texts, tmp_path):
     """Evaluations and samples' weights; teachers sharded, on ranks of their own, and averaged."""
-    runs = Weighed(models, [untied], texts, tmp_path)
+    base = [f"--student={models[0]}", f"--data={write_corpus(tmp_path, texts, 12)}", "--steps=1",
+            "--eval_rows=4", "--max_length=80", "--pack", "--teacher_output_topk=16",
+            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 3, 1)}"]
+
+    def argv(name, weights, output, *flags, **layout):
+        first = {"model": str(models[1])} | layout
+        if weights.startswith("mean"):  # of one tokenizer
+            first |= {"model": str(models[0]), "weight": 2.0}
+        teachers = json.dumps([first, {"model": str(untied), "name": "b"}])
+        return [*base, f"--teachers={teachers}", f"--teacher_weights={weights}", *flags,
+                f"--teacher_output={output}", f"--output_dir={tmp_path / name}"]
+
+    def before_training(name):
+        first = losses_of(tmp_path / name, -1)[0]
+        assert first["step"] == 0
+        return {key.removeprefix("eval/"): value for key, value in first.items()}
+
     kinds = "ce", "entropy", "max_prob"
     pairs = [(kind, output) for kind in (*kinds, "mean_p", "mean_logits")
              for output in ("hidden", "topk")]
-    on_ranks = ranks.run(2, recorded_runs, [runs.argv(*pair) for pair in pairs])
+    on_ranks = ranks.run(2, recorded_runs, [argv("-".join(pair), *pair, tp=2) for pair in pairs])
     for codes, confidences in on_ranks:
         assert codes == [0] * len(pairs)
         assert len(confidences) == 2 * len(kinds)
         for whole, top_k in zip(confidences[::2], confidences[1::2], strict=True):
             torch.testing.assert_close(whole, top_k, rtol=1e-5, atol=1e-6)
     for weights, _ in pairs[::2]:
-        check_same_text_metrics(runs.evaluated(weights, "hidden"), runs.evaluated(weights, "topk"))
+        check_same_text_metrics(before_training(f"{weights}-hidden"),
+                                before_training(f"{weights}-topk"))
     # two clients of the teachers, then one of two ranks
     for weights, shards in (("max_prob", 1), ("mean_logits", 2)):
-        flags = ["--teacher_ranks=1", f"--sequence_parallel={shards}"]
-        argv = runs.argv(weights, "topk", *flags, tp=False)
-        of_student = ranks.run(3, recorded_runs, [argv])[:2]
+        flags = "--teacher_ranks=1", f"--sequence_parallel={shards}"
+        remote = argv(f"remote{shards}", weights, "topk", *flags)
+        of_student = ranks.run(3, recorded_runs, [remote])[:2]
         assert [codes for codes, _ in of_student] == [[0], [0]]
-        remote = runs.evaluated(weights, "topk", *flags)
-        check_same_text_metrics(runs.evaluated(weights, "hidden"), remote)
+        check_same_text_metrics(before_training(f"{weights}-hidden"),
+                                before_training(f"remote{shards}"))
         if weights == "max_prob":
             for (_, local), (_, remote) in zip(on_ranks, of_student, strict=False):
                 torch.testing.assert_close(local[2 * kinds.index("max_prob")], remote[0],

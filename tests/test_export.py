@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -23,8 +22,8 @@ from isogloss.checkpoints import model_card, run_identity
 from isogloss.config import Config
 from isogloss.flags import model_names
 from isogloss.job import launch
-from jobs import ds_config, losses_of, run_distill, write_corpus
-from wrong_input import check_one_line, error_line, outcomes, run_wrong
+from jobs import ds_config, losses_of, run_all, write_corpus
+from wrong_input import check_one_line, error_line, good_line, outcomes, run_wrong
 
 
 def tree(folder):
@@ -207,7 +206,6 @@ def exported(models, texts, tmp_path_factory):
     """A folder with a run of two steps in each of LAYOUTS, checkpoints and exports kept."""
     pytest.importorskip("peft")  # of the adapter
     folder = tmp_path_factory.mktemp("layouts")
-    corpus = write_corpus(folder, texts, 20)
     student = folder / "models" / "student"
     shutil.copytree(models[0], student)
     (student / "generation_config.json").write_text(json.dumps(GENERATION))
@@ -216,11 +214,10 @@ def exported(models, texts, tmp_path_factory):
         config = ds_config(folder / f"{name}.json", stage, 2, 1, **more)
         output = folder / name
         argv.append([
-            f"--student={student}", f"--teacher={models[1]}", f"--data={corpus}",
-            f"--ds_config={config}", "--max_length=40", "--num_workers=0", "--steps=2",
-            "--save_every=1", "--eval_rows=4", f"--output_dir={output}",
-            f"--export={output / 'student'}", *flags])
-    assert ranks.run(2, run_distill, argv) == [[0] * len(LAYOUTS)] * 2
+            *good_line((student, models[1]), texts, folder), f"--ds_config={config}",
+            "--max_length=40", "--num_workers=0", "--steps=2", "--save_every=1", "--eval_rows=4",
+            f"--output_dir={output}", f"--export={output / 'student'}", *flags])
+    run_all(2, *argv)
     return folder
 
 
@@ -382,19 +379,24 @@ def test_no_record_of_a_run_holds_a_secret(models, tmp_path, monkeypatch, secret
             assert secret not in str(what), (secret, what)
 
 
-class StandInHub:
-    """Take what `HfApi` takes, argument by argument, and keep what would be uploaded."""
+@pytest.fixture
+def hub(monkeypatch):
+    """[(method, arguments, options, files)] of what would be told to the hub."""
+    calls = []
+    for name in ("create_repo", "upload_folder"):
+        signature = inspect.signature(getattr(huggingface_hub.HfApi, name))
 
-    calls: ClassVar[list] = []
-    api = huggingface_hub.HfApi  # whose signatures decide what may be passed
-
-    def __getattr__(self, name):
-        def call(*args, **options):
-            inspect.signature(getattr(self.api, name)).bind(self, *args, **options)
+        def call(*args, name=name, signature=signature, **options):
+            signature.bind(*args, **options)
             folder = options.get("folder_path")
-            self.calls.append((name, args, options, os.listdir(folder) if folder else []))
+            calls.append((name, args[1:], options, os.listdir(folder) if folder else []))
 
-        return call
+        monkeypatch.setattr(huggingface_hub.HfApi, name, call)
+    return calls
+
+
+def refuse(*args, **options):
+    raise RuntimeError("401 Client Error\nmore of it")
 
 
 def test_an_export_is_pushed_as_it_is(exported, hub, monkeypatch, capsys):
@@ -402,13 +404,13 @@ def test_an_export_is_pushed_as_it_is(exported, hub, monkeypatch, capsys):
     command = [str(exported / "pipeline"), f"--output={output}"]
     export.cli([*command, "--push_to_hub=me/student", "--private"])
     assert "pushed to me/student" in capsys.readouterr().out
-    (first, args, options, _), (second, _, upload, files) = hub.calls
+    (first, args, options, _), (second, _, upload, files) = hub
     assert (first, args, options) == ("create_repo", ("me/student",),
                                       {"private": True, "exist_ok": True})
     assert second == "upload_folder" and upload["repo_id"] == "me/student"
     assert {"README.md", "curves.png", "model.safetensors", "tokenizer.json"} <= set(files)
     assert upload["ignore_patterns"] == [export.MANIFEST]
-    monkeypatch.setattr(hub, "__getattr__", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
     error = error_line(capsys, export, [*command, "--push_to_hub=me/other"], "isogloss.export")
     assert "--push_to_hub me/other: RuntimeError: 401 Client Error; " in error
 
@@ -421,25 +423,11 @@ def test_an_adapter_of_a_local_model_is_not_pushed(exported, hub, capsys):
     path = output / "adapter_config.json"
     config = json.loads(path.read_text())
     base = config["base_model_name_or_path"]
-    assert Path(base).is_dir() and not hub.calls
+    assert Path(base).is_dir() and not hub
     assert f"{path} names the base model by a path of this machine, {base};" in printed
     path.write_text(json.dumps(config | {"base_model_name_or_path": "org/base"}))
     export.push(output, "me/adapter", private=False)
-    assert [name for name, *_ in hub.calls] == ["create_repo", "upload_folder"]
-
-
-def refuse(hub, name):
-    def call(*args, **options):
-        raise RuntimeError("401 Client Error\nmore of it")
-
-    return call
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "HfApi", StandInHub)
-    monkeypatch.setattr(StandInHub, "calls", [])
-    return StandInHub
+    assert [name for name, *_ in hub] == ["create_repo", "upload_folder"]
 
 
 def test_wrong_input_of_the_command_is_one_line(exported, capsys):

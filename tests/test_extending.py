@@ -14,7 +14,8 @@ from conftest import ROOT
 from isogloss.config import Config
 from isogloss.teachers.kinds import TEACHER_KINDS
 from isogloss.teachers.protocol import load_teacher
-from jobs import ds_config, losses_of, run_distill, write_corpus
+from jobs import losses_of, run_all, run_distill
+from wrong_input import good_line
 
 PAGE = ROOT / "docs" / "extending.md"
 
@@ -29,18 +30,14 @@ def example(number, folder):
 
 @pytest.fixture
 def argv(models, texts, tmp_path):
-    config = ds_config(tmp_path / "ds.json", 2, 2, 1)
-    return [f"--student={models[0]}", f"--teacher={models[1]}", f"--ds_config={config}",
-            f"--data={write_corpus(tmp_path, texts, 20)}", "--steps=3", "--max_length=80",
-            "--eval_rows=4", f"--output_dir={tmp_path / 'run'}"]
+    return [*good_line(models, texts, tmp_path), "--steps=3", "--max_length=80", "--eval_rows=4"]
 
 
 @pytest.mark.slow
 def test_a_new_loss_is_a_function_and_an_entry(argv, tmp_path):
     """It is a choice of --loss, trains, and is evaluated."""
     run = [*argv, "--loss=certainty_gap", "--ce_weight=0"]
-    codes = ranks.run(2, run_distill, [[*run, f"--plugin={example(0, tmp_path)}"]])
-    assert codes == [[0], [0]]
+    run_all(2, [*run, f"--plugin={example(0, tmp_path)}"])
     lines = losses_of(tmp_path / "run", -1)
     assert 0 < lines[-1]["eval/kd"] < lines[0]["eval/kd"] < 1
     unknown = ranks.run(1, run_distill, [run])
@@ -124,7 +121,7 @@ def test_every_metric_is_explained(argv, models, tmp_path):
     teachers = f'[{{"model": "{models[1]}", "name": "a"}}, {{"model": "{models[1]}", "name": "b"}}]'
     several = [flag for flag in argv if not flag.startswith(("--teacher", "--output_dir"))]
     several += [f"--teachers={teachers}", "--loss=gold", f"--output_dir={tmp_path / 'several'}"]
-    assert ranks.run(1, run_distill, [argv, several]) == [[0, 0]]
+    run_all(1, argv, several)
     keys = set()
     for folder in ("run", "several"):
         for line in losses_of(tmp_path / folder, -1):

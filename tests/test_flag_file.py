@@ -3,12 +3,11 @@
 import json
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from isogloss.checkpoints.model_card import read_record
-from isogloss.config import Config, teacher_entries, template_kwargs
+from isogloss.config import Config
 from isogloss.evaluation import code_tasks
 from isogloss.flags.parse import parse_flags
 from isogloss.flags.yaml_file import MOST_BYTES, MOST_RECORD
@@ -82,12 +81,8 @@ LAUGHS = "teachers: &a0 [" + ", ".join("x" * 10) + "]\n" + "".join(
 
 WRONG = {
     "max_lenght: 9": "unknown flag --max_lenght; did you mean --max_length?",
-    "qqq: 1": "unknown flag --qqq; --help lists them all",
     "steps: many": "--steps=many: expected int, got str (--steps is from ",
-    "steps: 1.5": "--steps=1.5: expected int, got float (--steps is from ",
-    "steps: [1, 2]": "--steps=(1, 2): expected int, got tuple (--steps is from ",
     "steps: {a: 1}": "--steps={'a': 1}: expected int, got dict (--steps is from ",
-    "pack: yes": "--pack=yes: expected bool, got str (--pack is from ",
     "steps: 0": "--steps 0: expected 1 or more (--steps is from ",
     "nopack: true": "nopack is no name of a flag; write pack: false",
     "config: b.yaml": "config cannot name another file",
@@ -96,19 +91,15 @@ WRONG = {
     "teachers: [{model: A, model: B}]": "line 1: teachers is no plain value (model is there twice",
     "template_kwargs:\n  a: {b: 1, b: 2}": "line 1: template_kwargs is no plain value (b is there",
     "export:": "line 1: export has no value; leave the line out",
-    "export: ~": "line 1: export has no value; leave the line out",
     "[1]: 2": "line 1: expected the name of a flag in front of the colon",
     "steps: [1": "not YAML (",
     "a: b: c": "line 1: not YAML (mapping values are not allowed here)",
-    "- steps": "holds a sequence; expected lines like steps: 2000",
     "steps": "holds a scalar; expected lines like steps: 2000",
     "": "holds nothing; expected lines like steps: 2000",
     "steps: !!python/object:os.system {}": "could not determine a constructor",
     "loss: &a uld\nteacher_dtype: *a": "line 2: not YAML (the alias *a; write out",
-    "teachers: &a [*a]": "line 1: not YAML (the alias *a; write out",
     LAUGHS: "line 2: not YAML (the alias *a0; write out",
     "teachers: " + "[" * 50_000: "is nested too deep; expected lines like steps: 2000",
-    "teachers: " + "{a: " * 50_000: "is nested too deep; expected lines like steps: 2000",
     "teachers: " + "[[" * 120 + "]]" * 120: "--teachers: expected a list of objects",
     "steps: " + "9" * 5000: "--steps=9",
     # a key is looked at before any value
@@ -120,7 +111,7 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG, ids=[text[:40] for text in WRONG])
 def test_a_wrong_file_is_refused_with_one_line(tmp_path, text):
-    flags = () if text in ("", "steps", "- steps") else (
+    flags = () if text in ("", "steps") else (
         "--student=S", "--teacher=T", "--data=D")
     with pytest.raises(ValueError, match=re.escape(WRONG[text])) as error:
         parse(tmp_path, text, *flags)
@@ -163,15 +154,5 @@ def test_files_that_flags_name_have_a_bounded_size(tmp_path):
     of_size("run.json", 2**36)
     with pytest.raises(ValueError, match=r"run.json: is no record of a run \(has more than"):
         read_record(tmp_path)
-    lines = of_size("items.jsonl", 2**36)
-    for read in (lambda *args: code_tasks._rows(*args, 0),):
-        with pytest.raises(ValueError, match=rf"row 1 cannot be read .*a line of {MOST_RECORD}"):
-            read("task", lines)
-
-
-def test_flags_of_json_may_be_nested_too_deep():
-    for text in ("[" * 100_000, "9" * 5000):
-        with pytest.raises(ValueError, match="--teachers: not valid JSON"):
-            teacher_entries(SimpleNamespace(teachers=text))
-        with pytest.raises(ValueError, match="expected a JSON object like"):
-            template_kwargs(SimpleNamespace(template_kwargs=text))
+    with pytest.raises(ValueError, match=rf"row 1 cannot be read .*a line of {MOST_RECORD}"):
+        code_tasks._rows("task", of_size("items.jsonl", 2**36), 0)

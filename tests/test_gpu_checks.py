@@ -36,17 +36,15 @@ def test_every_outcome_has_its_line(monkeypatch):
     def breaking():
         raise RuntimeError("CUDA error 700")
 
-    lines = {}
-    for name, check in (("good", lambda: (True, {"n": 1})), ("bad", lambda: (False, {"n": 2})),
-                        ("skipping", skipping), ("breaking", breaking)):
-        lines[name] = json.loads(json.dumps(gpu.outcome(check)))
-    assert lines["good"]["result"] == "pass" and lines["good"]["n"] == 1
-    assert lines["bad"]["result"] == "fail" and lines["bad"]["n"] == 2
-    assert lines["skipping"]["result"] == "skip"
-    assert lines["skipping"]["reason"] == "needs 2 GPUs, and there are 0"
-    assert lines["breaking"]["result"] == "fail"
-    assert lines["breaking"]["reason"] == "RuntimeError: CUDA error 700"
-    assert "breaking" in lines["breaking"]["traceback"]
+    for check, expected in (
+        (lambda: (True, {"n": 1}), {"result": "pass", "n": 1}),
+        (lambda: (False, {"n": 2}), {"result": "fail", "n": 2}),
+        (skipping, {"result": "skip", "reason": "needs 2 GPUs, and there are 0"}),
+        (breaking, {"result": "fail", "reason": "RuntimeError: CUDA error 700"}),
+    ):
+        line = json.loads(json.dumps(gpu.outcome(check)))
+        assert expected.items() <= line.items()
+    assert "breaking" in line["traceback"]
 
 
 def test_a_check_that_needs_two_devices_is_skipped_with_a_reason(monkeypatch):
@@ -87,9 +85,8 @@ def test_all_paths_of_the_table_compute_the_same(name):
         run.step()
         gradients.append(run.run.hidden.grad.float())
         assert (len(run.plan) > 1) == (path == "tiled")
-    assert gradients[0].norm() > 0
-    for gradient in gradients[1:]:
-        assert (gradients[0] - gradient).norm() <= 0.02 * gradients[0].norm()
+    plain, tiled = gradients
+    assert plain.norm() > 0 and (plain - tiled).norm() <= 0.02 * plain.norm()
 
 
 def test_gaps_lie_between_kernels_that_overlap():

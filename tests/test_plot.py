@@ -124,11 +124,3 @@ def test_a_foreign_line_is_named(tmp_path, line):
     folder = write_run(tmp_path / "run", [{"step": 1}], f'{line}\n{{"step": 2}}\n')
     with pytest.raises(ValueError, match="line 2 is no line of metrics"):
         curves.read_run(folder)
-
-
-def test_a_damaged_line_is_named(tmp_path):
-    folder = write_run(tmp_path / "run", [{"step": 1}])
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('nothing\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 2 is no line of metrics"):
-        curves.read_run(folder)

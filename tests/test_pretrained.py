@@ -32,8 +32,8 @@ from isogloss.projection_tools import generate
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import load_student
 from isogloss.teachers.model import ModelSpec, load_replicated
-from jobs import ds_config, losses_of, run_distill, write_corpus
-from wrong_input import check_one_line, error_line, outcomes
+from jobs import ds_config, losses_of, run_distill
+from wrong_input import check_one_line, error_line, good_line, outcomes
 
 
 def without_weights(model, folder):
@@ -93,8 +93,7 @@ def test_random_weights_depend_on_the_seed_alone(models, tmp_path):
 def test_a_run_from_scratch(models, texts, tmp_path):
     """It trains at ZeRO 3, resumes, and is another run than one without the flag."""
     student = without_weights(models[0], tmp_path)
-    flags = [f"--student={student}", f"--teacher={models[1]}", "--max_length=60",
-             f"--data={write_corpus(tmp_path, texts, 20)}", "--save_every=1",
+    flags = [*good_line(models, texts, tmp_path), f"--student={student}", "--save_every=1",
              f"--ds_config={ds_config(tmp_path / 'ds.json', 3, 2, 1)}"]
     runs = [
         [*flags, "--steps=2", "--from_scratch", f"--output_dir={tmp_path / 'whole'}"],
@@ -127,7 +126,7 @@ class CustomTokenizer(PreTrainedTokenizerFast):
 
 def custom(model, folder, marker):
     """Return a copy of a model that comes with code; the code writes a file `marker`."""
-    target = folder / f"custom_{model.name}"
+    target = folder / "custom"
     shutil.copytree(model, target)
     (target / "code_of_model.py").write_text(CUSTOM.format(marker=str(marker)))
     classes = {"AutoConfig": "code_of_model.CustomConfig",
@@ -149,46 +148,35 @@ def answer_yes(modules):
     sys.stdin = io.StringIO("y\n" * 99)
 
 
-def run_and_answer_yes(modules, base, changes, folder):
-    """Run `wrong_input.outcomes`; return it, and for each change whether a marker was written."""
+def run_and_answer_yes(modules, *arguments):
     answer_yes(modules)
-    ended = []
-    for change in changes:
-        [outcome] = outcomes(folder, base, [change])
-        dist.barrier()
-        ended.append((outcome, (folder / "marker").exists()))
-        dist.barrier()
-        (folder / "marker").unlink(missing_ok=True)
-        dist.barrier()
-    return ended
+    return outcomes(*arguments)
 
 
 @pytest.mark.slow
 def test_custom_code_runs_with_its_flag_alone(models, texts, tmp_path):
     """Not even where someone types y, which transformers would take for a yes."""
-    base = [f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=60", "--steps=1",
-            f"--data={write_corpus(tmp_path, texts, 20)}",
-            f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 2, 1)}"]
     changes = []
     for role, model in zip(("student", "teacher"), models):
-        flag = f"--{role}={custom(model, tmp_path, tmp_path / 'marker')}"
-        changes.append(f"{flag} --output_dir={tmp_path / 'no'}")
-        changes.append(f"{flag} --output_dir={tmp_path / role} --trust_remote_code "
-                       f"--export={tmp_path / role / 'export'}")
+        for folder, flags in (("refused", ""), ("allowed", " --trust_remote_code")):
+            target = tmp_path / folder / role
+            flags += f" --output_dir={target / 'run'} --export={target / 'export'}"
+            changes.append(f"--{role}={custom(model, target, target / 'marker')}{flags}")
     on_ranks = ranks.run(
-        2, run_and_answer_yes, str(tmp_path / "modules"), base, changes, tmp_path)
-    for number, change in enumerate(changes):
-        ended, ran = zip(*[on_rank[number] for on_rank in on_ranks])
+        2, run_and_answer_yes, str(tmp_path / "modules"), tmp_path,
+        good_line(models, texts, tmp_path), changes)
+    for change, *ended in zip(changes, *on_ranks):
         if "--trust_remote_code" in change:
             assert [outcome.exit_code for outcome in ended] == [0, 0], ended
-            assert all(ran)
             continue
         check_one_line(ended, "needs Python code that comes with")
         assert change.split()[0].replace("=", " ") in ended[0].stderr
         assert "add --trust_remote_code" in ended[0].stderr
-        assert not any(ran)
+    for role in ("student", "teacher"):
+        assert not (tmp_path / "refused" / role / "marker").exists()
+        assert (tmp_path / "allowed" / role / "marker").exists()
     # the exported student is still of its own class
-    config = json.loads((tmp_path / "student" / "export" / "config.json").read_text())
+    config = json.loads((tmp_path / "allowed/student/export/config.json").read_text())
     assert config["architectures"] == ["CustomModel"]
 
 
@@ -222,19 +210,22 @@ def test_tools_run_custom_code_with_the_flag_alone(models, tmp_path, monkeypatch
 # --- tensors that a language model has no use for -------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [
+SURPLUS = [
     "vision_tower.encoder.layers.0.mlp.fc1.weight",  # of a model that also sees
     "v_head.summary.weight",  # of a model that was trained by reinforcement learning
     "model.layers.0.self_attn.rotary_emb.inv_freq",  # of an old version of transformers
     "model.layers.0.attn.masked_bias",
-])
-def test_surplus_parts_are_no_error(models, tmp_path, name):
-    model = edit_tensors(
-        models[0], tmp_path / "surplus", lambda tensors: tensors | {name: torch.ones(2)})
-    check_weights("student", model)
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    expected = AutoModelForCausalLM.from_pretrained(models[0])
-    assert equal(loaded.state_dict(), expected.state_dict())
+]
+
+
+def test_surplus_parts_and_missing_prefixes_are_no_error(models, tmp_path):
+    """Some checkpoints were saved from the model below the head."""
+    for number, name in enumerate(SURPLUS):
+        check_weights("student", edit_tensors(
+            models[0], tmp_path / str(number), lambda tensors: tensors | {name: torch.ones(2)}))
+    check_weights("student", edit_tensors(
+        models[0], tmp_path / "bare",
+        lambda tensors: {name.removeprefix("model."): x for name, x in tensors.items()}))
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -297,13 +288,6 @@ def test_the_language_model_of_one_that_also_sees(tmp_path):
     assert type(model).__name__ == "Qwen3_5ForCausalLM"
     [name] = [name for name in names if name.endswith("embed_tokens.weight")]
     assert torch.equal(model.get_input_embeddings().weight, names[name])
-
-
-def test_a_file_without_the_base_models_prefix_is_no_error(models, tmp_path):
-    """Some checkpoints were saved from the model below the head."""
-    check_weights("student", edit_tensors(
-        models[0], tmp_path / "bare",
-        lambda tensors: {name.removeprefix("model."): x for name, x in tensors.items()}))
 
 
 # --- tokenizers -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""ulysses.py: attention over shards is attention; every chunk has one owner.  activations.py."""
+"""ulysses.py: attention over shards is attention.  activations.py: what layers keep."""
 
 import copy
 
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ranks
 from isogloss.data.spans import sequence_shard
@@ -16,17 +17,9 @@ from isogloss.models import activations
 from isogloss.student import ulysses
 from isogloss.student.ulysses import check_sequence_layout
 
-SHAPE = {
-    "vocab_size": 60,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "head_dim": 8,
-}
+SHAPE = dict(vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+             num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=128,
+             pad_token_id=0, head_dim=8)
 MODELS = {  # what differs from SHAPE; None: left out
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
@@ -43,18 +36,12 @@ DOCUMENTS = 11, 1, 7, 5  # positions of each, 24 in all
 
 
 def tiny_llama():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
 
 
 def positions_of(sizes):
     """Positions of one row that packs documents of these sizes."""
     return torch.cat([torch.arange(size) for size in sizes])
-
-
-def gradients_of(tensors):
-    return [x.grad.clone() for x in tensors]
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -83,8 +70,6 @@ def two_samples(kind):
 
 def worst_errors_of_shards(kinds):
     """{(model, kind): worst difference, in logits and gradient, from documents one at a time}."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     start_distributed()
     silence_libraries()
     group = sequence_group.join_sequence_group(dist.get_world_size())
@@ -94,27 +79,30 @@ def worst_errors_of_shards(kinds):
         config = AutoConfig.for_model(name, **shape)
         ulysses.register_attention(config, group)
         torch.manual_seed(0)
-        whole = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager"
-        )
-        sharded = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ulysses.ATTENTION
-        )
+        whole = AutoModelForCausalLM.from_config(copy.deepcopy(config),
+                                                 attn_implementation="eager")
+        sharded = AutoModelForCausalLM.from_config(config, attn_implementation=ulysses.ATTENTION)
         sharded.load_state_dict(whole.state_dict())
         for kind in kinds:
-            worst[name, kind] = worst_error(whole, sharded, group, kind)
-        worst[name, "recomputed"] = recomputed_error(sharded, group)
+            if kind == "given":
+                worst[name, kind] = error_with_documents(sharded, group)
+            else:
+                worst[name, kind] = worst_error(whole, sharded, group, kind)
     return worst
+
+
+def shard_of(group):
+    """Return the positions of this rank, of the 24 of two_samples."""
+    length = 24 // group.size
+    return slice(group.rank * length, (group.rank + 1) * length)
 
 
 def worst_error(whole, sharded, group, kind):
     """Compare this rank's shard of the logits, and the gradients summed over ranks."""
     ids, positions, documents = two_samples(kind)
-    shard_length = ids.shape[1] // group.size
-    shard = slice(group.rank * shard_length, (group.rank + 1) * shard_length)
-    logits = sharded(
-        input_ids=ids[:, shard], position_ids=positions[:, shard], use_cache=False
-    ).logits
+    shard = shard_of(group)
+    logits = sharded(input_ids=ids[:, shard], position_ids=positions[:, shard],
+                     use_cache=False).logits
     expected = torch.zeros(*ids.shape, logits.shape[-1])
     is_text = torch.zeros(ids.shape, dtype=torch.bool)  # padding may hold anything
     for sample, first, end in documents:
@@ -136,39 +124,24 @@ def worst_error(whole, sharded, group, kind):
     return worst
 
 
-def recomputed_error(sharded, group):
-    """Compare with a run that is given the documents; no layer may look for them itself.
-
-    Layers run again in backward, as with activation checkpointing.
-    """
+def error_with_documents(sharded, group):
+    """Compare with a pass that is given the documents; no layer may look for them itself."""
     ids, positions, _ = two_samples("packed")
-    shard_length = ids.shape[1] // group.size
-    shard = slice(group.rank * shard_length, (group.rank + 1) * shard_length)
-    arguments = {"input_ids": ids[:, shard], "position_ids": positions[:, shard]}
-    sharded.zero_grad()
-    expected = sharded.base_model(**arguments, use_cache=False)[0]
-    expected.square().sum().backward()
-    gradients = gradients_of(sharded.base_model.parameters())
-    sharded.zero_grad()
-    sharded.train()
-    sharded.gradient_checkpointing_enable({"use_reentrant": False})
-    arguments["documents"] = ulysses.document_spans(positions)
+    shard = shard_of(group)
+    arguments = dict(input_ids=ids[:, shard], position_ids=positions[:, shard], use_cache=False)
+    expected = sharded.base_model(**arguments)[0]
+    documents = ulysses.document_spans(positions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ulysses, "document_spans", None)
-        hidden = sharded.base_model(**arguments, use_cache=False)[0]
-        hidden.square().sum().backward()
-    worst = float((hidden - expected).abs().max())
-    for p, gradient in zip(sharded.base_model.parameters(), gradients):
-        worst = max(worst, float((p.grad - gradient).abs().max()))
-    return worst
+        hidden = sharded.base_model(**arguments, documents=documents)[0]
+    return float((hidden - expected).abs().max())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_attention_over_shards_is_attention(world):
+@pytest.mark.parametrize("world, kinds", [
+    (2, ("whole", "packed", "left", "given")), (4, ("packed",))])  # the hardest
+def test_attention_over_shards_is_attention(world, kinds):
     """Packed documents, left padding, windows, soft-caps, fewer key-value heads than ranks."""
-    # On four ranks the packed batch alone, to save time; it is the hardest.
-    kinds = ("whole", "packed", "left") if world == 2 else ("packed",)
     for worst in ranks.run(world, worst_errors_of_shards, kinds):
         for case, error in worst.items():
             assert error < 2e-5, case
@@ -201,7 +174,7 @@ class NoSquares(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 130, 700, 2999, 4000])
+@pytest.mark.parametrize("window", [None, 1, 130, 700, 2999])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_long_attention_in_blocks(window, softcap):
     """Documents longer than a block equal attention with one dense mask, which never exists."""
@@ -214,15 +187,8 @@ def test_long_attention_in_blocks(window, softcap):
     value = torch.randn(1, 2, S, 8)
     positions = positions_of(sizes)[None]
     with NoSquares(S):
-        out, _ = ulysses.core_attention(
-            None,
-            query,
-            key,
-            value,
-            sliding_window=window,
-            softcap=softcap,
-            position_ids=positions,
-        )
+        out, _ = ulysses.core_attention(None, query, key, value, sliding_window=window,
+                                        softcap=softcap, position_ids=positions)
     document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     distance = torch.arange(S)[:, None] - torch.arange(S)
     visible = (document[:, None] == document) & (distance >= 0) & (distance < (window or S))
@@ -235,99 +201,19 @@ def test_long_attention_in_blocks(window, softcap):
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=0, atol=2e-6)
 
 
-# --- chunks across shards -------------------------------------------------------------------------
-
-
-def values_of_the_halo(shards, values_of_rank):
-    """Sum over ranks of what each of them holds of the halo."""
-    halo = torch.zeros(len(shards[0].halo_index))
-    for shard, values in zip(shards, values_of_rank):
-        held = shard.halo_index >= 0
-        halo[held] += values[shard.halo_index[held]]
-    return halo
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_position_and_chunk_has_one_owner(size):
-    """Chunks cut by a boundary, or spanning all ranks; the rest stays with its holder."""
+def test_every_position_has_one_owner_and_one_reader(size):
+    """Of chunks cut by a boundary, or spanning all ranks; nobody reads outside chunks."""
     chunk_S = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, -1, 3, 3, 3, 3], [0] * 12, [-1] * 12])
     chunk_T = torch.tensor([[0, 1, 1, -1, 2, 3, 3], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
     shards = [sequence_shard(chunk_S, chunk_T, rank, size) for rank in range(size)]
-    num_owners_S = torch.zeros_like(chunk_S)
-    num_readers_T = torch.zeros_like(chunk_T)
-    num_held = 0
-    for shard in shards:
-        num_owners_S += shard.owned_mask
-        num_readers_T += shard.teacher_mask
-        num_held += int((shard.halo_index >= 0).sum())
-    assert torch.equal(num_owners_S, torch.ones_like(chunk_S))
-    assert torch.equal(num_readers_T, (chunk_T >= 0).long())  # nobody reads outside chunks
-
-    values = torch.arange(36.0)  # of every position
-    values_of_rank = [x.flatten() for x in values.view(3, 12).split(12 // size, dim=1)]
-    halo = values_of_the_halo(shards, values_of_rank)
-    for shard, local_values in zip(shards, values_of_rank):
-        # What the rank can look up: its shard, and behind it the halo.
-        available = torch.cat([local_values, halo])
-        owned = shard.owned_mask.flatten()
-        assert torch.equal(available[shard.local_position[owned]], values[owned])
-        for b, chunks in enumerate(chunk_S):
-            for chunk in chunks[chunks >= 0].unique():
-                # A chunk is owned as a whole, on the student's side as on the teacher's.
-                is_owned = shard.owned_mask[b][chunks == chunk]
-                is_read = shard.teacher_mask[b][chunk_T[b] == chunk]
-                assert is_owned.unique().numel() == 1
-                assert is_read.all() == is_owned.all()
-
-    # Every position of the halo has one holder; with one rank there is no halo.
-    assert num_held == len(halo)
-    assert (len(halo) > 0) == (size > 1)
-
-
-class Logits:
-    """Stand-in for `tiles.StoredLogits`."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def with_values(self, values):
-        return Logits(values)
-
-
-def gathered_halo_and_gradient(chunk_S, chunk_T, values_SX, weight_SX):
-    """(masks, values, gradient) of a rank whose loss is the weighted sum of what it owns."""
-    start_distributed()
-    silence_libraries()
-    group = sequence_group.join_sequence_group(dist.get_world_size())
-    shard = sequence_shard(chunk_S, chunk_T, group.rank, group.size)
-    local_NX = values_SX.chunk(group.size)[group.rank].clone().requires_grad_()
-    gathered = sequence_group.gather_halo(Logits(local_NX), shard.halo_index, group)
-    owned = shard.owned_mask.flatten()
-    owned_values = gathered.values[shard.local_position[owned]]
-    (owned_values * weight_SX[owned]).sum().backward()
-    return owned, owned_values.detach(), local_NX.grad
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_halo_arrives_at_its_owner_and_its_gradient_at_its_holder(size):
-    torch.manual_seed(0)
-    # A chunk over three of four shards, also cut by the boundary of two; a second cut chunk.
-    chunk_S = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3]])
-    assert len(sequence_shard(chunk_S, chunk_S, 0, size).halo_index) > 0
-    values_SX = torch.randn(12, 3)
-    weight_SX = torch.randn(12, 3)
-    results = ranks.run(
-        size, gathered_halo_and_gradient, chunk_S, chunk_S, values_SX, weight_SX
-    )
-    for owned, owned_values, _ in results:
-        assert torch.equal(owned_values, values_SX[owned])
-    # The gradient of an owned value is its weight, wherever that value is held.
-    assert torch.equal(torch.cat([gradient for _, _, gradient in results]), weight_SX)
+    assert torch.equal(sum(shard.owned_mask.long() for shard in shards), torch.ones_like(chunk_S))
+    assert torch.equal(sum(shard.teacher_mask.long() for shard in shards), (chunk_T >= 0).long())
 
 
 def test_without_a_halo_nothing_is_sent():
     # No group is given, so that a collective would fail.
-    logits = Logits(torch.randn(4, 3))
+    logits = object()
     assert sequence_group.gather_halo(logits, None, None) is logits
     assert sequence_group.gather_halo(logits, torch.zeros(0, dtype=torch.long), None) is logits
 
@@ -336,18 +222,10 @@ def test_without_a_halo_nothing_is_sent():
 
 
 def test_layouts_that_do_not_divide_are_rejected():
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(
-        "llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=4
-    )
-    rejected = (
-        (2, 3, "does not divide the 3 ranks"),
-        (8, 8, "12 attention heads"),
-        (3, 6, "4 key-value heads"),
-    )
-    # Size, ranks, words of the error.
-    for size, num_ranks, words in rejected:
+    config = AutoConfig.for_model("llama", hidden_size=96, num_attention_heads=12,
+                                  num_key_value_heads=4)
+    for size, num_ranks, words in ((2, 3, "does not divide the 3 ranks"),
+                                   (8, 8, "12 attention heads"), (3, 6, "4 key-value heads")):
         with pytest.raises(ValueError, match=words):
             check_sequence_layout(size, num_ranks, config)
     check_sequence_layout(4, 8, config)
@@ -355,15 +233,10 @@ def test_layouts_that_do_not_divide_are_rejected():
 
 def test_models_that_mix_positions_otherwise_are_rejected():
     """Layers other than attention, no rotary embedding, attention sinks."""
-    from transformers import AutoConfig
-
-    for changes in (
-        {"layer_types": ["linear_attention", "full_attention"]},
-        {"attention_chunk_size": 8},
-    ):
-        mixed = AutoConfig.for_model(
-            "llama", num_attention_heads=4, num_hidden_layers=2, **changes
-        )
+    for changes in ({"layer_types": ["linear_attention", "full_attention"]},
+                    {"attention_chunk_size": 8}):
+        mixed = AutoConfig.for_model("llama", num_attention_heads=4, num_hidden_layers=2,
+                                     **changes)
         with pytest.raises(ValueError, match="would see only the shard of their own rank; use 1"):
             check_sequence_layout(2, 4, mixed)
     with pytest.raises(ValueError, match="has sinks; use 1"):
@@ -373,16 +246,8 @@ def test_models_that_mix_positions_otherwise_are_rejected():
 
 
 def test_models_without_mlps_are_rejected():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "opt",
-        hidden_size=8,
-        ffn_dim=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        word_embed_proj_dim=8,
-    )
+    config = AutoConfig.for_model("opt", hidden_size=8, ffn_dim=8, num_hidden_layers=1,
+                                  num_attention_heads=1, word_embed_proj_dim=8)
     with pytest.raises(ValueError, match="4: OPTForCausalLM has no modules called mlp; use 1"):
         activations.tile_mlps(AutoModelForCausalLM.from_config(config), 4)
     model = torch.nn.ModuleDict({"mlp": torch.nn.Identity()})
@@ -407,10 +272,6 @@ class SavedShapes(saved_tensors_hooks):
         return x
 
 
-def has_width_of_mlp(shapes):
-    return any(SHAPE["intermediate_size"] in shape for shape in shapes)
-
-
 def test_a_tiled_mlp_keeps_no_more_than_its_input():
     model = tiny_llama()
     mlp = model.model.layers[0].mlp
@@ -419,10 +280,6 @@ def test_a_tiled_mlp_keeps_no_more_than_its_input():
     saved_tiled = SavedShapes()
     with saved_whole:
         expected = mlp(x)
-    expected.square().sum().backward()
-    gradients = gradients_of((*mlp.parameters(), x))
-    mlp.zero_grad()
-    x.grad = None
 
     activations.tile_mlps(model, 4)
     for again in (mlp(x), mlp(x[:, :3])):  # also where a piece is empty
@@ -430,12 +287,10 @@ def test_a_tiled_mlp_keeps_no_more_than_its_input():
     # Only now, because every forward is recorded.
     with saved_tiled:
         output = mlp(x)
-    output.square().sum().backward()
-    assert has_width_of_mlp(saved_whole.shapes)
-    assert not has_width_of_mlp(saved_tiled.shapes)
+    width = SHAPE["intermediate_size"]
+    assert any(width in shape for shape in saved_whole.shapes)
+    assert not any(width in shape for shape in saved_tiled.shapes)
     torch.testing.assert_close(output, expected)
-    for p, gradient in zip((*mlp.parameters(), x), gradients):
-        torch.testing.assert_close(p.grad, gradient)
 
 
 def test_passes_that_wait_on_the_host_do_not_mix():
@@ -480,13 +335,7 @@ def test_checkpointed_activations_wait_on_the_host():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "saved_tensors_hooks", RecordingHooks)
         with activations.offload_activations(shape):
-            hidden = model.base_model(ids)[0]
+            model.base_model(ids)
     # Not exactly 3: the norm at the end saves one tensor or several, depending on its code.
     assert 2 <= moved.count(shape) <= 6
     assert all(len(x) < 3 or x[-1] != 96 for x in moved)
-    hidden.sum().backward()
-    gradients = gradients_of(model.base_model.parameters())
-    model.zero_grad()
-    model.base_model(ids)[0].sum().backward()
-    for p, gradient in zip(model.base_model.parameters(), gradients):
-        torch.testing.assert_close(p.grad, gradient)

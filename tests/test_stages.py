@@ -50,7 +50,6 @@ def new_model(name):
 
 
 def stages_of(model, num_stages):
-    """Return the Stages of a model, which stays whole."""
     plan = plan_of("a", model.config)
     spans = cut_layers(layer_work(model, plan, 61), num_stages)
     return [cut_model("a", copy.deepcopy(model), plan, spans, number)
@@ -58,15 +57,11 @@ def stages_of(model, num_stages):
 
 
 def run_stages(stages, ids, positions):
-    """Return the logits of a pipeline, and what the stages sent one another."""
-    inputs = ids
-    sent = []
+    hidden = ids
     for stage in stages[:-1]:
-        hidden = stage.model.base_model(**stage_arguments(stage, pair(inputs, positions)))[0]
-        sent.append(hidden)
-        inputs = hidden
+        hidden = stage.model.base_model(**stage_arguments(stage, pair(hidden, positions)))[0]
     last = stages[-1]
-    return last.model(**stage_arguments(last, pair(inputs, positions))).logits, sent
+    return last.model(**stage_arguments(last, pair(hidden, positions))).logits
 
 
 def pair(inputs, positions):
@@ -88,7 +83,7 @@ def test_stages_say_what_the_model_says(name, positions):
     whole.square().mean().backward()
     for num_stages in (2, 3):
         stages = stages_of(model, num_stages)
-        logits, sent = run_stages(stages, ids, positions)
+        logits = run_stages(stages, ids, positions)
         assert torch.equal(logits, whole)
         logits.square().mean().backward()
         gradients = {}
@@ -100,7 +95,6 @@ def test_stages_say_what_the_model_says(name, positions):
         for key, parameter in expected.items():
             error = (gradients[key] - parameter.grad).norm()
             assert error <= 1e-6 * parameter.grad.norm(), key
-        assert len(sent) == num_stages - 1
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt_neo"])
@@ -117,23 +111,6 @@ def test_a_stage_holds_its_own_weights_alone(name):
     # a state dict has the names of the whole model, so that a file of one is one of the other
     names = set().union(*(stage.model.state_dict() for stage in stages))
     assert names == set(model.state_dict())
-
-
-def test_gradient_checkpointing_changes_nothing():
-    model = new_model("gemma3")
-    stages = stages_of(model, 2)
-    ids = torch.arange(24)[None]
-    gradients = []
-    for checkpointing in (False, True):
-        for stage in stages:
-            stage.model.zero_grad()
-            stage.model.train()
-            if checkpointing:
-                stage.model.gradient_checkpointing_enable({"use_reentrant": False})
-        run_stages(stages, ids, None)[0].square().mean().backward()
-        gradients.append([p.grad.clone() for p in stages[0].model.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert torch.equal(plain, recomputed)
 
 
 def test_cuts_balance_the_work():

@@ -13,16 +13,7 @@ import sys
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import asset
 from isogloss.export import make_readable_for_transformers_4
@@ -36,12 +27,10 @@ SHAPE = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_la
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 BASE_OF_A_MILLION = {"rope_type": "default", "rope_theta": 1e6}
-MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA_3)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, rope_parameters=BASE_OF_A_MILLION,
-                                            tie_word_embeddings=True)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16,
-                                            rope_parameters=BASE_OF_A_MILLION)),
+MODELS = {  # what is added to SHAPE
+    "llama": dict(rope_parameters=LLAMA_3),
+    "qwen2": dict(rope_parameters=BASE_OF_A_MILLION, tie_word_embeddings=True),
+    "qwen3": dict(rope_parameters=BASE_OF_A_MILLION, head_dim=16),
 }
 # Prints what is in each folder, in whichever version runs it.
 READER = """
@@ -76,11 +65,13 @@ def test_transformers_4_reads_an_export_as_version_5_does(tmp_path):
     tok512 = AutoTokenizer.from_pretrained(asset("tokenizers", "tok512"))
     parts = {}
     for name in TOKENIZERS:
-        parts[name] = LlamaConfig(), AutoTokenizer.from_pretrained(asset("tokenizers", name))
-    for name, (kind, config) in MODELS.items():
+        tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
+        parts[name] = AutoConfig.for_model("llama"), tokenizer
+    for name, more in MODELS.items():
         torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SHAPE, **more))
         # a model of type qwen2 has Qwen's tokenizer in version 5, see projection_tools
-        parts[name + "_model"] = kind(config), parts["qwen2"][1] if name == "qwen2" else tok512
+        parts[name + "_model"] = model, parts["qwen2"][1] if name == "qwen2" else tok512
     for name in ("stories260K", "tinytalk_neo_3M", "bitstories_1M"):
         path = asset("models", name)
         parts[name] = (AutoModelForCausalLM.from_pretrained(path),

@@ -1,7 +1,6 @@
 """A job on two nodes, by ssh and a hostfile and by the Slurm script: the curve of one node."""
 
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ import pytest
 
 import ranks
 from conftest import ROOT
-from jobs import ds_config, losses_of, run_distill, write_corpus
+from jobs import ds_config, losses_of, run_all, write_corpus
 from two_nodes import command_on_two_nodes, why_not
 
 LACKING = why_not()
@@ -33,14 +32,9 @@ printf 'node-a\\nnode-b\\n'
 
 
 def run_on_two_nodes(nodes, commands, logs):
-    """Run command lines one after the other on node-a, beside a node-b.
+    """Run {name: words} in turn on node-a, beside a node-b; return {name: exit code}.
 
-    Args:
-        nodes: an empty folder, see tests/two_nodes.py.
-        commands: {name: words}.
-        logs: folder for what each of them prints, in name.log.
-    Returns:
-        {name: exit code}.
+    See tests/two_nodes.py for the nodes' folder; what is printed goes to logs/name.log.
     """
     (nodes / "environment").write_text("OMP_NUM_THREADS=1\n")  # DeepSpeed's .deepspeed_env
     script = [f"export DS_ENV_FILE={nodes / 'environment'} OMP_NUM_THREADS=1"]
@@ -100,15 +94,9 @@ def test_two_nodes_have_the_curve_of_one(models, texts, tmp_path):
     assert {name for name, code in codes.items() if code} == {"not shared"}, logs
 
     one_node = tmp_path / "one_node"
-    assert ranks.run(4, run_distill, [argv(output_dir=one_node),
-                                      argv(output_dir=one_node, steps=3)]) == [[0, 0]] * 4
-    check_curve(losses_of(tmp_path / "hostfile"), losses_of(one_node))
+    run_all(4, argv(output_dir=one_node), argv(output_dir=one_node, steps=3))
+    losses = [[line["loss"] for line in losses_of(output) if "loss" in line]
+              for output in (tmp_path / "hostfile", one_node)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 3
     refused = (tmp_path / "not shared.log").read_text()
     assert "rank 2 on node-b does not see what rank 0 on node-a writes there" in refused
-
-
-def check_curve(found, expected):
-    """Compare the loss of every step; the reduction of gradients has the same order."""
-    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (found, expected)]
-    assert len(losses[0]) == len(losses[1]) > 0
-    assert all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-6), *losses)), json.dumps(losses)

@@ -90,11 +90,6 @@ def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base):  # noqa: F8
                               without_entropy(losses_of(folder / "stopped", -1)))
 
 
-def test_a_command_that_does_not_exist():
-    with pytest.raises(ValueError, match="no such program"):
-        WriterProcess("/no/such/python rollout_vllm.py", 1)
-
-
 def test_a_command_may_lie_in_a_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "python").symlink_to(sys.executable)
@@ -116,7 +111,6 @@ PROMPT = prompt_as_plain(Prompt([1], (0,), 3))
 
 
 def engine(folder, script, *words, timeout=60):
-    """Return the WriterProcess of a script."""
     path = folder / "engine.py"
     path.write_text(script)
     return WriterProcess(" ".join([sys.executable, "-S", str(path), *map(str, words)]), timeout)

@@ -21,9 +21,7 @@ ALPHABET = "abc"
 class Tokenizer:
     """Byte-pair encoding with a list of merges, the first of which is done first.
 
-    Args:
-        merges: pairs of tokens.
-        unwritten: tokens of the vocabulary that no text is cut into; "b_" has the bytes of "b".
+    No text is cut into the tokens `unwritten`; "b_" has the bytes of "b".
     """
 
     def __init__(self, *merges, unwritten=()):
@@ -53,11 +51,7 @@ def text_of(token):
 
 
 def process(length, order, seed):
-    """Return {text: probability} of a Markov process, cut at a length.
-
-    Args:
-        order: letters that the next one depends on.
-    """
+    """Return {text: probability} of a Markov process, cut at a length, with a memory of `order`."""
     random = np.random.default_rng(seed)
     rows = defaultdict(lambda: random.dirichlet(np.full(len(ALPHABET) + 1, 0.7)))
     texts = defaultdict(float)

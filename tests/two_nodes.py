@@ -47,7 +47,6 @@ def why_not():
 
 
 def which(tool):
-    """Return the path of a program, also of those in sbin."""
     return shutil.which(tool, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
 
 
@@ -98,7 +97,6 @@ def be_node_b(folder):
 
 
 def be_node_a(folder, command):
-    """Run the command on node-a and return its exit code."""
     write_settings(folder)
     node_b = subprocess.Popen(
         ["unshare", "--mount", "--uts", "--net", sys.executable, __file__, folder],
