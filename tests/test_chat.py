@@ -1,12 +1,16 @@
 """chat.py: two renderings of a chat meet message by message, and only there."""
 
 import copy
+import re
 
+import datasets
 import pytest
 
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
+from isogloss.data.chat_rows import as_messages
+from isogloss.data.order import ExampleReader, check_learned
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import SkippedChat
 from test_sample import spelled
@@ -233,3 +237,33 @@ def test_a_chat_that_a_template_refuses_is_left_out_and_counted(encoders, side):
     both = kept.pairs[0].kd_terms + refused.pairs[0].kd_terms
     assert counts.pairs[1].kd_terms == (both if side else kept.pairs[0].kd_terms)
     assert counts.tokens == kept.tokens + (refused.tokens if side else 0)
+
+
+NOTHING_LEARNED = {
+    "no message of the role 'assistant' (but critic, user)": [
+        CHAT[0], {"role": "critic", "content": "a"}],
+    "are cut at --max_length 5 before what is learned": CHAT[:2],
+    "hold nothing that the assistant says": [CHAT[0], CHAT[1] | {"weight": 0}],
+}
+
+
+@pytest.mark.parametrize("words", NOTHING_LEARNED)
+def test_data_of_which_nothing_is_learned_is_refused(encoders, words):
+    rows = datasets.Dataset.from_list([{"chat": NOTHING_LEARNED[words]}] * 3)
+    reader = ExampleReader("chat", "", "rows", "", False, "", set())
+    student = encoders[0]
+    student.max_length = 5
+    with pytest.raises(ValueError, match="--data rows: nothing would be learned of its first 3 "
+                       f"rows: 3 .*{re.escape(words)}"):
+        check_learned(rows, reader, student, "assistant")
+    student.max_length = 50
+    good = datasets.Dataset.from_list([*rows, {"chat": CHAT[:2]}])
+    assert check_learned(good, reader, student, "assistant") is None
+
+
+def test_other_names_of_the_assistant_are_read(encoders):
+    chat = [{"role": "Human", "content": "a"}, {"role": "model", "content": "b"}]
+    with pytest.warns(UserWarning, match="the role 'model' are read as of 'assistant'"):
+        messages = as_messages(chat)
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert collator(encoders)([messages]).counts.tokens > 0
