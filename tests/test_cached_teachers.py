@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import ranks
-from conftest import asset
 from isogloss import cache
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
@@ -38,8 +37,6 @@ from jobs import (
     write_corpus,
 )
 from steps import uneven_samples
-
-# --- writing --------------------------------------------------------------------------------------
 
 
 def write(argv_list, shard_bytes=None, die_at=None):
@@ -80,10 +77,9 @@ def bytes_of(folder):
 def data(texts, tmp_path_factory):
     """Return the flags of the data: a corpus, and the samples of steps.py."""
     folder = tmp_path_factory.mktemp("data")
-    samples = folder / "samples.jsonl"
-    rows = [text for text in uneven_samples(texts) if text is not None]
-    samples.write_text("\n".join(json.dumps({"text": text}) for text in rows))
-    return [f"--data={write_corpus(folder, texts, 20)}", f"--eval_data={samples}"]
+    samples = [text for text in uneven_samples(texts) if text is not None]
+    return [f"--data={write_corpus(folder, texts, 20)}",
+            f"--eval_data={write_corpus(folder, samples, len(samples))}"]
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +167,6 @@ def test_a_stream_that_changes_is_no_cache(change, complaint, models, texts, tmp
             "--streaming", "--top_k=5"]
     [line] = ranks.run(1, end_of_changed_data, argv, path, change)
     assert complaint in line and line.count("\n") == 1
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -319,29 +312,6 @@ def test_a_cache_says_what_the_teacher_says(models, data, texts, caches):
     exact = {kind: caches[kind] for kind in EXACT}
     ranks.run(1, read_all, models, source, exact, samples, EXACT)
     ranks.run(1, read_draws, models, source, caches["drawn"], samples)
-
-
-@pytest.mark.parametrize(("student", "teacher"), [
-    ("stories260K", "tinytalk_neo_3M"), ("stories260K", "bitstories_1M")])
-def test_a_cache_of_a_real_model_says_what_it_says(student, teacher, tmp_path):
-    folders = [asset("models", name) for name in (student, teacher)]
-    stories = json.loads(asset("text", "tinystories_1000.json").read_text())[:5]
-    stories = [story if isinstance(story, str) else story["text"] for story in stories]
-    stories = [story[:400] for story in stories]
-    data = write_corpus(tmp_path, stories, 5)
-    common = [f"--teacher={folders[1]}", f"--data={data}"]
-    commands = [[*common, f"--output={tmp_path / 'hidden'}", "--hidden"],
-                [*common, f"--output={tmp_path / '20'}", "--top_k=20"]]
-    ranks.run(1, write_and_read, commands, folders, data,
-              {"hidden": tmp_path / "hidden", "20": tmp_path / "20"}, stories)
-
-
-def write_and_read(commands, folders, data, caches, stories):
-    write(commands)
-    read_all(folders, data, caches, stories, EXACT)
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def flip_a_bit(path):

@@ -95,9 +95,6 @@ def text_of(messages, encoder):
     return encoder.tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-# --- rendering ------------------------------------------------------------------------------------
-
-
 def test_spans_hold_what_the_template_kept_of_each_message(encoders):
     """Contents like "user" and "assistant: the 201?" are not taken for headers."""
     # the line end of the third content is not the one that the teacher's template writes there
@@ -118,19 +115,6 @@ def test_spans_hold_what_the_template_kept_of_each_message(encoders):
             # the role stands between the message before and this one
             assert chat[number]["role"].encode() in data[header_end : span.begin]
             header_end = span.begin + span.size
-
-
-def test_a_turn_ends_with_the_stop_token_right_behind_its_message(encoders):
-    """The teacher's template ends the assistant's turns only."""
-    stops = encoders[0].table.end_of_turn, encoders[1].table.eos
-    for encoder, stop, messages in zip(encoders, stops, ([0, 1, 2, 3], [1, 3])):
-        rendering = render(CHAT, encoder)
-        assert sorted(rendering.ends) == messages
-        for message, end in rendering.ends.items():
-            assert rendering.ids[end] == stop
-            span = rendering.spans[message, "content"]
-            # the token before the stop is the last of the content
-            assert rendering.located.end[end - 1] == span.begin + span.size
 
 
 def test_reasoning_and_tool_calls_keep_their_place(tokenizers):
@@ -158,25 +142,6 @@ def test_parts_that_a_template_rewrote_are_not_found():
     parts = find_parts(chat, template(chat), template)
     assert sorted(parts) == [(0, "content"), (2, "content")]
     assert parts[2, "content"].start == template(chat).index("DEF")
-
-
-# --- regions --------------------------------------------------------------------------------------
-
-
-def test_regions_are_the_same_bytes_of_both_renderings(encoders):
-    renderings = [render(CHAT, encoder) for encoder in encoders]
-    data = [text_of(CHAT, encoder).encode() for encoder in encoders]
-    read = []
-    for student_begin, teacher_begin, size, ends in common_regions(*renderings):
-        piece = data[0][student_begin : student_begin + size]
-        assert piece == data[1][teacher_begin : teacher_begin + size]
-        read.append((piece, ends))
-    assert [piece for piece, _ in read] == [
-        b"user", b"the value", b"assistant: the 201?", b"It is the index."]
-    student, teacher = renderings
-    # "the value" is not the end of the student's message, but its turn ends all the same
-    assert [ends for _, ends in read] == [
-        None, (student.ends[1], teacher.ends[1]), None, (student.ends[3], teacher.ends[3])]
 
 
 def test_messages_in_another_order_are_compared_in_the_order_of_both(encoders):
@@ -244,9 +209,6 @@ def test_dynamic_programming_aligns_what_templates_changed(encoders):
     assert b"what" not in shared
 
 
-# --- what is learned ------------------------------------------------------------------------------
-
-
 def test_the_assistants_messages_and_ends_of_turn_are_learned(encoders):
     batch = collator(encoders)([CHAT])
     table = encoders[0].table
@@ -277,9 +239,6 @@ def test_all_of_the_rendering_is_learned_on_request(encoders):
     size = len(text_of(CHAT, encoders[0]).encode())
     names = len(CHAT) * (len("<|im_start|>") + len("<|im_end|>"))
     assert encoded.num_bytes.clip(min=0).sum() == size - names
-
-
-# --- skipped chats --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -35,11 +35,8 @@ def with_call(**call):
 CALL_OF_ONE = {"name": "look_up", "arguments": {"at": 1}}
 
 
-# --- what is read ---------------------------------------------------------------------------------
-
 # {what is odd about it: (a message as it is written, as templates read it)}
 MESSAGES = {
-    "a part": (dict(USER, content=[text_part("a b")]), dict(USER, content="a b")),
     "parts": (dict(USER, content=[text_part("a "), "b", {"text": " c"}]),
               dict(USER, content="a b c")),
     "no parts": (dict(ANSWER, content=[], tool_calls=[CALL]),
@@ -104,6 +101,10 @@ WRONG = {
         USER, content=[text_part("a"), {"type": "image_url", "image_url": {"url": "b"}}]),
     "has a part without text": dict(USER, content=[{"type": "text", "text": None}]),
     "has a content that is 3": dict(USER, content=3),
+    "has a content that is [1]": dict(USER, content=[1]),
+    "has tool_calls that are 'look'": dict(ANSWER, content=None, tool_calls="look"),
+    "has a tool call that is {'name': None}": with_call(name=None),
+    "has a reasoning_content that is 1": dict(USER, reasoning_content=1),
     "is from 'robot', expected one of human": {"from": "robot", "value": "a"},
     "has a role that is 1, expected text": {"from": 1, "value": "a"},
     "has no role": {"value": "a"},
@@ -116,9 +117,6 @@ def test_what_cannot_be_read_is_said_in_a_line(problem):
     assert problem_of([USER, WRONG[problem]]).startswith(f": message 1 {problem}")
     with pytest.raises(DataError, match="--data d: row 3 of 'chat': message 0 "):
         ExampleReader("chat", source="d")({"chat": [WRONG[problem]]}, 3)
-
-
-# --- real templates -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[("qwen2", "llama3"), ("llama3", "qwen2")], ids="-".join)
@@ -179,8 +177,6 @@ def test_both_models_are_shown_tools_and_told_what_the_flag_says(tokenizers):
     assert ANSWER["content"] not in prompt.text and prompt.tools == [TOOL]
 
 
-# --- prompt and completion ------------------------------------------------------------------------
-
 @pytest.mark.parametrize("prompt, completion", [
     ("What is it? ", "The index of the list."), ("é 日本:", "the value"), ("a", ""), ("", "first")])
 def test_of_prompt_and_completion_the_second_is_learned(encoders, prompt, completion):
@@ -222,10 +218,3 @@ def test_of_chats_the_completions_messages_are_learned(tokenizers):
         # "all" learns what the template writes behind the message too
         assert learned.strip() == b"the value"
         assert batch.counts.pairs[0].kd_terms > 0
-
-
-def test_a_prompt_and_a_completion_are_of_one_kind():
-    reader = ExampleReader("then", source="d", prompt_key="chat", is_completion=True)
-    for prompt, completion in (("a", [ANSWER]), ([USER], "a")):
-        with pytest.raises(DataError, match="row 0 of 'then': 'chat' and it are not both texts"):
-            reader({"chat": prompt, "then": completion}, 0)

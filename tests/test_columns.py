@@ -181,8 +181,11 @@ def test_tensors_that_share_memory_move_once():
     whole = torch.arange(24).view(4, 6)
     views = [whole[:2], whole.T[1:3], whole.flatten()[5:5], whole[3]]
     with Copies() as copies:
-        moved = to_device([views, torch.zeros(3)], "meta")
-    assert copies.count == 2
+        moved, storages = moved_to_device([views, torch.zeros(3)], "meta")
+    assert copies.count == len(storages) == 2
+    used, known = ({tensor.untyped_storage()._cdata for tensor in tensors}
+                   for tensors in ((*moved[0], moved[1]), storages))
+    assert used == known
     for view, of_device in zip(views, moved[0]):
         assert of_device.shape == view.shape and of_device.stride() == view.stride()
         assert of_device.storage_offset() == view.storage_offset()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from isogloss.data import order as data
-from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.open_data import load_dataset
 from isogloss.data.order import (
     CHATS_TO_TRY,
@@ -47,9 +46,6 @@ def dataset():
     return datasets.Dataset.from_dict({"text": [f"t{i}" for i in range(7)]})
 
 
-# --- open and check -------------------------------------------------------------------------------
-
-
 def test_the_first_rows_are_held_out(tmp_path):
     lines = ["one", "two", "three"]
     for name in ("x.jsonl", "y.jsonl"):
@@ -82,8 +78,6 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
 HARMFUL = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}":
         "does not end within 1 seconds",
-    "{% macro f(n) %}{{ f(n - 1) + f(n - 2) if n > 1 else 'a' }}{% endmacro %}{{ f(99) }}":
-        "does not end within 1 seconds",
     "{% if add_generation_prompt %}{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}":
         "does not end within 1 seconds",
@@ -101,9 +95,6 @@ def test_an_endless_or_exploding_template_is_refused(tokenizers, monkeypatch, te
     with pytest.raises(ValueError, match=re.escape(HARMFUL[template])) as error:
         check_templates(dataset, READER, encoders)
     assert "\n" not in str(error.value)
-
-
-# --- order ----------------------------------------------------------------------------------------
 
 
 def steps_of(dataset, num_ranks, micro_batch_size, grad_accum_steps, workers=0, start=0, steps=6,
@@ -231,29 +222,12 @@ def test_held_out_rows_are_read_once_by_equally_many_batches(dataset):
         assert {i for text, i in samples if text is None} <= {-1}
 
 
-# --- loader ---------------------------------------------------------------------------------------
-
-
 def test_loading_leaves_the_random_state_alone(dataset):
     torch.manual_seed(5)
     expected = torch.get_rng_state()
     stream = ShuffledExamples(dataset, READER, 0)
     next(iter(loader(MicroBatches(stream, Texts(), 1, 1, 0, 1), 0)))
     assert torch.equal(torch.get_rng_state(), expected)
-
-
-def test_numpy_tables_survive_a_worker(encoders, texts):
-    student, teacher = encoders
-    dataset = datasets.Dataset.from_dict({"text": texts[:8]})
-    collator = Collator(student, [PairOptions(teacher)])
-    batches = MicroBatches(ShuffledExamples(dataset, READER, 0), collator, 2, 1, 0, 1)
-    read = [next(iter(loader(batches, workers))) for workers in (0, 1)]
-    assert read[0].counts == read[1].counts and read[0].counts.pairs[0].kd_terms > 0
-    for values in zip(*[(batch.student.ids, batch.student.labels, batch.teachers[0].labels,
-                         batch.teachers[0].student_chunk,
-                         batch.teachers[0].tiles[0].sub_tiles[0].terms.first_S)
-                        for batch in read]):
-        assert torch.equal(*values)
 
 
 @pytest.mark.parametrize("data_seconds, line", [(0.3, "steps wait for data 30% of their time"),

@@ -17,7 +17,6 @@ from isogloss.data.sample import (
     cut_sample,
     encode_text,
     pair_texts,
-    shift,
 )
 
 
@@ -74,9 +73,6 @@ def lower_casing(tokenizer):
     return tokenizer
 
 
-# --- encode, locate -------------------------------------------------------------------------------
-
-
 def test_bos_and_eos_are_added_where_the_tokenizer_has_them(encoders, texts):
     for encoder in encoders:
         table = encoder.table
@@ -122,64 +118,6 @@ def test_the_header_of_a_turn_does_not_begin_a_plain_text(encoders, template):
     assert encoder.encode(["a b"])[0].tolist() == [bos, *plain, table.eos]  # it adds one itself
 
 
-def test_tokens_are_located_where_the_text_spells_them(encoders, texts):
-    for text in [*texts[:6], " leading", "", "é 日本語"]:
-        data = text.encode()
-        for encoder in encoders:
-            table = encoder.table
-            ids = encoder.encode([text])[0]
-            located = encoder.locate(ids, text)
-            assert (located.begin[table.special[ids] & (ids != table.unk)] == -1).all()
-            for i, begin, end in zip(ids.tolist(), located.begin, located.end):
-                if not table.special[i]:
-                    # SentencePiece spells a space before a text that has none
-                    assert table.bytes_of(i) in (data[begin:end], b" " + data[begin:end])
-
-
-@pytest.mark.parametrize("bos", [True, False])
-def test_offsets_locate_what_the_bytes_do_not(encoders, bos):
-    """A tokenizer that lower-cases: its tokens stand for the text as it was written."""
-    text = "The Upper value"
-    encoder = changed(encoders[0], lower_casing(encoders[0].tokenizer))
-    if not bos:
-        encoder = changed(encoder, bos=-1)
-    ids = encoder.encode([text])[0]
-    located = encoder.locate(ids, text)
-    assert len(located.begin) == len(ids)
-    covered = b""
-    for i, begin, end in zip(ids.tolist(), located.begin, located.end):
-        if encoder.table.special[i]:
-            assert begin == -1
-            continue
-        stands_for = text.encode()[begin:end]
-        piece = encoder.table.bytes_of(i)
-        assert stands_for.lower() in (piece, piece[1:])  # without the space before the text
-        covered += stands_for
-    assert covered.replace(b" ", b"") == text.encode().replace(b" ", b"")
-
-
-def test_bytes_count_the_text_once(encoders):
-    """The space that SentencePiece puts before a text is none of its bytes; eos has none."""
-    for text in ("the value of the index", " leading", "", "é"):
-        sample = sample_of(text, encoders[0], [encoders[1]])
-        for row in (sample.student, sample.pairs[0].teacher):
-            assert row.num_bytes.clip(min=0).sum() == len(text.encode()), text
-            assert row.num_bytes[-1] == -1
-
-
-# --- shift ----------------------------------------------------------------------------------------
-
-
-def test_position_t_speaks_of_the_token_after_it():
-    ids = np.arange(10, 16)
-    num_bytes = np.arange(20, 26)
-    for cut in (1, 2, 5, 6):
-        row = shift(ids, ids + 100, num_bytes, cut)
-        assert row.ids.tolist() == ids[: cut - 1].tolist()
-        assert row.labels.tolist() == [i + 101 for i in row.ids.tolist()]
-        assert row.num_bytes.tolist() == [i + 11 for i in row.ids.tolist()]
-
-
 def test_labels_bytes_and_chunks_are_those_of_the_predicted_token(encoders, texts):
     student, teacher = encoders
     for text in texts[:6]:
@@ -212,9 +150,6 @@ def test_without_bos_the_first_chunk_has_no_predictor(encoders, texts):
             assert chunk[chunk >= 0].min() == first
     teacher_bytes = pair.teacher.num_bytes.clip(min=0).sum()
     assert teacher_bytes < sample.student.num_bytes.clip(min=0).sum()
-
-
-# --- cut ------------------------------------------------------------------------------------------
 
 
 def test_both_models_are_cut_at_the_same_byte(encoders, texts):
@@ -270,17 +205,6 @@ def test_a_text_without_a_teacher_is_cut_at_the_maximum_length(encoders, texts):
         assert np.array_equal(sample.student.labels, ids[1:51])
         whole = sample_of(text, at_most(encoders[0], 4000), teachers)
         assert np.array_equal(whole.student.labels, ids[1:])
-
-
-def test_a_text_that_the_student_cannot_read_leaves_nothing():
-    sample = cut_sample(None, [Pairing(skipped=True), Pairing()], 40, [40, 40])
-    assert sample.student == NO_TOKENS
-    assert [pair.skipped for pair in sample.pairs] == [True, False]
-    for pair in sample.pairs:
-        assert pair.teacher == NO_TOKENS and pair.num_chunk_ids == 0 and pair.alignment is None
-
-
-# --- aligners -------------------------------------------------------------------------------------
 
 
 def test_dynamic_programming_gives_the_chunks_of_bytes_where_both_apply(encoders, texts):

@@ -6,11 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import ranks
 from isogloss.config import Config
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.layout import join_ids, join_members, teacher_groups
+from isogloss.models.pretrained import check_weights
 from isogloss.teachers import model as model_teachers
 from isogloss.teachers.model import (
     ModelSpec,
@@ -74,8 +76,6 @@ MULTIMODAL = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A directory for each architecture, with random weights, norms and biases included."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
     folder = tmp_path_factory.mktemp("teachers")
     for name, shape in (SHARDED | OTHERS | MULTIMODAL).items():
         torch.manual_seed(0)
@@ -123,8 +123,6 @@ def compare_all(folder, cases):
 
 def check_joined_members(folder):
     """See that one run serves all members, and packed rows of other widths stay what they are."""
-    from transformers import AutoModelForCausalLM
-
     rank = dist.get_rank()
     whole = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
     teacher = load(folder, "llama", "tensor_parallel", 4)
@@ -151,8 +149,6 @@ def check_joined_members(folder):
 
 def compare(folder, case):
     """Return this rank's Comparison of a teacher with the whole model."""
-    from transformers import AutoModelForCausalLM
-
     rank = dist.get_rank()
     whole = AutoModelForCausalLM.from_pretrained(folder / case.name, dtype=torch.float32).eval()
     random_state = torch.get_rng_state()
@@ -311,11 +307,6 @@ def test_no_teacher_tensor_leaves_a_node(checkpoints):
     assert groups == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
 
 
-def test_groups_are_neighbors_on_a_node():
-    assert teacher_groups(8, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert teacher_groups(4, 2, 1) == [[0], [1], [2], [3]]
-
-
 def test_padding_begins_no_document():
     """Where ids of members are joined, positions go on to the end of every row."""
     ids = torch.arange(1, 11)
@@ -354,58 +345,41 @@ def test_groups_that_do_not_fit_are_rejected(world, node, degree, message):
         teacher_groups(world, node, degree)
 
 
-@pytest.mark.parametrize("engine, degree, model_type, num_ranks, message", [
-    ("tensor_parallel", 2, "gpt2", 2, "does not shard gpt2 models"),
-    ("replicated", 2, "llama", 2, "a whole copy per rank is degree 1"),
-    ("transformers", 2, "gpt2", 2, "has no plan to shard gpt2 models"),
-    ("transformers", 3, "llama", 3, "has no plan to shard llama models of 32 key"),
-    ("transformers", 2, "llama", 4, "takes all of the 4 ranks that hold teachers"),
-    ("tensor_parallel", 2, "gemma3", 2, "does not shard gemma3 models"),
-])
-def test_engines_that_cannot_shard_a_model_are_rejected(engine, degree, model_type, num_ranks,
-                                                        message):
-    from transformers import AutoConfig
+LLAMA = AutoConfig.for_model("llama")
+GPT2 = AutoConfig.for_model("gpt2")
+QUANTIZED = AutoConfig.for_model(
+    "llama", quantization_config={"quant_method": "fp8", "fmt": "e4m3"})
 
-    config = AutoConfig.for_model(model_type)
+
+@pytest.mark.parametrize("engine, degree, config, num_ranks, message", [
+    ("tensor_parallel", 2, GPT2, 2, "does not shard gpt2 models"),
+    ("replicated", 2, LLAMA, 2, "a whole copy per rank is degree 1"),
+    ("transformers", 2, GPT2, 2, "has no plan to shard gpt2 models"),
+    ("transformers", 3, LLAMA, 3, "has no plan to shard llama models of 32 key"),
+    ("transformers", 2, LLAMA, 4, "takes all of the 4 ranks that hold teachers"),
+    ("auto", 2, QUANTIZED, 2,
+     r"--teacher_tp 2 with --teacher_engine auto: its weights are quantized \(fp8\)"),
+    ("zero3", 1, QUANTIZED, 2, "and only a whole copy on every rank is"),
+    ("tensor_parallel", 2, QUANTIZED, 2, "use --teacher_tp 1 and auto"),
+])
+def test_engines_that_cannot_shard_a_model_are_rejected(engine, degree, config, num_ranks, message):
     with pytest.raises(ValueError, match=message):
         resolve_engine(engine, degree, config, num_ranks)
 
 
-QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3"}
-
-
-@pytest.mark.parametrize("engine, degree, message", [
-    ("auto", 2, r"--teacher_tp 2 with --teacher_engine auto: its weights are quantized \(fp8\)"),
-    ("zero3", 1, "and only a whole copy on every rank is"),
-    ("tensor_parallel", 2, "use --teacher_tp 1 and auto"),
-])
-def test_a_quantized_teacher_is_not_sharded(engine, degree, message):
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model("llama", quantization_config=QUANTIZED)
-    assert resolve_engine("auto", 1, config, 2) == "replicated"
-    with pytest.raises(ValueError, match=message):
-        resolve_engine(engine, degree, config, 2)
-
-
-def test_an_adapter_is_sharded_by_zero3_alone():
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model("llama")
-    assert resolve_engine("auto", 1, config, 2, is_adapter=True) == "replicated"
-    assert resolve_engine("auto", 2, config, 2, is_adapter=True) == "zero3"
+def test_quantized_weights_stay_whole_and_an_adapter_is_sharded_by_zero3_alone():
+    assert resolve_engine("auto", 1, QUANTIZED, 2) == "replicated"
+    assert resolve_engine("auto", 1, LLAMA, 2, is_adapter=True) == "replicated"
+    assert resolve_engine("auto", 2, LLAMA, 2, is_adapter=True) == "zero3"
     with pytest.raises(ValueError, match="reads shards of files, and an adapter is none"):
-        resolve_engine("tensor_parallel", 2, config, 2, is_adapter=True)
+        resolve_engine("tensor_parallel", 2, LLAMA, 2, is_adapter=True)
 
 
 @pytest.mark.parametrize("bits, tolerance", [(8, 0.05), (4, 0.4)])
 def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits, tolerance):
     """Runs where bitsandbytes is installed, which nothing here needs."""
     pytest.importorskip("bitsandbytes", reason="the optional bitsandbytes is absent")
-    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
-
-    from isogloss.models.pretrained import check_weights
-    from isogloss.teachers.model import ModelSpec, load_replicated
+    from transformers import BitsAndBytesConfig
 
     torch.manual_seed(0)
     shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=96,
@@ -442,7 +416,7 @@ def test_lengths_fall_into_few_buckets():
 
 @pytest.mark.slow
 def test_a_compiled_teacher_gives_the_same_logits(checkpoints, monkeypatch):
-    """Whatever the length, packed or not; the same length is compiled once."""
+    """Whatever the length, packed or not, in windows or not; the same length is compiled once."""
     compiled_shapes = []
 
     def compiler(graph, inputs):
@@ -451,31 +425,26 @@ def test_a_compiled_teacher_gives_the_same_logits(checkpoints, monkeypatch):
 
     monkeypatch.setattr(model_teachers, "COMPILER", compiler)
     torch.manual_seed(1)
-    for name in ("llama", "gemma3_text"):
-        plain, compiled = (
-            load_replicated(ModelSpec(path=str(checkpoints / name), vocab=VOCAB, dtype="float32",
-                                        compile=compile)) for compile in (False, True))
-        packed_positions = torch.cat([torch.arange(9), torch.arange(6)])[None]
-        ids = torch.randint(VOCAB, (1, 15))
-        for given in (ids, torch.stack([ids, packed_positions]), torch.randint(VOCAB, (2, 61))):
-            positions = torch.arange(given.shape[-2:].numel())
-            for output in ("hidden", "logits"):
-                logits = compiled.read(given, output)(positions)
-                expected = plain.read(given, output)(positions)
-                assert logits.shape == expected.shape
-                assert torch.allclose(logits, expected, atol=2e-6), (name, given.shape, output)
-        assert compiled_shapes
-        count = len(compiled_shapes)
-        compiled.read(torch.randint(VOCAB, (1, 40)))
-        assert len(compiled_shapes) == count  # 15 and 40 positions become as many, the context
-        assert any((2, 64) in shapes for shapes in compiled_shapes)
-        compiled_shapes.clear()
-        torch._dynamo.reset()
+    plain, compiled = (
+        load_replicated(ModelSpec(path=str(checkpoints / "gemma3_text"), vocab=VOCAB,
+                                  dtype="float32", compile=compile)) for compile in (False, True))
+    packed_positions = torch.cat([torch.arange(9), torch.arange(6)])[None]
+    ids = torch.randint(VOCAB, (1, 15))
+    for given in (ids, torch.stack([ids, packed_positions]), torch.randint(VOCAB, (2, 61))):
+        positions = torch.arange(given.shape[-2:].numel())
+        for output in ("hidden", "logits"):
+            logits = compiled.read(given, output)(positions)
+            expected = plain.read(given, output)(positions)
+            assert logits.shape == expected.shape
+            assert torch.allclose(logits, expected, atol=2e-6), (given.shape, output)
+    count = len(compiled_shapes)
+    compiled.read(torch.randint(VOCAB, (1, 40)))
+    assert len(compiled_shapes) == count  # 15 and 40 positions become as many, the context
+    assert any((2, 64) in shapes for shapes in compiled_shapes)
+    torch._dynamo.reset()
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
-    from transformers import AutoConfig
-
     config = AutoConfig.for_model("llama")
     for engine in ("tensor_parallel", "zero3", "transformers"):
         with pytest.raises(ValueError, match=f"not with --teacher_engine {engine}"):

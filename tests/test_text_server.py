@@ -5,6 +5,7 @@ import socket
 
 import numpy as np
 import pytest
+import torch
 
 from isogloss.errors import DataError
 from isogloss.teachers import text_server
@@ -43,8 +44,6 @@ def asked(server, timeout=60, key=None):
 
 def plain_logp(server, ids):
     """Return (N, W) log-probabilities of the tokens behind the first one, by torch alone."""
-    import torch
-
     with torch.no_grad():
         return server.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).double().numpy()
 
@@ -77,43 +76,6 @@ def test_what_may_pass_is_tried_again(server):
     assert body["prompt"] == TEXTS and body["max_tokens"] == 1 and body["prompt_logprobs"] == 5
 
 
-def shorten(answers):
-    answers[0]["prompt_logprobs"].pop()
-
-
-def without_logprobs(answers):
-    answers[0]["prompt_logprobs"] = None
-
-
-def other_tokens(answers):
-    for position in answers[0]["prompt_logprobs"][1:]:
-        position.pop("30", None)
-
-
-def one_less(answers):
-    del answers[1]
-
-
-@pytest.mark.parametrize(("fault", "expected"), [
-    (shorten, "answers 4 positions of a text of 5 tokens"),
-    (without_logprobs, "has no log-probabilities of the prompt; expected vLLM"),
-    (other_tokens, "says nothing of token 30 of a text"),
-    (one_less, "1 answers to 2 texts"),
-    ((401, f"wrong key {KEY}"), "HTTP 401 wrong key ***; put its key into the variable TEACHER_A"),
-    ((404, "no model of this name"), "HTTP 404 no model of this name"),
-    ((307, "elsewhere"), "HTTP 307 elsewhere"),
-])
-def test_an_answer_to_another_question_is_refused_at_once(server, fault, expected):
-    source, model = asked(server, key=KEY)
-    server.requests.clear()
-    server.faults = [fault]
-    with pytest.raises(DataError) as caught:
-        source.score(model, TEXTS, 1)
-    line = str(caught.value)
-    assert expected in line and server.url in line and KEY not in line and "\n" not in line
-    assert len(server.requests) == 1
-
-
 def changed(path, value):
     """Return a fault: the value at a path of keys into the answers."""
     def change(answers):
@@ -129,63 +91,76 @@ def entry_of_30(value):
     return changed((0, "prompt_logprobs", 2, "30"), value)
 
 
-NO_LOGPROBS = "has no log-probabilities of the prompt"
+def shorten(answers):
+    answers[0]["prompt_logprobs"].pop()
+
+
+def other_tokens(answers):
+    for position in answers[0]["prompt_logprobs"][1:]:
+        position.pop("30", None)
+
+
+NO_LOGPROBS = "has no log-probabilities of the prompt; expected vLLM"
 HUGE = int("9" * 26)
 
 
 @pytest.mark.parametrize(("fault", "expected"), [
-    (b"[]", "not an object"), (b"null", "not an object"), (b"7", "not an object"),
-    (b'"text"', "not an object"), (b"[" * 10**5, "too deep"), (b"{}", NO_LOGPROBS),
-    (b'{"choices": null}', NO_LOGPROBS), (b'{"choices": 7}', NO_LOGPROBS),
-    (b'{"choices": {"0": 1, "1": 2}}', NO_LOGPROBS), (b'{"choices": [1, 2]}', NO_LOGPROBS),
-    (b'{"choices": [null, {}]}', NO_LOGPROBS), (b'{"choices": [{}, {}]}', NO_LOGPROBS),
+    # to another question
+    (shorten, "answers 4 positions of a text of 5 tokens"),
+    (other_tokens, "says nothing of token 30 of a text"),
+    (list.pop, "1 answers to 2 texts"),
+    ((401, f"wrong key {KEY}"), "HTTP 401 wrong key ***; put its key into the variable TEACHER_A"),
+    ((404, "no model of this name"), "HTTP 404 no model of this name"),
+    ((307, "elsewhere"), "HTTP 307 elsewhere"),
+    ((400, "\x1b[2Jgone\r\n"), "HTTP 400 \ufffd[2Jgone"),
+    # of another shape
+    (b"[]", "not an object"), (b"null", "not an object"), (b"[" * 10**5, "too deep"),
+    (b"{}", NO_LOGPROBS), (b'{"choices": 7}', NO_LOGPROBS), (b'{"choices": [1, 2]}', NO_LOGPROBS),
+    (b'{"choices": {"0": 1, "1": 2}}', NO_LOGPROBS), (b'{"choices": [{}, {}]}', NO_LOGPROBS),
     (changed((0, "index"), 1), "other indices"), (changed((0, "index"), HUGE), "other indices"),
-    (changed((0, "index"), "0"), NO_LOGPROBS),
-    (changed((0, "prompt_logprobs"), {}), "0 positions of a text of 5"),
+    (changed((0, "index"), "0"), NO_LOGPROBS), (changed((0, "prompt_logprobs"), None), NO_LOGPROBS),
     (changed((0, "prompt_logprobs", 1), None), NO_LOGPROBS),
     (changed((0, "prompt_logprobs", 1), [1]), NO_LOGPROBS),
     (changed((0, "prompt_logprobs", 2, str(HUGE)), {"logprob": -9}), "something else than their"),
     (changed((0, "prompt_logprobs", 2, "-1"), {"logprob": -9}), "something else than their ids"),
     (changed((0, "prompt_logprobs", 2, "030"), {"logprob": -9}), "a token twice at one position"),
     (entry_of_30({"logprob": HUGE * 10**300}), "no numbers"),
-    (entry_of_30({"logprob": "-1.5"}), "no numbers"), (entry_of_30({"logprob": None}), "no numb"),
-    (entry_of_30({"logprob": True}), "no numbers"), (entry_of_30({"logprob": [1]}), "no numbers"),
+    (entry_of_30({"logprob": "-1.5"}), "no numbers"), (entry_of_30({"logprob": True}), "no numb"),
     (entry_of_30({"logprob": -1, "decoded_token": 7}), "else than text"),
     (entry_of_30({}), NO_LOGPROBS), (entry_of_30(-1.5), NO_LOGPROBS),
-    ((400, "\x1b[2Jgone\r\n"), "HTTP 400 \ufffd[2Jgone"),
     ("endless", "longer than any that was asked for"),
 ])
-def test_an_answer_of_another_shape_is_refused_with_one_line(server, monkeypatch, fault, expected):
+def test_an_answer_that_does_not_fit_is_refused_at_once_with_one_line(
+        server, monkeypatch, fault, expected):
     monkeypatch.setattr(text_server, "MOST_BYTES", 2**18)
-    source, model = asked(server)
+    source, model = asked(server, key=KEY)
+    server.requests.clear()
     server.faults = [fault]
     with pytest.raises(DataError) as caught:
         source.score(model, TEXTS, 1)
     line = str(caught.value)
     assert expected in line and line.isprintable() and len(line) < 600, line
+    assert server.url in line and KEY not in line
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("change", [
-    ("input_token_logprobs", 2, [HUGE, 30, None]), ("input_token_logprobs", 2, [-1, 30.0, None]),
-    ("input_token_logprobs", 2, [-1, 30]), ("input_token_logprobs", 2, None),
-    ("input_top_logprobs", 2, [[-1, HUGE, None]]), ("input_top_logprobs", 2, [[-1, 1.5, None]]),
-    ("input_top_logprobs", 2, [[-1, 9, None], [-2, 9, None]]), ("input_top_logprobs", 2, 7),
+    ("input_token_logprobs", 2, [HUGE * 10**300, 30, None]), ("input_token_logprobs", 2, None),
+    ("input_token_logprobs", 2, [-1, 30.0, None]), ("input_top_logprobs", 2, 7),
+    ("input_top_logprobs", 2, [[-1, 9, None], [-2, 9, None]]),
     ("input_top_logprobs", 2, [["-1", 9, None]]), ("input_top_logprobs", 2, [[-1, "9", None]]),
 ])
 def test_an_answer_of_sglang_of_another_shape_is_refused(servers, change):
     source, model = asked(servers["sglang"])
     *path, value = change
-    if value == [HUGE, 30, None]:
-        value[0] *= 10**300
     servers["sglang"].faults = [changed((0, "meta_info", *path), value)]
     with pytest.raises(DataError, match=r"another model, or another version|no log-probabilities"):
         source.score(model, TEXTS, 1)
 
 
 @pytest.mark.parametrize("cards", [
-    b"[]", b"null", b"7", b"{}", b'{"data": null}', b'{"data": [7]}', b'{"data": [{}]}',
-    b'{"data": [{"id": null}]}', b'{"data": [{"id": ["teacher"]}]}', b"[" * 10**5,
-    b'{"data": ' + b"[" * 10**5,
+    b"[]", b"{}", b'{"data": null}', b'{"data": [7]}', b'{"data": [{"id": ["teacher"]}]}',
+    b"[" * 10**5,
 ])
 def test_a_list_of_models_of_another_shape_is_refused(server, monkeypatch, cards):
     monkeypatch.setattr(server, "cards", cards)
@@ -205,14 +180,6 @@ def test_a_server_that_sends_a_byte_now_and_then_holds_nobody(server):
     server.faults = ["drip"]
     with pytest.raises(DataError, match=r"in 0.5 seconds and 1 tries \(the last one: TimeoutErr"):
         source.score(model, TEXTS, 5)
-
-
-def test_more_tokens_than_the_server_gives(models):
-    server = StandIn(models[1], max_logprobs=20)
-    with server.running():
-        source, model = asked(server)
-        with pytest.raises(DataError, match="max allowed: 20; start the server with --max-logpr"):
-            source.score(model, TEXTS, 256)
 
 
 def test_the_time_is_over_at_last(server):

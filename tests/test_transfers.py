@@ -11,13 +11,10 @@ import torch
 import ranks
 from isogloss import distill, once_in_a_while
 from isogloss.errors import DataError
-from isogloss.job.columns import moved_to_device, pack
-from isogloss.job.transfers import Moment, Readback, Uploads
+from isogloss.job.transfers import Moment, Readback
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 CPU = torch.device("cpu")
-
-# --- the parts ------------------------------------------------------------------------------------
 
 
 def test_what_is_read_back_is_what_was_there_when_it_was_asked_for():
@@ -36,29 +33,6 @@ def test_seconds_lie_between_two_moments():
     first = Moment(CPU)
     second = Moment(CPU)
     assert 0 <= first.seconds_until(second) <= time.perf_counter() - before
-
-
-def test_the_memory_of_all_that_moves_is_known():
-    """A stream has to be told of each block that it uses and another stream has allocated."""
-    packed, buffer = pack([torch.arange(5), torch.rand(2, 3)])
-    batch = packed.value(buffer)
-    loose = torch.arange(4)
-    moved, storages = moved_to_device([batch, loose, [loose[1:]]], "meta")
-    known = {tensor.untyped_storage()._cdata for tensor in storages}
-    tensors = [*moved[0], moved[1], *moved[2]]
-    assert len(known) == len(storages) == 2  # one of the buffer, one of the loose tensor
-    assert {tensor.untyped_storage()._cdata for tensor in tensors} == known
-    assert moved[2][0].storage_offset() == 1 and not storages[0].is_cpu
-
-
-def test_uploads_leave_a_batch_as_it_is_on_a_cpu():
-    batches = [[torch.arange(5), 7], [torch.rand(2, 3)]]
-    first, second = Uploads(CPU).to_device(batches)
-    assert first[0].tolist() == [0, 1, 2, 3, 4] and first[1] == 7
-    assert torch.equal(second[0], batches[1][0])
-
-
-# --- whole jobs -----------------------------------------------------------------------------------
 
 
 def lines_on_disk(output):

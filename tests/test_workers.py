@@ -1,7 +1,6 @@
 """workers.py: batches as one process prepares them, and no process or wait without an end."""
 
 import itertools
-import json
 import os
 import resource
 import signal
@@ -9,9 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 
@@ -20,7 +17,7 @@ from conftest import ROOT
 from isogloss.data import workers
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
-from jobs import ds_config, losses_of
+from jobs import ds_config, losses_of, write_corpus
 from launched import wait_until
 from wrong_input import outcomes
 
@@ -80,18 +77,15 @@ def test_a_window_of_many_batches_needs_no_descriptors():
         assert len({tensor.untyped_storage().data_ptr() for tensor in batch}) == 1
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_wrong_data_is_a_line(num_workers):
-    batches = iter(Loader(Raises(ValueError("row 7 holds nothing")), num_workers))
+@pytest.mark.parametrize("error, num_workers, kind, said", [
+    (ValueError("row 7 holds nothing"), 0, DataError, r"^row 7 holds nothing$"),
+    (ValueError("row 7 holds nothing"), 1, DataError, r"^row 7 holds nothing$"),
+    (KeyError("text"), 1, RuntimeError, r"(?s)Traceback.*KeyError: 'text'")])
+def test_wrong_data_is_a_line_and_any_other_error_has_its_traceback(
+        error, num_workers, kind, said):
+    batches = iter(Loader(Raises(error), num_workers))
     next(batches)
-    with pytest.raises(DataError, match=r"^row 7 holds nothing$"):
-        next(batches)
-
-
-def test_any_other_error_of_a_worker_comes_with_its_traceback():
-    batches = iter(Loader(Raises(KeyError("text")), 1))
-    next(batches)
-    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*KeyError: 'text'"):
+    with pytest.raises(kind, match=said):
         next(batches)
 
 
@@ -161,33 +155,14 @@ def test_workers_end_with_the_process_that_they_work_for():
         wait_until(lambda process=process: not os.path.exists(f"/proc/{process}"))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_stream_has_one_order(num_workers):
-    """That of the training process itself, whatever prepares it."""
-    from isogloss.data.order import ExampleReader, MicroBatches, StreamedExamples, loader
-
-    rows = datasets.Dataset.from_dict({"text": [str(i) for i in range(50)]})
-
-    def read(num_workers):
-        stream = StreamedExamples(rows.to_iterable_dataset(), ExampleReader("text"), 3)
-        batches = MicroBatches(
-            stream, lambda examples, _: SimpleNamespace(examples=examples), 2, 1, 0, 1)
-        return list(itertools.islice(iter(loader(batches, num_workers)), 40))
-
-    assert read(num_workers) == read(0)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_that_goes_wrong_ends_all_ranks_with_a_line(models, texts, tmp_path, num_workers):
+def test_a_stream_that_goes_wrong_ends_all_ranks_with_a_line(models, texts, tmp_path):
     """It is known row by row; the checkpoint of the steps before stays."""
-    rows = [{"text": text} for text in texts[:30]] + [{"text": None}]
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps(row) for row in rows))
+    data = write_corpus(tmp_path, [*texts[:30], None], 31)
     config = ds_config(tmp_path / "ds.json", 2, 2, 1)
     argv = [f"--student={models[0]}", f"--data={data}", f"--ds_config={config}", "--kd_weight=0",
-            "--streaming", "--max_length=60", "--steps=50", "--save_every=1",
-            f"--num_workers={num_workers}", f"--output_dir={tmp_path / 'run'}"]
+            "--streaming", "--max_length=60", "--steps=50", "--save_every=1", "--num_workers=1",
+            f"--output_dir={tmp_path / 'run'}"]
     ended = ranks.run(2, outcomes, tmp_path, argv, [""])
     lines = "".join(of_rank[0].stderr for of_rank in ended)
     assert [of_rank[0].exit_code for of_rank in ended] == [2, 2], lines

@@ -1,6 +1,5 @@
 """Wrong data ends a job with one line that names the file and the row; odd data works."""
 
-import copy
 import gzip
 import json
 import lzma
@@ -14,11 +13,9 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from isogloss.data.batch import Collator
 from isogloss.data.checks import check_column
-from isogloss.data.open_data import holds_chats, load_dataset
-from isogloss.data.order import ExampleReader, check_templates, split_dataset
-from isogloss.data.sample import TextEncoder
+from isogloss.data.open_data import load_dataset
+from isogloss.data.order import ExampleReader, split_dataset
 from isogloss.errors import DataError
 from jobs import ds_config
 from wrong_input import check_one_line, run_wrong
@@ -83,7 +80,6 @@ FILES = {
     "latin1.json": ('[\n{"text": "café"}]'.encode("latin-1"), "latin1.json: line 2 "),
     "latin1.csv": (lines("text", "café").encode("latin-1"), "latin1.csv: line 2 "),
     "utf16.txt": (LINES.encode("utf-16"), "utf16.txt: is UTF-16"),
-    "utf16_bare.txt": (LINES.encode("utf-16-le"), "utf16_bare.txt: "),
     "surrogate.jsonl": ('{"text": "a"}\n{"text": "\\ud800"}\n', "surrogate.jsonl"),
     "invalid.parquet": (parquet(invalid_strings()), "row 2 of 'text' is not UTF-8"),
     "invalid.arrow": (arrow(invalid_strings()), "cannot be read (UnicodeDecodeError: 'utf-8'"),
@@ -96,11 +92,8 @@ FILES = {
     "cut.arrow": (GOOD_ARROW[: len(GOOD_ARROW) // 2], "cut.arrow: "),
     "noise.arrow": (b"\xff" * 500, "noise.arrow: "),
     "parquet.arrow": (GOOD_PARQUET, "parquet.arrow: is a parquet file"),
-    "parquet.jsonl": (GOOD_PARQUET, "parquet.jsonl: is a parquet file"),
     # of kinds that nobody trains on: one line, a general one
-    "utf32.txt": (LINES.encode("utf-32"), "utf32.txt: is UTF-16 or UTF-32"),
     "page.jsonl": (PAGE, "page.jsonl: is a web page"),
-    "pointer.jsonl": (LFS, "pointer.jsonl: is a pointer of git-lfs"),
     "cut.jsonl.gz": (gzip.compress(ROWS.encode() * 99)[:-20], "cut.jsonl.gz: "),
     "not_zipped.jsonl.gz": (ROWS, "not_zipped.jsonl.gz: is no .gz file"),
     "notes.docx": (b"PK\3\4", "files of kind .docx; expected"),
@@ -108,9 +101,7 @@ FILES = {
     "zeros.txt": (b"\0" * 100, "zeros.txt: is no text: it holds NUL bytes"),
     # JSON
     "broken.jsonl": (rows("a", "b") + '{"text": "c"\n' + rows("d"), "broken.jsonl: line 3 "),
-    "cut.jsonl": (ROWS[:-10], "cut.jsonl: line 5 "),
     "comma.jsonl": ('{"text": "a"},\n{"text": "b"},\n', "comma.jsonl: line 1 "),
-    "strings.jsonl": ('"a"\n"b"\n', "strings.jsonl: line 1 holds a string"),
     "one_string.jsonl": (rows("a") + '"b"\n', "one_string.jsonl: line 2 holds a string"),
     "cut.json": (json.dumps(GOOD)[:-5], "cut.json: "),
     "empty_list.json": ("[]", "the data set is empty"),
@@ -120,14 +111,12 @@ FILES = {
     "twice.jsonl": ('{"text": "a", "text": "b"}\n', "twice.jsonl: line 1 "),
     # values
     "numbers.jsonl": (rows(1, 2), "holds int64, expected text"),
-    "objects.jsonl": (rows({"a": 1}), "holds objects of a, expected text"),
     "words_in_lists.jsonl": (rows(["a", "b"], ["c"]), "holds lists of string, expected text"),
     "nulls.jsonl": (rows(None, None), "holds null, expected text"),
     "one_null.jsonl": (rows("a", "b", None), "row 2 of 'text' is null"),
     "missing.jsonl": (rows("a") + '{"other": "b"}\n', "row 1 of 'text' is null"),
     "mixed.jsonl": (rows("a", "b", 3), "mixed"),
     "mixed_lists.jsonl": (rows("a", ["b"]), "mixed"),
-    "null.parquet": (parquet(table("a", None)), "row 1 of 'text' is null"),
     "bytes.parquet": (parquet(table(b"a", b"b")), "holds binary, expected text"),
     "views.parquet": (parquet(pa.table({"text": pa.array(GOOD, pa.string_view())})),
                       "holds string_view, expected text"),
@@ -135,10 +124,7 @@ FILES = {
                       "the column 'text' is there twice"),
     "no_rows.parquet": (parquet(pa.table({"text": pa.array([], pa.string())})),
                         "no_rows.parquet: holds no row"),
-    "empties.jsonl": (rows("", "", ""), "all 3 rows of 'text' are empty"),
     "empties.txt": ("\n\n\n", "all 3 rows of 'text' are empty"),
-    "rest_is_empty.jsonl": (rows("a", "b", "", ""), "--eval_rows 2: all rows behind"),
-    "held_out_is_empty.jsonl": (rows("", "", "a", "b"), "--eval_rows 2: all of the"),
     # tables
     "quotes.csv": ('text\n"a\nb\nc\n', "quotes.csv: "),
     "wide.csv": ("text\na\nb,c,d\n", "wide.csv: "),
@@ -163,30 +149,18 @@ FILES = {
                       "row 1 of 'text': message 1 has no role"),
     "no_content.jsonl": (rows(CHAT, CHAT, [USER, {"role": "assistant"}]),
                          "row 2 of 'text': message 1 has no content"),
-    "null_content.jsonl": (rows(CHAT, [dict(USER, content=None)]),
-                           "row 1 of 'text': message 0 has no content"),
     "null_message.jsonl": (rows(CHAT, [USER, None]), "row 1 of 'text': message 1 is null"),
     "null_chat.jsonl": (rows(CHAT, None), "row 1 of 'text' is null"),
-    "parts.jsonl": (rows([dict(USER, content=[{"type": "image_url", "image_url": "a"}])]),
-                    "row 0 of 'text': message 0 has a part of type 'image_url', expected parts"),
-    "number_role.jsonl": (rows([dict(USER, role=1)]), "role"),
-    "strings_for_messages.jsonl": (rows(["user: a", "assistant: b"]), "holds lists of string"),
-    "mixed_content.jsonl": (rows(CHAT, [dict(USER, content=1)]), "content"),
     "unknown_role.jsonl": (rows(*[[dict(USER, role="robot")]] * 3),
                            "no such role; it refuses the other 2"),
 }
-# What is added to the command line for some files.
-FLAGS_OF_FILES = {"rest_is_empty.jsonl": "--eval_rows=2",
-                  "held_out_is_empty.jsonl": "--eval_rows=2"}
-# What is met before the first step of a stream too; in other words where it is another check.
+# what is met before the first step of a stream too
 STREAMS = [
     "latin1.txt", "latin1.csv", "surrogate.jsonl", "cut.parquet", "cut.arrow",
     "invalid.arrow", "cut.jsonl.gz", "broken.jsonl", "one_string.jsonl", "cut.json",
     "empty_list.json", "numbers.jsonl", "nulls.jsonl", "words_in_lists.jsonl", "mixed_lists.jsonl",
     "twice.parquet", "no_rows.parquet", "quotes.csv", "header.csv", "sharegpt.jsonl",
-    "empty_chats.jsonl", "all_chats_empty.parquet", "no_role.jsonl", "null_message.jsonl",
-    "parts.jsonl", "mixed_content.jsonl", "unknown_role.jsonl", "held_out_is_empty.jsonl"]
-STREAM_MESSAGES = {"all_chats_empty.parquet": "refuses a chat"}
+    "empty_chats.jsonl", "no_role.jsonl", "null_message.jsonl", "unknown_role.jsonl"]
 # Rows of a stream, which are looked at when they are read.
 MID_RUN = {
     "--data={folder}/latin1.jsonl": "latin1.jsonl: line 2 is not UTF-8",
@@ -213,16 +187,12 @@ PLACES = {
     "--data={folder}/folder.jsonl": "holds no file that can be read",
     "--data={folder}/link.jsonl": "is a link to nothing",
     "--data={folder}/pipes": "pipes/b.jsonl: is a pipe",
-    "--data={folder}/links": "b.jsonl: is a link to",
     # directories and globs
     "--data={folder}/empty": "holds no file that can be read",
     "--data={folder}/kinds": "files of kind .jsonl, .txt;",
-    "--data={folder}/kinds/*": "files of kind .jsonl, .txt;",
     "--data={folder}/kinds/*.csv": "no such file, directory or glob",
     "--data={folder}/kind?": "kinds: is a directory, expected",
     "--data={folder}/one_empty": "b.parquet: is empty",
-    "--data={folder}/columns": "columns/b.jsonl: no column 'text'",
-    "--data={folder}/types": "b.parquet: no column 'text'; it has x",
     "--data={folder}/a.jsonl.zst": "is no .zst file, or damaged",
     "--data={folder}/b.jsonl.zst": "is compressed and holds nothing",
     # hub
@@ -241,7 +211,6 @@ PLACES = {
     "--data={folder}/by_split --split=dev": "by_split has no files of 'dev'; it has train, te",
     "--data={folder}/by_split --streaming --split=test[:1]":
         "a stream has no parts; name whole splits",
-    "--data={folder}/by_split --eval_split=dev": "--eval_split dev: ",
     "--data={folder}/good.jsonl --eval_data={folder}/none.jsonl": "none.jsonl: no such file",
     "--data={folder}/good.jsonl --eval_data={folder}/rest_is_empty.jsonl --eval_split=train[2:]":
         "all 2 rows of 'text' are empty",
@@ -257,11 +226,13 @@ PLACES = {
         "row 0 of 'chat': 'q' holds 'why', expected a list of tools",
     # save_to_disk
     "--data={folder}/broken_state": "cannot be read (JSONDecodeError",
-    "--data={folder}/no_arrow": "cannot be read",
     "--data={folder}/cut_arrow": "cannot be read (ArrowInvalid",
-    "--data={folder}/broken_splits": "cannot be read (JSONDecodeError",
     # columns
-    "--data={folder}/good.jsonl --text_key=words": "no column 'words'; it has text",
+    "--data={folder}/rest_is_empty.jsonl --eval_rows=2": "--eval_rows 2: all rows behind",
+    "--data={folder}/held_out_is_empty.jsonl --eval_rows=2": "--eval_rows 2: all of the",
+    "--data={folder}/held_out_is_empty.jsonl --eval_rows=2 --streaming":
+        "--eval_rows 2: all of the",
+    "--data={folder}/all_chats_empty.parquet --streaming": "refuses a chat",
     "--data={folder}/good.jsonl --eval_rows=5": "the data has 5 rows",
     TEACHERS + "domain": "--route_key domain: no such column; it has text",
     TEACHERS + "lists": "--route_key lists: the column holds lists of",
@@ -274,10 +245,10 @@ def cases():
     """Return {change: part of the line}: every place and file, and some of them as a stream."""
     wrong = dict(PLACES)
     for file, (_, message) in FILES.items():
-        change = f"--data={{folder}}/{file} {FLAGS_OF_FILES.get(file, '')}"
+        change = f"--data={{folder}}/{file}"
         wrong[change] = message
         if file in STREAMS:
-            wrong[f"{change} --streaming"] = STREAM_MESSAGES.get(file, message)
+            wrong[f"{change} --streaming"] = message
     return wrong
 
 
@@ -296,22 +267,21 @@ def write_places(folder):
         listener.bind("socket.jsonl")
         os.fchdir(here)
         os.close(here)
-    for name in ("folder.jsonl", "empty", "pipes", "links"):
+    for name in ("folder.jsonl", "empty", "pipes"):
         (folder / name).mkdir()
     os.mkfifo(folder / "pipes" / "b.jsonl")
     (folder / "link.jsonl").symlink_to("nowhere")
-    (folder / "links" / "b.jsonl").symlink_to("nowhere")
     files = {
-        "good.jsonl": ROWS, "pipes/a.jsonl": ROWS, "links/a.jsonl": ROWS,
+        "good.jsonl": ROWS, "pipes/a.jsonl": ROWS,
+        "rest_is_empty.jsonl": rows("a", "b", "", ""),
+        "held_out_is_empty.jsonl": rows("", "", "a", "b"),
         "kinds/a.txt": LINES, "kinds/b.jsonl": ROWS, "a.jsonl.zst": ROWS,
         "b.jsonl.zst": b"\x28\xb5\x2f\xfd",
         "one_broken/a.jsonl": ROWS, "one_broken/b.jsonl": rows("a") + "{\n",
         "one_empty/a.parquet": GOOD_PARQUET, "one_empty/b.parquet": "",
         "by_split/train-0.jsonl": ROWS, "by_split/test-0.jsonl": ROWS,
         "pairs.jsonl": json.dumps({"q": "why", "a": "so", "n": None, "chat": CHAT}) + "\n",
-        "columns/a.jsonl": rows("a"), "columns/b.jsonl": rows("b", key="content"),
         "late_chat.jsonl": rows(*[CHAT] * 9, [USER, {"role": "assistant"}]),
-        "types/a.parquet": GOOD_PARQUET, "types/b.parquet": parquet(pa.table({"x": [1]})),
     }
     for name, content in files.items():
         write(folder / name, content)
@@ -326,14 +296,11 @@ def write_saved(folder):
     good = datasets.Dataset.from_dict({"text": GOOD})
     splits = datasets.DatasetDict(dev=good, test=good)
     splits.save_to_disk(folder / "splits")
-    splits.save_to_disk(folder / "broken_splits")
-    write(folder / "broken_splits" / "dataset_dict.json", "{")
-    for name in ("saved", "broken_state", "no_arrow", "cut_arrow"):
+    for name in ("saved", "broken_state", "cut_arrow"):
         good.save_to_disk(folder / name)
     write(folder / "broken_state" / "state.json", "{")
-    [file] = (folder / "no_arrow").glob("*.arrow")
-    file.unlink()
-    write(folder / "cut_arrow" / file.name, GOOD_ARROW[: len(GOOD_ARROW) // 2])
+    [file] = (folder / "cut_arrow").glob("*.arrow")
+    write(file, GOOD_ARROW[: len(GOOD_ARROW) // 2])
 
 
 @pytest.fixture(scope="module")
@@ -344,9 +311,7 @@ def folder(models, tmp_path_factory):
         write(folder / file, content)
     write_places(folder)
     shutil.copytree(models[0], folder / "student")
-    settings = json.loads((folder / "student" / "tokenizer_config.json").read_text())
-    write(folder / "student" / "tokenizer_config.json",
-          json.dumps(settings | {"chat_template": TEMPLATE}))
+    write(folder / "student" / "chat_template.jinja", TEMPLATE)
     (folder / "teacher").symlink_to(models[1])
     return folder
 
@@ -392,30 +357,22 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_one_line(ended_in_mid_run, case
 # --- odd data that works --------------------------------------------------------------------------
 
 BOM = "\ufeff"
-CALL = {"role": "assistant", "content": None, "tool_calls": [
-    {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}]}
 # {file: (its content, the texts that a run reads)}
 ODD = {
     "bom.txt": (BOM + LINES, GOOD),
-    "bom.jsonl": (BOM + ROWS, GOOD),
     "bom.json": (BOM + json.dumps([{"text": "a"}]), ["a"]),
     "bom.csv": (BOM + "text,label\na,1\n", ["a"]),
     "crlf.txt": (LINES.replace("\n", "\r\n"), GOOD),
     "crlf.jsonl": (ROWS.replace("\n", "\r\n"), GOOD),
-    "crlf.csv": ("text\r\na\r\nb\r\n", ["a", "b"]),
-    "extra.jsonl": ('{"id": 1, "text": "a", "more": {"x": [1]}}\n', ["a"]),
     "some_empty.jsonl": (rows("", "a", ""), ["", "a", ""]),
     "some_empty.txt": ("\na\n\n", ["", "a", ""]),
     "ünïcode 日本.jsonl": (ROWS, GOOD),
     "brackets[1].jsonl": (ROWS, GOOD),
     "star*.jsonl": (ROWS, GOOD),
-    "UPPER.JSONL": (ROWS, GOOD),
     "strings.json": (json.dumps(GOOD), GOOD),
-    "pretty.json": (json.dumps([{"text": text} for text in GOOD], indent=2), GOOD),
     "one_row.txt": ("a", ["a"]),
     "one_object.json": ('{"text": "a"}', ["a"]),
     "two_in_a_line.jsonl": ('{"text": "a"} {"text": "b"}\n', ["a", "b"]),
-    "blank_lines.jsonl": ('{"text": "a"}\n\n{"text": "b"}\n\n', ["a", "b"]),
     "long.txt": ("word " * 200_000, ["word " * 200_000]),
     "long.jsonl": (rows("word " * 200_000), ["word " * 200_000]),
     "large.parquet": (parquet(pa.table({"text": pa.array(GOOD, pa.large_string())})), GOOD),
@@ -425,8 +382,6 @@ ODD = {
     "a.jsonl.xz": (lzma.compress(ROWS.encode()), GOOD),
     "escapes.jsonl": ('{"text": "\\ud83d\\ude00 \\u0000"}\n', ["😀 \0"]),
     "page.txt": (PAGE, [PAGE.strip()]),  # a corpus may be of such pages
-    "quoted.csv": ('text\n"a\nb"\n', ["a\nb"]),
-    "chats.jsonl": (rows(CHAT, CHAT), [CHAT, CHAT]),
     "some_empty_chats.jsonl": (rows(CHAT, []), [CHAT, []]),
 }
 
@@ -446,38 +401,9 @@ def test_odd_files_are_read(tmp_path, file, streaming):
     assert read_whole(train) == expected
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_messages_may_differ_in_their_keys(tmp_path, tokenizers, tables, streaming):
-    """Tool calls of several functions have several types; readers keep such messages as JSON."""
-    other = json.loads(json.dumps(CALL).replace('{"at": "x"}', '{"for": 3}'))
-    chats = [[USER, CALL], [dict(USER, name="Ann"), ASSISTANT], [USER, other, ASSISTANT]]
-    path = tmp_path / "calls.jsonl"
-    write(path, rows(*chats))
-    dataset = load_dataset(str(path), "text", streaming=streaming)
-    assert holds_chats(dataset, "text")
-    tokenizer = copy.deepcopy(tokenizers[0])
-    tokenizer.chat_template = TEMPLATE
-    encoder = TextEncoder(tokenizer, tables[0], 400)
-    reader = ExampleReader("text", "", str(path))
-    check_templates(dataset, reader, [encoder])
-    batch = Collator(encoder, [])([reader(row) for row in dataset])
-    assert batch.counts.tokens > 0
-
-
 def test_saved_data_without_splits_are_read(tmp_path):
     datasets.Dataset.from_dict({"text": GOOD}).save_to_disk(tmp_path / "one")
     assert read_whole(load_dataset(str(tmp_path / "one"), "text")) == GOOD
-
-
-def test_a_part_of_a_file_may_be_named(tmp_path):
-    write(tmp_path / "a.txt", LINES)
-    assert read_whole(load_dataset(str(tmp_path / "a.txt"), "text", "train[:2]")) == GOOD[:2]
-
-
-def test_empty_files_among_others_are_read(tmp_path):
-    write(tmp_path / "a.jsonl", "")
-    write(tmp_path / "b.jsonl", ROWS)
-    assert read_whole(load_dataset(str(tmp_path), "text")) == GOOD
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
@@ -514,13 +440,8 @@ def test_a_row_is_looked_at_before_it_is_used():
         "half of a surrogate pair": {"text": "\ud800", "to": 1},
         "is null, expected text": {"to": 1},
         "holds b'a', expected text": {"text": b"a", "to": 1},
-        "message 0 is 'a', expected role": {"text": ["a"], "to": 1},
-        "message 0 has no content": {"text": [dict(CALL, tool_calls=[])], "to": 1},
-        "message 0 has a content that is [1]": {"text": [dict(USER, content=[1])], "to": 1},
-        "has tool_calls that are 'look'": {"text": [dict(CALL, tool_calls="look")], "to": 1},
-        "has a tool call that is {'name': None}": {
-            "text": [dict(CALL, tool_calls=[{"name": None}])], "to": 1},
-        "has a reasoning_content that is 1": {"text": [dict(USER, reasoning_content=1)], "to": 1},
+        "message 0 has no content": {"text": [dict(ASSISTANT, content=None, tool_calls=[])],
+                                     "to": 1},
     }
     for message, row in bad.items():
         with pytest.raises(DataError) as error:
