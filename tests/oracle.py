@@ -498,11 +498,6 @@ def positions(
     return terms
 
 
-def total(terms):
-    """Return the sum of the terms of `positions`."""
-    return sum(term for _, _, term in terms)
-
-
 # --- two vocabularies -----------------------------------------------------------------------------
 
 
@@ -575,13 +570,9 @@ def hybrid_uld(
 
 
 def uld(x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0):
-    """Return [term] per chunk."""
-    terms = []
-    for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
-        p = end_distribution(x, student_next, b, student_positions, tau)
-        q = end_distribution(y, teacher_next, b, teacher_positions, tau)
-        terms.append(sorted_distance(p, q))
-    return terms
+    """Return [term] per chunk: that of the hybrid where no token is common."""
+    return hybrid_uld(x, y, student_next, teacher_next, student_chunk, teacher_chunk, ([], []),
+                      weight=0.0, tau=tau)
 
 
 def alm_term(logp, logq, tau, mode):

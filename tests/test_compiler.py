@@ -23,10 +23,9 @@ def need_compiler():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward_kl", "generalized_jsd"])
-def test_a_compiled_divergence_is_the_same_for_all_sizes(name):
+def test_a_compiled_divergence_is_the_same_for_all_sizes():
     need_compiler()
-    function = getattr(losses, name)
+    function = losses.generalized_jsd
     in_graph = loss_compiler("compiled", "cpu")(function)
     for samples in (5, 2, 9):
         case = LogitsCase(0, samples)

@@ -1,11 +1,15 @@
 """Files copied into another repository: flat, into a package, beside modules of the same names."""
 
+import os
 import shutil
-import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+import ranks
 from conftest import ROOT
 
 # {what is copied together: what is computed there}
@@ -13,29 +17,31 @@ SETS = {
     ("align", "losses", "nodes", "translation", "spelling", "cross_tokenizer"): "piece_kl",
     ("align", "losses", "cross_tokenizer"): "alm",
 }
-CODE = """
-import sys
-sys.path[:0] = {path!r}
-import torch
-from transformers import AutoTokenizer
-from {package}cross_tokenizer import CrossTokenizerKD
-tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in {models!r}]
-kd = CrossTokenizerKD(*tokenizers, loss={loss!r})
-batch = kd.collate(["In 2010 the boat", "two  spaces"])
-torch.manual_seed(0)
-logits = [torch.randn(*side["input_ids"].shape, len(tokenizer))
-          for side, tokenizer in zip((batch.student, batch.teacher), tokenizers)]
-print(float(kd(*logits, batch)))
-"""
 
 
 def computed(folder, models, loss, package="", path=("",)):
-    """Return what a process in a folder prints, and its errors."""
-    code = CODE.format(path=list(path), package=package, models=[str(model) for model in models],
-                       loss=loss)
-    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=folder, capture_output=True,
-                          text=True)
-    return done.stdout.strip(), done.stderr
+    """Return a loss, or why it cannot be imported, in a process that has nothing of ours yet."""
+    ours = {file.stem for file in ROOT.glob("*.py")} | {"isogloss", "projection_tools"}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ours:
+            del sys.modules[name]
+    os.chdir(folder)
+    of_tests = str(ROOT), str(ROOT / "tests")
+    sys.path = [*path, *[entry for entry in sys.path if entry not in of_tests]]
+    try:
+        return loss_of(models, loss, package)
+    except ImportError as error:
+        return str(error)
+
+
+def loss_of(models, loss, package):
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in models]
+    kd = import_module(f"{package}cross_tokenizer").CrossTokenizerKD(*tokenizers, loss=loss)
+    batch = kd.collate(["In 2010 the boat", "two  spaces"])
+    torch.manual_seed(0)
+    logits = [torch.randn(*side["input_ids"].shape, len(tokenizer))
+              for side, tokenizer in zip((batch.student, batch.teacher), tokenizers)]
+    return float(kd(*logits, batch))
 
 
 def copy(names, folder):
@@ -49,18 +55,17 @@ def copy(names, folder):
 @pytest.mark.parametrize("names", SETS, ids=lambda names: f"{len(names)}-files")
 def test_copies_give_the_same_numbers_flat_in_a_package_and_beside_others(names, models, tmp_path):
     loss = SETS[names]
-    expected, error = computed(ROOT, models, loss, package="isogloss.")
-    assert float(expected) > 0, error
+    expected = loss_of(models, loss, "isogloss.")
+    assert expected > 0
     flat = copy(names, tmp_path / "flat")
     copy(names, tmp_path / "lab")
     (tmp_path / "lab" / "__init__.py").touch()
     for other in ("losses", "align"):  # of the repository itself
         (tmp_path / f"{other}.py").write_text("value = 1\n")
-    found = [computed(flat, models, loss), computed(tmp_path, models, loss, package="lab.")]
-    found.append(computed(tmp_path, models, loss, path=("flat", "")))  # theirs comes second
-    for number, error in found:
-        assert number, error
-        assert float(number) == pytest.approx(float(expected), rel=1e-5)
+    # theirs comes second in the last one
+    for arguments in ((flat, models, loss), (tmp_path, models, loss, "lab."),
+                      (tmp_path, models, loss, "", ("flat", ""))):
+        assert ranks.run(1, computed, *arguments) == [pytest.approx(expected, rel=1e-5)]
 
 
 @pytest.mark.slow
@@ -70,7 +75,6 @@ def test_another_module_of_the_name_is_not_taken_for_ours(package, models, tmp_p
     (folder / "losses.py").write_text("def kl(p, q):\n    return p\n")
     if package:
         (folder / "__init__.py").touch()
-    printed, error = computed(tmp_path, models, "alm", package)
-    assert not printed
-    assert error.splitlines()[-1].endswith(
+    [error] = ranks.run(1, computed, tmp_path, models, "alm", package)
+    assert error.endswith(
         f"losses.py is another module: copy Isogloss's beside {folder / 'cross_tokenizer.py'}")

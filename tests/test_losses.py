@@ -98,18 +98,6 @@ def test_equal_tokenizers_at_agreement_have_nothing_to_learn(name):
             assert abs(value) < 1e-4 + 2e-5 * tau**2
 
 
-@pytest.mark.parametrize("name", ["event_kl", "projection_kl", "gold"] + [
-    f"translated, {divergence}" for divergence in COEFFICIENTS])
-def test_equal_tokenizers_give_the_plain_divergence(name):
-    problem = PROBLEMS[name](5, 2.0, equal=True)
-    divergence = name.partition(", ")[2] or "forward_kl"
-    expected, expected_count = getattr(losses, divergence)(
-        problem.x, problem.y, problem.reads[0], temperature=2.0, **COEFFICIENTS[divergence])
-    value, count = problem.loss()
-    assert count == expected_count
-    assert abs(value - expected) < 1e-7
-
-
 @of_every_loss
 @pytest.mark.parametrize("side", [0, 1])
 def test_rows_that_are_not_read_may_hold_anything_and_one_that_is_spoils_the_loss(name, side):

@@ -9,7 +9,6 @@ import types
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from isogloss import distill, losses
 from isogloss.align import TokenTable
@@ -20,11 +19,9 @@ from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts
 from isogloss.nodes import Tables
 from isogloss.objective import loss_table
-from isogloss.objective.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.rollout import Completion
-from isogloss.tiles import StoredLogits
 from isogloss.translation import going_on, root_target
 from isogloss.writing import on_policy
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
@@ -305,13 +302,6 @@ def test_json_keeps_the_chat_of_a_rollout(encoders):
     assert (read.messages, read.tools) == chat
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_teacher_reads_an_end_where_the_student_wrote_one(encoders, ended):
-    rollout = rollout_of(encoders[0], TEXT, 5, ended)
-    labels = collator(encoders)([rollout]).teachers[0].labels
-    assert (labels == encoders[1].table.eos).any() == ended
-
-
 def test_counts_of_rollouts(encoders):
     rollout = rollout_of(encoders[0], TEXT, 5)
     data, both = [collator(encoders)(texts).counts.pairs[0] for texts in ([TEXT], [TEXT, rollout])]
@@ -472,32 +462,6 @@ def test_a_term_weighs_what_was_written_before_it(kind):
     assert found[0].tolist() == pytest.approx(expected, rel=1e-6)
     assert (sums.count, sums.limited) == (5, 1)
     assert largest == pytest.approx(math.exp(2.0), rel=1e-6)
-
-
-# --- cross-entropy --------------------------------------------------------------------------------
-
-
-def test_the_cross_entropy_is_that_of_the_data_alone(encoders):
-    """What the student wrote is compared with the teacher, but not imitated."""
-    rollout = rollout_of(encoders[0], TEXT, 5)
-    generator = torch.Generator().manual_seed(0)
-    for pack, contents in ((False, [TEXT, rollout]), (True, [rollout, TEXT[:30]]),
-                           (False, [rollout])):
-        batch = collator(encoders, pack=pack)(contents)
-        labels = batch.student.labels.flatten()
-        logits = torch.randn(len(labels), len(encoders[0].table), generator=generator)
-
-        def every_row(student, teacher, sub_tile):
-            return student.sum() * 0 + len(sub_tile.student_labels)
-
-        target = TeacherTarget(StoredLogits(torch.zeros(batch.teachers[0].ids.numel(), 2)),
-                               every_row, None, 0.0)
-        terms = LossTerms(0.5, [TeacherTerm(batch.teachers[0], target, 1.0)])
-        _, [sums] = micro_batch_loss(StoredLogits(logits), terms)
-        of_data = torch.where(batch.student.logp.flatten().isnan(), labels, -100)
-        expected = F.cross_entropy(logits, of_data, reduction="sum")
-        assert sums[0] == pytest.approx(float(expected), rel=1e-5)
-        assert 0 < sums[2] <= sums[1]  # of the teacher's, the part in rollouts
 
 
 # --- the writer's weights -------------------------------------------------------------------------

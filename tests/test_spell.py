@@ -17,7 +17,6 @@ from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import (
     ROLES,
     link_special_tokens,
-    prefix_ranges,
     spell as spell_tokens,
     translation_tables,
     unwritten_tokens,
@@ -75,15 +74,6 @@ def test_events_equal_a_brute_force_union(tokenizers, tables):
     # No other token is in an event.
     num_linked = (event_V >= 0).sum() + (event_W >= 0).sum()
     assert num_linked == len(expected)
-
-
-def test_prefix_ranges_equal_brute_force(tokenizers, tables):
-    pieces = spell_tokens(tables[1], tokenizers[0], tables[0])
-    order, low, high = prefix_ranges(pieces)
-    for n in range(0, len(pieces), 7):  # every seventh row keeps it short
-        for k in range(1, min(4, pieces.shape[1])):
-            expected = np.flatnonzero((pieces[:, :k] == pieces[n, :k]).all(1))
-            assert sorted(order[low[n, k] : high[n, k]]) == expected.tolist()
 
 
 def control_tokens(*names):

@@ -338,19 +338,6 @@ def test_there_is_one_gradient_by_the_students_logits(dtype, divergence):
     assert torch.equal(second, kept)
 
 
-def test_the_number_of_threads_does_not_change_a_bit():
-    toy = Toy(CROSSING, COARSE, 1)
-    x, y = random_logits(toy, 0, 3)
-    threads = torch.get_num_threads()
-    results = []
-    for count in (1, 3, threads):
-        torch.set_num_threads(count)
-        results.append(value_and_gradient(toy, x, y, losses.forward_kl))
-    for value, d in results[1:]:
-        assert value == results[0][0]
-        assert torch.equal(d, results[0][1])
-
-
 # --- in a job -------------------------------------------------------------------------------------
 
 

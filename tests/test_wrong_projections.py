@@ -4,22 +4,14 @@ import io
 import os
 import pickle
 import stat
+from itertools import product
 
 import pytest
 import torch
 
 import ranks
 from isogloss import distill
-from isogloss.projection_tools import (
-    build,
-    compare,
-    cut,
-    exact,
-    generate,
-    multitoken,
-    show,
-    spell,
-)
+from isogloss.projection_tools import build, cut, show, spell
 from isogloss.projection_tools.files import as_tables, cached, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from jobs import ds_config, run_distill, write_corpus
@@ -138,67 +130,52 @@ def test_a_job_refuses_a_wrong_projection(good, models, texts, tmp_path):
 
 # --- caches ---------------------------------------------------------------------------------------
 
+
+def every_tensor(change):
+    """Return a change of tables that changes every tensor in them."""
+    return lambda tables: {key: change(value) if isinstance(value, torch.Tensor) else value
+                           for key, value in tables.items()}
+
+
+def raised(tensor):
+    """Return a tensor whose last number is raised by one."""
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] += 1
+    return tensor
+
+
 # {what is wrong: how the content of a cached file becomes wrong}
 CACHES = {
-    "NaN": lambda tables: {key: nan_like(value) for key, value in tables.items()},
-    "another number": lambda tables: {key: raised(value) for key, value in tables.items()},
+    "NaN": every_tensor(lambda x: x * torch.nan if x.is_floating_point() else x),
+    "another number": every_tensor(raised),
     "wrong keys": lambda tables: {"x": torch.ones(2)},
     "a missing key": lambda tables: dict(list(tables.items())[1:]),
-    "another type": lambda tables: {key: shorter(value) for key, value in tables.items()},
-    "sparse tables": lambda tables: {key: sparse(value) for key, value in tables.items()},
+    "another type": every_tensor(lambda x: x.half() if x.is_floating_point() else x.short()),
+    "sparse tables": every_tensor(torch.Tensor.to_sparse),
 }
-
-
-def nan_like(value):
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value * torch.nan
-    return value
-
-
-def raised(value):
-    """Return a tensor whose last number is raised by one."""
-    if isinstance(value, torch.Tensor):
-        value = value.clone()
-        value.view(-1)[-1] += 1
-    return value
-
-
-def shorter(value):
-    if isinstance(value, torch.Tensor):
-        return value.half() if value.is_floating_point() else value.short()
-    return value
-
-
-def sparse(value):
-    return value.to_sparse() if isinstance(value, torch.Tensor) else value
 
 
 def same(one, other):
     """Return whether two dicts of tensors and plain values are equal."""
-    if one.keys() != other.keys():
-        return False
+    equal = [one.keys() == other.keys()]
     for key, value in one.items():
         if isinstance(value, torch.Tensor):
-            equal = value.dtype == other[key].dtype and torch.equal(value, other[key])
+            equal.append(value.dtype == other[key].dtype and torch.equal(value, other[key]))
         else:
-            equal = value == other[key]
-        if not equal:
-            return False
-    return True
+            equal.append(value == other[key])
+    return all(equal)
 
 
-@pytest.mark.parametrize("case", CACHES)
-@pytest.mark.parametrize("kind", ["projection", "spelling"])
+@pytest.mark.parametrize(("kind", "case"), [
+    *product(["projection"], CACHES),
+    *product(["spelling"], sorted(CACHES.keys() - {"NaN"}))])  # which has integers alone
 def test_a_damaged_cache_is_built_anew(kind, case, pair, tmp_path):
     load = build.cached_projection if kind == "projection" else spell.cached_spelling
     expected = load(pair, directory=tmp_path)
     [path] = tmp_path.glob("*.pt")
     good_file = path.read_bytes()
     content = torch.load(path, weights_only=True)
-    wrong = CACHES[case](content)
-    if case == "NaN" and kind == "spelling":  # which has integers alone
-        wrong = CACHES["another number"](content)
-    torch.save(wrong, path)
+    torch.save(CACHES[case](content), path)
     assert path.read_bytes() != good_file
     assert same(load(pair, directory=tmp_path), expected)
     assert path.read_bytes() == good_file
@@ -282,7 +259,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(good, models, tmp_path, ca
 
 # --- flags behind a -- ----------------------------------------------------------------------------
 
-PROGRAMS = [distill, build, compare, cut, exact, generate, multitoken, show, spell]
+PROGRAMS = [distill, build, spell]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda module: module.__name__.split(".")[-1])
