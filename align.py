@@ -1022,12 +1022,13 @@ def align_regions(student_ids, teacher_ids, student, teacher, regions, student_t
     """
     placed = []
     for student_byte, teacher_byte, num_bytes, end_pair in regions:
-        s_low, s_high, s_located = _clip(student, student_byte, num_bytes)
-        t_low, t_high, t_located = _clip(teacher, teacher_byte, num_bytes)
-        alignment = align_located(
-            student_ids[s_low:s_high], teacher_ids[t_low:t_high], s_located, t_located,
-            student_table, teacher_table, num_bytes, pair_eos=False)
-        placed.append(PlacedAlignment(s_low, t_low, alignment))
+        if num_bytes:  # else the message is empty
+            s_low, s_high, s_located = _clip(student, student_byte, num_bytes)
+            t_low, t_high, t_located = _clip(teacher, teacher_byte, num_bytes)
+            alignment = align_located(
+                student_ids[s_low:s_high], teacher_ids[t_low:t_high], s_located, t_located,
+                student_table, teacher_table, num_bytes, pair_eos=False)
+            placed.append(PlacedAlignment(s_low, t_low, alignment))
         if end_pair:
             # what ends a message on either side is a chunk of its own, without bytes
             pair = _with_pair(_no_chunks(1, 1, text_bytes=0), 0, 0)

@@ -29,9 +29,10 @@ from isogloss.align import fingerprint
 from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import pad_id
 from isogloss.data.batch_types import text_key
-from isogloss.data.chat import SkippedChat, render
+from isogloss.data.chat import chat_text, read_rendering
 from isogloss.data.checks import explained
 from isogloss.data.open_data import holds_chats
+from isogloss.data.turns import SkippedChat
 from isogloss.errors import DataError
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shared
@@ -249,9 +250,12 @@ class Texts:
         arrays = []
         for example in examples:
             try:
-                arrays.append(render(example.content, self.encoder, example.tools).ids[:limit])
+                text = chat_text(example.content, self.encoder, example.tools)
             except SkippedChat:
                 arrays.append(np.zeros(0, np.int64))
+                continue
+            ids, _ = read_rendering(text, self.encoder)
+            arrays.append(ids[:limit])
         return arrays
 
 

@@ -47,6 +47,7 @@ from isogloss.data.order import (
     MicroBatches,
     ShuffledExamples,
     StreamedExamples,
+    check_learned,
     check_routes,
     check_templates,
     joined_rows,
@@ -397,6 +398,8 @@ def open_rows(cfg, source, split, encoders):
                                  f"{text_key!r} holds chats; set chat_template in "
                                  "tokenizer_config.json")
         check_templates(dataset, reader, encoders.values())
+    if cfg.on_policy < 1:  # else rows are prompts
+        check_learned(dataset, reader, encoders[cfg.student], cfg.train_on)
     return dataset, reader
 
 

@@ -1,21 +1,18 @@
 """chat.py: two renderings of a chat meet message by message, and only there."""
 
 import copy
+import re
 
+import datasets
 import pytest
 
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.chat import (
-    SkippedChat,
-    bytes_of_messages,
-    common_regions,
-    encode_chat,
-    find_parts,
-    pair_chats,
-    render,
-)
+from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
+from isogloss.data.chat_rows import as_messages
+from isogloss.data.order import ExampleReader, check_learned
 from isogloss.data.sample import TextEncoder
+from isogloss.data.turns import SkippedChat
 from test_sample import spelled
 
 CHATML = (
@@ -95,53 +92,36 @@ def text_of(messages, encoder):
     return encoder.tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-def test_spans_hold_what_the_template_kept_of_each_message(encoders):
-    """Contents like "user" and "assistant: the 201?" are not taken for headers."""
-    # the line end of the third content is not the one that the teacher's template writes there
-    chat = [*CHAT[:2], {"role": "user", "content": "é 日本 user\n"}, *CHAT[2:]]
-    kept_by_student = [message["content"] for message in chat]
-    kept_by_teacher = ["user", "the value", "é 日本 user", "assistant: the 201?",
-                       "It is the index."]
-    for encoder, kept in zip(encoders, (kept_by_student, kept_by_teacher)):
-        data = text_of(chat, encoder).encode()
-        rendering = render(chat, encoder)
-        assert sorted(rendering.spans) == [(number, "content") for number in range(len(chat))]
-        header_end = 0
-        for number, content in enumerate(kept):
-            span = rendering.spans[number, "content"]
-            assert data[span.begin : span.begin + span.size] == content.encode()
-            whole = chat[number]["content"].encode()
-            assert whole[span.skipped :].startswith(content.encode())
-            # the role stands between the message before and this one
-            assert chat[number]["role"].encode() in data[header_end : span.begin]
-            header_end = span.begin + span.size
-
-
-def test_reasoning_and_tool_calls_keep_their_place(tokenizers):
+def test_thoughts_and_calls_are_part_of_a_turn(tokenizers):
     encoders = with_templates(tokenizers, WITH_CALLS, WITH_CALLS)
     renderings = [render(CHAT_WITH_CALLS, encoder) for encoder in encoders]
-    spans = renderings[0].spans
-    order = sorted(spans, key=lambda key: spans[key])
-    assert order == [(0, "content"), (1, (0, "name")), (1, (0, "arguments")), (2, "reasoning"),
-                     (2, "content")]
-    # a turn ends once, behind its last part
-    assert [bool(ends) for *_, ends in common_regions(*renderings)] == [
-        True, False, True, False, True]
-    counts = collator(encoders, train_on="all")([CHAT_WITH_CALLS]).counts.pairs[0]
-    size = len("look" "look" '{"at": "the index"}' "the index" "the value")
-    assert counts.source_bytes == size == bytes_of_messages(CHAT_WITH_CALLS)
+    said = [' look{"at": "the index"}', " (the value)the index"]
+    assert [renderings[0].words(number) for number in (1, 2)] == said
+    regions = common_regions(*renderings)
+    assert [(region.num_bytes, bool(region.end_pair)) for region in regions] == [
+        (len(words), True) for words in said]
+    counts = collator(encoders)([CHAT_WITH_CALLS]).counts.pairs[0]
+    assert counts.source_bytes == sum(map(len, said)) == counts.aligned_bytes
     assert counts.unmatched_bytes == 0
 
 
-def test_parts_that_a_template_rewrote_are_not_found():
-    def template(chat):
-        return "".join(f"[{m['role']}]{m['content'].upper()}." for m in chat)
+def test_an_empty_turn_ends_too(encoders):
+    chat = [CHAT[0], {"role": "assistant", "content": ""}]
+    batch = collator(encoders)([chat])
+    assert batch.counts.tokens == 1
+    [region] = common_regions(*[render(chat, encoder) for encoder in encoders])
+    assert region.num_bytes == 0 and region.end_pair
+    assert (batch.teachers[0].student_chunk >= 0).sum() == 1
 
-    chat = [{"role": "user", "content": "ABC"}, {"role": "user", "content": "abc"},
-            {"role": "user", "content": "DEF"}]
-    parts = find_parts(chat, template(chat), template)
-    assert sorted(parts) == [(0, "content"), (2, "content")]
-    assert parts[2, "content"].start == template(chat).index("DEF")
+
+@pytest.mark.parametrize("excluded", [{"weight": 0}, {"loss": False}])
+def test_a_message_that_its_row_excludes_is_read_and_not_learned(encoders, excluded):
+    chat = [CHAT[0], CHAT[1] | excluded, *CHAT[2:]]
+    batch, whole = [collator(encoders)([messages]) for messages in (chat, CHAT)]
+    assert batch.student.ids.tolist() == whole.student.ids.tolist()
+    learned = batch.student.labels[0][batch.student.labels[0] >= 0]
+    assert encoders[0].table.decode(learned.tolist()) == CHAT[3]["content"].encode()
+    assert 0 < batch.counts.pairs[0].kd_terms < whole.counts.pairs[0].kd_terms
 
 
 def test_messages_in_another_order_are_compared_in_the_order_of_both(encoders):
@@ -165,8 +145,8 @@ def test_chats_meet_message_by_message(encoders):
     assert ends.sum() == 2 and (student_chunk[ends] >= 0).all()
     assert set(student_chunk[ends].tolist()) == set(teacher_chunk[teacher_ends].tolist())
     counts = batch.counts.pairs[0]
-    assert counts.source_bytes == sum(len(message["content"]) for message in CHAT)
-    assert counts.unmatched_bytes == len(" ") + len(" \n") + len(THOUGHT)
+    assert counts.source_bytes == sum(len(message["content"]) for message in CHAT[1::2])
+    assert counts.unmatched_bytes == len(" \n") + len(THOUGHT)
     assert Collator(encoders[0], [])([CHAT]).counts.tokens == batch.counts.tokens
     whole = collator(encoders, train_on="all")
     counts = whole([CHAT]).counts
@@ -183,7 +163,7 @@ def test_chats_meet_message_by_message(encoders):
 
 
 def test_dynamic_programming_aligns_what_templates_changed(encoders):
-    """The teacher's template rewrites every message, so that none is found again byte by byte."""
+    """The teacher's template rewrites every message."""
     student, teacher = pair = encoders
     teacher.tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: "
@@ -193,7 +173,6 @@ def test_dynamic_programming_aligns_what_templates_changed(encoders):
             {"role": "assistant", "content": "the value  of the index is the first of the list"}]
     by_bytes = collator(pair)([chat])
     by_path = collator(pair, aligner="dp")([chat])
-    assert by_bytes.counts.pairs[0].kd_terms == 0
     assert by_path.counts.tokens == by_bytes.counts.tokens > 0
     assert by_path.counts.pairs[0].kd_terms > 10
     shared = shared_bytes(pair, by_path)
@@ -203,7 +182,7 @@ def test_dynamic_programming_aligns_what_templates_changed(encoders):
     assert b"  " not in shared
     # The reply alone is learned, although the question is aligned too.
     renderings = [render(chat, encoder) for encoder in pair]
-    alignment = pair_chats(chat, renderings, pair, "dp").alignment
+    alignment = pair_chats(renderings, pair, "dp")
     learned = encode_chat(chat, renderings[0], student, "assistant").learned
     assert (alignment.student_chunk[~learned] >= 0).any()
     assert b"what" not in shared
@@ -258,3 +237,33 @@ def test_a_chat_that_a_template_refuses_is_left_out_and_counted(encoders, side):
     both = kept.pairs[0].kd_terms + refused.pairs[0].kd_terms
     assert counts.pairs[1].kd_terms == (both if side else kept.pairs[0].kd_terms)
     assert counts.tokens == kept.tokens + (refused.tokens if side else 0)
+
+
+NOTHING_LEARNED = {
+    "no message of the role 'assistant' (but critic, user)": [
+        CHAT[0], {"role": "critic", "content": "a"}],
+    "are cut at --max_length 5 before what is learned": CHAT[:2],
+    "hold nothing that the assistant says": [CHAT[0], CHAT[1] | {"weight": 0}],
+}
+
+
+@pytest.mark.parametrize("words", NOTHING_LEARNED)
+def test_data_of_which_nothing_is_learned_is_refused(encoders, words):
+    rows = datasets.Dataset.from_list([{"chat": NOTHING_LEARNED[words]}] * 3)
+    reader = ExampleReader("chat", "", "rows", "", False, "", set())
+    student = encoders[0]
+    student.max_length = 5
+    with pytest.raises(ValueError, match="--data rows: nothing would be learned of its first 3 "
+                       f"rows: 3 .*{re.escape(words)}"):
+        check_learned(rows, reader, student, "assistant")
+    student.max_length = 50
+    good = datasets.Dataset.from_list([*rows, {"chat": CHAT[:2]}])
+    assert check_learned(good, reader, student, "assistant") is None
+
+
+def test_other_names_of_the_assistant_are_read(encoders):
+    chat = [{"role": "Human", "content": "a"}, {"role": "model", "content": "b"}]
+    with pytest.warns(UserWarning, match="the role 'model' are read as of 'assistant'"):
+        messages = as_messages(chat)
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert collator(encoders)([messages]).counts.tokens > 0

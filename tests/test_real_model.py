@@ -1,6 +1,8 @@
-"""What a toy cannot show, on SmolLM2-135M-Instruct: exports of chats answer, and stop."""
+"""What a toy cannot show, on SmolLM2-135M-Instruct: exports think, call tools, and stop."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -18,10 +20,19 @@ from jobs import ds_config, losses_of, run_distill
 pytestmark = pytest.mark.slow
 
 IM_END = 2
-QUESTIONS = {
-    "What is the capital of France?": "The capital of France is Paris.",
-    "What is two plus two?": "Two plus two is four.",
-}
+# ChatML with thoughts and calls, which the model's own template does not know
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{\"name\": \"{{ c.function.name }}\", "
+    "\"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}}}}]
+CITIES = ("Paris London Rome Madrid Vienna Athens Dublin Lisbon Prague Warsaw Berlin Tokyo Cairo "
+          "Lima Oslo Quito Delhi Seoul Havana Nairobi").split()
+HELD_OUT = "Boston Geneva Sydney Milan".split()
 
 
 def flags(folder, student, teacher, data, lr=5e-4, **more):
@@ -45,31 +56,48 @@ def loaded(folder, dtype=torch.bfloat16):
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def test_an_adapter_learns_chats_and_its_merged_export_answers_and_stops(smollm2, tmp_path):
-    """With itself as the teacher there is nothing to learn at the first step."""
+def asked(city):
+    return {"role": "user", "content": f"What is the weather in {city}?"}
+
+
+def test_an_adapter_learns_to_think_to_call_and_to_stop(smollm2, tmp_path):
+    """With itself as the teacher there is nothing to learn of it at the first step."""
+    model = shutil.copytree(smollm2, tmp_path / "model", copy_function=os.symlink)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     chats = []
-    for question, answer in QUESTIONS.items():
-        chats.append([{"role": "user", "content": question},
-                      {"role": "assistant", "content": answer}])
-    data = write_rows(tmp_path / "chats.jsonl", "text", chats)  # both of them at every step
+    for city in CITIES:
+        arguments = json.dumps({"city": city})  # as APIs give them
+        call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        chats.append([asked(city), {
+            "role": "assistant", "content": None, "tool_calls": [call],
+            "reasoning_content": f"The user asks for the weather in {city}. I call a tool."}])
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"text": chat, "tools": TOOLS}) + "\n" for chat in chats))
     export = tmp_path / "student"
-    command = flags(tmp_path, smollm2, smollm2, data, max_length=64, steps=2, lora_r=4,
-                    merge=True, export=export)
+    command = flags(tmp_path, model, model, data, lr=1e-3, max_length=200, steps=16, lora_r=16,
+                    kd_weight=0.02, merge=True, export=export)
     assert ranks.run(1, run_distill, [command]) == [[0]]
-    first, last = losses_of(tmp_path / "run")
-    assert abs(first["kd"]) < 1e-3 and last["kd"] < 0.05
-    assert 0 < last["ce"] < first["ce"] < 3  # of answers that such a model gives by itself
+    first, *_, last = losses_of(tmp_path / "run")
+    assert abs(first["kd"]) < 1e-3
+    assert 0 < last["ce"] < 0.2 < first["ce"] < 4
     generation = json.loads((export / "generation_config.json").read_text())
     assert generation == json.loads((smollm2 / "generation_config.json").read_text())
 
-    model, tokenizer = loaded(export)
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0]
-    written = ids[prompt["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(written)
-    assert written[-1] == IM_END and len(written) < 40
+    student, tokenizer = loaded(export)
+    num_right = 0
+    for city in HELD_OUT:
+        prompt = tokenizer.apply_chat_template(
+            [asked(city)], tools=TOOLS, add_generation_prompt=True, return_tensors="pt",
+            return_dict=True)
+        ids = student.generate(**prompt, do_sample=False, max_new_tokens=90)[0]
+        written = ids[prompt["input_ids"].shape[1] :]
+        thought, call = tokenizer.decode(written).split("</think>")
+        assert thought.startswith("<think>\n") and written[-1] == IM_END
+        call = json.loads(call.split("<tool_call>")[1].split("</tool_call>")[0])
+        assert call["name"] == "get_weather"
+        num_right += call["arguments"] == {"city": city}
+    assert num_right >= 3
 
 
 def test_what_it_writes_has_the_probabilities_that_are_logged(smollm2, tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from isogloss.data.batch_types import Batch, Example, StudentBatch, TeacherBatch, text_key
-from isogloss.data.chat import SkippedChat, encode_chat, pair_chats, render
+from isogloss.data.chat import encode_chat, pair_chats, render
 from isogloss.data.long_texts import fits, leave_out_tail
 from isogloss.data.rollouts import Rollout, pair_rollout, student_reading
 from isogloss.data.sample import (
@@ -28,6 +28,7 @@ from isogloss.data.sample import (
     pair_texts,
 )
 from isogloss.data.spans import SequenceShard, document_spans, sequence_shard
+from isogloss.data.turns import SkippedChat
 from isogloss.event_kl import Spelling, event_terms
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
@@ -254,8 +255,9 @@ class Collator:
                 pairings.append(Pairing(skipped=wanted))
                 continue
             encoders = self.student, pair.encoder
-            pairings.append(pair_chats(messages, (rendering, of_teacher), encoders, self.aligner,
-                                       example.context))
+            teacher = encode_chat(messages, of_teacher, pair.encoder, context=example.context)
+            alignment = pair_chats((rendering, of_teacher), encoders, self.aligner, self.train_on)
+            pairings.append(Pairing(teacher, alignment))
         return student, pairings
 
     def _read_rollout(self, rollout, takes_part):

@@ -1,23 +1,32 @@
 """Render a chat by each model's own template and align what the two renderings have in common.
 
-Two templates write different headers around the same messages, so spans are aligned message by
-message, inside the content only, and the end of a turn by its role.
+Two templates write different headers around the same messages, so renderings are aligned turn by
+turn: what the assistant says in both, and the end of its turn by its role.
 """
 
-import json
-import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from isogloss.align import Located, Region, align_regions, character_starts, locate
 from isogloss.align_dp import align_dp
+from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, check_size, fits
-from isogloss.data.sample import EncodedText, Pairing, bytes_of_tokens
+from isogloss.data.sample import EncodedText, bytes_of_tokens
+from isogloss.data.turns import SkippedChat, common_spans, stretches, write_chat, writer
 
 
-class SkippedChat(ValueError):
-    """Say that a chat template does not render a chat."""
+class Turn(NamedTuple):
+    """Hold what the assistant says in a rendering.
+
+    begin, end: its bytes, behind the header of the turn and in front of the token that ends it.
+    stop: that token; None: the template writes none.
+    """
+
+    begin: int
+    end: int
+    stop: int | None
 
 
 @dataclass
@@ -27,61 +36,32 @@ class Rendering:
     Attributes:
         ids: (S,) int64.
         located: where in the rendering the tokens stand.
-        spans: {(message, part): Span}, what the template kept of each part of each message; part:
-            "content", "reasoning" or (number, "name" or "arguments") of a tool call.
-        ends: {message: token that ends its turn}.
+        data: bytes of the rendering.
+        turns: {number of a message: Turn} of the assistant.
     """
 
     ids: np.ndarray
     located: Located
-    spans: dict
-    ends: dict
+    data: bytes
+    turns: dict
+
+    def words(self, number):
+        """Return what the assistant says in a turn."""
+        turn = self.turns[number]
+        return self.data[turn.begin : turn.end].decode(errors="replace")
 
 
-@dataclass(frozen=True, order=True)
-class Span:
-    """Tell where a rendering holds a part of a message.
+def chat_text(messages, encoder, tools=None):
+    """Return what a model's template makes of a chat, if that can be tokenized.
 
-    Attributes:
-        begin: byte of the rendering.
-        skipped: bytes of the part that the template left out before it.
-        size: bytes that the template kept.
+    Args, Raises: see `turns.write_chat`.
     """
-
-    begin: int
-    skipped: int
-    size: int
-
-
-def render(messages, encoder, tools=None):
-    """Write a chat by a model's template and find its messages again.
-
-    Args:
-        tools: list of objects that describe what the assistant may call; None: there are none.
-    Raises:
-        SkippedChat: the template does not render it.
-    """
-    def template(chat):
-        try:
-            return encoder.tokenizer.apply_chat_template(
-                chat, tools=tools, tokenize=False, **encoder.template_kwargs)
-        except Exception as error:  # templates raise whatever they like
-            name = encoder.tokenizer.name_or_path
-            raise SkippedChat(f"the chat template of {name} refuses a chat: {error}") from None
-
-    text = template(messages)
+    text = write_chat(messages, encoder, tools)
     if not fits(text):
         raise SkippedChat(f"the chat template of {encoder.tokenizer.name_or_path} writes "
                           f"{len(text)} characters of a chat; a tokenizer takes up to "
                           f"{MOST_CHARACTERS}")
-    ids, located = read_rendering(text, encoder)
-    # Parts are found as characters; tokens are located as bytes.
-    byte_of_character = character_starts(text)
-    spans = {}
-    for key, kept in find_parts(messages, text, template).items():
-        begin = int(byte_of_character[kept.start])
-        spans[key] = Span(begin, len(kept.before.encode()), len(kept.text.encode()))
-    return Rendering(ids, located, spans, _turn_ends(ids, located, spans, encoder.table))
+    return text
 
 
 def read_rendering(text, encoder):
@@ -95,127 +75,76 @@ def read_rendering(text, encoder):
     return ids, locate(ids, encoder.table, text, coded["offset_mapping"])
 
 
-def _turn_ends(ids, located, spans, table):
-    """Return {message: token that ends its turn}: the first token behind it, if that is a stop."""
-    stop_ids = {table.eos, table.end_of_turn} - {-1}
-    # A message may have several parts, and its turn ends behind the last of them.
-    end_of_message = {}
-    for (message, _), span in spans.items():
-        end = span.begin + span.size
-        end_of_message[message] = max(end, end_of_message.get(message, 0))
-    ends = {}
-    for message, end in end_of_message.items():
-        after = np.flatnonzero(located.begin >= end)
-        # Line ends or another header behind a message are no end of turn.
-        if len(after) and int(ids[after[0]]) in stop_ids:
-            ends[message] = int(after[0])
-    return ends
+def render(messages, encoder, tools=None):
+    """Write a chat by a model's template and find what the assistant says in it.
 
-
-@dataclass
-class KeptText:
-    """Hold a part of a message in a rendering.
-
-    Attributes:
-        start: character of the rendering.
-        before: what the template cut off in front.
-        text: what it kept.
+    Args, Raises: see `turns.write_chat`.
     """
+    text = chat_text(messages, encoder, tools)
+    ids, located = read_rendering(text, encoder)
+    # characters are found; tokens are located as bytes
+    byte_of = character_starts(text)
+    is_stop = np.isin(ids, turn_ends(encoder)) & (located.begin >= 0)
+    stops = np.flatnonzero(is_stop)
+    stop_begin = located.begin[stops]
 
-    start: int
-    before: str
-    text: str
+    data = text.encode(errors="replace")
+    marked = _marked_turns(messages, encoder, tools, ids, located, data)
+    if marked is None:
+        ends = [np.searchsorted(byte_of, places[stops]).tolist()
+                for places in (located.begin, located.end)]
+        ends = list(zip(*ends))
+        marked = stretches(messages, text, writer(encoder, tools), encoder.header, ends)
+        marked = {number: tuple(int(byte_of[place]) for place in stretch)
+                  for number, stretch in marked.items()}
+    turns = {}
+    for number, (begin, low, high) in marked.items():
+        place = np.searchsorted(stop_begin, low)
+        if place < len(stops) and stop_begin[place] < high:
+            turns[number] = Turn(begin, int(stop_begin[place]), int(stops[place]))
+        elif place < len(stops) and stop_begin[place] == high:  # the next header, as GLM's
+            turns[number] = Turn(begin, high, int(stops[place]))
+        else:  # a line end behind it is none of its words
+            turns[number] = Turn(begin, begin + len(data[begin:high].rstrip()), None)
+    return Rendering(ids, located, data, turns)
 
 
-MARK = "\ue000{}\ue001"  # of Unicode's private use area, so it is in no chat
+def _marked_turns(messages, encoder, tools, ids, located, data):
+    """Return {message: (begin, low, high)} as a template marks what its assistant says.
 
-
-def find_parts(messages, text, template):
-    """Find the parts of each message in a rendering.
-
-    A second rendering with marks instead of contents tells what the template writes around them,
-    so a content like "user" is not mistaken for a header.  What the template rewrote is not found.
-
-    Returns:
-        {(message, part): KeptText}.
+    None: it does not ({% generation %}), or not for every turn.  See `turns.Stretch`; in bytes.
     """
-    marked = []
-    for number, message in enumerate(messages):
-        if message.get("content"):  # a message of tool calls alone has none
-            message = dict(message, content=MARK.format(number))
-        marked.append(message)
-    # [text, number, text, number, ..., text]; a template may leave out messages, or move them
-    skeleton = re.split(MARK.format(r"(\d+)"), template(marked))
-    parts = {}
-    position = 0
-    for before, number, after in zip(skeleton[::2], skeleton[1::2], skeleton[2::2]):
-        start = text.find(before, position)
-        if start < 0:  # the marks changed what stands around them; look for the next message
-            continue
-        position = start + len(before)
-        content = messages[int(number)]["content"]
-        for form in _forms_of(content):
-            # with what follows it, so that the form is all that the template wrote
-            if form and text.startswith(form + after, position):
-                skipped = content[: content.rindex(form)]
-                parts[int(number), "content"] = KeptText(position, skipped, form)
-                position += len(form)
-                break
-    _find_other_parts(messages, text, parts)
-    return parts
+    template = encoder.tokenizer.chat_template
+    if not isinstance(template, str) or "generation %}" not in template.replace("-%}", " %}"):
+        return None
+    coded = encoder.tokenizer.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
+        **encoder.template_kwargs)
+    mask = np.array(coded["assistant_masks"])
+    numbers = [number for number, message in enumerate(messages)
+               if message["role"] == "assistant"]
+    borders = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
+    if len(mask) != len(ids) or len(borders) != len(numbers):
+        return None
+    ends = turn_ends(encoder)
+    turns = {}
+    for number, (first, last) in zip(numbers, borders):
+        low = int(located.end[last - 1])
+        while low < len(data) and data[low] & 0xC0 == 0x80:
+            low += 1  # the mask has the first token of a character of several
+        if ids[last - 1] in ends:
+            low = int(located.begin[last - 1])
+        turns[number] = int(located.begin[first]), low, low + 1
+    return turns
 
 
-def _forms_of(content):
-    """List the forms in which templates write a content: stripped, and without what was thought."""
-    forms = [content, content.strip(), content.rstrip(), content.lstrip()]
-    # Templates of reasoning models drop the thoughts of earlier turns, up to this tag.
-    thought, _, answer = content.rpartition("</think>")
-    if thought:
-        forms += [answer, answer.strip()]
-    return forms
+# --- what is learned ------------------------------------------------------------------------------
 
 
-def _find_other_parts(messages, text, parts):
-    """Add reasoning and tool calls, which stand between the contents of a message's neighbors."""
-    contents = [(number, kept) for (number, _), kept in parts.items()]
-    for number, message in enumerate(messages):
-        # The same name or argument may occur in other messages too, so the search is bounded.
-        low = 0
-        high = len(text)
-        for other, kept in contents:
-            if other < number:
-                low = max(low, kept.start + len(kept.text))
-            elif other > number:
-                high = min(high, kept.start)
-        for key, wanted in other_parts(message):
-            start = text.find(wanted, low, high)
-            if wanted and start >= 0:
-                parts[number, key] = KeptText(start, "", wanted)
-                # calls of one function repeat its name: the next one stands behind
-                low = start + len(wanted)
-
-
-def other_parts(message):
-    """Yield (key, text) of what a message holds beside its content."""
-    yield "reasoning", (message.get("reasoning_content") or "").strip()
-    for number, call in enumerate(message.get("tool_calls") or []):
-        function = call.get("function", call)  # some data sets leave the wrapper out
-        yield (number, "name"), function.get("name", "")
-        arguments = function.get("arguments", "")
-        if not isinstance(arguments, str):  # written as templates' `tojson` does
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        yield (number, "arguments"), arguments
-
-
-def bytes_of_messages(messages):
-    """Count the bytes of all parts of all messages."""
-    total = 0
-    for message in messages:
-        total += len((message.get("content") or "").encode())
-        # a dict, as `find_parts` keeps one text per key
-        for text in dict(other_parts(message)).values():
-            total += len(text.encode())
-    return total
+def is_learned(message):
+    """Tell whether a message is one of the assistant's that its row does not exclude."""
+    excluded = message.get("weight") == 0 or message.get("loss") is False
+    return message["role"] == "assistant" and not excluded
 
 
 def encode_chat(messages, rendering, encoder, train_on=None, context=0):
@@ -231,88 +160,98 @@ def encode_chat(messages, rendering, encoder, train_on=None, context=0):
     num_bytes = bytes_of_tokens(rendering.located)
     # Control tokens stand for their names in a rendering, which are no bytes of the chat.
     num_bytes[encoder.table.special[rendering.ids]] = -1
+    behind = _tokens_behind(context, rendering)
     if train_on is None:
-        num_bytes = np.where(_tokens_behind(context, rendering), num_bytes, -1)
-        return EncodedText(rendering.ids, rendering.located, num_bytes)
-    if train_on == "assistant":
-        learned = _assistant_tokens(messages, rendering, context)
-    else:
-        learned = _tokens_behind(context, rendering)
+        return EncodedText(rendering.ids, rendering.located, np.where(behind, num_bytes, -1))
+    learned = behind if train_on == "all" else _assistant_tokens(messages, rendering, context)
     num_bytes = np.where(learned, num_bytes, -1)
     return EncodedText(rendering.ids, rendering.located, num_bytes, learned)
 
 
 def _assistant_tokens(messages, rendering, context):
-    """Return (S,) bool: tokens of the assistant's messages and of the ends of its turns."""
+    """Return (S,) bool: tokens of what the assistant says and of the ends of its turns."""
     learned = np.zeros(len(rendering.ids), bool)
     located = rendering.located
-    is_learned = []
-    for number, message in enumerate(messages):
-        is_learned.append(message["role"] == "assistant" and number >= context)
-    # Ends of turns are learned, else the student would never stop.
-    for number, end in rendering.ends.items():
-        learned[end] = is_learned[number]
-    for (number, _), span in rendering.spans.items():
-        if is_learned[number]:
-            # every token that touches the part, so that none of its bytes is left out
-            learned |= (located.begin < span.begin + span.size) & (located.end > span.begin)
+    for number, turn in rendering.turns.items():
+        if number < context or not is_learned(messages[number]):
+            continue
+        # every token that touches it, so that none of its bytes is left out
+        learned |= (located.begin < turn.end) & (located.end > turn.begin) & (located.begin >= 0)
+        if turn.stop is not None:  # else the student would never stop
+            learned[turn.stop] = True
     return learned
 
 
 def _tokens_behind(context, rendering):
-    """Return (S,) bool: tokens from the first message on that is no context."""
+    """Return (S,) bool: tokens from the first turn on that is no context."""
     if not context:
         return np.ones(len(rendering.ids), bool)
-    begins = [span.begin for (number, _), span in rendering.spans.items() if number >= context]
+    begins = [turn.begin for number, turn in rendering.turns.items() if number >= context]
     return np.cumsum(rendering.located.end > min(begins, default=np.inf)) > 0
 
 
-def pair_chats(messages, renderings, encoders, aligner="bytes", context=0):
+# --- two renderings -------------------------------------------------------------------------------
+
+
+def pair_chats(renderings, encoders, aligner="bytes", train_on="assistant"):
     """Align a chat as the student and as a teacher render it.
 
     Args:
-        renderings, encoders: (student's, teacher's).
-        aligner: "bytes": part by part of every message; "dp": the whole renderings.
-        context: see `encode_chat`.
+        renderings: (student's, teacher's).
+        encoders: likewise, TextEncoder.
+        aligner: "bytes": what both renderings of a turn spell alike; "dp": the whole renderings.
+        train_on: see `encode_chat`.
     Returns:
-        Pairing.
+        Alignment; its text is what the student's assistant says, or the whole rendering.
     """
     student, teacher = renderings
     tables = encoders[0].table, encoders[1].table
-    encoded = encode_chat(messages, teacher, encoders[1], context=context)
     if aligner == "dp":  # finds by itself what the renderings have in common
-        return Pairing(encoded, align_dp(student.ids, teacher.ids, *tables))
-    regions = common_regions(student, teacher)
+        return align_dp(student.ids, teacher.ids, *tables)
+    regions = common_regions(student, teacher, train_on)
     alignment = align_regions(student.ids, teacher.ids, student.located, teacher.located, regions,
                               *tables)
-    num_bytes = bytes_of_messages(messages)
-    # What a template left out or rewrote counts too, so that fractions are of the whole chat.
-    alignment.dropped["unmatched"] += num_bytes - alignment.text_bytes
-    return Pairing(encoded, alignment._replace(text_bytes=num_bytes))
+    size = sum(turn.end - turn.begin for turn in student.turns.values())
+    if train_on == "all":
+        size = len(student.data)
+    # What only one side writes counts too, so that fractions are of all that is learned.
+    alignment.dropped["unmatched"] += size - alignment.text_bytes
+    return alignment._replace(text_bytes=size)
 
 
-def common_regions(student, teacher):
-    """List for `align_regions` what both renderings kept of each part, in the order of both."""
-    common = student.spans.keys() & teacher.spans.keys()
-    keys = sorted(common, key=lambda key: student.spans[key])
-    # the key of the last part of each message, as later ones overwrite earlier ones
-    last_part = {key[0]: key for key in keys}
+def common_regions(student, teacher, train_on="assistant"):
+    """List for `align_regions` what both Renderings spell alike, in the order of both."""
     regions = []
-    teacher_end = 0
-    for key in keys:
-        message = key[0]
-        left = student.spans[key]
-        right = teacher.spans[key]
-        # the bytes of the part that both kept, counted from its beginning
-        low = max(left.skipped, right.skipped)
-        high = min(left.skipped + left.size, right.skipped + right.size)
-        if low >= high or right.begin < teacher_end:  # nothing in common, or in another order
-            continue
-        teacher_end = right.begin + right.size
-        ends = None  # a turn ends once, behind its last part
-        if message in student.ends and message in teacher.ends and last_part[message] == key:
-            ends = student.ends[message], teacher.ends[message]
-        student_begin = left.begin + low - left.skipped
-        teacher_begin = right.begin + low - right.skipped
-        regions.append(Region(student_begin, teacher_begin, high - low, ends))
+    places = 0, 0  # bytes behind the turns so far
+    for number in sorted(student.turns.keys() & teacher.turns.keys()):
+        turns = student.turns[number], teacher.turns[number]
+        if turns[0].begin < places[0] or turns[1].begin < places[1]:
+            continue  # a template has moved it
+        if train_on == "all":
+            regions += _regions(student, teacher, places, [turn.begin for turn in turns])
+        spoken = _regions(student, teacher, *zip(*[turn[:2] for turn in turns]))
+        if None not in (turns[0].stop, turns[1].stop):
+            last = spoken.pop() if spoken else Region(turns[0].end, turns[1].end, 0)
+            spoken.append(last._replace(end_pair=(turns[0].stop, turns[1].stop)))
+        regions += spoken
+        places = [_behind(turn, side) for turn, side in zip(turns, (student, teacher))]
+    if train_on == "all":
+        regions += _regions(student, teacher, places, (len(student.data), len(teacher.data)))
+    return regions
+
+
+def _behind(turn, rendering):
+    return turn.end if turn.stop is None else int(rendering.located.end[turn.stop])
+
+
+def _regions(student, teacher, begins, ends):
+    """Return the Regions of what two pieces of the renderings have in common."""
+    texts = [side.data[begin:end].decode(errors="replace")
+             for side, begin, end in zip((student, teacher), begins, ends)]
+    byte_of = [character_starts(text) for text in texts]
+    regions = []
+    for first, second, num in common_spans(*texts):
+        size = int(byte_of[0][first + num] - byte_of[0][first])
+        regions.append(Region(begins[0] + int(byte_of[0][first]),
+                              begins[1] + int(byte_of[1][second]), size))
     return regions

@@ -8,14 +8,19 @@ Tests: tests/test_chat_rows.py.
 """
 
 import json
+import warnings
 
-from isogloss.data.chat import other_parts
 from isogloss.data.long_texts import MOST_CHARACTERS
+from isogloss.data.turns import REASONING, thought_of
 
+# Names that no template knows for the assistant and the user -> theirs, in any case.
+OTHER_NAMES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant",
+}
 # What ShareGPT's "from" says -> the role of chat templates.
-ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
+ROLES = OTHER_NAMES | {
+    "user": "user", "assistant": "assistant",
     "function_call": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool", "function": "tool",
 }
@@ -70,12 +75,12 @@ def _problem_of_message(message):
         return problem
     if role is None:
         return "has no role"
-    if message.get("role") is None and role not in ROLES:
+    if message.get("role") is None and role.lower() not in ROLES:
         return f"is from {role!r:.40}, expected one of {', '.join(ROLES)}"
     problem = _problem_of_calls(message)
     if problem:
         return problem
-    if content is None and not any(text for _, text in other_parts(message)):
+    if content is None and not message.get("tool_calls") and not thought_of(message):
         return "has no content"
     return None
 
@@ -106,9 +111,9 @@ def _problem_of_calls(message):
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name", ""), str):
             return f"has a tool call that is {call!r:.40}, expected a function with a name"
-    thought = message.get("reasoning_content") or ""
-    if not isinstance(thought, str):
-        return f"has a reasoning_content that is {thought!r:.40}, expected text"
+    for key in REASONING:
+        if not isinstance(message.get(key) or "", str):
+            return f"has a {key} that is {message[key]!r:.40}, expected text"
     return None
 
 
@@ -144,6 +149,8 @@ def _as_message(message, is_filled):
     kept = {"role": _role_of(message), "content": _joined(_content_of(message))}
     if message.get("role") is None:
         _read_sharegpt(kept)
+    else:
+        kept["role"] = _known_name(kept["role"])
     for key, value in message.items():
         if value is not None and key not in ("role", "content", "from", "value"):
             kept[key] = without_nulls(value) if is_filled else value
@@ -171,10 +178,19 @@ def _joined(content):
     return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
+def _known_name(role):
+    """Return the name by which templates know a role, with a warning where it is another one."""
+    name = role.lower()
+    known = OTHER_NAMES.get(name, name if name in ("assistant", "user", "system") else role)
+    if known != role:
+        warnings.warn(f"messages of the role {role!r} are read as of {known!r}", stacklevel=2)
+    return known
+
+
 def _read_sharegpt(message):
     """Replace the name of a role by that of templates; a call that is written as text is read."""
     name = message["role"]
-    message["role"] = ROLES[name]
+    message["role"] = ROLES[name.lower()]
     if name == "function_call":
         call = _json_object(message["content"])
         if call and isinstance(call.get("name"), str):

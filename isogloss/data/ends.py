@@ -15,13 +15,11 @@ from pathlib import Path
 from transformers import GenerationConfig
 from transformers.utils import cached_file
 
-from isogloss.data.chat import SkippedChat, render
 from isogloss.flags.model_names import read_model_name
 from isogloss.job.files import write_atomically
 from isogloss.projection_tools.tokenizers import reading
 
 FILE = "generation_config.json"
-PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def load_generation(role, path, config, tokenizer):
@@ -86,27 +84,20 @@ def taught_ends(encoder):
     """
     table = encoder.table
     ends = [table.eos]
-    if table.end_of_turn not in (-1, table.eos):
-        ends.append(_end_of_turn(encoder))
-    return [end for end in ends if end >= 0]
-
-
-def _end_of_turn(encoder):
-    """Return the token behind a message of the assistant; without a template, that of the name."""
-    if not encoder.tokenizer.chat_template:
-        return encoder.table.end_of_turn
-    try:
-        rendering = render(PROBE, encoder)
-    except SkippedChat:  # a template may want other chats than this one
-        return encoder.table.end_of_turn
-    place = rendering.ends.get(1)
-    return -1 if place is None else int(rendering.ids[place])
+    if table.end_of_turn not in (-1, table.eos) or encoder.tokenizer.chat_template:
+        ends.append(encoder.template_end)
+    return [end for end in dict.fromkeys(ends) if end >= 0]
 
 
 def all_ends(encoder):
     """List the end tokens of a TextEncoder's generation_config.json, then those it is taught."""
     ends = _as_list(encoder.generation.get("eos_token_id"))
     return list(dict.fromkeys([*ends, *taught_ends(encoder)]))
+
+
+def turn_ends(encoder):
+    """List the tokens that may end a turn of the assistant in a chat."""
+    return [*all_ends(encoder), encoder.table.end_of_turn]
 
 
 def stop_ids(encoder):

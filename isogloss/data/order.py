@@ -10,6 +10,7 @@ import multiprocessing
 import resource
 import signal
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,18 +21,21 @@ import pyarrow.compute as pc
 
 from isogloss.data.batch import Collator
 from isogloss.data.batch_types import Example
-from isogloss.data.chat import SkippedChat, render
+from isogloss.data.chat import chat_text, encode_chat, render
 from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
 from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type
 from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
+from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
+from isogloss.data.turns import SkippedChat
 from isogloss.data.workers import Loader, worker_of
 from isogloss.errors import DataError
 
 TEMPLATE_SECONDS = 60  # for all of them; a template takes less than a millisecond for each
 TEMPLATE_BYTES = 2**31  # of memory, besides what the process has
 CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
+ROWS_TO_LEARN = 1000  # of which something has to be learned
 
 
 # --- check ----------------------------------------------------------------------------------------
@@ -48,13 +52,59 @@ def check_templates(dataset, reader, encoders):
         errors = []
         for example in examples:
             try:
-                render(example.content, encoder, example.tools)
+                chat_text(example.content, encoder, example.tools)
                 break  # chats that are refused later are skipped and counted
             except SkippedChat as error:
                 errors.append(error)
         if examples and len(errors) == len(examples):
             raise ValueError(f"{errors[0]}; it refuses the other {len(examples) - 1} of the first "
                              "chats too; repair the chats or the template")
+
+
+def check_learned(dataset, reader, student, train_on):
+    """Raise a ValueError where nothing would be learned of any of the first rows.
+
+    Args:
+        student: its TextEncoder.
+        train_on: see `chat.encode_chat`.
+    """
+    for count in (CHATS_TO_TRY, ROWS_TO_LEARN):  # nearly always the first row will do
+        reasons = Counter()
+        rows = first_rows(dataset, count, reader.text_key, reader.source)
+        for number, row in enumerate(rows):
+            reason = _why_not_learned(reader(row, number), student, train_on)
+            if reason is None:
+                return
+            reasons[reason] += 1
+    described = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+    raise ValueError(f"--data {reader.source}: nothing would be learned of its first {len(rows)} "
+                     f"rows: {described}")
+
+
+def _why_not_learned(example, student, train_on):
+    """Return why nothing of an Example is learned, to follow a number of rows; or None."""
+    content = example.content
+    if isinstance(content, str):
+        [ids] = student.encode([content])
+        learned = encode_text(content, ids, student, example.context).learned
+    else:
+        roles = {message["role"] for message in content}
+        if train_on == "assistant" and "assistant" not in roles:
+            return f"have no message of the role 'assistant' (but {', '.join(sorted(roles))})"
+        try:
+            rendering = render(content, student, example.tools)
+        except SkippedChat:
+            return "are refused by the student's chat template"
+        learned = encode_chat(content, rendering, student, train_on, example.context).learned
+        if not learned.any():
+            return ("hold nothing that the assistant says behind the prompt, or that is not "
+                    "excluded by its message")
+        ids = rendering.ids
+    if learned is None:
+        learned = np.ones(len(ids), bool)
+    if learned[1 : student.max_length + 1].any():
+        return None
+    return f"are cut at --max_length {student.max_length} before what is learned"
 
 
 def try_templates(examples, encoders):

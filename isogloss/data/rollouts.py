@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isogloss.align import Alignment, Located, align_located, align_regions, locate
+from isogloss.align import Alignment, Located, align_located, locate
 from isogloss.align_dp import align_dp
 from isogloss.data.chat import (
     Rendering,
-    SkippedChat,
-    Span,
-    common_regions,
+    Turn,
     encode_chat,
+    pair_chats,
     read_rendering,
     render,
 )
@@ -32,6 +31,7 @@ from isogloss.data.sample import (
     bytes_of_tokens,
     encode_text,
 )
+from isogloss.data.turns import SkippedChat, write_chat
 from isogloss.rollout import uniform
 
 # first counters of what is drawn, so that no two draws share all of theirs
@@ -254,12 +254,9 @@ def chat_prompt(messages, encoder, tools=None):
     if not messages:
         raise SkippedPrompt("a chat begins with the assistant, so there is no prompt")
     try:
-        text = encoder.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True,
-            **encoder.template_kwargs)
-    except Exception as error:  # templates raise whatever they like
-        name = encoder.tokenizer.name_or_path
-        raise SkippedPrompt(f"the chat template of {name} refuses a prompt: {error}") from None
+        text = write_chat(messages, encoder, tools, is_prompt=True)
+    except SkippedChat as error:
+        raise SkippedPrompt(str(error)) from None
     ids, located = read_rendering(text, encoder)
     return ids, text, located
 
@@ -386,20 +383,13 @@ def _pair_chat(rollout, student, encoders, aligner):
     except (SkippedChat, TokenBeyondHead):
         return Pairing(skipped=True)
     encoded = encode_chat(messages, of_teacher, encoders[1])
-    tables = encoders[0].table, encoders[1].table
-    if aligner == "dp":
-        return Pairing(encoded, align_dp(student.ids, encoded.ids, *tables))
+    data = (rollout.prompt.text + rollout.text).encode(errors="replace")
     first_byte = len(rollout.prompt.text.encode(errors="replace"))
-    size = len(rollout.text.encode())
-    ends = {written: len(student.ids) - 1} if rollout.ended else {}
-    of_student = Rendering(student.ids, student.located,
-                           {(written, "content"): Span(first_byte, 0, size)}, ends)
-    regions = common_regions(of_student, of_teacher)
-    alignment = align_regions(student.ids, encoded.ids, student.located, of_teacher.located,
-                              regions, *tables)
-    # what the template left out or rewrote counts too
-    alignment.dropped["unmatched"] += size - alignment.text_bytes
-    return Pairing(encoded, alignment._replace(text_bytes=size))
+    stop = len(student.ids) - 1 if rollout.ended else None
+    turns = {written: Turn(first_byte, len(data), stop)}
+    of_student = Rendering(student.ids, student.located, data, turns)
+    of_teacher.turns = {written: of_teacher.turns[written]} if written in of_teacher.turns else {}
+    return Pairing(encoded, pair_chats((of_student, of_teacher), encoders, aligner))
 
 
 def build_prompter(cfg, student, samples_per_step):

@@ -26,6 +26,7 @@ from isogloss.align import (
 )
 from isogloss.align_dp import align_dp
 from isogloss.data.long_texts import check_size, splits_at_spaces
+from isogloss.data.turns import behind_answer, header_of, writer
 
 ALIGNERS = "bytes", "dp"
 
@@ -72,6 +73,25 @@ class TextEncoder:
     @cached_property
     def splits_at_spaces(self):
         return splits_at_spaces(self.tokenizer)
+
+    @cached_property
+    def header(self):
+        """Return the `turns.Header` of the chat template."""
+        return header_of(writer(self))
+
+    @cached_property
+    def template_end(self):
+        """Return the token with which the chat template ends a turn of the assistant; -1: none.
+
+        Without a template, or where it wants other chats, that of the vocabulary's name for it.
+        """
+        behind = behind_answer(writer(self)) if self.tokenizer.chat_template else None
+        if behind is None:
+            return self.table.end_of_turn
+        for i in self.tokenizer(behind, add_special_tokens=False)["input_ids"]:
+            if i < len(self.table) and self.table.special[i]:
+                return i
+        return -1
 
     def num_tokens(self, text):
         """Return the number of tokens of a text, without bos and eos."""

@@ -1,0 +1,278 @@
+"""Find what the assistant says in a chat that a template has written.
+
+A template may strip, drop, move, escape or rewrite what a message holds, and add to it.  So
+contents are not searched for.  The assistant speaks from the end of the prompt that the template
+writes for it up to the token that ends its turn.  Both are found by writing a part of the chat, or
+the chat with a mark in the place of something that the message holds.
+
+Tests: tests/test_turns.py.
+"""
+
+import json
+import re
+from difflib import SequenceMatcher
+from functools import partial
+from typing import NamedTuple
+
+REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
+MARK = "\ue000\ue001"  # of Unicode's private use area, so it is in no chat
+QUESTION = [{"role": "user", "content": "a"}]
+ANSWER = {"role": "assistant", "content": MARK}
+WORD = re.compile(r"\s+|\w+|[^\w\s]")
+
+
+class SkippedChat(ValueError):
+    """Say that a chat template does not render a chat."""
+
+
+def write_chat(messages, encoder, tools=None, is_prompt=False):
+    """Write a chat by a model's template.
+
+    Args:
+        encoder: TextEncoder.
+        tools: list of objects that describe what the assistant may call; None: there are none.
+        is_prompt: up to where the assistant speaks.
+    Raises:
+        SkippedChat: the template does not render it.
+    """
+    write = partial(encoder.tokenizer.apply_chat_template, tools=tools, tokenize=False,
+                    add_generation_prompt=is_prompt, **encoder.template_kwargs)
+    messages = list(map(_with_all_names, messages))
+    try:
+        try:
+            return write(messages)
+        except TypeError:  # it adds arguments to a text, where most write an object as JSON
+            return write(list(map(_with_text_arguments, messages)))
+    except Exception as error:  # templates raise whatever they like
+        name = encoder.tokenizer.name_or_path
+        what = "prompt" if is_prompt else "chat"
+        raise SkippedChat(f"the chat template of {name} refuses a {what}: {error}") from None
+
+
+def thought_of(message):
+    """Return what a message thought, by whichever of its names; "": nothing."""
+    return next((message[key] for key in REASONING if message.get(key)), "")
+
+
+def _with_all_names(message):
+    """Give the thoughts of a message every name that templates read."""
+    thought = thought_of(message)
+    return message | dict.fromkeys(REASONING, thought) if thought else message
+
+
+def _with_text_arguments(message):
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = dict(call["function"])
+        if not isinstance(function.get("arguments", ""), str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": function})
+    return message | {"tool_calls": calls} if calls else message
+
+
+def writer(encoder, tools=None):
+    """Return (messages, is_prompt) -> what the template makes of them, None where it refuses."""
+    def write(messages, is_prompt):
+        try:
+            return write_chat(messages, encoder, tools, is_prompt)
+        except SkippedChat:
+            return None
+
+    return write
+
+
+class Stretch(NamedTuple):
+    """Hold characters of a rendering: what the assistant says, and where its turn may end.
+
+    begin: the first character behind the header of the turn.
+    low, high: the turn ends with the first token in low .. high - 1 that ends turns.
+    """
+
+    begin: int
+    low: int
+    high: int
+
+
+class Header(NamedTuple):
+    """Hold what stands in front of what the assistant says.
+
+    text: of the template's generation prompt, or else of a turn.
+    is_prompt: the template writes a generation prompt.
+    """
+
+    text: str
+    is_prompt: bool
+
+
+def header_of(write):
+    """Return the Header of a template.
+
+    Args:
+        write: see `writer`.
+    """
+    question = write(QUESTION, False) or ""
+    prompt = _behind(question, write(QUESTION, True))
+    if prompt:
+        return Header(prompt, True)
+    turn, mark, _ = _behind(question, write([*QUESTION, ANSWER], False)).partition(MARK)
+    return Header(turn.rstrip(" ") if mark else "", False)
+
+
+def _behind(text, whole):
+    return whole[len(text) :] if whole and whole.startswith(text) else ""
+
+
+def behind_answer(write):
+    """Return what a template writes behind a last message of the assistant; None: it refuses."""
+    whole = write([*QUESTION, ANSWER], False)
+    return None if whole is None else whole.rpartition(MARK)[2]
+
+
+def stretches(messages, text, write, header, ends):
+    """Return {number of a message: Stretch} of what the assistant says in a rendering.
+
+    Args:
+        text: the rendering of all messages.
+        write, header: see `writer`, `header_of`.
+        ends: (first, last + 1) characters of the tokens that may end a turn.
+    """
+    found = {}
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            stretch = _stretch(messages, number, text, write, header, ends)
+            if stretch:
+                found[number] = stretch
+    return found
+
+
+def _stretch(messages, number, text, write, header, ends):
+    before = write(messages[:number], header.is_prompt) if number else ""
+    is_refused = before is None
+    before = before or ""
+    if not (before and header.is_prompt):
+        before += header.text
+    begin = None if is_refused or not text.startswith(before) else len(before)
+    if begin is not None:
+        is_last = number == len(messages) - 1
+        upto = text if is_last else write(messages[: number + 1], False)
+        if upto and text.startswith(upto) and begin <= len(upto):
+            inside = [end for end in ends if begin <= end[0] < len(upto)]
+            end = _last_end(text[: len(upto)], inside)
+            if end is not None:
+                return Stretch(begin, end, end + 1)
+            if not inside:
+                return Stretch(begin, len(upto), len(upto))
+    marked = list(_with_marks(messages, number, write))
+    if not marked:
+        return None  # the template writes nothing of the message
+    if begin is None:
+        begin = min(_begin(text, other, header.text, before) for other in marked)
+    # All but the message is the same in both renderings.  So what stands behind the last mark
+    # stands behind the last part of the message, too.
+    tail = min((other.rpartition(MARK)[2] for other in marked), key=len)
+    low = max(begin, len(text) - _common_end(text, tail))
+    # the turn ends in front of what the next message says
+    for message in messages[number + 1 :]:
+        content = (message.get("content") or "").strip()
+        high = text.find(content, low) if content else -1
+        if high >= 0:
+            return Stretch(begin, low, high)
+    return Stretch(begin, low, len(text))
+
+
+def _last_end(text, ends):
+    """Return where the tokens begin with which a text ends, but for spaces; None: another does."""
+    found = None
+    high = len(text)
+    for first, last in reversed(ends):
+        if text[last:high].strip():
+            break
+        found = high = first
+    return found
+
+
+def _with_marks(messages, number, write):
+    """Yield renderings with a mark for the content, the thoughts, or a part of the last call."""
+    message = messages[number]
+    variants = [message | {"content": MARK}]
+    thoughts = {key: MARK for key in REASONING if message.get(key)}
+    if thoughts:
+        variants.append(message | thoughts)
+    if message.get("tool_calls"):
+        *calls, last = message["tool_calls"]
+        for part in ({"name": MARK}, {"arguments": {"a": MARK}}):
+            marked = last | {"function": last["function"] | part}
+            variants.append(message | {"tool_calls": [*calls, marked]})
+    for variant in variants:
+        other = write([*messages[:number], variant, *messages[number + 1 :]], False)
+        if other and MARK in other:
+            yield other
+
+
+def _begin(text, other, header, before):
+    """Return where the assistant begins to speak in a rendering.
+
+    Args:
+        other: the rendering with a mark in the message.
+        header: text of the Header; before: a text that ends with it.
+    """
+    place = other.index(MARK)
+    shared = _common_begin(text, other[:place])
+    # without a header the message begins with its own words, and the space in front of them
+    best = 0, len(text[:shared].rstrip(" "))
+    # not every turn has all of a prompt, such as the beginning of a thought
+    cuts = [cut.end() for cut in re.finditer(r"\n|>", header)]
+    for cut in {*cuts, len(header)} - {0}:
+        upto = before[: len(before) - len(header) + cut]
+        here = other.rfind(header[:cut], 0, place)
+        while here >= 0:
+            # the more of the chat before it is the same, the surer it is that turn's
+            same = _common_end(other[: here + cut], upto)
+            best = max(best, (same, here + cut))
+            here = other.rfind(header[:cut], 0, here)
+    return min(best[1], shared)
+
+
+def _common_begin(a, b):
+    """Count the characters with which both begin."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_end(a, b):
+    """Count the characters with which both end."""
+    return _common_begin(a[::-1], b[::-1])
+
+
+def common_spans(a, b):
+    """List (first character of a, of b, how many) of what two texts have in common, in order.
+
+    Words and longer, beside the longest beginning and end.
+    """
+    if a == b:
+        return [(0, 0, len(a))] if a else []
+    begin = _common_begin(a, b)
+    end = _common_end(a[begin:], b[begin:])
+    spans = [(0, 0, begin)]
+    words_a, words_b = [WORD.findall(x[begin : len(x) - end]) for x in (a, b)]
+    starts_a, starts_b = [_starts(words, begin) for words in (words_a, words_b)]
+    # no match begins at a space or a sign, which stand everywhere; words take them along
+    matcher = SequenceMatcher(lambda word: not word[0].isalnum(), words_a, words_b)
+    for i, j, num in matcher.get_matching_blocks():
+        spans.append((starts_a[i], starts_b[j], starts_a[i + num] - starts_a[i]))
+    spans.append((len(a) - end, len(b) - end, end))
+    return [span for span in spans if span[2]]
+
+
+def _starts(words, first):
+    """Return the first character of every word and, last, the end."""
+    starts = [first]
+    for word in words:
+        starts.append(starts[-1] + len(word))
+    return starts

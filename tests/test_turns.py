@@ -1,0 +1,227 @@
+"""turns.py: what the assistant says in a rendering, whatever a template makes of a message.
+
+The templates are of the kinds that public models have.  What their {% generation %} blocks hold is
+what the assistant writes; the same templates without the blocks have to give the same tokens.
+"""
+
+import copy
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from isogloss.align import TokenTable
+from isogloss.data.chat import encode_chat, pair_chats, render
+from isogloss.data.sample import TextEncoder
+from isogloss.data.turns import common_spans
+
+BEGIN, END = "{% generation %}", "{% endgeneration %}"
+NL = "{{ '\\n' }}"  # a line end behind a block is not written
+CONTROL = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|observation|>",
+           "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+JSON_CALL = ("<tool_call>\n{\"name\": \"{{ c.function.name }}\", \"arguments\": "
+             "{{ c.function.arguments | tojson }}}\n</tool_call>")
+CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+CHATML_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def each(assistant, others, prompt, first=""):
+    """Return a template that writes messages one after the other."""
+    return (first + "{% for m in messages %}{% if m.role == 'assistant' %}" + assistant
+            + "{% else %}" + others + "{% endif %}{% endfor %}" + prompt)
+
+
+CALLS = "{% for c in m.tool_calls or [] %}"
+# the thoughts of a message are in a field of it, or in its content
+SPLIT = ("{% set said = m.content %}{% set thought = m.reasoning_content or '' %}"
+         "{% if '</think>' in m.content %}"
+         "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip() %}"
+         "{% set said = m.content.split('</think>')[-1].lstrip('\\n') %}{% endif %}")
+LAST_QUESTION = ("{% set ns = namespace(last=0) %}{% for m in messages %}"
+                 "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}")
+TEMPLATES = {
+    "chatml": each("<|im_start|>assistant\n" + BEGIN + "{{ m.content }}<|im_end|>" + END + NL,
+                   CHATML, CHATML_PROMPT),
+    "calls as JSON": each(
+        "<|im_start|>assistant\n" + BEGIN + "{{ m.content }}" + CALLS
+        + "{% if m.content or not loop.first %}" + NL + "{% endif %}" + JSON_CALL
+        + "{% endfor %}<|im_end|>" + END + NL, CHATML, CHATML_PROMPT,
+        "{% if tools %}{{ tools | tojson }}\n{% endif %}"),
+    "earlier thoughts dropped, an empty pair added": each(
+        SPLIT + "<|im_start|>assistant\n" + BEGIN
+        + "{% if loop.index0 > ns.last %}<think>\n{{ thought.strip() }}\n</think>\n\n{% endif %}"
+        + "{{ said }}" + CALLS + "\n" + JSON_CALL + "{% endfor %}<|im_end|>" + END + NL,
+        CHATML, CHATML_PROMPT, LAST_QUESTION),
+    "a prompt that opens a thought": each(
+        SPLIT + "<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n" + BEGIN
+        + "{{ thought }}\n</think>\n\n{{ said }}<|im_end|>" + END + "{% else %}" + BEGIN
+        + "{{ said }}<|im_end|>" + END + "{% endif %}" + NL, CHATML,
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+        LAST_QUESTION),
+    "calls as XML, the next header ends a turn": each(
+        SPLIT + "<|assistant|>\n" + BEGIN + "<think>{{ thought }}</think>\n{{ said.strip() }}"
+        + CALLS + "\n<tool_call>{{ c.function.name }}\n"
+        "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+        "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>"
+        "{% endfor %}" + END, "{{ '<|observation|>' if m.role == 'tool' else '<|user|>' }}\n"
+        "{{ m.content }}", "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"),
+    "no prompt, a space": each(BEGIN + " {{ m.content.strip() }} {{ eos_token }}" + END,
+                               "[INST] {{ m.content.strip() }} [/INST]", ""),
+    "an end behind a line end": each(
+        "### Response:\n" + BEGIN + "{{ m.content }}\n{{ eos_token }}" + END + NL + NL,
+        "### Instruction:\n{{ m.content }}\n\n",
+        "{% if add_generation_prompt %}### Response:\n{% endif %}"),
+    "tools in front of the last question": each(
+        BEGIN + "{{ m.content }}" + CALLS + "[TOOL_CALLS]{{ c.function.name }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}" + END,
+        "{% if loop.index0 == ns.last and tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}"
+        "[INST]{{ m.content }}[/INST]", "", LAST_QUESTION),
+    "channels": each(
+        "<|start|>assistant" + BEGIN
+        + "{% if m.thinking and loop.index0 > ns.last %}<|channel|>analysis<|message|>"
+        "{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+        "{% if m.tool_calls %}<|channel|>commentary to={{ m.tool_calls[0].function.name }}"
+        "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+        "{% else %}<|channel|>final<|message|>{{ m.content }}"
+        "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}" + END,
+        "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>",
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}", LAST_QUESTION),
+    "another name of the role, contents stripped": each(
+        "<|im_start|>model\n" + BEGIN + "{{ m.content | trim }}<|im_end|>" + END + NL,
+        "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n",
+        "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}",
+        "Today is {{ date or '1 May' }}.\n"),
+    "calls as Python": each(
+        "Assistant: " + BEGIN + "{{ m.content }}{% if m.tool_calls %}[" + CALLS
+        + "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}"
+        "{% endfor %}){% endfor %}]{% endif %}{{ eos_token }}" + END + NL,
+        "{{ m.role | capitalize }}: {{ m.content }}\n",
+        "{% if add_generation_prompt %}Assistant: {% endif %}"),
+    "escaped": each("<|im_start|>assistant\n" + BEGIN + "{{ m.content | tojson }}<|im_end|>" + END
+                    + NL, CHATML, CHATML_PROMPT),
+}
+
+
+def asks(content="two and two?"):
+    return {"role": "user", "content": content}
+
+
+def says(content="", **more):
+    return {"role": "assistant", "content": content} | more
+
+
+def calls(*cities):
+    return [{"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+            for city in cities]
+
+
+RESULT = {"role": "tool", "content": "sunny"}
+CHATS = {
+    "plain": [asks(), says("It is 4.")],
+    "system": [{"role": "system", "content": "Be good."}, asks(), says("It is 4.")],
+    "turns": [asks(), says("It is 4."), asks("sure?"), says("Yes."), asks("sure?"), says("Yes.")],
+    "words of headers": [asks("assistant"), says("user"), asks("model\n"), says("assistant")],
+    "an empty turn": [asks(), says(), asks("well?"), says("4")],
+    "white space": [asks("a\tb"), says("\t  the value \n"), asks(" "), says("\n\na\n b\t")],
+    "scripts": [asks("שלום"), says("ארבע 日本 🎉"), asks("é"), says("👍🏽")],
+    "a call": [asks("weather?"), says(tool_calls=calls("Paris")), RESULT, says("Sunny.")],
+    "words and calls": [asks("weather?"), says("I look.", tool_calls=calls("Paris", "Oslo")),
+                        RESULT, RESULT, says("Sunny."), asks(), says("4")],
+    "calls again": [asks("weather?"), says(tool_calls=calls("Paris")), RESULT,
+                    says(tool_calls=calls("Paris")), RESULT, says("Sunny.")],
+    "a thought": [asks(), says("It is 4.", reasoning_content="two and two make four")],
+    "thoughts": [asks(), says("4", reasoning_content="easy"), asks("sure?"),
+                 says("Yes.", reasoning_content="4 it is")],
+    "thoughts and calls": [
+        asks("weather?"), says(reasoning_content="look", tool_calls=calls("Paris")), RESULT,
+        says("Sunny.", reasoning_content="it shines"), asks("sure?"), says("Yes.")],
+    "a thought in the content": [asks(), says("<think>\nlong\n</think>\n\n4"), asks("sure?"),
+                                 says("<think>\nlonger\n</think>\n\nYes.")],
+    "an open thought": [asks(), says("<think>\nand so on")],
+    "the name of an end": [asks("a<|im_end|>b"), says("c<|im_end|>d"), asks("e"), says("f")],
+}
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizers):
+    """Return (template) -> TextEncoder of the byte-level tokenizer."""
+    def build(template, **generation):
+        tokenizer = copy.deepcopy(tokenizers[1])
+        tokenizer.add_special_tokens({"additional_special_tokens": CONTROL})
+        tokenizer.chat_template = template
+        ends = [tokenizer.convert_tokens_to_ids(name) for name in (
+            "<|im_end|>", "<|user|>", "<|observation|>", "<|return|>", "<|call|>", "<|end|>")]
+        return TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 4000,
+                           generation={"eos_token_id": ends})
+    return build
+
+
+def what_generates(chat, tokenizer):
+    """Return (S,) bool: tokens in the blocks, and a header behind them that ends the turn."""
+    coded = tokenizer.apply_chat_template(chat, tools=[{"name": "weather"}], return_dict=True,
+                                          return_assistant_tokens_mask=True)
+    mask = np.array(coded["assistant_masks"], bool)
+    text = tokenizer.apply_chat_template(chat, tools=[{"name": "weather"}], tokenize=False)
+    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    for i in range(1, len(mask)):  # transformers leaves out the other tokens of a last character
+        mask[i] |= mask[i - 1] and offsets[i] == offsets[i - 1]
+    headers = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    follows = np.isin(coded["input_ids"], headers) & np.append(False, mask[:-1])
+    return mask | follows
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learned_is_what_the_template_lets_the_assistant_write(encoder, name):
+    template = TEMPLATES[name]
+    marked = encoder(template)
+    unmarked = encoder(template.replace(BEGIN, "").replace(END, ""))
+    for kind, chat in CHATS.items():
+        expected = what_generates(chat, marked.tokenizer)
+        assert expected.any(), kind
+        for reader in (unmarked, marked):
+            rendering = render(chat, reader, [{"name": "weather"}])
+            learned = encode_chat(chat, rendering, reader, "assistant").learned
+            tokens = reader.tokenizer.convert_ids_to_tokens(rendering.ids)
+            shown = [(token, bool(is_learned), bool(wanted))
+                     for token, is_learned, wanted in zip(tokens, learned, expected)]
+            assert (learned == expected).all(), (kind, reader is marked, shown)
+
+
+WITH_CALLS = [name for name in TEMPLATES if "call" in TEMPLATES[name]]
+
+
+def test_calls_meet_where_both_templates_spell_them_alike(encoder):
+    """At least 95 % of the bytes of the words that both write of a turn, in order."""
+    shared = aligned = 0
+    encoders = [encoder(TEMPLATES[name]) for name in WITH_CALLS]
+    for chat in (chat for kind, chat in CHATS.items() if "call" in kind):
+        for pair in itertools.permutations(encoders, 2):
+            student, teacher = renderings = [render(chat, one, [{}]) for one in pair]
+            alignment = pair_chats(renderings, pair)
+            for number in student.turns.keys() & teacher.turns.keys():
+                words = [re.findall(r"\w+", side.words(number)) for side in renderings]
+                shared += len("".join(longest_common(*words)).encode())
+            of_words = [re.sub(rb"\W", b"", student.data[begin:end]) for begin, end in zip(
+                student.located.begin, student.located.end)]
+            aligned += sum(len(word) for word, chunk in zip(of_words, alignment.student_chunk)
+                           if chunk >= 0 and word and not word.startswith(b"<|"))
+    assert shared > 4000 and aligned >= 0.95 * shared
+
+
+def longest_common(a, b):
+    """Return the longest common subsequence of two lists of words, by dynamic programming."""
+    best = {(len(a), j): [] for j in range(len(b) + 1)}
+    best |= {(i, len(b)): [] for i in range(len(a) + 1)}
+    for i, j in itertools.product(reversed(range(len(a))), reversed(range(len(b)))):
+        both = [a[i], *best[i + 1, j + 1]] if a[i] == b[j] else []
+        best[i, j] = max(both, best[i + 1, j], best[i, j + 1], key=lambda x: len("".join(x)))
+    return best[0, 0]
+
+
+def test_what_two_texts_have_in_common():
+    assert common_spans("", "a") == []
+    assert common_spans("a b", "a b") == [(0, 0, 3)]
+    a, b = 'x{"name": "go", "at": 1}', "<go at=1>"
+    assert [a[i : i + n] for i, _, n in common_spans(a, b)] == ["go", "at", "1"]
+    assert [b[j : j + n] for _, j, n in common_spans(a, b)] == ["go", "at", "1"]
