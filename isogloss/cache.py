@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -101,6 +102,7 @@ class Args:
     prompt_key: str = shared(Config, "prompt_key")
     tools_key: str = shared(Config, "tools_key")
     template_kwargs: str = shared(Config, "template_kwargs")
+    chat_date: str = shared(Config, "chat_date")
     txt_samples: str = shared(Config, "txt_samples")
     hidden: bool = flag(
         False, "keep final hidden states, from which every loss is exact. Else some tokens, and "
@@ -155,9 +157,9 @@ class Args:
         """Return the Config of a run with this teacher, which checks the flags that both have."""
         names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data",
                  "split", "text_key", "completion_key", "prompt_key", "tools_key",
-                 "template_kwargs", "txt_samples", "streaming", "temperature", "teacher_max_length",
-                 "teacher_dtype", "teacher_engine", "teacher_tp", "teacher_offload",
-                 "teacher_compile", "trust_remote_code")
+                 "template_kwargs", "chat_date", "txt_samples", "streaming", "temperature",
+                 "teacher_max_length", "teacher_dtype", "teacher_engine", "teacher_tp",
+                 "teacher_offload", "teacher_compile", "trust_remote_code")
         shared = {name: getattr(self, name) for name in names}
         return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
                       teacher_output_topk=self.top_k, **shared)
@@ -362,7 +364,7 @@ def plan(args, texts, encoder, config, dtype):
         temperature=1.0 if args.hidden else cfg.temperature, data=without_secrets(data),
         data_digest=surveyed.digest, holds_chats=texts.holds_chats, num_texts=num_texts,
         texts_per_shard=texts_per_shard, bytes_per_position=size, sampled=args.sampled,
-        seed=args.seed, format=FORMAT)
+        seed=args.seed, date=args.chat_date, format=FORMAT)
     return manifest, positions
 
 
@@ -573,8 +575,16 @@ def write_shards(args, folder, manifest, texts, source):
 # --- main -----------------------------------------------------------------------------------------
 
 
+def _first_date(folder):
+    """Return the date of a cache that was begun, or else today."""
+    if (Path(folder) / MANIFEST).exists():
+        return Manifest.read("output", folder).date
+    return min(values_of_ranks(date.today().isoformat()))
+
+
 def prepare(args, device):
     """Return (Texts, Manifest, TeacherSpec, positions) of a command, checked."""
+    args.chat_date = args.chat_date or _first_date(args.output)
     cfg = args.run_config()
     load = partial(load_text_encoder, "teacher", args.teacher_path, args.teacher_max_length,
                    args.trust_remote_code, template_kwargs(cfg))

@@ -22,7 +22,13 @@ import pyarrow.compute as pc
 from isogloss.data.batch import Collator
 from isogloss.data.batch_types import Example
 from isogloss.data.chat import chat_text, encode_chat, render
-from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
+from isogloss.data.chat_rows import (
+    as_messages,
+    as_tools,
+    chat_of_text,
+    problem_of,
+    problem_of_tools,
+)
 from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type
 from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
@@ -232,6 +238,7 @@ class ExampleReader:
         tools_key: column of what the assistant of a chat may call; empty: there is none.
         filled: columns in which null stands for what a value does not have.
         join: characters that joined rows have at least; 0: every row is a sample.
+        has_chats: the rows are chats, or JSON of chats.
     """
 
     text_key: str
@@ -242,6 +249,7 @@ class ExampleReader:
     tools_key: str = ""
     filled: frozenset = frozenset()
     join: int = 0
+    has_chats: bool = False
 
     def sample(self, rows, number=None):
         """Return the Example of a row, or of several that are joined.
@@ -277,8 +285,14 @@ class ExampleReader:
         return Example(content, route, prompt, tools, context)
 
     def _content(self, row, key):
-        value = row[key]
+        value = self._value(row, key)
         return value if isinstance(value, str) else as_messages(value, key in self.filled)
+
+    def _value(self, row, key):
+        value = row.get(key)
+        if self.has_chats and isinstance(value, str):
+            return chat_of_text(value) or value
+        return value
 
     def problem_of(self, row):
         """Return what is wrong with a row, to follow its name; None: nothing."""
@@ -286,9 +300,9 @@ class ExampleReader:
             route = row.get(self.route_key)
             if isinstance(route, (list, dict)):
                 return f": {self.route_key!r} holds {route!r:.40}, expected a text or a number"
-        content = row.get(self.text_key)
+        content = self._value(row, self.text_key)
         if self.prompt_key:
-            prompt = row.get(self.prompt_key)
+            prompt = self._value(row, self.prompt_key)
             problem = problem_of(prompt)
             if problem:
                 return f": {self.prompt_key!r}{problem}"
@@ -300,6 +314,8 @@ class ExampleReader:
                 return f": {self.tools_key!r}{problem}"
         if self.join and isinstance(content, list):
             return " is a chat, and --join_rows joins texts"
+        if self.has_chats and isinstance(content, str):
+            return f" holds {content!r:.40}, and the first rows hold chats"
         return problem_of(content)
 
 

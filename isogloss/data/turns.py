@@ -10,6 +10,7 @@ Tests: tests/test_turns.py.
 
 import json
 import re
+from datetime import datetime
 from difflib import SequenceMatcher
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +20,20 @@ MARK = "\ue000\ue001"  # of Unicode's private use area, so it is in no chat
 QUESTION = [{"role": "user", "content": "a"}]
 ANSWER = {"role": "assistant", "content": MARK}
 WORD = re.compile(r"\s+|\w+|[^\w\s]")
+
+
+class FixedDate:
+    """Answer a template that asks for the date (`strftime_now`): always with the same day.
+
+    Args:
+        day: as 2026-05-01.
+    """
+
+    def __init__(self, day):  # no dataclass, of which transformers makes a dict
+        self.day = day
+
+    def __call__(self, form):
+        return datetime.fromisoformat(self.day).strftime(form)
 
 
 class SkippedChat(ValueError):

@@ -43,7 +43,9 @@ def template_digest(encoder):
     template = getattr(encoder.tokenizer, "chat_template", None) or ""
     if not isinstance(template, str):
         template = json.dumps(template, sort_keys=True)
-    told = json.dumps(encoder.template_kwargs, sort_keys=True)
+    told = {name: value for name, value in encoder.template_kwargs.items()
+            if name != "strftime_now"}  # the date, which Manifest holds
+    told = json.dumps(told, sort_keys=True)
     return hashlib.sha256(f"{template}\n{told}".encode()).hexdigest()[:32]
 
 
@@ -69,6 +71,11 @@ def check_cache(folder, encoder, max_length):
     if manifest.holds_chats and template_digest(encoder) != manifest.template:
         raise ValueError(f"{where}: its chats were rendered by another chat template, or with "
                          "other --template_kwargs; use the same, or write the cache anew")
+    today = encoder.template_kwargs.get("strftime_now")
+    asks = "strftime_now" in str(encoder.tokenizer.chat_template)
+    if manifest.holds_chats and asks and manifest.date not in ("", today and today.day):
+        raise ValueError(f"{where}: its chats were rendered on {manifest.date}; use --chat_date "
+                         f"{manifest.date}, or write the cache anew")
     if max_length > manifest.max_length:
         raise ValueError(f"--teacher_max_length {max_length}: {folder} holds {manifest.max_length} "
                          "positions of a text; use no more, or write the cache anew")
