@@ -8,7 +8,7 @@ from typing import ClassVar
 from isogloss.align import fingerprint
 from isogloss.data.open_data import TXT_SAMPLES
 from isogloss.data.sample import ALIGNERS
-from isogloss.data.turns import FixedDate
+from isogloss.data.turns import DATE
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import LONGEST_NAME, check_flags, flag, flags_that
 from isogloss.flags.plugins import load_plugins
@@ -706,7 +706,7 @@ def template_kwargs(cfg):
     Raises:
         ValueError: it is no JSON object, or names what is not the user's to say.
     """
-    day = {"strftime_now": FixedDate(cfg.chat_date)} if cfg.chat_date else {}
+    day = {DATE: cfg.chat_date} if cfg.chat_date else {}
     if not cfg.template_kwargs:
         return day
     example = 'expected a JSON object like {"enable_thinking": false}'

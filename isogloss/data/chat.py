@@ -14,7 +14,14 @@ from isogloss.align_dp import align_dp
 from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, check_size, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
-from isogloss.data.turns import SkippedChat, common_spans, stretches, write_chat, writer
+from isogloss.data.turns import (
+    SkippedChat,
+    common_spans,
+    stretches,
+    template_options,
+    write_chat,
+    writer,
+)
 
 
 class Turn(NamedTuple):
@@ -119,7 +126,7 @@ def _marked_turns(messages, encoder, tools, ids, located, data):
         return None
     coded = encoder.tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
-        **encoder.template_kwargs)
+        **template_options(encoder, tools))
     mask = np.array(coded["assistant_masks"])
     numbers = [number for number, message in enumerate(messages)
                if message["role"] == "assistant"]

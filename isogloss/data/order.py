@@ -34,7 +34,7 @@ from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
-from isogloss.data.turns import SkippedChat
+from isogloss.data.turns import SkippedChat, template_options
 from isogloss.data.workers import Loader, worker_of
 from isogloss.errors import DataError
 
@@ -163,7 +163,8 @@ def _write_all(examples, encoder, connection):
             try:
                 encoder.tokenizer.apply_chat_template(
                     example.content, tools=example.tools, tokenize=False,
-                    add_generation_prompt=is_prompt, **encoder.template_kwargs)
+                    add_generation_prompt=is_prompt,
+                    **template_options(encoder, example.tools))
             except MemoryError:
                 problem = f"takes more than {TEMPLATE_BYTES >> 30} GiB"
             except Exception:  # what a template refuses is counted elsewhere

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from isogloss.align import fingerprint
 from isogloss.data.batch_types import text_key
+from isogloss.data.turns import DATE
 from isogloss.errors import DataError
 from isogloss.teachers.cache_files import (
     HEAD,
@@ -44,7 +45,7 @@ def template_digest(encoder):
     if not isinstance(template, str):
         template = json.dumps(template, sort_keys=True)
     told = {name: value for name, value in encoder.template_kwargs.items()
-            if name != "strftime_now"}  # the date, which Manifest holds
+            if name != DATE}  # which the Manifest holds
     told = json.dumps(told, sort_keys=True)
     return hashlib.sha256(f"{template}\n{told}".encode()).hexdigest()[:32]
 
@@ -71,9 +72,8 @@ def check_cache(folder, encoder, max_length):
     if manifest.holds_chats and template_digest(encoder) != manifest.template:
         raise ValueError(f"{where}: its chats were rendered by another chat template, or with "
                          "other --template_kwargs; use the same, or write the cache anew")
-    today = encoder.template_kwargs.get("strftime_now")
-    asks = "strftime_now" in str(encoder.tokenizer.chat_template)
-    if manifest.holds_chats and asks and manifest.date not in ("", today and today.day):
+    asks = manifest.holds_chats and DATE in str(encoder.tokenizer.chat_template)
+    if asks and manifest.date not in ("", encoder.template_kwargs.get(DATE)):
         raise ValueError(f"{where}: its chats were rendered on {manifest.date}; use --chat_date "
                          f"{manifest.date}, or write the cache anew")
     if max_length > manifest.max_length:
