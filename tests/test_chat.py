@@ -261,6 +261,14 @@ def test_data_of_which_nothing_is_learned_is_refused(encoders, words):
     assert check_learned(good, reader, student, "assistant") is None
 
 
+def test_samples_without_labels_are_counted(encoders):
+    student = encoders[0]
+    student.max_length = 20
+    counts = Collator(student, [])([[CHAT[0]], CHAT[:2], [CHAT[0] | {"content": "a" * 99}, CHAT[1]]]
+                                   ).counts
+    assert (counts.rows, counts.samples, counts.cut_samples) == (3, 2, 1)
+
+
 def test_other_names_of_the_assistant_are_read(encoders):
     chat = [{"role": "Human", "content": "a"}, {"role": "model", "content": "b"}]
     with pytest.warns(UserWarning, match="the role 'model' are read as of 'assistant'"):

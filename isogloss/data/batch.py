@@ -506,6 +506,7 @@ def count_tokens(counts, labels, logp):
 
 def count_samples(counts, samples):
     """Count in Counts the samples of which something is learned, or would be if none was cut."""
+    counts.rows += len(samples)
     for sample in samples:
         counts.samples += sample.has_labels
         counts.cut_samples += sample.has_labels and not (sample.student.labels >= 0).any()
