@@ -263,7 +263,7 @@ def test_data_of_which_nothing_is_learned_is_refused(encoders, words):
 
 def test_samples_without_labels_are_counted(encoders):
     student = encoders[0]
-    student.max_length = 20
+    student.max_length = 40
     counts = Collator(student, [])([[CHAT[0]], CHAT[:2], [CHAT[0] | {"content": "a" * 99}, CHAT[1]]]
                                    ).counts
     assert (counts.rows, counts.samples, counts.cut_samples) == (3, 2, 1)
