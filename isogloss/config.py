@@ -135,6 +135,9 @@ class DataFlags:
     tools_key: str = flag(
         "tools", "column of the tools that the assistant of a chat may call, if there is one, "
         "which every chat template is shown.")
+    teacher_prompt_key: str = flag(
+        "", "column of what teachers alone read in front of a chat: a text, which is a system "
+        "message (a solution, a document, a better prompt), or messages (examples).")
     template_kwargs: str = flag(
         "", "what every chat template is told besides, as a JSON object: "
         '{"enable_thinking": false}.')
@@ -671,6 +674,8 @@ EXCLUDES = [
      ", which takes plain weights; let the student write itself, or leave out one of them"),
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
     ("pipeline_parallel", "on_policy", ": these do not go together; leave out one of them"),
+    ("teacher_prompt_key", "on_policy",
+     ", whose texts are not in the data; leave out one of them"),
     ("teacher_compile", "teacher_offload",
      ", which moves the weights that compiled code reads where they were; leave out one of them"),
 ]

@@ -386,7 +386,8 @@ def open_rows(cfg, source, split, encoders):
     plain_keys = (cfg.route_key,) if cfg.route_key else ()
     dataset = load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
                            json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
-                           optional_keys=(cfg.tools_key,) if cfg.tools_key else (),
+                           optional_keys=tuple(filter(None, [cfg.tools_key,
+                                                             cfg.teacher_prompt_key])),
                            txt_samples=cfg.txt_samples)
     columns = column_names(dataset)
     if cfg.route_key:
@@ -394,13 +395,17 @@ def open_rows(cfg, source, split, encoders):
         for of_teacher in routes_by_teacher(cfg).values():
             routes += of_teacher or []
         check_routes(dataset, cfg.route_key, routes)
+    if cfg.teacher_prompt_key and cfg.teacher_prompt_key not in columns:
+        raise DataError(f"--teacher_prompt_key {cfg.teacher_prompt_key}: no such column; it has "
+                        f"{', '.join(columns)}")
     if cfg.prompt_key and cfg.prompt_key not in columns:
         raise DataError(f"--prompt_key {cfg.prompt_key}: no such column; it has "
                         f"{', '.join(columns)}")
     tools_key = cfg.tools_key if cfg.tools_key in columns else ""
     reader = ExampleReader(text_key, cfg.route_key, source, cfg.prompt_key,
                            bool(cfg.completion_key), tools_key, filled_columns(dataset),
-                           cfg.join_rows, holds_chats(dataset, text_key))
+                           cfg.join_rows, holds_chats(dataset, text_key),
+                           cfg.teacher_prompt_key)
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")

@@ -237,6 +237,7 @@ class ExampleReader:
         prompt_key: column of prompts; empty: there is none.
         is_completion: text_key holds what follows the prompt.
         tools_key: column of what the assistant of a chat may call; empty: there is none.
+        teacher_prompt_key: column of what teachers alone read in front of a chat; empty: none.
         filled: columns in which null stands for what a value does not have.
         join: characters that joined rows have at least; 0: every row is a sample.
         has_chats: the rows are chats, or JSON of chats.
@@ -251,6 +252,7 @@ class ExampleReader:
     filled: frozenset = frozenset()
     join: int = 0
     has_chats: bool = False
+    teacher_prompt_key: str = ""
 
     def sample(self, rows, number=None):
         """Return the Example of a row, or of several that are joined.
@@ -283,7 +285,16 @@ class ExampleReader:
         tools = None
         if self.tools_key and isinstance(content, list):
             tools = as_tools(row.get(self.tools_key), self.tools_key in self.filled)
-        return Example(content, route, prompt, tools, context)
+        return Example(content, route, prompt, tools, context, self._teacher_prompt(row))
+
+    def _teacher_prompt(self, row):
+        key = self.teacher_prompt_key
+        if not key or not self._value(row, key):
+            return ()
+        prompt = self._content(row, key)
+        if isinstance(prompt, str):
+            prompt = [{"role": "system", "content": prompt}]
+        return tuple(prompt)
 
     def _content(self, row, key):
         value = self._value(row, key)
@@ -309,6 +320,12 @@ class ExampleReader:
                 return f": {self.prompt_key!r}{problem}"
             if self.is_completion and type(prompt) is not type(content) and content is not None:
                 return f": {self.prompt_key!r} and it are not both texts, or both chats"
+        if self.teacher_prompt_key:
+            problem = problem_of(self._value(row, self.teacher_prompt_key) or "")
+            if problem:
+                return f": {self.teacher_prompt_key!r}{problem}"
+            if isinstance(content, str):
+                return " is no chat, and --teacher_prompt_key stands in front of one"
         if self.tools_key and isinstance(content, list):
             problem = problem_of_tools(row.get(self.tools_key))
             if problem:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from isogloss.align import fingerprint
-from isogloss.data.batch_types import text_key
 from isogloss.data.turns import DATE
 from isogloss.errors import DataError
 from isogloss.teachers.cache_files import (
@@ -115,7 +114,7 @@ def check_texts(folder, data):
             continue
         for row in range(dist.get_rank(), len(dataset), dist.get_world_size()):
             example = read(dataset[row], first_row + row)
-            if reader.find(text_key(example.content, example.tools)) is None:
+            if reader.find(example.key()) is None:
                 raise ValueError(lacks(folder, reader.manifest, f"row {first_row + row} of "
                                        f"{read.source}"))
 
