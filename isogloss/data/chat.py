@@ -4,6 +4,7 @@ Two templates write different headers around the same messages, so renderings ar
 turn: what the assistant says in both, and the end of its turn by its role.
 """
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from isogloss.data.turns import (
     write_chat,
     writer,
 )
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
 
 
 class Turn(NamedTuple):
@@ -122,7 +125,7 @@ def _marked_turns(messages, encoder, tools, ids, located, data):
     None: it does not ({% generation %}), or not for every turn.  See `turns.Stretch`; in bytes.
     """
     template = encoder.tokenizer.chat_template
-    if not isinstance(template, str) or "generation %}" not in template.replace("-%}", " %}"):
+    if not isinstance(template, str) or not GENERATION.search(template):
         return None
     coded = encoder.tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
