@@ -30,6 +30,7 @@ from isogloss.data.chat_rows import (
     problem_of_tools,
 )
 from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type
+from isogloss.data.long_texts import fits
 from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
@@ -91,6 +92,8 @@ def _why_not_learned(example, student, train_on):
     """Return why nothing of an Example is learned, to follow a number of rows; or None."""
     content = example.content
     if isinstance(content, str):
+        if not example.context or not fits(content):  # whatever is left of it is learned
+            return None if content else "are empty"
         [ids] = student.encode([content])
         learned = encode_text(content, ids, student, example.context).learned
     else:
