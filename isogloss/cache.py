@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,6 @@ import torch.distributed as dist
 from isogloss.align import fingerprint
 from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import pad_id
-from isogloss.data.batch_types import text_key
 from isogloss.data.chat import chat_text, read_rendering
 from isogloss.data.checks import explained
 from isogloss.data.open_data import holds_chats
@@ -100,7 +100,9 @@ class Args:
     completion_key: str = shared(Config, "completion_key")
     prompt_key: str = shared(Config, "prompt_key")
     tools_key: str = shared(Config, "tools_key")
+    teacher_prompt_key: str = shared(Config, "teacher_prompt_key")
     template_kwargs: str = shared(Config, "template_kwargs")
+    chat_date: str = shared(Config, "chat_date")
     txt_samples: str = shared(Config, "txt_samples")
     hidden: bool = flag(
         False, "keep final hidden states, from which every loss is exact. Else some tokens, and "
@@ -155,9 +157,9 @@ class Args:
         """Return the Config of a run with this teacher, which checks the flags that both have."""
         names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data",
                  "split", "text_key", "completion_key", "prompt_key", "tools_key",
-                 "template_kwargs", "txt_samples", "streaming", "temperature", "teacher_max_length",
-                 "teacher_dtype", "teacher_engine", "teacher_tp", "teacher_offload",
-                 "teacher_compile", "trust_remote_code")
+                 "teacher_prompt_key", "template_kwargs", "chat_date", "txt_samples", "streaming",
+                 "temperature", "teacher_max_length", "teacher_dtype", "teacher_engine",
+                 "teacher_tp", "teacher_offload", "teacher_compile", "trust_remote_code")
         shared = {name: getattr(self, name) for name in names}
         return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
                       teacher_output_topk=self.top_k, **shared)
@@ -250,7 +252,7 @@ class Texts:
         arrays = []
         for example in examples:
             try:
-                text = chat_text(example.content, self.encoder, example.tools)
+                text = chat_text(example.for_teachers()[0], self.encoder, example.tools)
             except SkippedChat:
                 arrays.append(np.zeros(0, np.int64))
                 continue
@@ -261,7 +263,7 @@ class Texts:
 
 def keys_of(examples):
     """Return (n, 2) int64 keys of Examples."""
-    keys = [text_key(example.content, example.tools) for example in examples]
+    keys = [example.key() for example in examples]
     return np.array(keys, np.int64).reshape(-1, 2)
 
 
@@ -287,7 +289,7 @@ def survey(texts):
     num_texts = 0
     step = 1  # between those that are tried
     for example in texts.all():
-        digest.update(text_key(example.content, example.tools).tobytes())
+        digest.update(example.key().tobytes())
         if num_texts % step == 0:
             tried.append(example)
         if len(tried) == 2 * TRIED_TEXTS:
@@ -362,7 +364,7 @@ def plan(args, texts, encoder, config, dtype):
         temperature=1.0 if args.hidden else cfg.temperature, data=without_secrets(data),
         data_digest=surveyed.digest, holds_chats=texts.holds_chats, num_texts=num_texts,
         texts_per_shard=texts_per_shard, bytes_per_position=size, sampled=args.sampled,
-        seed=args.seed, format=FORMAT)
+        seed=args.seed, date=args.chat_date, format=FORMAT)
     return manifest, positions
 
 
@@ -573,8 +575,16 @@ def write_shards(args, folder, manifest, texts, source):
 # --- main -----------------------------------------------------------------------------------------
 
 
+def _first_date(folder):
+    """Return the date of a cache that was begun, or else today."""
+    if (Path(folder) / MANIFEST).exists():
+        return Manifest.read("output", folder).date
+    return min(values_of_ranks(date.today().isoformat()))
+
+
 def prepare(args, device):
     """Return (Texts, Manifest, TeacherSpec, positions) of a command, checked."""
+    args.chat_date = args.chat_date or _first_date(args.output)
     cfg = args.run_config()
     load = partial(load_text_encoder, "teacher", args.teacher_path, args.teacher_max_length,
                    args.trust_remote_code, template_kwargs(cfg))

@@ -1,12 +1,14 @@
 """Define the flags of distill.py: their meaning, their checks, their values for each teacher."""
 
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import ClassVar
 
 from isogloss.align import fingerprint
 from isogloss.data.open_data import TXT_SAMPLES
 from isogloss.data.sample import ALIGNERS
+from isogloss.data.turns import DATE
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import LONGEST_NAME, check_flags, flag, flags_that
 from isogloss.flags.plugins import load_plugins
@@ -133,9 +135,15 @@ class DataFlags:
     tools_key: str = flag(
         "tools", "column of the tools that the assistant of a chat may call, if there is one, "
         "which every chat template is shown.")
+    teacher_prompt_key: str = flag(
+        "", "column of what teachers alone read in front of a chat: a text, which is a system "
+        "message (a solution, a document, a better prompt), or messages (examples).")
     template_kwargs: str = flag(
         "", "what every chat template is told besides, as a JSON object: "
         '{"enable_thinking": false}.')
+    chat_date: str = flag(
+        "", "date that chat templates are told, as 2026-05-01. Empty: the day on which the run "
+        "began, or on which the chats of its --teacher_cache were rendered.", free=True)
     txt_samples: str = flag(
         "line", "what a sample of a .txt file is: line, paragraph (between empty lines) or file.",
         choices=TXT_SAMPLES)
@@ -503,6 +511,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         load_plugins(self.plugin)  # which add to what the others are checked against
         check_flags(self)
         check_together(self)
+        check_date(self.chat_date)
         template_kwargs(self)
         self._check_values()
         self._check_loss()
@@ -665,6 +674,8 @@ EXCLUDES = [
      ", which takes plain weights; let the student write itself, or leave out one of them"),
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
     ("pipeline_parallel", "on_policy", ": these do not go together; leave out one of them"),
+    ("teacher_prompt_key", "on_policy",
+     ", whose texts are not in the data; leave out one of them"),
     ("teacher_compile", "teacher_offload",
      ", which moves the weights that compiled code reads where they were; leave out one of them"),
 ]
@@ -700,15 +711,26 @@ def template_kwargs(cfg):
     Raises:
         ValueError: it is no JSON object, or names what is not the user's to say.
     """
+    day = {DATE: cfg.chat_date} if cfg.chat_date else {}
     if not cfg.template_kwargs:
-        return {}
+        return day
     example = 'expected a JSON object like {"enable_thinking": false}'
     told = parse_json("--template_kwargs", cfg.template_kwargs, f"; {example}")
     if not isinstance(told, dict):
         raise ValueError(f"--template_kwargs {cfg.template_kwargs}: {example}")
     for name in sorted(TEMPLATE_ARGUMENTS & set(told)):
         raise ValueError(f"--template_kwargs: {name} is not for templates to be told; leave it out")
-    return told
+    return told | day
+
+
+def check_date(text):
+    """Raise a ValueError for a --chat_date that is no date."""
+    try:
+        is_date = not text or date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        is_date = False
+    if not is_date:
+        raise ValueError(f"--chat_date {text}: expected a date like 2026-05-01")
 
 
 # --- several teachers -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from isogloss.checkpoints.checkpoint import (
     needs_conversion,
     position_of,
 )
+from isogloss.checkpoints.model_card import read_record
 from isogloss.checkpoints.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.config import (
     LEAST_AUTO_MIB,
@@ -64,6 +66,7 @@ from isogloss.evaluation.tasks import TaskOptions
 from isogloss.export import check_results
 from isogloss.flags.model_names import split_revision
 from isogloss.job.layout import is_last_stage
+from isogloss.job.rendezvous import values_of_ranks
 from isogloss.log import check_logs
 from isogloss.models.adapters import student_adapter
 from isogloss.models.pretrained import (
@@ -79,6 +82,7 @@ from isogloss.student.ds_engine import check_with_deepspeed
 from isogloss.student.stages import check_pipeline_layout
 from isogloss.student.ulysses import check_sequence_layout
 from isogloss.targets import SpellingIds, TeacherSetup
+from isogloss.teachers.cache_files import Manifest
 from isogloss.teachers.ensemble import EnsembleSpec
 from isogloss.teachers.mixing import vocabulary_factors
 from isogloss.teachers.model import reads_more_than_text
@@ -142,6 +146,7 @@ def check_inputs(cfg, device, roles=None):
                          "ends; leave out one of them")
     check_results(cfg)
     check_projections(cfg)
+    cfg.chat_date = cfg.chat_date or first_date(cfg)
     student, student_config = load_text_encoder(
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
@@ -201,6 +206,23 @@ def check_projections(cfg):
         if path and not os.path.isfile(path):
             raise ValueError(f"--projection {path}: no such file; make it with python -m "
                              "projection_tools.build, or leave it out")
+
+
+def first_date(cfg):
+    """Return the date that chat templates are told: that of the run, of its caches, or today."""
+    folder = Path(cfg.output_dir)
+    if cfg.resume not in ("auto", "never"):
+        folder = Path(cfg.resume).parent.parent  # of runs/a/checkpoints/step_0000100
+    if cfg.resume != "never" and any(folder.glob("run*.json")):
+        _, before = read_record(folder)
+        if before.chat_date:
+            return before.chat_date
+    for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
+        if teacher_cfg.teacher_cache:
+            day = Manifest.read("teacher_cache", teacher_cfg.teacher_cache).date
+            if day:
+                return day
+    return min(values_of_ranks(date.today().isoformat()))
 
 
 def load_text_encoder(role, path, max_length, trust_remote_code=False, template_kwargs=None):
@@ -364,7 +386,8 @@ def open_rows(cfg, source, split, encoders):
     plain_keys = (cfg.route_key,) if cfg.route_key else ()
     dataset = load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
                            json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
-                           optional_keys=(cfg.tools_key,) if cfg.tools_key else (),
+                           optional_keys=tuple(filter(None, [cfg.tools_key,
+                                                             cfg.teacher_prompt_key])),
                            txt_samples=cfg.txt_samples)
     columns = column_names(dataset)
     if cfg.route_key:
@@ -372,14 +395,18 @@ def open_rows(cfg, source, split, encoders):
         for of_teacher in routes_by_teacher(cfg).values():
             routes += of_teacher or []
         check_routes(dataset, cfg.route_key, routes)
+    if cfg.teacher_prompt_key and cfg.teacher_prompt_key not in columns:
+        raise DataError(f"--teacher_prompt_key {cfg.teacher_prompt_key}: no such column; it has "
+                        f"{', '.join(columns)}")
     if cfg.prompt_key and cfg.prompt_key not in columns:
         raise DataError(f"--prompt_key {cfg.prompt_key}: no such column; it has "
                         f"{', '.join(columns)}")
     tools_key = cfg.tools_key if cfg.tools_key in columns else ""
     reader = ExampleReader(text_key, cfg.route_key, source, cfg.prompt_key,
                            bool(cfg.completion_key), tools_key, filled_columns(dataset),
-                           cfg.join_rows)
-    if cfg.join_rows and holds_chats(dataset, text_key):
+                           cfg.join_rows, holds_chats(dataset, text_key),
+                           cfg.teacher_prompt_key)
+    if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")
     if cfg.prompt_key and not cfg.streaming:  # as `load_dataset` has checked the other column
@@ -391,7 +418,7 @@ def open_rows(cfg, source, split, encoders):
                 encoder.encode([content])  # which refuses control tokens beyond the lm_head
     if not cfg.streaming:
         check_long_texts(cfg, dataset, reader, list(encoders.values()))
-    if holds_chats(dataset, text_key):
+    if reader.has_chats:
         for name, encoder in encoders.items():
             if not encoder.tokenizer.chat_template:
                 raise ValueError(f"{name}: its tokenizer has no chat template, and "

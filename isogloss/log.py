@@ -44,7 +44,7 @@ def speed_metrics(num_parameters, device, tokens, seconds):
 
 
 class Waiting:
-    """Say once that the steps of a run wait for its data; the first step starts the workers."""
+    """Say once that steps of a run learn nothing, or wait for data; the first starts workers."""
 
     STEPS = 20
     LEAST = 0.2  # of their time
@@ -53,9 +53,13 @@ class Waiting:
         self.num_steps = 0
         self.seconds = 0.0
         self.data_seconds = 0.0
+        self.is_empty = False
 
-    def note(self, data_seconds, seconds):
-        """Note how long a step has taken, and how much of that it has waited."""
+    def note(self, data_seconds, seconds, tokens):
+        """Note how long a step has taken, how much of that it has waited, and what it learned."""
+        if not tokens and not self.is_empty:
+            self.is_empty = True
+            print_line("a step has no token to learn; see without_labels and cut_before_labels")
         self.num_steps += 1
         if not 1 < self.num_steps <= 1 + self.STEPS:
             return

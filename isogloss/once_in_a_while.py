@@ -52,7 +52,7 @@ def timed_metrics(report, begin, end):
     state = report.state
     metrics = report.metrics()
     seconds = begin.seconds_until(end)
-    state.waiting.note(metrics["data_seconds"], seconds)
+    state.waiting.note(metrics["data_seconds"], seconds, metrics["tokens"])
     speed = speed_metrics(state.student.num_parameters, state.device, metrics["tokens"], seconds)
     return metrics | speed
 

@@ -5,6 +5,7 @@ import re
 
 import datasets
 import pytest
+import torch
 
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
@@ -13,6 +14,7 @@ from isogloss.data.chat_rows import as_messages
 from isogloss.data.order import ExampleReader, check_learned
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import SkippedChat
+from isogloss.errors import DataError
 from test_sample import spelled
 
 CHATML = (
@@ -239,6 +241,33 @@ def test_a_chat_that_a_template_refuses_is_left_out_and_counted(encoders, side):
     assert counts.tokens == kept.tokens + (refused.tokens if side else 0)
 
 
+SYSTEM = {"role": "system", "content": "Be good."}
+FEW_SHOTS = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("prompt", ["the solution", FEW_SHOTS])
+@pytest.mark.parametrize("chat", [CHAT, [SYSTEM, *CHAT]])
+def test_what_teachers_alone_read_changes_nothing_but_their_reading(encoders, chat, prompt):
+    reader = ExampleReader("chat", has_chats=True, teacher_prompt_key="prompt")
+    plain, hinted = [reader({"chat": chat, "prompt": value}) for value in (None, prompt)]
+    batches = [collator(encoders)([example]) for example in (plain, hinted)]
+    students = [batch.student for batch in batches]
+    assert torch.equal(students[0].ids, students[1].ids)
+    assert torch.equal(students[0].labels, students[1].labels)
+    teachers = [batch.teachers[0] for batch in batches]
+    assert torch.equal(teachers[0].student_chunk, teachers[1].student_chunk)
+    assert batches[0].counts.pairs[0].kd_terms == batches[1].counts.pairs[0].kd_terms > 0
+    # the chunks hold the same tokens behind a longer beginning
+    shared = [teacher.labels[teacher.teacher_chunk >= 0] for teacher in teachers]
+    assert torch.equal(*shared)
+    words = prompt if isinstance(prompt, str) else "user: a?\nassistant: b"
+    read = [encoders[1].tokenizer.decode(teacher.ids[0]) for teacher in teachers]
+    assert words in read[1] and words not in read[0]
+    assert plain.key().tolist() != hinted.key().tolist()
+    with pytest.raises(DataError, match="is no chat, and --teacher_prompt_key stands in front"):
+        reader({"chat": "a text", "prompt": prompt})
+
+
 NOTHING_LEARNED = {
     "no message of the role 'assistant' (but critic, user)": [
         CHAT[0], {"role": "critic", "content": "a"}],
@@ -259,6 +288,14 @@ def test_data_of_which_nothing_is_learned_is_refused(encoders, words):
     student.max_length = 50
     good = datasets.Dataset.from_list([*rows, {"chat": CHAT[:2]}])
     assert check_learned(good, reader, student, "assistant") is None
+
+
+def test_samples_without_labels_are_counted(encoders):
+    student = encoders[0]
+    student.max_length = 40
+    counts = Collator(student, [])([[CHAT[0]], CHAT[:2], [CHAT[0] | {"content": "a" * 99}, CHAT[1]]]
+                                   ).counts
+    assert (counts.rows, counts.samples, counts.cut_samples) == (3, 2, 1)
 
 
 def test_other_names_of_the_assistant_are_read(encoders):

@@ -10,6 +10,7 @@ from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.data.batch_types import Example
 from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
+from isogloss.data.open_data import holds_chats, load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.rollouts import Prompter
 from isogloss.data.sample import TextEncoder
@@ -218,3 +219,18 @@ def test_of_chats_the_completions_messages_are_learned(tokenizers):
         # "all" learns what the template writes behind the message too
         assert learned.strip() == b"the value"
         assert batch.counts.pairs[0].kd_terms > 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chats_that_are_written_as_json_are_read(tmp_path, streaming):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"chat": json.dumps([USER, ANSWER])}] * 3
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = load_dataset(str(file), "chat", streaming=streaming)
+    assert holds_chats(dataset, "chat")
+    reader = ExampleReader("chat", source="d", has_chats=True)
+    assert [reader(row).content for row in dataset] == [[USER, ANSWER]] * 3
+    with pytest.raises(DataError, match=r"row 3 of 'chat' holds '\[1\]', and the first rows hold"):
+        reader({"chat": "[1]"}, 3)
+    file.write_text(json.dumps({"chat": "[INST] a"}) + "\n" + json.dumps(rows[0]) + "\n")
+    assert not holds_chats(load_dataset(str(file), "chat", streaming=streaming), "chat")

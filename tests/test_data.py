@@ -234,8 +234,16 @@ def test_loading_leaves_the_random_state_alone(dataset):
                                                 (0.1, "")])
 def test_a_run_says_once_that_it_waits_for_data(data_seconds, line, capsys):
     waiting = Waiting()
-    waiting.note(50.0, 60.0)  # the first step starts the workers
+    waiting.note(50.0, 60.0, 9)  # the first step starts the workers
     for _ in range(50):
-        waiting.note(data_seconds, 1.0)
+        waiting.note(data_seconds, 1.0, 9)
     said = capsys.readouterr().err
     assert line in said and said.count("--num_workers") == bool(line)
+
+
+
+def test_a_run_says_once_that_a_step_has_nothing_to_learn(capsys):
+    waiting = Waiting()
+    for tokens in (3, 0, 2, 0):
+        waiting.note(0.0, 1.0, tokens)
+    assert capsys.readouterr().err.count("a step has no token to learn") == 1

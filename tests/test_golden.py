@@ -133,7 +133,8 @@ def test_temperatures_of_trl():
         tau = case["temperature"]
         x = leaf(data)
         total = losses.generalized_jsd(
-            x, data["teacher_logits"], data["labels"] != -100, case["beta"], temperature=tau)[0]
+            x, data["teacher_logits"], data["labels"] != -100, beta=case["beta"],
+            temperature=tau)[0]
         check(total / tau**2, x, case["sum"], case["grad"], case)
     assert len(data["cases"]) == 12
 

@@ -6,15 +6,21 @@ what the assistant writes; the same templates without the blocks have to give th
 
 import copy
 import itertools
+import json
 import re
+from dataclasses import fields
+from datetime import date
 
 import numpy as np
 import pytest
 
 from isogloss.align import TokenTable
+from isogloss.config import Config, template_kwargs
 from isogloss.data.chat import encode_chat, pair_chats, render
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import common_spans
+from isogloss.inputs import first_date
+from isogloss.teachers.cache_files import FORMAT, Manifest
 
 BEGIN, END = "{% generation %}", "{% endgeneration %}"
 NL = "{{ '\\n' }}"  # a line end behind a block is not written
@@ -225,3 +231,38 @@ def test_what_two_texts_have_in_common():
     a, b = 'x{"name": "go", "at": 1}', "<go at=1>"
     assert [a[i : i + n] for i, _, n in common_spans(a, b)] == ["go", "at", "1"]
     assert [b[j : j + n] for _, j, n in common_spans(a, b)] == ["go", "at", "1"]
+
+
+# --- the date -------------------------------------------------------------------------------------
+
+
+def test_a_template_that_asks_for_the_date_is_told_that_of_the_run(encoder):
+    dated = encoder("{{ strftime_now('%d %b %Y') }}|" + TEMPLATES["chatml"])
+    cfg = Config(student="s", teacher="t", data="d", chat_date="2026-05-01")
+    dated.template_kwargs = template_kwargs(cfg)
+    text = render(CHATS["plain"], dated).data.decode()
+    assert text.startswith("01 May 2026|")
+    with pytest.raises(ValueError, match="--chat_date 1 May: expected a date like 2026-05-01"):
+        Config(student="s", teacher="t", data="d", chat_date="1 May")
+
+
+def test_the_date_is_that_of_the_run_or_of_its_cache_or_today(tmp_path):
+    run, other, cache = [tmp_path / name for name in ("run", "other", "cache")]
+    for folder in (run, other, cache):
+        folder.mkdir()
+    flags = {"student": "s", "data": "d", "output_dir": str(run)}
+    today = date.today().isoformat()
+    assert first_date(Config(teacher="t", **flags)) in (today, date.today().isoformat())
+    manifest = dict.fromkeys(field.name for field in fields(Manifest))
+    manifest |= {"format": FORMAT, "date": "2026-03-01"}
+    (cache / "manifest.json").write_text(json.dumps(manifest))
+    cached = flags | {"teacher_cache": str(cache)}
+    assert first_date(Config(**cached)) == "2026-03-01"
+    for folder, day in ((run, "2026-02-01"), (other, "2026-01-01")):
+        record = {"config": flags | {"teacher": "t", "chat_date": day}}
+        (folder / "run.json").write_text(json.dumps(record))
+    assert first_date(Config(**cached)) == "2026-02-01"
+    assert first_date(Config(**cached, resume="never")) == "2026-03-01"
+    checkpoint = other / "checkpoints" / "step_0000001"
+    checkpoint.mkdir(parents=True)
+    assert first_date(Config(**cached, resume=str(checkpoint))) == "2026-01-01"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from isogloss.data.batch_types import Batch, Example, StudentBatch, TeacherBatch, text_key
+from isogloss.data.batch_types import Batch, Example, StudentBatch, TeacherBatch
 from isogloss.data.chat import encode_chat, pair_chats, render
 from isogloss.data.long_texts import fits, leave_out_tail
 from isogloss.data.rollouts import Rollout, pair_rollout, student_reading
@@ -248,14 +248,20 @@ class Collator:
             return None, [Pairing(skipped=True)] * len(self.pairs)
         student = encode_chat(messages, rendering, self.student, self.train_on, example.context)
         pairings = []
+        chat, num_more = example.for_teachers()
+        taught = example._replace(content=chat)
         for pair, wanted in zip(self.pairs, takes_part):
-            of_teacher = self._render(example, pair.encoder) if wanted else None
+            of_teacher = self._render(taught, pair.encoder) if wanted else None
             if of_teacher is None:
                 # a chat that was not meant for this teacher does not count as skipped
                 pairings.append(Pairing(skipped=wanted))
                 continue
             encoders = self.student, pair.encoder
-            teacher = encode_chat(messages, of_teacher, pair.encoder, context=example.context)
+            # numbered as in the student's chat; what stands in front is no turn of it
+            of_teacher.turns = {number - num_more: turn for number, turn in of_teacher.turns.items()
+                                if number >= num_more}
+            context = max(example.context, bool(example.teacher_prompt))
+            teacher = encode_chat(messages, of_teacher, pair.encoder, context=context)
             alignment = pair_chats((rendering, of_teacher), encoders, self.aligner, self.train_on)
             pairings.append(Pairing(teacher, alignment))
         return student, pairings
@@ -487,7 +493,7 @@ def keys_of(examples):
     keys = np.zeros((len(examples), 2), np.int64)
     for number, example in enumerate(map(as_example, examples)):
         if example.content is not None:
-            keys[number] = text_key(example.content, example.tools)
+            keys[number] = example.key()
     return torch.from_numpy(keys)
 
 
@@ -506,6 +512,7 @@ def count_tokens(counts, labels, logp):
 
 def count_samples(counts, samples):
     """Count in Counts the samples of which something is learned, or would be if none was cut."""
+    counts.rows += len(samples)
     for sample in samples:
         counts.samples += sample.has_labels
         counts.cut_samples += sample.has_labels and not (sample.student.labels >= 0).any()

@@ -115,6 +115,7 @@ class Example(NamedTuple):
     tools: of a chat, what the assistant may call, as a list of objects; None: there are none.
     context: characters of a text, or messages of a chat, at its beginning that are read and from
         which nothing is learned.
+    teacher_prompt: of a chat, messages that teachers alone read in front of it.
     """
 
     content: object
@@ -122,13 +123,33 @@ class Example(NamedTuple):
     prompt: object = None
     tools: list | None = None
     context: int = 0
+    teacher_prompt: tuple = ()
+
+    def for_teachers(self):
+        """Return (the text or chat as teachers read it, messages that it has more).
+
+        A system message in front is one with that of the chat.
+        """
+        if not self.teacher_prompt:
+            return self.content, 0
+        prompt = list(self.teacher_prompt)
+        chat = list(self.content)
+        if chat and chat[0]["role"] == prompt[0]["role"] == "system":
+            joined = f"{prompt[0]['content']}\n\n{chat[0]['content']}"
+            return [chat[0] | {"content": joined}, *prompt[1:], *chat[1:]], len(prompt) - 1
+        first = int(bool(chat) and chat[0]["role"] == "system")
+        return [*chat[:first], *prompt, *chat[first:]], len(prompt)
+
+    def key(self):
+        """Return the two int64 that stand for what teachers read, with the tools of a chat.
+
+        What models say of it depends on nothing else of its row.
+        """
+        return text_key(self.for_teachers()[0], self.tools)
 
 
 def text_key(content, tools=None):
-    """Return the two int64 that stand for a text, or for a chat with its tools.
-
-    What models say of it depends on nothing else of its row.
-    """
+    """See `Example.key`."""
     if isinstance(content, str):
         described = b"text " + content.encode("utf-8", "surrogatepass")
     else:

@@ -4,6 +4,7 @@ Two templates write different headers around the same messages, so renderings ar
 turn: what the assistant says in both, and the end of its turn by its role.
 """
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,16 @@ from isogloss.align_dp import align_dp
 from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, check_size, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
-from isogloss.data.turns import SkippedChat, common_spans, stretches, write_chat, writer
+from isogloss.data.turns import (
+    SkippedChat,
+    common_spans,
+    stretches,
+    template_options,
+    write_chat,
+    writer,
+)
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
 
 
 class Turn(NamedTuple):
@@ -115,11 +125,11 @@ def _marked_turns(messages, encoder, tools, ids, located, data):
     None: it does not ({% generation %}), or not for every turn.  See `turns.Stretch`; in bytes.
     """
     template = encoder.tokenizer.chat_template
-    if not isinstance(template, str) or "generation %}" not in template.replace("-%}", " %}"):
+    if not isinstance(template, str) or not GENERATION.search(template):
         return None
     coded = encoder.tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
-        **encoder.template_kwargs)
+        **template_options(encoder, tools))
     mask = np.array(coded["assistant_masks"])
     numbers = [number for number, message in enumerate(messages)
                if message["role"] == "assistant"]

@@ -62,6 +62,17 @@ def is_message(value):
     return isinstance(value, dict) and ("role" in value or "from" in value)
 
 
+def chat_of_text(text):
+    """Return the messages that a text holds as JSON; None: it is another text."""
+    if not text.startswith("["):
+        return None
+    try:
+        chat = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return chat if chat and all(map(is_message, chat)) else None
+
+
 def _problem_of_message(message):
     if not isinstance(message, dict):
         value = "null" if message is None else f"{message!r:.40}"

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import datasets
 import fsspec
 
-from isogloss.data.chat_rows import is_message
+from isogloss.data.chat_rows import chat_of_text, is_message
 from isogloss.data.checks import (
     EMPTY_DATA,
     KINDS,
@@ -405,12 +405,16 @@ def _holds_objects(feature):
 
 
 def holds_chats(dataset, text_key):
-    """Tell whether the column holds lists of messages."""
+    """Tell whether the column holds lists of messages, or all its first rows JSON of these."""
     feature = (dataset.features or {}).get(text_key)
     # of a list, the type of its items; of text there is none
     message = getattr(feature, "feature", None)
     if isinstance(message, dict):
         return {"role", "content"} <= set(message) or {"from", "value"} <= set(message)
+    if feature is None or getattr(feature, "dtype", None) in STRINGS:
+        texts = [row.get(text_key) for row in dataset.take(ROWS_TO_TRY)]
+        if all(isinstance(text, str) and chat_of_text(text) for text in texts):
+            return bool(texts)
     if feature is None or is_json_type(feature):
         # The first rows have to tell: of a stream without declared columns, or where messages
         # differ in their keys or types.

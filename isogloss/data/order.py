@@ -22,13 +22,20 @@ import pyarrow.compute as pc
 from isogloss.data.batch import Collator
 from isogloss.data.batch_types import Example
 from isogloss.data.chat import chat_text, encode_chat, render
-from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
+from isogloss.data.chat_rows import (
+    as_messages,
+    as_tools,
+    chat_of_text,
+    problem_of,
+    problem_of_tools,
+)
 from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type
+from isogloss.data.long_texts import fits
 from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
-from isogloss.data.turns import SkippedChat
+from isogloss.data.turns import SkippedChat, template_options
 from isogloss.data.workers import Loader, worker_of
 from isogloss.errors import DataError
 
@@ -85,6 +92,8 @@ def _why_not_learned(example, student, train_on):
     """Return why nothing of an Example is learned, to follow a number of rows; or None."""
     content = example.content
     if isinstance(content, str):
+        if not example.context or not fits(content):  # whatever is left of it is learned
+            return None if content else "are empty"
         [ids] = student.encode([content])
         learned = encode_text(content, ids, student, example.context).learned
     else:
@@ -157,7 +166,8 @@ def _write_all(examples, encoder, connection):
             try:
                 encoder.tokenizer.apply_chat_template(
                     example.content, tools=example.tools, tokenize=False,
-                    add_generation_prompt=is_prompt, **encoder.template_kwargs)
+                    add_generation_prompt=is_prompt,
+                    **template_options(encoder, example.tools))
             except MemoryError:
                 problem = f"takes more than {TEMPLATE_BYTES >> 30} GiB"
             except Exception:  # what a template refuses is counted elsewhere
@@ -230,8 +240,10 @@ class ExampleReader:
         prompt_key: column of prompts; empty: there is none.
         is_completion: text_key holds what follows the prompt.
         tools_key: column of what the assistant of a chat may call; empty: there is none.
+        teacher_prompt_key: column of what teachers alone read in front of a chat; empty: none.
         filled: columns in which null stands for what a value does not have.
         join: characters that joined rows have at least; 0: every row is a sample.
+        has_chats: the rows are chats, or JSON of chats.
     """
 
     text_key: str
@@ -242,6 +254,8 @@ class ExampleReader:
     tools_key: str = ""
     filled: frozenset = frozenset()
     join: int = 0
+    has_chats: bool = False
+    teacher_prompt_key: str = ""
 
     def sample(self, rows, number=None):
         """Return the Example of a row, or of several that are joined.
@@ -274,11 +288,26 @@ class ExampleReader:
         tools = None
         if self.tools_key and isinstance(content, list):
             tools = as_tools(row.get(self.tools_key), self.tools_key in self.filled)
-        return Example(content, route, prompt, tools, context)
+        return Example(content, route, prompt, tools, context, self._teacher_prompt(row))
+
+    def _teacher_prompt(self, row):
+        key = self.teacher_prompt_key
+        if not key or not self._value(row, key):
+            return ()
+        prompt = self._content(row, key)
+        if isinstance(prompt, str):
+            prompt = [{"role": "system", "content": prompt}]
+        return tuple(prompt)
 
     def _content(self, row, key):
-        value = row[key]
+        value = self._value(row, key)
         return value if isinstance(value, str) else as_messages(value, key in self.filled)
+
+    def _value(self, row, key):
+        value = row.get(key)
+        if self.has_chats and isinstance(value, str):
+            return chat_of_text(value) or value
+        return value
 
     def problem_of(self, row):
         """Return what is wrong with a row, to follow its name; None: nothing."""
@@ -286,20 +315,28 @@ class ExampleReader:
             route = row.get(self.route_key)
             if isinstance(route, (list, dict)):
                 return f": {self.route_key!r} holds {route!r:.40}, expected a text or a number"
-        content = row.get(self.text_key)
+        content = self._value(row, self.text_key)
         if self.prompt_key:
-            prompt = row.get(self.prompt_key)
+            prompt = self._value(row, self.prompt_key)
             problem = problem_of(prompt)
             if problem:
                 return f": {self.prompt_key!r}{problem}"
             if self.is_completion and type(prompt) is not type(content) and content is not None:
                 return f": {self.prompt_key!r} and it are not both texts, or both chats"
+        if self.teacher_prompt_key:
+            problem = problem_of(self._value(row, self.teacher_prompt_key) or "")
+            if problem:
+                return f": {self.teacher_prompt_key!r}{problem}"
+            if isinstance(content, str):
+                return " is no chat, and --teacher_prompt_key stands in front of one"
         if self.tools_key and isinstance(content, list):
             problem = problem_of_tools(row.get(self.tools_key))
             if problem:
                 return f": {self.tools_key!r}{problem}"
         if self.join and isinstance(content, list):
             return " is a chat, and --join_rows joins texts"
+        if self.has_chats and isinstance(content, str):
+            return f" holds {content!r:.40}, and the first rows hold chats"
         return problem_of(content)
 
 

@@ -10,11 +10,13 @@ Tests: tests/test_turns.py.
 
 import json
 import re
+from datetime import date
 from difflib import SequenceMatcher
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
+DATE = "strftime_now"  # what templates ask for the date
 MARK = "\ue000\ue001"  # of Unicode's private use area, so it is in no chat
 QUESTION = [{"role": "user", "content": "a"}]
 ANSWER = {"role": "assistant", "content": MARK}
@@ -23,6 +25,27 @@ WORD = re.compile(r"\s+|\w+|[^\w\s]")
 
 class SkippedChat(ValueError):
     """Say that a chat template does not render a chat."""
+
+
+def template_options(encoder, tools=None):
+    """Return what `apply_chat_template` is told of an encoder: --template_kwargs, and the date.
+
+    Templates ask for it by `strftime_now`, which transformers answers with today.
+    """
+    options = dict(encoder.template_kwargs)
+    day = options.pop(DATE, "")
+    if day and DATE in str(encoder.tokenizer.chat_template):
+        options["chat_template"] = dated(encoder.tokenizer.get_chat_template(tools=tools), day)
+    return options
+
+
+@lru_cache
+def dated(template, day):
+    """Return a template for which it is always the same day, as 2026-05-01."""
+    answers = "format"
+    for code in "aAbBcdfHIjmMpSUwWxXyYzZ":
+        answers += f" | replace('%{code}', {date.fromisoformat(day).strftime(f'%{code}')!r})"
+    return f"{{%- macro {DATE}(format) -%}}{{{{ {answers} }}}}{{%- endmacro -%}}{template}"
 
 
 def write_chat(messages, encoder, tools=None, is_prompt=False):
@@ -36,7 +59,7 @@ def write_chat(messages, encoder, tools=None, is_prompt=False):
         SkippedChat: the template does not render it.
     """
     write = partial(encoder.tokenizer.apply_chat_template, tools=tools, tokenize=False,
-                    add_generation_prompt=is_prompt, **encoder.template_kwargs)
+                    add_generation_prompt=is_prompt, **template_options(encoder, tools))
     messages = list(map(_with_all_names, messages))
     try:
         try:

@@ -137,7 +137,8 @@ class Counts(Sums):
         tokens: student tokens to predict.
         ce_tokens: those of the data, the terms of the cross-entropy; the others are in rollouts.
         text_bytes: UTF-8 bytes that the tokens spell.
-        samples: of which something would be learned, were nothing cut off.
+        rows: samples.
+        samples: those of which something would be learned, were nothing cut off.
         cut_samples: those of them that are cut before their first label.
         pairs: PairCounts of every teacher.
     """
@@ -145,6 +146,7 @@ class Counts(Sums):
     tokens: float = 0
     ce_tokens: float = 0
     text_bytes: float = 0
+    rows: float = 0
     samples: float = 0
     cut_samples: float = 0
     pairs: list = field(default_factory=list)

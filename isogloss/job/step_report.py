@@ -52,6 +52,9 @@ class StepReport:
         for number, setup in enumerate(self.state.teachers):
             metrics |= named(self.state, setup, self.of_teacher(number))
         metrics["tokens"] = int(self.counts.tokens)
+        metrics["tokens_per_sample"] = mean_of(self.counts.tokens, self.counts.rows)
+        unlearned = self.counts.rows - self.counts.samples
+        metrics["without_labels"] = mean_of(unlearned, self.counts.rows)
         metrics["cut_before_labels"] = mean_of(self.counts.cut_samples, self.counts.samples)
         for name, value in self.others.items():
             metrics[name] = value.read() if isinstance(value, Readback) else value

@@ -173,6 +173,7 @@ class Manifest:
         holds_chats: the texts are chats.
         num_texts, texts_per_shard: rows of the data; those that a shard covers.
         bytes_per_position: see the function of this name.
+        date: that its chat template was told; "": of an earlier version, the day of writing.
         files: {name: [bytes, CRC-32]} of every other file; empty: the cache is not complete.
         format: version of this layout.
     """
@@ -196,6 +197,7 @@ class Manifest:
     bytes_per_position: int
     sampled: bool = False
     seed: int = 0
+    date: str = ""
     files: dict = field(default_factory=dict)
     format: int = FORMAT
 
@@ -224,6 +226,8 @@ class Manifest:
         names = {entry.name for entry in fields(cls)}
         if isinstance(plain, dict) and plain.get("format") == 1:
             plain = {"sampled": False, "seed": 0} | plain
+        if isinstance(plain, dict):
+            plain = {"date": ""} | plain  # which earlier versions did not write
         is_readable = isinstance(plain, dict) and plain.get("format") in READABLE
         if not is_readable or set(plain) != names:
             raise ValueError(f"--{flag} {folder}: its {MANIFEST} is damaged, or of another version "

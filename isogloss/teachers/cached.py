@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from isogloss.align import fingerprint
-from isogloss.data.batch_types import text_key
+from isogloss.data.turns import DATE
 from isogloss.errors import DataError
 from isogloss.teachers.cache_files import (
     HEAD,
@@ -43,7 +43,9 @@ def template_digest(encoder):
     template = getattr(encoder.tokenizer, "chat_template", None) or ""
     if not isinstance(template, str):
         template = json.dumps(template, sort_keys=True)
-    told = json.dumps(encoder.template_kwargs, sort_keys=True)
+    told = {name: value for name, value in encoder.template_kwargs.items()
+            if name != DATE}  # which the Manifest holds
+    told = json.dumps(told, sort_keys=True)
     return hashlib.sha256(f"{template}\n{told}".encode()).hexdigest()[:32]
 
 
@@ -69,6 +71,10 @@ def check_cache(folder, encoder, max_length):
     if manifest.holds_chats and template_digest(encoder) != manifest.template:
         raise ValueError(f"{where}: its chats were rendered by another chat template, or with "
                          "other --template_kwargs; use the same, or write the cache anew")
+    asks = manifest.holds_chats and DATE in str(encoder.tokenizer.chat_template)
+    if asks and manifest.date not in ("", encoder.template_kwargs.get(DATE)):
+        raise ValueError(f"{where}: its chats were rendered on {manifest.date}; use --chat_date "
+                         f"{manifest.date}, or write the cache anew")
     if max_length > manifest.max_length:
         raise ValueError(f"--teacher_max_length {max_length}: {folder} holds {manifest.max_length} "
                          "positions of a text; use no more, or write the cache anew")
@@ -108,7 +114,7 @@ def check_texts(folder, data):
             continue
         for row in range(dist.get_rank(), len(dataset), dist.get_world_size()):
             example = read(dataset[row], first_row + row)
-            if reader.find(text_key(example.content, example.tools)) is None:
+            if reader.find(example.key()) is None:
                 raise ValueError(lacks(folder, reader.manifest, f"row {first_row + row} of "
                                        f"{read.source}"))
 
