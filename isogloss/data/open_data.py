@@ -412,7 +412,10 @@ def holds_chats(dataset, text_key):
     if isinstance(message, dict):
         return {"role", "content"} <= set(message) or {"from", "value"} <= set(message)
     if feature is None or getattr(feature, "dtype", None) in STRINGS:
-        texts = [row.get(text_key) for row in dataset.take(ROWS_TO_TRY)]
+        try:
+            texts = [row.get(text_key) for row in dataset.take(ROWS_TO_TRY)]
+        except ValueError:  # they are no text, as is said where they are checked
+            return False
         if all(isinstance(text, str) and chat_of_text(text) for text in texts):
             return bool(texts)
     if feature is None or is_json_type(feature):

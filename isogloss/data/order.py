@@ -93,7 +93,7 @@ def _why_not_learned(example, student, train_on):
     content = example.content
     if isinstance(content, str):
         if not example.context or not fits(content):  # whatever is left of it is learned
-            return None if content else "are empty"
+            return None
         [ids] = student.encode([content])
         learned = encode_text(content, ids, student, example.context).learned
     else:
