@@ -398,6 +398,11 @@ def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack
             for of_shard, of_whole in zip(shard.teachers, whole.teachers):
                 assert same(of_shard, of_whole, STUDENT_FIELDS)  # teachers read whole sequences
                 assert of_shard.num_samples == 4
+        for number, of_whole in enumerate(whole.teachers):
+            # each chunk of the teacher's is kept by one rank, which computes it
+            kept = [shard.teachers[number].teacher_chunk for shard in shards]
+            assert torch.equal(sum((chunk >= 0).int() for chunk in kept),
+                               (of_whole.teacher_chunk >= 0).int())
 @pytest.mark.parametrize("pack", [False, True])
 def test_shards_know_the_samples_of_their_positions_and_of_the_halo(encoders, texts, pack):
     """The halo are the positions beyond a shard, each of which one rank holds."""

@@ -117,6 +117,19 @@ def test_spans_hold_what_the_template_kept_of_each_message(encoders):
             header_end = span.begin + span.size
 
 
+def test_a_turn_ends_with_the_stop_token_right_behind_its_message(encoders):
+    """The teacher's template ends the assistant's turns only."""
+    stops = encoders[0].table.end_of_turn, encoders[1].table.eos
+    for encoder, stop, messages in zip(encoders, stops, ([0, 1, 2, 3], [1, 3])):
+        rendering = render(CHAT, encoder)
+        assert sorted(rendering.ends) == messages
+        for message, end in rendering.ends.items():
+            assert rendering.ids[end] == stop
+            span = rendering.spans[message, "content"]
+            # the token before the stop is the last of the content
+            assert rendering.located.end[end - 1] == span.begin + span.size
+
+
 def test_reasoning_and_tool_calls_keep_their_place(tokenizers):
     encoders = with_templates(tokenizers, WITH_CALLS, WITH_CALLS)
     renderings = [render(CHAT_WITH_CALLS, encoder) for encoder in encoders]
