@@ -293,6 +293,36 @@ def test_counts_survive_their_vector_and_add_up(encoders, texts):
         Counts(pairs=[PairCounts()]) + Counts()  # of other teachers
 
 
+@pytest.mark.parametrize("loss", [None, "chunks", "event_kl"])
+def test_tiles_hold_every_label_and_every_term_once_whatever_their_size(
+        encoders, texts, spelling, loss):
+    student, teacher = encoders
+    pairs = [PairOptions(teacher, spelling if loss == "event_kl" else None)] if loss else []
+    whole = Collator(student, pairs)(texts[:5])
+    for pack, tile_mib in ((False, math.inf), (False, 0.25), (True, math.inf), (True, 0.25)):
+        batch = Collator(student, pairs, pack=pack, tile_mib=tile_mib)(texts[:5])
+        assert batch.counts == whole.counts
+        tiles = batch.teachers[0].tiles if loss else batch.student.tiles
+        assert (len(tiles) > 1) == (tile_mib < math.inf)
+        terms = 0
+        positions = []
+        for tile in tiles:
+            positions += tile.student_positions.tolist()
+            for sub_tile in tile.sub_tiles:
+                labels = batch.student.labels.flatten()[
+                    tile.student_positions[sub_tile.student_slice]]
+                learned = sub_tile.student_labels >= 0
+                assert torch.equal(labels[learned], sub_tile.student_labels[learned])
+                if loss == "event_kl":
+                    terms += int(sub_tile.terms.count_all)
+                else:
+                    terms += len(sub_tile.terms.first_S) if loss else int(learned.sum())
+        assert terms == (batch.counts.pairs[0].kd_terms if loss else batch.counts.tokens) > 0
+        assert len(set(positions)) == len(positions)
+        learned = (batch.student.labels.flatten() >= 0).nonzero().flatten().tolist()
+        assert set(learned) <= set(positions)
+
+
 def test_counts_are_those_of_the_tensors(encoders, texts):
     batch = collator([at_most(encoder, 60) for encoder in encoders])([*texts[:4], "é"])
     teacher = batch.teachers[0]
@@ -398,6 +428,11 @@ def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack
             for of_shard, of_whole in zip(shard.teachers, whole.teachers):
                 assert same(of_shard, of_whole, STUDENT_FIELDS)  # teachers read whole sequences
                 assert of_shard.num_samples == 4
+        for number, of_whole in enumerate(whole.teachers):
+            # each chunk of the teacher's is kept by one rank, which computes it
+            kept = [shard.teachers[number].teacher_chunk for shard in shards]
+            assert torch.equal(sum((chunk >= 0).int() for chunk in kept),
+                               (of_whole.teacher_chunk >= 0).int())
 @pytest.mark.parametrize("pack", [False, True])
 def test_shards_know_the_samples_of_their_positions_and_of_the_halo(encoders, texts, pack):
     """The halo are the positions beyond a shard, each of which one rank holds."""

@@ -14,10 +14,11 @@ from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.data import long_texts
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.long_texts import leave_out_tail, splits_at_spaces
+from isogloss.data.long_texts import BOUNDARY, leave_out_tail, splits_at_spaces
 from isogloss.data.order import Example
 from isogloss.data.sample import TextEncoder
 
+TOKENIZERS = ("deepseek_coder", "gpt2", "llama2", "llama3", "mistral_v7", "qwen2", "t5", "tok512")
 ODD_PIECES = (
     "  two   spaces ", "\ttabs\t\t and\r\nlines\n\n  \n", "don't WE'LL x's ",
     "e\u0301te\u0301 \u0301 a", "12345 1.5e-3 ",
@@ -41,6 +42,25 @@ def odd_text(seed, num_pieces=400):
         odd = draw.random() < 0.3
         pieces.append(draw.choice(ODD_PIECES) if odd else draw.choice(words) + " ")
     return "".join(pieces)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokens_before_a_boundary_do_not_depend_on_the_rest(name):
+    tokenizer = load(name)
+    assert splits_at_spaces(tokenizer)
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    draw = random.Random(0)
+    texts = [odd_text(seed) for seed in range(3)]
+    texts.append(Path(random.__file__).read_text()[:9_000])
+    for text in texts:
+        whole = encode(text)
+        boundaries = [match.end() for match in BOUNDARY.finditer(text)]
+        for boundary in draw.sample(boundaries, 60):
+            part = encode(text[:boundary])
+            assert whole[: len(part)] == part, text[boundary - 30 : boundary + 30]
 
 
 def check_same(text, encoders, monkeypatch):

@@ -118,6 +118,37 @@ def test_the_header_of_a_turn_does_not_begin_a_plain_text(encoders, template):
     assert encoder.encode(["a b"])[0].tolist() == [bos, *plain, table.eos]  # it adds one itself
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_offsets_locate_what_the_bytes_do_not(encoders, bos):
+    """A tokenizer that lower-cases: its tokens stand for the text as it was written."""
+    text = "The Upper value"
+    encoder = changed(encoders[0], lower_casing(encoders[0].tokenizer))
+    if not bos:
+        encoder = changed(encoder, bos=-1)
+    ids = encoder.encode([text])[0]
+    located = encoder.locate(ids, text)
+    assert len(located.begin) == len(ids)
+    covered = b""
+    for i, begin, end in zip(ids.tolist(), located.begin, located.end):
+        if encoder.table.special[i]:
+            assert begin == -1
+            continue
+        stands_for = text.encode()[begin:end]
+        piece = encoder.table.bytes_of(i)
+        assert stands_for.lower() in (piece, piece[1:])  # without the space before the text
+        covered += stands_for
+    assert covered.replace(b" ", b"") == text.encode().replace(b" ", b"")
+
+
+def test_bytes_count_the_text_once(encoders):
+    """The space that SentencePiece puts before a text is none of its bytes; eos has none."""
+    for text in ("the value of the index", " leading", "", "é"):
+        sample = sample_of(text, encoders[0], [encoders[1]])
+        for row in (sample.student, sample.pairs[0].teacher):
+            assert row.num_bytes.clip(min=0).sum() == len(text.encode()), text
+            assert row.num_bytes[-1] == -1
+
+
 def test_labels_bytes_and_chunks_are_those_of_the_predicted_token(encoders, texts):
     student, teacher = encoders
     for text in texts[:6]:
