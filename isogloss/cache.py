@@ -16,7 +16,7 @@ import itertools
 import shutil
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -577,9 +577,12 @@ def write_shards(args, folder, manifest, texts, source):
 
 def _first_date(folder):
     """Return the date of a cache that was begun, or else today."""
-    if (Path(folder) / MANIFEST).exists():
-        return Manifest.read("output", folder).date
-    return min(values_of_ranks(date.today().isoformat()))
+    day = date.today().isoformat()
+    # a folder that is no cache is refused later
+    with suppress(OSError, ValueError):
+        if (Path(folder) / MANIFEST).exists():
+            day = Manifest.read("output", folder).date
+    return values_of_ranks(day)[0]
 
 
 def prepare(args, device):

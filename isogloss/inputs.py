@@ -1,5 +1,6 @@
 """Read and check all that the flags name but the weights' values, and load a run's batches."""
 
+import contextlib
 import math
 import os
 import sys
@@ -209,7 +210,18 @@ def check_projections(cfg):
 
 
 def first_date(cfg):
-    """Return the date that chat templates are told: that of the run, of its caches, or today."""
+    """Return the date that chat templates are told, the same on all ranks.
+
+    It is that of the run that goes on, that of a cache, or today.
+    """
+    day = ""
+    # what is wrong with these files is said where they are read
+    with contextlib.suppress(OSError, ValueError):
+        day = _date_before(cfg)
+    return values_of_ranks(day or date.today().isoformat())[0]
+
+
+def _date_before(cfg):
     folder = Path(cfg.output_dir)
     if cfg.resume not in ("auto", "never"):
         folder = Path(cfg.resume).parent.parent  # of runs/a/checkpoints/step_0000100
@@ -222,7 +234,7 @@ def first_date(cfg):
             day = Manifest.read("teacher_cache", teacher_cfg.teacher_cache).date
             if day:
                 return day
-    return min(values_of_ranks(date.today().isoformat()))
+    return ""
 
 
 def load_text_encoder(role, path, max_length, trust_remote_code=False, template_kwargs=None):

@@ -10,6 +10,7 @@ import pickle
 import random
 import socket
 import traceback
+from multiprocessing.connection import wait
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["warm"])
@@ -41,22 +42,25 @@ def start(world, function, *args):
 
 def results(group, timeout=900):
     """What every rank returned; raises what a rank raised."""
-    found = []
+    found = {}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(group)}
     try:
-        for _, pipe in group:
-            if not pipe.poll(timeout):
+        while waiting:
+            ready = wait(list(waiting), timeout)
+            if not ready:
                 raise TimeoutError(f"a rank did not respond for {timeout} s")
-            kind, value = pickle.loads(pipe.recv_bytes())
-            if kind == "error":
-                raise AssertionError(value)
-            found.append(value)
+            for pipe in ready:  # the first that fails, for which others may wait in vain
+                kind, value = pickle.loads(pipe.recv_bytes())
+                if kind == "error":
+                    raise AssertionError(value)
+                found[waiting.pop(pipe)] = value
         for process, _ in group:
             process.join(timeout)
     finally:
         for process, _ in group:
             if process.is_alive():
                 process.kill()
-    return found
+    return [found[rank] for rank in range(len(group))]
 
 
 def run(world, function, *args):
