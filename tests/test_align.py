@@ -22,6 +22,7 @@ from isogloss.align import (
     TokenTable,
     align,
     align_regions,
+    character_starts,
     common_cut,
     coverage,
     html_page,
@@ -404,6 +405,23 @@ def test_text_that_ends_inside_a_character_keeps_its_place(name):
             check_sampled(ids[:cut] + end, name)
 
 
+@pytest.mark.parametrize("name", ["llama2", "tok512"])
+def test_a_half_character_costs_its_own_bytes_alone(name):
+    """All of the text before it goes on to teach."""
+    tokenizer, table = real(name)
+    ids = random_spelling(b"The cat sat on the m", spellings(name), random.Random(2))
+    byte_tokens = {table.bytes_of(i): i for i in range(len(table)) if "<0x" in table.tokens[i]}
+    ids += [byte_tokens[b"\xe6"], byte_tokens[b"\x97"]]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert text.endswith("m\ufffd\ufffd")
+    other, other_table = real("gpt2")
+    coded = encode(other, text)
+    alignment = align(
+        ids, coded["input_ids"], table, other_table, text, None, coded["offset_mapping"])
+    text_bytes = len(text.encode())
+    assert coverage(alignment)["bytes"] == (text_bytes - 6) / text_bytes
+
+
 def test_sampled_ids_align_with_their_decoded_text(tables, tokenizers):
     """A model may sample any spelling, even half characters; the teacher reads the decoded text."""
     student, teacher = tables
@@ -558,3 +576,9 @@ def test_tokens_of_a_chunk_are_neighbors():
     assert alignment.dropped["unencodable"] == 2
     assert common_cut((alignment.student_chunk, alignment.teacher_chunk), (9, 9)) == [4, 2]
     check_turned(alignment, align([0, 1], [0, 2, 1, 3], t, s))
+
+
+def test_a_character_begins_where_its_bytes_do():
+    text = "a\x7f\x80é\u07ff\u0800€\uffff\U00010000😀z"
+    expected = [len(text[:place].encode()) for place in range(len(text) + 1)]
+    assert character_starts(text).tolist() == expected
