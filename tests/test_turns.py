@@ -225,6 +225,17 @@ def longest_common(a, b):
     return best[0, 0]
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_templates_read_arguments_as_text_and_thoughts_by_any_name(encoder, marked):
+    template = each(
+        "<|im_start|>assistant\n" + BEGIN + "{{ m.thinking + '' }}" + CALLS
+        + "{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>" + END + NL,
+        CHATML, CHATML_PROMPT)
+    reader = encoder(template if marked else template.replace(BEGIN, "").replace(END, ""))
+    chat = [asks(), says(reasoning="look: ", tool_calls=calls("\u00c5s"))]
+    assert render(chat, reader).words(1) == 'look: weather{"city": "\u00c5s"}'
+
+
 def test_what_two_texts_have_in_common():
     assert common_spans("", "a") == []
     assert common_spans("a b", "a b") == [(0, 0, 3)]

@@ -15,14 +15,7 @@ from isogloss.align_dp import align_dp
 from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, check_size, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
-from isogloss.data.turns import (
-    SkippedChat,
-    common_spans,
-    stretches,
-    template_options,
-    write_chat,
-    writer,
-)
+from isogloss.data.turns import SkippedChat, common_spans, stretches, write_chat, writer
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
 
@@ -127,9 +120,8 @@ def _marked_turns(messages, encoder, tools, ids, located, data):
     template = encoder.tokenizer.chat_template
     if not isinstance(template, str) or not GENERATION.search(template):
         return None
-    coded = encoder.tokenizer.apply_chat_template(
-        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
-        **template_options(encoder, tools))
+    coded = write_chat(messages, encoder, tools, tokenize=True, return_dict=True,
+                       return_assistant_tokens_mask=True)
     mask = np.array(coded["assistant_masks"])
     numbers = [number for number, message in enumerate(messages)
                if message["role"] == "assistant"]

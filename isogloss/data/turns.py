@@ -48,18 +48,20 @@ def dated(template, day):
     return f"{{%- macro {DATE}(format) -%}}{{{{ {answers} }}}}{{%- endmacro -%}}{template}"
 
 
-def write_chat(messages, encoder, tools=None, is_prompt=False):
+def write_chat(messages, encoder, tools=None, is_prompt=False, **options):
     """Write a chat by a model's template.
 
     Args:
         encoder: TextEncoder.
         tools: list of objects that describe what the assistant may call; None: there are none.
         is_prompt: up to where the assistant speaks.
+        options: of `apply_chat_template`, else it returns text.
     Raises:
         SkippedChat: the template does not render it.
     """
-    write = partial(encoder.tokenizer.apply_chat_template, tools=tools, tokenize=False,
-                    add_generation_prompt=is_prompt, **template_options(encoder, tools))
+    options = (options or {"tokenize": False}) | template_options(encoder, tools)
+    write = partial(encoder.tokenizer.apply_chat_template, tools=tools,
+                    add_generation_prompt=is_prompt, **options)
     messages = list(map(_with_all_names, messages))
     try:
         try:
