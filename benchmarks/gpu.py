@@ -358,7 +358,7 @@ def no_synchronization(tokens=1024):
             torch.cuda.set_sync_debug_mode("default")
         waits = {}
         for warning in caught:
-            if "synchroniz" in str(warning.message):
+            if "called a synchronizing" in str(warning.message):
                 place = f"{Path(warning.filename).name}:{warning.lineno}"
                 waits[place] = waits.get(place, 0) + 1
         figures[f"{name} {path}"] = waits

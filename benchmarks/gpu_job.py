@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 import torch
@@ -67,7 +68,11 @@ def on_ranks(world, function, *arguments):
         port = probe.getsockname()[1]
     group = [spawn(_rank, rank, world, port, function, arguments) for rank in range(world)]
     try:
-        return [received(pipe, timeout=600) for _, pipe in group]
+        answers = [received(pipe, timeout=600) for _, pipe in group]
+        for answer in answers:
+            if "error" in answer:
+                raise RuntimeError(answer["error"])
+        return [answer["result"] for answer in answers]
     finally:
         for process, _ in group:
             process.join(30)
@@ -77,14 +82,17 @@ def on_ranks(world, function, *arguments):
 def _rank(pipe, rank, world, port, function, arguments):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    send(pipe, globals()[function](*arguments))
+    try:
+        send(pipe, {"result": globals()[function](*arguments)})
+    except Exception:
+        send(pipe, {"error": f"rank {rank}: {traceback.format_exc()[-1500:]}"})
 
 
-def build(folder, micro_batch_size, precision, **flags):
+def start_run(folder, micro_batch_size, precision, **flags):
     """Return (state of a run, its Collator, texts) on this rank."""
     import torch.distributed as dist
 
-    from isogloss import distill
+    from isogloss import build, distill
     from isogloss.inputs import build_collator, check_inputs
     from isogloss.job.launch import silence_libraries, start_distributed
 
@@ -118,7 +126,7 @@ def step_gradients(folder):
     folder = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     count = SAMPLES // world
-    state, collator, texts = build(folder, count, "float32")
+    state, collator, texts = start_run(folder, count, "float32")
     first = count * dist.get_rank()
     batch = collator(texts[first : first + count])
     model = state.engine.module.model
@@ -245,13 +253,19 @@ def transfers_overlap():
     return results
 
 
+def watch_waits(mode):
+    """Set what torch says of waits for a GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def waits_between_steps(folder):
     """Return {place: waits for the device} from an optimizer's step to the next batch's copy."""
     import warnings
 
     from isogloss import distill
 
-    state, collator, texts = build(Path(folder), SAMPLES, "bfloat16")
+    state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
     reports = [distill.train_step(state, [batch])]
     step = state.engine.step
@@ -259,11 +273,11 @@ def waits_between_steps(folder):
 
     def step_and_watch(*arguments, **options):
         result = step(*arguments, **options)
-        torch.cuda.set_sync_debug_mode("warn")
+        watch_waits("warn")
         return result
 
     def upload_unwatched(batches):
-        torch.cuda.set_sync_debug_mode("default")
+        watch_waits("default")
         return to_device(batches)
 
     state.engine.step = step_and_watch
@@ -272,10 +286,10 @@ def waits_between_steps(folder):
         warnings.simplefilter("always")
         for _ in range(STEPS):
             reports.append(distill.train_step(state, [batch]))
-        torch.cuda.set_sync_debug_mode("default")
+        watch_waits("default")
     waits = {}
     for warning in caught:
-        if "synchroniz" in str(warning.message):
+        if "called a synchronizing" in str(warning.message):
             place = f"{Path(warning.filename).name}:{warning.lineno}"
             waits[place] = waits.get(place, 0) + 1
     losses = [report.metrics()["loss"] for report in reports]
@@ -295,13 +309,18 @@ def overlap():
 # --- time -------------------------------------------------------------------------------------
 
 
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def kernel_times(run):
     """Return sorted [(begin, end)] in microseconds of all that a GPU did during a run."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
-        torch.cuda.synchronize()
+        synchronize()
     spans = []
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -332,15 +351,15 @@ def timed_steps(folder):
 
     from isogloss import distill
 
-    state, collator, texts = build(Path(folder), SAMPLES, "bfloat16")
+    state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
     for _ in range(STEPS):
         distill.train_step(state, [batch])
-    torch.cuda.synchronize()
+    synchronize()
     begin = time.perf_counter()
     for _ in range(STEPS):
         distill.train_step(state, [batch])
-    torch.cuda.synchronize()
+    synchronize()
     seconds = (time.perf_counter() - begin) / STEPS
 
     def steps():

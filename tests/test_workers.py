@@ -1,5 +1,6 @@
 """workers.py: batches as one process prepares them, and no process or wait without an end."""
 
+import gc
 import itertools
 import os
 import resource
@@ -44,6 +45,24 @@ class Raises:
         raise self.error
 
 
+class Collects:
+    def __iter__(self):
+        gc.collect()
+        yield torch.zeros(1)
+
+
+class Cycle:
+    """What only its own process may free, as a process group or a tensor of a GPU."""
+
+    def __init__(self):
+        self.itself = self
+        self.process = os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.process:
+            os._exit(9)
+
+
 class Waits:
     def __iter__(self):
         while True:
@@ -59,6 +78,17 @@ def test_batches_come_in_order_to_their_end(num_workers):
         for i, tensor in enumerate(batch):
             assert tensor.dtype == torch.int64 and bool((tensor == number + i).all())
             tensor += 1  # it can be written to
+
+
+def test_a_worker_frees_nothing_that_it_inherited():
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle()
+        assert len(list(Loader(Collects(), 1))) == 1
+        assert gc.collect() and not gc.get_freeze_count()
+    finally:
+        gc.enable()
 
 
 def test_a_window_of_many_batches_needs_no_descriptors():

@@ -14,6 +14,7 @@ Tests: tests/test_workers.py.
 import contextlib
 import ctypes
 import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
@@ -100,7 +101,11 @@ class Worker:
         self.process = context.Process(
             target=_work, args=(batches, (number, num_workers), other_end, os.getpid()),
             daemon=True)
+        # Cycles that are not collected yet stay so in the worker: to free a process group would
+        # wait for its threads, to free a tensor of a GPU call that, and a worker has neither.
+        gc.freeze()
         self.process.start()
+        gc.unfreeze()
         other_end.close()
 
     def receive(self, asked_to_end, pinned=False):

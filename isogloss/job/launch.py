@@ -70,14 +70,13 @@ def start_distributed(roles=None):
 
 def _join_process_group(roles):
     """Join a process group of all ranks of this world, as DeepSpeed would for the whole job."""
-    world_size = int(os.environ["WORLD_SIZE"])
     device = None
-    if get_accelerator().device_name() == "cuda" and world_size > 1 and roles is None:
+    if get_accelerator().device_name() == "cuda":  # else every barrier warns that it guesses
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         get_accelerator().communication_backend_name(),
         rank=int(os.environ["RANK"]),
-        world_size=world_size,
+        world_size=int(os.environ["WORLD_SIZE"]),
         # Two worlds use one store; their prefixes keep their keys apart.
         store=dist.PrefixStore(roles.role if roles else "ranks", job_store()),
         timeout=JOINING_TIMEOUT,
@@ -184,5 +183,7 @@ def silence_libraries():
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     # DeepSpeed calls functions that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # what its compiler decides within a kernel
+    warnings.filterwarnings("ignore", module="torch._inductor")
     # The tokenizers library warns when a process that used its threads forks, as for data workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
