@@ -91,6 +91,7 @@ from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 AUTO_FRACTION = 1 / 8  # of a GPU's free memory, --loss_memory_mib auto.  Not tuned.
+GPU_WIDTH_STEP = 64  # tokens; an H200 takes 50 ms to prepare its attention for another width
 
 
 @dataclass
@@ -640,4 +641,5 @@ def build_collator(cfg, inputs, device, tile_mib=None):
         # neighboring ranks hold the shards of one sequence
         sequence_rank=dist.get_rank() % cfg.sequence_parallel,
         sequence_size=cfg.sequence_parallel,
-        computes_loss=is_last_stage(cfg.pipeline_parallel))
+        computes_loss=is_last_stage(cfg.pipeline_parallel),
+        width_step=1 if is_cpu else GPU_WIDTH_STEP)

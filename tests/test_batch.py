@@ -89,6 +89,24 @@ def test_padding_says_nothing(encoders, texts):
         assert torch.equal(second[: len(first)], first) and (second[len(first) :] == -1).all()
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_rows_are_as_wide_as_a_device_likes_them(encoders, texts, pack):
+    """Beyond what a model may read they are not; shards are equally wide all the same."""
+    lengths = [len(ids) for encoder in encoders for ids in encoder.encode(texts[:5])]
+    for most, size in ((10_000, 1), (10_000, 3), (max(lengths) + 5, 1)):
+        limited = [replace(encoder, max_length=most) for encoder in encoders]
+        [whole] = shards_of(limited, texts[:5], 1, pack=pack)
+        shards = shards_of(limited, texts[:5], size, pack=pack, width_step=1009)
+        assert sum((shard.counts for shard in shards[1:]), shards[0].counts) == whole.counts
+        ids = torch.cat([shard.student.ids for shard in shards], 1)
+        for wide, narrow in ((ids, whole.student.ids),
+                             (shards[0].teachers[0].ids, whole.teachers[0].ids)):
+            width = narrow.shape[1]
+            expected = min(-(-width // 1009) * 1009, most)
+            assert width < expected <= wide.shape[1] < expected + size
+            assert torch.equal(wide[:, :width], narrow)
+
+
 def test_a_tokenizer_without_pad_is_filled_by_an_id_that_it_has(encoders, texts):
     for eos in (encoders[0].table.eos, -1):
         student = replace(encoders[0], table=copy.copy(encoders[0].table))

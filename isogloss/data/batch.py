@@ -74,6 +74,7 @@ class Collator:
         tile_mib, sub_tiles: see `tile_plan.plan_tiles`; inf: one tile of one sub-tile holds all.
         sequence_rank, sequence_size: which shard of every sequence this rank holds.
         computes_loss: this rank does; another one of its pipeline needs no tiles and no counts.
+        width_step: rows are as wide as a multiple of it, see `Rows`.
     """
 
     student: TextEncoder
@@ -86,6 +87,7 @@ class Collator:
     sequence_rank: int = 0
     sequence_size: int = 1
     computes_loss: bool = True
+    width_step: int = 1
 
     def __call__(self, examples, sample_ids=None):
         """Return the Batch of some examples.
@@ -98,7 +100,8 @@ class Collator:
         rows = self._pack(samples) if self.pack else [[number] for number in range(len(samples))]
         student_sides = [sample.student for sample in samples]
         # a width that the shards of a sequence group divide evenly
-        student_rows = Rows(rows, student_sides, self.sequence_size)
+        student_rows = Rows(rows, student_sides, self.sequence_size, self.width_step,
+                            self.student.max_length)
         # whole sequences at first: which rank owns a chunk depends on all of its positions
         student = self._student_batch(student_sides, student_rows)
         counts = Counts(text_bytes=int(student.num_bytes.clamp(min=0).sum()))
@@ -319,7 +322,7 @@ class Collator:
         """Return (TeacherBatch, PairCounts, labels whose loss this rank computes)."""
         sides = [sample.teacher for sample in samples]
         # the student's rows, so that a chunk is in the same row on both sides
-        rows = Rows(student_rows.rows, sides)
+        rows = Rows(student_rows.rows, sides, 1, self.width_step, pair.encoder.max_length)
         renumber_chunks(samples, student_rows)
         labels = rows.fill(sides, "labels", -100)
         sample = rows.sample_of_position()
@@ -642,13 +645,15 @@ class Rows:
         is_rollout: (samples,) bool, which of them the student wrote; None: there is no rollout.
     """
 
-    def __init__(self, rows, sides, multiple=1):
+    def __init__(self, rows, sides, multiple=1, step=1, most=0):
         """Lay out samples.
 
         Args:
             rows: as of `pack_rows`.
             sides: TokenRow of every sample.
             multiple: of the width.
+            step: the width is a multiple of it, too, where that is not beyond `most`: fewer widths,
+                and a GPU prepares its attention for each anew.
         """
         self.rows = rows
         lengths = [len(side.ids) for side in sides]
@@ -657,7 +662,8 @@ class Rows:
         for row in rows:
             last = row[-1]
             longest = max(longest, self.offsets[last] + lengths[last])
-        self.shape = len(rows), -(-longest // multiple) * multiple
+        stepped = min(-(-longest // step) * step, max(longest, most))
+        self.shape = len(rows), -(-stepped // multiple) * multiple
         of_sides = [side.logp is not None for side in sides]
         self.is_rollout = torch.tensor(of_sides) if any(of_sides) else None
 

@@ -6,7 +6,6 @@ a run is its step number, whatever the number of ranks and workers.
 """
 
 import itertools
-import multiprocessing
 import resource
 import signal
 import warnings
@@ -36,7 +35,7 @@ from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
 from isogloss.data.turns import SkippedChat, template_options
-from isogloss.data.workers import Loader, worker_of
+from isogloss.data.workers import Loader, forked, worker_of
 from isogloss.errors import DataError
 
 TEMPLATE_SECONDS = 60  # for all of them; a template takes less than a millisecond for each
@@ -126,12 +125,7 @@ def try_templates(examples, encoders):
         ValueError: a template takes longer than TEMPLATE_SECONDS, or more than TEMPLATE_BYTES.
     """
     for encoder in encoders:
-        context = multiprocessing.get_context("fork")
-        connection, other_end = context.Pipe(duplex=False)
-        process = context.Process(target=_write_all, args=(examples, encoder, other_end),
-                                  daemon=True)
-        process.start()
-        other_end.close()
+        process, connection = forked(_write_all, examples, encoder)
         problem = f"does not end within {TEMPLATE_SECONDS} seconds"
         try:
             if connection.poll(TEMPLATE_SECONDS):

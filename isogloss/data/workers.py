@@ -90,23 +90,32 @@ class Loader:
                 worker.process.kill()
 
 
+def forked(target, *arguments):
+    """Call target(*arguments, connection) in a fork of this process.
+
+    Returns:
+        (process, connection to read what it sends).
+    """
+    context = multiprocessing.get_context("fork")
+    connection, other_end = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(*arguments, other_end), daemon=True)
+    # Cycles that are not collected yet stay so in the fork: to free a process group would wait for
+    # its threads, to free a tensor of a GPU call that, and a fork has neither.
+    gc.freeze()
+    process.start()
+    gc.unfreeze()
+    other_end.close()
+    return process, connection
+
+
 class Worker:
     """Hold a worker process and the pipe that its batches come from."""
 
     def __init__(self, batches, number, num_workers):
-        context = multiprocessing.get_context("fork")
-        self.connection, other_end = context.Pipe(duplex=False)
+        self.process, self.connection = forked(
+            _work, batches, (number, num_workers), os.getpid())
         with contextlib.suppress(OSError):  # a user who has many pipes gets small ones
             fcntl.fcntl(self.connection, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self.process = context.Process(
-            target=_work, args=(batches, (number, num_workers), other_end, os.getpid()),
-            daemon=True)
-        # Cycles that are not collected yet stay so in the worker: to free a process group would
-        # wait for its threads, to free a tensor of a GPU call that, and a worker has neither.
-        gc.freeze()
-        self.process.start()
-        gc.unfreeze()
-        other_end.close()
 
     def receive(self, asked_to_end, pinned=False):
         """Return the next batch; None after the last one.
@@ -171,7 +180,7 @@ def in_pinned_memory(batch):
 # --- in the worker --------------------------------------------------------------------------------
 
 
-def _work(batches, place, connection, parent):
+def _work(batches, place, parent, connection):
     """Prepare and send the batches of one worker; run by its process."""
     global _place
     _place = place
