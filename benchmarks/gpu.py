@@ -14,6 +14,7 @@ The checks of this file need torch alone, `compiled` triton too; `loss_table` an
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -40,7 +41,8 @@ LEAST_SECONDS = 10  # in which the memory of a killed process has to be free aga
 TIMEOUT = 1800  # seconds of a check
 TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl", "alm", "event_kl"
 KEPT_COLUMNS = 8192  # of projection_kl, as --projection_topk
-TABLE_POSITIONS = 2048, 8192, 32_768
+TABLE_POSITIONS = 8192
+TABLE_PATHS = ("tiled", 4096), ("compiled", 4096), ("compiled", 512)  # MiB of a loss
 DEVICE = "cuda"
 DIVERGENCES = ("forward_kl", "reverse_kl", "generalized_jsd", "skew_forward_kl",
                "skew_reverse_kl", "total_variation")
@@ -296,50 +298,77 @@ class TableRun:
 
 
 def timed(run, times=3):
-    """Return the median seconds of some runs, after one that warms up."""
-    run()
-    torch.cuda.synchronize()
+    """Return the median seconds of some runs after one that warms up; 0 runs: those of that one."""
     seconds = []
-    for _ in range(times):
+    for _ in range(1 + times):
+        torch.cuda.synchronize()
         begin = time.perf_counter()
         run()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-    return sorted(seconds)[times // 2]
+    return sorted(seconds[1:] or seconds)[times // 2]
 
 
-def table_line(name, path, positions, memory_mib):
-    """Return the figures of one loss, path and size."""
+def table_line(name):
+    """Return {path and MiB: figures} of one loss."""
     from benchmarks.loss import Sizes
 
-    sizes = Sizes(positions, 128_256, 151_646, 4096, 4096, KEPT_COLUMNS, memory_mib)
-    run = TableRun(name, sizes, path)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = timed(run.step)
-    gib = (torch.cuda.max_memory_allocated() - before) / 2**30
-    head_gib = run.run.weight.numel() * 4 / 2**30  # its gradient, which is float32 until the end
-    matmuls = timed(run.run.matmuls)
-    return {"seconds": rounded(seconds), "of_matmuls": round(seconds / matmuls, 2),
-            "GiB_above_head_gradient": round(gib - head_gib, 2), "tiles": len(run.plan)}
+    lines = {}
+    for path, memory_mib in TABLE_PATHS:
+        sizes = Sizes(TABLE_POSITIONS, 128_256, 151_646, 2048, 2560, KEPT_COLUMNS, memory_mib)
+        run = TableRun(name, sizes, path)
+        first_seconds = timed(run.step, times=0)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = timed(run.step)
+        gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+        head_gib = run.run.weight.numel() * 4 / 2**30  # its gradient, which is float32 until the end
+        matmuls = timed(run.run.matmuls)
+        lines[f"{path} {memory_mib}"] = {
+            "first_seconds": rounded(first_seconds), "seconds": rounded(seconds),
+            "of_matmuls": round(seconds / matmuls, 2),
+            "GiB_above_head_gradient": round(gib - head_gib, 2),
+            "sub_tiles": sum(len(tile.sub_tiles) for tile in run.plan)}
+        del run
+        torch.cuda.empty_cache()
+    return lines
 
 
 def loss_table():
     """Time every loss by every path; passes where compiled is within 1.6 of the matmuls."""
-    lines = {}
-    ratios = []
-    for name in TABLE_LOSSES:
-        for positions in TABLE_POSITIONS:
-            for path, memory_mib in (("plain", 512), ("tiled", 512), ("compiled", 512),
-                                     ("compiled", 4096)):
-                key = f"{name} {path} {positions} {memory_mib}"
-                lines[key] = in_its_own_process("table_line", name, path, positions, memory_mib)
-                if path == "compiled" and "of_matmuls" in lines[key]:
-                    ratios.append(lines[key]["of_matmuls"])
+    lines = {name: in_its_own_process("table_line", name) for name in TABLE_LOSSES}
+    ratios = [figures["of_matmuls"] for line in lines.values() for key, figures in line.items()
+              if key.startswith("compiled")]
     if not ratios:
         return False, {"lines": lines, "reason": "nothing was compiled"}
     return max(ratios) <= 1.6, {"lines": lines}
+
+
+def watch_waits(mode):
+    """Set what torch says of waits for a GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def places_of_waits(caught):
+    """Return {file:line: how often the host waited for a GPU there} of some warnings."""
+    waits = {}
+    for warning in caught:
+        if "called a synchronizing" in str(warning.message):
+            place = f"{Path(warning.filename).name}:{warning.lineno}"
+            waits[place] = waits.get(place, 0) + 1
+    return waits
+
+
+@contextlib.contextmanager
+def waits_counted(waits):
+    """Add to {file:line: count} where the host waits for a GPU meanwhile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch_waits("warn")
+        yield
+        watch_waits("default")
+    waits.update(places_of_waits(caught))
 
 
 def no_synchronization(tokens=1024):
@@ -351,16 +380,9 @@ def no_synchronization(tokens=1024):
         run = TableRun(name, Sizes(tokens, 32_000, 48_000, 512, 512, KEPT_COLUMNS, 512), path)
         run.step()
         torch.cuda.synchronize()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            run.step()
-            torch.cuda.set_sync_debug_mode("default")
         waits = {}
-        for warning in caught:
-            if "called a synchronizing" in str(warning.message):
-                place = f"{Path(warning.filename).name}:{warning.lineno}"
-                waits[place] = waits.get(place, 0) + 1
+        with waits_counted(waits):
+            run.step()
         figures[f"{name} {path}"] = waits
     return not any(figures.values()), {"waits": figures}
 

@@ -9,14 +9,26 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
+import warnings
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.gpu import Skipped, need_devices, received, relative_error, rounded, send, spawn
+from benchmarks.gpu import (
+    Skipped,
+    need_devices,
+    places_of_waits,
+    received,
+    relative_error,
+    rounded,
+    send,
+    spawn,
+    watch_waits,
+)
 
 SAMPLES = 4  # of a step, over all ranks
 MAX_LENGTH = 96
@@ -253,16 +265,8 @@ def transfers_overlap():
     return results
 
 
-def watch_waits(mode):
-    """Set what torch says of waits for a GPU, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.set_sync_debug_mode(mode)
-
-
 def waits_between_steps(folder):
     """Return {place: waits for the device} from an optimizer's step to the next batch's copy."""
-    import warnings
-
     from isogloss import distill
 
     state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
@@ -287,13 +291,8 @@ def waits_between_steps(folder):
         for _ in range(STEPS):
             reports.append(distill.train_step(state, [batch]))
         watch_waits("default")
-    waits = {}
-    for warning in caught:
-        if "called a synchronizing" in str(warning.message):
-            place = f"{Path(warning.filename).name}:{warning.lineno}"
-            waits[place] = waits.get(place, 0) + 1
     losses = [report.metrics()["loss"] for report in reports]
-    return {"waits": waits, "loss": losses[-1]}
+    return {"waits": places_of_waits(caught), "loss": losses[-1]}
 
 
 def overlap():
@@ -314,16 +313,27 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def kernel_times(run):
-    """Return sorted [(begin, end)] in microseconds of all that a GPU did during a run."""
+def profiled(run):
+    """Return (torch's profiler of a run, the seconds that it took)."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    kinds = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(ProfilerActivity.CUDA)
+    with profile(activities=kinds) as profiler:
+        begin = time.perf_counter()
         run()
         synchronize()
+        seconds = time.perf_counter() - begin
+    return profiler, seconds
+
+
+def gpu_spans(profiler):
+    """Return sorted [(begin, end)] in microseconds of all that a GPU did."""
     spans = []
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_gpu and not event.is_user_annotation:
             spans.append((event.time_range.start, event.time_range.end))
     return sorted(spans)
 
@@ -347,8 +357,6 @@ def busy_and_gaps(spans):
 
 def timed_steps(folder):
     """Time whole steps, then let the profiler say when the GPU was idle in them."""
-    import time
-
     from isogloss import distill
 
     state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
@@ -366,7 +374,8 @@ def timed_steps(folder):
         for _ in range(STEPS):
             distill.train_step(state, [batch])
 
-    busy, gaps = busy_and_gaps(kernel_times(steps))
+    profiler, _ = profiled(steps)
+    busy, gaps = busy_and_gaps(gpu_spans(profiler))
     busy_seconds = busy / STEPS / 1e6
     return {
         "step_seconds": rounded(seconds),

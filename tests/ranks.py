@@ -4,6 +4,7 @@ They are forked from one warm server, which has torch, deepspeed and transformer
 a group costs a second, not a minute.
 """
 
+import functools
 import multiprocessing as mp
 import os
 import pickle
@@ -14,6 +15,8 @@ from multiprocessing.connection import wait
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["warm"])
+COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
+               "reduce_scatter_tensor", "all_to_all_single", "send", "recv", "isend", "irecv")
 
 
 def free_port():
@@ -86,8 +89,29 @@ def as_in_a_fresh_process(rank):
     # torch's compiler, which the server's imports start, switches these checks off
     torch.distributions.Distribution.set_default_validate_args(True)
     mp.set_start_method(None, force=True)  # the forkserver's; the default is another one
+    for name in COLLECTIVES:
+        setattr(torch.distributed, name, as_nccl_takes_it(getattr(torch.distributed, name)))
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(rank + 1)  # states that no seed has set are not equal on the ranks
+
+
+def as_nccl_takes_it(collective):
+    """Refuse what NCCL refuses and gloo takes: tensors with gaps, integers of 16 bits."""
+    import torch
+
+    @functools.wraps(collective)
+    def call(*arguments, **options):
+        waiting = [*arguments, *options.values()]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list | tuple):
+                waiting.extend(value)
+            elif torch.is_tensor(value):
+                assert value.is_contiguous() and value.dtype != torch.int16, (
+                    collective.__name__, value.shape, value.stride(), value.dtype)
+        return collective(*arguments, **options)
+
+    return call
 
 
 def _rank(rank, world, port, pipe, function, args):

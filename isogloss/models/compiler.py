@@ -1,6 +1,7 @@
 """What torch.compile needs, and which formulas of a loss it makes faster."""
 
 import functools
+import os
 
 import torch
 
@@ -45,8 +46,19 @@ def loss_compiler(backend, device_type):
         return plain
     missing = missing_compiler()
     if not missing:
-        return functools.cache(functools.partial(torch.compile, dynamic=True))
+        def compiled(function):
+            if device_type == "cuda":
+                _announce()
+            return torch.compile(function, dynamic=True)
+
+        return functools.cache(compiled)
     if backend == "compiled":
         raise ValueError(f"--loss_backend compiled: {missing}; install it, or leave the flag out")
     print_line(f"--loss_backend auto: {missing}, so the loss runs as plain torch")
     return plain
+
+
+@functools.cache
+def _announce():
+    if int(os.environ.get("RANK", 0)) == 0:
+        print_line("the first step compiles the loss, which takes up to a minute, once")

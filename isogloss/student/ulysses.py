@@ -88,6 +88,8 @@ def register_attention(config, sequence_group):
 
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
         _set_batch_size(ulysses, len(query))
+        if kwargs.get("position_ids") is not None:  # they are gathered, by NCCL without gaps alone
+            kwargs["position_ids"] = kwargs["position_ids"].contiguous()
         try:
             # The mask covers the local shard only; core_attention derives its own from documents.
             return ulysses(module, query, key, value, None, *args, **kwargs)
