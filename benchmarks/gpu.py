@@ -322,7 +322,7 @@ def table_line(name):
         torch.cuda.reset_peak_memory_stats()
         seconds = timed(run.step)
         gib = (torch.cuda.max_memory_allocated() - before) / 2**30
-        head_gib = run.run.weight.numel() * 4 / 2**30  # its gradient, which is float32 until the end
+        head_gib = run.run.weight.numel() * 4 / 2**30  # its gradient, float32 until the end
         matmuls = timed(run.run.matmuls)
         lines[f"{path} {memory_mib}"] = {
             "first_seconds": rounded(first_seconds), "seconds": rounded(seconds),
