@@ -135,6 +135,8 @@ class DataFlags:
     tools_key: str = flag(
         "tools", "column of the tools that the assistant of a chat may call, if there is one, "
         "which every chat template is shown.")
+    drop_images: bool = flag(
+        False, "learn the text of chats with images or sounds, which are refused otherwise.")
     teacher_prompt_key: str = flag(
         "", "column of what teachers alone read in front of a chat: a text, which is a system "
         "message (a solution, a document, a better prompt), or messages (examples).")

@@ -418,7 +418,7 @@ def open_rows(cfg, source, split, encoders):
     reader = ExampleReader(text_key, cfg.route_key, source, cfg.prompt_key,
                            bool(cfg.completion_key), tools_key, filled_columns(dataset),
                            cfg.join_rows, holds_chats(dataset, text_key),
-                           cfg.teacher_prompt_key)
+                           cfg.teacher_prompt_key, cfg.drop_images)
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")

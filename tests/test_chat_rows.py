@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 from transformers import AutoTokenizer
@@ -98,8 +99,8 @@ def test_tools_may_be_a_list_or_json_of_one():
 
 WRONG = {
     "is 'a', expected role and content": "a",
-    "has a part of type 'image_url', expected parts of text alone": dict(
-        USER, content=[text_part("a"), {"type": "image_url", "image_url": {"url": "b"}}]),
+    "has a part of type 'button', expected parts of text alone": dict(
+        USER, content=[text_part("a"), {"type": "button"}]),
     "has a part without text": dict(USER, content=[{"type": "text", "text": None}]),
     "has a content that is 3": dict(USER, content=3),
     "has a content that is [1]": dict(USER, content=[1]),
@@ -118,6 +119,19 @@ def test_what_cannot_be_read_is_said_in_a_line(problem):
     assert problem_of([USER, WRONG[problem]]).startswith(f": message 1 {problem}")
     with pytest.raises(DataError, match="--data d: row 3 of 'chat': message 0 "):
         ExampleReader("chat", source="d")({"chat": [WRONG[problem]]}, 3)
+
+
+def test_images_are_refused_or_dropped():
+    image = {"type": "image_url", "image_url": {"url": "b"}}
+    row = {"chat": [dict(USER, content=[text_part("a"), image, text_part("b")]), ANSWER],
+           "prompt": [dict(USER, content=[image])]}
+    said = ("'image_url', and models read text alone; --drop_images learns the text beside it; "
+            "repair or remove it")
+    for keys in ({}, {"prompt_key": "prompt"}, {"teacher_prompt_key": "prompt"}):
+        with pytest.raises(DataError, match=re.escape(said)):
+            ExampleReader("chat", **keys)(row)
+        example = ExampleReader("chat", drop_images=True, **keys)(row)
+        assert [message["content"] for message in example.content] == ["ab", ANSWER["content"]]
 
 
 @pytest.fixture(scope="module", params=[("qwen2", "llama3"), ("llama3", "qwen2")], ids="-".join)

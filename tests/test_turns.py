@@ -13,12 +13,14 @@ from datetime import date
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.config import Config, template_kwargs
 from isogloss.data.chat import encode_chat, pair_chats, render
 from isogloss.data.sample import TextEncoder
-from isogloss.data.turns import common_spans
+from isogloss.data.turns import common_spans, write_chat
 from isogloss.inputs import first_date
 from isogloss.teachers.cache_files import FORMAT, Manifest
 
@@ -223,6 +225,29 @@ def longest_common(a, b):
         both = [a[i], *best[i + 1, j + 1]] if a[i] == b[j] else []
         best[i, j] = max(both, best[i + 1, j], best[i, j + 1], key=lambda x: len("".join(x)))
     return best[0, 0]
+
+
+NAMES = {  # of calls and of their results: the calls that these are paired with
+    (None, None, None): ((None, None, None), (0, 1, 2)),
+    ("a", "b", "c"): (("b", "c", "a"), (1, 2, 0)),
+    # a name that no call has, or has no more, goes to the first one that waits
+    ("a", "b", None): (("b", "b", "x"), (1, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_calls_and_results_get_names_where_a_template_wants_them(names):
+    tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", "mistral_v7"))
+    encoder = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 4000)
+    of_results, expected = NAMES[names]
+    of_calls = [call | ({"id": name} if name else {})
+                for call, name in zip(calls("Paris", "Oslo", "Rome"), names)]
+    results = [RESULT | ({"tool_call_id": name} if name else {}) for name in of_results]
+    text = write_chat([asks(), says(tool_calls=of_calls), *results], encoder)
+    said = re.findall(r'"arguments": {"city": "(\w+)"}, "id": "call0000(.)"', text)
+    assert said == [("Paris", "0"), ("Oslo", "1"), ("Rome", "2")]
+    answers = re.findall(r"\[TOOL_RESULTS\] call0000(.)\[", text)
+    assert answers == list(map(str, expected))
 
 
 @pytest.mark.parametrize("marked", [True, False])

@@ -26,6 +26,8 @@ ROLES = OTHER_NAMES | {
 }
 TEXT_PARTS = "text", "input_text", "output_text"  # of chats, of the responses of an API
 
+OTHER_PARTS = "image", "image_url", "input_image", "video", "audio", "input_audio"
+
 
 # --- what is wrong --------------------------------------------------------------------------------
 
@@ -47,6 +49,21 @@ def problem_of(content):
     if size > MOST_CHARACTERS:
         return f" holds a chat of {size} characters, and up to {MOST_CHARACTERS} can be read"
     return None
+
+
+def part_without_text(chat):
+    """Return the words for the first image or sound of a chat, to follow its name; None: none."""
+    for number, message in enumerate(chat):
+        content = _content_of(message)
+        for part in content if isinstance(content, list) else ():
+            if not _has_text(part):
+                return (f": message {number} has a part of type {part['type']!r}, and models read "
+                        "text alone; --drop_images learns the text beside it")
+    return None
+
+
+def _has_text(part):
+    return isinstance(part, str) or part.get("type") not in OTHER_PARTS
 
 
 def is_text(value):
@@ -107,6 +124,8 @@ def _problem_of_content(content):
         if not isinstance(part, dict):
             return f"has a content that is {content!r:.40}, expected text"
         kind = part.get("type") or "text"
+        if kind in OTHER_PARTS:
+            continue
         if kind not in TEXT_PARTS:
             return f"has a part of type {kind!r:.40}, expected parts of text alone"
         if not isinstance(part.get("text"), str):
@@ -186,7 +205,8 @@ def _joined(content):
         return ""
     if isinstance(content, str):
         return content
-    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+    return "".join(part if isinstance(part, str) else part["text"]
+                   for part in content if _has_text(part))
 
 
 def _known_name(role):

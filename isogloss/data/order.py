@@ -25,6 +25,7 @@ from isogloss.data.chat_rows import (
     as_messages,
     as_tools,
     chat_of_text,
+    part_without_text,
     problem_of,
     problem_of_tools,
 )
@@ -238,6 +239,7 @@ class ExampleReader:
         filled: columns in which null stands for what a value does not have.
         join: characters that joined rows have at least; 0: every row is a sample.
         has_chats: the rows are chats, or JSON of chats.
+        drop_images: leave out what of a chat is no text, such as images.
     """
 
     text_key: str
@@ -250,6 +252,7 @@ class ExampleReader:
     join: int = 0
     has_chats: bool = False
     teacher_prompt_key: str = ""
+    drop_images: bool = False
 
     def sample(self, rows, number=None):
         """Return the Example of a row, or of several that are joined.
@@ -312,13 +315,13 @@ class ExampleReader:
         content = self._value(row, self.text_key)
         if self.prompt_key:
             prompt = self._value(row, self.prompt_key)
-            problem = problem_of(prompt)
+            problem = self._problem_of_content(prompt)
             if problem:
                 return f": {self.prompt_key!r}{problem}"
             if self.is_completion and type(prompt) is not type(content) and content is not None:
                 return f": {self.prompt_key!r} and it are not both texts, or both chats"
         if self.teacher_prompt_key:
-            problem = problem_of(self._value(row, self.teacher_prompt_key) or "")
+            problem = self._problem_of_content(self._value(row, self.teacher_prompt_key) or "")
             if problem:
                 return f": {self.teacher_prompt_key!r}{problem}"
             if isinstance(content, str):
@@ -331,7 +334,13 @@ class ExampleReader:
             return " is a chat, and --join_rows joins texts"
         if self.has_chats and isinstance(content, str):
             return f" holds {content!r:.40}, and the first rows hold chats"
-        return problem_of(content)
+        return self._problem_of_content(content)
+
+    def _problem_of_content(self, content):
+        problem = problem_of(content)
+        if not problem and isinstance(content, list) and not self.drop_images:
+            return part_without_text(content)
+        return problem
 
 
 def joined_rows(dataset, reader):

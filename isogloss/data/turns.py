@@ -13,10 +13,12 @@ import re
 from datetime import date
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
+from itertools import count
 from typing import NamedTuple
 
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
 DATE = "strftime_now"  # what templates ask for the date
+ESCAPED = "&#34;"  # a quotation mark
 MARK = "\ue000\ue001"  # of Unicode's private use area, so it is in no chat
 QUESTION = [{"role": "user", "content": "a"}]
 ANSWER = {"role": "assistant", "content": MARK}
@@ -63,15 +65,18 @@ def write_chat(messages, encoder, tools=None, is_prompt=False, **options):
     write = partial(encoder.tokenizer.apply_chat_template, tools=tools,
                     add_generation_prompt=is_prompt, **options)
     messages = list(map(_with_all_names, messages))
-    try:
+    problem = None
+    for shape in _shapes(messages):
         try:
-            return write(messages)
-        except TypeError:  # it adds arguments to a text, where most write an object as JSON
-            return write(list(map(_with_text_arguments, messages)))
-    except Exception as error:  # templates raise whatever they like
-        name = encoder.tokenizer.name_or_path
-        what = "prompt" if is_prompt else "chat"
-        raise SkippedChat(f"the chat template of {name} refuses a {what}: {error}") from None
+            written = write(shape)
+            if not _is_escaped(written, messages):
+                return written
+            problem = problem or "it escapes quotation marks as on a web page"
+        except Exception as error:  # templates raise whatever they like
+            problem = problem or error
+    name = encoder.tokenizer.name_or_path
+    what = "prompt" if is_prompt else "chat"
+    raise SkippedChat(f"the chat template of {name} refuses a {what}: {problem}")
 
 
 def thought_of(message):
@@ -85,13 +90,53 @@ def _with_all_names(message):
     return message | dict.fromkeys(REASONING, thought) if thought else message
 
 
-def _with_text_arguments(message):
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = dict(call["function"])
-        if not isinstance(function.get("arguments", ""), str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        calls.append(call | {"function": function})
+def _is_escaped(written, messages):
+    """Tell whether jinja has escaped a text, as where a template adds to what it calls safe."""
+    return ESCAPED in written and ESCAPED not in json.dumps(messages, default=str)
+
+
+def _shapes(messages):
+    """Yield messages as templates may want them, as most do first."""
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        with_ids = _with_ids(messages)
+        yield from (_with_text_arguments(messages), with_ids, _with_text_arguments(with_ids))
+
+
+def _with_text_arguments(messages):
+    """Write the arguments of calls as JSON, for templates that add them to a text."""
+    def as_text(call):
+        arguments = call["function"].get("arguments", "")
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": arguments}}
+
+    return [_with_calls(message, map(as_text, message.get("tool_calls") or []))
+            for message in messages]
+
+
+def _with_ids(messages):
+    """Name calls and their results by nine letters, as Mistral's templates want it."""
+    changed = []
+    numbers = count()
+    names = {}
+    waiting = []  # calls without a result so far
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or []:
+            name = names[call.get("id")] = f"call{next(numbers):05d}"
+            calls.append(call | {"id": name})
+        waiting += [call["id"] for call in calls]
+        if message["role"] == "tool" and waiting:
+            name = names.get(message.get("tool_call_id") or MARK)
+            name = waiting.pop(waiting.index(name) if name in waiting else 0)
+            message = message | {"tool_call_id": name}
+        changed.append(_with_calls(message, calls))
+    return changed
+
+
+def _with_calls(message, calls):
+    calls = list(calls)
     return message | {"tool_calls": calls} if calls else message
 
 
