@@ -208,6 +208,9 @@ def train_step(state, micro_batches):
     terms = in_windows(terms, window_ends(state.cfg.head_gradient, engine, state.device))
     sums, local_norm = state.student.train(micro_batches, terms)
     release_teachers(state)
+    if engine.was_step_applied():
+        for setup in state.teachers:
+            setup.source.follow(engine.module)
     # 4. what comes of global means, once the device has computed them
     sums = Readback(device_sums(sums.flatten()).view(-1, 3))
     state.bad_steps.note(engine, sums, teacher_names(state))

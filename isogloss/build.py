@@ -112,6 +112,11 @@ class TrainState:
     def engine(self):
         return self.student.engine
 
+    def files_of_teachers(self, folder):
+        """List (path in a checkpoint, TeacherSetup) of what steps have made of the teachers."""
+        return [(folder / f"teacher_{number}.safetensors", setup)
+                for number, setup in enumerate(self.teachers)]
+
     @property
     def asks_ahead(self):
         """Whether a teacher works elsewhere, beside the student, and so can be asked before."""
@@ -197,6 +202,8 @@ def resume(state, inputs):
         return 0
     with fail_together(what="checkpoint"):
         start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
+        for path, setup in state.files_of_teachers(inputs.checkpoint):
+            setup.source.restore(path, state.engine.module)
     state.scales = extra.get("scales", {})
     state.places.note(extra.get("place"))
     if state.writer:

@@ -327,8 +327,12 @@ class TeacherFlags:
 
     teacher: str = flag(
         "", "hub id or directory of the frozen teacher, or the address of a server that scores "
-        "texts by it, as http://host:8000 (vLLM, SGLang). Not needed with kd_weight 0.",
-        key="model")
+        "texts by it, as http://host:8000 (vLLM, SGLang). self: the student as it was at the "
+        "start, see teacher_ema. Not needed with kd_weight 0.", key="model")
+    teacher_ema: float = flag(
+        1.0, "of teacher self: how much of its weights it keeps with each step. 1: all, it stays "
+        "what the student was; 0: none, it is the student; between: an exponential mean, as 0.999.",
+        low=0, high=1, key="ema")
     teacher_tokenizer: str = flag(
         "", "hub id or directory of a served teacher's tokenizer and config; no weights are read. "
         "See docs/served.md.", key="tokenizer")
@@ -510,6 +514,11 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
             self.loss_memory_mib = 0
+        if self.teacher == "self":
+            if self.from_scratch:
+                raise ValueError("--teacher self with --from_scratch: random weights have nothing "
+                                 "to teach; name a teacher")
+            self.teacher = self.student
         load_plugins(self.plugin)  # which add to what the others are checked against
         check_flags(self)
         check_together(self)

@@ -160,9 +160,14 @@ def save(state, step, log):
     extra["place"] = state.places.before(good_step * samples_per_step(cfg, state.engine))
     if state.writer:
         extra["rollouts"] = state.writer.state()
+
+    def save_teachers(folder):
+        for path, setup in state.files_of_teachers(folder):
+            setup.source.save(path)
+
     try:
         save_checkpoint(state.engine, folder, good_step, identity=run_identity(cfg),
-                        layout=run_layout(cfg), keep=keep, state=extra)
+                        layout=run_layout(cfg), keep=keep, state=extra, save_more=save_teachers)
     except CannotSave as error:
         raise CannotSave(f"{error}; {describe_last_checkpoint(state)}; once this is repaired the "
                          "same command goes on") from None

@@ -80,7 +80,8 @@ def write_errors_named(target):
                          "are free there)") from None
 
 
-def save_checkpoint(engine, folder, step, *, identity, layout, keep, state):
+def save_checkpoint(engine, folder, step, *, identity, layout, keep, state,
+                    save_more=lambda folder: None):
     """Write ``folder/step_NNNNNNN`` and remove the oldest checkpoints; all ranks take part.
 
     Args:
@@ -88,6 +89,7 @@ def save_checkpoint(engine, folder, step, *, identity, layout, keep, state):
         layout: JSON-able dict of what must be the same to load the checkpoint without conversion.
         keep: number of checkpoints to leave, this one included.
         state: JSON-able dict of what else the run needs to resume, the same on every rank.
+        save_more: (folder) -> (), writes further files there.
     """
     target = Path(folder) / checkpoint_name(step)
     scratch = scratch_of(target)
@@ -99,6 +101,7 @@ def save_checkpoint(engine, folder, step, *, identity, layout, keep, state):
         engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False,
                                exclude_frozen_parameters=has_frozen_weights(engine))
         torch.save(random_state(), scratch / f"random_{rank}.pt")
+        save_more(scratch)
         dist.barrier()  # every rank has written its files
         files = _seal(scratch)
         if rank == 0:

@@ -91,6 +91,13 @@ class StudentWithLoss(nn.Module):
                     weights[name] = tensor.detach().cpu().clone()
         return weights
 
+    def whole_weights(self):
+        """Yield (name, whole tensor) of what is trained of the model; under ZeRO-3 collective."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                with gathered(parameter):
+                    yield name, parameter.detach()
+
     def loss_parameters(self):
         """List the parameters that the loss itself trains beside the model's."""
         return [] if self.projection_scores is None else [self.projection_scores]

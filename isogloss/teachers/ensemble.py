@@ -121,6 +121,18 @@ class TeacherGroup(TeacherSource):
         for member in self.members:
             member.release()
 
+    def follow(self, student):
+        for member in self.members:
+            member.follow(student)
+
+    def save(self, path):
+        for number, member in enumerate(self.members):
+            member.save(f"{path}_{number}")
+
+    def restore(self, path, student):
+        for number, member in enumerate(self.members):
+            member.restore(f"{path}_{number}", student)
+
     def close(self):
         for member in self.members:
             member.close()

@@ -3,6 +3,7 @@
 from isogloss.teachers.cached import CacheSpec
 from isogloss.teachers.ensemble import EnsembleSpec
 from isogloss.teachers.model import ModelSpec
+from isogloss.teachers.own import OwnSpec
 from isogloss.teachers.protocol import TeacherSpec
 from isogloss.teachers.remote import RanksSpec
 from isogloss.teachers.served import ServedSpec
@@ -10,6 +11,7 @@ from isogloss.teachers.served import ServedSpec
 # The first is what all names mean that no later one takes.
 TEACHER_KINDS: dict[str, type[TeacherSpec]] = {
     "model": ModelSpec,
+    "own": OwnSpec,  # that follows the student
     "ranks": RanksSpec,  # that a model becomes with --teacher_ranks
     "cache": CacheSpec,
     "served": ServedSpec,

@@ -160,6 +160,18 @@ class TeacherSource(Protocol):
     def close(self) -> None:
         """End the source, after the last step."""
 
+    def follow(self, student) -> None:
+        """Take over what an optimizer step made of the student (`StudentWithLoss`), if it is one.
+
+        All ranks take part.
+        """
+
+    def save(self, path) -> None:
+        """Write what the steps made of it, if anything, to a file of a checkpoint."""
+
+    def restore(self, path, student) -> None:
+        """Read what `save` has written, beside the student of the same checkpoint."""
+
     def models(self) -> list:
         """List the sources in this one whose own logits can be asked for, to check them."""
         return []

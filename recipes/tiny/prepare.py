@@ -39,7 +39,8 @@ def main(folder=FOLDER):
     for question, answer in zip(texts[::2], texts[1::2]):
         question = question.splitlines()[0]
         chats.append({"messages": [{"role": "user", "content": question},
-                                   {"role": "assistant", "content": answer}]})
+                                   {"role": "assistant", "content": answer}],
+                      "hint": answer[:60]})
         pairs.append({"question": question, "answer": answer})
     write_rows(folder / "chats.jsonl", chats)
     write_rows(folder / "pairs.jsonl", pairs)

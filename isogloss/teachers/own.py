@@ -1,0 +1,100 @@
+"""Let a teacher follow the student: its weights as they are, or their mean over the steps.
+
+A copy of the student beside it, so it goes with every ZeRO stage, with shards of sequences and with
+other teachers.  It learns something of such a teacher that reads more than the student does, see
+--teacher_prompt_key (self-distillation with privileged context: arXiv:2601.18734, 2601.19897).
+
+Tests: tests/test_own_teacher.py.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from isogloss.teachers.model import ModelSpec, ModelTeacher
+from isogloss.teachers.protocol import refuse
+
+
+@dataclass
+class OwnSpec(ModelSpec):
+    """Describe a teacher that begins as the student and follows it.
+
+    Attributes:
+        ema: weight of what it was in what it becomes with a step, 0 or more, below 1.
+    """
+
+    ema: float = 0.0
+
+    @classmethod
+    def takes(cls, cfg):
+        return cfg.teacher_ema < 1
+
+    @classmethod
+    def check(cls, cfg):
+        super().check(cfg)
+        where = f"--teacher_ema {cfg.teacher_ema}"
+        if cfg.teacher != cfg.student:
+            raise ValueError(f"{where}: follows the student, and --teacher is {cfg.teacher}; use "
+                             "--teacher self")
+        refuse(cfg, where, {
+            "lora_r": "whose weights are no copy of the model's",
+            "pipeline_parallel": "of which no rank holds the whole student",
+            "teacher_tp": "which cuts what is copied", "teacher_ranks": "which hold no student",
+            "teacher_offload": "whose copy in the host's memory would stay as it is"})
+
+    @classmethod
+    def of(cls, cfg, encoder, device, student=None):
+        spec = super().of(cfg, encoder, device, student)
+        spec.ema = cfg.teacher_ema
+        return spec
+
+    def load(self):
+        return OwnTeacher(**vars(super().load()), ema=self.ema)
+
+
+@dataclass
+class OwnTeacher(ModelTeacher):
+    """Give the logits of a copy of the student.
+
+    Attributes:
+        ema: see OwnSpec.
+        means: {name: float32 mean}, which the weights are rounded from; empty with ema 0.
+    """
+
+    ema: float = 0.0
+    means: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.ema:
+            for name, weight in self._weights():
+                self.means[name] = weight if weight.dtype == torch.float32 else weight.float()
+
+    def _weights(self):
+        runner = getattr(self.runner, "whole", self.runner)  # of a CompiledModel
+        return runner.model.named_parameters()
+
+    @torch.no_grad()
+    def follow(self, student):
+        weights = dict(self._weights())
+        for name, weight in student.whole_weights():
+            if self.ema:
+                mean = self.means[name]
+                mean.lerp_(weight.to(mean.dtype), 1 - self.ema)
+                weight = mean
+            weights[name].copy_(weight)
+
+    def save(self, path):
+        if self.ema and dist.get_rank() == 0:
+            save_file({name: mean.cpu().contiguous() for name, mean in self.means.items()}, path)
+
+    @torch.no_grad()
+    def restore(self, path, student):
+        if not self.ema:
+            self.follow(student)
+            return
+        means = load_file(path)
+        for name, weight in self._weights():
+            self.means[name].copy_(means[name])
+            weight.copy_(self.means[name])

@@ -1,0 +1,109 @@
+"""own.py: a teacher that follows the student, in every layout, to the bit after a resume."""
+
+import json
+
+import pytest
+
+import ranks
+from jobs import (
+    check_refusals,
+    check_same_curve,
+    ds_config,
+    job_for,
+    losses_of,
+    run_all,
+    write_corpus,
+)
+
+
+def own_flags(models, texts, folder, stage=1, **more):
+    """Return the flags of a run in which a student is its own teacher."""
+    flags = {"student": str(models[0]), "teacher": "self", "data": write_corpus(folder, texts, 20),
+             "ds_config": ds_config(folder / f"ds{stage}.json", stage, 2, 1), "max_length": 60,
+             "steps": 4, "output_dir": str(folder / "run")}
+    return flags | more
+
+
+def argv_of(flags):
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+@pytest.mark.parametrize("num_ranks, stage, more", [
+    (1, 0, {}), (2, 1, {}), (2, 2, {"sequence_parallel": 2}), (2, 3, {}), (2, 3, {"pack": True}),
+], ids=str)
+def test_a_live_teacher_says_what_the_student_says(models, texts, tmp_path, num_ranks, stage, more):
+    """Whatever the layout: its loss is 0 in each step, and it changes nothing."""
+    flags = own_flags(models, texts, tmp_path, stage, teacher_ema=0.0, **more)
+    alone = flags | {"teacher": "", "kd_weight": 0.0, "output_dir": str(tmp_path / "alone")}
+    del alone["teacher_ema"]
+    run_all(num_ranks, argv_of(flags), argv_of(alone))
+    lines = losses_of(tmp_path / "run")
+    assert all(abs(line["kd"]) < 1e-6 for line in lines)
+    for line, expected in zip(lines, losses_of(tmp_path / "alone"), strict=True):
+        assert line["ce"] == pytest.approx(expected["ce"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def mean_weights(flags):
+    """Take steps; return the largest error of the teacher's weights against means by hand."""
+    from isogloss import distill
+    from isogloss.inputs import build_collator
+
+    state, inputs = job_for(flags)
+    collate = build_collator(state.cfg, inputs, state.device)
+    names = dict(state.engine.module.whole_weights())
+    means = {name: weight.double().clone() for name, weight in names.items()}
+    [setup] = state.teachers
+    worst = moved = 0.0
+    for first in range(0, 8, 2):
+        batch = collate([inputs.data.train_data[first + i]["text"] for i in range(2)])
+        distill.train_step(state, [batch])
+        weights = dict(setup.source._weights())
+        for name, weight in state.engine.module.whole_weights():
+            before = means[name].clone()
+            means[name] += (1 - state.cfg.teacher_ema) * (weight.double() - means[name])
+            moved = max(moved, float((means[name] - before).abs().max()))
+            worst = max(worst, float((weights[name].double() - means[name]).abs().max()))
+    return worst, moved
+
+
+@pytest.mark.parametrize("ema", [0.9, 0.0])
+def test_a_teacher_is_the_mean_of_the_student_over_the_steps(models, texts, tmp_path, ema):
+    [(worst, moved)] = ranks.run(1, mean_weights, own_flags(models, texts, tmp_path,
+                                                           teacher_ema=ema))
+    assert moved > 1e-5 and worst < 1e-6
+
+
+def test_means_go_on_bit_for_bit(models, texts, tmp_path):
+    """Also as members of a mean; in another layout the curve is the same."""
+    members = [{"model": "self", "ema": 0.9}, {"model": "self", "ema": 0.0, "name": "live"}]
+    of_mean = {"teacher": "", "teachers": json.dumps(members), "teacher_weights": "mean_p"}
+    for name, more in (("single", {"teacher_ema": 0.9}), ("mean", of_mean)):
+        flags = own_flags(models, texts, tmp_path, 2, save_every=2, **more)
+        whole, halves, other = [flags | {"output_dir": str(tmp_path / f"{name}_{kind}")}
+                                for kind in ("whole", "halves", "other")]
+        first = {"steps": 2, "extend_schedule": True}
+        run_all(2, argv_of(whole), argv_of(halves | first), argv_of(other | first))
+        run_all(2, argv_of(halves | {"extend_schedule": True}))
+        changed = {"ds_config": ds_config(tmp_path / "ds.json", 1, 4, 1), "extend_schedule": True}
+        run_all(1, argv_of(other | changed))
+        lines = losses_of(tmp_path / f"{name}_whole")
+        assert losses_of(tmp_path / f"{name}_halves") == lines and lines[-1]["kd"] > 1e-6
+        check_same_curve(lines, losses_of(tmp_path / f"{name}_other"), 1e-4, 1e-7)
+    # one that stays as it was is farther away
+    frozen = own_flags(models, texts, tmp_path, 2)
+    run_all(2, argv_of(frozen))
+    assert losses_of(tmp_path / "run")[-1]["kd"] > 1.1 * lines[-1]["kd"]
+
+
+def test_what_a_teacher_cannot_follow_is_refused(models, texts, tmp_path):
+    flags = own_flags(models, texts, tmp_path, teacher_ema=0.9)
+    check_refusals(flags, [
+        ({}, "nothing is wrong"),
+        ({"teacher": str(models[1])}, f"--teacher_ema 0.9: follows the student, and --teacher is "
+                                      f"{models[1]}; use --teacher self"),
+        ({"from_scratch": True}, "--teacher self with --from_scratch: random weights have nothing"),
+        ({"lora_r": 4}, "--teacher_ema 0.9 with --lora_r 4, whose weights are no copy"),
+        ({"teacher_tp": 2}, "--teacher_ema 0.9 with --teacher_tp 2, which cuts what is copied"),
+        ({"teacher_offload": True}, "--teacher_ema 0.9 with --teacher_offload True, whose copy"),
+    ])
