@@ -41,6 +41,8 @@ def test_the_smallest_value_passes_and_less_does_not(name, low):
     needed = {"dynamic_scale": False}
     if name not in ("kd_weight", "ce_weight"):  # each may be 0 while the other is not
         needed[name] = low
+    if name == "teacher_ema":
+        needed["teacher"] = "self"
     Config(**GOOD | needed)
     with pytest.raises(ValueError, match=f"--{name} {low - 1}.*: expected {low} or more"):
         Config(**GOOD | {name: low - 1})
