@@ -23,6 +23,7 @@ from isogloss.objective.loss_table import (
     loss_flags,
     losses_of_truncated,
 )
+from isogloss.objective.token_weights import OF_ENTROPY, TOKEN_WEIGHTS
 from isogloss.teachers.kinds import kind_of
 from isogloss.teachers.model import ENGINES
 from isogloss.teachers.protocol import TEACHER_OUTPUTS
@@ -245,6 +246,16 @@ class LossFlags:
     skew_lambda: float = flag(
         0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.", key="skew_lambda")
     akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", key="akl_alpha")
+    token_weights: str = flag(
+        "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
+        "behind t learned tokens. sure, unsure: token_entropy / (token_entropy + H) and what is "
+        "missing to 1, where the teacher has an entropy of H nats. Empty: 1 each.",
+        choices=TOKEN_WEIGHTS, key="token_weights")
+    token_half_life: float = flag(
+        256.0, "of token_weights early, in learned tokens.", low=0.1, high=1e9,
+        key="token_half_life")
+    token_entropy: float = flag(
+        0.5, "of token_weights sure and unsure, in nats.", low=1e-4, high=1e3, key="token_entropy")
     learn_projection: bool = flag(
         False, "train the weights of projection_kl's projection too. They are written to "
         "output_dir/projection.pt after the last step.")
@@ -564,6 +575,11 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
+        of_entropy = self.token_weights in OF_ENTROPY
+        if of_entropy and LOSSES[self.loss].columns:
+            raise ValueError(f"--token_weights {self.token_weights} with --loss {self.loss}: which "
+                             "reads some columns of the teacher, and an entropy is of all; use "
+                             "another loss")
         if self.eval_task_samples > 1 and not self.eval_task_temperature:
             raise ValueError(f"--eval_task_samples {self.eval_task_samples}: all samples would be "
                              "the same answer; raise --eval_task_temperature above 0, as to 0.8")

@@ -634,7 +634,8 @@ def build_collator(cfg, inputs, device, tile_mib=None):
         same_tokenizer = fingerprint(setup.encoder.tokenizer) == print_of_student
         pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name),
                                  same_tokenizer, setup.spec.reads_keys,
-                                 None if is_cpu else setup.loss.live_copies))
+                                 None if is_cpu else setup.loss.live_copies,
+                                 setup.cfg.token_half_life * (setup.cfg.token_weights == "early")))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
         sub_tiles=CPU_SUB_TILES if is_cpu else GPU_SUB_TILES,

@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from isogloss.data.batch_types import Batch, Example, StudentBatch, TeacherBatch
+from isogloss.data.batch_types import (
+    Batch,
+    Example,
+    StudentBatch,
+    TeacherBatch,
+    weigh_positions,
+)
 from isogloss.data.chat import encode_chat, pair_chats, render
 from isogloss.data.long_texts import fits, leave_out_tail
 from isogloss.data.rollouts import Rollout, pair_rollout, student_reading
@@ -51,6 +57,7 @@ class PairOptions:
         same_tokenizer: its tokenizer is the student's.
         is_cached: what it says is looked up by the texts' keys.
         live_copies: of the loss, see `loss_table.LossSpec`; None: those of `Collator.sub_tiles`.
+        half_life: of `token_weights.early_weights`; 0: every term weighs 1.
     """
 
     encoder: TextEncoder
@@ -59,6 +66,7 @@ class PairOptions:
     same_tokenizer: bool = False
     is_cached: bool = False
     live_copies: float | None = None
+    half_life: float = 0.0
 
 
 @dataclass
@@ -360,6 +368,9 @@ class Collator:
             in_rollout = (batch.teacher_chunk.flatten() >= 0) & is_rollout[sample]
             batch.rollout_positions = positions_by_sample(in_rollout, sample)
         batch.tiles = self._plan_tiles(pair, labels, batch, texts, is_rollout)
+        if pair.half_life:
+            batch = weigh_positions(batch, early_weights(
+                student.labels, batch.sample_of_student, len(samples), pair.half_life))
         counts = self._count_pair(pair, samples, batch, student.logp, is_rollout)
         if shard:  # last, as all of the above names positions of whole sequences
             self._localize(batch, shard)
@@ -552,6 +563,21 @@ def number_of_terms(sub_tile, spelling):
 def pad_id(table):
     """Return the id that fills rows: with causal attention no real position looks at padding."""
     return table.pad if table.pad >= 0 else max(table.eos, 0)
+
+
+def early_weights(labels_BS, sample_N, num_samples, half_life):
+    """Return (B * S,) float32 weights by the learned tokens before, of whole sequences.
+
+    Args:
+        labels_BS: (B, S) int64, -100 where nothing is learned.
+        sample_N: (B * S,) number of each position's sample.
+        half_life: learned tokens after which a weight is half as large.
+    """
+    learned = (labels_BS.flatten() != -100).long()
+    before = learned.cumsum(0) - learned
+    begin = before.new_full((num_samples,), len(before))
+    begin.scatter_reduce_(0, sample_N, before, "amin")
+    return torch.exp2((begin[sample_N] - before) / half_life)
 
 
 def positions_by_sample(mask, sample):

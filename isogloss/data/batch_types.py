@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +75,27 @@ class TeacherBatch:
     @property
     def num_samples(self):
         return len(self.num_labeled)
+
+
+def weigh_positions(batch, weight_N):
+    """Return a TeacherBatch whose terms weigh as much as the position where they begin.
+
+    Args:
+        batch: TeacherBatch; weights that it has are multiplied.
+        weight_N: (B * S + M,) float, of every student position that its tiles name.
+    """
+    tiles = []
+    for tile in batch.tiles:
+        # one weight for every position, though a loss reads only those where its terms begin
+        weight_n = weight_N[tile.student_positions]
+        sub_tiles = []
+        for sub_tile in tile.sub_tiles:
+            weight = weight_n[sub_tile.student_slice]
+            if sub_tile.weight is not None:
+                weight = weight * sub_tile.weight
+            sub_tiles.append(sub_tile._replace(weight=weight))
+        tiles.append(tile._replace(sub_tiles=tuple(sub_tiles)))
+    return replace(batch, tiles=tiles)
 
 
 @dataclass

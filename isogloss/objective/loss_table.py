@@ -22,6 +22,7 @@ from isogloss.losses import (
 )
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
+from isogloss.objective.token_weights import OF_ENTROPY, weighed_by_entropy
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.files import as_tables, load_projection
@@ -444,13 +445,19 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     Returns:
         DistillationLoss.
     Raises:
-        ValueError: tokenizers that have nothing in common.
+        ValueError: tokenizers that have nothing in common; weights of which too little is kept.
     """
     names = cfg.student, cfg.teacher_path
     tables = student.table, teacher.table
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
     spec = LOSSES[cfg.loss]
     loss = spec.build(cfg, pair, device, has_rest)
+    if cfg.token_weights in OF_ENTROPY:
+        if has_rest:
+            raise ValueError(f"--token_weights {cfg.token_weights}: an entropy is of all of the "
+                             "teacher's tokens, and of this teacher some are kept; keep hidden "
+                             "states")
+        loss = weighed_by_entropy(loss, cfg.token_weights, cfg.token_entropy)
     if cfg.temperature == 1 and not has_rest:
         loss.live_copies = spec.live_copies
     return loss

@@ -6,11 +6,11 @@ tiling from the logits of the whole micro-batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from isogloss.data.batch_types import TeacherBatch
+from isogloss.data.batch_types import TeacherBatch, weigh_positions
 from isogloss.job.sequence_group import SequenceGroup, gather_halo
 from isogloss.losses import next_token_cross_entropy
 from isogloss.tiles import (
@@ -215,24 +215,3 @@ def weigh_samples(batch, weight_B):
         weight_B: (B,) float, a weight for each sample.
     """
     return weigh_positions(batch, weight_B[batch.sample_of_student])
-
-
-def weigh_positions(batch, weight_N):
-    """Return a TeacherBatch whose terms weigh as much as the position where they begin.
-
-    Args:
-        batch: TeacherBatch; weights that it has are multiplied.
-        weight_N: (B * S + M,) float, of every student position that its tiles name.
-    """
-    tiles = []
-    for tile in batch.tiles:
-        # one weight for every position, though a loss reads only those where its terms begin
-        weight_n = weight_N[tile.student_positions]
-        sub_tiles = []
-        for sub_tile in tile.sub_tiles:
-            weight = weight_n[sub_tile.student_slice]
-            if sub_tile.weight is not None:
-                weight = weight * sub_tile.weight
-            sub_tiles.append(sub_tile._replace(weight=weight))
-        tiles.append(tile._replace(sub_tiles=tuple(sub_tiles)))
-    return replace(batch, tiles=tiles)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from isogloss.data.batch_types import weigh_positions
 from isogloss.job.counts import Sums, mean_of
 from isogloss.job.sequence_group import halo_values
 from isogloss.losses import at_least_float32
-from isogloss.objective.objective import weigh_positions
 from isogloss.policy_losses import prefix_ratio
 from isogloss.teachers.protocol import BLOCK
 

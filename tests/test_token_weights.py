@@ -1,0 +1,121 @@
+"""token_weights.py: weights of terms by their place and by the teacher, in every layout."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from isogloss.data.batch import early_weights
+from isogloss.objective.loss_table import DistillationLoss
+from isogloss.objective.token_weights import chunk_entropy, weighed_by_entropy
+from isogloss.tile_plan import SubTile
+from jobs import check_refusals, check_same_curve, losses_of, run_all, short_run
+
+
+def test_early_weights_count_what_is_learned_of_each_sample():
+    labels = torch.tensor([[-100, 5, 6, -100, 7, -100, -100], [3, 3, -100, 3, -100, 3, 3]])
+    sample = torch.tensor([[0, 0, 0, 0, 0, 1, 1], [2, 2, 2, 3, 3, 3, 3]]).flatten()
+    expected = []
+    for number in range(5):
+        count = 0
+        for label, of_sample in zip(labels.flatten().tolist(), sample.tolist()):
+            if of_sample == number:
+                expected.append(0.5 ** (count / 3))
+                count += label != -100
+    weights = early_weights(labels, sample, 5, 3.0)
+    assert torch.allclose(weights, torch.tensor(expected)) and weights.dtype == torch.float32
+
+
+def test_entropies_are_of_the_place_where_a_chunk_begins():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(600, 7)  # several blocks
+    logits[5, 2:] = -torch.inf
+    student = torch.tensor([-1, 0, 0, 1, 2, 2, 299, 3])
+    teacher = torch.arange(600) // 2 - 1
+    tile = SubTile(slice(0, 8), slice(0, 600), student, teacher, student, teacher)
+    entropies = chunk_entropy(logits, tile)
+    for chunk, entropy in zip(student.tolist(), entropies.tolist()):
+        if chunk < 0 or chunk == 299:  # no chunk, and one of which the teacher has no row
+            assert entropy == 0
+            continue
+        row = logits[2 * (chunk + 1)].tolist()
+        total = sum(map(math.exp, row))
+        expected = -sum(math.exp(x) / total * math.log(math.exp(x) / total)
+                        for x in row if x > -math.inf)
+        assert entropy == pytest.approx(expected, rel=1e-5)
+    loss = DistillationLoss(lambda student, teacher, sub_tile: sub_tile.weight)
+    tile = tile._replace(weight=torch.arange(8.0))
+    for kind, part in (("sure", 0.3 / (0.3 + entropies)),
+                       ("unsure", entropies / (0.3 + entropies))):
+        weights = weighed_by_entropy(loss, kind, 0.3).loss_fn(None, logits, tile)
+        assert torch.allclose(weights, part * tile.weight)
+
+
+LAYOUTS = {"one": (1, {}), "shards": (2, {"sequence_parallel": 2}), "packed": (2, {"pack": True}),
+           "untiled": (1, {"tiled": False})}
+
+
+def test_where_a_teacher_is_sure_and_where_not_is_all_of_it(models, texts, tmp_path):
+    """In every layout, with tokenizers that differ and that are equal."""
+    runs = []
+    for loss, (kind, (num_ranks, more)) in itertools.product(
+            ["piece_kl", "alm", "gold"], LAYOUTS.items()):
+        flags = more | {"loss": loss, "steps": 3}
+        both = [{"model": str(models[1]), "name": weights, "token_weights": weights}
+                for weights in ("sure", "unsure")]
+        runs.append((num_ranks, f"{loss} {kind}", flags, both))
+    for num_ranks, name, flags, both in runs:
+        micro_batch_size = 4 // (num_ranks if "pack" in flags else 1)
+        argv = [[word for word in short_run(models, texts, tmp_path, *[
+                    f"--{key}={value}" for key, value in (flags | more).items()],
+                    micro_batch_size=micro_batch_size)
+                 if not (word.startswith("--teacher=") and "teachers" in more)]
+                for more in ({"output_dir": tmp_path / f"{name} whole"},
+                             {"output_dir": tmp_path / f"{name} both",
+                              "teachers": json.dumps(both)})]
+        run_all(num_ranks, *argv)
+        whole, parts = [losses_of(tmp_path / f"{name} {kind}") for kind in ("whole", "both")]
+        for line, of_parts in zip(whole, parts, strict=True):
+            share = of_parts["kd/sure"] / line["kd"]
+            assert 0.02 < share < 0.98, name
+            assert of_parts["kd/sure"] + of_parts["kd/unsure"] == pytest.approx(
+                line["kd"], rel=1e-5), name
+            assert of_parts["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4), name
+
+
+def test_early_weights_are_the_same_in_every_layout(models, texts, tmp_path):
+    curves = {}
+    for kind, (num_ranks, more) in LAYOUTS.items():
+        flags = more | {"token_weights": "early", "token_half_life": 5.0, "steps": 3,
+                        "output_dir": tmp_path / kind}
+        argv = short_run(models, texts, tmp_path, *[f"--{k}={v}" for k, v in flags.items()],
+                         micro_batch_size=4 // (num_ranks if "pack" in more else 1))
+        run_all(num_ranks, argv)
+        curves[kind] = [{key: line[key] for key in ("kd", "ce", "grad_norm")}
+                        for line in losses_of(tmp_path / kind)]
+    for kind, lines in curves.items():
+        check_same_curve(curves["one"], lines, 1e-4, name=kind)
+    # all the same, and as without weights
+    plain = short_run(models, texts, tmp_path, "--steps=3", f"--output_dir={tmp_path / 'plain'}",
+                      micro_batch_size=4)
+    flat = short_run(models, texts, tmp_path, "--steps=3", "--token_weights=early",
+                     "--token_half_life=1e9", f"--output_dir={tmp_path / 'flat'}",
+                     micro_batch_size=4)
+    run_all(1, plain, flat)
+    expected = losses_of(tmp_path / "plain")
+    check_same_curve(expected, losses_of(tmp_path / "flat"), 1e-5)
+    assert all(line["kd"] < 0.8 * of_plain["kd"]
+               for line, of_plain in zip(curves["one"], expected))
+
+
+def test_weights_by_entropies_need_all_of_a_teacher(models, texts, tmp_path):
+    words = short_run(models, texts, tmp_path, "--token_weights=sure")
+    flags = dict(word.removeprefix("--").split("=", 1) for word in words)
+    flags["max_length"] = 60
+    check_refusals(flags, [
+        ({}, "nothing is wrong"),
+        ({"loss": "projection_kl"}, "--token_weights sure with --loss projection_kl: which reads"),
+        ({"teacher_output": "topk"}, "--token_weights sure: an entropy is of all"),
+    ])
