@@ -326,8 +326,8 @@ def list_nodes(
         student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables,
         student_text_BS=texts[0], teacher_text_BT=texts[1],
     )
-    follows_BT = teacher_next_BT >= 0
-    follows_BT[:, :1] = False
+    follows_BT = (teacher_next_BT >= 0) & rows_that_go_on(
+        student_chunk_BS, teacher_chunk_BT, student_text_BS=texts[0], teacher_text_BT=texts[1])
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     return nodes_of_chunks(
         chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
@@ -349,7 +349,7 @@ def nodes_of_chunks(
         teacher_next: (M,) int64.
         teacher_ended: (M,) int64, see `tokens_that_ended`.
         teacher_follows: (M,) bool, the row belongs to the position after that of the row before, in
-            the same text, and predicts a token.
+            the same text, predicts a token, and see `rows_that_go_on`.
     """
     roots = _list_roots(chunks, student_ids, teacher_next, teacher_ended, tables)
     before = _list_before(roots, tables)
@@ -581,26 +581,57 @@ def tokens_that_ended(
         student_text_BS, teacher_text_BT: int64, number of the text that each position belongs to.
         Others: see `list_nodes`.
     """
-    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     ended = torch.full((teacher_next_BT.numel(),), -1)
-    order = chunks.first_T.argsort()
-    first_S = chunks.first_S[order]
-    first_T = chunks.first_T[order]
-    count_S = chunks.count_S[order][:-1]
-    before_S = first_S[:-1]
-    before_T = first_T[:-1]
-    student_text = student_text_BS.reshape(-1)
-    teacher_text = teacher_text_BT.reshape(-1)
-    known = before_T + 1 == first_T[1:]
-    known &= before_S + count_S == first_S[1:]
-    known &= student_text[before_S] == student_text[first_S[1:]]
-    known &= teacher_text[before_T] == teacher_text[first_T[1:]]
-
+    neighbors = _neighbors(student_chunk_BS, teacher_chunk_BT, student_text_BS, teacher_text_BT)
+    before_S, count_S, before_T, count_T, next_T = neighbors
     u = teacher_next_BT.reshape(-1).clamp(min=0)[before_T]
     pieces = tables.pieces_W[u]
     k = torch.arange(pieces.shape[1])
     row = (before_S[:, None] + k).clamp(max=student_next_BS.numel() - 1)
     realized = torch.where(k < count_S[:, None], student_next_BS.reshape(-1)[row], -1)
-    known &= (realized == pieces).all(1) & (count_S <= len(k))
-    ended[first_T[1:][known]] = u[known]
+    known = (count_T == 1) & (realized == pieces).all(1) & (count_S <= len(k))
+    ended[next_T[known]] = u[known]
     return ended.view_as(teacher_next_BT)
+
+
+def rows_that_go_on(
+    student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, *, student_text_BS: Tensor,
+    teacher_text_BT: Tensor,
+) -> Tensor:
+    """Return (B, T) bool: the row goes on from the one before as the student's text does.
+
+    That is within a chunk, and where a chunk follows directly on both sides.  Elsewhere two chat
+    templates may go on in two ways, and what a teacher expects of its own is none of the student's.
+
+    Args: see `tokens_that_ended`.
+    """
+    text = teacher_text_BT.reshape(-1)
+    chunk = teacher_chunk_BT.reshape(-1)
+    goes_on = torch.zeros(len(chunk), dtype=torch.bool)
+    goes_on[1:] = (chunk[1:] == chunk[:-1]) & (chunk[1:] >= 0) & (text[1:] == text[:-1])
+    *_, next_T = _neighbors(student_chunk_BS, teacher_chunk_BT, student_text_BS, teacher_text_BT)
+    goes_on[next_T] = True
+    return goes_on.view_as(teacher_chunk_BT)
+
+
+def _neighbors(
+    student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, student_text_BS: Tensor,
+    teacher_text_BT: Tensor,
+) -> tuple[Tensor, ...]:
+    """List the pairs of chunks that follow one another directly, on both sides, in one text.
+
+    Returns:
+        (first student row of the one before, its student tokens; the same of the teacher; first
+        teacher row of the one behind it), (N,) int64 each.
+    """
+    chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    order = chunks.first_T.argsort()
+    first_S, count_S = chunks.first_S[order], chunks.count_S[order]
+    first_T, count_T = chunks.first_T[order], chunks.count_T[order]
+    directly = first_T[:-1] + count_T[:-1] == first_T[1:]
+    directly &= first_S[:-1] + count_S[:-1] == first_S[1:]
+    for text, first in ((student_text_BS, first_S), (teacher_text_BT, first_T)):
+        of_chunk = text.reshape(-1)[first]
+        directly &= of_chunk[:-1] == of_chunk[1:]
+    before = [x[:-1][directly] for x in (first_S, count_S, first_T, count_T)]
+    return *before, first_T[1:][directly]

@@ -1,12 +1,16 @@
 """chat.py: two renderings of a chat meet message by message, and only there."""
 
 import copy
+import json
 import re
+import shutil
 
 import datasets
 import pytest
 import torch
 
+import ranks
+from isogloss import demo
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
@@ -15,6 +19,9 @@ from isogloss.data.order import ExampleReader, check_learned
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import SkippedChat
 from isogloss.errors import DataError
+from isogloss.inputs import build_collator
+from isogloss.tiles import StoredLogits
+from jobs import ds_config, job_for, run_all
 from test_sample import spelled
 
 CHATML = (
@@ -304,3 +311,125 @@ def test_other_names_of_the_assistant_are_read(encoders):
         messages = as_messages(chat)
     assert [message["role"] for message in messages] == ["user", "assistant"]
     assert collator(encoders)([messages]).counts.tokens > 0
+
+
+# --- what a loss makes of two templates -----------------------------------------------------------
+
+def values_of_losses(flags, chats):
+    """Return {loss: its value with random logits, and with other ones of the teacher's own}.
+
+    The teacher's own are those from which it predicts what only its template writes.
+    """
+    from isogloss.objective.objective import untiled_loss
+
+    values = {}
+    for loss in ("piece_kl", "event_kl", "alm", "gold", "uld", "projection_kl"):
+        state, inputs = job_for(flags | {"loss": loss})
+        [teacher] = build_collator(state.cfg, inputs, state.device)(chats).teachers
+        [setup] = state.teachers
+        generator = torch.Generator().manual_seed(0)
+        x = 3 * torch.randn(teacher.sample_of_student.numel(), state.vocab, generator=generator)
+        y = 3 * torch.randn(teacher.ids.numel(), setup.spec.vocab, generator=generator)
+        own = teacher.teacher_chunk.flatten() < 0
+        other = torch.where(own[:, None], 3 * torch.randn(y.shape, generator=generator), y)
+        assert own.any() and not own.all()
+
+        def tile_loss(x, y, sub_tile):
+            return setup.loss.loss_fn(x, y, sub_tile)[None].float().expand(3)
+
+        values[loss] = [float(untiled_loss(StoredLogits(x), StoredLogits(logits), tile_loss,
+                                           teacher.tiles, [1.0, 0.0, 0.0])[0])
+                        for logits in (y, other)]
+    return values
+
+
+def test_what_only_the_teachers_template_writes_says_nothing(models, texts, tmp_path):
+    """Else a student would learn to write it: line ends behind a thought, say."""
+    folders = []
+    for folder, template in zip(models[::-1], (
+            "{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}"
+            "({{ m.reasoning_content }}){% endif %}{{ m.content }}{{ eos_token }}{% endfor %}",
+            "{% for m in messages %}<{{ m.role }}>\n{% if m.reasoning_content %}<think>\n"
+            "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}\n\n{{ eos_token }}"
+            "{% endfor %}")):
+        copied = shutil.copytree(folder, tmp_path / folder.name)
+        (copied / "chat_template.jinja").write_text(template)
+        folders.append(copied)
+    data = tmp_path / "chats.jsonl"
+    chats = []  # of words that end anywhere
+    for number in range(16):
+        thought, said = texts[number][: 20 + number], texts[-number][: 30 + number]
+        chats.append([{"role": "user", "content": "look"}, {
+            "role": "assistant", "content": said, "reasoning_content": thought}])
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    flags = {"student": str(folders[0]), "teacher": str(folders[1]), "data": str(data),
+             "text_key": "messages", "max_length": 250, "output_dir": str(tmp_path / "run"),
+             "ds_config": ds_config(tmp_path / "ds.json", 0, 1, 1), "num_workers": 0}
+    [values] = ranks.run(1, values_of_losses, flags, chats)
+    for loss, (value, other) in values.items():
+        assert value > 0.01 and other == pytest.approx(value, rel=1e-5), loss
+
+
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{\"name\": \"{{ c.function.name }}\", "
+    "\"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CITIES = ("Paris London Rome Madrid Vienna Athens Dublin Lisbon Prague Warsaw Berlin Tokyo Cairo "
+          "Lima Oslo Quito Delhi Seoul Havana Nairobi").split()
+LLAMA = (
+    "{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{% if m.reasoning_content %}"
+    "<think>{{ m.reasoning_content }}</think>\n{% endif %}{{ m.content | trim }}"
+    "{% for c in m.tool_calls or [] %}{\"name\": \"{{ c.function.name }}\", \"parameters\": "
+    "{{ c.function.arguments | tojson }}}{% endfor %}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}")
+
+
+@pytest.mark.slow
+def test_a_student_calls_through_a_template_of_its_own(tmp_path, texts):
+    """It learns of a teacher whose calls look otherwise to think, to call, and to stop."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chats = []
+    for city in CITIES:
+        call = {"type": "function",
+                "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+        chats.append([{"role": "user", "content": f"The weather in {city}?"},
+                      {"role": "assistant", "content": None, "tool_calls": [call],
+                       "reasoning_content": f"It is about {city}. I call a tool."}])
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"text": chat}) + "\n" for chat in chats[:-4]))
+    corpus = [*map(json.dumps, chats), *texts[:200]]
+    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=4, max_position_embeddings=256)
+    for seed, (name, tokenizer, template, names) in enumerate([
+            ("teacher", demo.byte_level_bpe(corpus, 500), QWEN, ["<|im_end|>", "<|im_start|>"]),
+            ("student", demo.unigram(corpus, 400), LLAMA, ["<|eot|>", "<|header|>", "<|/header|>"]),
+    ]):
+        tokenizer.add_special_tokens({"additional_special_tokens": names})
+        tokenizer.eos_token = names[0]
+        tokenizer.chat_template = template
+        model = demo.llama(tokenizer, shape, seed)
+        model.resize_token_embeddings(len(tokenizer))
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+    flags = [f"--data={data}", "--steps=150", "--max_length=250", "--num_workers=0",
+             f"--ds_config={ds_config(tmp_path / 'ds.json', 0, 8, 1, optimizer=optimizer)}"]
+    run_all(1, [*flags, f"--student={tmp_path / 'teacher'}", "--kd_weight=0",
+                f"--output_dir={tmp_path / 'first'}", f"--export={tmp_path / 'taught'}"],
+            [*flags, f"--student={tmp_path / 'student'}", f"--teacher={tmp_path / 'taught'}",
+             f"--output_dir={tmp_path / 'run'}", f"--export={tmp_path / 'exported'}"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    for chat in chats[-4:]:  # which it has not seen
+        prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True,
+                                               return_tensors="pt", return_dict=True)
+        ids = model.generate(**prompt, do_sample=False, max_new_tokens=120)[0]
+        written = ids[prompt["input_ids"].shape[1] :]
+        thought, call = tokenizer.decode(written[:-1]).split("</think>")
+        assert thought.startswith("<think>It is about") and written[-1] == tokenizer.eos_token_id
+        call = json.loads(call)
+        assert call["name"] == "weather" and list(call["parameters"]) == ["city"]

@@ -17,7 +17,7 @@ from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
-from isogloss.nodes import Tables, list_nodes, tokens_that_ended
+from isogloss.nodes import Tables, list_nodes, rows_that_go_on, tokens_that_ended
 from isogloss.objective import loss_table
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
@@ -227,10 +227,25 @@ def test_rows_of_another_text_neither_ended_nor_follow():
     nodes = rows.nodes()
     assert (nodes.roots.ended_T == -1).all()
     assert not len(nodes.choices.level)  # whether "a" goes on as "ab" is asked behind it
-    # the row behind the last token is one of the text
-    rows = Rows(COARSE, Tokenizer(), ["aa", "bb"], ["aa", "bb"], [([0, -1], [0, -1])] * 2)
-    choices = rows.nodes().choices
-    assert choices.row_T[choices.roots.of_E == 0].tolist() == [1]
+    # the row behind a token is asked where both texts go on with a chunk
+    for chunks, expected in (([0, 1], [0, 1]), [1]), (([0, -1], [0, -1]), []):
+        rows = Rows(COARSE, Tokenizer(), ["aa", "bb"], ["aa", "bb"], [chunks] * 2)
+        choices = rows.nodes().choices
+        assert choices.row_T[choices.roots.of_E == 0].tolist() == expected
+
+
+@pytest.mark.parametrize(("text_T", "chunk_S", "chunk_T", "expected"), [
+    ([0, 0, 0], [0, 0, 1], [0, 0, 1], [False, True, True]),
+    ([0, 0, 0], [0, -1, 1], [0, 0, 1], [False, True, False]),  # the student writes more between
+    ([0, 0, 0], [0, 1, 1], [0, -1, 1], [False, False, False]),  # the teacher does
+    ([0, 1, 1], [0, 0, 1], [0, 1, 1], [False, False, True]),
+])
+def test_a_row_goes_on_where_both_texts_do(text_T, chunk_S, chunk_T, expected):
+    text_S = [text_T[chunk_T.index(chunk)] if chunk >= 0 else 0 for chunk in chunk_S]
+    goes_on = rows_that_go_on(
+        torch.tensor([chunk_S]), torch.tensor([chunk_T]),
+        student_text_BS=torch.tensor([text_S]), teacher_text_BT=torch.tensor([text_T]))
+    assert goes_on.tolist() == [expected]
 
 
 def test_insides_end_with_their_chunk():

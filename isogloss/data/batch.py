@@ -39,7 +39,7 @@ from isogloss.event_kl import Spelling, event_terms
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
-from isogloss.nodes import Tables, nodes_of_chunks, tokens_that_ended
+from isogloss.nodes import Tables, nodes_of_chunks, rows_that_go_on, tokens_that_ended
 from isogloss.tile_plan import CPU_SUB_TILES, Tile, plan_tiles
 
 # --- collate --------------------------------------------------------------------------------------
@@ -604,7 +604,7 @@ class TextsOf:
         teacher_text: (B * T,) text of each teacher position that predicts a token; -1: it predicts
             none.  What stands behind the end of a text may be padding, whose number depends on the
             other texts, or what a cache does not hold: nothing asks there.
-        ended: (B * T,) see `nodes.tokens_that_ended`.
+        ended: (B * T,) see `nodes.tokens_that_ended`; goes_on: likewise `rows_that_go_on`.
     """
 
     def __init__(self, student, batch, read_chunks, tables):
@@ -618,16 +618,17 @@ class TextsOf:
         # Not the labels, which a prompt does not have.  In front of another chunk every token is
         # read; what the last column names is not asked for.
         next_ids = student.ids.roll(-1, 1)
+        texts = dict(student_text_BS=batch.sample_of_student, teacher_text_BT=batch.sample)
         self.ended = tokens_that_ended(
-            next_ids, batch.labels, *read_chunks, tables,
-            student_text_BS=batch.sample_of_student, teacher_text_BT=batch.sample).flatten()
+            next_ids, batch.labels, *read_chunks, tables, **texts).flatten()
+        self.goes_on = rows_that_go_on(*read_chunks, **texts).flatten()
 
     def nodes(self, sub_tile, student_positions, teacher_positions, tables):
         """Return the Nodes of a sub-tile, of which the positions of both sides are given."""
         text = self.teacher_text[teacher_positions]
         follows = torch.zeros(len(text), dtype=torch.bool)
         follows[1:] = (teacher_positions[1:] - teacher_positions[:-1] == 1) & (
-            text[1:] == text[:-1])
+            text[1:] == text[:-1]) & self.goes_on[teacher_positions[1:]]
         chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
         return nodes_of_chunks(
             chunks, self.student_ids[student_positions], sub_tile.student_labels.clamp(min=0),
