@@ -326,8 +326,8 @@ def list_nodes(
         student_next_BS, teacher_next_BT, student_chunk_BS, teacher_chunk_BT, tables,
         student_text_BS=texts[0], teacher_text_BT=texts[1],
     )
-    follows_BT = (teacher_next_BT >= 0) & rows_that_go_on(
-        student_chunk_BS, teacher_chunk_BT, student_text_BS=texts[0], teacher_text_BT=texts[1])
+    follows_BT = teacher_next_BT >= 0
+    follows_BT[:, :1] = False
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
     return nodes_of_chunks(
         chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
@@ -349,7 +349,7 @@ def nodes_of_chunks(
         teacher_next: (M,) int64.
         teacher_ended: (M,) int64, see `tokens_that_ended`.
         teacher_follows: (M,) bool, the row belongs to the position after that of the row before, in
-            the same text, predicts a token, and see `rows_that_go_on`.
+            the same text, and predicts a token; of two renderings see `rows_that_go_on`.
     """
     roots = _list_roots(chunks, student_ids, teacher_next, teacher_ended, tables)
     before = _list_before(roots, tables)
@@ -598,10 +598,11 @@ def rows_that_go_on(
     student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, *, student_text_BS: Tensor,
     teacher_text_BT: Tensor,
 ) -> Tensor:
-    """Return (B, T) bool: the row goes on from the one before as the student's text does.
+    """Return (B, T) bool: the row goes on from the one before as the student's rendering does.
 
     That is within a chunk, and where a chunk follows directly on both sides.  Elsewhere two chat
     templates may go on in two ways, and what a teacher expects of its own is none of the student's.
+    Of a plain text both read the same, so that every row goes on.
 
     Args: see `tokens_that_ended`.
     """

@@ -227,11 +227,10 @@ def test_rows_of_another_text_neither_ended_nor_follow():
     nodes = rows.nodes()
     assert (nodes.roots.ended_T == -1).all()
     assert not len(nodes.choices.level)  # whether "a" goes on as "ab" is asked behind it
-    # the row behind a token is asked where both texts go on with a chunk
-    for chunks, expected in (([0, 1], [0, 1]), [1]), (([0, -1], [0, -1]), []):
-        rows = Rows(COARSE, Tokenizer(), ["aa", "bb"], ["aa", "bb"], [chunks] * 2)
-        choices = rows.nodes().choices
-        assert choices.row_T[choices.roots.of_E == 0].tolist() == expected
+    # the row behind the last token is one of the text
+    rows = Rows(COARSE, Tokenizer(), ["aa", "bb"], ["aa", "bb"], [([0, -1], [0, -1])] * 2)
+    choices = rows.nodes().choices
+    assert choices.row_T[choices.roots.of_E == 0].tolist() == [1]
 
 
 @pytest.mark.parametrize(("text_T", "chunk_S", "chunk_T", "expected"), [

@@ -196,7 +196,10 @@ class Collator:
                 student, pairings = self._read_text(example, student_ids[number], ids)
             else:
                 student, pairings = self._read_chat(example, takes_part[number])
-            samples.append(cut_sample(student, pairings, self.student.max_length, max_lengths))
+            sample = cut_sample(student, pairings, self.student.max_length, max_lengths)
+            for pair in sample.pairs:
+                pair.is_rendered = not isinstance(example.content, str)
+            samples.append(sample)
         return samples
 
     def _teachers_of(self, example):
@@ -355,7 +358,8 @@ class Collator:
         if isinstance(pair.spelling, Tables):
             read_chunks = (student_rows.fill(samples, "read_student_chunk", -1),
                            rows.fill(samples, "read_teacher_chunk", -1))
-            texts = TextsOf(student, batch, read_chunks, pair.spelling)
+            is_rendered = torch.tensor([sample.is_rendered for sample in samples])
+            texts = TextsOf(student, batch, read_chunks, pair.spelling, is_rendered)
         shard = self._shard(batch.student_chunk, batch.teacher_chunk)
         if shard:
             # Each rank computes the chunks and labels that it owns, so that over the group every
@@ -604,14 +608,16 @@ class TextsOf:
         teacher_text: (B * T,) text of each teacher position that predicts a token; -1: it predicts
             none.  What stands behind the end of a text may be padding, whose number depends on the
             other texts, or what a cache does not hold: nothing asks there.
-        ended: (B * T,) see `nodes.tokens_that_ended`; goes_on: likewise `rows_that_go_on`.
+        ended: (B * T,) see `nodes.tokens_that_ended`.
+        goes_on: (B * T,) bool, see `nodes.rows_that_go_on`.
     """
 
-    def __init__(self, student, batch, read_chunks, tables):
+    def __init__(self, student, batch, read_chunks, tables, is_rendered):
         """Look at whole texts, before sequence shards part their chunks.
 
         Args:
             read_chunks: (B, S) and (B, T) int64, chunks also where nothing is learned.
+            is_rendered: (samples,) bool, see PairSample.
         """
         self.student_ids = student.ids.flatten()
         self.teacher_text = torch.where(batch.labels.flatten() >= 0, batch.sample, -1)
@@ -622,6 +628,7 @@ class TextsOf:
         self.ended = tokens_that_ended(
             next_ids, batch.labels, *read_chunks, tables, **texts).flatten()
         self.goes_on = rows_that_go_on(*read_chunks, **texts).flatten()
+        self.goes_on |= ~is_rendered[batch.sample]
 
     def nodes(self, sub_tile, student_positions, teacher_positions, tables):
         """Return the Nodes of a sub-tile, of which the positions of both sides are given."""

@@ -205,6 +205,7 @@ class PairSample:
         alignment: of the whole text, before the cut; None without a teacher.
         aligned_bytes: bytes in the chunks that are left after the cut.
         skipped: see `Pairing`.
+        is_rendered: student and teacher read renderings of it, not one text.
     """
 
     teacher: TokenRow = NO_TOKENS
@@ -215,6 +216,7 @@ class PairSample:
     alignment: Alignment | None = None
     aligned_bytes: int = 0
     skipped: bool = False
+    is_rendered: bool = False
 
     @property
     def num_chunk_ids(self):
