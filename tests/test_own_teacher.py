@@ -105,5 +105,6 @@ def test_what_a_teacher_cannot_follow_is_refused(models, texts, tmp_path):
         ({"from_scratch": True}, "--teacher self with --from_scratch: random weights have nothing"),
         ({"lora_r": 4}, "--teacher_ema 0.9 with --lora_r 4, whose weights are no copy"),
         ({"teacher_tp": 2}, "--teacher_ema 0.9 with --teacher_tp 2, which cuts what is copied"),
+        ({"teacher_engine": "zero3"}, "--teacher_ema 0.9 with --teacher_engine zero3, and a whole"),
         ({"teacher_offload": True}, "--teacher_ema 0.9 with --teacher_offload True, whose copy"),
     ])

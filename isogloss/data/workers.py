@@ -102,8 +102,10 @@ def forked(target, *arguments):
     # Cycles that are not collected yet stay so in the fork: to free a process group would wait for
     # its threads, to free a tensor of a GPU call that, and a fork has neither.
     gc.freeze()
-    process.start()
-    gc.unfreeze()
+    try:
+        process.start()
+    finally:
+        gc.unfreeze()
     other_end.close()
     return process, connection
 

@@ -41,7 +41,9 @@ class OwnSpec(ModelSpec):
         refuse(cfg, where, {
             "lora_r": "whose weights are no copy of the model's",
             "pipeline_parallel": "of which no rank holds the whole student",
-            "teacher_tp": "which cuts what is copied", "teacher_ranks": "which hold no student",
+            "teacher_tp": "which cuts what is copied",
+            "teacher_engine": "and a whole copy on every rank is auto",
+            "teacher_ranks": "which hold no student",
             "teacher_offload": "whose copy in the host's memory would stay as it is"})
 
     @classmethod
