@@ -141,6 +141,8 @@ class DataFlags:
     teacher_prompt_key: str = flag(
         "", "column of what teachers alone read in front of a chat: a text, which is a system "
         "message (a solution, a document, a better prompt), or messages (examples).")
+    weight_key: str = flag(
+        "", "column of a number for each row, 0 or more, of token_weights column.")
     template_kwargs: str = flag(
         "", "what every chat template is told besides, as a JSON object: "
         '{"enable_thinking": false}.')
@@ -249,7 +251,8 @@ class LossFlags:
     token_weights: str = flag(
         "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
         "behind t learned tokens. sure, unsure: token_entropy / (token_entropy + H) and what is "
-        "missing to 1, where the teacher has an entropy of H nats. Empty: 1 each.",
+        "missing to 1, where the teacher has an entropy of H nats. column: what weight_key says of "
+        "the row. Empty: 1 each.",
         choices=TOKEN_WEIGHTS, key="token_weights")
     token_half_life: float = flag(
         256.0, "of token_weights early, in learned tokens.", low=0.1, high=1e9,
@@ -575,6 +578,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
+        if self.token_weights == "column" and not self.weight_key:
+            raise ValueError("--token_weights column: of which column? name it with --weight_key")
         of_entropy = self.token_weights in OF_ENTROPY
         if of_entropy and LOSSES[self.loss].columns:
             raise ValueError(f"--token_weights {self.token_weights} with --loss {self.loss}: which "
@@ -678,6 +683,7 @@ NEEDS = [
      "--completion_key"),
     ("activation_offload", ["activation_checkpointing"],
      "moves what --activation_checkpointing keeps; add --activation_checkpointing"),
+    ("weight_key", ["token_weights", "teachers"], "is for --token_weights column; add it"),
     ("route_key", ["teachers"], "chooses among teachers; list them with --teachers"),
     ("merge", ["export"], "says what --export writes; add --export"),
     *[(name, ["eval_tasks"], "is for --eval_tasks, which names none; add it")
@@ -693,6 +699,8 @@ EXCLUDES = [
      ", which writes from the beginning of one row; leave out one of them"),
     ("join_rows", "prompt_key", ", whose rows are one prompt each; leave out one of them"),
     ("join_rows", "route_key", ", which chooses teachers for one row; leave out one of them"),
+    ("join_rows", "weight_key", ", which weighs one row; leave out one of them"),
+    ("weight_key", "on_policy", ", whose texts are not in the data; leave out one of them"),
     ("join_rows", "teacher_cache", ", which holds what is said of one row; leave out one of them"),
     ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
     ("lora_r", "pipeline_parallel",

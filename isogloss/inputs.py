@@ -396,7 +396,8 @@ def load_data(cfg, student, encoders):
 def open_rows(cfg, source, split, encoders):
     """Return (data set, ExampleReader); chats have to be what every model's template renders."""
     text_key = cfg.completion_key or cfg.text_key
-    plain_keys = (cfg.route_key,) if cfg.route_key else ()
+    flags = "route_key", "weight_key"
+    plain_keys = {getattr(cfg, flag): flag for flag in flags if getattr(cfg, flag)}
     dataset = load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
                            json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
                            optional_keys=tuple(filter(None, [cfg.tools_key,
@@ -418,7 +419,7 @@ def open_rows(cfg, source, split, encoders):
     reader = ExampleReader(text_key, cfg.route_key, source, cfg.prompt_key,
                            bool(cfg.completion_key), tools_key, filled_columns(dataset),
                            cfg.join_rows, holds_chats(dataset, text_key),
-                           cfg.teacher_prompt_key, cfg.drop_images)
+                           cfg.teacher_prompt_key, cfg.drop_images, cfg.weight_key)
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")
@@ -635,7 +636,7 @@ def build_collator(cfg, inputs, device, tile_mib=None):
         pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name),
                                  same_tokenizer, setup.spec.reads_keys,
                                  None if is_cpu else setup.loss.live_copies,
-                                 setup.cfg.token_half_life * (setup.cfg.token_weights == "early")))
+                                 setup.cfg.token_weights, setup.cfg.token_half_life))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
         sub_tiles=CPU_SUB_TILES if is_cpu else GPU_SUB_TILES,

@@ -110,6 +110,32 @@ def test_early_weights_are_the_same_in_every_layout(models, texts, tmp_path):
                for line, of_plain in zip(curves["one"], expected))
 
 
+def test_rows_weigh_what_their_column_says(models, texts, tmp_path):
+    """The loss of a batch is linear in the weights of its rows, in every layout."""
+    def first_kd(weights, num_ranks=1, micro_batch_size=4, **more):
+        runs = []
+        for number, of_rows in enumerate(weights):
+            data = tmp_path / f"{number}.jsonl"
+            data.write_text("".join(json.dumps({"text": text, "w": weight}) + "\n"
+                                    for text, weight in zip(texts, of_rows)))
+            flags = more | {"token_weights": "column", "weight_key": "w", "steps": 1, "data": data,
+                            "output_dir": tmp_path / f"run{num_ranks}{number}{more}"}
+            runs.append((flags["output_dir"], short_run(
+                models, texts, tmp_path, *[f"--{k}={v}" for k, v in flags.items()],
+                micro_batch_size=micro_batch_size)))
+        run_all(num_ranks, *[argv for _, argv in runs])
+        return [losses_of(folder)[0]["kd"] for folder, _ in runs]
+
+    weights = [2, 0, 0.5, 3]
+    *single, all_equal, weighed = first_kd([*torch.eye(4).tolist(), [1] * 4, weights])
+    assert min(single) > 0 and sum(single) == pytest.approx(all_equal, rel=1e-5)
+    expected = sum(weight * kd for weight, kd in zip(weights, single))
+    assert weighed == pytest.approx(expected, rel=1e-5)
+    for layout in (dict(num_ranks=2, sequence_parallel=2),
+                   dict(num_ranks=2, micro_batch_size=2, pack=True)):
+        assert first_kd([weights], **layout) == pytest.approx([expected], rel=1e-5)
+
+
 def test_weights_by_entropies_need_all_of_a_teacher(models, texts, tmp_path):
     words = short_run(models, texts, tmp_path, "--token_weights=sure")
     flags = dict(word.removeprefix("--").split("=", 1) for word in words)
@@ -118,4 +144,7 @@ def test_weights_by_entropies_need_all_of_a_teacher(models, texts, tmp_path):
         ({}, "nothing is wrong"),
         ({"loss": "projection_kl"}, "--token_weights sure with --loss projection_kl: which reads"),
         ({"teacher_output": "topk"}, "--token_weights sure: an entropy is of all"),
+        ({"token_weights": "column"}, "--token_weights column: of which column? name it with"),
+        ({"weight_key": "text"}, "'text' holds '"),
+        ({"weight_key": "w"}, "--weight_key w: no such column"),
     ])

@@ -57,7 +57,7 @@ class PairOptions:
         same_tokenizer: its tokenizer is the student's.
         is_cached: what it says is looked up by the texts' keys.
         live_copies: of the loss, see `loss_table.LossSpec`; None: those of `Collator.sub_tiles`.
-        half_life: of `token_weights.early_weights`; 0: every term weighs 1.
+        token_weights: "early" and "column" are made here, see `token_weights`; half_life: of early.
     """
 
     encoder: TextEncoder
@@ -66,7 +66,8 @@ class PairOptions:
     same_tokenizer: bool = False
     is_cached: bool = False
     live_copies: float | None = None
-    half_life: float = 0.0
+    token_weights: str = ""
+    half_life: float = 1.0
 
 
 @dataclass
@@ -199,6 +200,7 @@ class Collator:
             sample = cut_sample(student, pairings, self.student.max_length, max_lengths)
             for pair in sample.pairs:
                 pair.is_rendered = not isinstance(example.content, str)
+                pair.weight = example.weight
             samples.append(sample)
         return samples
 
@@ -372,9 +374,12 @@ class Collator:
             in_rollout = (batch.teacher_chunk.flatten() >= 0) & is_rollout[sample]
             batch.rollout_positions = positions_by_sample(in_rollout, sample)
         batch.tiles = self._plan_tiles(pair, labels, batch, texts, is_rollout)
-        if pair.half_life:
+        if pair.token_weights == "early":
             batch = weigh_positions(batch, early_weights(
                 student.labels, batch.sample_of_student, len(samples), pair.half_life))
+        if pair.token_weights == "column":
+            weights = torch.tensor([sample.weight for sample in samples])
+            batch = weigh_positions(batch, weights[batch.sample_of_student])
         counts = self._count_pair(pair, samples, batch, student.logp, is_rollout)
         if shard:  # last, as all of the above names positions of whole sequences
             self._localize(batch, shard)

@@ -137,6 +137,7 @@ class Example(NamedTuple):
     context: characters of a text, or messages of a chat, at its beginning that are read and from
         which nothing is learned.
     teacher_prompt: of a chat, messages that teachers alone read in front of it.
+    weight: value of the column --weight_key.
     """
 
     content: object
@@ -145,6 +146,7 @@ class Example(NamedTuple):
     tools: list | None = None
     context: int = 0
     teacher_prompt: tuple = ()
+    weight: float = 1.0
 
     def for_teachers(self):
         """Return (the text or chat as teachers read it, messages that it has more).

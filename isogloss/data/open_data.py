@@ -55,12 +55,12 @@ class Request:
     text_key: str
     split: str
     streaming: bool
-    plain_keys: tuple
+    plain_keys: dict
     json_keys: tuple
     optional_keys: tuple
     txt_samples: str
 
-def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys=(),
+def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys=None,
                  json_keys=(), optional_keys=(), txt_samples="line"):
     """Open a data set and check that it holds text.
 
@@ -73,7 +73,7 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
         split: of a hub data set, of a directory whose files belong to several, or of a directory
             of save_to_disk that holds several.
         streaming: open a stream.
-        plain_keys: other columns that are read, of texts or numbers.
+        plain_keys: {other column that is read, of texts or numbers: flag that names it}.
         json_keys: other columns that are read, of whatever JSON can say.
         optional_keys: those that may be missing, likewise.
         txt_samples: what a sample of a .txt file is: "line", "paragraph" or "file".
@@ -82,6 +82,7 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
     Raises:
         DataError: with what arrived, what was expected and what to do.
     """
+    plain_keys = plain_keys or {}
     request = Request(source, text_key, split, streaming, plain_keys, json_keys, optional_keys,
                       txt_samples)
     with explained(source):
@@ -261,7 +262,7 @@ def _lacks(request, place, name, columns):
     names = ", ".join(columns)
     hint = "; name one of them with --text_key" if name == request.text_key else ""
     if place == request.source and not hint:
-        flag = "prompt_key" if name in request.json_keys else "route_key"
+        flag = request.plain_keys.get(name, "prompt_key")
         return f"--{flag} {name}: no such column; it has {names}"
     return f"--data {place}: no column {name!r}; it has {names}{hint}"
 

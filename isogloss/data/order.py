@@ -6,6 +6,7 @@ a run is its step number, whatever the number of ranks and workers.
 """
 
 import itertools
+import math
 import resource
 import signal
 import warnings
@@ -240,6 +241,7 @@ class ExampleReader:
         join: characters that joined rows have at least; 0: every row is a sample.
         has_chats: the rows are chats, or JSON of chats.
         drop_images: leave out what of a chat is no text, such as images.
+        weight_key: column of the rows' weights; empty: they weigh 1.
     """
 
     text_key: str
@@ -253,6 +255,7 @@ class ExampleReader:
     has_chats: bool = False
     teacher_prompt_key: str = ""
     drop_images: bool = False
+    weight_key: str = ""
 
     def sample(self, rows, number=None):
         """Return the Example of a row, or of several that are joined.
@@ -285,7 +288,8 @@ class ExampleReader:
         tools = None
         if self.tools_key and isinstance(content, list):
             tools = as_tools(row.get(self.tools_key), self.tools_key in self.filled)
-        return Example(content, route, prompt, tools, context, self._teacher_prompt(row))
+        weight = float(row[self.weight_key]) if self.weight_key else 1.0
+        return Example(content, route, prompt, tools, context, self._teacher_prompt(row), weight)
 
     def _teacher_prompt(self, row):
         key = self.teacher_prompt_key
@@ -312,6 +316,11 @@ class ExampleReader:
             route = row.get(self.route_key)
             if isinstance(route, (list, dict)):
                 return f": {self.route_key!r} holds {route!r:.40}, expected a text or a number"
+        if self.weight_key:
+            weight = row.get(self.weight_key)
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not (is_number and 0 <= weight < math.inf):
+                return f": {self.weight_key!r} holds {weight!r:.40}, expected a number, 0 or more"
         content = self._value(row, self.text_key)
         if self.prompt_key:
             prompt = self._value(row, self.prompt_key)

@@ -206,6 +206,7 @@ class PairSample:
         aligned_bytes: bytes in the chunks that are left after the cut.
         skipped: see `Pairing`.
         is_rendered: student and teacher read renderings of it, not one text.
+        weight: of its terms, see `Example`.
     """
 
     teacher: TokenRow = NO_TOKENS
@@ -217,6 +218,7 @@ class PairSample:
     aligned_bytes: int = 0
     skipped: bool = False
     is_rendered: bool = False
+    weight: float = 1.0
 
     @property
     def num_chunk_ids(self):

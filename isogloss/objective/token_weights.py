@@ -2,6 +2,7 @@
 
     early     2^(-t / half_life) behind t learned tokens of the sample: what a text begins with
               decides how it goes on (arXiv:2606.22600)
+    column    what a column of the data says of the row
     sure      h / (h + H), where the teacher has an entropy of H nats; h = --token_entropy
     unsure    H / (h + H), so that both of one teacher, with reverse KL where it is sure and forward
               KL where it is not, are one loss (arXiv:2603.07079)
@@ -20,7 +21,7 @@ from isogloss.losses import at_least_float32
 from isogloss.teachers.protocol import BLOCK
 
 OF_ENTROPY = "sure", "unsure"
-TOKEN_WEIGHTS = "", "early", *OF_ENTROPY
+TOKEN_WEIGHTS = "", "early", "column", *OF_ENTROPY
 
 
 def weighed_by_entropy(loss, kind, half_entropy):
