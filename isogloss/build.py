@@ -199,6 +199,8 @@ def prepare(state, inputs, roles, stack):
 def resume(state, inputs):
     """Restore the state of a checkpoint, if there is one; return how many steps it has taken."""
     if not inputs.checkpoint:
+        for setup in state.teachers:
+            setup.source.restore(None, state.engine.module)
         return 0
     with fail_together(what="checkpoint"):
         start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)

@@ -51,8 +51,8 @@ def mean_weights(flags):
 
     state, inputs = job_for(flags)
     collate = build_collator(state.cfg, inputs, state.device)
-    names = dict(state.engine.module.whole_weights())
-    means = {name: weight.double().clone() for name, weight in names.items()}
+    means = {name: weight.detach().double() for name, weight in
+             state.engine.module.whole_weights()}
     [setup] = state.teachers
     worst = moved = 0.0
     for first in range(0, 8, 2):
@@ -61,17 +61,20 @@ def mean_weights(flags):
         weights = dict(setup.source._weights())
         for name, weight in state.engine.module.whole_weights():
             before = means[name].clone()
+            weight = weight.detach()
             means[name] += (1 - state.cfg.teacher_ema) * (weight.double() - means[name])
             moved = max(moved, float((means[name] - before).abs().max()))
             worst = max(worst, float((weights[name].double() - means[name]).abs().max()))
-    return worst, moved
+    shares = {weights[name].data_ptr() == weight.data_ptr()
+              for name, weight in state.engine.module.whole_weights()}
+    return worst, moved, shares
 
 
 @pytest.mark.parametrize("ema", [0.9, 0.0])
 def test_a_teacher_is_the_mean_of_the_student_over_the_steps(models, texts, tmp_path, ema):
-    [(worst, moved)] = ranks.run(1, mean_weights, own_flags(models, texts, tmp_path,
+    [(worst, moved, shares)] = ranks.run(1, mean_weights, own_flags(models, texts, tmp_path,
                                                            teacher_ema=ema))
-    assert moved > 1e-5 and worst < 1e-6
+    assert moved > 1e-5 and worst < 1e-6 and shares == {ema == 0}
 
 
 def test_means_go_on_bit_for_bit(models, texts, tmp_path):

@@ -92,11 +92,11 @@ class StudentWithLoss(nn.Module):
         return weights
 
     def whole_weights(self):
-        """Yield (name, whole tensor) of what is trained of the model; under ZeRO-3 collective."""
+        """Yield (name, whole parameter) of what is trained; under ZeRO-3 all ranks take part."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 with gathered(parameter):
-                    yield name, parameter.detach()
+                    yield name, parameter
 
     def loss_parameters(self):
         """List the parameters that the loss itself trains beside the model's."""

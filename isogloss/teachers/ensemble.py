@@ -131,7 +131,7 @@ class TeacherGroup(TeacherSource):
 
     def restore(self, path, student):
         for number, member in enumerate(self.members):
-            member.restore(f"{path}_{number}", student)
+            member.restore(path and f"{path}_{number}", student)
 
     def close(self):
         for member in self.members:

@@ -1,7 +1,10 @@
 """Let a teacher follow the student: its weights as they are, or their mean over the steps.
 
-A copy of the student beside it, so it goes with every ZeRO stage, with shards of sequences and with
-other teachers.  It learns something of such a teacher that reads more than the student does, see
+A model of its own beside the student, so it goes with every ZeRO stage, with shards of sequences
+and with other teachers.  One that is the student as it is shares the memory of its weights, if
+these are whole (not ZeRO-3) and of one dtype.
+
+The student learns something of such a teacher where that reads more than it does, as with
 --teacher_prompt_key (self-distillation with privileged context: arXiv:2601.18734, 2601.19897).
 
 Tests: tests/test_own_teacher.py.
@@ -81,11 +84,15 @@ class OwnTeacher(ModelTeacher):
     def follow(self, student):
         weights = dict(self._weights())
         for name, weight in student.whole_weights():
+            own = weights[name]
             if self.ema:
                 mean = self.means[name]
                 mean.lerp_(weight.to(mean.dtype), 1 - self.ema)
-                weight = mean
-            weights[name].copy_(weight)
+                own.copy_(mean)
+            elif own.dtype == weight.dtype and not hasattr(weight, "ds_id"):
+                own.data = weight.data  # which the engine writes over in every step
+            else:
+                own.copy_(weight)
 
     def save(self, path):
         if self.ema and dist.get_rank() == 0:
@@ -95,6 +102,7 @@ class OwnTeacher(ModelTeacher):
     def restore(self, path, student):
         if not self.ema:
             self.follow(student)
+        if path is None or not self.ema:
             return
         means = load_file(path)
         for name, weight in self._weights():

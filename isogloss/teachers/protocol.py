@@ -170,7 +170,11 @@ class TeacherSource(Protocol):
         """Write what the steps made of it, if anything, to a file of a checkpoint."""
 
     def restore(self, path, student) -> None:
-        """Read what `save` has written, beside the student of the same checkpoint."""
+        """Read what `save` has written, beside the student of the same checkpoint.
+
+        Args:
+            path: None: the run begins.
+        """
 
     def models(self) -> list:
         """List the sources in this one whose own logits can be asked for, to check them."""
