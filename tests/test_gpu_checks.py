@@ -1,6 +1,7 @@
 """benchmarks/gpu.py without a GPU: its one line, its outcomes, and what a CPU can do of it."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from benchmarks import gpu, gpu_job
 from benchmarks.gpu import Skipped
+from conftest import ROOT
 
 
 @pytest.mark.parametrize("argv", [[], ["--checks", "compiled,loss_table"]])
@@ -87,6 +89,26 @@ def test_all_paths_of_the_table_compute_the_same(name):
         assert (len(run.plan) > 1) == (path == "tiled")
     plain, tiled = gradients
     assert plain.norm() > 0 and (plain - tiled).norm() <= 0.02 * plain.norm()
+
+
+@pytest.mark.slow
+def test_whole_jobs_are_checked_and_profiled(tmp_path):
+    """Of what a GPU shows there is nothing on a CPU, but the jobs run, and their errors arrive."""
+    gpu_job.prepare(tmp_path)
+    for function, key in (("waits_between_steps", "loss"), ("timed_steps", "step_seconds")):
+        [figures] = gpu_job.on_ranks(1, function, str(tmp_path))
+        assert figures[key] > 0
+    with pytest.raises(RuntimeError, match="no_such_function"):
+        gpu_job.on_ranks(1, "no_such_function")
+    flags = [f"--student={tmp_path / 'student'}", f"--teacher={tmp_path / 'teacher'}",
+             f"--data={tmp_path / 'corpus.jsonl'}", "--learning_rate=1e-4", "--steps=3",
+             "--max_length=64", "--num_workers=0", f"--output_dir={tmp_path / 'run'}"]
+    command = [sys.executable, ROOT / "benchmarks" / "step.py", "--step=2", "--", *flags]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [line] = [line for line in printed.splitlines() if line.startswith("{")]
+    figures = json.loads(line)
+    assert figures["step"] == 2 and figures["tokens_per_second"] > 0
+    assert "aten::mm" in printed and "waits" not in figures
 
 
 def test_gaps_lie_between_kernels_that_overlap():
