@@ -32,7 +32,7 @@ from isogloss.data.batch import pad_id
 from isogloss.data.chat import chat_text, read_rendering
 from isogloss.data.checks import explained
 from isogloss.data.open_data import holds_chats
-from isogloss.data.turns import SkippedChat
+from isogloss.data.turns import SkippedChat, Template
 from isogloss.errors import DataError
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shared
@@ -252,7 +252,8 @@ class Texts:
         arrays = []
         for example in examples:
             try:
-                text = chat_text(example.for_teachers()[0], self.encoder, example.tools)
+                template = Template(self.encoder, example.tools)
+                text = chat_text(example.for_teachers()[0], template)
             except SkippedChat:
                 arrays.append(np.zeros(0, np.int64))
                 continue

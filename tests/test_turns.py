@@ -20,7 +20,7 @@ from isogloss.align import TokenTable
 from isogloss.config import Config, template_kwargs
 from isogloss.data.chat import encode_chat, pair_chats, render
 from isogloss.data.sample import TextEncoder
-from isogloss.data.turns import common_spans, write_chat
+from isogloss.data.turns import Template, common_spans
 from isogloss.inputs import first_date
 from isogloss.teachers.cache_files import FORMAT, Manifest
 
@@ -165,12 +165,12 @@ def encoder(tokenizers):
     return build
 
 
-def what_generates(chat, tokenizer):
+def what_generates(chat, tokenizer, tools):
     """Return (S,) bool: tokens in the blocks, and a header behind them that ends the turn."""
-    coded = tokenizer.apply_chat_template(chat, tools=[{"name": "weather"}], return_dict=True,
+    coded = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True,
                                           return_assistant_tokens_mask=True)
     mask = np.array(coded["assistant_masks"], bool)
-    text = tokenizer.apply_chat_template(chat, tools=[{"name": "weather"}], tokenize=False)
+    text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
     offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     for i in range(1, len(mask)):  # transformers leaves out the other tokens of a last character
         mask[i] |= mask[i - 1] and offsets[i] == offsets[i - 1]
@@ -184,16 +184,17 @@ def test_what_is_learned_is_what_the_template_lets_the_assistant_write(encoder, 
     template = TEMPLATES[name]
     marked = encoder(template)
     unmarked = encoder(template.replace(BEGIN, "").replace(END, ""))
-    for kind, chat in CHATS.items():
-        expected = what_generates(chat, marked.tokenizer)
+    for (kind, chat), tools in itertools.product(CHATS.items(), ([{"name": "weather"}], None)):
+        expected = what_generates(chat, marked.tokenizer, tools)
         assert expected.any(), kind
         for reader in (unmarked, marked):
-            rendering = render(chat, reader, [{"name": "weather"}])
+            rendering = render(chat, reader, tools)
             learned = encode_chat(chat, rendering, reader, "assistant").learned
             tokens = reader.tokenizer.convert_ids_to_tokens(rendering.ids)
             shown = [(token, bool(is_learned), bool(wanted))
                      for token, is_learned, wanted in zip(tokens, learned, expected)]
             assert (learned == expected).all(), (kind, reader is marked, shown)
+    assert any(unmarked.frames.values())  # else no chat was read by what is around contents
 
 
 WITH_CALLS = [name for name in TEMPLATES if "call" in TEMPLATES[name]]
@@ -243,7 +244,7 @@ def test_calls_and_results_get_names_where_a_template_wants_them(names):
     of_calls = [call | ({"id": name} if name else {})
                 for call, name in zip(calls("Paris", "Oslo", "Rome"), names)]
     results = [RESULT | ({"tool_call_id": name} if name else {}) for name in of_results]
-    text = write_chat([asks(), says(tool_calls=of_calls), *results], encoder)
+    text = Template(encoder).write([asks(), says(tool_calls=of_calls), *results])
     said = re.findall(r'"arguments": {"city": "(\w+)"}, "id": "call0000(.)"', text)
     assert said == [("Paris", "0"), ("Oslo", "1"), ("Rome", "2")]
     answers = re.findall(r"\[TOOL_RESULTS\] call0000(.)\[", text)

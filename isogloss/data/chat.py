@@ -15,8 +15,9 @@ from isogloss.align_dp import align_dp
 from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, check_size, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
-from isogloss.data.turns import SkippedChat, common_spans, stretches, write_chat, writer
+from isogloss.data.turns import SkippedChat, Template, common_spans, stretches
 
+BLANK = "\ue000\ue002"  # for a content, of Unicode's private use area, so it is in no chat
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
 
 
@@ -54,16 +55,15 @@ class Rendering:
         return self.data[turn.begin : turn.end].decode(errors="replace")
 
 
-def chat_text(messages, encoder, tools=None):
-    """Return what a model's template makes of a chat, if that can be tokenized.
+def chat_text(messages, template):
+    """Return what a `turns.Template` makes of a chat, if that can be tokenized.
 
-    Args, Raises: see `turns.write_chat`.
+    Raises: see `turns.Template.write`.
     """
-    text = write_chat(messages, encoder, tools)
+    text = template.write(messages)
     if not fits(text):
-        raise SkippedChat(f"the chat template of {encoder.tokenizer.name_or_path} writes "
-                          f"{len(text)} characters of a chat; a tokenizer takes up to "
-                          f"{MOST_CHARACTERS}")
+        raise SkippedChat(f"the chat template of {template.name} writes {len(text)} characters of "
+                          f"a chat; a tokenizer takes up to {MOST_CHARACTERS}")
     return text
 
 
@@ -81,23 +81,25 @@ def read_rendering(text, encoder):
 def render(messages, encoder, tools=None):
     """Write a chat by a model's template and find what the assistant says in it.
 
-    Args, Raises: see `turns.write_chat`.
+    Args, Raises: see `turns.Template`.
     """
-    text = chat_text(messages, encoder, tools)
+    template = Template(encoder, tools)
+    text = chat_text(messages, template)
     ids, located = read_rendering(text, encoder)
-    # characters are found; tokens are located as bytes
-    byte_of = character_starts(text)
+    data = text.encode(errors="replace")
     is_stop = np.isin(ids, turn_ends(encoder)) & (located.begin >= 0)
     stops = np.flatnonzero(is_stop)
     stop_begin = located.begin[stops]
 
-    data = text.encode(errors="replace")
-    marked = _marked_turns(messages, encoder, tools, ids, located, data)
+    marked = None if tools else _framed_turns(messages, encoder, data, stop_begin)
     if marked is None:
+        marked = _marked_turns(messages, encoder, template, ids, located, data)
+    if marked is None:
+        byte_of = character_starts(text)  # characters are found; tokens are located as bytes
         ends = [np.searchsorted(byte_of, places[stops]).tolist()
                 for places in (located.begin, located.end)]
         ends = list(zip(*ends))
-        marked = stretches(messages, text, writer(encoder, tools), encoder.header, ends)
+        marked = stretches(messages, text, template.try_write, encoder.header, ends)
         marked = {number: tuple(int(byte_of[place]) for place in stretch)
                   for number, stretch in marked.items()}
     turns = {}
@@ -112,16 +114,98 @@ def render(messages, encoder, tools=None):
     return Rendering(ids, located, data, turns)
 
 
-def _marked_turns(messages, encoder, tools, ids, located, data):
+class Frame(NamedTuple):
+    """Hold what a template writes around contents of messages that hold nothing else.
+
+    parts: bytes in front of, between and behind the contents.
+    turns: {number of a message: (bytes from the header to the content, from the content to the
+        end, whether a token ends the turn)}.
+    num_stops: how many of its tokens end turns.
+    """
+
+    parts: list
+    turns: dict
+    num_stops: int
+
+
+def _framed_turns(messages, encoder, data, stop_begin):
+    """Return {message: (begin, low, high)} by the Frame of a chat's roles; see `_marked_turns`.
+
+    To render the parts of every chat, as `stretches` does, takes longer than to tokenize it.
+    None: the template writes something else around these contents.
+    """
+    roles = tuple(message["role"] for message in messages)
+    if not all(map(_holds_content_alone, messages)):
+        return None
+    if roles not in encoder.frames:
+        encoder.frames[roles] = None  # of itself
+        encoder.frames[roles] = _frame(roles, encoder)
+    frame = encoder.frames[roles]
+    if frame is None or frame.num_stops != len(stop_begin):
+        return None
+    place = 0
+    turns = {}
+    for number, (part, message) in enumerate(zip(frame.parts, messages)):
+        begin = place + len(part)
+        content = message["content"]
+        for words in (content, content.strip()):
+            words = words.encode(errors="replace")
+            if data[place : begin + len(words)] == part + words:
+                break
+        else:
+            return None
+        place = begin + len(words)
+        if number in frame.turns:
+            before, behind, has_stop = frame.turns[number]
+            low = place + behind
+            if has_stop and low not in stop_begin:
+                return None
+            turns[number] = begin - before, low, low + has_stop
+    return turns if data[place:] == frame.parts[-1] else None
+
+
+def _holds_content_alone(message):
+    held = {key for key, value in message.items() if value not in (None, "", [])}
+    return held - {"weight", "loss"} == {"role", "content"} and isinstance(message["content"], str)
+
+
+def _frame(roles, encoder):
+    """Return the Frame of chats of these roles; None: it cannot be told."""
+    try:
+        rendering = render([{"role": role, "content": BLANK} for role in roles], encoder)
+    except SkippedChat:
+        return None
+    blank = BLANK.encode()
+    parts = rendering.data.split(blank)
+    if len(parts) != len(roles) + 1:
+        return None
+    turns = {}
+    place = 0
+    for number, (part, role) in enumerate(zip(parts, roles)):
+        place += len(part)
+        if role == "assistant":
+            turn = rendering.turns.get(number)
+            if turn is None:
+                return None
+            before, behind = place - turn.begin, turn.end - place - len(blank)
+            if min(before, behind) < 0:
+                return None
+            turns[number] = before, behind, turn.stop is not None
+        place += len(blank)
+    num_stops = np.isin(rendering.ids, turn_ends(encoder)) & (rendering.located.begin >= 0)
+    return Frame(parts, turns, int(num_stops.sum()))
+
+
+def _marked_turns(messages, encoder, template, ids, located, data):
     """Return {message: (begin, low, high)} as a template marks what its assistant says.
 
     None: it does not ({% generation %}), or not for every turn.  See `turns.Stretch`; in bytes.
     """
-    template = encoder.tokenizer.chat_template
-    if not isinstance(template, str) or not GENERATION.search(template):
+    source = encoder.tokenizer.chat_template
+    if not isinstance(source, str) or not GENERATION.search(source):
         return None
-    coded = write_chat(messages, encoder, tools, tokenize=True, return_dict=True,
-                       return_assistant_tokens_mask=True)
+    coded = template.write(messages, tokenize=True, return_dict=True,
+                           return_assistant_tokens_mask=True)
     mask = np.array(coded["assistant_masks"])
     numbers = [number for number, message in enumerate(messages)
                if message["role"] == "assistant"]

@@ -36,7 +36,7 @@ from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
-from isogloss.data.turns import SkippedChat, template_options
+from isogloss.data.turns import SkippedChat, Template, template_options
 from isogloss.data.workers import Loader, forked, worker_of
 from isogloss.errors import DataError
 
@@ -60,7 +60,7 @@ def check_templates(dataset, reader, encoders):
         errors = []
         for example in examples:
             try:
-                chat_text(example.content, encoder, example.tools)
+                chat_text(example.content, Template(encoder, example.tools))
                 break  # chats that are refused later are skipped and counted
             except SkippedChat as error:
                 errors.append(error)

@@ -31,7 +31,7 @@ from isogloss.data.sample import (
     bytes_of_tokens,
     encode_text,
 )
-from isogloss.data.turns import SkippedChat, write_chat
+from isogloss.data.turns import SkippedChat, Template
 from isogloss.rollout import uniform
 
 # first counters of what is drawn, so that no two draws share all of theirs
@@ -254,7 +254,7 @@ def chat_prompt(messages, encoder, tools=None):
     if not messages:
         raise SkippedPrompt("a chat begins with the assistant, so there is no prompt")
     try:
-        text = write_chat(messages, encoder, tools, is_prompt=True)
+        text = Template(encoder, tools).write(messages, is_prompt=True)
     except SkippedChat as error:
         raise SkippedPrompt(str(error)) from None
     ids, located = read_rendering(text, encoder)

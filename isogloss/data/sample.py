@@ -26,7 +26,7 @@ from isogloss.align import (
 )
 from isogloss.align_dp import align_dp
 from isogloss.data.long_texts import check_size, splits_at_spaces
-from isogloss.data.turns import behind_answer, header_of, writer
+from isogloss.data.turns import Template, behind_answer, header_of
 
 ALIGNERS = "bytes", "dp"
 
@@ -77,7 +77,12 @@ class TextEncoder:
     @cached_property
     def header(self):
         """Return the `turns.Header` of the chat template."""
-        return header_of(writer(self))
+        return header_of(Template(self).try_write)
+
+    @cached_property
+    def frames(self):
+        """Return a dict for `chat.Frame`s of the chat template."""
+        return {}
 
     @cached_property
     def template_end(self):
@@ -85,7 +90,9 @@ class TextEncoder:
 
         Without a template, or where it wants other chats, that of the vocabulary's name for it.
         """
-        behind = behind_answer(writer(self)) if self.tokenizer.chat_template else None
+        behind = None
+        if self.tokenizer.chat_template:
+            behind = behind_answer(Template(self).try_write)
         if behind is None:
             return self.table.end_of_turn
         for i in self.tokenizer(behind, add_special_tokens=False)["input_ids"]:

@@ -50,33 +50,52 @@ def dated(template, day):
     return f"{{%- macro {DATE}(format) -%}}{{{{ {answers} }}}}{{%- endmacro -%}}{template}"
 
 
-def write_chat(messages, encoder, tools=None, is_prompt=False, **options):
-    """Write a chat by a model's template.
+class Template:
+    """Write a chat, and parts of it, by a model's chat template.
 
     Args:
         encoder: TextEncoder.
         tools: list of objects that describe what the assistant may call; None: there are none.
-        is_prompt: up to where the assistant speaks.
-        options: of `apply_chat_template`, else it returns text.
-    Raises:
-        SkippedChat: the template does not render it.
     """
-    options = (options or {"tokenize": False}) | template_options(encoder, tools)
-    write = partial(encoder.tokenizer.apply_chat_template, tools=tools,
-                    add_generation_prompt=is_prompt, **options)
-    messages = list(map(_with_all_names, messages))
-    problem = None
-    for shape in _shapes(messages):
+
+    def __init__(self, encoder, tools=None):
+        self.name = encoder.tokenizer.name_or_path
+        self._options = template_options(encoder, tools)
+        self._write = partial(encoder.tokenizer.apply_chat_template, tools=tools)
+        self._shapes = SHAPES  # what it wanted of this chat first
+
+    def write(self, messages, is_prompt=False, **options):
+        """Return what it makes of messages.
+
+        Args:
+            is_prompt: up to where the assistant speaks.
+            options: of `apply_chat_template`, else it returns text.
+        Raises:
+            SkippedChat: it does not render them.
+        """
+        options = (options or {"tokenize": False}) | self._options
+        messages = list(map(_with_all_names, messages))
+        has_calls = any(message.get("tool_calls") for message in messages)
+        problem = None
+        for shape in self._shapes if has_calls else SHAPES[:1]:
+            try:
+                written = self._write(shape(messages), add_generation_prompt=is_prompt, **options)
+                if not _is_escaped(written, messages):
+                    if has_calls:
+                        self._shapes = sorted(SHAPES, key=lambda other: other is not shape)
+                    return written
+                problem = problem or "it escapes quotation marks as on a web page"
+            except Exception as error:  # templates raise whatever they like
+                problem = problem or error
+        what = "prompt" if is_prompt else "chat"
+        raise SkippedChat(f"the chat template of {self.name} refuses a {what}: {problem}")
+
+    def try_write(self, messages, is_prompt):
+        """Return what it makes of messages; None: it refuses them."""
         try:
-            written = write(shape)
-            if not _is_escaped(written, messages):
-                return written
-            problem = problem or "it escapes quotation marks as on a web page"
-        except Exception as error:  # templates raise whatever they like
-            problem = problem or error
-    name = encoder.tokenizer.name_or_path
-    what = "prompt" if is_prompt else "chat"
-    raise SkippedChat(f"the chat template of {name} refuses a {what}: {problem}")
+            return self.write(messages, is_prompt)
+        except SkippedChat:
+            return None
 
 
 def thought_of(message):
@@ -93,14 +112,6 @@ def _with_all_names(message):
 def _is_escaped(written, messages):
     """Tell whether jinja has escaped a text, as where a template adds to what it calls safe."""
     return ESCAPED in written and ESCAPED not in json.dumps(messages, default=str)
-
-
-def _shapes(messages):
-    """Yield messages as templates may want them, as most do first."""
-    yield messages
-    if any(message.get("tool_calls") for message in messages):
-        with_ids = _with_ids(messages)
-        yield from (_with_text_arguments(messages), with_ids, _with_text_arguments(with_ids))
 
 
 def _with_text_arguments(messages):
@@ -140,15 +151,9 @@ def _with_calls(message, calls):
     return message | {"tool_calls": calls} if calls else message
 
 
-def writer(encoder, tools=None):
-    """Return (messages, is_prompt) -> what the template makes of them, None where it refuses."""
-    def write(messages, is_prompt):
-        try:
-            return write_chat(messages, encoder, tools, is_prompt)
-        except SkippedChat:
-            return None
-
-    return write
+# messages as templates may want them, as most do first
+SHAPES = (list, _with_text_arguments, _with_ids,
+          lambda messages: _with_text_arguments(_with_ids(messages)))
 
 
 class Stretch(NamedTuple):
@@ -178,7 +183,7 @@ def header_of(write):
     """Return the Header of a template.
 
     Args:
-        write: see `writer`.
+        write: see `Template.try_write`.
     """
     question = write(QUESTION, False) or ""
     prompt = _behind(question, write(QUESTION, True))
@@ -203,7 +208,7 @@ def stretches(messages, text, write, header, ends):
 
     Args:
         text: the rendering of all messages.
-        write, header: see `writer`, `header_of`.
+        write, header: see `Template.try_write`, `header_of`.
         ends: (first, last + 1) characters of the tokens that may end a turn.
     """
     found = {}
