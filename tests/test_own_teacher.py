@@ -58,7 +58,7 @@ def mean_weights(flags):
     for first in range(0, 8, 2):
         batch = collate([inputs.data.train_data[first + i]["text"] for i in range(2)])
         distill.train_step(state, [batch])
-        weights = dict(setup.source._weights())
+        weights = setup.source.weights()
         for name, weight in state.engine.module.whole_weights():
             before = means[name].clone()
             weight = weight.detach()
@@ -75,6 +75,34 @@ def test_a_teacher_is_the_mean_of_the_student_over_the_steps(models, texts, tmp_
     [(worst, moved, shares)] = ranks.run(1, mean_weights, own_flags(models, texts, tmp_path,
                                                            teacher_ema=ema))
     assert moved > 1e-5 and worst < 1e-6 and shares == {ema == 0}
+
+
+def shared_weights(flags):
+    """Take steps; return the names of the teacher's weights that the student holds, or not."""
+    from isogloss import distill
+    from isogloss.build import resume
+    from isogloss.inputs import build_collator
+
+    state, inputs = job_for(flags)
+    resume(state, inputs)
+    [setup] = state.teachers
+    places = {weight.data_ptr() for weight in state.engine.module.parameters()}
+    before = {name: weight.clone() for name, weight in setup.source.weights().items()}
+    collate = build_collator(state.cfg, inputs, state.device)
+    distill.train_step(state, [collate([inputs.data.train_data[i]["text"] for i in range(2)])])
+    weights = setup.source.weights()
+    assert weights and all(weights[name].equal(before[name]) for name in weights)
+    names = {True: set(), False: set()}
+    for name, weight in weights.items():
+        names[weight.data_ptr() in places].add(name)
+    return names
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_teacher_is_no_second_copy_of_what_an_adapter_leaves(models, texts, tmp_path, stage):
+    flags = own_flags(models, texts, tmp_path, stage, lora_r=2)
+    [names] = ranks.run(1, shared_weights, flags)
+    assert not names[stage == 3] and names[stage < 3]  # of ZeRO-3 no rank holds them whole
 
 
 def test_means_go_on_bit_for_bit(models, texts, tmp_path):

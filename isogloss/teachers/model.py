@@ -384,6 +384,23 @@ class ModelTeacher(TeacherOfIds):
     def on_device(self):
         return self.offload.on_device() if self.offload else contextlib.nullcontext()
 
+    def weights(self):
+        """Return {name: parameter} of a model that is whole on this rank's device, else {}."""
+        runner = getattr(self.runner, "whole", self.runner)  # of a CompiledModel
+        if self.offload or not isinstance(runner, WholeModel):
+            return {}
+        return dict(runner.model.named_parameters())
+
+    def restore(self, path, student):
+        # what a student with an adapter keeps as it was is not held twice
+        own = self.weights()
+        for name, kept in student.named_parameters():
+            weight = own.get(name.removeprefix("model.").replace(".base_layer.", "."))
+            is_whole = not kept.requires_grad and not hasattr(kept, "ds_id")
+            if weight is not None and is_whole and weight.dtype == kept.dtype:
+                if torch.equal(weight, kept):
+                    weight.data = kept.data
+
     def offloaded(self, model):
         """Return the same teacher with its weights in the host's memory, if the spec says so."""
         if not self.spec.offload:

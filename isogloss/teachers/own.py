@@ -73,16 +73,12 @@ class OwnTeacher(ModelTeacher):
 
     def __post_init__(self):
         if self.ema:
-            for name, weight in self._weights():
+            for name, weight in self.weights().items():
                 self.means[name] = weight if weight.dtype == torch.float32 else weight.float()
-
-    def _weights(self):
-        runner = getattr(self.runner, "whole", self.runner)  # of a CompiledModel
-        return runner.model.named_parameters()
 
     @torch.no_grad()
     def follow(self, student):
-        weights = dict(self._weights())
+        weights = self.weights()
         for name, weight in student.whole_weights():
             own = weights[name]
             if self.ema:
@@ -105,6 +101,6 @@ class OwnTeacher(ModelTeacher):
         if path is None or not self.ema:
             return
         means = load_file(path)
-        for name, weight in self._weights():
+        for name, weight in self.weights().items():
             self.means[name].copy_(means[name])
             weight.copy_(self.means[name])
