@@ -267,21 +267,27 @@ def _last_end(text, ends):
 
 
 def _with_marks(messages, number, write):
-    """Yield renderings with a mark for the content, the thoughts, or a part of the last call."""
+    """Yield renderings with a mark for the content, the thoughts, or a part of the last call.
+
+    One with marks for all that the message holds, where the template writes it; else one for each.
+    """
     message = messages[number]
-    variants = [message | {"content": MARK}]
-    thoughts = {key: MARK for key in REASONING if message.get(key)}
-    if thoughts:
-        variants.append(message | thoughts)
+    variants = [{"content": MARK}]
+    if thought_of(message):
+        variants.append({key: MARK for key in REASONING if message.get(key)})
     if message.get("tool_calls"):
         *calls, last = message["tool_calls"]
-        for part in ({"name": MARK}, {"arguments": {"a": MARK}}):
+        parts = {"name": MARK}, {"arguments": {"a": MARK}}
+        for part in ({"name": MARK, "arguments": {"a": MARK}}, *parts):
             marked = last | {"function": last["function"] | part}
-            variants.append(message | {"tool_calls": [*calls, marked]})
-    for variant in variants:
-        other = write([*messages[:number], variant, *messages[number + 1 :]], False)
+            variants.append({"tool_calls": [*calls, marked]})
+    whole = dict(item for variant in reversed(variants) for item in variant.items())
+    for variant in (whole, *variants):
+        other = write([*messages[:number], message | variant, *messages[number + 1 :]], False)
         if other and MARK in other:
             yield other
+            if variant is whole:
+                return
 
 
 def _begin(text, other, header, before):
