@@ -1,6 +1,7 @@
 """projection_tools: bytes explain every weight, every file belongs to its two tokenizers."""
 
 import copy
+import itertools
 import multiprocessing
 import resource
 from itertools import permutations
@@ -22,6 +23,7 @@ from isogloss.projection_tools import (
     exact,
     generate,
     multitoken,
+    pairs,
     show,
     spell,
 )
@@ -316,6 +318,61 @@ def test_the_tables_of_a_translation_are_written(tmp_path, capsys):
             assert int(written[name]) == expected[name]
         else:
             assert torch.equal(written[name], expected[name])
+
+
+def borders(ids, table):
+    """Return the sets of bytes at which the tokens of a text begin and end."""
+    places = [0]
+    for i in ids:
+        places.append(places[-1] + len(table.bytes_of(i)))
+    return places
+
+
+def test_what_a_text_teaches_is_counted_by_its_chunks(tokenizers, tables, texts):
+    """By hand: chunks lie between the bytes at which tokens of both sides begin."""
+    for order in ((0, 1), (1, 0)):
+        pair = Pair.of(*[tokenizers[side] for side in order], ("a", "b"),
+                       tuple(tables[side] for side in order))
+        translation = cells.build_translation(pair)
+        text = "In 2010 the function returned 12.50, 3.14159, " + " ".join(texts[:9]).strip()
+        counts = {"full": 0, "rest": 0, "misplaced": 0}
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"]
+               for tokenizer in pair.tokenizers]
+        places = [borders(*side) for side in zip(ids, pair.tables)]
+        # the space that one of them puts before the text is no byte of it
+        shift = [place[-1] - len(text.encode()) for place in places]
+        places = [[max(place - moved, 0) for place in side] for side, moved in zip(places, shift)]
+        shared = sorted(set(places[0]) & set(places[1]))
+        num_chunks = len(shared) - 1
+        for begin, end in itertools.pairwise(shared):
+            first, num = zip(*[(side.index(begin), side.index(end) - side.index(begin))
+                               for side in places])
+            is_many = min(num) > 1
+            counts["full"] += 1 if is_many else num[0]
+            counts["rest"] += num[0] - 1 if is_many else 0
+            cell = [translation[name][ids[side][first[side]]]
+                    for side, name in enumerate(("cell_V", "cell_W"))]
+            counts["misplaced"] += int(cell[0] != cell[1])
+        found = pairs.shares([text], pair, translation)
+        assert counts["rest"] and found["none"] == 0
+        assert found["full"] == pytest.approx(counts["full"] / len(ids[0]))
+        assert found["rest"] == pytest.approx(counts["rest"] / len(ids[0]))
+        assert found["misplaced"] == pytest.approx(counts["misplaced"] / num_chunks)
+
+
+def test_pairs_of_tokenizers_are_a_table(models, tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    path.write_text("some words, 12 numbers\n" * 200)
+    names = f"--tokenizers={models[0]},{models[1]}"
+    pairs.cli([names, f"--texts=plain={path},again={path}", "--pages=2"])
+    head, _, *rows = capsys.readouterr().out.strip().splitlines()
+    assert head == "| student | teacher | tokens a cell | plain | again |" and len(rows) == 2
+    for argv, message in (
+        ([f"--tokenizers={models[0]}", f"--texts=a={path}"], "expected two or more"),
+        ([names, f"--texts={path}"], "expected NAME=FILE"),
+        ([names, "--texts=a=nowhere"], "cannot be read"),
+    ):
+        assert message in error_line(capsys, pairs, argv)
 
 
 def memory_of_a_build(pair):

@@ -1,0 +1,120 @@
+"""Say, from ids alone, how much of a text a teacher can teach to a student with another tokenizer.
+
+    python -m projection_tools.pairs --tokenizers A,B,C --texts english=F.txt,code=G.py [--pages 50]
+
+Prints a Markdown table of all ordered pairs.  Of each kind of text, in percent:
+
+full       student tokens whose next token the translated teacher says in full: those of chunks with
+           one token on either side, and the first one of others
+rest       the others of chunks with several tokens on both sides, of which one number is compared
+none       those without a chunk
+misplaced  chunks whose first student token lies outside the cell that the teacher's token gives its
+           mass to; what is left of the first three is rounding
+
+and tokens a cell: of the student's vocabulary, in a cell of the root.
+"""
+
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+
+from isogloss.align import align
+from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
+from isogloss.projection_tools.cells import cached_translation, statistics
+from isogloss.projection_tools.tokenizers import Pair
+
+PAGE = 2000  # characters that are read at a time
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Say of pairs of tokenizers how much of a text a teacher can teach."""
+
+    tokenizers: str = flag(MISSING, "hub ids or directories, two or more, with commas.")
+    texts: str = flag(MISSING, "as english=FILE, files of text in UTF-8, with commas.")
+    pages: int = flag(50, "pieces of 2,000 characters that are read of each text.", low=1)
+    trust_remote_code: bool = flag(
+        False, "run the Python code that comes with a model, which can do anything.")
+
+
+def shares(texts, pair, tables):
+    """Return {"full", "rest", "none", "misplaced": fraction} of some texts.
+
+    Args:
+        texts: list of strings.
+        pair: Pair.
+        tables: of `cells.build_translation`.
+    """
+    counts = dict.fromkeys(("tokens", "full", "rest", "none", "chunks", "misplaced"), 0)
+    cells = tables["cell_V"].numpy(), tables["cell_W"].numpy()
+    for text in texts:
+        coded = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+                 for tokenizer in pair.tokenizers]
+        ids = [np.array(one["input_ids"], np.int64) for one in coded]
+        offsets = [one["offset_mapping"] for one in coded]
+        alignment = align(*ids, *pair.tables, text, *offsets)
+        chunk_S, chunk_T = alignment.student_chunk, alignment.teacher_chunk
+        num = 1 + max(chunk_S.max(initial=-1), chunk_T.max(initial=-1))
+        sizes = [np.bincount(chunk[chunk >= 0], minlength=num) for chunk in (chunk_S, chunk_T)]
+        is_many = (sizes[0] > 1) & (sizes[1] > 1)
+        first = [ids[side][np.unique(chunk, return_index=True)[1][-num:]]
+                 for side, chunk in enumerate((chunk_S, chunk_T))] if num else ids
+        rest = int((sizes[0][is_many] - 1).sum())
+        none = int((chunk_S < 0).sum())
+        counts["tokens"] += len(ids[0])
+        counts["rest"] += rest
+        counts["none"] += none
+        counts["full"] += len(ids[0]) - rest - none
+        counts["chunks"] += num
+        if num:
+            counts["misplaced"] += int((cells[0][first[0]] != cells[1][first[1]]).sum())
+    total = {"misplaced": max(counts["chunks"], 1)}
+    return {name: counts[name] / total.get(name, max(counts["tokens"], 1))
+            for name in ("full", "rest", "none", "misplaced")}
+
+
+def read_texts(flag_value, pages):
+    """Return {name: pieces of a text} of --texts."""
+    texts = {}
+    for entry in flag_value.split(","):
+        name, equals, path = entry.partition("=")
+        if not equals:
+            raise ValueError(f"--texts {entry}: expected NAME=FILE")
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--texts {entry}: cannot be read ({error})") from None
+        texts[name] = [text[i : i + PAGE] for i in range(0, min(len(text), pages * PAGE), PAGE)]
+        if not texts[name]:
+            raise ValueError(f"--texts {entry}: holds no text")
+    return texts
+
+
+def main(args):
+    names = args.tokenizers.split(",")
+    if len(names) < 2:
+        raise ValueError(f"--tokenizers {args.tokenizers}: expected two or more, with commas")
+    texts = read_texts(args.texts, args.pages)
+    print("| student | teacher | tokens a cell | " + " | ".join(texts) + " |")
+    print("| --- " * (3 + len(texts)) + "|", flush=True)
+    for student, teacher in permutations(names, 2):
+        pair = Pair.load(student, teacher, args.trust_remote_code)
+        tables = cached_translation(pair)
+        facts = statistics(tables, pair)
+        a_cell = facts["student tokens with a cell"] / max(facts["cells"], 1)
+        cells = []
+        for pieces in texts.values():
+            found = shares(pieces, pair, tables)
+            cells.append(" / ".join(f"{100 * value:.1f}" for value in found.values()))
+        short = [Path(name).name for name in (student, teacher)]
+        print(f"| {' | '.join(short)} | {a_cell:.2f} | {' | '.join(cells)} |", flush=True)
+
+
+def cli(argv=None):
+    tool(Args, main, aliases=OLD_NAMES, argv=argv)
+
+
+if __name__ == "__main__":
+    cli()
