@@ -224,13 +224,16 @@ END_OF_TEXT = "<|endoftext|>"
 BYTE_TOKEN_SCORE = -1e4
 
 
-def byte_level_bpe(texts, size):
-    """Train the teacher's tokenizer: GPT-2 style, frequent numbers stay whole."""
+def byte_level_bpe(texts, size, single_digits=False):
+    """Train the teacher's tokenizer: GPT-2 style, frequent numbers stay whole, or none does."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if single_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,

@@ -31,3 +31,82 @@ def test_a_loss_is_measured(capsys):
     for path in ("tiled", "plain"):
         main("piece_kl", tokens=8, V=200, W=300, H=8, teacher_H=8, path=path, times=1, here=True)
         assert json.loads(capsys.readouterr().out)["loss"] == "piece_kl"
+
+
+@pytest.fixture
+def square(tmp_path, monkeypatch):
+    """Return the module with little of everything, whose results are in a folder of their own."""
+    from functools import partial
+
+    from benchmarks import square
+    from isogloss import demo
+
+    square.corpus.cache_clear()
+    whole = square.corpus()
+    rows = {"choose": 6, "report": 6, "train": 400, "documentation": 40}
+    small = {part: whole[part][:num] for part, num in rows.items()}
+    for name, value in {
+        "RUNS": tmp_path, "corpus": lambda: small, "TEACHER_STEPS": 3, "KEPT_EVERY": 1,
+        "FIRST_STEPS": 2, "MATCHED": 9.0, "SEEDS_TO_CHOOSE": (100,), "WEIGHTS": (1.0,),
+        "LIGHTEST": 1.0, "HEAVIEST": 1.0,
+        "REGIMES": {"little": square.Regime(16, 2, checks=2),
+                    "new": square.Regime(16, 2, is_fresh=False),
+                    "above": square.Regime(16, 2)},
+        "KINDS": {"bytes": partial(demo.byte_level_bpe, size=400),
+                  "digits": partial(demo.byte_level_bpe, size=300, single_digits=True)},
+    }.items():
+        monkeypatch.setattr(square, name, value)
+    for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
+        cached.cache_clear()
+    yield square
+    for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
+        cached.cache_clear()
+
+
+def test_a_square_is_compared_and_goes_on(square, tmp_path, capsys, models):
+    def run(**flags):
+        square.main(square.Args(**{"losses": "piece_kl,bpm", "seeds": 1, "weight": 1.0,
+                                   "processes": 1} | flags))
+        return capsys.readouterr().out
+
+    table = run()
+    assert "student digits, teacher bytes" in table and "share of an equal" in table
+    assert table.count("| bpm ") == 2 + 1 and table.count("| forward_kl ") == 2
+    trained = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").iterdir()}
+    lines = run().splitlines()
+    assert table.splitlines()[-len(lines):] == lines  # but for what is said of new teachers
+    assert trained == {path: path.stat().st_mtime_ns for path in (tmp_path / "results").iterdir()}
+    assert "| csd_first " in run(losses="piece_kl,csd_first", regime="new", pairs="digits-bytes",
+                                 equal_seconds=True, weight=0.0, seeds=2)
+    assert "teacher teacher" in run(regime="above", teacher=str(models[1]), losses="simct",
+                                    pairs=f"digits-{models[1]}")
+    with pytest.raises(ValueError, match="go together"):
+        run(teacher="x")
+
+
+def test_what_teachers_and_students_are_good_for_cancels_in_a_share(square):
+    of_teacher, of_student, different = {"bytes": 0.3, "digits": -0.1}, {"bytes": 0, "digits": 1}, \
+        -0.2
+    found = {}
+    for a in of_student:
+        for b in of_teacher:
+            bits = 2.0 + of_student[a] + of_teacher[b] + different * (a != b)
+            found["x", (a, b)] = square.Gains([bits, 2 * bits], 1.0, 1.0, 1)
+    diagonal = 2.0 + 0.5 + 0.1
+    assert square.shares(found, "x") == pytest.approx([1 + different / diagonal] * 2)
+
+
+def test_a_weight_at_an_edge_asks_for_more(square, monkeypatch):
+    """The best of 1 and 4 is the larger, then the larger again, until one is between two others."""
+    monkeypatch.setattr(square, "WEIGHTS", (1.0, 4.0))
+    monkeypatch.setattr(square, "HEAVIEST", 64.0)
+    study = square.Study(square.Args())
+    tried = []
+    while (best := study.weight_of(("digits", "bytes"), "alm")) is None:
+        assert study.missing
+        for run in study.missing:
+            tried.append(run.weight)
+            bits = (run.weight - 9.0) ** 2
+            square.write(run.path, lambda part: part.write_text(json.dumps({"choose": bits})))
+        study.missing = []
+    assert best == 8.0 and tried == [1.0, 4.0, 8.0, 16.0]

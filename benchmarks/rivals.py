@@ -1,0 +1,342 @@
+"""Losses of other systems, written anew from their papers and code, for comparisons.
+
+    python distill.py --plugin benchmarks/rivals.py --loss bpm ...
+
+They loop over chunks on the CPU, so their seconds say nothing of their authors' code.  p is the
+student's belief, q the teacher's; a chunk is text between two borders that both tokenizers share.
+
+simct, simct_fkl   SimCT (arXiv:2605.07711, github.com/sunjie279/SimCT- at 4dae6fc): at the first
+    position of a chunk the logits of all tokens that both vocabularies have, and for a chunk of
+    several tokens the mean of its realized logits; KL(p || q) of their softmax, or KL(q || p).
+csd, csd_first   The partition KL of NeMo RL's branch xtoken-v6-loss at a84de17, whose formulas are
+    those of Common-Support Distillation (arXiv:2610.28895): tokens that both have, and one event
+    for the rest; in a chunk of one token against several, the tokens that are written with the
+    realized ones but the last; of several against several the chunk's probability.  csd_first adds
+    0.2 times the common tokens at the first position, and twice the weight of such chunks, as that
+    branch's preset does.  Its positions are taken as unshifted; no filter of unlikely chunks.
+bpm   Byte-Prefix Marginalization (arXiv:2607.22334, github.com/K1XE/BPM at 55093cf): a teacher
+    token gives its mass to the longest student token that its bytes begin with; inside a teacher
+    token those that begin with what was read; student tokens that are longer than the teacher's on
+    the realized bytes take the chain product from it.  Forward KL; tokens without a target are one
+    event.
+
+Tests: tests/test_rivals.py.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from functools import partial
+
+import numpy as np
+import torch
+
+from isogloss import losses
+from isogloss.losses import find_chunks
+from isogloss.objective.loss_table import LOSSES, DistillationLoss, LossSpec
+
+TINY = 1e-12  # the least mass of a rest
+SPAN = 8  # longest student token that bpm follows, in teacher tokens
+
+
+def add():
+    """Put the losses into the table."""
+    for name, loss in {"simct": partial(Simct, reverse=True), "simct_fkl": Simct, "csd": Csd,
+                       "csd_first": partial(Csd, first=0.2, many=2.0), "bpm": Bpm}.items():
+        LOSSES[name] = LossSpec(partial(build, loss), "chunks")
+
+
+def build(loss, cfg, pair, device, has_rest=False):
+    """Build a loss: `loss(pair)` takes both models' logits and next tokens, and the chunks."""
+    of_pair = loss(pair)
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        chunks = sub_tile.terms
+        if chunks is None:
+            chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
+        value_C = of_pair(student_logits.float(), teacher_logits.detach().float(),
+                          sub_tile.student_labels, sub_tile.teacher_labels, chunks)
+        return value_C.sum()
+
+    return DistillationLoss(loss_fn)
+
+
+def common_tokens(pair):
+    """Return the ids of the tokens with the same bytes in both vocabularies, and of both ends."""
+    ids = [{table.bytes_of(i): i for i in range(len(table)) if not table.special[i]}
+           for table in pair.tables]
+    both = [(ids[0][token], ids[1][token]) for token in ids[0] if token in ids[1]]
+    both.append(tuple(table.eos for table in pair.tables))
+    return torch.tensor(both).T
+
+
+def spelled(pair, side):
+    """Yield (token, its spelling by the other tokenizer) of the tokens of one side."""
+    table, tokenizer = pair.tables[side], pair.tokenizers[1 - side]
+    other = pair.tables[1 - side]
+    for i in range(len(table)):
+        if table.special[i] or not table.lengths[i]:
+            continue
+        try:
+            text = table.bytes_of(i).decode()
+        except UnicodeDecodeError:
+            continue
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if other.decode(ids) == table.bytes_of(i):
+            yield i, tuple(ids)
+
+
+def partition_kl(logp_E, logq_E, parts):
+    """Return the (num,) KL(q || p) over the events of each part and one event for the rest."""
+    p_K, q_K = parts.sum(logp_E.exp()), parts.sum(logq_E.exp())
+    rest_p, rest_q = (1 - p_K).clamp(min=TINY), (1 - q_K).clamp(min=TINY)
+    return parts.sum(logq_E.exp() * (logq_E - logp_E)) + rest_q * (rest_q / rest_p).log()
+
+
+class Simct:
+    """Compare common tokens and the chunk itself; see the module."""
+
+    def __init__(self, pair, reverse=False):
+        self.common_V, self.common_W = common_tokens(pair)
+        self.reverse = reverse
+
+    def __call__(self, x_NV, y_MW, next_S, next_T, chunks):
+        is_span = (chunks.count_S > 1) | (chunks.count_T > 1)
+        both = []
+        for z, following, first, row, of, count, common in (
+                (x_NV, next_S, chunks.first_S, chunks.row_S, chunks.of_S, chunks.count_S,
+                 self.common_V),
+                (y_MW, next_T, chunks.first_T, chunks.row_T, chunks.of_T, chunks.count_T,
+                 self.common_W)):
+            realized = z[row, following[row]]
+            mean_C = z.new_zeros(len(first)).index_add(0, of, realized) / count
+            span_C = torch.where(is_span, mean_C, -1e9)
+            both.append(torch.cat([z[first][:, common], span_C[:, None]], 1).log_softmax(-1))
+        logp, logq = both if not self.reverse else both[::-1]
+        return (logq.exp() * (logq - logp)).sum(-1)
+
+
+class Csd:
+    """Compare common events and a rest, chunk by chunk; see the module.
+
+    first: weight of the first position of chunks of several tokens; many: of all their terms.
+    """
+
+    def __init__(self, pair, first=0.0, many=1.0):
+        self.common = common_tokens(pair)
+        self.first, self.many = first, many
+        self.endings = []  # of either side: {other side's tokens but the last: [(token, last)]}
+        for side in (0, 1):
+            endings = defaultdict(dict)
+            for token, ids in spelled(pair, side):
+                if len(ids) > 1:
+                    endings[ids[:-1]].setdefault(ids[-1], token)
+            self.endings.append({key: [(token, last) for last, token in of.items()]
+                                 for key, of in endings.items()})
+
+    def __call__(self, x_NV, y_MW, next_S, next_T, chunks):
+        logp, logq = x_NV.log_softmax(-1), y_MW.log_softmax(-1)
+        sides = [(logp, next_S, chunks.first_S.tolist(), chunks.count_S.tolist()),
+                 (logq, next_T, chunks.first_T.tolist(), chunks.count_T.tolist())]
+        following = [side[1].tolist() for side in sides]
+        whole = [], []  # rows with one token on both sides
+        firsts = [], []
+        parts = []  # of the others, (rows, tokens) of the student's and the teacher's events
+        paths = [], []  # (rows, tokens, number of the part): probabilities of what came before
+        for number in range(len(sides[0][2])):
+            row = [side[2][number] for side in sides]
+            count = [side[3][number] for side in sides]
+            if count == [1, 1]:
+                for side in (0, 1):
+                    whole[side].append(row[side])
+                continue
+            came = [following[side][row[side] : row[side] + count[side]] for side in (0, 1)]
+            if min(count) == 1:
+                short = count.index(1)
+                events = self.endings[short].get(tuple(came[1 - short][:-1]), [])
+                if len(events) < 2:
+                    continue
+                tokens = [None, None]
+                tokens[short] = [token for token, _ in events]
+                tokens[1 - short] = [last for _, last in events]
+            else:
+                tokens = [[came[0][-1]], [came[1][-1]]]
+            for side in (0, 1):
+                firsts[side].append(row[side])
+                for k in range(count[side] - 1):
+                    paths[side].append((row[side] + k, came[side][k], len(parts)))
+            parts.append([[(row[side] + count[side] - 1, token) for token in tokens[side]]
+                          for side in (0, 1)])
+        values = [x_NV.new_zeros(0)]
+        if whole[0]:
+            values.append(self._common(logp, logq, whole))
+        if parts:
+            sizes = torch.tensor([len(part[0]) for part in parts])
+            of_E = torch.repeat_interleave(sizes)
+            logs = []
+            for side, log in enumerate((logp, logq)):
+                events = torch.tensor([event for part in parts for event in part[side]])
+                value_E = log[events[:, 0], events[:, 1]]
+                if paths[side]:
+                    rows, tokens, number = torch.tensor(paths[side]).T
+                    before = log.new_zeros(len(parts)).index_add(0, number, log[rows, tokens])
+                    value_E = value_E + before[of_E]
+                logs.append(value_E)
+            value_K = partition_kl(*logs, losses.Segments.of(of_E, len(parts)))
+            if self.first:
+                value_K = value_K + self.first * self._common(logp, logq, firsts)
+            values.append(self.many * value_K)
+        return torch.cat(values)
+
+    def _common(self, logp, logq, rows):
+        logp_NE = logp[torch.tensor(rows[0])][:, self.common[0]]
+        logq_NE = logq[torch.tensor(rows[1])][:, self.common[1]]
+        of_E = torch.arange(len(logp_NE)).repeat_interleave(logp_NE.shape[1])
+        return partition_kl(logp_NE.flatten(), logq_NE.flatten(),
+                            losses.Segments.of(of_E, len(logp_NE)))
+
+
+class Bpm:
+    """Route the teacher's mass by bytes to student tokens; see the module."""
+
+    def __init__(self, pair):
+        self.bytes = [[b"" if table.special[i] else table.bytes_of(i) for i in range(len(table))]
+                      for table in pair.tables]
+        self.ids = {}
+        for i, token in enumerate(self.bytes[0]):
+            if token:
+                self.ids.setdefault(token, i)
+        self.longest = max(map(len, self.ids))
+        self.num = len(pair.tables[0])
+        self.order = sorted(range(len(self.bytes[1])), key=lambda i: self.bytes[1][i])
+        self.sorted = [self.bytes[1][i] for i in self.order]
+        self.ends = [table.eos for table in pair.tables]
+        routes = [self.route(token, None) for token in self.bytes[1]]
+        routes[self.ends[1]] = self.ends[0]
+        self.route_W = torch.tensor(routes)
+        self.inside = {}
+
+    def route(self, data, limit):
+        """Return the longest student token that bytes begin with; V: none.
+
+        Args:
+            limit: its most bytes.
+        """
+        for size in range(min(len(data), self.longest, limit or len(data)), 0, -1):
+            if data[:size] in self.ids:
+                return self.ids[data[:size]]
+        return self.num
+
+    def range(self, prefix):
+        """Return the range, in the sorted teacher tokens, of those that begin with a prefix."""
+        return bisect_left(self.sorted, prefix), bisect_left(self.sorted, prefix + b"\xff" * 40)
+
+    def tokens_behind(self, prefix, end):
+        """Return (teacher tokens that begin with a prefix and go on, where each gives its mass)."""
+        key = prefix, end
+        if key not in self.inside:
+            low, high = self.range(prefix)
+            tokens, routes = [], []
+            for i in range(low, high):
+                if len(self.sorted[i]) > len(prefix):
+                    tokens.append(self.order[i])
+                    routes.append(self.route(self.sorted[i][len(prefix):], end))
+            self.inside[key] = np.array(tokens), np.array(routes)
+        return self.inside[key]
+
+    def __call__(self, x_NV, y_MW, next_S, next_T, chunks):
+        q_MW = y_MW.softmax(-1)
+        # sums of what is sorted, for the mass of all tokens that begin with some bytes
+        sums_MW = torch.nn.functional.pad(q_MW[:, self.order].double().cumsum(1), (1, 0)).numpy()
+        q = q_MW.numpy()
+        came_S, came_T = next_S.tolist(), next_T.tolist()
+        at_border = [], []  # student and teacher rows
+        inside = []  # (number of the row, teacher row, tokens, routes)
+        changes = []  # (number of the row, token, mass)
+        rows = []
+        number_of = zip(chunks.first_S.tolist(), chunks.first_T.tolist(), chunks.count_S.tolist(),
+                        chunks.count_T.tolist())
+        for first_S, first_T, count_S, count_T in number_of:
+            pieces = [self.bytes[1][came_T[first_T + k]] for k in range(count_T)]
+            starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(int)
+            data = b"".join(pieces)
+            place = 0
+            for k in range(count_S):
+                token = came_S[first_S + k]
+                governing = int(np.searchsorted(starts, place, "right")) - 1
+                governing = min(governing, count_T - 1)
+                row_T = first_T + governing
+                read = data[starts[governing] : place]
+                number = len(rows)
+                total = 1.0
+                if not read:
+                    at_border[0].append(number)
+                    at_border[1].append(row_T)
+                    routed = self.route_W[came_T[row_T]].item()
+                else:
+                    end = starts[governing + 1] - place
+                    tokens, routes = self.tokens_behind(read, end)
+                    low, high = self.range(read)
+                    total = max(sums_MW[row_T, high] - sums_MW[row_T, low], TINY)
+                    inside.append((number, row_T, tokens, routes))
+                    routed = self.route(data[place : starts[governing + 1]], end)
+                rows.append(first_S + k)
+                changes += self.spans(number, data, place, starts, governing, first_T, came_T, q,
+                                      sums_MW, total, routed)
+                place += len(self.bytes[0][token])
+        target = q_MW.new_zeros(len(rows), self.num + 1)
+        if at_border[0]:
+            of_border = q_MW.new_zeros(len(at_border[0]), self.num + 1)
+            of_border.index_add_(1, self.route_W, q_MW[torch.tensor(at_border[1])])
+            target[torch.tensor(at_border[0])] = of_border
+        if inside:
+            sizes = [len(entry[2]) for entry in inside]
+            number = torch.from_numpy(np.repeat([entry[0] for entry in inside], sizes))
+            row = torch.from_numpy(np.repeat([entry[1] for entry in inside], sizes))
+            tokens = torch.from_numpy(np.concatenate([entry[2] for entry in inside]))
+            routes = torch.from_numpy(np.concatenate([entry[3] for entry in inside]))
+            target.view(-1).index_add_(0, number * (self.num + 1) + routes, q_MW[row, tokens])
+            which = torch.tensor([entry[0] for entry in inside])
+            target[which] /= target[which].sum(1, keepdim=True).clamp(min=TINY)
+        if changes:
+            number, token, mass = zip(*changes)
+            place = torch.tensor(number) * (self.num + 1) + torch.tensor(token)
+            target.view(-1).index_add_(0, place, torch.tensor(mass, dtype=target.dtype))
+        target = target.clamp(min=0.0)
+        target = target / target.sum(1, keepdim=True).clamp(min=TINY)
+        logp = x_NV[torch.tensor(rows, dtype=torch.long)].log_softmax(-1)
+        kept, rest_q = target[:, :-1], target[:, -1]
+        is_target = kept > 0
+        rest_p = torch.where(is_target, 0.0, logp.exp()).sum(-1).clamp(min=TINY)
+        value = torch.where(is_target, kept * (kept.clamp(min=1e-30).log() - logp), 0.0).sum(-1)
+        rest = rest_q * (rest_q.clamp(min=1e-30) / rest_p).log()
+        return value + torch.where(rest_q > 0, rest, 0.0)
+
+    def spans(self, number, data, place, starts, governing, first_T, came_T, q, sums, total,
+              routed):
+        """Return what student tokens that are longer than the governing teacher token change."""
+        end = starts[governing + 1]
+        chain = []
+        for size in range(end - place + 1, min(len(data) - place, self.longest) + 1):
+            token = self.ids.get(data[place : place + size])
+            if token is None:
+                continue
+            last = int(np.searchsorted(starts, place + size, "right")) - 1
+            if last - governing > SPAN:
+                break
+            mass = 1.0
+            for k in range(governing, last):
+                mass *= q[first_T + k, came_T[first_T + k]]
+            remainder = data[starts[last] : place + size]
+            if remainder:
+                low, high = self.range(remainder)
+                mass *= sums[first_T + last, high] - sums[first_T + last, low]
+            chain.append((token, float(mass) / total))
+        if not chain:
+            return []
+        changes = [(number, routed, -chain[0][1])]
+        for (token, mass), (_, longer) in zip(chain, [*chain[1:], (None, 0.0)]):
+            changes.append((number, token, mass - longer))
+        return changes
+
+
+add()  # as a plug-in

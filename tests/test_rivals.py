@@ -1,0 +1,131 @@
+"""benchmarks/rivals.py: each formula by hand, on the text "abc" that two toy tokenizers cut."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import rivals
+from isogloss.losses import find_chunks
+
+# the text is "ab" "c" for the student, "a" "b" "c" for the teacher
+TOKENS = [b"a", b"b", b"ab", b"ac", b"c", b"</s>"], [b"a", b"b", b"c", b"bc", b"</s>"]
+CUT = [2, 4], [0, 1, 2]
+CHUNK = [0, 1], [0, 0, 1]
+
+
+class Table:
+    """Hold a vocabulary whose last token is its end."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+        self.eos = len(tokens) - 1
+        self.special = np.arange(len(tokens)) == self.eos
+        self.lengths = np.array([len(token) for token in tokens])
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def bytes_of(self, i):
+        return self.tokens[i]
+
+    def decode(self, ids):
+        return b"".join(self.tokens[i] for i in ids)
+
+
+def tokenizer_of(tokens):
+    """Return a tokenizer that always takes the longest token."""
+    def tokenize(text, add_special_tokens):
+        ids = []
+        data = text.encode()
+        while data:
+            best = max((token for token in tokens[:-1] if data.startswith(token)), key=len)
+            ids.append(tokens.index(best))
+            data = data[len(best) :]
+        return {"input_ids": ids}
+    return tokenize
+
+
+@pytest.fixture
+def pair():
+    return SimpleNamespace(tables=[Table(tokens) for tokens in TOKENS],
+                           tokenizers=[tokenizer_of(tokens) for tokens in TOKENS])
+
+
+@pytest.fixture
+def logits():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(len(ids), len(tokens), generator=generator, requires_grad=True)
+            for ids, tokens in zip(CUT, TOKENS)]
+
+
+def values(loss, logits):
+    """Return the (C,) values of a loss, and check that the student gets a gradient."""
+    ids = [torch.tensor(one) for one in CUT]
+    chunks = find_chunks(*[torch.tensor([chunk]) for chunk in CHUNK])
+    found = loss(logits[0], logits[1].detach(), *ids, chunks)
+    found.sum().backward()
+    assert logits[0].grad.abs().sum() > 0 and logits[0].grad.isfinite().all()
+    return found.detach()
+
+
+def kl(q, p):
+    return sum(b * (b / a).log() for a, b in zip(p, q) if b > 0)
+
+
+def test_simct_compares_common_tokens_and_the_span(pair, logits):
+    x, y = [one.detach() for one in logits]
+    common = [0, 1, 4, 5], [0, 1, 2, 4]
+    span = torch.cat([x[0, common[0]], x[0, 2:3]]).softmax(0), \
+        torch.cat([y[0, common[1]], (y[0, 0:1] + y[1, 1:2]) / 2]).softmax(0)
+    whole = x[1, common[0]].softmax(0), y[2, common[1]].softmax(0)
+    for reverse in (False, True):
+        found = values(rivals.Simct(pair, reverse), logits)
+        for number, (p, q) in enumerate((span, whole)):
+            expected = float(kl(p, q) if reverse else kl(q, p))
+            assert found[number] == pytest.approx(expected, rel=1e-4)
+
+
+def test_csd_compares_chains_of_the_same_beginning(pair, logits):
+    p, q = [one.detach().softmax(-1) for one in logits]
+
+    def with_rest(events):
+        return torch.cat([events, 1 - events.sum(0, keepdim=True)])
+
+    # "ab" and "ac" are written "a", "b" and "a", "c" by the teacher
+    chain = kl(with_rest(q[0, 0] * q[1, [1, 2]]), with_rest(p[0, [2, 3]]))
+    common = [0, 1, 4, 5], [0, 1, 2, 4]
+    first = kl(with_rest(q[0, common[1]]), with_rest(p[0, common[0]]))
+    whole = kl(with_rest(q[2, common[1]]), with_rest(p[1, common[0]]))
+    found = values(rivals.Csd(pair), logits)
+    assert sorted(found.tolist()) == pytest.approx(sorted([float(whole), float(chain)]), rel=1e-4)
+    found = values(rivals.Csd(pair, first=0.2, many=2.0), logits)
+    expected = sorted([float(whole), float(2 * (chain + 0.2 * first))])
+    assert sorted(found.tolist()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_bpm_gives_longer_tokens_the_chain(pair, logits):
+    p, q = [one.detach().softmax(-1) for one in logits]
+    # "ab" takes from "a" what "b" follows with, which came; "bc" begins with "b"
+    ab = q[0, 0] * q[1, 1]
+    first = torch.stack([q[0, 0] - ab, q[0, 1] + q[0, 3], ab, torch.tensor(0.0), q[0, 2], q[0, 4]])
+    second = torch.stack([q[2, 0], q[2, 1] + q[2, 3], torch.tensor(0.0), torch.tensor(0.0),
+                          q[2, 2], q[2, 4]])
+    found = values(rivals.Bpm(pair), logits)
+    for number, target in enumerate((first, second)):
+        # tokens without a target are one event, which the teacher's rest, here 0, belongs to
+        assert found[number] == pytest.approx(float(kl(target, p[number])), rel=1e-4)
+
+
+def test_bpm_inside_a_token_knows_what_was_read(pair, logits):
+    """The other way round: the student writes "a", "b", "c", and the teacher "ab", "c"."""
+    other = SimpleNamespace(tables=pair.tables[::-1], tokenizers=pair.tokenizers[::-1])
+    x, y = logits[1], logits[0].detach()
+    ids = [torch.tensor(one) for one in CUT[::-1]]
+    chunks = find_chunks(*[torch.tensor([chunk]) for chunk in CHUNK[::-1]])
+    found = rivals.Bpm(other)(x, y, *ids, chunks).detach()
+    p, q = x.detach().softmax(-1), y.softmax(-1)
+    # behind "a" only "ab" and "ac" can have come
+    inside = torch.stack([q[0, 2], q[0, 3]]) / (q[0, 2] + q[0, 3])
+    assert found[1] == pytest.approx(float(kl(inside, p[1, [1, 2]])), rel=1e-4)
