@@ -46,6 +46,9 @@ def square(tmp_path, monkeypatch):
     rows = {"choose": 6, "report": 6, "train": 400, "documentation": 40}
     small = {part: whole[part][:num] for part, num in rows.items()}
     for name, value in {
+        "SHAPES": {of: dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                            num_attention_heads=1, max_position_embeddings=square.MAX_LENGTH)
+                   for of in square.SHAPES},
         "RUNS": tmp_path, "corpus": lambda: small, "TEACHER_STEPS": 3, "KEPT_EVERY": 1,
         "FIRST_STEPS": 2, "MATCHED": 9.0, "SEEDS_TO_CHOOSE": (100,), "WEIGHTS": (1.0,),
         "LIGHTEST": 1.0, "HEAVIEST": 1.0,
