@@ -383,6 +383,19 @@ def _list_roots(
     )
 
 
+def cells_of_roots(nodes: Nodes, student_next: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Return (N,) the cells of the student's token, and of the teacher's, that come at each root.
+
+    Where they differ, a token of the teacher is one that the student begins otherwise in this text
+    than in the tables.
+
+    Args:
+        student_next: (rows,) int64, the token that each student row predicts.
+    """
+    roots = nodes.roots
+    return tables.cell_V[student_next[roots.row_S]], tables.cell_W[roots.next_T]
+
+
 def _list_before(roots: Roots, tables: Tables) -> Continuations:
     num_pieces = tables.low_W.shape[1]
     u = roots.ended_T.clamp(min=0)

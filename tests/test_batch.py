@@ -360,6 +360,30 @@ def test_counts_are_those_of_the_tensors(encoders, texts):
     assert counts.source_bytes == sum(len(text.encode()) for text in [*texts[:4], "é"])
     shapes = [getattr(counts, f"chunks_{shape}") for shape in ("1_1", "1_n", "n_1", "n_m")]
     assert sum(shapes) == counts.chunks > counts.kd_terms
+    rest = inside = 0
+    for text in [*texts[:4], "é"]:
+        [pair] = sample_of(text, encoders[0], encoders[1:]).pairs
+        alignment = pair.alignment
+        for chunk in set(alignment.student_chunk.tolist()) - {-1}:
+            num_S = (alignment.student_chunk == chunk).sum()
+            num_T = (alignment.teacher_chunk == chunk).sum()
+            inside += num_S
+            rest += (num_S - 1) * (num_S > 1 and num_T > 1)
+    assert counts.rest_tokens == rest > 0 and counts.tokens_in_chunks == inside
+
+
+def test_tokens_outside_of_their_cell_are_counted(encoders, texts):
+    """At the first token of a chunk: the cell of the student's token, and that of the teacher's."""
+    pair = Pair.of(*[one.tokenizer for one in encoders], tables=[one.table for one in encoders])
+    tables = indexed(Tables, build_translation(pair))
+    batch = Collator(encoders[0], [PairOptions(encoders[1], tables)])(texts[:20])
+    chunks = find_chunks(batch.teachers[0].student_chunk, batch.teachers[0].teacher_chunk)
+    student = batch.student.labels.flatten()[chunks.first_S]
+    teacher = batch.teachers[0].labels.flatten()[chunks.first_T]
+    misplaced = sum(int(tables.cell_V[v] != tables.cell_W[w]) for v, w in zip(student, teacher))
+    counts = batch.counts.pairs[0]
+    assert counts.roots == len(student) and counts.misplaced_roots == misplaced > 0
+    assert counts.metrics()["misplaced_roots"] == misplaced / len(student)
 
 
 def test_counts_of_one_tokenizer_say_that_all_is_aligned(encoders, texts):
@@ -369,7 +393,7 @@ def test_counts_of_one_tokenizer_say_that_all_is_aligned(encoders, texts):
     assert metrics == {
         "aligned_bytes": 1, "aligned_tokens": 1, "skipped_chats": 0, "normalized_bytes": 0,
         "unencodable_bytes": 0, "unmatched_bytes": 0, "chunks_1_1": 1, "chunks_1_n": 0,
-        "chunks_n_1": 0, "chunks_n_m": 0}
+        "chunks_n_1": 0, "chunks_n_m": 0, "rest_tokens": 0}
     # no text, no fraction of it
     assert PairCounts().metrics() == dict.fromkeys(metrics) | {"skipped_chats": 0}
 

@@ -39,7 +39,14 @@ from isogloss.event_kl import Spelling, event_terms
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
-from isogloss.nodes import Tables, nodes_of_chunks, rows_that_go_on, tokens_that_ended
+from isogloss.nodes import (
+    Nodes,
+    Tables,
+    cells_of_roots,
+    nodes_of_chunks,
+    rows_that_go_on,
+    tokens_that_ended,
+)
 from isogloss.tile_plan import CPU_SUB_TILES, Tile, plan_tiles
 
 # --- collate --------------------------------------------------------------------------------------
@@ -438,6 +445,10 @@ class Collator:
                 num_terms = number_of_terms(sub_tile, pair.spelling)
                 counts.kd_terms += num_terms
                 counts.rollout_terms += num_terms * sub_tile.on_policy
+                if isinstance(sub_tile.terms, Nodes):
+                    cells = cells_of_roots(sub_tile.terms, sub_tile.student_labels, pair.spelling)
+                    counts.roots += len(cells[0])
+                    counts.misplaced_roots += int((cells[0] != cells[1]).sum())
         if logp is not None:
             counts.rollout_nats = -float(logp[is_aligned & ~logp.isnan()].double().sum())
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts

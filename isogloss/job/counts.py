@@ -77,6 +77,10 @@ class PairCounts(Sums):
         source_bytes: bytes of the whole texts, before any cut; the fields below speak of these.
         normalized_bytes, unencodable_bytes, unmatched_bytes: see `align.Alignment.dropped`.
         chunks: all chunks; chunks_1_n: of one student token and several teacher tokens, and so on.
+        tokens_in_chunks: student tokens in all chunks; rest_tokens: those behind the first one of
+            chunks of several tokens on both sides.
+        roots: of a translation; misplaced_roots: those at which the student's token lies outside of
+            the cell that the teacher's token gives its mass to.
         rollout_terms: those of `kd_terms` in rollouts.
         rollout_bytes: those of `aligned_bytes` in rollouts.
         rollout_nats: -log p of the student when it wrote the tokens in these chunks.
@@ -98,6 +102,10 @@ class PairCounts(Sums):
     chunks_1_n: float = 0
     chunks_n_1: float = 0
     chunks_n_m: float = 0
+    tokens_in_chunks: float = 0
+    rest_tokens: float = 0
+    roots: float = 0
+    misplaced_roots: float = 0
     rollout_terms: float = 0
     rollout_bytes: float = 0
     rollout_nats: float = 0
@@ -115,7 +123,10 @@ class PairCounts(Sums):
             self.chunks_1_1 += int((~several_student & ~several_teacher).sum())
             self.chunks_1_n += int((~several_student & several_teacher).sum())
             self.chunks_n_1 += int((several_student & ~several_teacher).sum())
-            self.chunks_n_m += int((several_student & several_teacher).sum())
+            is_many = several_student & several_teacher
+            self.chunks_n_m += int(is_many.sum())
+            self.tokens_in_chunks += int(alignment.student_tokens.sum())
+            self.rest_tokens += int((alignment.student_tokens[is_many] - 1).sum())
 
     def metrics(self):
         """Return the logged fractions, see docs/metrics.md."""
@@ -126,6 +137,9 @@ class PairCounts(Sums):
             metrics[name] = mean_of(getattr(self, name), self.source_bytes)
         for name in ("chunks_1_1", "chunks_1_n", "chunks_n_1", "chunks_n_m"):
             metrics[name] = mean_of(getattr(self, name), self.chunks)
+        metrics["rest_tokens"] = mean_of(self.rest_tokens, self.tokens_in_chunks)
+        if self.roots:
+            metrics["misplaced_roots"] = self.misplaced_roots / self.roots
         return metrics
 
 
