@@ -1,9 +1,8 @@
 """Losses of other systems, written anew from their papers and code, for comparisons.
 
-    python distill.py --plugin benchmarks/rivals.py --loss bpm ...
-
-They loop over chunks on the CPU, so their seconds say nothing of their authors' code.  p is the
-student's belief, q the teacher's; a chunk is text between two borders that both tokenizers share.
+benchmarks/square.py trains with them: `add()` puts them into the table of losses.  They loop over
+chunks on the CPU, so their seconds say nothing of their authors' code.  p is the student's belief,
+q the teacher's; a chunk is text between two borders that both tokenizers share.
 
 simct, simct_fkl   SimCT (arXiv:2605.07711, github.com/sunjie279/SimCT- at 4dae6fc): at the first
     position of a chunk the logits of all tokens that both vocabularies have, and for a chunk of
@@ -337,6 +336,3 @@ class Bpm:
         for (token, mass), (_, longer) in zip(chain, [*chain[1:], (None, 0.0)]):
             changes.append((number, token, mass - longer))
         return changes
-
-
-add()  # as a plug-in
