@@ -267,21 +267,85 @@ class _Permuted(torch.autograd.Function):
         return torch.empty_like(grads[0]).index_copy_(1, ctx.order_X, grads[0]), None
 
 
-def log_masses(x_NX: Tensor, of_X: Tensor, num: int) -> Tensor:
-    """Return (N, num) logarithms of the masses of sets of tokens, up to a constant of the row.
+class Columns(NamedTuple):
+    """Group columns into sets, most of which have one: sums are a selection, and a little more.
+
+    of_X: (X,) int64, the set of each column; K: it is in none.
+    first_K: (K,) int64, the first column of each set, -1 for a set of nothing.
+    many_L: (L,) int64, the sets that have more.
+    more_E: (E,) int64, their other columns, set by set.
+    start_L: (L + 1,) int64, where those of each begin in more_E.
+    """
+
+    of_X: Tensor
+    first_K: Tensor
+    many_L: Tensor
+    more_E: Tensor
+    start_L: Tensor
+
+    @classmethod
+    def of(cls, of_X: Tensor, num: int) -> "Columns":
+        """Group columns by the number of their set; waits for a device that is not the CPU."""
+        set_E, order_E = of_X.cpu().sort(stable=True)
+        in_one = set_E < num
+        set_E, order_E = set_E[in_one], order_E[in_one]
+        is_first = torch.ones_like(set_E, dtype=torch.bool)
+        is_first[1:] = set_E[1:] != set_E[:-1]
+        first_K = torch.full((num,), -1)
+        first_K[set_E[is_first]] = order_E[is_first]
+        many_L, sizes = set_E[~is_first].unique_consecutive(return_counts=True)
+        start_L = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        rest = first_K, many_L, order_E[~is_first], start_L
+        return cls(of_X, *(field.to(of_X.device) for field in rest))
+
+    def to(self, device: torch.device | str) -> "Columns":
+        return Columns(*(field.to(device) for field in self))
+
+    def sum(self, x_NX: Tensor) -> Tensor:
+        """Return the (N, K) sums of the columns of each set."""
+        num = len(self.first_K)
+        if x_NX.device.type in ORDERED_DEVICES:  # one column more, for those that are in no set
+            return x_NX.new_zeros(len(x_NX), num + 1).index_add(1, self.of_X, x_NX)[:, :-1]
+        out: Tensor = _ColumnSum.apply(x_NX, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _ColumnSum(torch.autograd.Function):
+    """Sum up sets of columns in a fixed order; the gradient of a sum is that of each column."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NX: Tensor, columns: Columns) -> Tensor:
+        ctx.of_X = columns.of_X
+        first_K, many_L = columns.first_K, columns.many_L
+        out_NK = x_NX.index_select(1, first_K.clamp(min=0)).masked_fill(first_K < 0, 0.0)
+        if len(many_L):
+            more_EN = x_NX.T.index_select(0, columns.more_E)
+            sum_LN = torch.segment_reduce(more_EN, "sum", offsets=columns.start_L, unsafe=True)
+            out_NK.index_copy_(1, many_L, out_NK.index_select(1, many_L) + sum_LN.T)
+        return out_NK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        num = grads[0].shape[1]
+        d_NX = grads[0].index_select(1, ctx.of_X.clamp(max=num - 1))
+        return d_NX.masked_fill(ctx.of_X == num, 0.0), None
+
+
+def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
+    """Return (N, K) logarithms of the masses of sets of tokens, up to a constant of the row.
 
     Masses down to e^-157 of the largest are told apart; a set of nothing has one below these.
 
     Args:
         x_NX: logits, at least float32.
-        of_X: (X,) int64, the set of each token; `num`: it is in none.
     """
-    x_NX = x_NX.masked_fill(of_X == num, -torch.inf)  # they may be larger than all others
+    # those in no set may be larger than all others
+    x_NX = x_NX.masked_fill(columns.of_X == len(columns.first_K), -torch.inf)
     # finite in a row of -inf alone, where -inf - -inf would be NaN
     top_N1 = x_NX.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x_NX.dtype).min)
     mass_NX = (x_NX - top_N1 + SHIFT).exp()  # lifted, to reach that far in float32
-    mass_NE = column_sums(mass_NX, of_X, num + 1)[:, :-1]
-    return mass_NE.clamp(min=torch.finfo(mass_NE.dtype).tiny).log()
+    mass_NK = columns.sum(mass_NX)
+    return mass_NK.clamp(min=torch.finfo(mass_NK.dtype).tiny).log()
 
 
 # --- one vocabulary: divergences per position ----------------------------------------------------

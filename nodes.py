@@ -32,6 +32,8 @@ class Tables(NamedTuple):
     cell_V, cell_W: (V,), (W,) int64, cell of each student token, and the one that a teacher token
         gives its mass to; C for tokens without one.
     num_cells: C.
+    closed_V: (V,) int64, of which bit k - 1 says that behind k tokens of B[v] no teacher token goes
+        on beyond the end of a student token; -1: behind none.
     pieces_W: (W, P) int64, A, then -1.
     order_W, low_W, high_W: the teacher tokens whose A begins with the same k tokens as A[w] are
         ``order_W[low_W[w, k]:high_W[w, k]]``; (W,), (W, P), (W, P) int64.
@@ -48,6 +50,7 @@ class Tables(NamedTuple):
     cell_V: Tensor
     cell_W: Tensor
     num_cells: int
+    closed_V: Tensor
     pieces_W: Tensor
     order_W: Tensor
     low_W: Tensor
@@ -124,7 +127,7 @@ class Roots(NamedTuple):
     """List the root nodes: one for every chunk.
 
     row_S, row_T: (N,) int64, rows that predict the first token of the chunk on either side.
-    next_T: (N,) the teacher token that comes.
+    next_S, next_T: (N,) the student's and the teacher's token that come.
     ended_T: (N,) u, see `tokens_that_ended`; its row is row_T - 1.
     join_low, join_high: (N,) joins behind the student token in front of the chunk, see `Tables`.
     num_joins, num_joined: of all roots, and the tokens in them.
@@ -132,6 +135,7 @@ class Roots(NamedTuple):
 
     row_S: Tensor
     row_T: Tensor
+    next_S: Tensor
     next_T: Tensor
     ended_T: Tensor
     join_low: Tensor
@@ -351,9 +355,9 @@ def nodes_of_chunks(
         teacher_follows: (M,) bool, the row belongs to the position after that of the row before, in
             the same text, and predicts a token; of two renderings see `rows_that_go_on`.
     """
-    roots = _list_roots(chunks, student_ids, teacher_next, teacher_ended, tables)
+    roots = _list_roots(chunks, student_ids, student_next, teacher_next, teacher_ended, tables)
     before = _list_before(roots, tables)
-    ranges = _choice_ranges(roots, student_next, teacher_next, tables, teacher_follows)
+    ranges = _choice_ranges(roots, teacher_next, tables, teacher_follows)
     choices = _list_choices(roots, before, ranges, tables)
     insides = _list_insides(chunks, student_next, teacher_next, tables)
     rests = _list_rests(chunks, teacher_next)
@@ -365,7 +369,8 @@ def nodes_of_chunks(
 
 
 def _list_roots(
-    chunks: Chunks, student_ids: Tensor, teacher_next: Tensor, teacher_ended: Tensor, tables: Tables
+    chunks: Chunks, student_ids: Tensor, student_next: Tensor, teacher_next: Tensor,
+    teacher_ended: Tensor, tables: Tables,
 ) -> Roots:
     read = student_ids[chunks.first_S]
     before = read.clamp(min=0)  # -1 stands for no token
@@ -374,6 +379,7 @@ def _list_roots(
     return Roots(
         row_S=chunks.first_S,
         row_T=chunks.first_T,
+        next_S=student_next[chunks.first_S],
         next_T=teacher_next[chunks.first_T],
         ended_T=teacher_ended[chunks.first_T],
         join_low=low,
@@ -383,17 +389,13 @@ def _list_roots(
     )
 
 
-def cells_of_roots(nodes: Nodes, student_next: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+def cells_of_roots(nodes: Nodes, tables: Tables) -> tuple[Tensor, Tensor]:
     """Return (N,) the cells of the student's token, and of the teacher's, that come at each root.
 
     Where they differ, a token of the teacher is one that the student begins otherwise in this text
     than in the tables.
-
-    Args:
-        student_next: (rows,) int64, the token that each student row predicts.
     """
-    roots = nodes.roots
-    return tables.cell_V[student_next[roots.row_S]], tables.cell_W[roots.next_T]
+    return tables.cell_V[nodes.roots.next_S], tables.cell_W[nodes.roots.next_T]
 
 
 def _list_before(roots: Roots, tables: Tables) -> Continuations:
@@ -426,10 +428,9 @@ class _ChoiceRanges(NamedTuple):
 
 
 def _choice_ranges(
-    roots: Roots, student_next: Tensor, teacher_next: Tensor, tables: Tables,
-    teacher_follows: Tensor,
+    roots: Roots, teacher_next: Tensor, tables: Tables, teacher_follows: Tensor
 ) -> _ChoiceRanges:
-    token = student_next[roots.row_S]
+    token = roots.next_S
     path_NP = tables.pieces_V[token]
     num_pieces = path_NP.shape[1]
     # the teacher's rows from the root on, as long as they follow one another
@@ -446,10 +447,14 @@ def _choice_ranges(
     low = torch.cat([tables.low_V[token][:, 1:], rank], 1)
     high = torch.cat([tables.high_V[token][:, 1:], rank + 1], 1)
     linked = tables.cell_V[token] < tables.num_cells
-    several = (path_NP >= 0) & (high - low > 1) & linked[:, None]
-    # a longer token came: it heads no cell, and the student's token begins it
-    same_cell = tables.cell_W[roots.next_T] == tables.cell_V[token]
-    is_longer = several & (same_cell[:, None] & ~along[:, :1])
+    is_closed = (tables.closed_V[token][:, None] >> offset[:-1]) & 1 > 0
+    several = (path_NP >= 0) & (high - low > 1) & linked[:, None] & is_closed
+    # a longer token came: it heads no cell, and a token like the student's begins it
+    heads_none = torch.zeros_like(tables.cell_W, dtype=torch.bool)
+    heads_none[tables.longer_F] = True
+    begins = tables.pieces_V[tables.pieces_W[roots.next_T, 0], 0] == path_NP[:, 0]
+    begins &= heads_none[roots.next_T]
+    is_longer = several & (begins[:, None] & ~along[:, :1])
     is_along = several & along & exists[:, 1:]
     root, column = (is_along | is_longer).nonzero(as_tuple=True)
     level = column + 1

@@ -15,7 +15,9 @@ License: Apache-2.0 (see LICENSE). Tests: tests/test_spell.py, tests/test_transl
 """
 
 import copy
+import math
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from itertools import chain, pairwise
 
@@ -31,6 +33,7 @@ CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.it
 # Roles of control tokens, which a tokenizer.json does not name.  Where one token plays several of
 # them, the first one counts.
 ROLES = ("eos", "end_of_turn", "bos", "pad", "unk")
+MOST_TRIED = 8  # tokens behind a path, of those that begin with the rest of a student token
 WHITE_SPACE = b" \t\n\r\x0b\x0c"
 
 # Python decodes a byte that is not UTF-8 to one of these (errors="surrogateescape"), 0xDC00 + byte.
@@ -336,17 +339,18 @@ def _signature(name):
 # --- tables of a translation ----------------------------------------------------------------------
 
 
-def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, canonical_V,
-                       spell_bytes, unwritten_V=None):
+def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, teacher_bytes,
+                       canonical_V, spell_bytes, unwritten_V=None, teacher_spells=None):
     """Return the arrays of `nodes.Tables`.
 
     Args:
         student_pieces_WP, teacher_pieces_VP: A and B, -1 behind the last piece.
-        student_bytes: of every token, b"" for control tokens.
+        student_bytes, teacher_bytes: of every token, b"" for control tokens.
         canonical_V: (V,) bool, the student's tokenizer writes these bytes as this token.
         spell_bytes: list of byte strings -> list of the student's ids, [] where it has none.
         unwritten_V: (V,) bool, see `unwritten_tokens`; None: there are none.  They have a cell of
             their own, to which no teacher token gives its mass.
+        teacher_spells: as `spell_bytes`, of the teacher; None: any tokens may follow one another.
     """
     W = len(student_pieces_WP)
     V = len(teacher_pieces_VP)
@@ -356,12 +360,10 @@ def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, cano
         student_bytes = [b"" if unwritten else raw
                          for raw, unwritten in zip(student_bytes, unwritten_V)]
     head_V = teacher_pieces_VP[:, 0]
-    heads = np.unique(head_V[head_V >= 0])
-    num_cells = len(heads)
-    cell_of_head = np.full(W + 1, num_cells)
-    cell_of_head[heads] = np.arange(num_cells)
-    cell_V = cell_of_head[head_V]  # head -1 reads the last entry
     first_W = student_pieces_WP[:, 0]
+    heads = np.unique(head_V[head_V >= 0])
+    cell_of_head, num_cells = _cells_of_heads(heads, head_V, first_W)
+    cell_V = cell_of_head[head_V]  # head -1 reads the last entry
     cell_of_first = np.where(first_W >= 0, cell_V[first_W], num_cells)
     is_head = cell_of_head[:W] < num_cells
     cell_W = np.where(is_head, cell_of_head[:W], cell_of_first)
@@ -371,7 +373,9 @@ def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, cano
         cell_V[unwritten_V] = num_cells
         num_cells += 1
 
-    arrays = {"cell_V": cell_V, "cell_W": cell_W}
+    closed_V = _closed_tokens(teacher_pieces_VP, student_bytes, teacher_bytes, spell_bytes,
+                              teacher_spells)
+    arrays = {"cell_V": cell_V, "cell_W": cell_W, "closed_V": closed_V}
     for axis, pieces in (("W", student_pieces_WP), ("V", teacher_pieces_VP)):
         order, low, high = prefix_ranges(pieces)
         arrays[f"pieces_{axis}"] = pieces
@@ -391,6 +395,85 @@ def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, cano
                      arrays["low_W"], arrays["high_W"])
     tables = {key: np.ascontiguousarray(array).astype(np.int64) for key, array in arrays.items()}
     return tables | {"num_cells": num_cells}
+
+
+def _cells_of_heads(heads, head_V, first_W):
+    """Return ((W + 1,) the cell of each head, C elsewhere; C, the number of cells).
+
+    The student tokens whose B begins with one teacher token are in one cell.  Where the student
+    begins that token, standing alone, with a token of another cell, the two are one: what follows
+    decides which of them it writes.
+    """
+    W = len(first_W)
+    parent = {}
+
+    def root_of(w):
+        while w in parent:
+            w = parent[w]
+        return w
+
+    begins = heads[first_W[heads] >= 0]
+    others = head_V[first_W[begins]]
+    differs = (others >= 0) & (others != begins)
+    for w, other in zip(begins[differs].tolist(), others[differs].tolist()):
+        w, other = root_of(w), root_of(other)
+        if w != other:
+            parent[max(w, other)] = min(w, other)
+    root = np.arange(W)
+    for w in parent:
+        root[w] = root_of(w)
+    roots, cell = np.unique(root[heads], return_inverse=True)
+    cell_of_head = np.full(W + 1, len(roots))
+    cell_of_head[heads] = cell
+    return cell_of_head, len(roots)
+
+
+def _closed_tokens(teacher_pieces_VP, student_bytes, teacher_bytes, spell_bytes, teacher_spells):
+    """Return (V,) int64, of which bit k - 1 says: behind k tokens of B[v] no teacher token crosses.
+
+    One that does goes on beyond the end of a student token that it has begun in, so that what the
+    teacher gives it says nothing of the student's next token.  Tried are some tokens that begin
+    with what is left of a student token.
+    """
+    paths = [tuple(w for w in path if w >= 0) for path in teacher_pieces_VP.tolist()]
+    scopes = defaultdict(list)  # {path: student tokens that begin so}
+    for v, path in enumerate(paths):
+        for k in range(1, len(path) + 1):
+            scopes[path[:k]].append(v)
+    in_order = sorted((raw, w) for w, raw in enumerate(teacher_bytes) if raw)
+    tried = []  # (path, its bytes, those of a token that may follow, the token)
+    for path, tokens in scopes.items():
+        if len(tokens) == 1:
+            continue  # nothing is asked of one token
+        begun = b"".join(map(teacher_bytes.__getitem__, path))
+        nexts = {paths[v][len(path)] for v in tokens if len(paths[v]) > len(path)}
+        left = {student_bytes[v][len(begun):] for v in tokens} - {b""}
+        for rest in sorted(left):
+            tried += [(path, begun, begun + raw, w) for raw, w in _longer_ones(rest, in_order)
+                      if w not in nexts]
+    if teacher_spells is not None:
+        written = teacher_spells([raw for _, _, raw, _ in tried])
+        tried = [one for one, ids in zip(tried, written) if tuple(ids) == (*one[0], one[3])]
+    crossed = set()
+    spelled = spell_bytes([raw for _, _, raw, _ in tried])
+    for (path, begun, *_), ids in zip(tried, spelled):
+        if ids and len(student_bytes[ids[0]]) > len(begun):
+            crossed.add(path)
+    closed_V = np.full(len(paths), -1)
+    for v, path in enumerate(paths):
+        for k in range(1, len(path) + 1):
+            if path[:k] in crossed:
+                closed_V[v] -= 1 << k - 1
+    return closed_V
+
+
+def _longer_ones(prefix, in_order):
+    """Return some of the sorted (bytes, token) that begin with `prefix` and are longer."""
+    low = bisect_right(in_order, (prefix, len(in_order)))
+    if low == len(in_order) or not in_order[low][0].startswith(prefix):
+        return []
+    high = bisect_left(in_order, (prefix + b"\xff" * 256,))
+    return in_order[low : high : math.ceil((high - low) / MOST_TRIED)]
 
 
 def unwritten_tokens(table, tokenizer, student_pieces_WP, canonical_V):
@@ -493,6 +576,25 @@ def _ranges_of_prefixes(pieces_WP, low_WP, high_WP):
     return ranges
 
 
+def _bytes_of_text(table):
+    """Return the bytes of every token, b"" for control tokens."""
+    return [b"" if special else raw for raw, special in zip(all_bytes(table), table.special)]
+
+
+def _speller(tokenizer, table):
+    """Return a function: list of byte strings -> list of ids in mid-text, [] where it has none."""
+    backend = mid_text_backend(tokenizer)
+
+    def spell_bytes(texts):
+        ids = encode_bytes(texts, backend, table)
+        sizes = np.array(list(map(len, ids)), np.int64)
+        flat = np.fromiter(chain.from_iterable(ids), np.int64)
+        same = same_bytes(flat, sizes, table, texts)
+        return [spelled if good else [] for spelled, good in zip(ids, same)]
+
+    return spell_bytes
+
+
 def build_translation_tables(tokenizers, tables, max_pieces=16):
     """Return the fields of `nodes.Tables` for two tokenizers, as `translation_tables` does.
 
@@ -503,21 +605,11 @@ def build_translation_tables(tokenizers, tables, max_pieces=16):
     """
     student_pieces_WP, teacher_pieces_VP = spell_each_other(tokenizers, tables, max_pieces)
     student = tables[0]
-    student_bytes = all_bytes(student)
-    for v in np.flatnonzero(student.special).tolist():
-        student_bytes[v] = b""
-    backend = mid_text_backend(tokenizers[0])
-
-    def spell_bytes(pieces):
-        ids = encode_bytes(pieces, backend, student)
-        sizes = np.array(list(map(len, ids)), np.int64)
-        flat = np.fromiter(chain.from_iterable(ids), np.int64)
-        same = same_bytes(flat, sizes, student, pieces)
-        return [spelled if good else [] for spelled, good in zip(ids, same)]
-
+    student_bytes, teacher_bytes = map(_bytes_of_text, tables)
+    spell_bytes, teacher_spells = map(_speller, tokenizers, tables)
     canonical_V = np.zeros(len(student), bool)
     for v, spelled in enumerate(spell_bytes(student_bytes)):
         canonical_V[v] = spelled == [v]
     unwritten_V = unwritten_tokens(student, tokenizers[0], student_pieces_WP, canonical_V)
-    return translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, canonical_V,
-                              spell_bytes, unwritten_V)
+    return translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, teacher_bytes,
+                              canonical_V, spell_bytes, unwritten_V, teacher_spells)

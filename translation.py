@@ -62,6 +62,19 @@ LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
 # --- the teacher's masses -------------------------------------------------------------------------
 
 
+class CellColumns(NamedTuple):
+    """Hold the cells of both vocabularies as sets of columns."""
+
+    columns_V: losses.Columns
+    columns_W: losses.Columns
+
+    @classmethod
+    def of(cls, tables: Tables) -> "CellColumns":
+        """Group the tokens of `tables` by their cells; waits for a device that is not the CPU."""
+        return cls(losses.Columns.of(tables.cell_V, tables.num_cells),
+                   losses.Columns.of(tables.cell_W, tables.num_cells))
+
+
 class GoingOn(NamedTuple):
     """Hold the teacher's belief that its token, of which the student has read u, goes on.
 
@@ -140,7 +153,9 @@ def _longer_tokens(q_NW: Tensor, choices: Choices, tables: Tables) -> Longer:
     )
 
 
-def root_target(y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables) -> RootTarget:
+def root_target(
+    y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables, columns_W: losses.Columns
+) -> RootTarget:
     """Return the teacher's belief at all roots; `goes` is what `going_on` says of `nodes.before`.
 
     It is (1 - lambda) q + lambda T, of which what cannot come is left out, normalized in the end:
@@ -151,13 +166,12 @@ def root_target(y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables) -> Ro
     choices = nodes.choices
     first_K = q_NW[choices.roots.of_E, choices.first_K]
     longer = _longer_tokens(q_NW, choices, tables)
-    # one cell more, for tokens that have none
-    mass_NC = losses.column_sums(q_NW, tables.cell_W, tables.num_cells + 1)
-    mass_NC *= goes.ends_K[:, None]
+    cell_NC = columns_W.sum(q_NW) * goes.ends_K[:, None]
     root_E = goes.nodes.of_E
-    place_E = root_E * mass_NC.shape[1] + tables.cell_V[goes.next_E.clamp(min=0)]
-    mass_NC.view(-1).index_put_((place_E,), goes.mass_K[root_E] * goes.mass_E, accumulate=True)
-    cell_NC = mass_NC[:, :-1]
+    cell_E = tables.cell_V[goes.next_E.clamp(min=0)]
+    has_cell_E = cell_E < tables.num_cells
+    mass_E = goes.mass_K[root_E] * goes.mass_E * has_cell_E
+    cell_NC.index_put_((root_E, cell_E * has_cell_E), mass_E, accumulate=True)
     return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), first_K, longer)
 
 
@@ -244,22 +258,23 @@ class Question(NamedTuple):
         return self.target_KG.clamp(min=math.exp(LOG_ZERO)).log()
 
 
-def root_question(x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor) -> Question:
-    return Question(losses.log_masses(x_NV, cell_V, cell_NC.shape[1]), cell_NC)
+def root_question(x_NV: Tensor, cell_NC: Tensor, columns_V: losses.Columns) -> Question:
+    return Question(losses.log_masses(x_NV, columns_V), cell_NC)
 
 
 def root_values(
-    x_NV: Tensor, cell_NC: Tensor, cell_V: Tensor, compare: Compare, has_rest: bool = False
+    x_NV: Tensor, cell_NC: Tensor, columns_V: losses.Columns, compare: Compare,
+    has_rest: bool = False,
 ) -> Tensor:
     """Return the (N,) divergences of root nodes: most of the time, and plain enough to compile.
 
     Args:
         x_NV: the student's logits in these rows, at least float32.
         cell_NC: the teacher's mass in each cell, see `RootTarget`.
-        cell_V: of `Tables`.
+        columns_V: the cells of the student's tokens.
         has_rest: see `translated`.
     """
-    question = root_question(x_NV, cell_NC, cell_V)
+    question = root_question(x_NV, cell_NC, columns_V)
     logits_NC, logq_NC = question.logits_KG, question.logq_KG()
     if has_rest:
         logits_NC, logq_NC = merge_rest(logits_NC, logq_NC)
@@ -390,7 +405,8 @@ def translated(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, nodes: Nodes, tables: Tables, *,
     divergence: Callable[..., losses.SumAndCount] = losses.forward_kl, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum",
-    has_rest: bool = False, of_roots: Callable[..., Tensor] = root_values, **parameters: Any,
+    text_weight: float = 0.0, has_rest: bool = False, of_roots: Callable[..., Tensor] = root_values,
+    cells: CellColumns | None = None, **parameters: Any,
 ) -> losses.SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
 
@@ -405,10 +421,14 @@ def translated(
         nodes: from `list_nodes` of the same batch.
         divergence: one of losses.py that compares two models with one vocabulary: `forward_kl`,
             `reverse_kl`, `generalized_jsd`, `total_variation`, ...
+        text_weight: of the cross-entropy of what the text has where no row of the teacher tells: of
+            tokens that are not closed, in their cells, and behind the first position of an n:m
+            chunk, there in place of its rest.  For training without another cross-entropy.
         has_rest: the teacher's logits have W + 1 columns, some -inf and the last the rest, as those
             of `tiles.TopKLogits`, and the tables are those of `with_rest`; see `merge_rest`.  In
             other nodes than roots tokens that are not kept count as tokens that do not come.
         of_roots: `root_values`, or what computes the same, as torch.compile makes it of that.
+        cells: `CellColumns.of` the tables, where many batches share it.
         parameters: of the divergence (beta, skew, alpha, ...); top_k and support choose among the
             cells of a node by their masses.
     Returns:
@@ -427,15 +447,39 @@ def translated(
 
     compare = partial(compare_cells, divergence, temperature, parameters)
     goes = going_on(y_MW, nodes.before, tables)
-    target = root_target(y_MW, nodes, goes, tables)
+    cells = cells or CellColumns.of(tables)
+    target = root_target(y_MW, nodes, goes, tables, cells.columns_W)
     x_root, answers = _read(x_NV, y_MW, nodes)
-    value_N = of_roots(x_root, target.cell_NC, tables.cell_V, compare, has_rest)
+    value_N = of_roots(x_root, target.cell_NC, cells.columns_V, compare, has_rest)
     others = _compare_others(
         answers, y_MW, nodes, target, goes, tables, compare=compare, temperature=temperature)
     value_N = value_N + nodes.choices.roots.sum(others.choice_K)
-    value_A = torch.cat([value_N, others.inside_K, others.rest_M])[nodes.order_A]
+    rest_M = others.rest_M
+    if text_weight:
+        share = text_weight / temperature**2  # the text is not softened
+        value_N = value_N + share * _text_in_cells(x_root, nodes.roots.next_S, tables)
+        rest_M = share * _text_in_rests(answers, nodes.rests)
+    value_A = torch.cat([value_N, others.inside_K, rest_M])[nodes.order_A]
     shape = student_logits_BSV.shape[:2]
     return losses.reduce_terms(temperature**2 * value_A, nodes.row_A, shape, weight_BS, reduction)
+
+
+def _text_in_cells(x_NV: Tensor, next_N: Tensor, tables: Tables) -> Tensor:
+    """Return (N,) -log p(token | its cell), 0 for closed tokens and those without a cell."""
+    cell_N = tables.cell_V[next_N]
+    asked_N = (tables.closed_V[next_N] != -1) & (cell_N < tables.num_cells)
+    in_cell_NV = tables.cell_V == cell_N[:, None]
+    logits_NV = x_NV.masked_fill(~in_cell_NV, 10 * FLOOR).clamp(min=10 * FLOOR)
+    value_N = logits_NV.logsumexp(-1) - logits_NV.gather(1, next_N[:, None])[:, 0]
+    return value_N.masked_fill(~asked_N, 0.0)
+
+
+def _text_in_rests(answers: Answers, rests: Rests) -> Tensor:
+    """Return (M,) -log p(tokens behind the first) of the chunks with several on both sides."""
+    num = len(rests.row_S)  # the last ones that are read
+    x_S, total_S = [values[len(values) - num :] for values in (answers.x_E, answers.rest_L)]
+    value_S = total_S - x_S.clamp(min=10 * FLOOR)
+    return rests.chunks_S.sum(value_S.index_fill(0, rests.chunks_S.start_K[:-1], 0.0))
 
 
 class OtherValues(NamedTuple):

@@ -161,7 +161,8 @@ def random_tables(spelling: Spelling) -> nodes.Tables:
     pieces_W = spelling.pieces_W.numpy()
     pieces_V = spelling.pieces_V.numpy()
     # no token has bytes here, so that no join follows from these
-    fields = translation_tables(pieces_W, pieces_V, [b""] * V, np.zeros(V, bool), lambda texts: [])
+    no_bytes = [[b""] * size for size in (V, W)]
+    fields = translation_tables(pieces_W, pieces_V, *no_bytes, np.zeros(V, bool), lambda texts: [])
     tensors = {}
     for name, value in fields.items():
         tensors[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -188,8 +188,9 @@ class LossTables(NamedTuple):
 def translation_of(case):
     """Return `nodes.Tables` of the case's spellings, of a student that joins nothing."""
     spellings = [table_of(spelled).numpy() for spelled in (case.A, case.B)]
-    size = len(case.B)
-    arrays = translation_tables(*spellings, [b""] * size, np.zeros(size, bool), lambda texts: [])
+    no_bytes = [[b""] * len(side) for side in (case.B, case.A)]
+    nothing = np.zeros(len(case.B), bool)
+    arrays = translation_tables(*spellings, *no_bytes, nothing, lambda texts: [])
     return as_tables(arrays)
 
 

@@ -256,13 +256,17 @@ class Translation:
         A, B: lists of ids, [] for a token without a spelling; B of unwritten tokens does not count.
         unwritten: student tokens that no text has.
         joined: {student token: teacher tokens that its tokenizer would have joined to it}.
+        raw: the bytes of both vocabularies' tokens, and a function of the student's tokenizer, by
+            which choices are asked of closed tokens; (): of all.
+        text_weight: (of `terms`) of the text's own part, see `translated`.
+        separate_cells: True: as the definition was, a cell for each token that begins a B.
         log_zero: nats that stand for log 0.
         soften_tokens, normalize_first: True: as the definition was, tokens softened before they are
             summed, and what can come at a root normalized before it is mixed.
         top_k, support: of the cells of a node, see `positions`.
     """
 
-    def __init__(self, A, B, unwritten, joined, log_zero=LOG_ZERO,
+    def __init__(self, A, B, unwritten, joined, *raw, separate_cells=False, log_zero=LOG_ZERO,
                  soften_tokens=False, normalize_first=False, top_k=0, support="teacher"):
         self.A = A
         self.B = [[] if v in unwritten else spelled for v, spelled in enumerate(B)]
@@ -281,6 +285,33 @@ class Translation:
             if w not in heads and spelled and spelled[0] in self.cell_of_student:
                 self.cell_of_teacher[w] = self.cell_of_student[spelled[0]]
                 self.longer[w] = spelled[0]
+        self.raw = raw
+        for w in sorted(heads):
+            if not separate_cells and A[w] and self.B[A[w][0]]:
+                self.join(self.cell_of_teacher[w], self.cell_of_student[A[w][0]])
+
+    def join(self, cell, other):
+        """Make one cell of two."""
+        for cells in (self.cell_of_student, self.cell_of_teacher):
+            cells |= {token: other for token, own in cells.items() if own == cell}
+
+    def is_closed(self, v, k):
+        """Tell whether behind k tokens of B[v] none of the teacher crosses a student token's end."""
+        if not self.raw:
+            return True
+        student_raw, teacher_raw, spell = self.raw
+        path = self.B[v][:k]
+        scope = [u for u, spelled in enumerate(self.B) if spelled[:k] == path]
+        begun = b"".join(teacher_raw[w] for w in path)
+        for w, more in enumerate(teacher_raw):
+            if len(scope) == 1 or any(self.B[u][k : k + 1] == [w] for u in scope):
+                continue
+            for rest in {student_raw[u][len(begun):] for u in scope}:
+                if rest and more != rest and more.startswith(rest):
+                    [first, *_] = spell([begun + more])[0]
+                    if len(student_raw[first]) > len(begun):
+                        return False
+        return True
 
     def compare(self, p, q):
         """Return the divergence of two dicts of masses with the same keys, in their scope."""
@@ -331,11 +362,11 @@ class Translation:
         """
         path = self.B[v]
         begun = path and self.longer.get(came[0]) is not None
-        begun = begun and self.cell_of_teacher[came[0]] == self.cell_of_student[v]
+        begun = begun and self.B[self.longer[came[0]]][:1] == path[:1]
         for k in range(1, len(path) + 1):
             scope = [u for u, spelled in enumerate(self.B) if spelled[:k] == path[:k]]
             along = came[:k] == path[:k] and k < len(rows)
-            if len(scope) == 1 or not (along or begun):
+            if len(scope) == 1 or not (along or begun) or not self.is_closed(v, k):
                 continue
             cell_of = {u: tuple(self.B[u][k : k + 1]) for u in scope}
             longer = {w: u for w, u in self.longer.items() if u in scope}
@@ -379,7 +410,7 @@ class Translation:
         return None
 
     def terms(self, x, y, student_ids, student_next, teacher_next, student_chunk, teacher_chunk,
-              name, tau=1.0, coefficient=0.0):
+              name, tau=1.0, coefficient=0.0, text_weight=0.0):
         """Return [(sample, student position, counts, term)]."""
         self.name, self.tau, self.coefficient = name, tau, coefficient
         at = tau if self.soften_tokens else 1.0
@@ -400,9 +431,20 @@ class Translation:
             terms.append((b, rows_S[0], 1, self.root(p[0], possible, going, goes_on)))
             for term in self.choices(p[0], possible, q, came, written[0], going, goes_on):
                 terms.append((b, rows_S[0], 0, term))
+            v = written[0]
+            closed = all(self.is_closed(v, k) for k in range(1, len(self.B[v]) + 1))
+            if text_weight and v in self.cell_of_student and not closed:
+                alike = [u for u, cell in self.cell_of_student.items()
+                         if cell == self.cell_of_student[v]]
+                share = softmax(x[b, rows_S[0]])[alike]
+                text = -(share[alike.index(v)] / share.sum()).log()
+                terms.append((b, rows_S[0], 0, text_weight * text / tau**2))
             if len(rows_T) == 1:
                 insides = self.insides(p, q[0], written, self.A[came[0]])
                 terms.extend((b, rows_S[k], 1, term) for k, term in enumerate(insides, 1))
+            elif len(rows_S) > 1 and text_weight:
+                text = -chunk_logp(x, student_next, b, rows_S[1:])
+                terms.append((b, rows_S[1], 1, text_weight * text / tau**2))
             elif len(rows_S) > 1:
                 sides = [chunk_logp(*side, at).exp() for side in (
                     (x, student_next, b, rows_S), (y, teacher_next, b, rows_T))]

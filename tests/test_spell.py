@@ -145,7 +145,7 @@ def test_joins_of_white_space_are_left_out():
     # the teacher writes one byte at a time
     A = np.array([[0], [1], [4]])
     B = np.array([[0, -1], [1, -1], [0, 0], [0, 1], [2, -1], [0, 2]])
-    fields = translation_tables(A, B, texts, np.ones(6, bool),
+    fields = translation_tables(A, B, texts, [b" ", b"a", b"\n"], np.ones(6, bool),
                                 lambda raws: [spell_bytes[raw] for raw in raws])
     assert fields["joined_V"].tolist() == [1, 0, 0, 0, 0, 0]
     place = fields["join_low_J"][fields["join_start_V"][0]]

@@ -122,6 +122,9 @@ def test_an_exact_student_has_nothing_to_learn(name, order):
         for temperature in temperatures:
             gradient, value = toy.gradient(divergence, temperature=temperature)
             assert abs(value) < 1e-9
+            # nor does the text say anything else
+            with_text, _ = toy.gradient(divergence, temperature=temperature, text_weight=1.0)
+            gradient = max(gradient, with_text)
             if divergence_name != "total_variation":  # whose gradient jumps there
                 assert gradient < 1e-9
 
@@ -173,7 +176,8 @@ def test_any_two_tokens_are_told_apart(student, teacher):
     # one student whatever came before, who knows nothing
     x = torch.zeros(num_tokens, dtype=torch.float64)
     rows = torch.autograd.functional.hessian(
-        lambda x: toy.loss(x.expand(toy.x.shape), toy.y, losses.forward_kl)[0], x)
+        lambda x: toy.loss(
+            x.expand(toy.x.shape), toy.y, losses.forward_kl, text_weight=1.0)[0], x)
     for v, other in combinations(range(num_tokens), 2):
         # the curvature along "more of one, less of the other"
         assert rows[v, v] + rows[other, other] - 2 * rows[v, other] > 1e-6
@@ -265,6 +269,8 @@ def test_of_a_path_that_the_text_left_the_first_token_counts_alone(temperature):
     student = Tokenizer(("a", "b"), ("ab", "c"), ("c", "c"))
     teacher = Tokenizer(("b", "a"), ("a", "ba"), ("c", "a"), ("ca", "b"), ("cab", "c"))
     rows = Rows(student, teacher, [["c", "ab", "a"]], [["c", "aba"]], [([0, 1, 1], [0, 1])])
+    # asked of a text that the student wrote
+    rows.tables = rows.tables._replace(closed_V=torch.full_like(rows.tables.closed_V, -1))
     nodes = rows.nodes()
     assert nodes.choices.level.tolist() == [1, 1, 2] and nodes.roots.ended_T.tolist()[1] >= 0
     generator = torch.Generator().manual_seed(0)

@@ -97,15 +97,21 @@ def tables_of(student, teacher):
             row[:len(parts)] = [tokenizer.id[part] for part in parts]
         return pieces
 
-    raw = [b"" if token == EOS else text_of(token).encode() for token in student.vocab]
+    raw = [[b"" if token == EOS else text_of(token).encode() for token in side.vocab]
+           for side in (student, teacher)]
     canonical = np.array([token != EOS and student(text_of(token)) == [token]
                           for token in student.vocab])
     unwritten = ~canonical & np.array([token != EOS for token in student.vocab])
     arrays = translation_tables(
-        spell(teacher.vocab, student), spell(student.vocab, teacher), raw, canonical,
-        lambda texts: [[student.id[token] for token in student(text.decode())] for text in texts],
-        unwritten)
+        spell(teacher.vocab, student), spell(student.vocab, teacher), *raw, canonical,
+        speller(student), unwritten, speller(teacher))
     return as_tables(arrays)
+
+
+def speller(tokenizer):
+    """Return a function: byte strings -> ids of each."""
+    return lambda texts: [[tokenizer.id[token] for token in tokenizer(text.decode())]
+                          for text in texts]
 
 
 def as_tables(arrays):

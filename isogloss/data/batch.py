@@ -446,7 +446,7 @@ class Collator:
                 counts.kd_terms += num_terms
                 counts.rollout_terms += num_terms * sub_tile.on_policy
                 if isinstance(sub_tile.terms, Nodes):
-                    cells = cells_of_roots(sub_tile.terms, sub_tile.student_labels, pair.spelling)
+                    cells = cells_of_roots(sub_tile.terms, pair.spelling)
                     counts.roots += len(cells[0])
                     counts.misplaced_roots += int((cells[0] != cells[1]).sum())
         if logp is not None:

@@ -29,7 +29,7 @@ from isogloss.projection_tools.files import as_tables, load_projection
 from isogloss.projection_tools.spell import cached_spelling
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.tile_plan import GPU_SUB_TILES
-from isogloss.translation import cell_coverage, root_values, translated
+from isogloss.translation import CellColumns, cell_coverage, root_values, translated
 
 DEFAULT_COPIES = GPU_SUB_TILES.live_copies
 LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
@@ -259,7 +259,8 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
         raise ValueError(f"--loss {cfg.loss} between two tokenizers: it needs what the teacher "
                          "says of every token that the student may write, and of this teacher the "
                          "most likely ones are kept; keep hidden states, or use another loss")
-    return build_translated(pair, device, divergence, parameters, has_rest, compiler)
+    return build_translated(pair, device, divergence, parameters, has_rest, compiler,
+                            has_text=cfg.ce_weight > 0, is_written=cfg.on_policy > 0)
 
 
 def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
@@ -286,20 +287,31 @@ def _chosen(logits, rows, in_order):
     return logits if is_all else logits.index_select(0, rows)
 
 
-def build_translated(pair, device, divergence, parameters, has_rest=False, compiler=plain):
-    """Build a divergence between any two tokenizers, see translation.py."""
+def build_translated(pair, device, divergence, parameters, has_rest=False, compiler=plain, *,
+                     has_text=True, is_written=False):
+    """Build a divergence between any two tokenizers, see translation.py.
+
+    Args:
+        has_text: there is a cross-entropy beside it, which teaches what the teacher's rows do not
+            tell; else the loss has that part of one.
+        is_written: the student writes texts, which teach it nothing; so all choices are asked.
+    """
     of_roots = compiler(root_values)
     tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
+    if is_written:
+        tables = tables._replace(closed_V=torch.full_like(tables.closed_V, -1))
+    text_weight = 0.0 if has_text or is_written else 1.0
     on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
                          for value in tables])
     of_rows = with_rest(on_device) if has_rest else on_device
+    cells = CellColumns.of(of_rows)
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         weight_BS = None if sub_tile.weight is None else sub_tile.weight[None]
         return translated(
             student_logits[None], teacher_logits[None], sub_tile.terms, of_rows,
             divergence=divergence, weight_BS=weight_BS, has_rest=has_rest, of_roots=of_roots,
-            **parameters)[0]
+            cells=cells, text_weight=text_weight, **parameters)[0]
 
     def coverage(teacher_logits, sub_tile):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
