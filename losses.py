@@ -293,7 +293,7 @@ class Columns(NamedTuple):
         is_first[1:] = set_E[1:] != set_E[:-1]
         first_K = torch.full((num,), -1)
         first_K[set_E[is_first]] = order_E[is_first]
-        many_L, sizes = set_E[~is_first].unique_consecutive(return_counts=True)
+        many_L, sizes = torch.unique_consecutive(set_E[~is_first], return_counts=True)
         start_L = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         rest = first_K, many_L, order_E[~is_first], start_L
         return cls(of_X, *(field.to(of_X.device) for field in rest))

@@ -340,7 +340,7 @@ def _signature(name):
 
 
 def translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, teacher_bytes,
-                       canonical_V, spell_bytes, unwritten_V=None, teacher_spells=None):
+                       canonical_V, spell_bytes, *, unwritten_V=None, teacher_spells=None):
     """Return the arrays of `nodes.Tables`.
 
     Args:
@@ -612,4 +612,5 @@ def build_translation_tables(tokenizers, tables, max_pieces=16):
         canonical_V[v] = spelled == [v]
     unwritten_V = unwritten_tokens(student, tokenizers[0], student_pieces_WP, canonical_V)
     return translation_tables(student_pieces_WP, teacher_pieces_VP, student_bytes, teacher_bytes,
-                              canonical_V, spell_bytes, unwritten_V, teacher_spells)
+                              canonical_V, spell_bytes, unwritten_V=unwritten_V,
+                              teacher_spells=teacher_spells)

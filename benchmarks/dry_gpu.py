@@ -509,7 +509,7 @@ def resources(path):
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
 
-def main(losses="", cases="", copies="piece_kl,event_kl,projection_kl,gold,uld,alm,forward_kl",
+def main(losses="", cases="", copies="piece_kl,projection_kl,gold,uld,alm,forward_kl",
          compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
     """Run everything, or what is named, with commas."""
     if "DRY_GPU" not in os.environ:

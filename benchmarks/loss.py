@@ -40,8 +40,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from isogloss import event_kl as event_losses, losses, nodes, translation
-from isogloss.event_kl import Spelling, event_terms
+from isogloss import losses, nodes, translation
 from isogloss.models.compiler import loss_compiler, missing_compiler, plain
 from isogloss.objective import loss_table
 from isogloss.spelling import translation_tables
@@ -51,10 +50,8 @@ from isogloss.tiles import Head, HiddenLogits, StoredLogits, TeacherBlocks, tile
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
 TRANSLATED = "translated_"  # and the name of a divergence
 LOSSES = (
-    "piece_kl", "event_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy")
-# Counts of llama3 (128,256 tokens) against qwen2, per student token: events of event_kl, and tokens
-# whose bytes are one token of the other vocabulary too.
-EVENTS_PER_TOKEN = 109_566 / 128_256
+    "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy")
+# Of llama3 (128,256 tokens) against qwen2: tokens whose bytes are one token of the other too.
 COMMON_PER_TOKEN = 101_566 / 128_256
 # Share of the teacher's tokens that cannot come behind a student token: llama3 and qwen2, mean over
 # 502 positions of wikitext2, in about 1,000 ranges each (here in one).
@@ -112,54 +109,19 @@ def random_text(tokens: int, V: int, W: int) -> Text:
     )
 
 
-class PieceTable(NamedTuple):
-    """Hold the tables of one side of a `Spelling`; see there."""
-
-    pieces: torch.Tensor
-    order: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-
-
-def random_pieces(size: int, other_size: int, common: int) -> PieceTable:
-    """Spell the `size` tokens of a vocabulary: the common ones by one token, the others by two."""
+def random_pieces(size: int, other_size: int, common: int) -> np.ndarray:
+    """Spell the `size` tokens of a vocabulary: the common ones by themselves, the others by two."""
     pieces = torch.randint(other_size, (size, 2))
+    pieces[:common, 0] = torch.arange(common)
     pieces[:common, 1] = -1
-    order = pieces[:, 0].argsort()
-    key = pieces[:, 0].contiguous()
-    sorted_key = key[order]
-    # The tokens that begin with the same k pieces are one range of the order.  Column k of the
-    # tables: all tokens for k = 0, those with the same first piece for k = 1.
-    low = torch.searchsorted(sorted_key, key, right=False)
-    high = torch.searchsorted(sorted_key, key, right=True)
-    return PieceTable(
-        pieces=pieces,
-        order=order,
-        low=torch.stack([torch.full_like(low, 0), low], 1),
-        high=torch.stack([torch.full_like(high, size), high], 1),
-    )
+    return pieces.numpy()
 
 
-def random_spelling(V: int, W: int) -> Spelling:
-    """Draw a spelling in which most tokens have an equal in the other vocabulary."""
-    events = int(EVENTS_PER_TOKEN * V)
+def random_tables(V: int, W: int) -> nodes.Tables:
+    """Return the tables of two vocabularies in which most tokens have an equal in the other one."""
     common = int(COMMON_PER_TOKEN * V)
-    # Common tokens are events of their own; the others join random ones.
-    event_V = torch.randint(events, (V,))
-    event_W = torch.randint(events, (W,))
-    event_V[:common] = torch.arange(common)
-    event_W[:common] = torch.arange(common)
-    teacher = random_pieces(W, V, common)
-    student = random_pieces(V, W, common)
-    return Spelling(event_V.int(), event_W.int(), events, *teacher, *student)
-
-
-def random_tables(spelling: Spelling) -> nodes.Tables:
-    """Return the tables of a translation between two vocabularies that spell each other so."""
-    V = len(spelling.pieces_V)
-    W = len(spelling.pieces_W)
-    pieces_W = spelling.pieces_W.numpy()
-    pieces_V = spelling.pieces_V.numpy()
+    pieces_W = random_pieces(W, V, common)
+    pieces_V = random_pieces(V, W, common)
     # no token has bytes here, so that no join follows from these
     no_bytes = [[b""] * size for size in (V, W)]
     fields = translation_tables(pieces_W, pieces_V, *no_bytes, np.zeros(V, bool), lambda texts: [])
@@ -174,7 +136,7 @@ def random_tables(spelling: Spelling) -> nodes.Tables:
     return nodes.Tables(**tensors | joins)
 
 
-def spell_long_chunks(text: Text, V: int, spelling: Spelling) -> None:
+def spell_long_chunks(text: Text, V: int, tables: nodes.Tables) -> None:
     """Let the tokens of a chunk spell each other where one side has a single one; in place."""
     chunks = losses.find_chunks(text.student_chunk, text.teacher_chunk)
     # Common tokens have one piece; only the others can stand for a chunk of two.
@@ -185,14 +147,14 @@ def spell_long_chunks(text: Text, V: int, spelling: Spelling) -> None:
     text.teacher_labels[0, chunks.first_T[long_on_student]] = tokens
     for k in (0, 1):
         positions = chunks.first_S[long_on_student] + k
-        text.student_labels[0, positions] = spelling.pieces_W[tokens, k]
+        text.student_labels[0, positions] = tables.pieces_W[tokens, k]
     # One student token, two teacher tokens.
     long_on_teacher = chunks.count_T == 2
     tokens = first_uncommon + torch.arange(int(long_on_teacher.sum()))
     text.student_labels[0, chunks.first_S[long_on_teacher]] = tokens
     for k in (0, 1):
         positions = chunks.first_T[long_on_teacher] + k
-        text.teacher_labels[0, positions] = spelling.pieces_V[tokens, k]
+        text.teacher_labels[0, positions] = tables.pieces_V[tokens, k]
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -221,17 +183,15 @@ def build_loss(
     V: int,
     W: int,
     kept_K: torch.Tensor,
-    spelling: Spelling | nodes.Tables | None,
+    tables: nodes.Tables | None,
     device: str,
     compiler: Callable = plain,
 ) -> Loss:
     """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
     if divergence := translated_divergence(name):
-        return build_translated(divergence, spelling, device, compiler)
+        return build_translated(divergence, tables, device, compiler)
     if name == "cross_entropy":
         return cross_entropy
-    if name == "event_kl":
-        return build_event_kl(spelling, device)
     if name == "projection_kl":
         return build_projection_kl(V, W, kept_K, device)
     if name == "gold":  # h_kl is the same with other common tokens
@@ -266,27 +226,18 @@ def cross_entropy(x, y, sub_tile):
     return F.cross_entropy(x.float(), sub_tile.student_labels, reduction="sum")
 
 
-def build_event_kl(spelling: Spelling, device: str) -> Loss:
-    on_device = to(spelling, device)
-
-    def event_kl(x, y, sub_tile):
-        ids = SampleIds.of(sub_tile)
-        next_ids = ids.student_next, ids.teacher_next
-        return event_losses.event_kl(x[None], y[None], *next_ids, sub_tile.terms, on_device)[0]
-
-    return event_kl
-
-
 def build_translated(
     name: str, tables: nodes.Tables, device: str, compiler: Callable
 ) -> Loss:
     on_device = to(tables, device)
+    cells = translation.CellColumns.of(on_device)
     of_roots = compiler(translation.root_values)
     divergence = getattr(losses, name)
 
     def translated(x, y, sub_tile):
         return translation.translated(
             x[None], y[None], sub_tile.terms, on_device, divergence=divergence, of_roots=of_roots,
+            cells=cells,
         )[0]
 
     return translated
@@ -310,7 +261,7 @@ def build_gold(V: int, W: int, device: str) -> Loss:
 
 def build_projection_kl(V: int, W: int, kept_K: torch.Tensor, device: str) -> Loss:
     indices = torch.randint(W, (V, len(PROJECTION_WEIGHTS)), device=device)
-    indices[: int(EVENTS_PER_TOKEN * V), 1:] = -1  # most rows have one entry
+    indices[: int(COMMON_PER_TOKEN * V), 1:] = -1  # most rows have one entry
     weights = torch.tensor(PROJECTION_WEIGHTS, device=device).expand(V, -1)
     # Likewise computed once per choice of columns.
     entries = losses.projection_entries(indices, weights, W, kept_K)
@@ -451,13 +402,11 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     text = random_text(sizes.tokens, V, W)
     kept_K = torch.randperm(W)[: sizes.K].sort().values.to(device)
     is_translated = translated_divergence(name) is not None
-    spelling = random_spelling(V, W) if name == "event_kl" or is_translated else None
-    if spelling:
-        spell_long_chunks(text, V, spelling)
-    if is_translated:
-        spelling = random_tables(spelling)
+    tables = random_tables(V, W) if is_translated else None
+    if tables:
+        spell_long_chunks(text, V, tables)
     loss, compiled_loss = (
-        build_loss(name, V, W, kept_K, spelling, device, loss_compiler(backend, device))
+        build_loss(name, V, W, kept_K, tables, device, loss_compiler(backend, device))
         for backend in ("plain", "plain" if missing_compiler() else "compiled"))
 
     def tensor(*shape):
@@ -479,7 +428,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
         vocab_sizes = (V, W if teacher else 0)
         tiles = plan_tiles(*text, vocab_sizes, memory_mib, sub_tiles=budget)
         if teacher:
-            tiles = [with_terms(tile, spelling) for tile in tiles]
+            tiles = [with_terms(tile, tables) for tile in tiles]
         return [to(tile, device) for tile in tiles]
 
     return LossRun(
@@ -501,16 +450,14 @@ def shaped(flat: torch.Tensor, rows: torch.Tensor, head: torch.Tensor) -> torch.
     return flat[: len(rows) * len(head)].view(len(rows), len(head))
 
 
-def with_terms(tile: Tile, spelling: Spelling | nodes.Tables | None) -> Tile:
-    """List the terms of every sub-tile: those of event_kl or a translation, else the chunks."""
+def with_terms(tile: Tile, tables: nodes.Tables | None) -> Tile:
+    """List the terms of every sub-tile: those of a translation, else the chunks."""
     sub_tiles = []
     for sub_tile in tile.sub_tiles:
         ids = SampleIds.of(sub_tile)
-        if isinstance(spelling, nodes.Tables):
+        if tables:
             read = F.pad(ids.student_next[:, :-1], (1, 0), value=-1)
-            terms = nodes.list_nodes(read, *ids, spelling)
-        elif spelling:
-            terms = event_terms(*ids, spelling)
+            terms = nodes.list_nodes(read, *ids, tables)
         else:
             terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
         sub_tiles.append(sub_tile._replace(terms=terms))

@@ -1,6 +1,6 @@
 """Compare losses in a square: K tokenizers, a teacher and students of each, all K x K pairs.
 
-    python benchmarks/square.py [--regime little] [--losses piece_kl,event_kl] [--seeds 8]
+    python benchmarks/square.py [--regime little] [--losses piece_kl,alm] [--seeds 8]
                                 [--pairs bytes-unigram] [--weight 2] [--plan]
 
 Nothing is downloaded: the corpus is the sources of the standard library, held out by package, and
@@ -115,7 +115,7 @@ class Args:
     """Compare losses by the held-out bits per byte of their students, on pairs of tokenizers."""
 
     regime: str = flag("little", "what the students learn.", choices=tuple(REGIMES))
-    losses: str = flag("piece_kl,event_kl", "names of --loss or of rivals.py, with commas.")
+    losses: str = flag("piece_kl,alm", "names of --loss or of rivals.py, with commas.")
     seeds: int = flag(8, "reported students per loss and pair.", low=1)
     pairs: str = flag("", "as bytes-unigram, student first, with commas; empty: all.")
     teacher: str = flag("", "directory of the model that teaches in the regime above.")

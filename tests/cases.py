@@ -12,10 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import oracle
-from isogloss.event_kl import Spelling
 from isogloss.objective.vocab_parallel import on_whole_rows
-from isogloss.projection_tools.spell import events
-from isogloss.spelling import prefix_ranges
 
 F64 = torch.float64
 
@@ -101,19 +98,6 @@ def padded(rows, fill, width):
 def table_of(rows):
     """Return a table of lists of ids, as wide as the longest, padded with -1."""
     return padded(rows, -1, max(map(len, rows)))
-
-
-def spelling_of(A, B):
-    """Build a Spelling from lists of ids: A[w] of student tokens, B[v] of teacher tokens."""
-    tables = {"W": table_of(A).numpy(), "V": table_of(B).numpy()}
-    event_V, event_W, num_events = events(*tables.values())
-    fields = {"event_V": event_V, "event_W": event_W}
-    for side, pieces in tables.items():
-        order, low, high = prefix_ranges(pieces)
-        fields |= {f"pieces_{side}": pieces, f"order_{side}": order, f"low_{side}": low,
-                   f"high_{side}": high}
-    fields = {name: torch.from_numpy(array).long() for name, array in fields.items()}
-    return Spelling(num_events=num_events, **fields)
 
 
 def random_vocabulary(rng, size):

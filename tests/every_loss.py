@@ -7,18 +7,17 @@ ids and tables of a `cases.Case`.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import oracle
-from cases import F64, Case, Ids, common_of, spelling_of, table_of
+from cases import F64, Case, Ids, common_of, table_of
 from isogloss import losses, policy_losses
-from isogloss.event_kl import event_kl, event_terms
 from isogloss.nodes import Tables, list_nodes
 from isogloss.spelling import translation_tables
-from isogloss.translation import translated
+from isogloss.translation import CellColumns, translated
 from toys import as_tables
 
 ALL = slice(None)
@@ -163,8 +162,8 @@ def policy_problem(kind, seed, tau=1.0, samples=2, equal=True):
 class LossTables(NamedTuple):
     """What the losses of a `Case` know of its vocabularies."""
 
-    spelling: Any
     translation: Tables
+    cells: CellColumns
     indices: torch.Tensor
     likelihoods: torch.Tensor
     kept: torch.Tensor
@@ -178,8 +177,9 @@ class LossTables(NamedTuple):
         projection = case.indices, case.likelihoods
         W = len(case.A)
         kept = torch.arange(W - 3)
+        tables = translation_of(case)
         return cls(
-            spelling_of(case.A, case.B), translation_of(case), *projection, kept,
+            tables, CellColumns.of(tables), *projection, kept,
             losses.projection_entries(*projection, W),
             losses.projection_entries(*projection, W, kept),
             tuple(common_of(case)), losses.common_tokens(*projection, relaxed=True))
@@ -270,22 +270,11 @@ def alm_loss(mode):
     return of_chunks(losses.alm, definition, reads_next=True, mode=mode)
 
 
-def event_loss():
-    def compute(x, y, ids, terms, tables, **options):
-        return event_kl(x, y, *ids[:2], terms, tables.spelling, **options)
-
-    def definition(case, tables, tau):
-        return oracle.event_kl(case.x, case.y, *case.ids, case.A, case.B, tau)
-
-    return ChunkLoss(compute, definition,
-                     lambda ids, tables: event_terms(*ids, tables.spelling))
-
-
 def translated_loss(name, **top_k):
     parameters = COEFFICIENTS[name]
 
     def compute(x, y, ids, terms, tables, **options):
-        return translated(x, y, terms, tables.translation,
+        return translated(x, y, terms, tables.translation, cells=tables.cells,
                           divergence=getattr(losses, name), **parameters, **top_k, **options)
 
     def definition(case, tables, tau):
@@ -302,7 +291,6 @@ def translated_loss(name, **top_k):
 ALM_MODES = (
     "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
 CHUNK_LOSSES = {
-    "event_kl": event_loss(),
     "projection_kl": projection_loss(),
     "projection_kl, kept": projection_loss(kept=True),
     "projection_kl, reverse": projection_loss(reverse=True),

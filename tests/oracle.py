@@ -139,50 +139,6 @@ def projection_kl(
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-def components(A, B):
-    """Return the event of every token: connected components of w -- A[w][0] and v -- B[v][0].
-
-    Tokens are ("s", id) of the student and ("t", id) of the teacher; those of no link are left out.
-    """
-    links = []
-    for w, spelled in enumerate(A):
-        if spelled:
-            links.append((("t", w), ("s", spelled[0])))
-    for v, spelled in enumerate(B):
-        if spelled:
-            links.append((("s", v), ("t", spelled[0])))
-    label = {}
-    for a, b in links:
-        label[a] = a
-        label[b] = b
-    changed = True
-    while changed:
-        changed = False
-        for a, b in links:
-            low = min(label[a], label[b])
-            if label[a] != low or label[b] != low:
-                label[a] = low
-                label[b] = low
-                changed = True
-    return label
-
-
-def event_masses(p, side, event, names):
-    """Return the mass of every event under one side's distribution."""
-    masses = []
-    for name in names:
-        members = [i for i in range(len(p)) if event.get((side, i)) == name]
-        masses.append(sum(p[i] for i in members))
-    return masses
-
-
-def start_term(p, q, event, tau):
-    names = sorted(set(event.values()))
-    q_events = softened(event_masses(q, "t", event, names), tau)
-    p_events = softened(event_masses(p, "s", event, names), tau)
-    return kl(q_events, p_events)
-
-
 def continuation_mass(p, spellings, seen):
     """Return {next id: mass} of the tokens whose spelling begins with `seen` and goes on."""
     mass = {}
@@ -191,62 +147,6 @@ def continuation_mass(p, spellings, seen):
         if spelled[:k] == seen and len(spelled) > k:
             mass[spelled[k]] = mass.get(spelled[k], ZERO) + p[token]
     return mass
-
-
-def inside_teacher_terms(p, q, student_ids, spelled, A, tau):
-    """Return KL(T_k || p_k) for every k inside one teacher token, which A spells as `spelled`."""
-    terms = []
-    for k in range(1, len(student_ids)):
-        if spelled[: k + 1] != student_ids[: k + 1]:
-            break
-        mass = continuation_mass(q[0], A, student_ids[:k])
-        target = softened([mass.get(v, ZERO) for v in range(len(p[k]))], tau)
-        terms.append(kl(target, softened(list(p[k]), tau)))
-    return terms
-
-
-def inside_student_terms(p, q, teacher_ids, spelled, B, tau):
-    """Return KL(q_k || S_k) for every k inside one student token, which B spells as `spelled`."""
-    terms = []
-    for k in range(1, len(teacher_ids)):
-        if spelled[: k + 1] != teacher_ids[: k + 1]:
-            break
-        mass = continuation_mass(p[0], B, teacher_ids[:k])
-        teacher = softened([q[k][w] for w in mass], tau)
-        terms.append(kl(teacher, softened(list(mass.values()), tau)))
-    return terms
-
-
-def event_kl(
-    x, y, student_next, teacher_next, student_chunk, teacher_chunk, A, B, tau=1.0
-):
-    """Return (sum, count); A[w], B[v]: lists of ids, [] where a token has no spelling."""
-    event = components(A, B)
-    result = ZERO
-    count = 0
-    for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
-        p = [softmax(x[b, t]) for t in student_positions]
-        q = [softmax(y[b, t]) for t in teacher_positions]
-        student_ids = student_next[b, student_positions].tolist()
-        teacher_ids = teacher_next[b, teacher_positions].tolist()
-        result = result + start_term(p[0], q[0], event, tau)
-        count += 1
-        if len(teacher_ids) == 1:
-            terms = inside_teacher_terms(p, q, student_ids, A[teacher_ids[0]], A, tau)
-            count += len(terms)
-        elif len(student_ids) == 1:  # these terms belong to the start and are not counted
-            terms = inside_student_terms(p, q, teacher_ids, B[student_ids[0]], B, tau)
-        else:
-            p_chunk = chunk_logp(x, student_next, b, student_positions).exp()
-            q_chunk = chunk_logp(y, teacher_next, b, teacher_positions).exp()
-            both = [softened([mass, 1 - mass], tau) for mass in (q_chunk, p_chunk)]
-            terms = [kl(*both)]
-            count += 1
-        result = result + sum(terms)
-    return tau**2 * result, count
-
-
-# --- translation ----------------------------------------------------------------------------------
 
 
 class Translation:
@@ -296,7 +196,7 @@ class Translation:
             cells |= {token: other for token, own in cells.items() if own == cell}
 
     def is_closed(self, v, k):
-        """Tell whether behind k tokens of B[v] none of the teacher crosses a student token's end."""
+        """Tell whether no token of the teacher behind k of B[v] crosses a student token's end."""
         if not self.raw:
             return True
         student_raw, teacher_raw, spell = self.raw

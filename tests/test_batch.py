@@ -13,14 +13,12 @@ from isogloss.data.batch import Collator, PairOptions, pack_rows
 from isogloss.data.batch_types import Example
 from isogloss.data.sample import TextEncoder
 from isogloss.data.spans import document_spans
-from isogloss.event_kl import Spelling
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
 from isogloss.nodes import Tables
 from isogloss.objective.loss_table import as_index
 from isogloss.objective.objective import weigh_samples
 from isogloss.projection_tools.cells import build_translation
-from isogloss.projection_tools.spell import build_spelling
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
@@ -32,7 +30,7 @@ STUDENT_FIELDS = "ids", "labels", "num_bytes"
 
 
 def indexed(kind, fields):
-    """Return the tables of a kind (Spelling, Tables) with their indices as torch takes them."""
+    """Return tables with their indices as torch takes them."""
     return kind(*[as_index(fields[name]) for name in kind._fields])
 
 
@@ -56,8 +54,8 @@ def sub_tiles_of(teacher, rows_TW):
 
 @pytest.fixture(scope="module")
 def spelling(tokenizers, tables):
-    """Return the tables of event_kl for these tokenizers."""
-    return indexed(Spelling, build_spelling(Pair.of(*tokenizers, tables=tables)))
+    """Return the tables of a translation for these tokenizers."""
+    return indexed(Tables, build_translation(Pair.of(*tokenizers, tables=tables)))
 
 
 def same(first, second, names):
@@ -311,11 +309,11 @@ def test_counts_survive_their_vector_and_add_up(encoders, texts):
         Counts(pairs=[PairCounts()]) + Counts()  # of other teachers
 
 
-@pytest.mark.parametrize("loss", [None, "chunks", "event_kl"])
+@pytest.mark.parametrize("loss", [None, "chunks", "piece_kl"])
 def test_tiles_hold_every_label_and_every_term_once_whatever_their_size(
         encoders, texts, spelling, loss):
     student, teacher = encoders
-    pairs = [PairOptions(teacher, spelling if loss == "event_kl" else None)] if loss else []
+    pairs = [PairOptions(teacher, spelling if loss == "piece_kl" else None)] if loss else []
     whole = Collator(student, pairs)(texts[:5])
     for pack, tile_mib in ((False, math.inf), (False, 0.25), (True, math.inf), (True, 0.25)):
         batch = Collator(student, pairs, pack=pack, tile_mib=tile_mib)(texts[:5])
@@ -331,7 +329,7 @@ def test_tiles_hold_every_label_and_every_term_once_whatever_their_size(
                     tile.student_positions[sub_tile.student_slice]]
                 learned = sub_tile.student_labels >= 0
                 assert torch.equal(labels[learned], sub_tile.student_labels[learned])
-                if loss == "event_kl":
+                if loss == "piece_kl":
                     terms += int(sub_tile.terms.count_all)
                 else:
                     terms += len(sub_tile.terms.first_S) if loss else int(learned.sum())
@@ -376,6 +374,7 @@ def test_tokens_outside_of_their_cell_are_counted(encoders, texts):
     """At the first token of a chunk: the cell of the student's token, and that of the teacher's."""
     pair = Pair.of(*[one.tokenizer for one in encoders], tables=[one.table for one in encoders])
     tables = indexed(Tables, build_translation(pair))
+    tables.cell_W[::7] = 0
     batch = Collator(encoders[0], [PairOptions(encoders[1], tables)])(texts[:20])
     chunks = find_chunks(batch.teachers[0].student_chunk, batch.teachers[0].teacher_chunk)
     student = batch.student.labels.flatten()[chunks.first_S]

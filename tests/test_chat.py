@@ -323,7 +323,7 @@ def values_of_losses(flags, chats):
     from isogloss.objective.objective import untiled_loss
 
     values = {}
-    for loss in ("piece_kl", "event_kl", "alm", "gold", "uld", "projection_kl"):
+    for loss in ("piece_kl", "alm", "gold", "uld", "projection_kl"):
         state, inputs = job_for(flags | {"loss": loss})
         [teacher] = build_collator(state.cfg, inputs, state.device)(chats).teachers
         [setup] = state.teachers

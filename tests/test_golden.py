@@ -255,7 +255,8 @@ class Translated:
         self.definition = A, case["spell_student"], unwritten, joined, *raw, spell
         arrays = translation_tables(
             table_of(A).numpy(), table_of(case["spell_student"]).numpy(),
-            *raw, np.array(case["canonical"]), spell, np.array(case["unwritten"]))
+            *raw, np.array(case["canonical"]), spell,
+            unwritten_V=np.array(case["unwritten"]))
         self.tables = toys.as_tables(arrays)
 
     def ours(self, tau, dtype=torch.float64, text_weight=0.0):

@@ -10,7 +10,6 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
     "align.py": set(),
     "align_dp.py": {"align"},
     "losses.py": set(),
-    "event_kl.py": {"losses"},
     "policy_losses.py": {"losses"},
     "nodes.py": {"losses"},
     "translation.py": {"losses", "nodes"},

@@ -122,7 +122,7 @@ MIXED = {
         Layout(1, 1, 1, {"teacher_tp": 8}),
     ],
 }
-SHARDED_LOSSES = "cross_entropy", "piece_kl", "event_kl", "projection_kl", "gold", "alm"
+SHARDED_LOSSES = "cross_entropy", "piece_kl", "projection_kl", "gold", "alm"
 
 
 def test_same_loss_and_gradient_with_sequences_in_shards(models, untied, texts, tmp_path):
@@ -320,7 +320,7 @@ def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
     flags = flags_for(models, texts, tmp_path, kd_weight=1.0, ce_weight=1.0,
                       ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
     samples = uneven_samples(texts)
-    changes = [{"loss": loss} for loss in ("piece_kl", "event_kl", "projection_kl", "gold", "uld")]
+    changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")]
     changes.append({"tiled": False})
     *tiled, untiled = ranks.run(1, step_sizes, flags, samples, changes)[0]
     shards = [{"loss": loss, "sequence_parallel": 2} for loss in ("piece_kl", "gold")]

@@ -19,7 +19,7 @@ from cases import (
     shards,
 )
 from every_loss import CHUNK_LOSSES, COEFFICIENTS, PROBLEMS, LogitsCase, LossTables
-from isogloss import event_kl as events, losses, nodes, policy_losses, translation
+from isogloss import losses, nodes, policy_losses, translation
 from isogloss.teachers import mixing as teacher_mixing
 from waiting import FixedOrder
 
@@ -52,30 +52,13 @@ def test_equals_its_definition(name, tau):
 
 
 def test_the_texts_have_chunks_of_every_shape():
-    """Which makes the equality above one of all terms; what event_kl covers is counted by them."""
+    """Which makes the equality above one of all terms."""
     shapes = set()
     for seed in range(4):
         case = Case(seed)
-        tables = LossTables.of(case)
-        terms = events.event_terms(*case.ids, tables.spelling)
-        coverage = events.event_coverage(case.y, terms, tables.spelling)
         chunks = oracle.chunks(*case.ids[2:])
         sizes = [(len(positions_S), len(positions_T)) for _, positions_S, positions_T in chunks]
         shapes.update((min(n, 2), min(m, 2)) for n, m in sizes)
-        assert coverage["one_to_one"] == (sizes.count((1, 1)), len(chunks))
-        assert coverage["many"][0] == sum(min(shape) > 1 for shape in sizes)
-        mass, num_inside = 0, 0
-        for b, positions_S, positions_T in chunks:
-            if len(positions_T) > 1:
-                continue
-            q = oracle.softmax(case.y[b, positions_T[0]])
-            seen = case.ids.next_S[b, positions_S].tolist()
-            for k in range(1, len(seen)):
-                mass += sum(oracle.continuation_mass(q, case.A, seen[:k]).values())
-                num_inside += 1
-        assert coverage["prefix_coverage"] == (pytest.approx(float(mass)), num_inside)
-        event_mass, num_starts = coverage["event_coverage"]
-        assert 0 < event_mass <= num_starts
     assert shapes == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
@@ -301,8 +284,6 @@ def test_wrong_input_is_one_line():
     both = dict(student_logits_BSV=x, teacher_logits_BSV=x.detach() / 2, mask_BS=mask) | weight
     projection = dict(indices_VK=tables.indices, likelihoods_VK=tables.likelihoods)
     common = dict(zip(("common_V", "common_W"), tables.common))
-    spelling = {"spelling": tables.spelling}
-    terms = {"terms": events.event_terms(*case.ids, tables.spelling)} | spelling
     ids = following | chunk
     read = {"student_ids_BS": next_S}
     listed = {"nodes": nodes.list_nodes(next_S, *case.ids, tables.translation)}
@@ -316,9 +297,6 @@ def test_wrong_input_is_one_line():
         (losses.uld, logits | ids | weight),
         (losses.projection_kl, logits | chunk | projection | weight),
         (losses.gold, logits | chunk | common | weight),
-        (events.event_terms, ids | spelling),
-        (events.event_kl, logits | following | weight | terms),
-        (events.event_coverage, teacher | terms),
         (losses.teacher_importance, teacher | {"teacher_chunk_BT": chunk_T}),
         (nodes.list_nodes, read | ids | cells),
         (translation.translated, logits | listed | cells | weight),
@@ -342,7 +320,7 @@ def test_wrong_input_is_one_line():
 
 
 # the sides whose tokens the tables of a loss know
-KNOWN_SIDES = {"event_kl": (0, 1), "projection_kl": (0, 1), "projection_kl, kept": (0,),
+KNOWN_SIDES = {"projection_kl": (0, 1), "projection_kl, kept": (0,),
                "gold": (0, 1), "hybrid_uld": (0, 1), "translated, forward_kl": (0, 1)}
 
 
@@ -356,21 +334,16 @@ def test_the_padding_of_a_head_is_refused(name):
         rest["rest"] = [losses.other_tokens(ids, side.shape[-1])
                         for ids, side in zip(tables.common, (case.x, case.y))]
     terms = spec.list_terms(case.ids, tables)
-    calls = [lambda x, y: spec.compute(x, y, case.ids, terms, tables, **rest)]
-    if name == "event_kl":
-        calls.append(lambda x, y: events.event_coverage(y, terms, tables.spelling))
-    for number, call in enumerate(calls):
-        for side in KNOWN_SIDES[name][number:]:
-            logits = [case.x, case.y]
-            size = logits[side].shape[-1]
-            padded = F.pad(logits[side], (0, 3), value=5.0)
-            who = ("student", "teacher")[side]
-            message = rf"{who} logits have {size + 3} columns, .* {size} tokens; cut .*:{size}\]"
-            for changed, expected in ((padded, message),
-                                      (logits[side][..., :-1], "another tokenizer")):
-                logits[side] = changed
-                with pytest.raises(ValueError, match=expected):
-                    call(*logits)
+    for side in KNOWN_SIDES[name]:
+        logits = [case.x, case.y]
+        size = logits[side].shape[-1]
+        padded = F.pad(logits[side], (0, 3), value=5.0)
+        who = ("student", "teacher")[side]
+        message = rf"{who} logits have {size + 3} columns, .* {size} tokens; cut .*:{size}\]"
+        for changed, expected in ((padded, message), (logits[side][..., :-1], "another tokenizer")):
+            logits[side] = changed
+            with pytest.raises(ValueError, match=expected):
+                spec.compute(*logits, case.ids, terms, tables, **rest)
 
 
 # --- one loss -------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from isogloss.projection_tools import (
     multitoken,
     pairs,
     show,
-    spell,
 )
 from isogloss.projection_tools.arrays import fill_empty, pack
 from isogloss.projection_tools.files import (
@@ -279,10 +278,8 @@ def test_llama3_and_qwen2():
     assert len(halves) > 500
     assert (indices[halves, 0] >= 0).all()
     assert set(build.empty_row_reasons(pair, indices)) == {"control tokens without a counterpart"}
-    facts = spell.statistics(spell.build_spelling(pair), pair)
-    # 109,564 of text, 101,675 of these of one token a side, and two pairs of control tokens
-    assert facts["events"] == 109_566
-    assert facts["with one token on each side"] == 101_675 + 2
+    facts = cells.statistics(cells.build_translation(pair), pair)
+    assert facts["cells"] == 109_564 + 2  # of text, and two pairs of control tokens
 
 
 @pytest.mark.slow
@@ -379,7 +376,7 @@ def memory_of_a_build(pair):
     """Return the MiB by which building both kinds of tables raises this process's maximum."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     build.build_projection(pair, build.Recipe(reverse=True))
-    spell.build_spelling(pair)
+    cells.build_translation(pair)
     # Linux counts in KiB
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
@@ -466,8 +463,8 @@ def test_another_eos_is_another_pair(tokenizers, tmp_path):
     assert pairs[0].digest != pairs[1].digest
     projections = [build.cached_projection(pair, directory=tmp_path) for pair in pairs]
     assert not torch.equal(*[projection["indices"] for projection in projections])
-    spellings = [spell.cached_spelling(pair, tmp_path) for pair in pairs]
-    assert not torch.equal(*[spelling["event_W"] for spelling in spellings])
+    translations = [cells.cached_translation(pair, tmp_path) for pair in pairs]
+    assert not torch.equal(*[tables["cell_W"] for tables in translations])
 
     # A file knows which of the two it was made for.
     path = tmp_path / "p.pt"
@@ -563,8 +560,6 @@ def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     assert (tmp_path / "p.png").stat().st_size > 10_000
     out = run(show, projection=file["d"], num_examples=3)
     assert out.count(" -> ") == 3
-    assert "pieces per teacher token" in run(spell, output=file["s"])
-    assert load_tables(file["s"])["num_events"] > 100
     assert "cells: " in run(cells, output=file["s"])
 
 

@@ -1,17 +1,14 @@
-"""Spelling tables: how each side writes the other's tokens, and the events both can express."""
+"""spelling.py: how each side writes the other's tokens, and the tables made of that."""
 
 from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import oracle
 from conftest import asset
 from isogloss.align import TokenTable
-from isogloss.projection_tools import spell
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import (
@@ -37,45 +34,6 @@ def test_spellings_have_the_same_bytes(tokenizers, tables):
             assert b"".join(map(target.bytes_of, spelling)) == expected, source.tokens[i]
 
 
-def test_missing_spellings_are_counted_with_their_reason(tokenizers, tables):
-    student, teacher = tables
-    pieces = spell_tokens(teacher, tokenizers[0], student, max_pieces=2)
-    total = np.array([student.lengths[row].sum() for row in without_padding(pieces)])
-    spellings = without_padding(spell_tokens(teacher, tokenizers[0], student))
-    long = sum(len(spelling) > 2 for spelling in spellings)
-    assert long > 3  # the test would be empty otherwise
-    assert spell.unencodable_reasons(teacher, pieces, total) == {
-        "control tokens without a counterpart": 1,
-        "longer than the most pieces kept": long,
-    }
-    data = np.frombuffer(b"a\xf0\x9f", np.uint8)
-    tokens = ["a", "", "?"]  # the second id has no token, the third cannot be written
-    table = TokenTable(data, np.array([0, 1, 1, 3]), np.zeros(3, bool), tokens, "plain")
-    pieces = np.array([[4], [-1], [-1]])
-    total = np.array([1, 0, 0])
-    assert spell.unencodable_reasons(table, pieces, total) == {
-        "ids without a token": 1,
-        "bytes that the other side cannot write": 1,
-    }
-
-
-def test_events_equal_a_brute_force_union(tokenizers, tables):
-    student, teacher = tables
-    A = spell_tokens(teacher, tokenizers[0], student)
-    B = spell_tokens(student, tokenizers[1], teacher)
-    event_V, event_W, count = spell.events(A, B)
-    expected = oracle.components(without_padding(A), without_padding(B))
-    assert count == len(set(expected.values()))
-    # The oracle names an event in another way, so the names are matched one to one.
-    names = {}
-    for (side, i), name in expected.items():
-        event = event_V[i] if side == "s" else event_W[i]
-        assert names.setdefault(name, event) == event
-    # No other token is in an event.
-    num_linked = (event_V >= 0).sum() + (event_W >= 0).sum()
-    assert num_linked == len(expected)
-
-
 def control_tokens(*names):
     """Return a TokenTable of control tokens alone."""
     data = np.frombuffer("".join(names).encode(), np.uint8)
@@ -94,12 +52,6 @@ def test_control_tokens_pair_by_role_then_by_name(tables):
     assert link_special_tokens(s, t, 0.8) == [(0, 0), (5, 5)]
     # equal names before similar ones
     assert link_special_tokens(s, s, 0.8) == [(i, i) for i in range(6)]
-
-
-def test_one_tokenizer_gives_an_event_per_token(tokenizers, tables):
-    spelling = spell.build_spelling(Pair.of(tokenizers[0], tokenizers[0]))
-    assert spelling["num_events"] == len(tables[0])
-    assert torch.equal(spelling["event_V"], spelling["event_W"])
 
 
 @pytest.mark.parametrize(("student", "unwritten"), [

@@ -104,7 +104,7 @@ def tables_of(student, teacher):
     unwritten = ~canonical & np.array([token != EOS for token in student.vocab])
     arrays = translation_tables(
         spell(teacher.vocab, student), spell(student.vocab, teacher), *raw, canonical,
-        speller(student), unwritten, speller(teacher))
+        speller(student), unwritten_V=unwritten, teacher_spells=speller(teacher))
     return as_tables(arrays)
 
 

@@ -35,7 +35,6 @@ from isogloss.data.sample import (
 )
 from isogloss.data.spans import SequenceShard, document_spans, sequence_shard
 from isogloss.data.turns import SkippedChat
-from isogloss.event_kl import Spelling, event_terms
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.losses import find_chunks
@@ -58,8 +57,8 @@ class PairOptions:
 
     Attributes:
         encoder: TextEncoder.
-        spelling: Spelling for event_kl, `nodes.Tables` for a divergence between two
-            tokenizers, None for losses that work on whole chunks.
+        spelling: `nodes.Tables` for a divergence between two tokenizers, None for losses that work
+            on whole chunks.
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
         same_tokenizer: its tokenizer is the student's.
         is_cached: what it says is looked up by the texts' keys.
@@ -68,7 +67,7 @@ class PairOptions:
     """
 
     encoder: TextEncoder
-    spelling: Spelling | None = None
+    spelling: Tables | None = None
     routes: list | None = None
     same_tokenizer: bool = False
     is_cached: bool = False
@@ -417,6 +416,9 @@ class Collator:
         tiles = plan_tiles(labels, batch.student_chunk, batch.labels, batch.teacher_chunk,
                            vocab_sizes, self.tile_mib, sub_tiles=budget,
                            teacher_context=bool(texts))
+        tables = pair.spelling
+        if on_policy and tables:  # the student's own text teaches it nothing: all is asked
+            tables = tables._replace(closed_V=torch.full_like(tables.closed_V, -1))
         planned = []
         teacher_positions = None  # those whose logits exist
         for tile in tiles:
@@ -429,10 +431,12 @@ class Collator:
                 if texts:
                     terms = texts.nodes(
                         sub_tile, tile.student_positions[sub_tile.student_slice],
-                        teacher_positions[sub_tile.teacher_slice], pair.spelling)
+                        teacher_positions[sub_tile.teacher_slice], tables)
                     sub_tiles.append(sub_tile._replace(terms=terms))
                 else:
-                    sub_tiles.append(with_terms(sub_tile, pair.spelling))
+                    chunks = find_chunks(
+                        sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
+                    sub_tiles.append(sub_tile._replace(terms=chunks))
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
 
@@ -657,20 +661,6 @@ class TextsOf:
             chunks, self.student_ids[student_positions], sub_tile.student_labels.clamp(min=0),
             sub_tile.teacher_labels.clamp(min=0), tables,
             teacher_ended=self.ended[teacher_positions], teacher_follows=follows)
-
-
-def with_terms(sub_tile, spelling):
-    """Return the sub-tile with what its loss knows from the ids."""
-    # losses take batches of rows: the sub-tile is a batch of one
-    student_chunk = sub_tile.student_chunk[None]
-    teacher_chunk = sub_tile.teacher_chunk[None]
-    if spelling is None:
-        return sub_tile._replace(terms=find_chunks(student_chunk, teacher_chunk))
-    # -100 is no index; a position without a label has no chunk either, so 0 is never looked up
-    student_next = sub_tile.student_labels.clamp(min=0)[None]
-    teacher_next = sub_tile.teacher_labels[None]
-    terms = event_terms(student_next, teacher_next, student_chunk, teacher_chunk, spelling)
-    return sub_tile._replace(terms=terms)
 
 
 def localize_tiles(tiles: list[Tile], shard):

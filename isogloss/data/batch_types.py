@@ -47,8 +47,8 @@ class TeacherBatch:
         labeled: (n,) int64, positions of the flattened (B * T) that have a label, sample by sample.
         num_labeled: how many each sample has; packed, there are more samples than rows.
         student_chunk, teacher_chunk: (B, S), (B, T) int64, chunk of each predicted token, -1: none.
-        tiles: Columns of `tile_plan.Tile`, their sub-tiles with `EventTerms` for event_kl, `Nodes`
-            for divergences between two tokenizers, else `Chunks`.
+        tiles: Columns of `tile_plan.Tile`, their sub-tiles with `Nodes` for divergences between two
+            tokenizers, else `Chunks`.
         sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
             `spans.SequenceShard`; None without sequence parallelism.

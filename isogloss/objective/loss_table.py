@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from isogloss import losses
-from isogloss.event_kl import Spelling, event_coverage, event_kl
 from isogloss.losses import (
     at_least_float32,
     common_tokens,
@@ -26,7 +25,6 @@ from isogloss.objective.token_weights import OF_ENTROPY, weighed_by_entropy
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.files import as_tables, load_projection
-from isogloss.projection_tools.spell import cached_spelling
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.translation import CellColumns, cell_coverage, root_values, translated
@@ -45,8 +43,7 @@ class DistillationLoss:
     Attributes:
         loss_fn: (student logits (n, V), teacher logits (m, W), `tile_plan.SubTile`) -> (), the sum
             over the terms of the sub-tile, in nats.
-        spelling: tables from which the data workers list the nodes of a translation or the terms of
-            event_kl, else None.
+        spelling: tables from which the data workers list the nodes of a translation, or None.
         for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
             these alone; None: it needs all columns.
         comparable_W: bool, the teacher columns that it can compare; None: all.
@@ -59,7 +56,7 @@ class DistillationLoss:
     """
 
     loss_fn: Callable
-    spelling: Spelling | None = None
+    spelling: Tables | None = None
     for_columns: Callable | None = None
     comparable_W: torch.Tensor | None = None
     coverage: Callable | None = None
@@ -106,30 +103,6 @@ class LearnedProjection:
 
 
 # --- build: (cfg, pair, device, has_rest) -> DistillationLoss -------------------------------------
-
-
-def build_event_kl(cfg, pair, device, has_rest=False):
-    tables = cached_spelling(pair)
-    fields = {}
-    for name in Spelling._fields:
-        value = tables[name]
-        fields[name] = as_index(value)
-    spelling = Spelling(**fields)
-    moved = {name: value.to(device) for name, value in fields.items()
-             if isinstance(value, torch.Tensor)}
-    on_device = spelling._replace(**moved)
-
-    def loss_fn(student_logits, teacher_logits, sub_tile):
-        ids = batch_of_one(sub_tile)
-        return event_kl(
-            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            sub_tile.terms, on_device, temperature=cfg.temperature, weight_BS=ids.weight)[0]
-
-    def coverage(teacher_logits, sub_tile):
-        return event_coverage(teacher_logits[None], sub_tile.terms, on_device)
-
-    return DistillationLoss(loss_fn, spelling, coverage=coverage,
-                            coverage_names=("event_coverage", "prefix_coverage"))
 
 
 def build_projection_kl(cfg, pair, device, has_rest=False):
@@ -260,7 +233,7 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
                          "says of every token that the student may write, and of this teacher the "
                          "most likely ones are kept; keep hidden states, or use another loss")
     return build_translated(pair, device, divergence, parameters, has_rest, compiler,
-                            has_text=cfg.ce_weight > 0, is_written=cfg.on_policy > 0)
+                            has_text=cfg.ce_weight > 0)
 
 
 def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
@@ -288,19 +261,15 @@ def _chosen(logits, rows, in_order):
 
 
 def build_translated(pair, device, divergence, parameters, has_rest=False, compiler=plain, *,
-                     has_text=True, is_written=False):
+                     has_text=True):
     """Build a divergence between any two tokenizers, see translation.py.
 
     Args:
         has_text: there is a cross-entropy beside it, which teaches what the teacher's rows do not
-            tell; else the loss has that part of one.
-        is_written: the student writes texts, which teach it nothing; so all choices are asked.
+            tell; else the loss has that part of one, but for what the student wrote.
     """
     of_roots = compiler(root_values)
     tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
-    if is_written:
-        tables = tables._replace(closed_V=torch.full_like(tables.closed_V, -1))
-    text_weight = 0.0 if has_text or is_written else 1.0
     on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
                          for value in tables])
     of_rows = with_rest(on_device) if has_rest else on_device
@@ -311,7 +280,7 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
         return translated(
             student_logits[None], teacher_logits[None], sub_tile.terms, of_rows,
             divergence=divergence, weight_BS=weight_BS, has_rest=has_rest, of_roots=of_roots,
-            cells=cells, text_weight=text_weight, **parameters)[0]
+            cells=cells, text_weight=float(not (has_text or sub_tile.on_policy)), **parameters)[0]
 
     def coverage(teacher_logits, sub_tile):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
@@ -413,7 +382,6 @@ COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
     "piece_kl": divergence_loss(losses.forward_kl, 5.7),
-    "event_kl": LossSpec(build_event_kl, "spellings", live_copies=5.7),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
