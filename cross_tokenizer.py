@@ -126,8 +126,9 @@ def compute_translated(divergence, student_logits, teacher_logits, batch, tables
     """Compare the teacher's belief in the student's vocabulary, by a divergence; translation.py."""
     translated = _beside("translation").translated
 
-    return translated(student_logits, teacher_logits,
-                      batch.terms, tables, divergence=divergence, **parameters)
+    tables, cells = tables
+    return translated(student_logits, teacher_logits, batch.terms, tables, divergence=divergence,
+                      cells=cells, **parameters)
 
 
 def compute_per_position(divergence, student_logits, teacher_logits, batch, tables, parameters):
@@ -187,6 +188,8 @@ def check_parameters(name, parameters):
         known |= set(inspect.signature(losses.position_divergence).parameters)
     settings = known & {"temperature", "beta", "skew", "alpha", "top_k", "support", "mode",
                         "reverse", "uncommon_topk", "teacher_average", "kept_K", "matched_weight"}
+    if LOSSES[name].needs == "translation":
+        settings.add("text_weight")  # 1: there is no cross-entropy beside it
     for parameter in parameters:
         if parameter not in settings:
             raise ValueError(f"{parameter}={parameters[parameter]!r}: {name} has no such parameter;"
@@ -380,7 +383,10 @@ class CrossTokenizerKD:
     def _tables_for(self, device):
         """Return the tables on a device; they are moved there once."""
         if device not in self._tables_on:
-            self._tables_on[device] = _moved(self.tables, device, False)
+            tables = _moved(self.tables, device, False)
+            if self.spec.needs == "translation":
+                tables = tables, _beside("translation").CellColumns.of(tables)
+            self._tables_on[device] = tables
         return self._tables_on[device]
 
     def _warn(self, batch):

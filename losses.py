@@ -6,7 +6,7 @@ starts and ends on a token boundary of both sides (align.py finds them).  `proje
 student's distribution into the teacher's vocabulary; `gold` and `uld` compare common tokens and
 sorted probabilities; `alm` compares the probabilities of the chunks' own bytes.  (translation.py
 compares what both vocabularies can say of the student's next token, by any divergence of this
-file; event_kl.py has its older form, policy_losses.py what a student's own text needs.)
+file; policy_losses.py has what a student's own text needs.)
 
 Every loss returns (sum, count) in at least float32, also under autocast.  The caller divides by the
 count over the *whole* batch, so that neither micro-batches nor ranks change the result.  All take
@@ -321,7 +321,9 @@ class _ColumnSum(torch.autograd.Function):
         if len(many_L):
             more_EN = x_NX.T.index_select(0, columns.more_E)
             sum_LN = torch.segment_reduce(more_EN, "sum", offsets=columns.start_L, unsafe=True)
-            out_NK.index_copy_(1, many_L, out_NK.index_select(1, many_L) + sum_LN.T)
+            # not in place: torch 2.11 compiles that to a gradient of 0
+            many_NL = out_NK.index_select(1, many_L) + sum_LN.T
+            out_NK = out_NK.index_copy(1, many_L, many_NL)
         return out_NK
 
     @staticmethod

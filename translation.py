@@ -421,9 +421,9 @@ def translated(
         nodes: from `list_nodes` of the same batch.
         divergence: one of losses.py that compares two models with one vocabulary: `forward_kl`,
             `reverse_kl`, `generalized_jsd`, `total_variation`, ...
-        text_weight: of the cross-entropy of what the text has where no row of the teacher tells: of
-            tokens that are not closed, in their cells, and behind the first position of an n:m
-            chunk, there in place of its rest.  For training without another cross-entropy.
+        text_weight: of the cross-entropy of what the roots leave open: of the text's tokens in
+            their cells, and behind the first position of an n:m chunk, there in place of its rest.
+            For training without another cross-entropy.
         has_rest: the teacher's logits have W + 1 columns, some -inf and the last the rest, as those
             of `tiles.TopKLogits`, and the tables are those of `with_rest`; see `merge_rest`.  In
             other nodes than roots tokens that are not kept count as tokens that do not come.
@@ -465,13 +465,12 @@ def translated(
 
 
 def _text_in_cells(x_NV: Tensor, next_N: Tensor, tables: Tables) -> Tensor:
-    """Return (N,) -log p(token | its cell), 0 for closed tokens and those without a cell."""
+    """Return (N,) -log p(token | its cell), 0 for tokens without a cell."""
     cell_N = tables.cell_V[next_N]
-    asked_N = (tables.closed_V[next_N] != -1) & (cell_N < tables.num_cells)
     in_cell_NV = tables.cell_V == cell_N[:, None]
     logits_NV = x_NV.masked_fill(~in_cell_NV, 10 * FLOOR).clamp(min=10 * FLOOR)
     value_N = logits_NV.logsumexp(-1) - logits_NV.gather(1, next_N[:, None])[:, 0]
-    return value_N.masked_fill(~asked_N, 0.0)
+    return value_N.masked_fill(cell_N == tables.num_cells, 0.0)
 
 
 def _text_in_rests(answers: Answers, rests: Rests) -> Tensor:

@@ -401,7 +401,8 @@ class TeacherLoss:
         kinds = run.student, run.teacher
         rivals.add()
         student, teacher_name = [str(folder_of(kind)) for kind in kinds]
-        cfg = Config(student=student, teacher=teacher_name, data="-", loss=run.loss)
+        cfg = Config(student=student, teacher=teacher_name, data="-", loss=run.loss,
+                     ce_weight=run.ce_weight)
         encoders = [encoder(kind) for kind in kinds]
         self.loss = build_loss(cfg, *encoders, "cpu")
         self.options = PairOptions(encoders[1], self.loss.spelling)

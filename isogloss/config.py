@@ -34,7 +34,7 @@ LOWEST_TEMPERATURE = 1e-3
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
 RATIOS = "clamp", "mask"
-LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
+LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 16384  # of --loss_memory_mib auto.  Not tuned.
 
 # Flags of other trainers (transformers, TRL, NeMo RL), and what does it here.
 FOREIGN = {
@@ -198,7 +198,7 @@ class LossFlags:
         "piece_kl", "distillation loss, for any two tokenizers. piece_kl is forward_kl; it and "
         "the other divergences (reverse_kl, generalized_jsd, skew_forward_kl, skew_reverse_kl, "
         "adaptive_kl, total_variation) compare what docs/piece_kl.md translates. Beside them: "
-        "event_kl, projection_kl, gold, h_kl, uld, alm. See docs/losses.md.",
+        "projection_kl, gold, h_kl, uld, alm. See docs/losses.md.",
         choices=LOSSES, key="loss")
     kd_weight: float = flag(
         1.0, "weight of the distillation loss, >= 0. 0 loads no teacher.", low=0, high=1e6)
@@ -269,7 +269,7 @@ class LossFlags:
         "of a whole micro-batch.", free=True)
     loss_memory_mib: int = flag(
         0, "MiB for the logits of a tile and what the loss makes of them. 0 or auto: at most an "
-        "eighth of the GPU's memory that is free before the first step, 512 to 4096; 512 on a "
+        "eighth of the GPU's memory that is free before the first step, 512 to 16384; 512 on a "
         "CPU.", low=0, high=2**20, free=True)
     loss_backend: str = flag(
         "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "
@@ -387,7 +387,7 @@ class TeacherFlags:
     teacher_output: str = flag(
         "hidden", "what is kept of the teacher until a loss reads it. hidden: final hidden "
         "states. logits. topk: the most likely tokens and the text's own; all others are one "
-        "event. Not for event_kl, gold, h_kl and uld. A served teacher gives no more than topk.",
+        "event. Not for gold, h_kl and uld. A served teacher gives no more than topk.",
         choices=TEACHER_OUTPUTS, key="teacher_output")
     teacher_output_topk: int = flag(
         256, "tokens of teacher_output topk.", low=1, high=2**20, key="teacher_output_topk")

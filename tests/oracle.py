@@ -332,8 +332,7 @@ class Translation:
             for term in self.choices(p[0], possible, q, came, written[0], going, goes_on):
                 terms.append((b, rows_S[0], 0, term))
             v = written[0]
-            closed = all(self.is_closed(v, k) for k in range(1, len(self.B[v]) + 1))
-            if text_weight and v in self.cell_of_student and not closed:
+            if text_weight and v in self.cell_of_student:
                 alike = [u for u, cell in self.cell_of_student.items()
                          if cell == self.cell_of_student[v]]
                 share = softmax(x[b, rows_S[0]])[alike]

@@ -20,10 +20,9 @@ from isogloss.projection_tools import (
     generate,
     multitoken,
     show,
-    spell,
 )
 
-TOOLS = (build, compare, cut, exact, generate, multitoken, show, spell)
+TOOLS = (build, compare, cut, exact, generate, multitoken, show)
 KINDS = {tool.__name__: tool.Args for tool in TOOLS} | {"distill": Config}
 COMMANDS = KINDS | {tool.__name__: tool.Args for tool in (cells, cache, export, plan, plot, tasks)}
 

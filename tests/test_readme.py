@@ -20,7 +20,7 @@ from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.parse import OLD_NAMES, parse_flags
-from isogloss.projection_tools import build, cells, show, spell
+from isogloss.projection_tools import build, cells, show
 
 README = (ROOT / "README.md").read_text()
 DEMO = (ROOT / "docs" / "demo.md").read_text()
@@ -122,7 +122,7 @@ def test_every_command_of_a_page_is_understood(page, monkeypatch):
 
 def test_flags_that_the_text_names_exist():
     known = {*Config.__dataclass_fields__, "help"}
-    for tool in (build, show, spell, cells, cache, export, plot):
+    for tool in (build, show, cells, cache, export, plot):
         known |= set(tool.Args.__dataclass_fields__)
     known |= {"show", "html"}  # of align.py
     for flag in re.findall(r"`--([a-z]\w*)", README + RUNNING + LIMITS + DEMO + ARCHITECTURE):

@@ -271,7 +271,6 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
         ({"teacher_tokenizer": ""}, "name the directory or hub id of its tokenizer"),
         ({"teacher": str(models[1])}, "is for the address of a server as --teacher"),
         ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads all"),
-        ({"loss": "event_kl"}, "reads all tokens of the teacher"),
         ({"loss": "reverse_kl"}, "between two tokenizers"),
         ({"teacher_output": "logits"}, "leave out --teacher_output logits"),
         ({"teacher_weights": "entropy"}, "its entropy is not known"),
