@@ -493,9 +493,11 @@ def formula_of(name):
 
     if name == "piece_kl":
         compare = functools.partial(translation.compare_cells, losses.forward_kl, 1.0, {})
-        cell_V = torch.zeros(VOCAB, dtype=torch.long, device="cuda")
+        sizes = VOCAB, CELLS, CELLS // 100, VOCAB - CELLS, CELLS // 100 + 1
+        columns_V = losses.Columns(
+            *[torch.zeros(size, dtype=torch.long, device="cuda") for size in sizes])
         x_NV = logits(VOCAB, torch.float32).requires_grad_()
-        return translation.root_values, (x_NV, logits(CELLS, torch.float32), cell_V, compare)
+        return translation.root_values, (x_NV, logits(CELLS, torch.float32), columns_V, compare)
     pair = [logits(VOCAB, torch.bfloat16)[None] for _ in range(2)]
     pair[0].requires_grad_()
     return lambda x, y: getattr(losses, name)(x, y, None)[0], pair

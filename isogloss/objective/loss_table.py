@@ -270,10 +270,10 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
     """
     of_roots = compiler(root_values)
     tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
-    on_device = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
-                         for value in tables])
-    of_rows = with_rest(on_device) if has_rest else on_device
-    cells = CellColumns.of(of_rows)
+    of_rows = with_rest(tables) if has_rest else tables
+    cells = CellColumns(*[columns.to(device) for columns in CellColumns.of(of_rows)])
+    of_rows = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
+                       for value in of_rows])
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         weight_BS = None if sub_tile.weight is None else sub_tile.weight[None]
@@ -381,7 +381,7 @@ def divergence_loss(divergence, live_copies=DEFAULT_COPIES, **flag_of):
 COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
-    "piece_kl": divergence_loss(losses.forward_kl, 5.7),
+    "piece_kl": divergence_loss(losses.forward_kl, 6.3),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
@@ -392,13 +392,13 @@ LOSSES: dict[str, LossSpec] = {
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
     "alm": per_chunk(losses.alm, "plain", live_copies=2.2, mode="alm_mode"),
-    "forward_kl": divergence_loss(losses.forward_kl, 5.7),
-    "reverse_kl": divergence_loss(losses.reverse_kl, 6.1),
+    "forward_kl": divergence_loss(losses.forward_kl, 6.3),
+    "reverse_kl": divergence_loss(losses.reverse_kl, 6.7),
     "generalized_jsd": divergence_loss(losses.generalized_jsd, 7.4, beta="jsd_beta"),
-    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, 6.7, skew="skew_lambda"),
+    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, 7.3, skew="skew_lambda"),
     "skew_reverse_kl": divergence_loss(losses.skew_reverse_kl, 7.0, skew="skew_lambda"),
     "adaptive_kl": divergence_loss(losses.adaptive_kl, 7.8, alpha="akl_alpha"),
-    "total_variation": divergence_loss(losses.total_variation, 5.7),
+    "total_variation": divergence_loss(losses.total_variation, 6.3),
 }
 
 
