@@ -34,7 +34,7 @@ LOWEST_TEMPERATURE = 1e-3
 # "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
 TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
 RATIOS = "clamp", "mask"
-LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 16384  # of --loss_memory_mib auto.  Not tuned.
+LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
 # Flags of other trainers (transformers, TRL, NeMo RL), and what does it here.
 FOREIGN = {
@@ -269,7 +269,7 @@ class LossFlags:
         "of a whole micro-batch.", free=True)
     loss_memory_mib: int = flag(
         0, "MiB for the logits of a tile and what the loss makes of them. 0 or auto: at most an "
-        "eighth of the GPU's memory that is free before the first step, 512 to 16384; 512 on a "
+        "eighth of the GPU's memory that is free before the first step, 512 to 4096; 512 on a "
         "CPU.", low=0, high=2**20, free=True)
     loss_backend: str = flag(
         "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "

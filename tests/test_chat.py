@@ -377,7 +377,9 @@ QWEN = (
     "\"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 CITIES = ("Paris London Rome Madrid Vienna Athens Dublin Lisbon Prague Warsaw Berlin Tokyo Cairo "
-          "Lima Oslo Quito Delhi Seoul Havana Nairobi").split()
+          "Lima Oslo Quito Bogota Manila Ankara Bergen Bilbao Boston Cannes Denver Geneva Havana "
+          "Jakarta Krakow Lagos Miami Munich Naples Odessa Oxford Porto Sydney Delhi Seoul Kabul "
+          "Nairobi").split()
 LLAMA = (
     "{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{% if m.reasoning_content %}"
     "<think>{{ m.reasoning_content }}</think>\n{% endif %}{{ m.content | trim }}"

@@ -56,10 +56,10 @@ def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert tile_memory(cfg, cpu) == 512
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
-    assert tile_memory(cfg, cuda) == 8192
+    assert tile_memory(cfg, cuda) == 4096
     assert tile_memory(Config(**GOOD, loss_memory_mib=7), cuda) == 7
     assert tile_memory(Config(**GOOD, loss_memory_mib=7, tiled=False), cuda) == float("inf")
-    assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 2048, 16384]
+    assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 2048, 4096]
 
 
 def test_a_teacher_is_named_unless_nothing_is_learned_from_one():

@@ -22,7 +22,7 @@ from isogloss.objective import loss_table
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.rollout import Completion
-from isogloss.translation import going_on, root_target
+from isogloss.translation import CellColumns, going_on, root_target
 from isogloss.writing import on_policy
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
 from test_batch import indexed, rows_of, sub_tiles_of
@@ -175,9 +175,10 @@ def root_targets(batch, tables):
     logits_PW = 3 * torch.randn(300, len(tables.cell_W), generator=generator)
     logits_TW = rows_of(teacher, logits_PW[None], [0] * teacher.num_samples)
     targets, going = {}, {}
+    columns_W = CellColumns.of(tables).columns_W
     for positions, sub_tile, y_MW in sub_tiles_of(teacher, logits_TW):
         goes = going_on(y_MW, sub_tile.terms.before, tables)
-        cell_NC = root_target(y_MW, sub_tile.terms, goes, tables).cell_NC
+        cell_NC = root_target(y_MW, sub_tile.terms, goes, tables, columns_W).cell_NC
         row_S = positions[sub_tile.terms.roots.row_S]
         sample = teacher.sample_of_student[row_S]
         first = torch.searchsorted(teacher.sample_of_student, sample)

@@ -11,7 +11,7 @@ import torch
 
 import ranks
 from isogloss import distill
-from isogloss.projection_tools import build, cut, show, spell
+from isogloss.projection_tools import build, cells, cut, show
 from isogloss.projection_tools.files import as_tables, cached, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from jobs import ds_config, run_distill, write_corpus
@@ -168,9 +168,9 @@ def same(one, other):
 
 @pytest.mark.parametrize(("kind", "case"), [
     *product(["projection"], CACHES),
-    *product(["spelling"], sorted(CACHES.keys() - {"NaN"}))])  # which has integers alone
+    *product(["translation"], sorted(CACHES.keys() - {"NaN"}))])  # which has integers alone
 def test_a_damaged_cache_is_built_anew(kind, case, pair, tmp_path):
-    load = build.cached_projection if kind == "projection" else spell.cached_spelling
+    load = build.cached_projection if kind == "projection" else cells.cached_translation
     expected = load(pair, directory=tmp_path)
     [path] = tmp_path.glob("*.pt")
     good_file = path.read_bytes()
@@ -259,7 +259,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(good, models, tmp_path, ca
 
 # --- flags behind a -- ----------------------------------------------------------------------------
 
-PROGRAMS = [distill, build, spell]
+PROGRAMS = [distill, build, cells]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda module: module.__name__.split(".")[-1])
