@@ -217,6 +217,18 @@ def test_the_first_written_token_has_the_target_that_data_gives_it(pairs, texts,
     assert num_going > 2 or swap
 
 
+def test_all_choices_are_asked_of_what_the_student_wrote(pairs, texts):
+    """Of data none here, where the tables say that the teacher's tokens cross everywhere."""
+    student, pair = pairs[True]
+    closed_V = torch.zeros_like(pair.spelling.closed_V)
+    pair = dataclasses.replace(pair, spelling=pair.spelling._replace(closed_V=closed_V))
+    for text, is_asked in ((texts[0], False), (rollout_of(student, texts[0], 8), True)):
+        batch = Collator(student, [pair])([text])
+        num_choices = sum(len(sub_tile.terms.choices.level)
+                          for tile in batch.teachers[0].tiles for sub_tile in tile.sub_tiles)
+        assert (num_choices > 0) == is_asked
+
+
 def test_dynamic_programming_aligns_rollouts_too(encoders):
     collate = collator(encoders, aligner="dp")
     found = chunks_of(collate([rollout_of(encoders[0], TEXT, 8)]))

@@ -129,33 +129,57 @@ def test_an_exact_student_has_nothing_to_learn(name, order):
                 assert gradient < 1e-9
 
 
-@pytest.mark.parametrize("side", ["teacher", "student"])
-def test_a_run_keeps_the_likely_cells_of_either_side(side, monkeypatch):
-    """--loss_topk and --loss_topk_of with two tokenizers; one cell and the rest still teach."""
+@pytest.fixture
+def one_text(monkeypatch):
+    """Return (sub-tile of a long text, x, y, tables); loss_table builds losses of such a pair."""
     toy = Toy(CROSSING, COARSE, 1)
     *ids, tables = toy.ids
-    b = int(((ids[3] >= 0).sum(1)).argmax())  # a long text
+    b = int(((ids[3] >= 0).sum(1)).argmax())
     ids = [side_ids[b : b + 1] for side_ids in ids]
-    nodes = list_nodes(*ids, tables)
     names = "student_labels", "teacher_labels", "student_chunk", "teacher_chunk"
     of_text = {name: side_ids[0] for name, side_ids in zip(names, ids[1:])}
-    sub_tile = SubTile(*[None] * len(SubTile._fields))._replace(terms=nodes, **of_text)
+    sub_tile = SubTile(*[None] * len(SubTile._fields))._replace(
+        terms=list_nodes(*ids, tables), on_policy=False, **of_text)
     monkeypatch.setattr(loss_table, "translation_fields", lambda pair: tables._asdict())
-    pair = SimpleNamespace(fingerprints=("one tokenizer", "another"))
     x, y = [logits[b].double() for logits in random_logits(toy, 0, 2)]
-    x.requires_grad_()
+    return sub_tile, x.requires_grad_(), y, tables
+
+
+def value_of_run(one_text, **flags):
+    """Return the loss of a run with some flags."""
+    sub_tile, x, y, _ = one_text
+    cfg = Config(student="s", teacher="t", data="d", **flags)
+    pair = SimpleNamespace(fingerprints=("one tokenizer", "another"))
+    return loss_table.LOSSES[cfg.loss].build(cfg, pair, "cpu").loss_fn(x, y, sub_tile)
+
+
+@pytest.mark.parametrize("side", ["teacher", "student"])
+def test_a_run_keeps_the_likely_cells_of_either_side(side, one_text):
+    """--loss_topk and --loss_topk_of with two tokenizers; one cell and the rest still teach."""
+    sub_tile, x, y, tables = one_text
 
     def loss(**options):
-        return translated(x[None], y[None], nodes, tables,
+        return translated(x[None], y[None], sub_tile.terms, tables,
                           divergence=losses.reverse_kl, **options)[0]
 
     for top_k in (1, 2):
-        cfg = Config(student="s", teacher="t", data="d", loss="reverse_kl", loss_topk=top_k,
-                     loss_topk_of=side)
-        value = loss_table.LOSSES["reverse_kl"].build(cfg, pair, "cpu").loss_fn(x, y, sub_tile)
+        value = value_of_run(one_text, loss="reverse_kl", loss_topk=top_k, loss_topk_of=side)
         assert abs(value - loss(top_k=top_k, support=side)) < 1e-12
         assert 0 < value < loss() - 1e-3
         assert torch.autograd.grad(value, x)[0].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("ce_weight", "on_policy", "text_weight"), [
+    (1.0, False, 0.0), (0.0, False, 1.0), (0.0, True, 0.0)])
+def test_the_text_teaches_what_is_left_open_where_no_cross_entropy_does(
+        ce_weight, on_policy, text_weight, one_text):
+    """Not one that the student wrote."""
+    sub_tile, x, y, tables = one_text
+    sub_tile = sub_tile._replace(on_policy=on_policy)
+    value = value_of_run((sub_tile, x, y, tables), ce_weight=ce_weight)
+    expected = [translated(x[None], y[None], sub_tile.terms, tables, text_weight=weight)[0]
+                for weight in (text_weight, 1 - text_weight)]
+    assert abs(value - expected[0]) < 1e-12 < abs(value - expected[1])
 
 
 @pytest.mark.parametrize(("student", "teacher", "bias"), [
