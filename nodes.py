@@ -447,7 +447,8 @@ def _choice_ranges(
     low = torch.cat([tables.low_V[token][:, 1:], rank], 1)
     high = torch.cat([tables.high_V[token][:, 1:], rank + 1], 1)
     linked = tables.cell_V[token] < tables.num_cells
-    is_closed = (tables.closed_V[token][:, None] >> offset[:-1]) & 1 > 0
+    # behind the last bit stands the sign's, which is set
+    is_closed = (tables.closed_V[token][:, None] >> offset[:-1].clamp(max=62)) & 1 > 0
     several = (path_NP >= 0) & (high - low > 1) & linked[:, None] & is_closed
     # a longer token came: it heads no cell, and a token like the student's begins it
     heads_none = torch.zeros_like(tables.cell_W, dtype=torch.bool)

@@ -33,6 +33,7 @@ CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.it
 # Roles of control tokens, which a tokenizer.json does not name.  Where one token plays several of
 # them, the first one counts.
 ROLES = ("eos", "end_of_turn", "bos", "pad", "unk")
+MOST_BITS = 31  # of a number in a file, beside its sign; behind longer paths choices are asked
 MOST_TRIED = 8  # tokens behind a path, of those that begin with the rest of a student token
 WHITE_SPACE = b" \t\n\r\x0b\x0c"
 
@@ -461,7 +462,7 @@ def _closed_tokens(teacher_pieces_VP, student_bytes, teacher_bytes, spell_bytes,
             crossed.add(path)
     closed_V = np.full(len(paths), -1)
     for v, path in enumerate(paths):
-        for k in range(1, len(path) + 1):
+        for k in range(1, min(len(path), MOST_BITS) + 1):
             if path[:k] in crossed:
                 closed_V[v] -= 1 << k - 1
     return closed_V

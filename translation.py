@@ -467,9 +467,9 @@ def translated(
 def _text_in_cells(x_NV: Tensor, next_N: Tensor, tables: Tables) -> Tensor:
     """Return (N,) -log p(token | its cell), 0 for tokens without a cell."""
     cell_N = tables.cell_V[next_N]
-    in_cell_NV = tables.cell_V == cell_N[:, None]
-    logits_NV = x_NV.masked_fill(~in_cell_NV, 10 * FLOOR).clamp(min=10 * FLOOR)
-    value_N = logits_NV.logsumexp(-1) - logits_NV.gather(1, next_N[:, None])[:, 0]
+    in_cell_NV = x_NV.masked_fill(tables.cell_V != cell_N[:, None], 10 * FLOOR)
+    logit_N = x_NV.gather(1, next_N[:, None])[:, 0].clamp(min=10 * FLOOR)
+    value_N = in_cell_NV.logsumexp(-1) - logit_N
     return value_N.masked_fill(cell_N == tables.num_cells, 0.0)
 
 

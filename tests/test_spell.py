@@ -140,3 +140,21 @@ def test_control_tokens_of_different_roles_are_never_paired():
                 if roles_v & roles_w <= {"pad", "unk"}:
                     assert roles_v | roles_w <= {"pad", "unk"}
     assert pairs >= len(tables) ** 2 // 2
+
+
+def test_paths_longer_than_a_number_has_bits_are_written():
+    """Of 40 teacher tokens, the first of which another one of the teacher crosses."""
+    long = b"a" * 40
+    texts = [b"a", b"aa", long]
+    A = np.array([[0, -1], [0, 0], [0, 0]])  # of a, aa, aaa: the last is not asked for
+    B = np.full((3, 40), -1)
+    B[0, 0], B[1, :2], B[2] = 0, 0, 0
+
+    def as_written(raws):
+        return [[1] * (len(raw) // 2) + [0] * (len(raw) % 2) for raw in raws]
+
+    fields = translation_tables(A, B, texts, [b"a", b"aa", b"aaa"], np.ones(3, bool), as_written)
+    closed = fields["closed_V"]
+    assert closed[2] == closed.astype(np.int32)[2] < 0
+    bits = closed[2] >> np.arange(40) & 1
+    assert 0 in bits[:31] and (bits[31:] == 1).all()
