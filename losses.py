@@ -241,32 +241,6 @@ def take_columns(x_NX: Tensor, column_E: Tensor) -> Tensor:
     return x_NX[:, column_E]
 
 
-def column_sums(x_NX: Tensor, of_X: Tensor, num: int) -> Tensor:
-    """Return the (N, num) sums of the columns of each set.
-
-    Args:
-        of_X: (X,) int64, the set of each column, in any order.
-    """
-    if x_NX.device.type in ORDERED_DEVICES:
-        return x_NX.new_zeros(len(x_NX), num).index_add(1, of_X, x_NX)
-    of_X, order_X = of_X.sort(stable=True)
-    sorted_NX = _Permuted.apply(x_NX, order_X)  # type: ignore[no-untyped-call]
-    return Segments.of(of_X, num).sum(sorted_NX.T).T.contiguous()
-
-
-class _Permuted(torch.autograd.Function):
-    """Select columns, each once; the gradient of a plain selection would be added up by atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NX: Tensor, order_X: Tensor) -> Tensor:
-        ctx.order_X = order_X
-        return x_NX.index_select(1, order_X)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.empty_like(grads[0]).index_copy_(1, ctx.order_X, grads[0]), None
-
-
 class Columns(NamedTuple):
     """Group columns into sets, most of which have one: sums are a selection, and a little more.
 
@@ -922,7 +896,7 @@ def reachable_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, W: int) -> Tens
 class Entries(NamedTuple):
     """List the entries of a projection in the kept columns: W[row, column] = weight.
 
-    row_E, column_E: (E,) int64, student token and number of the kept column.
+    row_E, column_E: (E,) int64, student token and number of the kept column, sorted by the latter.
     weight_E: (E,) float.
     width: kept columns.
     """
@@ -949,18 +923,18 @@ def projection_entries(
     number_W[kept_K] = torch.arange(len(kept_K), device=indices_VK.device)
     column_VK = number_W[indices_VK]  # the index -1 of an unused slot reads the last number, -1
     row_E, slot_E = (column_VK >= 0).nonzero(as_tuple=True)
-    return Entries(
-        row_E=row_E,
-        column_E=column_VK[row_E, slot_E],
-        weight_E=likelihoods_VK[row_E, slot_E],
-        width=len(kept_K),
-    )
+    column_E, order_E = column_VK[row_E, slot_E].sort(stable=True)
+    row_E, slot_E = row_E[order_E], slot_E[order_E]
+    return Entries(row_E, column_E, likelihoods_VK[row_E, slot_E], width=len(kept_K))
 
 
 def _project(logp_NV: Tensor, entries: Entries) -> Tensor:
     """Return (N, K) p @ W; reads only columns that have an entry."""
-    mass_NE = take_columns(logp_NV, entries.row_E).exp()
-    return column_sums(mass_NE * entries.weight_E.to(mass_NE), entries.column_E, entries.width)
+    mass_NE = take_columns(logp_NV, entries.row_E).exp() * entries.weight_E.to(logp_NV)
+    if logp_NV.device.type in ORDERED_DEVICES:
+        zeros_NK = mass_NE.new_zeros(len(mass_NE), entries.width)
+        return zeros_NK.index_add(1, entries.column_E, mass_NE)
+    return Segments.of(entries.column_E, entries.width).sum(mass_NE.T).T.contiguous()
 
 
 # --- two vocabularies: common tokens --------------------------------------------------------------
