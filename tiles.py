@@ -187,16 +187,13 @@ class LogitsSource(Protocol):
 
     def __call__(self, positions: Tensor) -> Tensor:
         """Return the (n, V) logits of (n,) int64 positions of the flattened batch."""
-        ...
 
     def columns(self, ids: Tensor) -> "LogitsSource":
         """Return a source of the logits of these token ids alone; `ids` is sorted."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that the source occupies until a loss reads it, the head not counted."""
-        ...
 
 
 class HiddenLogits(NamedTuple):
@@ -255,7 +252,6 @@ class StoredLogits(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """Return the (T, W) logits: what a position contributes, whatever the source."""
         return self.logits_TW
 
     def with_values(self, values_TW: Tensor) -> "StoredLogits":
@@ -270,16 +266,8 @@ class ShardedLogits(NamedTuple):
     def __call__(self, positions: Tensor) -> Tensor:
         return torch.cat([shard.index_select(0, positions) for shard in self.shards], 1)
 
-    def columns(self, ids: Tensor) -> StoredLogits:
-        # Sorted ids lie in the shards in order, so concatenation keeps their order.
-        columns = []
-        first = 0
-        for shard in self.shards:
-            end = first + shard.shape[1]
-            ids_in_shard = ids[(ids >= first) & (ids < end)] - first
-            columns.append(shard.index_select(1, ids_in_shard))
-            first = end
-        return StoredLogits(torch.cat(columns, 1))
+    def columns(self, ids: Tensor) -> "SelectedColumns":
+        return SelectedColumns(self, ids)
 
     @property
     def nbytes(self) -> int:
@@ -399,8 +387,7 @@ class LossPart(NamedTuple):
 
     student_hidden: (..., H) final hidden states, the input of the head.
     teacher_logits: source of the teacher's logits; None: there is no teacher.
-    tile_loss: (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> (J,) sums,
-        differentiable in the student logits.
+    tile_loss: see `TileLoss`; differentiable in the student logits.
     tiles: from `plan_tiles`, on the device of the hidden states.
     weights: J factors; the part of the loss is sum_j weights[j] * sums[j].
     """
@@ -525,6 +512,11 @@ class _Run(NamedTuple):
 class _HeadGradients:
     """Accumulate the gradients of the head and of `params`; None where an input needs none.
 
+    Args:
+        needs: of the head's tensors and then of `params`.
+        dtype: of the matmuls.
+        scale: by which all gradients are divided.
+        window: see `tiled_losses`; its gradient has a scale of its own.
     Attributes:
         weight: _WeightGradient; weight_scale: by which it is divided.
         hands_over: this call returns it.
@@ -535,14 +527,6 @@ class _HeadGradients:
         self, head: Head, params: Sequence[Tensor], needs: Sequence[bool], dtype: torch.dtype,
         scale: float, window: GradientWindow | None,
     ) -> None:
-        """Set up the gradients.
-
-        Args:
-            needs: of the head's tensors and then of `params`.
-            dtype: of the matmuls.
-            scale: by which all gradients are divided.
-            window: see `tiled_losses`; its gradient has a scale of its own.
-        """
         self.weight: _WeightGradient | None = None
         self.weight_scale = scale
         if window is not None:
@@ -618,10 +602,6 @@ class _WeightGradient:
             self.pieces.append(torch.empty_like(rows_VH, dtype=dtype))
         self.num_rows = num_rows
         self.is_empty = True
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
 
     def finish(self) -> None:
         """Fill in 0 where no product was written."""
