@@ -5,8 +5,7 @@
 common.  It returns the same `Alignment`.
 
 Shapes: S student tokens, T teacher tokens, C chunks.  Inside the numba functions ``s_`` stands for
-    the
-student's side and ``t_`` for the teacher's.
+the student's side and ``t_`` for the teacher's.
 
 Needs numpy, numba and align.py; copy both files.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_align_dp.py.

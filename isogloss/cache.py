@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from isogloss.align import fingerprint
 from isogloss.config import Config, template_kwargs
-from isogloss.data.batch import pad_id
+from isogloss.data.batch import keys_of, pad_id
 from isogloss.data.chat import chat_text, read_rendering
 from isogloss.data.checks import explained
 from isogloss.data.open_data import holds_chats
@@ -262,12 +262,6 @@ class Texts:
         return arrays
 
 
-def keys_of(examples):
-    """Return (n, 2) int64 keys of Examples."""
-    keys = [example.key() for example in examples]
-    return np.array(keys, np.int64).reshape(-1, 2)
-
-
 @dataclass
 class Survey:
     """Hold what one pass over all texts tells.
@@ -471,7 +465,7 @@ class ShardWriter:
             numbers = range(first, min(first + self.manifest.texts_per_shard,
                                        self.manifest.num_texts))
         examples = self.texts.examples(numbers)
-        keys = keys_of(examples)
+        keys = keys_of(examples).numpy()
         tokens = self.texts.tokens(examples) if examples else []
         lengths = [max(len(ids) - 1, 0) for ids in tokens]
         batches = batches_of(lengths, self.batch_tokens)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from isogloss.config import Config
 from isogloss.data.sample import TextEncoder
 from isogloss.losses import at_least_float32, row_sums, teacher_importance
-from isogloss.objective.loss_table import LOSSES, DistillationLoss
+from isogloss.objective.loss_table import LOSSES, DistillationLoss, build_loss
 from isogloss.objective.objective import TeacherTarget, weigh_samples
 from isogloss.spelling import all_bytes
 from isogloss.teachers.mixing import teacher_weights, token_scores
@@ -56,7 +56,7 @@ class TeacherSetup:
         encoder: TextEncoder of the teacher.
         loss: DistillationLoss.
         spec: TeacherSpec.
-        spelling_ids: SpellingIds of the student's and this tokenizer, for evaluations.
+        spelling_ids: SpellingIds of the student's and this tokenizer, for evaluations, or None.
         source: TeacherSource; None: not loaded yet.
         asked_late: it is asked about a micro-batch when the loss comes to it, not before a step.
         bytes_per_token: memory that its logits of a position occupied last.
@@ -71,6 +71,15 @@ class TeacherSetup:
     source: TeacherSource | None = None
     asked_late: bool = False
     bytes_per_token: float = 0.0
+
+    @classmethod
+    def of(cls, name, cfg, encoder, spec, *, student, device):
+        """Return that of a teacher whose source is not loaded; student: TextEncoder."""
+        loss = build_loss(cfg, student, encoder, device, spec.is_truncated)
+        spelling_ids = None
+        if cfg.holds_out:
+            spelling_ids = SpellingIds.of(student.table, encoder.table, device)
+        return cls(name, cfg, encoder, loss, spec, spelling_ids)
 
     @property
     def keeps_columns(self):

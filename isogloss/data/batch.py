@@ -334,7 +334,8 @@ class Collator:
             num_bytes=rows.fill(sides, "num_bytes", -1),
             # rows of one sample count from 0, as models do without being told
             positions=rows.positions() if self.pack else None,
-            logp=rows.logp(sides),
+            logp=None if rows.is_rollout is None else rows.fill(
+                sides, "logp", np.nan, np.float32),
         )
 
     def _teacher_batch(self, pair, samples, student, student_rows):
@@ -428,15 +429,12 @@ class Collator:
                 sub_tile = sub_tile._replace(on_policy=on_policy)
                 if sub_tile.teacher_positions is not None:
                     teacher_positions = sub_tile.teacher_positions
+                terms = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
                 if texts:
                     terms = texts.nodes(
-                        sub_tile, tile.student_positions[sub_tile.student_slice],
+                        terms, sub_tile, tile.student_positions[sub_tile.student_slice],
                         teacher_positions[sub_tile.teacher_slice], tables)
-                    sub_tiles.append(sub_tile._replace(terms=terms))
-                else:
-                    chunks = find_chunks(
-                        sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
-                    sub_tiles.append(sub_tile._replace(terms=chunks))
+                sub_tiles.append(sub_tile._replace(terms=terms))
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
 
@@ -446,13 +444,16 @@ class Collator:
         counts = PairCounts(aligned_tokens=int(is_aligned.sum()))
         for tile in batch.tiles:
             for sub_tile in tile.sub_tiles:
-                num_terms = number_of_terms(sub_tile, pair.spelling)
-                counts.kd_terms += num_terms
-                counts.rollout_terms += num_terms * sub_tile.on_policy
-                if isinstance(sub_tile.terms, Nodes):
-                    cells = cells_of_roots(sub_tile.terms, pair.spelling)
+                terms = sub_tile.terms
+                if isinstance(terms, Nodes):
+                    num_terms = terms.count_all
+                    cells = cells_of_roots(terms, pair.spelling)
                     counts.roots += len(cells[0])
                     counts.misplaced_roots += int((cells[0] != cells[1]).sum())
+                else:
+                    num_terms = len(terms.first_S)
+                counts.kd_terms += num_terms
+                counts.rollout_terms += num_terms * sub_tile.on_policy
         if logp is not None:
             counts.rollout_nats = -float(logp[is_aligned & ~logp.isnan()].double().sum())
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts
@@ -577,13 +578,6 @@ def count_reading(counts, samples, number, labels, sample_of_position, counts_by
     counts.read_tokens = int((is_read & (labels.flatten() >= 0)).sum())
 
 
-def number_of_terms(sub_tile, spelling):
-    """Return how many terms the distillation loss of a sub-tile has."""
-    if spelling is None:
-        return len(sub_tile.terms.first_S)
-    return sub_tile.terms.count_all
-
-
 def pad_id(table):
     """Return the id that fills rows: with causal attention no real position looks at padding."""
     return table.pad if table.pad >= 0 else max(table.eos, 0)
@@ -650,13 +644,12 @@ class TextsOf:
         self.goes_on = rows_that_go_on(*read_chunks, **texts).flatten()
         self.goes_on |= ~is_rendered[batch.sample]
 
-    def nodes(self, sub_tile, student_positions, teacher_positions, tables):
-        """Return the Nodes of a sub-tile, of which the positions of both sides are given."""
+    def nodes(self, chunks, sub_tile, student_positions, teacher_positions, tables):
+        """Return the Nodes of the Chunks of a sub-tile, at these positions of both sides."""
         text = self.teacher_text[teacher_positions]
         follows = torch.zeros(len(text), dtype=torch.bool)
         follows[1:] = (teacher_positions[1:] - teacher_positions[:-1] == 1) & (
             text[1:] == text[:-1]) & self.goes_on[teacher_positions[1:]]
-        chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
         return nodes_of_chunks(
             chunks, self.student_ids[student_positions], sub_tile.student_labels.clamp(min=0),
             sub_tile.teacher_labels.clamp(min=0), tables,
@@ -717,27 +710,19 @@ class Rows:
                 total += sizes[number]
         return before
 
-    def fill(self, samples, name, padding):
-        """Return a (rows, width) int64 tensor of the array `name` of every sample."""
-        out = np.full(self.shape, padding, np.int64)
+    def _places(self):
+        """Yield (sample, its row, the column at which it begins), row by row."""
         for line, row in enumerate(self.rows):
             for number in row:
-                values = getattr(samples[number], name)
-                start = self.offsets[number]
-                out[line, start : start + len(values)] = values
-        return torch.from_numpy(out)
+                yield number, line, self.offsets[number]
 
-    def logp(self, samples):
-        """Return a (rows, width) float32 tensor of `TokenRow.logp`, NaN where there is none."""
-        if self.is_rollout is None:
-            return None
-        out = np.full(self.shape, np.nan, np.float32)
-        for line, row in enumerate(self.rows):
-            for number in row:
-                values = samples[number].logp
-                if values is not None:
-                    start = self.offsets[number]
-                    out[line, start : start + len(values)] = values
+    def fill(self, samples, name, padding, dtype=np.int64):
+        """Return a (rows, width) tensor of the array `name` of every sample that has one."""
+        out = np.full(self.shape, padding, dtype)
+        for number, line, start in self._places():
+            values = getattr(samples[number], name)
+            if values is not None:
+                out[line, start : start + len(values)] = values
         return torch.from_numpy(out)
 
     def positions(self):
@@ -748,19 +733,16 @@ class Rows:
         """
         width = self.shape[1]
         out = np.zeros(self.shape, np.int64)
-        for line, row in enumerate(self.rows):
-            for number in row:
-                start = self.offsets[number]
-                # to the end of the row; the next sample overwrites what is its
-                out[line, start:] = np.arange(width - start)
+        for _, line, start in self._places():
+            # to the end of the row; the next sample overwrites what is its
+            out[line, start:] = np.arange(width - start)
         return torch.from_numpy(out)
 
     def sample_of_position(self):
         """Return (rows * width,) the sample of every position; padding counts to the last one."""
         out = np.zeros(self.shape, np.int64)
-        for line, row in enumerate(self.rows):
-            for number in row:
-                out[line, self.offsets[number] :] = number
+        for number, line, start in self._places():
+            out[line, start:] = number
         return torch.from_numpy(out).flatten()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from isogloss.align import Located, Region, align_regions, character_starts, locate
 from isogloss.align_dp import align_dp
 from isogloss.data.ends import turn_ends
-from isogloss.data.long_texts import MOST_CHARACTERS, check_size, fits
+from isogloss.data.long_texts import MOST_CHARACTERS, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
 from isogloss.data.turns import SkippedChat, Template, common_spans, stretches
 
@@ -69,10 +69,8 @@ def chat_text(messages, template):
 
 def read_rendering(text, encoder):
     """Return the tokens of what a chat template wrote, and where in it they stand, as a Located."""
-    check_size(text)
     # A rendering holds its own bos and eos, if the template writes them.
-    coded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
-                              verbose=False)
+    coded = encoder.coded(text, return_offsets_mapping=True)
     encoder.check_ids(coded["input_ids"])
     ids = np.array(coded["input_ids"], np.int64)
     return ids, locate(ids, encoder.table, text, coded["offset_mapping"])

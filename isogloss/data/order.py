@@ -37,7 +37,7 @@ from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
 from isogloss.data.turns import SkippedChat, Template, template_options
-from isogloss.data.workers import Loader, forked, worker_of
+from isogloss.data.workers import forked, worker_of
 from isogloss.errors import DataError
 
 TEMPLATE_SECONDS = 60  # for all of them; a template takes less than a millisecond for each
@@ -512,15 +512,3 @@ class HeldOutBatches:
                 examples.append(self.reader(self.dataset[row], row) if exists else None)
                 sample_ids.append(row if exists else -1)
             yield self.collator(examples, sample_ids)
-
-
-def loader(batches, num_workers, asked_to_end=lambda: False, pinned=False):
-    """Return the Loader of batches.
-
-    Of a stream each worker reads all rows, and drops those of the others: to tokenize and align a
-    row takes some hundred times as long as to read it.
-
-    Args:
-        asked_to_end, pinned: see `workers.Loader`.
-    """
-    return Loader(batches, num_workers, asked_to_end, pinned)

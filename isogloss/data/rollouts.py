@@ -204,7 +204,8 @@ class Prompter:
         if not whole:
             text = text[: CHARACTERS_PER_TOKEN * self.prompt_tokens]
         ids, = self.encoder.encode([text])
-        if len(ids) and ids[-1] == self.encoder.table.eos:
+        located = self.encoder.locate(ids, text)
+        if self.encoder.table.eos >= 0:
             ids = ids[:-1]
         size = len(ids)
         if not whole:
@@ -212,27 +213,17 @@ class Prompter:
             num_tokens = size - has_bos
             # of a short text the first half, so that there is something to write
             size = has_bos + min(self.prompt_tokens, -(-num_tokens // 2))
-        located = self.encoder.locate(self._with_eos(ids), text)
         raw = text.encode(errors="replace")
         while size < len(ids) and _is_inside_character(raw, _end_of(located, size)):
             size += 1
         if not size:
             raise SkippedPrompt("a prompt is empty, and the student's tokenizer has no bos")
         prompt_text = raw[: _end_of(located, size)].decode(errors="replace")
-        return ids[:size], prompt_text, _first_tokens(located, size)
-
-    def _with_eos(self, ids):
-        """Return ids as `TextEncoder.encode` ends them, whose offsets count one for eos."""
-        eos = self.encoder.table.eos
-        return np.append(ids, eos) if eos >= 0 else ids
+        return ids[:size], prompt_text, Located(*[field[:size] for field in located])
 
 
 def _end_of(located, size):
     return int(located.end[:size].max(initial=0))
-
-
-def _first_tokens(located, size):
-    return Located(located.begin[:size], located.end[:size], located.kind[:size])
 
 
 def _is_inside_character(raw, place):
@@ -281,8 +272,7 @@ def repeated_4grams(ids):
 
 def is_canonical(prompt, ids, text, encoder):
     """Tell whether the tokenizer makes of prompt and text the tokens that they have."""
-    coded = encoder.tokenizer(prompt.text + text, add_special_tokens=False, verbose=False)
-    canonical = np.array(coded["input_ids"], np.int64)
+    canonical = np.array(encoder.coded(prompt.text + text)["input_ids"], np.int64)
     whole = np.concatenate([prompt.ids, ids])
     special = encoder.table.special
     if canonical.max(initial=0) >= len(special):  # the name of a control token, letter by letter

@@ -58,6 +58,7 @@ class TextEncoder:
         max_length: positions per sample, at most.
         template_kwargs: what its chat template is told beside a chat.
         generation: of the student, what its generation_config.json says; see `ends`.
+        frames: {roles: `chat.Frame` of the chat template}, as they are found.
     """
 
     tokenizer: object
@@ -65,10 +66,14 @@ class TextEncoder:
     max_length: int
     template_kwargs: dict = field(default_factory=dict)
     generation: dict = field(default_factory=dict)
+    frames: dict = field(default_factory=dict, init=False)
 
-    def _coded(self, texts, **options):
+    def coded(self, texts, **options):
+        """Return what the tokenizer makes of a text or of several, without special tokens."""
         check_size(texts)
-        return self.tokenizer(texts, **options)
+        # Never truncated here: where to cut depends on the other side, see `cut_sample`.
+        return self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False,
+                              **options)
 
     @cached_property
     def splits_at_spaces(self):
@@ -78,11 +83,6 @@ class TextEncoder:
     def header(self):
         """Return the `turns.Header` of the chat template."""
         return header_of(Template(self).try_write)
-
-    @cached_property
-    def frames(self):
-        """Return a dict for `chat.Frame`s of the chat template."""
-        return {}
 
     @cached_property
     def template_end(self):
@@ -102,8 +102,7 @@ class TextEncoder:
 
     def num_tokens(self, text):
         """Return the number of tokens of a text, without bos and eos."""
-        coded = self._coded(text, add_special_tokens=False, truncation=False, verbose=False)
-        return len(coded["input_ids"])
+        return len(self.coded(text)["input_ids"])
 
     def encode(self, texts):
         """Return an int64 array `[bos] text eos` for each text.
@@ -112,11 +111,11 @@ class TextEncoder:
         """
         prefix = [self.table.bos] if self._adds_bos else []
         suffix = [self.table.eos] if self.table.eos >= 0 else []
-        # Never truncated here: where to cut depends on the other side, see `cut_sample`.
-        coded = self._coded(texts, add_special_tokens=False, truncation=False, verbose=False)
-        for ids in coded["input_ids"]:
+        encoded = []
+        for ids in self.coded(texts)["input_ids"]:
             self.check_ids(ids)
-        return [np.array(prefix + ids + suffix, np.int64) for ids in coded["input_ids"]]
+            encoded.append(np.array(prefix + ids + suffix, np.int64))
+        return encoded
 
     def check_ids(self, ids):
         check_ids(ids, len(self.table), self.tokenizer)
@@ -134,8 +133,7 @@ class TextEncoder:
 
     def _offsets(self, text):
         """Return (tokens, 2) characters of the text for each token of `encode`."""
-        coded = self._coded(text, add_special_tokens=False, return_offsets_mapping=True,
-                               verbose=False)
+        coded = self.coded(text, return_offsets_mapping=True)
         nowhere = [(0, 0)]  # bos and eos stand for no characters
         prefix = nowhere if self._adds_bos else []
         suffix = nowhere if self.table.eos >= 0 else []
@@ -230,12 +228,9 @@ class PairSample:
     @property
     def num_chunk_ids(self):
         """Return one more than the highest chunk id on either side."""
-        highest = -1
         # these hold the chunks that are learned too
-        for chunk in (self.read_student_chunk, self.read_teacher_chunk):
-            if len(chunk):
-                highest = max(highest, int(chunk.max()))
-        return highest + 1
+        chunks = self.read_student_chunk, self.read_teacher_chunk
+        return 1 + max(int(chunk.max(initial=-1)) for chunk in chunks)
 
 
 @dataclass

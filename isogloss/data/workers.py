@@ -161,16 +161,14 @@ class Worker:
         """Wait until the worker sends something."""
         begin = time.monotonic()
         while not self.connection.poll(PERIOD):
-            self._check_wait(time.monotonic() - begin, asked_to_end())
-
-    def _check_wait(self, seconds, asked_to_end):
-        if asked_to_end and seconds > PATIENCE:
-            raise SystemExit(128 + signal.SIGTERM)
-        if seconds > TRAINING_TIMEOUT.total_seconds():
-            raise DataError(
-                f"a data worker (process {self.process.pid}) has sent nothing for "
-                f"{seconds / 60:.0f} minutes; look at what it reads; the same command goes on "
-                "from the last checkpoint")
+            seconds = time.monotonic() - begin
+            if asked_to_end() and seconds > PATIENCE:
+                raise SystemExit(128 + signal.SIGTERM)
+            if seconds > TRAINING_TIMEOUT.total_seconds():
+                raise DataError(
+                    f"a data worker (process {self.process.pid}) has sent nothing for "
+                    f"{seconds / 60:.0f} minutes; look at what it reads; the same command goes on "
+                    "from the last checkpoint")
 
 
 def in_pinned_memory(batch):
