@@ -58,7 +58,6 @@ from isogloss.teachers.cache_files import (
     Manifest,
     bytes_per_position,
     complete,
-    hidden_columns,
     shard_name,
     top_k_columns,
     write_tensors,
@@ -508,7 +507,7 @@ class ShardWriter:
             return {}
         rows = torch.cat([row[:length] for row, length in zip(hidden, lengths)])
         if self.manifest.output == "hidden":
-            return hidden_columns(rows)
+            return {"hidden": rows.cpu().contiguous()}
         labels = torch.from_numpy(np.concatenate([array[1:] for array in arrays])).to(device)
         uniform = None
         if self.manifest.sampled:

@@ -142,13 +142,11 @@ def teacher_targets(setup, batches, group=None):
             logits = setup.source.targets(batch)
             if logits is None:
                 continue
-            bytes_per_token = logits.nbytes / batch.ids.numel()
-            setup.bytes_per_token = bytes_per_token
-            targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, bytes_per_token))
-    if kind:
-        for target, batch in zip(targets, batches):
-            target.confidence = sample_scores(target.logits, batch, kind)
+            setup.bytes_per_token = logits.nbytes / batch.ids.numel()
+            targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, setup.bytes_per_token))
     for target, batch in zip(targets, batches):
+        if kind:
+            target.confidence = sample_scores(target.logits, batch, kind)
         if batch.rollout_positions is not None:
             target.rollout_nats = rollout_nats(target.logits, batch)
     if targets and setup.keeps_columns:
@@ -188,7 +186,7 @@ def kept_columns(setup, batches, targets, group=None):
 
 @torch.no_grad()
 def sample_scores(logits, batch, kind):
-    """Return (B,) how sure a teacher is of each sample, see `mixing.teacher_scores`.
+    """Return (B,) how sure a teacher is of each sample: the mean of `mixing.token_scores`.
 
     It is -inf for a sample that the teacher does not read, whose template refuses it, say.
     Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers

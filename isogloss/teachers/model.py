@@ -463,11 +463,6 @@ def model_arguments(ids):
     return {"input_ids": ids[0], "position_ids": ids[1], "use_cache": False}
 
 
-def hidden_states(model, ids):
-    """Return (B, T, H) final hidden states of a causal language model for a `model_input`."""
-    return layers_of(model)(**model_arguments(ids))[0]
-
-
 def layers_of(model):
     """Return the part of a causal language model that makes hidden states."""
     layers = model.base_model
@@ -488,7 +483,7 @@ class WholeModel(nn.Module):
 
     def forward(self, ids, hidden):
         if hidden:
-            return hidden_states(self.model, ids)
+            return layers_of(self.model)(**model_arguments(ids))[0]
         return self.model(**model_arguments(ids)).logits
 
 
