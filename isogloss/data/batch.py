@@ -33,10 +33,10 @@ from isogloss.data.sample import (
     encode_text,
     pair_texts,
 )
-from isogloss.data.spans import SequenceShard, document_spans, sequence_shard
 from isogloss.data.turns import SkippedChat
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
+from isogloss.job.sequence_group import SequenceShard, document_spans, sequence_shard
 from isogloss.losses import find_chunks
 from isogloss.nodes import (
     Nodes,
