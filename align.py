@@ -23,6 +23,7 @@ Needs numpy and numba only; tokenizers are duck-typed (Hugging Face fast ones,
 import codecs
 import hashlib
 import html
+import itertools
 import re
 import sys
 from dataclasses import dataclass, field
@@ -407,27 +408,21 @@ def _decode_by_run(raw, ids, table):
     A run of byte tokens in which anything is no UTF-8 becomes one U+FFFD for each of its bytes, its
     complete characters included.
     """
+    def is_byte(i):
+        return BYTE_TOKEN.match(table.tokens[i]) is not None
+
     text = []
     invalid_spans = []
     begin = 0  # of the run
-    end = 0  # of the bytes read so far
-    in_run = False
-    for i in [*ids.tolist(), -1]:  # -1 ends the last run
-        if i >= 0 and table.lengths[i] < 0:  # control tokens are left out first
-            continue
-        is_byte = i >= 0 and BYTE_TOKEN.match(table.tokens[i]) is not None
-        if is_byte != in_run or i < 0:
-            run = raw[begin:end]
-            try:
-                text.append(run.decode())
-            except UnicodeDecodeError:
-                text.append("\ufffd" * len(run))
-                for place in range(begin, end):
-                    invalid_spans.append((place, place + 1))
-            begin = end
-            in_run = is_byte
-        if i >= 0:
-            end += int(table.lengths[i])
+    written = ids[table.lengths[ids] >= 0]  # control tokens are left out first
+    for _, run in itertools.groupby(written.tolist(), is_byte):
+        end = begin + int(table.lengths[list(run)].sum())
+        try:
+            text.append(raw[begin:end].decode())
+        except UnicodeDecodeError:
+            text.append("\ufffd" * (end - begin))
+            invalid_spans += [(place, place + 1) for place in range(begin, end)]
+        begin = end
     return "".join(text), invalid_spans
 
 
@@ -712,7 +707,6 @@ def align_located(student_ids, teacher_ids, student, teacher, student_table, tea
 
     Args:
         student_ids, teacher_ids: (S,) and (T,) int64.
-        student, teacher: Located.
         text_bytes: bytes of the text.
         pair_eos: make a chunk of two end-of-text tokens at the very end.
     """

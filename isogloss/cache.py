@@ -436,7 +436,6 @@ class ShardWriter:
         folder, manifest: of the cache.
         texts: Texts.
         source: `ModelTeacher`, which all ranks of its replica ask with the same ids.
-        batch_tokens: see Args.
         is_first: this rank writes what its replica computes.
         order, head: ByteOrder of the teacher's tokens, and its head with the rows in this order,
             where some tokens are chosen.

@@ -99,7 +99,6 @@ class RunData:
 
     Attributes:
         train_data, held_out_data: data sets.
-        reader, held_out_reader: ExampleReader of each.
         first_row: number of the first row of the training data in the whole data.
     """
 
@@ -120,7 +119,6 @@ class RunInputs:
     """All that the flags name, read and checked.
 
     Attributes:
-        student: TextEncoder.
         teachers: TeacherSetup of every teacher, without a source; empty: cross-entropy alone.
         ds_config: what DeepSpeed will see.
         data: RunData.
@@ -548,7 +546,6 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
         inputs: RunInputs.
         engine: the DeepSpeed engine, which knows the batch sizes.
         place: of a stream, from which it goes on, see `stream.Block`; None: from its first row on.
-        asked_to_end: see `workers.Loader`.
     """
     # ranks of a sequence group or of a pipeline read the same samples
     reader_rank = dist.get_rank() // cfg.ranks_per_reader

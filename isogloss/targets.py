@@ -128,8 +128,6 @@ def teacher_targets(setup, batches, group=None):
     """Run a teacher on the micro-batches of a step; its replica's ranks take part together.
 
     Args:
-        setup: TeacherSetup.
-        batches: its TeacherBatch of every micro-batch.
         group: ranks that compute losses; None: all.
     Returns:
         a TeacherTarget for each micro-batch; none where another rank computes the loss.
@@ -194,7 +192,6 @@ def sample_scores(logits, batch, kind):
 
     Args:
         logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
-        batch: its TeacherBatch.
         kind: "ce", "entropy" or "max_prob".
     """
     labels = batch.labels.flatten()
@@ -215,7 +212,6 @@ def total_score(logits, labels, positions, kind):
     """Return the sum of `mixing.token_scores` over some positions.
 
     Args:
-        logits, kind: see `sample_scores`.
         labels: (B * T,) int64; positions: (n,) int64.
     """
     if isinstance(logits, ScoredLogits):
@@ -233,7 +229,6 @@ def rollout_nats(logits, batch):
 
     Args:
         logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
-        batch: its TeacherBatch.
     """
     labels = batch.labels.flatten()
     nats = torch.zeros(batch.num_samples, dtype=torch.float64, device=labels.device)

@@ -56,7 +56,6 @@ class PairOptions:
     """Describe a teacher, as far as batches are concerned.
 
     Attributes:
-        encoder: TextEncoder.
         spelling: `nodes.Tables` for a divergence between two tokenizers, None for losses that work
             on whole chunks.
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
@@ -81,10 +80,8 @@ class Collator:
     """Make a Batch of examples.
 
     Attributes:
-        student: TextEncoder.
         pairs: PairOptions of every teacher; empty: cross-entropy alone.
         train_on: what to learn of a chat: "assistant" or "all".
-        aligner: see `sample.pair_texts`.
         pack: put several texts into a row where they fit, see `pack_rows`.
         tile_mib, sub_tiles: see `tile_plan.plan_tiles`; inf: one tile of one sub-tile holds all.
         sequence_rank, sequence_size: which shard of every sequence this rank holds.
@@ -111,7 +108,8 @@ class Collator:
             examples: Example, text, chat (list of messages) or None (no sample) each.
             sample_ids: positions of the examples in the data stream; None: not known.
         """
-        samples = self.samples(list(map(as_example, examples)))
+        examples = list(map(as_example, examples))
+        samples = self.samples(examples)
         rows = self._pack(samples) if self.pack else [[number] for number in range(len(samples))]
         student_sides = [sample.student for sample in samples]
         # a width that the shards of a sequence group divide evenly
@@ -151,7 +149,7 @@ class Collator:
         sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
         rollouts = []
         if student.logp is not None:
-            contents = [as_example(example).content for example in examples]
+            contents = [example.content for example in examples]
             rollouts = [content if isinstance(content, Rollout) else None for content in contents]
         return Batch(student, teachers, counts, sample_ids, rollouts)
 
@@ -361,10 +359,10 @@ class Collator:
             sample_of_student=student_rows.sample_of_position(),
         )
         labels = student.labels
-        texts = None
         if not self.computes_loss:
             return batch, PairCounts(), labels
-        if isinstance(pair.spelling, Tables):
+        texts = None
+        if pair.spelling is not None:
             read_chunks = (student_rows.fill(samples, "read_student_chunk", -1),
                            rows.fill(samples, "read_teacher_chunk", -1))
             is_rendered = torch.tensor([sample.is_rendered for sample in samples])
@@ -393,8 +391,7 @@ class Collator:
         return batch, counts, labels
 
     def _plan_tiles(self, pair, labels, batch, texts, is_rollout):
-        """Return the tiles of a pair, with the terms of its loss; rollouts have tiles of their own.
-        """
+        """Return a pair's tiles with the terms of its loss; rollouts have tiles of their own."""
         if is_rollout is None:
             return self._plan_tiles_of(pair, labels, batch, texts, False)
         tiles = []
@@ -528,9 +525,9 @@ class Collator:
 
 
 def keys_of(examples):
-    """Return (samples, 2) int64 keys of examples, by which a cache knows them; 0 for none."""
+    """Return (samples, 2) int64 keys of Examples, by which a cache knows them; 0 for none."""
     keys = np.zeros((len(examples), 2), np.int64)
-    for number, example in enumerate(map(as_example, examples)):
+    for number, example in enumerate(examples):
         if example.content is not None:
             keys[number] = example.key()
     return torch.from_numpy(keys)

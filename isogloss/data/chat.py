@@ -235,7 +235,6 @@ def encode_chat(messages, rendering, encoder, train_on=None, context=0):
     """Return the EncodedText of a rendered chat.
 
     Args:
-        rendering: Rendering.
         train_on: of the student: "assistant": learn what the assistant says, and to end its turn;
             "all": the whole rendering.  None: the reading of a teacher.
         context: messages at the beginning from which nothing is learned, and of which no byte
@@ -284,7 +283,6 @@ def pair_chats(renderings, encoders, aligner="bytes", train_on="assistant"):
         renderings: (student's, teacher's).
         encoders: likewise, TextEncoder.
         aligner: "bytes": what both renderings of a turn spell alike; "dp": the whole renderings.
-        train_on: see `encode_chat`.
     Returns:
         Alignment; its text is what the student's assistant says, or the whole rendering.
     """

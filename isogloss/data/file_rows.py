@@ -49,11 +49,10 @@ def file_keys(files):
 
 
 def named_rows(kind, files, columns):
-    """Yield {column: value} of every row of some files.
+    """Yield {column: value} of every row of some files, as `file_keys` lists them.
 
     Args:
         kind: "json", "csv" or "arrow".
-        files: see `file_keys`.
         columns: (name, type) each; a row that lacks one has None.  Where the type is one of
             PLAIN_TYPES, another value is refused.
     """
@@ -279,7 +278,6 @@ def open_rows_of_files(kind, files, features, streaming):
     """Return a data set of the rows of files, as an IterableDataset where it is a stream.
 
     Args:
-        kind, files: see `named_rows`.
         features: of the columns that are read.
     """
     columns = []

@@ -27,13 +27,10 @@ LETTER_AND_MARK = re.compile("[^\\W\\d_][\\s\u2581]")  # as SentencePiece writes
 
 
 def leave_out_tail(text, student, teachers):
-    """Return the part of a text that the student can read, or the whole if that is not certain.
+    """Return the part of a text that these TextEncoders need, or the whole if that is not certain.
 
     A sample of the part is that of the whole text if every teacher has a chunk in it: then
     `sample.cut_sample` cuts behind a chunk, within the student's limit.
-
-    Args:
-        student: TextEncoder; teachers: TextEncoder of each.
     """
     size = max(MIN_CHARACTERS, CHARACTERS_PER_TOKEN * student.max_length)
     if len(text) <= size:

@@ -70,12 +70,7 @@ def check_templates(dataset, reader, encoders):
 
 
 def check_learned(dataset, reader, student, train_on):
-    """Raise a ValueError where nothing would be learned of any of the first rows.
-
-    Args:
-        student: its TextEncoder.
-        train_on: see `chat.encode_chat`.
-    """
+    """Raise a ValueError where nothing would be learned of any of the first rows."""
     for count in (CHATS_TO_TRY, ROWS_TO_LEARN):  # nearly always the first row will do
         reasons = Counter()
         rows = first_rows(dataset, count, reader.text_key, reader.source)
@@ -120,9 +115,6 @@ def _why_not_learned(example, student, train_on):
 def try_templates(examples, encoders):
     """Render chats in a process that can be ended, as a template may be endless or explode.
 
-    Args:
-        examples: Example each.
-        encoders: TextEncoder each.
     Raises:
         ValueError: a template takes longer than TEMPLATE_SECONDS, or more than TEMPLATE_BYTES.
     """

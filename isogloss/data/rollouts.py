@@ -148,7 +148,6 @@ class Prompter:
     """Choose rollouts and make their prompts.
 
     Attributes:
-        encoder: TextEncoder of the student.
         seed: of the run.
         share: of the samples that are rollouts, 0 to 1.
         samples_per_step: over all ranks and micro-batches.
@@ -302,7 +301,6 @@ def pair_rollout(rollout, student, encoders, aligner="bytes", same_tokenizer=Fal
     """Align a rollout as the student wrote it with a teacher's reading of it.
 
     Args:
-        student: EncodedText of `student_reading`.
         encoders: (student's, teacher's).
         same_tokenizer: both have one tokenizer, so the teacher reads the sampled tokens themselves;
             else it reads what its tokenizer makes of their text.
@@ -386,7 +384,6 @@ def build_prompter(cfg, student, samples_per_step):
     """Return the Prompter of a run.
 
     Args:
-        student: TextEncoder.
         samples_per_step: over all ranks.
     """
     return Prompter(student, cfg.seed, cfg.on_policy, samples_per_step, cfg.prompt_tokens,

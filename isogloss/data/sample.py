@@ -54,7 +54,6 @@ class TextEncoder:
 
     Attributes:
         tokenizer: a fast Hugging Face tokenizer.
-        table: its TokenTable.
         max_length: positions per sample, at most.
         template_kwargs: what its chat template is told beside a chat.
         generation: of the student, what its generation_config.json says; see `ends`.
@@ -276,7 +275,6 @@ def pair_texts(text, student, teacher, student_table, teacher_table, aligner="by
     """Align two readings of one plain text.
 
     Args:
-        student, teacher: EncodedText.
         aligner: "bytes": chunks by byte positions; "dp": by dynamic programming (align_dp.py).
     Returns:
         Pairing.
@@ -337,8 +335,6 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     """Cut one teacher's side, and find out where that cuts the student's.
 
     Args:
-        student: EncodedText.
-        pairing: Pairing.
         student_limit, teacher_limit: tokens to keep, at most.
     Returns:
         (student tokens kept, PairSample).

@@ -54,7 +54,6 @@ class Template:
     """Write a chat, and parts of it, by a model's chat template.
 
     Args:
-        encoder: TextEncoder.
         tools: list of objects that describe what the assistant may call; None: there are none.
     """
 
@@ -180,11 +179,7 @@ class Header(NamedTuple):
 
 
 def header_of(write):
-    """Return the Header of a template.
-
-    Args:
-        write: see `Template.try_write`.
-    """
+    """Return the Header of a template whose `Template.try_write` this is."""
     question = write(QUESTION, False) or ""
     prompt = _behind(question, write(QUESTION, True))
     if prompt:
@@ -208,7 +203,6 @@ def stretches(messages, text, write, header, ends):
 
     Args:
         text: the rendering of all messages.
-        write, header: see `Template.try_write`, `header_of`.
         ends: (first, last + 1) characters of the tokens that may end a turn.
     """
     found = {}

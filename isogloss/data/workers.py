@@ -122,8 +122,6 @@ class Worker:
     def receive(self, asked_to_end, pinned=False):
         """Return the next batch; None after the last one.
 
-        Args:
-            asked_to_end, pinned: see Loader.
         Raises:
             DataError: the worker has died or was refused its data, or no batch came in time.
             RuntimeError: it failed in another way; with its traceback.

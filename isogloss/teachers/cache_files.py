@@ -169,7 +169,6 @@ class Manifest:
         data_digest: of the keys of all its texts, in order.
         holds_chats: the texts are chats.
         num_texts, texts_per_shard: rows of the data; those that a shard covers.
-        bytes_per_position: see the function of this name.
         date: that its chat template was told; "": of an earlier version, the day of writing.
         files: {name: [bytes, CRC-32]} of every other file; empty: the cache is not complete.
         format: version of this layout.
@@ -391,8 +390,6 @@ def open_cache(folder):
 def check_contents(folder, manifest, names):
     """Read files of a cache in full.
 
-    Args:
-        names: the files, of manifest.files.
     Raises:
         ValueError: a file is not what was written.
     """

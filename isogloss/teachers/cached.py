@@ -84,7 +84,6 @@ def check_rest(folder, manifest, temperature, reads_draws):
 
     Args:
         temperature: at which the loss reads it.
-        reads_draws: see `protocol.TeacherSpec`.
     """
     if manifest.sampled and reads_draws and temperature != manifest.temperature:
         raise ValueError(f"--temperature {temperature}: {folder} holds tokens that were drawn at "

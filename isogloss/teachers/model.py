@@ -530,7 +530,6 @@ class SharedModel:
     Attributes:
         whole: WholeModel; a call of it takes all ranks of the replica.
         replica: Replica.
-        same_ids, sequence_parallel_size: see ModelSpec.
     """
 
     whole: WholeModel

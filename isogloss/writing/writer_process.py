@@ -133,7 +133,9 @@ class WriterProcess:
                 looks.register(stdin, select.POLLOUT)
             ready = dict(looks.poll(1000 * min(PERIOD, seconds)))
             if stdout in ready:
-                piece = self._read(stdout)
+                piece = os.read(stdout, 2**20)
+                if not piece:
+                    raise self._ended()
                 if message:
                     raise self.error(f"wrote {_shortened(piece)} before it was asked; only "
                                      "responses may go to its standard output")
@@ -151,12 +153,6 @@ class WriterProcess:
                 except BrokenPipeError:
                     raise self._ended() from None
         return bytes(line)
-
-    def _read(self, stdout):
-        piece = os.read(stdout, 2**20)
-        if not piece:
-            raise self._ended()
-        return piece
 
     def _ended(self):
         """Return the WriterError of a process that has closed its end of a pipe."""
