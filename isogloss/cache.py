@@ -171,7 +171,7 @@ class StreamedRows:
     """Give the rows of a stream by their numbers; a lower one than the last begins it anew.
 
     Attributes:
-        num: of all rows; None until they have been counted.
+        num: of all rows; None until they have been read once, see `survey`.
     """
 
     def __init__(self, dataset):
@@ -181,8 +181,6 @@ class StreamedRows:
         self.next = 0
 
     def __len__(self):
-        if self.num is None:
-            self.num = sum(1 for _ in self.dataset)
         return self.num
 
     def __iter__(self):

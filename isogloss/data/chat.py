@@ -49,11 +49,6 @@ class Rendering:
     data: bytes
     turns: dict
 
-    def words(self, number):
-        """Return what the assistant says in a turn."""
-        turn = self.turns[number]
-        return self.data[turn.begin : turn.end].decode(errors="replace")
-
 
 def chat_text(messages, template):
     """Return what a `turns.Template` makes of a chat, if that can be tokenized.

@@ -194,38 +194,32 @@ def _work(batches, place, parent, connection):
     try:
         for batch in batches:
             packed, buffer = pack(batch)
-            messages.put((_header("batch", packed), buffer.numpy()))
-        messages.put((_header("batch", None), b""))
+            messages.put(("batch", packed, buffer.numpy()))
+        messages.put(("batch", None, b""))
     except ValueError as error:
-        messages.put((_header("refused", str(error)), b""))
+        messages.put(("refused", str(error), b""))
     except BaseException:
-        messages.put((_header("failed", traceback.format_exc()), b""))
+        messages.put(("failed", traceback.format_exc(), b""))
     messages.put(None)
     sender.join()
     os._exit(0)  # what was inherited is not this process's to clean up
 
 
 def _send(messages, connection):
-    """Send messages until None; end the process if that fails, and with it the reader's wait."""
+    """Send messages until None; end the process if that fails, and with it the reader's wait.
+
+    A message has a kind, a value and a buffer: a "batch" its Packed, or None after the last one;
+    "refused" a line about the data; "failed" a traceback.
+    """
     try:
         while (message := messages.get()) is not None:
-            header, buffer = message
-            connection.send_bytes(header)
+            kind, value, buffer = message
+            connection.send_bytes(pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL))
             memory = memoryview(buffer)
             while memory:
                 memory = memory[os.write(connection.fileno(), memory) :]
     except BaseException:
         os._exit(1)
-
-
-def _header(kind, value):
-    """Return what goes before a buffer, as bytes.
-
-    Args:
-        kind: "batch", whose Packed is the value, or None after the last one; "refused", a line
-            about the data; or "failed", a traceback.
-    """
-    return pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)
 
 
 def _end_with(parent):

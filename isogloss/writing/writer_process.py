@@ -75,11 +75,8 @@ class WriterProcess:
         """Start the command; the thread that does it has to last as long as the job.
 
         Args:
-            command: as a shell would read it, without a shell.
-        Raises:
-            ValueError: there is no such program.
+            command: as a shell would read it, without a shell; see `check_command`.
         """
-        check_command(command)
         self.command = command
         self.timeout = timeout
         self.asked_to_end = bool
