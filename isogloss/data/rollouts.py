@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isogloss.align import Alignment, Located, align_located, locate
-from isogloss.align_dp import align_dp
+from isogloss.align import Alignment, Located, locate
 from isogloss.data.chat import (
     Rendering,
     Turn,
@@ -30,6 +29,7 @@ from isogloss.data.sample import (
     TokenBeyondHead,
     bytes_of_tokens,
     encode_text,
+    pair_texts,
 )
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.rollout import uniform
@@ -354,12 +354,7 @@ def _pair_text(rollout, student, encoders, aligner):
     teacher = encode_text(text, ids, encoders[1])
     if not rollout.ended and len(ids) and ids[-1] == tables[1].eos:
         teacher = teacher.without_last()  # a rollout that was cut has no end on either side
-    if aligner == "dp":
-        return Pairing(teacher, align_dp(student.ids, teacher.ids, *tables))
-    size = len(text.encode(errors="replace"))
-    alignment = align_located(student.ids, teacher.ids, student.located, teacher.located, *tables,
-                              size, pair_eos=rollout.ended)
-    return Pairing(teacher, alignment)
+    return pair_texts(text, student, teacher, *tables, aligner, pair_eos=rollout.ended)
 
 
 def _pair_chat(rollout, student, encoders, aligner):

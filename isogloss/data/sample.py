@@ -271,21 +271,22 @@ def bytes_of_tokens(located):
     return np.where(located.begin < 0, -1, located.end - located.begin)
 
 
-def pair_texts(text, student, teacher, student_table, teacher_table, aligner="bytes"):
+def pair_texts(text, student, teacher, student_table, teacher_table, aligner="bytes",
+               pair_eos=True):
     """Align two readings of one plain text.
 
     Args:
         aligner: "bytes": chunks by byte positions; "dp": by dynamic programming (align_dp.py).
+        pair_eos: of "bytes", see `align.align_located`.
     Returns:
         Pairing.
     """
+    tables = student_table, teacher_table
     if aligner == "dp":  # compares what tokens spell, so it needs no places in the text
-        alignment = align_dp(student.ids, teacher.ids, student_table, teacher_table)
-        return Pairing(teacher, alignment)
+        return Pairing(teacher, align_dp(student.ids, teacher.ids, *tables))
     size = len(text.encode(errors="replace"))  # lone surrogates have no UTF-8
-    alignment = align_located(student.ids, teacher.ids, student.located, teacher.located,
-                              student_table, teacher_table, size)
-    return Pairing(teacher, alignment)
+    return Pairing(teacher, align_located(
+        student.ids, teacher.ids, student.located, teacher.located, *tables, size, pair_eos))
 
 
 def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
