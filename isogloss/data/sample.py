@@ -272,7 +272,7 @@ def bytes_of_tokens(located):
 
 
 def pair_texts(text, student, teacher, student_table, teacher_table, aligner="bytes",
-               pair_eos=True):
+               *, pair_eos=True):
     """Align two readings of one plain text.
 
     Args:
