@@ -125,7 +125,7 @@ def step_targets(setups, micro_batches, group=None):
 
 
 def teacher_targets(setup, batches, group=None):
-    """Run a teacher on the micro-batches of a step; its replica's ranks take part together.
+    """Ask a teacher about its TeacherBatches of a step; its replica's ranks take part together.
 
     Args:
         group: ranks that compute losses; None: all.

@@ -298,7 +298,7 @@ def student_reading(rollout, encoder):
 
 
 def pair_rollout(rollout, student, encoders, aligner="bytes", same_tokenizer=False):
-    """Align a rollout as the student wrote it with a teacher's reading of it.
+    """Align a rollout's `student_reading` with a teacher's reading of it.
 
     Args:
         encoders: (student's, teacher's).

@@ -273,7 +273,7 @@ def bytes_of_tokens(located):
 
 def pair_texts(text, student, teacher, student_table, teacher_table, aligner="bytes",
                *, pair_eos=True):
-    """Align two readings of one plain text.
+    """Align two readings, EncodedText each, of one plain text.
 
     Args:
         aligner: "bytes": chunks by byte positions; "dp": by dynamic programming (align_dp.py).
@@ -333,7 +333,7 @@ def _student_row(student, cut):
 
 
 def cut_pair(student, pairing, student_limit, teacher_limit):
-    """Cut one teacher's side, and find out where that cuts the student's.
+    """Cut a teacher's Pairing, and find out where that cuts the student's EncodedText.
 
     Args:
         student_limit, teacher_limit: tokens to keep, at most.
