@@ -246,13 +246,8 @@ def _byte_level_bytes(tokens):
         for token in tokens:
             pieces += _byte_level_bytes([token])
         return pieces
-    pieces = []
-    begin = 0  # of the token in `raw`: one byte per character
-    for token in tokens:
-        end = begin + len(token)
-        pieces.append(raw[begin:end])
-        begin = end
-    return pieces
+    places = itertools.accumulate(map(len, tokens), initial=0)  # in `raw`: a byte per character
+    return [raw[begin:end] for begin, end in itertools.pairwise(places)]
 
 
 def _sentencepiece_bytes(token):

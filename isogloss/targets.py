@@ -253,7 +253,4 @@ def weigh_by_confidence(cfg, batches, targets):
     scores_MB = torch.stack([target.confidence for target in targets])
     select = cfg.teacher_weights == "select"
     weights_MB = teacher_weights(scores_MB, cfg.teacher_alpha, select)
-    weighted = []
-    for batch, weight_B in zip(batches, weights_MB):
-        weighted.append(weigh_samples(batch, weight_B))
-    return weighted
+    return list(map(weigh_samples, batches, weights_MB))

@@ -655,11 +655,8 @@ class TextsOf:
 
 def localize_tiles(tiles: list[Tile], shard):
     """Return the tiles with the student positions of this rank: its shard, then the halo."""
-    localized = []
-    for tile in tiles:
-        positions = shard.local_position[tile.student_positions]
-        localized.append(tile._replace(student_positions=positions))
-    return localized
+    place_of = shard.local_position
+    return [tile._replace(student_positions=place_of[tile.student_positions]) for tile in tiles]
 
 
 # --- rows -----------------------------------------------------------------------------------------

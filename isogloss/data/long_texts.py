@@ -61,10 +61,8 @@ def check_size(texts):
 
 def _last_boundary(text, size):
     """Return the last place to cut in the second half of the first `size` characters, or None."""
-    boundary = None
-    for match in BOUNDARY.finditer(text, size // 2, size):
-        boundary = match.end()
-    return boundary
+    boundaries = BOUNDARY.finditer(text, size // 2, size)
+    return max((boundary.end() for boundary in boundaries), default=None)
 
 
 # --- tokenizers -----------------------------------------------------------------------------------
