@@ -129,9 +129,8 @@ def splits_at_spaces(tokenizer):
             return False
     if not all(_is_local_normalizer(state) for state in _parts(backend.normalizer, "normalizers")):
         return False
-    effects = []
-    for state in _parts(backend.pre_tokenizer, "pretokenizers"):
-        effects.append(_effect_of_pre_tokenizer(state))
+    parts = _parts(backend.pre_tokenizer, "pretokenizers")
+    effects = list(map(_effect_of_pre_tokenizer, parts))
     if None in effects:
         return False
     return _is_local_model(backend, splits="splits" in effects)
