@@ -23,6 +23,7 @@ Needs numpy and numba only; tokenizers are duck-typed (Hugging Face fast ones,
 import codecs
 import hashlib
 import html
+import itertools
 import re
 import sys
 from dataclasses import dataclass, field
@@ -245,13 +246,8 @@ def _byte_level_bytes(tokens):
         for token in tokens:
             pieces += _byte_level_bytes([token])
         return pieces
-    pieces = []
-    begin = 0  # of the token in `raw`: one byte per character
-    for token in tokens:
-        end = begin + len(token)
-        pieces.append(raw[begin:end])
-        begin = end
-    return pieces
+    places = itertools.accumulate(map(len, tokens), initial=0)  # in `raw`: a byte per character
+    return [raw[begin:end] for begin, end in itertools.pairwise(places)]
 
 
 def _sentencepiece_bytes(token):
@@ -348,9 +344,9 @@ def locate(ids, table, text, offsets=None):
         Located, or None if the tokens do not spell the text and there are no offsets.
     """
     raw = np.frombuffer(text.encode(errors="replace"), np.uint8)
-    spells_text, begin, end, kind = _by_bytes(ids, table.data, table.starts, table.lengths, raw)
-    if spells_text:
-        return Located(begin, end, kind)
+    located = _located_by_bytes(ids, table, raw)
+    if located is not None:
+        return located
     if offsets is None:
         return _as_decoded(ids, table, text)
     spans = character_starts(text)[np.asarray(offsets, np.int64).reshape(-1, 2)]
@@ -370,45 +366,35 @@ def character_starts(text):
 def _as_decoded(ids, table, text):
     """Place tokens in the text that they decode to; return None if the text is another one."""
     raw = table.decode(ids)
-    for decode in (_decode_by_subpart, _decode_by_run, _decode_by_byte):
-        decoded, invalid_spans = decode(raw, ids, table)
+    for decoded, invalid_spans in _decodings(raw, ids, table):
         lead = len(decoded) - len(text)  # 1: the tokens spell a space in front
         if lead in (0, 1) and decoded == " " * lead + text:
             return _place_decoded(raw, ids, table, lead, invalid_spans)
     return None
 
 
-def _decode_by_subpart(raw, ids=None, table=None):
-    """Decode as byte-level tokenizers do, and Python: one U+FFFD per incomplete character.
+def _decodings(raw, ids, table):
+    """Yield (text, list of (begin, end) of `raw`, of which each became one U+FFFD)."""
+    # as byte-level tokenizers do, and Python: one U+FFFD per incomplete character
+    yield _decode(raw, by_byte=False)
+    yield _decode_by_run(raw, ids, table)
+    # as the sentencepiece library does: one per byte of it
+    yield _decode(raw, by_byte=True)
 
-    Returns:
-        (text, list of (begin, end) of `raw`, of which each became one U+FFFD).
-    """
+
+def _decode(raw, by_byte):
     invalid_spans = []
 
     def note_invalid(error):
-        invalid_spans.append((error.start, error.end))
-        return "\ufffd", error.end
+        spans = [(error.start, error.end)]
+        if by_byte:
+            spans = [(place, place + 1) for place in range(error.start, error.end)]
+        invalid_spans.extend(spans)
+        return "\ufffd" * len(spans), error.end
 
-    return _decode_noting(raw, note_invalid), invalid_spans
-
-
-def _decode_by_byte(raw, ids=None, table=None):
-    """Decode as the sentencepiece library does: one U+FFFD per byte of an incomplete character."""
-    invalid_spans = []
-
-    def note_invalid(error):
-        for place in range(error.start, error.end):
-            invalid_spans.append((place, place + 1))
-        return "\ufffd" * (error.end - error.start), error.end
-
-    return _decode_noting(raw, note_invalid), invalid_spans
-
-
-def _decode_noting(raw, note_invalid):
     # registered anew in every call, since the handler writes to this call's list
     codecs.register_error("align.note_invalid", note_invalid)
-    return raw.decode(errors="align.note_invalid")
+    return raw.decode(errors="align.note_invalid"), invalid_spans
 
 
 def _decode_by_run(raw, ids, table):
@@ -417,27 +403,21 @@ def _decode_by_run(raw, ids, table):
     A run of byte tokens in which anything is no UTF-8 becomes one U+FFFD for each of its bytes, its
     complete characters included.
     """
+    def is_byte(i):
+        return BYTE_TOKEN.match(table.tokens[i]) is not None
+
     text = []
     invalid_spans = []
     begin = 0  # of the run
-    end = 0  # of the bytes read so far
-    in_run = False
-    for i in [*ids.tolist(), -1]:  # -1 ends the last run
-        if i >= 0 and table.lengths[i] < 0:  # control tokens are left out first
-            continue
-        is_byte = i >= 0 and BYTE_TOKEN.match(table.tokens[i]) is not None
-        if is_byte != in_run or i < 0:
-            run = raw[begin:end]
-            try:
-                text.append(run.decode())
-            except UnicodeDecodeError:
-                text.append("\ufffd" * len(run))
-                for place in range(begin, end):
-                    invalid_spans.append((place, place + 1))
-            begin = end
-            in_run = is_byte
-        if i >= 0:
-            end += int(table.lengths[i])
+    written = ids[table.lengths[ids] >= 0]  # control tokens are left out first
+    for _, run in itertools.groupby(written.tolist(), is_byte):
+        end = begin + int(table.lengths[list(run)].sum())
+        try:
+            text.append(raw[begin:end].decode())
+        except UnicodeDecodeError:
+            text.append("\ufffd" * (end - begin))
+            invalid_spans += [(place, place + 1) for place in range(begin, end)]
+        begin = end
     return "".join(text), invalid_spans
 
 
@@ -493,23 +473,6 @@ def _spelled(ids, data, starts, lengths):
             out[filled] = data[starts[i] + b]
             filled += 1
     return out
-
-
-@njit(cache=True)
-def _places(ids, lengths):
-    """Return (begin, end, kind) in the text that the ids themselves spell."""
-    n = len(ids)
-    begin = np.full(n, -1)
-    end = np.full(n, -1)
-    kind = np.zeros(n, np.int8)
-    position = 0
-    for k in range(n):
-        size = lengths[ids[k]]
-        if size >= 0:
-            begin[k] = position
-            position += size
-            end[k] = position
-    return begin, end, kind
 
 
 @njit(cache=True)
@@ -706,21 +669,13 @@ def _locate_in_common_spelling(student_ids, teacher_ids, student_table, teacher_
         (bytes of that text, Located of the student, Located of the teacher); None for a side that
         does not spell it.
     """
-    s_table = student_table
-    t_table = teacher_table
-    s_spelled = _spelled(student_ids, s_table.data, s_table.starts, s_table.lengths)
-    t_spelled = _spelled(teacher_ids, t_table.data, t_table.starts, t_table.lengths)
-    if np.array_equal(s_spelled, t_spelled):
-        student = Located(*_places(student_ids, s_table.lengths))
-        teacher = Located(*_places(teacher_ids, t_table.lengths))
-        return len(s_spelled), student, teacher
-
+    spelled = student_table.decode(student_ids), teacher_table.decode(teacher_ids)
     # the shorter spelling is the text: the other may have one space more in front
-    text = min(s_spelled, t_spelled, key=len)
-    student = _located_by_bytes(student_ids, s_table, text)
-    teacher = _located_by_bytes(teacher_ids, t_table, text)
+    text = np.frombuffer(min(spelled, key=len), np.uint8)
+    student = _located_by_bytes(student_ids, student_table, text)
+    teacher = _located_by_bytes(teacher_ids, teacher_table, text)
     if student is None or teacher is None:  # two texts: all bytes of the longer one are dropped
-        text = max(s_spelled, t_spelled, key=len)
+        return max(map(len, spelled)), student, teacher
     return len(text), student, teacher
 
 
@@ -747,7 +702,6 @@ def align_located(student_ids, teacher_ids, student, teacher, student_table, tea
 
     Args:
         student_ids, teacher_ids: (S,) and (T,) int64.
-        student, teacher: Located.
         text_bytes: bytes of the text.
         pair_eos: make a chunk of two end-of-text tokens at the very end.
     """
@@ -783,10 +737,9 @@ def _with_pair(alignment, student_token, teacher_token):
         same_bytes=np.append(alignment.same_bytes, True))
 
 
-# results of comparing the bytes of a chunk's two sides
+# results of comparing the bytes of a chunk's two sides; 1, -1: the student, the teacher has a space
+# more in front
 SAME = 0
-SPACE_MORE_IN_STUDENT = 1
-SPACE_MORE_IN_TEACHER = -1
 DIFFERENT = 2
 
 
@@ -801,7 +754,8 @@ def _next_byte(ids, starts, token, stop, byte, byte_stop):
 
 
 @njit(cache=True)
-def _compare_bytes(s_ids, s, s_stop, s_data, s_starts, t_ids, t, t_stop, t_data, t_starts):
+def _compare(s_ids, s_kind, s, s_stop, s_data, s_starts,
+             t_ids, t_kind, t, t_stop, t_data, t_starts):
     """Compare the bytes of student tokens s..s_stop-1 with those of teacher tokens t..t_stop-1."""
     lead = 0  # bytes that the student has more
     for k in range(s, s_stop):
@@ -810,7 +764,9 @@ def _compare_bytes(s_ids, s, s_stop, s_data, s_starts, t_ids, t, t_stop, t_data,
         lead -= t_starts[t_ids[k] + 1] - t_starts[t_ids[k]]
     if lead < -1 or lead > 1:
         return DIFFERENT
-    # one byte more: it has to be a space in front
+    # one byte more: it has to be a space in front, and of a token that may have one
+    if (lead == 1 and s_kind[s] != SPACE) or (lead == -1 and t_kind[t] != SPACE):
+        return DIFFERENT
     s, s_byte, s_byte_stop = _next_byte(s_ids, s_starts, s, s_stop, 0, 0)
     t, t_byte, t_byte_stop = _next_byte(t_ids, t_starts, t, t_stop, 0, 0)
     if lead == 1:
@@ -830,18 +786,6 @@ def _compare_bytes(s_ids, s, s_stop, s_data, s_starts, t_ids, t, t_stop, t_data,
             return DIFFERENT
         s_byte += 1
         t_byte += 1
-
-
-@njit(cache=True)
-def _compare(s_ids, s_kind, s, s_stop, s_data, s_starts,
-             t_ids, t_kind, t, t_stop, t_data, t_starts):
-    """Compare the two sides of a chunk; only a token of kind SPACE may spell a space more."""
-    verdict = _compare_bytes(s_ids, s, s_stop, s_data, s_starts, t_ids, t, t_stop, t_data, t_starts)
-    if verdict == SPACE_MORE_IN_STUDENT and s_kind[s] != SPACE:
-        return DIFFERENT
-    if verdict == SPACE_MORE_IN_TEACHER and t_kind[t] != SPACE:
-        return DIFFERENT
-    return verdict
 
 
 @njit(cache=True)
@@ -872,8 +816,6 @@ def _merge(s_ids, s_begin, s_end, s_kind, s_data, s_starts,
             exact, same_bytes[:num_chunks].copy(), normalized, unencodable)
 
 
-# the two sides are written out, and nothing is called per token: counting the references of
-# array arguments would take numba longer than the token
 @njit(cache=True)
 def _write_counts(counts_4, start, stop, s_num, t_num):
     """Write the counts of one chunk, see `_merge`."""
@@ -883,14 +825,12 @@ def _write_counts(counts_4, start, stop, s_num, t_num):
     counts_4[3] = t_num
 
 
+# the two sides are written out, and nothing is called per token: counting the references of
+# array arguments would take numba longer than the token
 @njit(cache=True)
 def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts, t_ids, t_begin, t_end, t_kind,
                  t_data, t_starts, text_bytes, s_chunk, t_chunk, counts, same_bytes):
-    """Do the pass of `_merge` and write its arrays.
-
-    Returns:
-        (number of chunks, normalized bytes, unencodable bytes)
-    """
+    """Do the pass of `_merge`; return (number of chunks, normalized bytes, unencodable bytes)."""
     num_chunks = normalized = unencodable = 0
     s = t = s_reached = t_reached = 0  # next token; bytes of the text accounted for
     start = s_num = t_num = 0  # the open chunk: its begin, and its tokens, the last ones taken

@@ -5,13 +5,13 @@
 common.  It returns the same `Alignment`.
 
 Shapes: S student tokens, T teacher tokens, C chunks.  Inside the numba functions ``s_`` stands for
-    the
-student's side and ``t_`` for the teacher's.
+the student's side and ``t_`` for the teacher's.
 
 Needs numpy, numba and align.py; copy both files.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_align_dp.py.
 """
 
+import bisect
 from typing import NamedTuple
 
 import numpy as np
@@ -212,31 +212,22 @@ def _hash(data, places, size):
     return out
 
 
-@njit(cache=True)
 def _longest_rise(values):
     """Return the indices of a longest strictly rising subsequence, by patience sorting."""
-    n = len(values)
-    tails = np.empty(n, np.int64)  # tails[l]: index of the smallest end of a rise of l + 1 values
-    before = np.full(n, -1)  # index of the value before in the longest rise that ends here
-    size = 0
-    for k in range(n):
-        low = 0
-        high = size
-        while low < high:
-            middle = (low + high) // 2
-            if values[tails[middle]] < values[k]:
-                low = middle + 1
-            else:
-                high = middle
-        before[k] = tails[low - 1] if low else -1
-        tails[low] = k
-        size = max(size, low + 1)
-    out = np.empty(size, np.int64)
-    k = tails[size - 1] if size else -1
-    for place in range(size - 1, -1, -1):
-        out[place] = k
+    ends = []  # ends[l]: the smallest end of a rise of l + 1 values
+    tails = []  # its index
+    before = []  # index of the value before in the longest rise that ends here
+    for k, value in enumerate(values.tolist()):
+        size = bisect.bisect_left(ends, value)
+        before.append(tails[size - 1] if size else -1)
+        ends[size : size + 1] = [value]
+        tails[size : size + 1] = [k]
+    rise = []
+    k = tails[-1] if tails else -1
+    while k >= 0:
+        rise.append(k)
         k = before[k]
-    return out
+    return rise[::-1]
 
 
 # --- dynamic programming between two anchors ------------------------------------------------------

@@ -175,16 +175,8 @@ def write(
     Raises:
         ValueError: an empty prompt, or a model without a cache.
     """
-    for prompt in prompts:
-        if not len(prompt.ids):
-            raise ValueError("a prompt has no token; give at least bos")
+    waiting = _batches_of([len(prompt.ids) for prompt in prompts], batch_size, equal_lengths)
     sampler = _Sampler(model, list(stop_ids), vocab, temperature, top_p, pad_id)
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
-    waiting = []
-    for _, group in itertools.groupby(
-            order, lambda number: len(prompts[number].ids) if equal_lengths else 0):
-        numbers = list(group)
-        waiting += [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
     completions: dict[int, Completion] = {}
     was_training = model.training
     model.eval()
@@ -205,6 +197,19 @@ def write(
                 batch = None
     model.train(was_training)
     return [completions[number] for number in range(len(prompts))]
+
+
+def _batches_of(lengths: list[int], batch_size: int, equal_lengths: bool) -> list[list[int]]:
+    """Return the numbers of the prompts of each batch, the shortest first."""
+    if 0 in lengths:
+        raise ValueError("a prompt has no token; give at least bos")
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    batches = []
+    for _, group in itertools.groupby(
+            order, lambda number: lengths[number] if equal_lengths else 0):
+        numbers = list(group)
+        batches += [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
+    return batches
 
 
 def _can_select_rows(cache: Any) -> bool:

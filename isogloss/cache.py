@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from isogloss.align import fingerprint
 from isogloss.config import Config, template_kwargs
-from isogloss.data.batch import pad_id
+from isogloss.data.batch import keys_of, pad_id
 from isogloss.data.chat import chat_text, read_rendering
 from isogloss.data.checks import explained
 from isogloss.data.open_data import holds_chats
@@ -58,7 +58,6 @@ from isogloss.teachers.cache_files import (
     Manifest,
     bytes_per_position,
     complete,
-    hidden_columns,
     shard_name,
     top_k_columns,
     write_tensors,
@@ -172,7 +171,7 @@ class StreamedRows:
     """Give the rows of a stream by their numbers; a lower one than the last begins it anew.
 
     Attributes:
-        num: of all rows; None until they have been counted.
+        num: of all rows; None until they have been read once, see `survey`.
     """
 
     def __init__(self, dataset):
@@ -182,8 +181,6 @@ class StreamedRows:
         self.next = 0
 
     def __len__(self):
-        if self.num is None:
-            self.num = sum(1 for _ in self.dataset)
         return self.num
 
     def __iter__(self):
@@ -260,12 +257,6 @@ class Texts:
             ids, _ = read_rendering(text, self.encoder)
             arrays.append(ids[:limit])
         return arrays
-
-
-def keys_of(examples):
-    """Return (n, 2) int64 keys of Examples."""
-    keys = [example.key() for example in examples]
-    return np.array(keys, np.int64).reshape(-1, 2)
 
 
 @dataclass
@@ -443,7 +434,6 @@ class ShardWriter:
         folder, manifest: of the cache.
         texts: Texts.
         source: `ModelTeacher`, which all ranks of its replica ask with the same ids.
-        batch_tokens: see Args.
         is_first: this rank writes what its replica computes.
         order, head: ByteOrder of the teacher's tokens, and its head with the rows in this order,
             where some tokens are chosen.
@@ -471,7 +461,7 @@ class ShardWriter:
             numbers = range(first, min(first + self.manifest.texts_per_shard,
                                        self.manifest.num_texts))
         examples = self.texts.examples(numbers)
-        keys = keys_of(examples)
+        keys = keys_of(examples).numpy()
         tokens = self.texts.tokens(examples) if examples else []
         lengths = [max(len(ids) - 1, 0) for ids in tokens]
         batches = batches_of(lengths, self.batch_tokens)
@@ -514,7 +504,7 @@ class ShardWriter:
             return {}
         rows = torch.cat([row[:length] for row, length in zip(hidden, lengths)])
         if self.manifest.output == "hidden":
-            return hidden_columns(rows)
+            return {"hidden": rows.cpu().contiguous()}
         labels = torch.from_numpy(np.concatenate([array[1:] for array in arrays])).to(device)
         uniform = None
         if self.manifest.sampled:

@@ -54,12 +54,12 @@ from isogloss.data.order import (
     check_routes,
     check_templates,
     joined_rows,
-    loader,
     sample_bounds,
     split_dataset,
 )
 from isogloss.data.rollouts import SkippedPrompt, build_prompter
 from isogloss.data.sample import TextEncoder
+from isogloss.data.workers import Loader
 from isogloss.errors import DataError
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import TaskSuite, load_suite
@@ -76,13 +76,12 @@ from isogloss.models.pretrained import (
     check_weights,
     load_config,
 )
-from isogloss.objective.loss_table import build_loss
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.ds_engine import check_with_deepspeed
 from isogloss.student.stages import check_pipeline_layout
 from isogloss.student.ulysses import check_sequence_layout
-from isogloss.targets import SpellingIds, TeacherSetup
+from isogloss.targets import TeacherSetup
 from isogloss.teachers.cache_files import Manifest
 from isogloss.teachers.ensemble import EnsembleSpec
 from isogloss.teachers.mixing import vocabulary_factors
@@ -100,7 +99,6 @@ class RunData:
 
     Attributes:
         train_data, held_out_data: data sets.
-        reader, held_out_reader: ExampleReader of each.
         first_row: number of the first row of the training data in the whole data.
     """
 
@@ -121,7 +119,6 @@ class RunInputs:
     """All that the flags name, read and checked.
 
     Attributes:
-        student: TextEncoder.
         teachers: TeacherSetup of every teacher, without a source; empty: cross-entropy alone.
         ds_config: what DeepSpeed will see.
         data: RunData.
@@ -186,8 +183,7 @@ def check_inputs(cfg, device, roles=None):
 def steps_of_epochs(cfg, data, raw_ds_config):
     """Return after how many steps the samples have been read --epochs times, the last one whole."""
     samples = len(sample_bounds(data.train_data, data.reader)) - 1
-    num_readers = dist.get_world_size() // cfg.ranks_per_reader
-    batch = batch_sizes(raw_ds_config, num_readers, cfg.ds_config).train_batch_size
+    batch = batch_sizes(raw_ds_config, num_readers(cfg), cfg.ds_config).train_batch_size
     return max(1, math.ceil(cfg.epochs * samples / batch - 1e-9))
 
 
@@ -409,12 +405,10 @@ def open_rows(cfg, source, split, encoders):
         for of_teacher in routes_by_teacher(cfg).values():
             routes += of_teacher or []
         check_routes(dataset, cfg.route_key, routes)
-    if cfg.teacher_prompt_key and cfg.teacher_prompt_key not in columns:
-        raise DataError(f"--teacher_prompt_key {cfg.teacher_prompt_key}: no such column; it has "
-                        f"{', '.join(columns)}")
-    if cfg.prompt_key and cfg.prompt_key not in columns:
-        raise DataError(f"--prompt_key {cfg.prompt_key}: no such column; it has "
-                        f"{', '.join(columns)}")
+    for flag in ("teacher_prompt_key", "prompt_key"):
+        name = getattr(cfg, flag)
+        if name and name not in columns:
+            raise DataError(f"--{flag} {name}: no such column; it has {', '.join(columns)}")
     tools_key = cfg.tools_key if cfg.tools_key in columns else ""
     reader = ExampleReader(text_key, cfg.route_key, source, cfg.prompt_key,
                            bool(cfg.completion_key), tools_key, filled_columns(dataset),
@@ -513,11 +507,10 @@ def plan_teachers(cfg, student, encoders, device):
         return [plan_ensemble(cfg, student, encoders, configs, device)]
     setups = []
     for name, teacher_cfg in configs.items():
-        encoder = encoders[name]
-        spec = teacher_cfg.teacher_kind.of(teacher_cfg, encoder, device, student)
-        loss = build_loss(teacher_cfg, student, encoder, device, spec.is_truncated)
-        ids = spelling_ids(cfg, student, encoder, device)
-        setups.append(TeacherSetup(name, teacher_cfg, encoder, loss, spec, ids))
+        spec = teacher_cfg.teacher_kind.of(teacher_cfg, encoders[name], device, student)
+        setup = TeacherSetup.of(
+            name, teacher_cfg, encoders[name], spec, student=student, device=device)
+        setups.append(setup)
     return setups
 
 
@@ -540,16 +533,7 @@ def plan_ensemble(cfg, student, encoders, configs, device):
                  for name, member in configs.items()],
         weights=[member.kd_weight for member in configs.values()],
         space=cfg.teacher_weights.removeprefix("mean_"))
-    loss = build_loss(ensemble_cfg, student, encoder, device, spec.is_truncated)
-    ids = spelling_ids(cfg, student, encoder, device)
-    return TeacherSetup("mean", ensemble_cfg, encoder, loss, spec, ids)
-
-
-def spelling_ids(cfg, student, encoder, device):
-    """Return what evaluations compare tokens by; None without held-out rows."""
-    if not cfg.holds_out:
-        return None
-    return SpellingIds.of(student.table, encoder.table, device)
+    return TeacherSetup.of("mean", ensemble_cfg, encoder, spec, student=student, device=device)
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -562,7 +546,6 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
         inputs: RunInputs.
         engine: the DeepSpeed engine, which knows the batch sizes.
         place: of a stream, from which it goes on, see `stream.Block`; None: from its first row on.
-        asked_to_end: see `workers.Loader`.
     """
     # ranks of a sequence group or of a pipeline read the same samples
     reader_rank = dist.get_rank() // cfg.ranks_per_reader
@@ -582,8 +565,8 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
     held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
                               micro_batch_size, reader_rank, num_readers(cfg))
     pinned = device.type == "cuda"
-    training = loader(batches, cfg.num_workers, asked_to_end, pinned)
-    return iter(training), loader(held_out, 0, pinned=pinned)
+    training = Loader(batches, cfg.num_workers, asked_to_end, pinned)
+    return iter(training), Loader(held_out, 0, pinned=pinned)
 
 
 def num_readers(cfg):

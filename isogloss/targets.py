@@ -8,7 +8,7 @@ import torch.distributed as dist
 from isogloss.config import Config
 from isogloss.data.sample import TextEncoder
 from isogloss.losses import at_least_float32, row_sums, teacher_importance
-from isogloss.objective.loss_table import LOSSES, DistillationLoss
+from isogloss.objective.loss_table import LOSSES, DistillationLoss, build_loss
 from isogloss.objective.objective import TeacherTarget, weigh_samples
 from isogloss.spelling import all_bytes
 from isogloss.teachers.mixing import teacher_weights, token_scores
@@ -56,7 +56,7 @@ class TeacherSetup:
         encoder: TextEncoder of the teacher.
         loss: DistillationLoss.
         spec: TeacherSpec.
-        spelling_ids: SpellingIds of the student's and this tokenizer, for evaluations.
+        spelling_ids: SpellingIds of the student's and this tokenizer, for evaluations, or None.
         source: TeacherSource; None: not loaded yet.
         asked_late: it is asked about a micro-batch when the loss comes to it, not before a step.
         bytes_per_token: memory that its logits of a position occupied last.
@@ -71,6 +71,15 @@ class TeacherSetup:
     source: TeacherSource | None = None
     asked_late: bool = False
     bytes_per_token: float = 0.0
+
+    @classmethod
+    def of(cls, name, cfg, encoder, spec, *, student, device):
+        """Return that of a teacher whose source is not loaded; student: TextEncoder."""
+        loss = build_loss(cfg, student, encoder, device, spec.is_truncated)
+        spelling_ids = None
+        if cfg.holds_out:
+            spelling_ids = SpellingIds.of(student.table, encoder.table, device)
+        return cls(name, cfg, encoder, loss, spec, spelling_ids)
 
     @property
     def keeps_columns(self):
@@ -116,11 +125,9 @@ def step_targets(setups, micro_batches, group=None):
 
 
 def teacher_targets(setup, batches, group=None):
-    """Run a teacher on the micro-batches of a step; its replica's ranks take part together.
+    """Ask a teacher about its TeacherBatches of a step; its replica's ranks take part together.
 
     Args:
-        setup: TeacherSetup.
-        batches: its TeacherBatch of every micro-batch.
         group: ranks that compute losses; None: all.
     Returns:
         a TeacherTarget for each micro-batch; none where another rank computes the loss.
@@ -133,13 +140,11 @@ def teacher_targets(setup, batches, group=None):
             logits = setup.source.targets(batch)
             if logits is None:
                 continue
-            bytes_per_token = logits.nbytes / batch.ids.numel()
-            setup.bytes_per_token = bytes_per_token
-            targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, bytes_per_token))
-    if kind:
-        for target, batch in zip(targets, batches):
-            target.confidence = sample_scores(target.logits, batch, kind)
+            setup.bytes_per_token = logits.nbytes / batch.ids.numel()
+            targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, setup.bytes_per_token))
     for target, batch in zip(targets, batches):
+        if kind:
+            target.confidence = sample_scores(target.logits, batch, kind)
         if batch.rollout_positions is not None:
             target.rollout_nats = rollout_nats(target.logits, batch)
     if targets and setup.keeps_columns:
@@ -179,7 +184,7 @@ def kept_columns(setup, batches, targets, group=None):
 
 @torch.no_grad()
 def sample_scores(logits, batch, kind):
-    """Return (B,) how sure a teacher is of each sample, see `mixing.teacher_scores`.
+    """Return (B,) how sure a teacher is of each sample: the mean of `mixing.token_scores`.
 
     It is -inf for a sample that the teacher does not read, whose template refuses it, say.
     Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers
@@ -187,7 +192,6 @@ def sample_scores(logits, batch, kind):
 
     Args:
         logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
-        batch: its TeacherBatch.
         kind: "ce", "entropy" or "max_prob".
     """
     labels = batch.labels.flatten()
@@ -208,7 +212,6 @@ def total_score(logits, labels, positions, kind):
     """Return the sum of `mixing.token_scores` over some positions.
 
     Args:
-        logits, kind: see `sample_scores`.
         labels: (B * T,) int64; positions: (n,) int64.
     """
     if isinstance(logits, ScoredLogits):
@@ -226,7 +229,6 @@ def rollout_nats(logits, batch):
 
     Args:
         logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
-        batch: its TeacherBatch.
     """
     labels = batch.labels.flatten()
     nats = torch.zeros(batch.num_samples, dtype=torch.float64, device=labels.device)
@@ -251,7 +253,4 @@ def weigh_by_confidence(cfg, batches, targets):
     scores_MB = torch.stack([target.confidence for target in targets])
     select = cfg.teacher_weights == "select"
     weights_MB = teacher_weights(scores_MB, cfg.teacher_alpha, select)
-    weighted = []
-    for batch, weight_B in zip(batches, weights_MB):
-        weighted.append(weigh_samples(batch, weight_B))
-    return weighted
+    return list(map(weigh_samples, batches, weights_MB))

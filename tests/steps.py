@@ -16,7 +16,7 @@ from isogloss.inputs import build_collator, load_text_encoder, plan_teachers
 from isogloss.job.launch import start_distributed
 from isogloss.losses import next_token_cross_entropy, teacher_importance
 from isogloss.objective.loss_table import build_loss
-from isogloss.teachers.mixing import teacher_scores
+from isogloss.teachers.mixing import token_scores
 from isogloss.tile_plan import SubTileBudget
 from jobs import ds_config, job_for, write_corpus
 
@@ -290,7 +290,10 @@ def plain_scores(teacher, logits_BTW, teacher_weights):
     """Return (B,) how sure a teacher is of each sample; cross-entropy counts per byte."""
     kind = "ce" if teacher_weights == "select" else teacher_weights
     mask_BT = teacher.labels >= 0
-    score_B = teacher_scores(logits_BTW, teacher.labels.clamp(min=0), mask_BT, kind)
+    score_B = torch.full((len(mask_BT),), -torch.inf)
+    for b in mask_BT.any(1).nonzero().flatten().tolist():
+        mask_T = mask_BT[b]
+        score_B[b] = token_scores(logits_BTW[b, mask_T], teacher.labels[b, mask_T], kind).mean()
     if kind != "ce":
         return score_B
     num_bytes_B = teacher.num_bytes.clamp(min=0).sum(1)

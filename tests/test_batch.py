@@ -12,8 +12,8 @@ import torch
 from isogloss.data.batch import Collator, PairOptions, pack_rows
 from isogloss.data.batch_types import Example
 from isogloss.data.sample import TextEncoder
-from isogloss.data.spans import document_spans
 from isogloss.job.counts import Counts, PairCounts
+from isogloss.job.sequence_group import document_spans
 from isogloss.losses import find_chunks
 from isogloss.nodes import Tables
 from isogloss.objective.loss_table import as_index

@@ -12,7 +12,6 @@ from isogloss.data.batch_types import text_key
 from isogloss.errors import DataError
 from isogloss.teachers.cache_files import (
     bytes_per_position,
-    hidden_columns,
     pack_ids,
     pack_logp,
     scored_logits,
@@ -81,8 +80,8 @@ def test_the_stated_bytes_are_those_of_the_file(vocab, top_k, logp_bits, tempera
             softened=temperature != 1, sampled=drawn is not None)
         if top_k == 256:
             assert size <= 1200
-    hidden = hidden_columns(torch.zeros(6, 8, dtype=torch.bfloat16))
-    assert hidden["hidden"].nbytes / 6 + 4 == bytes_per_position("hidden", vocab, hidden_bytes=16)
+    hidden = torch.zeros(6, 8, dtype=torch.bfloat16)
+    assert hidden.nbytes / 6 + 4 == bytes_per_position("hidden", vocab, hidden_bytes=16)
     assert save(columns)
 
 

@@ -113,14 +113,13 @@ def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(
     left = bytes_of(tmp_path / "killed")
     assert "shard-00001.safetensors" in left and "shard-00002.safetensors" not in left
     with pytest.raises(ValueError, match="is not complete"):
-        cache_files.open_cache("teacher_cache", tmp_path / "killed")
+        cache_files.open_cache(tmp_path / "killed")
     # two ranks go on with what one began
     ranks.run(2, write, commands[1:], 20_000)
     assert bytes_of(tmp_path / "killed") == whole
     # a shard that is gone from a complete cache is written again, and nothing else is
     shard = tmp_path / "killed" / "shard-00003.safetensors"
-    reader = cache_files.CacheReader(
-        tmp_path / "killed", cache_files.open_cache("teacher_cache", tmp_path / "killed"))
+    reader = cache_files.CacheReader(tmp_path / "killed")
     place = int((reader.shard == 3).nonzero()[0][0])
     before = reader.columns(place, 2)
     shard.unlink()

@@ -97,6 +97,12 @@ def shared_bytes(encoders, batch, row=0):
     return shared
 
 
+def words_of(rendering, number):
+    """Return what the assistant says in a turn of a Rendering."""
+    turn = rendering.turns[number]
+    return rendering.data[turn.begin : turn.end].decode(errors="replace")
+
+
 def text_of(messages, encoder):
     return encoder.tokenizer.apply_chat_template(messages, tokenize=False)
 
@@ -105,7 +111,7 @@ def test_thoughts_and_calls_are_part_of_a_turn(tokenizers):
     encoders = with_templates(tokenizers, WITH_CALLS, WITH_CALLS)
     renderings = [render(CHAT_WITH_CALLS, encoder) for encoder in encoders]
     said = [' look{"at": "the index"}', " (the value)the index"]
-    assert [renderings[0].words(number) for number in (1, 2)] == said
+    assert [words_of(renderings[0], number) for number in (1, 2)] == said
     regions = common_regions(*renderings)
     assert [(region.num_bytes, bool(region.end_pair)) for region in regions] == [
         (len(words), True) for words in said]

@@ -19,9 +19,9 @@ from isogloss.data.order import (
     StreamedExamples,
     check_templates,
     joined_rows,
-    loader,
     split_dataset,
 )
+from isogloss.data.workers import Loader
 from isogloss.errors import DataError
 from isogloss.log import Waiting
 from test_chat import CHAT, refuse_chats_of, with_templates
@@ -105,7 +105,7 @@ def steps_of(dataset, num_ranks, micro_batch_size, grad_accum_steps, workers=0, 
     for rank in range(num_ranks):
         batches = MicroBatches(stream, Texts(), micro_batch_size, grad_accum_steps, rank,
                                num_ranks, start)
-        iterators.append(iter(loader(batches, workers)))
+        iterators.append(iter(Loader(batches, workers)))
     seen = []
     for _ in range(steps - start):
         step = []
@@ -146,7 +146,7 @@ def test_a_stream_gives_the_same_again_from_any_number_of_workers(dataset):
     def read(workers, start=0):
         stream = StreamedExamples(dataset.to_iterable_dataset(), READER, 3)
         batches = MicroBatches(stream, Texts(), 2, 1, 0, 1, start)
-        read = itertools.islice(iter(loader(batches, workers)), 8 - start)
+        read = itertools.islice(iter(Loader(batches, workers)), 8 - start)
         return [(list(batch), batch.place) for batch in read]
 
     whole = read(1)
@@ -211,7 +211,7 @@ def test_held_out_rows_are_read_once_by_equally_many_batches(dataset):
         by_rank = []
         for rank in range(num_ranks):
             batches = HeldOutBatches(dataset, READER, Texts(), micro_batch_size, rank, num_ranks)
-            by_rank.append(list(loader(batches, workers)))
+            by_rank.append(list(Loader(batches, workers)))
         assert len({len(batches) for batches in by_rank}) == 1
         batches = list(itertools.chain(*by_rank))
         assert {len(batch) for batch in batches} == {micro_batch_size}
@@ -226,7 +226,7 @@ def test_loading_leaves_the_random_state_alone(dataset):
     torch.manual_seed(5)
     expected = torch.get_rng_state()
     stream = ShuffledExamples(dataset, READER, 0)
-    next(iter(loader(MicroBatches(stream, Texts(), 1, 1, 0, 1), 0)))
+    next(iter(Loader(MicroBatches(stream, Texts(), 1, 1, 0, 1), 0)))
     assert torch.equal(torch.get_rng_state(), expected)
 
 

@@ -173,7 +173,8 @@ def test_topk_tail_of_slime():
 def test_on_policy_topk_tail_of_slime():
     """Its samples are fresh, so every ratio is 1."""
     data = golden("peers.pt")["opd_topk_tail"]
-    teacher = teacher_mixing.average_teachers(data["teacher_logits"])
+    logits = data["teacher_logits"]
+    teacher = teacher_mixing.average_teachers(logits, torch.full((len(logits),), 1 / len(logits)))
     weight = torch.zeros(1, sum(map(len, data["tokens"])))
     start = 0
     for total, response in zip(data["total_lengths"], data["response_lengths"]):

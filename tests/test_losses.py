@@ -406,16 +406,14 @@ def test_average_of_teachers():
     x = LogitsCase(8).y
     y = torch.randn(x.shape, dtype=F64)
     p, q = x.softmax(-1), y.softmax(-1)
-    mean = teacher_mixing.average_teachers([x, y])
-    assert torch.allclose(mean.exp(), (p + q) / 2)
-    weights = torch.tensor([[0.2, 1.0], [0.8, 0.0]])  # of two teachers in two samples
-    mean = teacher_mixing.average_teachers([x, y], weights).exp()
-    assert torch.allclose(mean[0], 0.2 * p[0] + 0.8 * q[0], atol=1e-7)
-    assert torch.allclose(mean[1], p[1])
-    mean = teacher_mixing.average_teachers([x, y], space="logits")
+    for weights in (torch.tensor([0.2, 0.8]), torch.tensor([1.0, 0.0])):
+        mean = teacher_mixing.average_teachers([x, y], weights).exp()
+        assert torch.allclose(mean, weights[0] * p + weights[1] * q, atol=1e-7)
+    equal = torch.full((2,), 0.5)
+    mean = teacher_mixing.average_teachers([x, y], equal, space="logits")
     assert torch.equal(mean, (x + y) / 2)
     with pytest.raises(ValueError, match="'x': expected"):
-        teacher_mixing.average_teachers([x, y], space="x")
+        teacher_mixing.average_teachers([x, y], equal, space="x")
 
 
 SCORES = {"ce": lambda p, token: p[token].log(), "entropy": lambda p, token: (p * p.log()).sum(),
@@ -423,19 +421,14 @@ SCORES = {"ce": lambda p, token: p[token].log(), "entropy": lambda p, token: (p 
 
 
 @pytest.mark.parametrize("kind", SCORES)
-def test_teacher_scores_are_means_over_positions(kind):
+def test_scores_of_tokens(kind):
     case = LogitsCase(7)
-    logits, next_ids, mask = case.y, case.next, case.mask
-    scores = teacher_mixing.teacher_scores(logits, next_ids, mask, kind)
-    for b in range(len(logits)):
-        terms = [SCORES[kind](logits[b, t].softmax(-1), next_ids[b, t])
-                 for t in mask[b].nonzero().flatten().tolist()]
-        assert abs(scores[b] - sum(terms) / len(terms)) < 1e-12
-    nothing = torch.zeros_like(mask)
-    unread = teacher_mixing.teacher_scores(logits, next_ids, nothing, kind)
-    assert torch.equal(unread, torch.full_like(scores, -torch.inf))
+    logits, next_ids = case.y[case.mask], case.next[case.mask]
+    scores = teacher_mixing.token_scores(logits, next_ids, kind)
+    for score, row, token in zip(scores, logits, next_ids):
+        assert abs(score - SCORES[kind](row.softmax(-1), token)) < 1e-12
     with pytest.raises(ValueError, match="'x': expected"):
-        teacher_mixing.teacher_scores(logits, next_ids, mask, "x")
+        teacher_mixing.token_scores(logits, next_ids, "x")
 
 
 @pytest.mark.parametrize("select", [False, True])

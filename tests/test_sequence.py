@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ranks
-from isogloss.data.spans import sequence_shard
 from isogloss.job import sequence_group
 from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.job.sequence_group import sequence_shard
 from isogloss.models import activations
 from isogloss.student import ulysses
 from isogloss.student.ulysses import check_sequence_layout

@@ -14,6 +14,7 @@ from isogloss.translation import merge_rest
 from test_translation import ALL_PAIRS, DIVERGENCES, Toy, check_equal, value_and_gradient
 
 TAU = 1.7
+HALVES = torch.full((2,), 0.5)
 
 
 def random_rows(W, seed, count=12):
@@ -173,7 +174,7 @@ def test_a_mean_of_teachers_is_over_what_all_of_them_keep(space):
     _, y, labels = random_rows(11, 9)
     _, z, _ = random_rows(11, 10)
     rows = [truncated(y, labels, 4), truncated(z, labels, 6)]
-    mean = average_teachers(common_events(rows, 11), None, space).softmax(-1)
+    mean = average_teachers(common_events(rows, 11), HALVES, space).softmax(-1)
     for t in range(y.shape[1]):
         sides = [oracle.softmax(side[0, t].double()) for side in (y, z)]
         kept = sorted(set(kept_tokens(y[0, t], labels[0, t], 4))
@@ -187,6 +188,6 @@ def test_a_mean_of_teachers_is_over_what_all_of_them_keep(space):
         torch.testing.assert_close(torch.stack(ours).double(), torch.stack(expected),
                                    rtol=1e-5, atol=1e-6)
     # one that is whole takes part, too
-    whole = average_teachers(common_events([rows[0], z], 11), None, space).softmax(-1)
+    whole = average_teachers(common_events([rows[0], z], 11), HALVES, space).softmax(-1)
     assert ((whole > 0).sum(-1) <= 6).all()
     assert common_events([y, z], 11)[0] is y

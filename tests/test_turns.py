@@ -23,6 +23,7 @@ from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import Template, common_spans
 from isogloss.inputs import first_date
 from isogloss.teachers.cache_files import FORMAT, Manifest
+from test_chat import words_of
 
 BEGIN, END = "{% generation %}", "{% endgeneration %}"
 NL = "{{ '\\n' }}"  # a line end behind a block is not written
@@ -209,7 +210,7 @@ def test_calls_meet_where_both_templates_spell_them_alike(encoder):
             student, teacher = renderings = [render(chat, one, [{}]) for one in pair]
             alignment = pair_chats(renderings, pair)
             for number in student.turns.keys() & teacher.turns.keys():
-                words = [re.findall(r"\w+", side.words(number)) for side in renderings]
+                words = [re.findall(r"\w+", words_of(side, number)) for side in renderings]
                 shared += len("".join(longest_common(*words)).encode())
             of_words = [re.sub(rb"\W", b"", student.data[begin:end]) for begin, end in zip(
                 student.located.begin, student.located.end)]
@@ -259,7 +260,7 @@ def test_templates_read_arguments_as_text_and_thoughts_by_any_name(encoder, mark
         CHATML, CHATML_PROMPT)
     reader = encoder(template if marked else template.replace(BEGIN, "").replace(END, ""))
     chat = [asks(), says(reasoning="look: ", tool_calls=calls("\u00c5s"))]
-    assert render(chat, reader).words(1) == 'look: weather{"city": "\u00c5s"}'
+    assert words_of(render(chat, reader), 1) == 'look: weather{"city": "\u00c5s"}'
 
 
 def test_what_two_texts_have_in_common():

@@ -33,10 +33,10 @@ from isogloss.data.sample import (
     encode_text,
     pair_texts,
 )
-from isogloss.data.spans import SequenceShard, document_spans, sequence_shard
 from isogloss.data.turns import SkippedChat
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
+from isogloss.job.sequence_group import SequenceShard, document_spans, sequence_shard
 from isogloss.losses import find_chunks
 from isogloss.nodes import (
     Nodes,
@@ -56,7 +56,6 @@ class PairOptions:
     """Describe a teacher, as far as batches are concerned.
 
     Attributes:
-        encoder: TextEncoder.
         spelling: `nodes.Tables` for a divergence between two tokenizers, None for losses that work
             on whole chunks.
         routes: values of `Example.route` that the teacher is for; None: those that no other is for.
@@ -81,10 +80,8 @@ class Collator:
     """Make a Batch of examples.
 
     Attributes:
-        student: TextEncoder.
         pairs: PairOptions of every teacher; empty: cross-entropy alone.
         train_on: what to learn of a chat: "assistant" or "all".
-        aligner: see `sample.pair_texts`.
         pack: put several texts into a row where they fit, see `pack_rows`.
         tile_mib, sub_tiles: see `tile_plan.plan_tiles`; inf: one tile of one sub-tile holds all.
         sequence_rank, sequence_size: which shard of every sequence this rank holds.
@@ -111,7 +108,8 @@ class Collator:
             examples: Example, text, chat (list of messages) or None (no sample) each.
             sample_ids: positions of the examples in the data stream; None: not known.
         """
-        samples = self.samples(list(map(as_example, examples)))
+        examples = list(map(as_example, examples))
+        samples = self.samples(examples)
         rows = self._pack(samples) if self.pack else [[number] for number in range(len(samples))]
         student_sides = [sample.student for sample in samples]
         # a width that the shards of a sequence group divide evenly
@@ -151,7 +149,7 @@ class Collator:
         sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
         rollouts = []
         if student.logp is not None:
-            contents = [as_example(example).content for example in examples]
+            contents = [example.content for example in examples]
             rollouts = [content if isinstance(content, Rollout) else None for content in contents]
         return Batch(student, teachers, counts, sample_ids, rollouts)
 
@@ -334,7 +332,8 @@ class Collator:
             num_bytes=rows.fill(sides, "num_bytes", -1),
             # rows of one sample count from 0, as models do without being told
             positions=rows.positions() if self.pack else None,
-            logp=rows.logp(sides),
+            logp=None if rows.is_rollout is None else rows.fill(
+                sides, "logp", np.nan, np.float32),
         )
 
     def _teacher_batch(self, pair, samples, student, student_rows):
@@ -360,10 +359,10 @@ class Collator:
             sample_of_student=student_rows.sample_of_position(),
         )
         labels = student.labels
-        texts = None
         if not self.computes_loss:
             return batch, PairCounts(), labels
-        if isinstance(pair.spelling, Tables):
+        texts = None
+        if pair.spelling is not None:
             read_chunks = (student_rows.fill(samples, "read_student_chunk", -1),
                            rows.fill(samples, "read_teacher_chunk", -1))
             is_rendered = torch.tensor([sample.is_rendered for sample in samples])
@@ -392,8 +391,7 @@ class Collator:
         return batch, counts, labels
 
     def _plan_tiles(self, pair, labels, batch, texts, is_rollout):
-        """Return the tiles of a pair, with the terms of its loss; rollouts have tiles of their own.
-        """
+        """Return a pair's tiles with the terms of its loss; rollouts have tiles of their own."""
         if is_rollout is None:
             return self._plan_tiles_of(pair, labels, batch, texts, False)
         tiles = []
@@ -428,15 +426,12 @@ class Collator:
                 sub_tile = sub_tile._replace(on_policy=on_policy)
                 if sub_tile.teacher_positions is not None:
                     teacher_positions = sub_tile.teacher_positions
+                terms = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
                 if texts:
                     terms = texts.nodes(
-                        sub_tile, tile.student_positions[sub_tile.student_slice],
+                        terms, sub_tile, tile.student_positions[sub_tile.student_slice],
                         teacher_positions[sub_tile.teacher_slice], tables)
-                    sub_tiles.append(sub_tile._replace(terms=terms))
-                else:
-                    chunks = find_chunks(
-                        sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
-                    sub_tiles.append(sub_tile._replace(terms=chunks))
+                sub_tiles.append(sub_tile._replace(terms=terms))
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
 
@@ -446,13 +441,16 @@ class Collator:
         counts = PairCounts(aligned_tokens=int(is_aligned.sum()))
         for tile in batch.tiles:
             for sub_tile in tile.sub_tiles:
-                num_terms = number_of_terms(sub_tile, pair.spelling)
-                counts.kd_terms += num_terms
-                counts.rollout_terms += num_terms * sub_tile.on_policy
-                if isinstance(sub_tile.terms, Nodes):
-                    cells = cells_of_roots(sub_tile.terms, pair.spelling)
+                terms = sub_tile.terms
+                if isinstance(terms, Nodes):
+                    num_terms = terms.count_all
+                    cells = cells_of_roots(terms, pair.spelling)
                     counts.roots += len(cells[0])
                     counts.misplaced_roots += int((cells[0] != cells[1]).sum())
+                else:
+                    num_terms = len(terms.first_S)
+                counts.kd_terms += num_terms
+                counts.rollout_terms += num_terms * sub_tile.on_policy
         if logp is not None:
             counts.rollout_nats = -float(logp[is_aligned & ~logp.isnan()].double().sum())
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts
@@ -527,9 +525,9 @@ class Collator:
 
 
 def keys_of(examples):
-    """Return (samples, 2) int64 keys of examples, by which a cache knows them; 0 for none."""
+    """Return (samples, 2) int64 keys of Examples, by which a cache knows them; 0 for none."""
     keys = np.zeros((len(examples), 2), np.int64)
-    for number, example in enumerate(map(as_example, examples)):
+    for number, example in enumerate(examples):
         if example.content is not None:
             keys[number] = example.key()
     return torch.from_numpy(keys)
@@ -575,13 +573,6 @@ def count_reading(counts, samples, number, labels, sample_of_position, counts_by
             counts.read_bytes += int(sample.student.num_bytes.clip(min=0).sum())
     is_read = torch.tensor(reads)[sample_of_position]
     counts.read_tokens = int((is_read & (labels.flatten() >= 0)).sum())
-
-
-def number_of_terms(sub_tile, spelling):
-    """Return how many terms the distillation loss of a sub-tile has."""
-    if spelling is None:
-        return len(sub_tile.terms.first_S)
-    return sub_tile.terms.count_all
 
 
 def pad_id(table):
@@ -650,13 +641,12 @@ class TextsOf:
         self.goes_on = rows_that_go_on(*read_chunks, **texts).flatten()
         self.goes_on |= ~is_rendered[batch.sample]
 
-    def nodes(self, sub_tile, student_positions, teacher_positions, tables):
-        """Return the Nodes of a sub-tile, of which the positions of both sides are given."""
+    def nodes(self, chunks, sub_tile, student_positions, teacher_positions, tables):
+        """Return the Nodes of the Chunks of a sub-tile, at these positions of both sides."""
         text = self.teacher_text[teacher_positions]
         follows = torch.zeros(len(text), dtype=torch.bool)
         follows[1:] = (teacher_positions[1:] - teacher_positions[:-1] == 1) & (
             text[1:] == text[:-1]) & self.goes_on[teacher_positions[1:]]
-        chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
         return nodes_of_chunks(
             chunks, self.student_ids[student_positions], sub_tile.student_labels.clamp(min=0),
             sub_tile.teacher_labels.clamp(min=0), tables,
@@ -665,11 +655,8 @@ class TextsOf:
 
 def localize_tiles(tiles: list[Tile], shard):
     """Return the tiles with the student positions of this rank: its shard, then the halo."""
-    localized = []
-    for tile in tiles:
-        positions = shard.local_position[tile.student_positions]
-        localized.append(tile._replace(student_positions=positions))
-    return localized
+    place_of = shard.local_position
+    return [tile._replace(student_positions=place_of[tile.student_positions]) for tile in tiles]
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -717,27 +704,19 @@ class Rows:
                 total += sizes[number]
         return before
 
-    def fill(self, samples, name, padding):
-        """Return a (rows, width) int64 tensor of the array `name` of every sample."""
-        out = np.full(self.shape, padding, np.int64)
+    def _places(self):
+        """Yield (sample, its row, the column at which it begins), row by row."""
         for line, row in enumerate(self.rows):
             for number in row:
-                values = getattr(samples[number], name)
-                start = self.offsets[number]
-                out[line, start : start + len(values)] = values
-        return torch.from_numpy(out)
+                yield number, line, self.offsets[number]
 
-    def logp(self, samples):
-        """Return a (rows, width) float32 tensor of `TokenRow.logp`, NaN where there is none."""
-        if self.is_rollout is None:
-            return None
-        out = np.full(self.shape, np.nan, np.float32)
-        for line, row in enumerate(self.rows):
-            for number in row:
-                values = samples[number].logp
-                if values is not None:
-                    start = self.offsets[number]
-                    out[line, start : start + len(values)] = values
+    def fill(self, samples, name, padding, dtype=np.int64):
+        """Return a (rows, width) tensor of the array `name` of every sample that has one."""
+        out = np.full(self.shape, padding, dtype)
+        for number, line, start in self._places():
+            values = getattr(samples[number], name)
+            if values is not None:
+                out[line, start : start + len(values)] = values
         return torch.from_numpy(out)
 
     def positions(self):
@@ -748,19 +727,16 @@ class Rows:
         """
         width = self.shape[1]
         out = np.zeros(self.shape, np.int64)
-        for line, row in enumerate(self.rows):
-            for number in row:
-                start = self.offsets[number]
-                # to the end of the row; the next sample overwrites what is its
-                out[line, start:] = np.arange(width - start)
+        for _, line, start in self._places():
+            # to the end of the row; the next sample overwrites what is its
+            out[line, start:] = np.arange(width - start)
         return torch.from_numpy(out)
 
     def sample_of_position(self):
         """Return (rows * width,) the sample of every position; padding counts to the last one."""
         out = np.zeros(self.shape, np.int64)
-        for line, row in enumerate(self.rows):
-            for number in row:
-                out[line, self.offsets[number] :] = number
+        for number, line, start in self._places():
+            out[line, start:] = number
         return torch.from_numpy(out).flatten()
 
 

@@ -24,7 +24,7 @@ class StudentBatch:
         tiles: Columns of `tile_plan.Tile` for the cross-entropy without a teacher, else None.
         logp: (B, S) float32, log-probability of the label when the student wrote it, NaN for what
             it did not write; None: there is no rollout.
-        documents: of shards, the `spans.document_spans` of their whole rows, else None.
+        documents: of shards, the `sequence_group.document_spans` of their whole rows, else None.
     """
 
     ids: torch.Tensor
@@ -51,7 +51,7 @@ class TeacherBatch:
             tokenizers, else `Chunks`.
         sample_of_student: (B * S + M,) int64, sample of every student position that tiles name.
         halo_index: (M,) int64, student positions that ranks of a sequence group exchange, see
-            `spans.SequenceShard`; None without sequence parallelism.
+            `sequence_group.SequenceShard`; None without sequence parallelism.
         rollout_positions: (n,) int64, those that are in chunks of what the student wrote; None:
             there is no rollout.
         keys: (samples, 2) int64, by which a cache finds what it holds of them; None: none is asked.

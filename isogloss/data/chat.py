@@ -13,7 +13,7 @@ import numpy as np
 from isogloss.align import Located, Region, align_regions, character_starts, locate
 from isogloss.align_dp import align_dp
 from isogloss.data.ends import turn_ends
-from isogloss.data.long_texts import MOST_CHARACTERS, check_size, fits
+from isogloss.data.long_texts import MOST_CHARACTERS, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
 from isogloss.data.turns import SkippedChat, Template, common_spans, stretches
 
@@ -49,11 +49,6 @@ class Rendering:
     data: bytes
     turns: dict
 
-    def words(self, number):
-        """Return what the assistant says in a turn."""
-        turn = self.turns[number]
-        return self.data[turn.begin : turn.end].decode(errors="replace")
-
 
 def chat_text(messages, template):
     """Return what a `turns.Template` makes of a chat, if that can be tokenized.
@@ -69,10 +64,8 @@ def chat_text(messages, template):
 
 def read_rendering(text, encoder):
     """Return the tokens of what a chat template wrote, and where in it they stand, as a Located."""
-    check_size(text)
     # A rendering holds its own bos and eos, if the template writes them.
-    coded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
-                              verbose=False)
+    coded = encoder.coded(text, return_offsets_mapping=True)
     encoder.check_ids(coded["input_ids"])
     ids = np.array(coded["input_ids"], np.int64)
     return ids, locate(ids, encoder.table, text, coded["offset_mapping"])
@@ -237,7 +230,6 @@ def encode_chat(messages, rendering, encoder, train_on=None, context=0):
     """Return the EncodedText of a rendered chat.
 
     Args:
-        rendering: Rendering.
         train_on: of the student: "assistant": learn what the assistant says, and to end its turn;
             "all": the whole rendering.  None: the reading of a teacher.
         context: messages at the beginning from which nothing is learned, and of which no byte
@@ -286,7 +278,6 @@ def pair_chats(renderings, encoders, aligner="bytes", train_on="assistant"):
         renderings: (student's, teacher's).
         encoders: likewise, TextEncoder.
         aligner: "bytes": what both renderings of a turn spell alike; "dp": the whole renderings.
-        train_on: see `encode_chat`.
     Returns:
         Alignment; its text is what the student's assistant says, or the whole rendering.
     """

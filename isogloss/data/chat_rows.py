@@ -254,11 +254,7 @@ def _json_object(text):
 
 
 def as_tools(tools, is_filled=False):
-    """Return the tools of a row as a list of objects; None: there are none.
-
-    Args:
-        is_filled: see `as_messages`.
-    """
+    """Return the tools of a row as a list of objects; None: there are none."""
     if isinstance(tools, str):
         tools = json.loads(tools) if tools.strip() else None
     if not tools:

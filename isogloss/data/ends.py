@@ -77,11 +77,7 @@ def _is_id(value, limit):
 
 
 def taught_ends(encoder):
-    """List the tokens that a student learns to end texts and turns with.
-
-    Args:
-        encoder: TextEncoder of the student.
-    """
+    """List the tokens that a student, of this TextEncoder, learns to end texts and turns with."""
     table = encoder.table
     ends = [table.eos]
     if table.end_of_turn not in (-1, table.eos) or encoder.tokenizer.chat_template:

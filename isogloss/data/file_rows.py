@@ -49,11 +49,10 @@ def file_keys(files):
 
 
 def named_rows(kind, files, columns):
-    """Yield {column: value} of every row of some files.
+    """Yield {column: value} of every row of some files, as `file_keys` lists them.
 
     Args:
         kind: "json", "csv" or "arrow".
-        files: see `file_keys`.
         columns: (name, type) each; a row that lacks one has None.  Where the type is one of
             PLAIN_TYPES, another value is refused.
     """
@@ -279,7 +278,6 @@ def open_rows_of_files(kind, files, features, streaming):
     """Return a data set of the rows of files, as an IterableDataset where it is a stream.
 
     Args:
-        kind, files: see `named_rows`.
         features: of the columns that are read.
     """
     columns = []
@@ -288,8 +286,7 @@ def open_rows_of_files(kind, files, features, streaming):
         columns.append((name, dtype if kind == "json" and dtype in PLAIN_TYPES.values() else None))
     # a list among the arguments would be divided among processes; only the files shall be
     arguments = {"kind": kind, "files": files, "columns": tuple(columns)}
-    if streaming:  # with types, every value would be written and read again as JSON
-        types = features if kind == "arrow" else None
-        return datasets.IterableDataset.from_generator(
-            named_rows, features=types, gen_kwargs=arguments)
-    return datasets.Dataset.from_generator(named_rows, features=features, gen_kwargs=arguments)
+    if streaming and kind != "arrow":
+        features = None  # with types, every value would be written and read again as JSON
+    opened = datasets.IterableDataset if streaming else datasets.Dataset
+    return opened.from_generator(named_rows, features=features, gen_kwargs=arguments)

@@ -27,13 +27,10 @@ LETTER_AND_MARK = re.compile("[^\\W\\d_][\\s\u2581]")  # as SentencePiece writes
 
 
 def leave_out_tail(text, student, teachers):
-    """Return the part of a text that the student can read, or the whole if that is not certain.
+    """Return the part of a text that these TextEncoders need, or the whole if that is not certain.
 
     A sample of the part is that of the whole text if every teacher has a chunk in it: then
     `sample.cut_sample` cuts behind a chunk, within the student's limit.
-
-    Args:
-        student: TextEncoder; teachers: TextEncoder of each.
     """
     size = max(MIN_CHARACTERS, CHARACTERS_PER_TOKEN * student.max_length)
     if len(text) <= size:
@@ -64,10 +61,8 @@ def check_size(texts):
 
 def _last_boundary(text, size):
     """Return the last place to cut in the second half of the first `size` characters, or None."""
-    boundary = None
-    for match in BOUNDARY.finditer(text, size // 2, size):
-        boundary = match.end()
-    return boundary
+    boundaries = BOUNDARY.finditer(text, size // 2, size)
+    return max((boundary.end() for boundary in boundaries), default=None)
 
 
 # --- tokenizers -----------------------------------------------------------------------------------
@@ -134,9 +129,8 @@ def splits_at_spaces(tokenizer):
             return False
     if not all(_is_local_normalizer(state) for state in _parts(backend.normalizer, "normalizers")):
         return False
-    effects = []
-    for state in _parts(backend.pre_tokenizer, "pretokenizers"):
-        effects.append(_effect_of_pre_tokenizer(state))
+    parts = _parts(backend.pre_tokenizer, "pretokenizers")
+    effects = list(map(_effect_of_pre_tokenizer, parts))
     if None in effects:
         return False
     return _is_local_model(backend, splits="splits" in effects)

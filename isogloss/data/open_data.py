@@ -42,8 +42,9 @@ from isogloss.errors import DataError
 
 STRINGS = ("string", "large_string")
 ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
-# What --txt_samples says -> what `datasets` calls it.
+# What the names of builders of the hub begin with -> our reader.
 READERS_OF_HUB = {"Json": "json", "Csv": "csv"}
+# What --txt_samples says -> what `datasets` calls it.
 TXT_SAMPLES = {"line": "line", "paragraph": "paragraph", "file": "document"}
 
 
@@ -59,6 +60,7 @@ class Request:
     json_keys: tuple
     optional_keys: tuple
     txt_samples: str
+
 
 def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys=None,
                  json_keys=(), optional_keys=(), txt_samples="line"):
@@ -385,10 +387,6 @@ def _open_hub(request):
 # --- check ----------------------------------------------------------------------------------------
 
 
-def is_json_type(feature):
-    return isinstance(getattr(feature, "feature", feature), datasets.Json)
-
-
 def filled_columns(dataset):
     """Return the columns whose type fills up with null what a value lacks."""
     names = set()
@@ -419,7 +417,7 @@ def holds_chats(dataset, text_key):
             return False
         if all(isinstance(text, str) and chat_of_text(text) for text in texts):
             return bool(texts)
-    if feature is None or is_json_type(feature):
+    if feature is None or isinstance(message or feature, datasets.Json):
         # The first rows have to tell: of a stream without declared columns, or where messages
         # differ in their keys or types.
         for row in dataset.take(ROWS_TO_TRY):

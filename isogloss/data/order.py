@@ -37,7 +37,7 @@ from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
 from isogloss.data.turns import SkippedChat, Template, template_options
-from isogloss.data.workers import Loader, forked, worker_of
+from isogloss.data.workers import forked, worker_of
 from isogloss.errors import DataError
 
 TEMPLATE_SECONDS = 60  # for all of them; a template takes less than a millisecond for each
@@ -70,12 +70,7 @@ def check_templates(dataset, reader, encoders):
 
 
 def check_learned(dataset, reader, student, train_on):
-    """Raise a ValueError where nothing would be learned of any of the first rows.
-
-    Args:
-        student: its TextEncoder.
-        train_on: see `chat.encode_chat`.
-    """
+    """Raise a ValueError where nothing would be learned of any of the first rows."""
     for count in (CHATS_TO_TRY, ROWS_TO_LEARN):  # nearly always the first row will do
         reasons = Counter()
         rows = first_rows(dataset, count, reader.text_key, reader.source)
@@ -120,9 +115,6 @@ def _why_not_learned(example, student, train_on):
 def try_templates(examples, encoders):
     """Render chats in a process that can be ended, as a template may be endless or explode.
 
-    Args:
-        examples: Example each.
-        encoders: TextEncoder each.
     Raises:
         ValueError: a template takes longer than TEMPLATE_SECONDS, or more than TEMPLATE_BYTES.
     """
@@ -512,15 +504,3 @@ class HeldOutBatches:
                 examples.append(self.reader(self.dataset[row], row) if exists else None)
                 sample_ids.append(row if exists else -1)
             yield self.collator(examples, sample_ids)
-
-
-def loader(batches, num_workers, asked_to_end=lambda: False, pinned=False):
-    """Return the Loader of batches.
-
-    Of a stream each worker reads all rows, and drops those of the others: to tokenize and align a
-    row takes some hundred times as long as to read it.
-
-    Args:
-        asked_to_end, pinned: see `workers.Loader`.
-    """
-    return Loader(batches, num_workers, asked_to_end, pinned)

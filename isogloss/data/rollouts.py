@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isogloss.align import Alignment, Located, align_located, locate
-from isogloss.align_dp import align_dp
+from isogloss.align import Alignment, Located, locate
 from isogloss.data.chat import (
     Rendering,
     Turn,
@@ -30,6 +29,7 @@ from isogloss.data.sample import (
     TokenBeyondHead,
     bytes_of_tokens,
     encode_text,
+    pair_texts,
 )
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.rollout import uniform
@@ -148,7 +148,6 @@ class Prompter:
     """Choose rollouts and make their prompts.
 
     Attributes:
-        encoder: TextEncoder of the student.
         seed: of the run.
         share: of the samples that are rollouts, 0 to 1.
         samples_per_step: over all ranks and micro-batches.
@@ -204,7 +203,8 @@ class Prompter:
         if not whole:
             text = text[: CHARACTERS_PER_TOKEN * self.prompt_tokens]
         ids, = self.encoder.encode([text])
-        if len(ids) and ids[-1] == self.encoder.table.eos:
+        located = self.encoder.locate(ids, text)
+        if self.encoder.table.eos >= 0:
             ids = ids[:-1]
         size = len(ids)
         if not whole:
@@ -212,27 +212,17 @@ class Prompter:
             num_tokens = size - has_bos
             # of a short text the first half, so that there is something to write
             size = has_bos + min(self.prompt_tokens, -(-num_tokens // 2))
-        located = self.encoder.locate(self._with_eos(ids), text)
         raw = text.encode(errors="replace")
         while size < len(ids) and _is_inside_character(raw, _end_of(located, size)):
             size += 1
         if not size:
             raise SkippedPrompt("a prompt is empty, and the student's tokenizer has no bos")
         prompt_text = raw[: _end_of(located, size)].decode(errors="replace")
-        return ids[:size], prompt_text, _first_tokens(located, size)
-
-    def _with_eos(self, ids):
-        """Return ids as `TextEncoder.encode` ends them, whose offsets count one for eos."""
-        eos = self.encoder.table.eos
-        return np.append(ids, eos) if eos >= 0 else ids
+        return ids[:size], prompt_text, Located(*[field[:size] for field in located])
 
 
 def _end_of(located, size):
     return int(located.end[:size].max(initial=0))
-
-
-def _first_tokens(located, size):
-    return Located(located.begin[:size], located.end[:size], located.kind[:size])
 
 
 def _is_inside_character(raw, place):
@@ -281,8 +271,7 @@ def repeated_4grams(ids):
 
 def is_canonical(prompt, ids, text, encoder):
     """Tell whether the tokenizer makes of prompt and text the tokens that they have."""
-    coded = encoder.tokenizer(prompt.text + text, add_special_tokens=False, verbose=False)
-    canonical = np.array(coded["input_ids"], np.int64)
+    canonical = np.array(encoder.coded(prompt.text + text)["input_ids"], np.int64)
     whole = np.concatenate([prompt.ids, ids])
     special = encoder.table.special
     if canonical.max(initial=0) >= len(special):  # the name of a control token, letter by letter
@@ -309,10 +298,9 @@ def student_reading(rollout, encoder):
 
 
 def pair_rollout(rollout, student, encoders, aligner="bytes", same_tokenizer=False):
-    """Align a rollout as the student wrote it with a teacher's reading of it.
+    """Align a rollout's `student_reading` with a teacher's reading of it.
 
     Args:
-        student: EncodedText of `student_reading`.
         encoders: (student's, teacher's).
         same_tokenizer: both have one tokenizer, so the teacher reads the sampled tokens themselves;
             else it reads what its tokenizer makes of their text.
@@ -366,12 +354,7 @@ def _pair_text(rollout, student, encoders, aligner):
     teacher = encode_text(text, ids, encoders[1])
     if not rollout.ended and len(ids) and ids[-1] == tables[1].eos:
         teacher = teacher.without_last()  # a rollout that was cut has no end on either side
-    if aligner == "dp":
-        return Pairing(teacher, align_dp(student.ids, teacher.ids, *tables))
-    size = len(text.encode(errors="replace"))
-    alignment = align_located(student.ids, teacher.ids, student.located, teacher.located, *tables,
-                              size, pair_eos=rollout.ended)
-    return Pairing(teacher, alignment)
+    return pair_texts(text, student, teacher, *tables, aligner, pair_eos=rollout.ended)
 
 
 def _pair_chat(rollout, student, encoders, aligner):
@@ -396,7 +379,6 @@ def build_prompter(cfg, student, samples_per_step):
     """Return the Prompter of a run.
 
     Args:
-        student: TextEncoder.
         samples_per_step: over all ranks.
     """
     return Prompter(student, cfg.seed, cfg.on_policy, samples_per_step, cfg.prompt_tokens,

@@ -54,10 +54,10 @@ class TextEncoder:
 
     Attributes:
         tokenizer: a fast Hugging Face tokenizer.
-        table: its TokenTable.
         max_length: positions per sample, at most.
         template_kwargs: what its chat template is told beside a chat.
         generation: of the student, what its generation_config.json says; see `ends`.
+        frames: {roles: `chat.Frame` of the chat template}, as they are found.
     """
 
     tokenizer: object
@@ -65,10 +65,14 @@ class TextEncoder:
     max_length: int
     template_kwargs: dict = field(default_factory=dict)
     generation: dict = field(default_factory=dict)
+    frames: dict = field(default_factory=dict, init=False)
 
-    def _coded(self, texts, **options):
+    def coded(self, texts, **options):
+        """Return what the tokenizer makes of a text or of several, without special tokens."""
         check_size(texts)
-        return self.tokenizer(texts, **options)
+        # Never truncated here: where to cut depends on the other side, see `cut_sample`.
+        return self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False,
+                              **options)
 
     @cached_property
     def splits_at_spaces(self):
@@ -78,11 +82,6 @@ class TextEncoder:
     def header(self):
         """Return the `turns.Header` of the chat template."""
         return header_of(Template(self).try_write)
-
-    @cached_property
-    def frames(self):
-        """Return a dict for `chat.Frame`s of the chat template."""
-        return {}
 
     @cached_property
     def template_end(self):
@@ -102,8 +101,7 @@ class TextEncoder:
 
     def num_tokens(self, text):
         """Return the number of tokens of a text, without bos and eos."""
-        coded = self._coded(text, add_special_tokens=False, truncation=False, verbose=False)
-        return len(coded["input_ids"])
+        return len(self.coded(text)["input_ids"])
 
     def encode(self, texts):
         """Return an int64 array `[bos] text eos` for each text.
@@ -112,11 +110,11 @@ class TextEncoder:
         """
         prefix = [self.table.bos] if self._adds_bos else []
         suffix = [self.table.eos] if self.table.eos >= 0 else []
-        # Never truncated here: where to cut depends on the other side, see `cut_sample`.
-        coded = self._coded(texts, add_special_tokens=False, truncation=False, verbose=False)
-        for ids in coded["input_ids"]:
+        encoded = []
+        for ids in self.coded(texts)["input_ids"]:
             self.check_ids(ids)
-        return [np.array(prefix + ids + suffix, np.int64) for ids in coded["input_ids"]]
+            encoded.append(np.array(prefix + ids + suffix, np.int64))
+        return encoded
 
     def check_ids(self, ids):
         check_ids(ids, len(self.table), self.tokenizer)
@@ -134,8 +132,7 @@ class TextEncoder:
 
     def _offsets(self, text):
         """Return (tokens, 2) characters of the text for each token of `encode`."""
-        coded = self._coded(text, add_special_tokens=False, return_offsets_mapping=True,
-                               verbose=False)
+        coded = self.coded(text, return_offsets_mapping=True)
         nowhere = [(0, 0)]  # bos and eos stand for no characters
         prefix = nowhere if self._adds_bos else []
         suffix = nowhere if self.table.eos >= 0 else []
@@ -230,12 +227,9 @@ class PairSample:
     @property
     def num_chunk_ids(self):
         """Return one more than the highest chunk id on either side."""
-        highest = -1
         # these hold the chunks that are learned too
-        for chunk in (self.read_student_chunk, self.read_teacher_chunk):
-            if len(chunk):
-                highest = max(highest, int(chunk.max()))
-        return highest + 1
+        chunks = self.read_student_chunk, self.read_teacher_chunk
+        return 1 + max(int(chunk.max(initial=-1)) for chunk in chunks)
 
 
 @dataclass
@@ -277,22 +271,22 @@ def bytes_of_tokens(located):
     return np.where(located.begin < 0, -1, located.end - located.begin)
 
 
-def pair_texts(text, student, teacher, student_table, teacher_table, aligner="bytes"):
-    """Align two readings of one plain text.
+def pair_texts(text, student, teacher, student_table, teacher_table, aligner="bytes",
+               *, pair_eos=True):
+    """Align two readings, EncodedText each, of one plain text.
 
     Args:
-        student, teacher: EncodedText.
         aligner: "bytes": chunks by byte positions; "dp": by dynamic programming (align_dp.py).
+        pair_eos: of "bytes", see `align.align_located`.
     Returns:
         Pairing.
     """
+    tables = student_table, teacher_table
     if aligner == "dp":  # compares what tokens spell, so it needs no places in the text
-        alignment = align_dp(student.ids, teacher.ids, student_table, teacher_table)
-        return Pairing(teacher, alignment)
+        return Pairing(teacher, align_dp(student.ids, teacher.ids, *tables))
     size = len(text.encode(errors="replace"))  # lone surrogates have no UTF-8
-    alignment = align_located(student.ids, teacher.ids, student.located, teacher.located,
-                              student_table, teacher_table, size)
-    return Pairing(teacher, alignment)
+    return Pairing(teacher, align_located(
+        student.ids, teacher.ids, student.located, teacher.located, *tables, size, pair_eos))
 
 
 def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
@@ -339,11 +333,9 @@ def _student_row(student, cut):
 
 
 def cut_pair(student, pairing, student_limit, teacher_limit):
-    """Cut one teacher's side, and find out where that cuts the student's.
+    """Cut a teacher's Pairing, and find out where that cuts the student's EncodedText.
 
     Args:
-        student: EncodedText.
-        pairing: Pairing.
         student_limit, teacher_limit: tokens to keep, at most.
     Returns:
         (student tokens kept, PairSample).

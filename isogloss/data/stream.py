@@ -74,7 +74,8 @@ class StreamedExamples:
         if self.blocks is None:
             self.blocks = self._all_blocks(self.place)
             self._next_block()
-        # rows of other ranks are read and dropped
+        # Rows of other ranks and workers are read and dropped: to tokenize and align a row takes
+        # some hundred times as long as to read it.
         while position >= self.block.place["position"] + len(self.block.samples):
             self._next_block()
         rows = self.block.samples[position - self.block.place["position"]]

@@ -13,7 +13,7 @@ import re
 from datetime import date
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
-from itertools import count
+from itertools import accumulate, count
 from typing import NamedTuple
 
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
@@ -54,7 +54,6 @@ class Template:
     """Write a chat, and parts of it, by a model's chat template.
 
     Args:
-        encoder: TextEncoder.
         tools: list of objects that describe what the assistant may call; None: there are none.
     """
 
@@ -180,11 +179,7 @@ class Header(NamedTuple):
 
 
 def header_of(write):
-    """Return the Header of a template.
-
-    Args:
-        write: see `Template.try_write`.
-    """
+    """Return the Header of a template whose `Template.try_write` this is."""
     question = write(QUESTION, False) or ""
     prompt = _behind(question, write(QUESTION, True))
     if prompt:
@@ -208,7 +203,6 @@ def stretches(messages, text, write, header, ends):
 
     Args:
         text: the rendering of all messages.
-        write, header: see `Template.try_write`, `header_of`.
         ends: (first, last + 1) characters of the tokens that may end a turn.
     """
     found = {}
@@ -342,18 +336,12 @@ def common_spans(a, b):
     end = _common_end(a[begin:], b[begin:])
     spans = [(0, 0, begin)]
     words_a, words_b = [WORD.findall(x[begin : len(x) - end]) for x in (a, b)]
-    starts_a, starts_b = [_starts(words, begin) for words in (words_a, words_b)]
+    # the first character of every word and, last, the end
+    starts_a = list(accumulate(map(len, words_a), initial=begin))
+    starts_b = list(accumulate(map(len, words_b), initial=begin))
     # no match begins at a space or a sign, which stand everywhere; words take them along
     matcher = SequenceMatcher(lambda word: not word[0].isalnum(), words_a, words_b)
     for i, j, num in matcher.get_matching_blocks():
         spans.append((starts_a[i], starts_b[j], starts_a[i + num] - starts_a[i]))
     spans.append((len(a) - end, len(b) - end, end))
     return [span for span in spans if span[2]]
-
-
-def _starts(words, first):
-    """Return the first character of every word and, last, the end."""
-    starts = [first]
-    for word in words:
-        starts.append(starts[-1] + len(word))
-    return starts

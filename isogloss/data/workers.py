@@ -122,8 +122,6 @@ class Worker:
     def receive(self, asked_to_end, pinned=False):
         """Return the next batch; None after the last one.
 
-        Args:
-            asked_to_end, pinned: see Loader.
         Raises:
             DataError: the worker has died or was refused its data, or no batch came in time.
             RuntimeError: it failed in another way; with its traceback.
@@ -161,16 +159,14 @@ class Worker:
         """Wait until the worker sends something."""
         begin = time.monotonic()
         while not self.connection.poll(PERIOD):
-            self._check_wait(time.monotonic() - begin, asked_to_end())
-
-    def _check_wait(self, seconds, asked_to_end):
-        if asked_to_end and seconds > PATIENCE:
-            raise SystemExit(128 + signal.SIGTERM)
-        if seconds > TRAINING_TIMEOUT.total_seconds():
-            raise DataError(
-                f"a data worker (process {self.process.pid}) has sent nothing for "
-                f"{seconds / 60:.0f} minutes; look at what it reads; the same command goes on "
-                "from the last checkpoint")
+            seconds = time.monotonic() - begin
+            if asked_to_end() and seconds > PATIENCE:
+                raise SystemExit(128 + signal.SIGTERM)
+            if seconds > TRAINING_TIMEOUT.total_seconds():
+                raise DataError(
+                    f"a data worker (process {self.process.pid}) has sent nothing for "
+                    f"{seconds / 60:.0f} minutes; look at what it reads; the same command goes on "
+                    "from the last checkpoint")
 
 
 def in_pinned_memory(batch):
@@ -198,38 +194,32 @@ def _work(batches, place, parent, connection):
     try:
         for batch in batches:
             packed, buffer = pack(batch)
-            messages.put((_header("batch", packed), buffer.numpy()))
-        messages.put((_header("batch", None), b""))
+            messages.put(("batch", packed, buffer.numpy()))
+        messages.put(("batch", None, b""))
     except ValueError as error:
-        messages.put((_header("refused", str(error)), b""))
+        messages.put(("refused", str(error), b""))
     except BaseException:
-        messages.put((_header("failed", traceback.format_exc()), b""))
+        messages.put(("failed", traceback.format_exc(), b""))
     messages.put(None)
     sender.join()
     os._exit(0)  # what was inherited is not this process's to clean up
 
 
 def _send(messages, connection):
-    """Send messages until None; end the process if that fails, and with it the reader's wait."""
+    """Send messages until None; end the process if that fails, and with it the reader's wait.
+
+    A message has a kind, a value and a buffer: a "batch" its Packed, or None after the last one;
+    "refused" a line about the data; "failed" a traceback.
+    """
     try:
         while (message := messages.get()) is not None:
-            header, buffer = message
-            connection.send_bytes(header)
+            kind, value, buffer = message
+            connection.send_bytes(pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL))
             memory = memoryview(buffer)
             while memory:
                 memory = memory[os.write(connection.fileno(), memory) :]
     except BaseException:
         os._exit(1)
-
-
-def _header(kind, value):
-    """Return what goes before a buffer, as bytes.
-
-    Args:
-        kind: "batch", whose Packed is the value, or None after the last one; "refused", a line
-            about the data; or "failed", a traceback.
-    """
-    return pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)
 
 
 def _end_with(parent):

@@ -19,7 +19,7 @@ Ulysses: arXiv:2309.14509.  Tests: tests/test_sequence.py.
 import torch
 import torch.nn.functional as F
 
-from isogloss.data.spans import document_spans
+from isogloss.job.sequence_group import document_spans
 
 # The name under which the student's attention is registered with transformers.  A name of its own,
 # because teachers live in the same process and keep their usual attention.

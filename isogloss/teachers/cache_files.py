@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from isogloss.errors import DataError
 from isogloss.flags.yaml_file import MOST_RECORD, read_whole
@@ -32,6 +32,7 @@ from isogloss.projection_tools.tokenizers import reason_of
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
 from isogloss.tiles import TopKLogits
 
+FLAG = "teacher_cache"
 FORMAT = 2
 READABLE = 1, FORMAT  # of version 1 nothing was drawn, and the likeliest tokens are kept
 MANIFEST = "manifest.json"
@@ -83,10 +84,6 @@ def unpack_logp(steps_NK):
 
 
 # --- what a shard holds ---------------------------------------------------------------------------
-
-
-def hidden_columns(hidden_NH):
-    return {"hidden": hidden_NH.cpu().contiguous()}
 
 
 def top_k_columns(scored, vocab, logp_bits, plain_rest_N=None, num_drawn_N=None):
@@ -172,7 +169,6 @@ class Manifest:
         data_digest: of the keys of all its texts, in order.
         holds_chats: the texts are chats.
         num_texts, texts_per_shard: rows of the data; those that a shard covers.
-        bytes_per_position: see the function of this name.
         date: that its chat template was told; "": of an earlier version, the day of writing.
         files: {name: [bytes, CRC-32]} of every other file; empty: the cache is not complete.
         format: version of this layout.
@@ -320,10 +316,10 @@ class CacheReader:
         manifest: Manifest.
     """
 
-    def __init__(self, folder, manifest):
+    def __init__(self, folder):
         self.folder = Path(folder)
-        self.manifest = manifest
-        index = read_tensors("teacher_cache", self.folder / INDEX)
+        self.manifest = open_cache(folder)
+        index = read_tensors(self.folder / INDEX)
         self.keys = index["keys"].numpy()
         self.shard = index["shard"].numpy()
         self.start = index["start"].numpy()
@@ -367,52 +363,49 @@ class CacheReader:
             try:
                 self.shards[number] = safe_open(path, "pt")
             except (OSError, SafetensorError) as error:
-                raise DataError(f"--teacher_cache {path}: cannot be read ({error})") from None
+                raise DataError(f"--{FLAG} {path}: cannot be read ({error})") from None
         return self.shards[number]
 
 
-def open_cache(flag, folder):
+def open_cache(folder):
     """Return the Manifest of a complete cache whose files have the right sizes.
 
     Raises:
         ValueError: what is wrong with it.
     """
-    manifest = Manifest.read(flag, folder)
+    manifest = Manifest.read(FLAG, folder)
     if not manifest.files:
-        raise ValueError(f"--{flag} {folder}: is not complete; the command that began it goes on "
+        raise ValueError(f"--{FLAG} {folder}: is not complete; the command that began it goes on "
                          "where it ended")
     for name, (size, _) in manifest.files.items():
         path = Path(folder) / name
         actual = path.stat().st_size if path.is_file() else None
         if actual != size:
             what = "is missing" if actual is None else f"has {actual} bytes, expected {size}"
-            raise ValueError(f"--{flag} {folder}: {name} {what}; delete it and run the command "
+            raise ValueError(f"--{FLAG} {folder}: {name} {what}; delete it and run the command "
                              "that wrote the cache again")
     return manifest
 
 
-def check_contents(flag, folder, manifest, names):
+def check_contents(folder, manifest, names):
     """Read files of a cache in full.
 
-    Args:
-        names: the files, of manifest.files.
     Raises:
         ValueError: a file is not what was written.
     """
     for name in names:
         if size_and_checksum(Path(folder) / name) != manifest.files[name]:
-            raise ValueError(f"--{flag} {folder}: {name} is damaged, its checksum is another one; "
+            raise ValueError(f"--{FLAG} {folder}: {name} is damaged, its checksum is another one; "
                              "delete it and run the command that wrote the cache again")
 
 
-def read_tensors(flag, path):
+def read_tensors(path):
     """Return {name: tensor} of a safetensors file.
 
     Raises:
         ValueError: it cannot be read.
     """
     try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+        return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"--{flag} {path}: cannot be read ({error})") from None
+        raise ValueError(f"--{FLAG} {path}: cannot be read ({error})") from None

@@ -17,6 +17,7 @@ from isogloss.align import fingerprint
 from isogloss.data.turns import DATE
 from isogloss.errors import DataError
 from isogloss.teachers.cache_files import (
+    FLAG,
     HEAD,
     SERVED,
     TEACHER,
@@ -31,9 +32,6 @@ from isogloss.teachers.kept_tokens import estimated, without_draws
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
 from isogloss.teachers.text_scores import ScoredLogits, batch_texts
 from isogloss.tiles import Head, HiddenLogits
-
-FLAG = "teacher_cache"
-
 
 # --- before the first step ------------------------------------------------------------------------
 
@@ -59,9 +57,9 @@ def check_cache(folder, encoder, max_length):
     Raises:
         ValueError: what arrived, what was expected.
     """
-    manifest = open_cache(FLAG, folder)
+    manifest = open_cache(folder)
     rank = dist.get_rank()
-    check_contents(FLAG, folder, manifest, sorted(manifest.files)[rank :: dist.get_world_size()])
+    check_contents(folder, manifest, sorted(manifest.files)[rank :: dist.get_world_size()])
     where = f"--{FLAG} {folder}"
     tokenizer = fingerprint(encoder.tokenizer)
     if tokenizer != manifest.tokenizer:
@@ -86,7 +84,6 @@ def check_rest(folder, manifest, temperature, reads_draws):
 
     Args:
         temperature: at which the loss reads it.
-        reads_draws: see `protocol.TeacherSpec`.
     """
     if manifest.sampled and reads_draws and temperature != manifest.temperature:
         raise ValueError(f"--temperature {temperature}: {folder} holds tokens that were drawn at "
@@ -108,7 +105,7 @@ def check_texts(folder, data):
     Raises:
         ValueError: the first text that it lacks.
     """
-    reader = CacheReader(folder, open_cache(FLAG, folder))
+    reader = CacheReader(folder)
     for dataset, read, first_row in data:
         if not hasattr(dataset, "__len__"):
             continue
@@ -206,7 +203,7 @@ class CachedTeacher(TeacherSource):
     def __init__(self, spec):
         self.spec = spec
         self.folder = Path(spec.folder)
-        self.reader = CacheReader(self.folder, open_cache(FLAG, self.folder))
+        self.reader = CacheReader(self.folder)
         self.manifest = self.reader.manifest
         self.head = load_head(self.folder, spec) if spec.output == "hidden" else None
         self.is_plain = spec.rest_temperature != self.manifest.temperature
@@ -276,7 +273,7 @@ class CachedTeacher(TeacherSource):
 
 def load_head(folder, spec):
     """Return the Head of a cache of hidden states, on the spec's device."""
-    tensors = read_tensors(FLAG, folder / HEAD)
+    tensors = read_tensors(folder / HEAD)
     scale, softcap = tensors["numbers"].tolist()
     bias = tensors.get("bias")
     return Head(

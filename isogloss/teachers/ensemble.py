@@ -54,7 +54,6 @@ class EnsembleSpec(TeacherSpec):
     Attributes:
         members: TeacherSpec of each.
         weights: a number for each, in any unit.
-        space: see EnsembleLogits.
     """
 
     members: list = ()

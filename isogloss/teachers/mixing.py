@@ -1,13 +1,11 @@
 """Mix several teachers: score, weight or average them, and scale their loss to the cross-entropy.
 
 Teachers of one vocabulary can be averaged into one (`average_teachers`).  Teachers of different
-vocabularies each give a loss; `teacher_scores` and `teacher_weights` weight these losses per
-sample, and `vocabulary_factors` makes them comparable.  `dynamic_scale` balances distillation and
+vocabularies each give a loss; `token_scores` and `teacher_weights` weight these losses per sample,
+and `vocabulary_factors` makes them comparable.  `dynamic_scale` balances distillation and
 cross-entropy.
 
-Shapes: M teachers, B samples, T tokens, W teacher vocabulary.  Logits at position t predict token t
-+ 1,
-and next tokens and masks are shifted already: entry t describes the token that position t predicts.
+Shapes: M teachers, B samples, T tokens, N of them in a row, W teacher vocabulary.
 
 Needs torch only.  Copy this file into your own repository.  Tests: tests/test_losses.py.
 License: Apache-2.0 (see LICENSE).
@@ -20,37 +18,17 @@ from torch import Tensor
 FLOOR = -1e4  # nats; stands for log 0, so that what a teacher excludes costs a finite amount
 
 
-def teacher_scores(
-    logits_BTW: Tensor, next_BT: Tensor, mask_BT: Tensor, kind: str = "ce"
-) -> Tensor:
-    """Return (B,) how sure a teacher is of each sample, the higher the better, without gradient.
-
-    All kinds are per token, so those of different tokenizers compare only roughly.
+def token_scores(logits_NW: Tensor, next_N: Tensor, kind: str) -> Tensor:
+    """Return (N,) how sure a teacher is of each token, the higher the better, at least float32.
 
     Args:
-        logits_BTW: any float type; may hold NaN where the mask is False.
-        next_BT: int64, the token that each position predicts; used by "ce".
-        mask_BT: bool, positions that count.
-        kind: "ce": minus the mean cross-entropy in nats; "entropy": minus the mean entropy in nats;
-            "max_prob": mean of the largest probability.
-    Returns:
-        At least float32; -inf for a sample without positions: the teacher has not read it.
+        logits_NW: any float type.
+        next_N: int64, the tokens that they predict; used by "ce".
+        kind: "ce": log-probability of the token in nats; "entropy": minus the entropy in nats;
+            "max_prob": the largest probability.
     Raises:
         ValueError: unknown kind.
     """
-    with torch.no_grad():
-        score_N = token_scores(logits_BTW[mask_BT], next_BT[mask_BT], kind)
-        num_samples, num_positions = mask_BT.shape
-        row_N = mask_BT.reshape(-1).nonzero().squeeze(1)
-        sample_N = row_N // max(1, num_positions)
-        zeros_B = score_N.new_zeros(num_samples)
-        total_B = zeros_B.index_add(0, sample_N, score_N)
-        count_B = zeros_B.index_add(0, sample_N, torch.ones_like(score_N))
-        return (total_B / count_B.clamp(min=1)).masked_fill(count_B == 0, -torch.inf)
-
-
-def token_scores(logits_NW: Tensor, next_N: Tensor, kind: str) -> Tensor:
-    """Return (N,) how sure a teacher is of each token; arguments: see `teacher_scores`."""
     logp_NW = _at_least_float32(logits_NW).log_softmax(-1).clamp(min=FLOOR)
     if kind == "ce":
         return logp_NW.gather(1, next_N[:, None]).squeeze(1)
@@ -65,7 +43,7 @@ def teacher_weights(scores_MB: Tensor, alpha: float = 1.0, select: bool = False)
     """Return (M, B) weights that sum to 1 over the teachers that read a sample; 0 for the others.
 
     Args:
-        scores_MB: from `teacher_scores`; -inf: the teacher has not read the sample.
+        scores_MB: the higher the surer; -inf: the teacher has not read the sample.
         alpha: the weights are softmax(alpha * score); 0: equal weights.
         select: weight 1 for the best teacher and 0 for the others, whatever alpha is.
     """
@@ -92,14 +70,12 @@ def vocabulary_factors(sizes_M: list[int]) -> Tensor:
     return logs_M / logs_M.min()
 
 
-def average_teachers(
-    logits_M: list[Tensor], weights_M: Tensor | None = None, space: str = "p"
-) -> Tensor:
+def average_teachers(logits_M: list[Tensor], weights_M: Tensor, space: str = "p") -> Tensor:
     """Return logits of the average of teachers that have one vocabulary.
 
     Args:
         logits_M: M tensors (B, T, W), any float type.
-        weights_M: (M,) or (M, B), summing to 1 over the teachers; None: equal.
+        weights_M: (M,), summing to 1.
         space: "p": log of the mean probability; "logits": mean of the logits.
     Returns:
         (B, T, W), at least float32.
@@ -108,18 +84,12 @@ def average_teachers(
     """
     if space not in ("p", "logits"):
         raise ValueError(f"space={space!r}: expected 'p' or 'logits'")
-    num_teachers = len(logits_M)
     logits = [_at_least_float32(x) for x in logits_M]
     if space == "p":
         logits = [x.log_softmax(-1) for x in logits]
     stacked = torch.stack(logits)
-    if weights_M is None:
-        weights = stacked.new_full((num_teachers,), 1 / num_teachers)
-    else:
-        weights = weights_M.to(stacked)
-    # one weight for all positions and tokens of a teacher, or of a teacher and a sample
-    missing_axes = stacked.dim() - weights.dim()
-    weights = weights.reshape([*weights.shape, *[1] * missing_axes])
+    # one weight for all positions and tokens of a teacher
+    weights = weights_M.to(stacked).reshape(-1, *[1] * (stacked.dim() - 1))
     if space == "p":
         return (stacked + weights.log()).logsumexp(0)
     return (weights * stacked).sum(0)

@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import deepspeed
 import torch
@@ -463,11 +464,6 @@ def model_arguments(ids):
     return {"input_ids": ids[0], "position_ids": ids[1], "use_cache": False}
 
 
-def hidden_states(model, ids):
-    """Return (B, T, H) final hidden states of a causal language model for a `model_input`."""
-    return layers_of(model)(**model_arguments(ids))[0]
-
-
 def layers_of(model):
     """Return the part of a causal language model that makes hidden states."""
     layers = model.base_model
@@ -488,7 +484,7 @@ class WholeModel(nn.Module):
 
     def forward(self, ids, hidden):
         if hidden:
-            return hidden_states(self.model, ids)
+            return layers_of(self.model)(**model_arguments(ids))[0]
         return self.model(**model_arguments(ids)).logits
 
 
@@ -535,7 +531,6 @@ class SharedModel:
     Attributes:
         whole: WholeModel; a call of it takes all ranks of the replica.
         replica: Replica.
-        same_ids, sequence_parallel_size: see ModelSpec.
     """
 
     whole: WholeModel
@@ -613,7 +608,8 @@ def _shard_while_loading(spec, config, replica, stack):
     file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
     file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
     file.flush()
-    stack.enter_context(_every_layer_loads())
+    # all norms: DeepSpeed skips those that are not on its list (its issue 8447)
+    stack.enter_context(mock.patch.object(auto_tp.Loading, "is_load_module", _is_loaded))
     # the head stays whole, because a tile of logits needs all of its columns
     head = model.get_output_embeddings()
     [name] = [name for name, module in model.named_modules() if module is head]
@@ -671,20 +667,6 @@ def load_transformers(spec):
         num_parameters, len(replica.ranks))
 
 
-@contextlib.contextmanager
-def _without_pipeline():
-    """Let DeepSpeed take all ranks for data-parallel ones, though the student is a pipeline.
-
-    It keeps the layout of an engine for all later ones, in a variable of a module.
-    """
-    layout = groups.mpu
-    groups.mpu = None
-    try:
-        yield
-    finally:
-        groups.mpu = layout
-
-
 def load_zero3(spec):
     """Partition a model of any architecture over all ranks, whatever the degree."""
     dtype = _dtype(spec)
@@ -694,7 +676,9 @@ def load_zero3(spec):
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if dtype != torch.float32:
         ds_config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
-    with _without_pipeline():
+    # All ranks are data-parallel ones, though the student may be a pipeline: DeepSpeed keeps the
+    # layout of an engine for all later ones.
+    with mock.patch.object(groups, "mpu", None):
         keep_alive = HfDeepSpeedConfig(ds_config)  # from_pretrained partitions while this exists
         try:
             model = _frozen(_load(spec))
@@ -819,20 +803,9 @@ def _once_per_node(load, device):
     return tensors
 
 
-@contextlib.contextmanager
-def _every_layer_loads():
-    """Let DeepSpeed load all norms: it skips those that are not on its list (its issue 8447)."""
-    before = auto_tp.Loading.is_load_module
+def _is_loaded(module):
     layers = nn.Linear, nn.Embedding, nn.LayerNorm
-
-    def is_load_module(module):
-        return isinstance(module, layers) or type(module).__name__.endswith("RMSNorm")
-
-    auto_tp.Loading.is_load_module = is_load_module
-    try:
-        yield
-    finally:
-        auto_tp.Loading.is_load_module = before
+    return isinstance(module, layers) or type(module).__name__.endswith("RMSNorm")
 
 
 def head_gives_own_logits(logits, model_logits):

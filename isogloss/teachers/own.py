@@ -64,7 +64,6 @@ class OwnTeacher(ModelTeacher):
     """Give the logits of a copy of the student.
 
     Attributes:
-        ema: see OwnSpec.
         means: {name: float32 mean}, which the weights are rounded from; empty with ema 0.
     """
 

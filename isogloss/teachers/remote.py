@@ -114,7 +114,6 @@ def serve_requests(roles, teachers, ranks_per_client=1, from_hidden=True):
 
     Args:
         teachers: `ModelTeacher` of every teacher of the job, loaded with `same_ids`.
-        ranks_per_client: see `client_size`.
         from_hidden: logits are what a teacher's head makes of its hidden states; else the model's
             own.
     Raises:
@@ -216,8 +215,6 @@ class TeacherClient:
         Args:
             num_requests: that may be under way, or answered and not released.
             device: where the student reads responses; on the teacher's device nothing is copied.
-            ranks_per_client: see `client_size`.
-            tensors_per_response: see `TENSORS_PER_RESPONSE`.
         """
         self.roles = roles
         self.device = device

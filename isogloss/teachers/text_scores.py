@@ -141,13 +141,8 @@ class ScoredLogits:
     @classmethod
     def joined(cls, blocks):
         """Return the ScoredLogits of all positions of blocks, whose logits are TopKLogits."""
-        rows = [block.logits for block in blocks]
-        logits = TopKLogits(
-            torch.cat([row.ids_TK for row in rows]), torch.cat([row.logp_TK for row in rows]),
-            rows[0].vocab, torch.cat([row.rest_T for row in rows]),
-            torch.cat([row.total_T for row in rows]))
-        packed = torch.cat([block.scores.packed() for block in blocks])
-        return cls(logits, TextScores.unpacked(packed))
+        columns = zip(*[block.tensors() for block in blocks])
+        return blocks[0].with_tensors(map(torch.cat, columns))
 
     def to(self, device):
         """Return the same on a device; the logits, here and below, are TopKLogits with totals."""

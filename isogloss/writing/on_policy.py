@@ -70,12 +70,9 @@ class Writer:
     """Write rollouts with the student's current weights.
 
     Attributes:
-        cfg: Config.
         engine: DeepSpeed engine around a StudentWithLoss.
-        encoder: TextEncoder of the student.
         collator: makes Batches of Drafts.
         prompter: Prompter, for held-out rows.
-        reader: ExampleReader.
         held_out_data: rows of an evaluation.
         device: of this rank.
         sequence_group: ranks that read the same samples, or None.
@@ -385,9 +382,9 @@ class Writer:
 
         All ranks take part, with equally many batches.
         """
-        group_size = self.sequence_group.size if self.sequence_group else 1
-        reader_rank = dist.get_rank() // group_size
-        num_readers = dist.get_world_size() // group_size
+        # ranks of a sequence group read the same samples
+        reader_rank = dist.get_rank() // self.cfg.ranks_per_reader
+        num_readers = dist.get_world_size() // self.cfg.ranks_per_reader
         num_rows = min(self.cfg.rollout_eval, len(self.held_out_data))
         examples = []
         for row in range(reader_rank, num_rows, num_readers):

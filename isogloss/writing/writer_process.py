@@ -75,11 +75,8 @@ class WriterProcess:
         """Start the command; the thread that does it has to last as long as the job.
 
         Args:
-            command: as a shell would read it, without a shell.
-        Raises:
-            ValueError: there is no such program.
+            command: as a shell would read it, without a shell; see `check_command`.
         """
-        check_command(command)
         self.command = command
         self.timeout = timeout
         self.asked_to_end = bool
@@ -133,7 +130,9 @@ class WriterProcess:
                 looks.register(stdin, select.POLLOUT)
             ready = dict(looks.poll(1000 * min(PERIOD, seconds)))
             if stdout in ready:
-                piece = self._read(stdout)
+                piece = os.read(stdout, 2**20)
+                if not piece:
+                    raise self._ended()
                 if message:
                     raise self.error(f"wrote {_shortened(piece)} before it was asked; only "
                                      "responses may go to its standard output")
@@ -151,12 +150,6 @@ class WriterProcess:
                 except BrokenPipeError:
                     raise self._ended() from None
         return bytes(line)
-
-    def _read(self, stdout):
-        piece = os.read(stdout, 2**20)
-        if not piece:
-            raise self._ended()
-        return piece
 
     def _ended(self):
         """Return the WriterError of a process that has closed its end of a pipe."""
