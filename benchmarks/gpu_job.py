@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from pathlib import Path
 
 import torch
@@ -21,12 +20,12 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import (
     Skipped,
     need_devices,
-    places_of_waits,
     received,
     relative_error,
     rounded,
     send,
     spawn,
+    waits_counted,
     watch_waits,
 )
 
@@ -157,27 +156,23 @@ def step_gradients(folder):
     return metrics["loss"]
 
 
-def compare_gradients(world=2):
-    """Compare the gradient of one step on one rank and on several, in float32."""
+def nccl_gradients():
+    """Compare the gradient of one step on one rank and on two, in float32."""
+    need_devices(2)
+    need_packages()
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder)
         losses = {}
         gradients = {}
-        for ranks in (1, world):
+        for ranks in (1, 2):
             losses[ranks] = on_ranks(ranks, "step_gradients", path)[0]
             gradients[ranks] = torch.load(folder / f"gradients{ranks}.pt", weights_only=True)
     worst = 0.0
     for name, gradient in gradients[1].items():
-        worst = max(worst, relative_error(gradients[world][name], gradient))
+        worst = max(worst, relative_error(gradients[2][name], gradient))
     figures = {"losses": losses, "worst_relative_error": worst}
-    return worst <= EXACT and abs(losses[1] - losses[world]) <= EXACT * abs(losses[1]), figures
-
-
-def nccl_gradients():
-    need_devices(2)
-    need_packages()
-    return compare_gradients()
+    return worst <= EXACT and abs(losses[1] - losses[2]) <= EXACT * abs(losses[1]), figures
 
 
 # --- a teacher in shards ----------------------------------------------------------------------
@@ -206,28 +201,24 @@ def teacher_states(folder, degree, dtype):
     return teacher.engine
 
 
-def compare_teachers(dtype="bfloat16"):
+def tensor_parallel_teacher():
     """Compare a teacher in two shards with the whole one, by their errors against float32."""
+    need_devices(2)
+    need_packages()
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder, hidden=256, layers=4)
         engines = {}
-        for degree, precision in ((1, "float32"), (1, dtype), (2, dtype)):
+        for degree, precision in ((1, "float32"), (1, "bfloat16"), (2, "bfloat16")):
             key = f"{degree} {precision}"
             engines[key] = on_ranks(degree, "teacher_states", path, degree, precision)[0]
         exact = torch.load(folder / "logits_1_float32.pt", weights_only=True)
         errors = {}
         for degree in (1, 2):
-            logits = torch.load(folder / f"logits_{degree}_{dtype}.pt", weights_only=True)
+            logits = torch.load(folder / f"logits_{degree}_bfloat16.pt", weights_only=True)
             errors[degree] = relative_error(logits, exact)
     figures = {"engines": engines, "relative_error": errors}
     return errors[2] <= 2 * errors[1] + EXACT, figures
-
-
-def tensor_parallel_teacher():
-    need_devices(2)
-    need_packages()
-    return compare_teachers()
 
 
 # --- the host and the device at the same time ---------------------------------------------------
@@ -286,13 +277,13 @@ def waits_between_steps(folder):
 
     state.engine.step = step_and_watch
     state.uploads.to_device = upload_unwatched
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    waits = {}
+    with waits_counted(waits):
+        watch_waits("default")  # until a step has been taken
         for _ in range(STEPS):
             reports.append(distill.train_step(state, [batch]))
-        watch_waits("default")
     losses = [report.metrics()["loss"] for report in reports]
-    return {"waits": places_of_waits(caught), "loss": losses[-1]}
+    return {"waits": waits, "loss": losses[-1]}
 
 
 def overlap():
@@ -361,19 +352,16 @@ def timed_steps(folder):
 
     state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
-    for _ in range(STEPS):
-        distill.train_step(state, [batch])
-    synchronize()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        distill.train_step(state, [batch])
-    synchronize()
-    seconds = (time.perf_counter() - begin) / STEPS
 
     def steps():
         for _ in range(STEPS):
             distill.train_step(state, [batch])
+        synchronize()
 
+    steps()
+    begin = time.perf_counter()
+    steps()
+    seconds = (time.perf_counter() - begin) / STEPS
     profiler, _ = profiled(steps)
     busy, gaps = busy_and_gaps(gpu_spans(profiler))
     busy_seconds = busy / STEPS / 1e6

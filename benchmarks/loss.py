@@ -160,24 +160,6 @@ def spell_long_chunks(text: Text, V: int, tables: nodes.Tables) -> None:
 # --- losses ---------------------------------------------------------------------------------------
 
 
-class SampleIds(NamedTuple):
-    """Hold the ids of a sub-tile as a batch of one sample."""
-
-    student_next: torch.Tensor
-    teacher_next: torch.Tensor
-    student_chunk: torch.Tensor
-    teacher_chunk: torch.Tensor
-
-    @classmethod
-    def of(cls, sub_tile: SubTile) -> "SampleIds":
-        return cls(
-            student_next=sub_tile.student_labels[None],
-            teacher_next=sub_tile.teacher_labels[None],
-            student_chunk=sub_tile.student_chunk[None],
-            teacher_chunk=sub_tile.teacher_chunk[None],
-        )
-
-
 def build_loss(
     name: str,
     V: int,
@@ -198,21 +180,8 @@ def build_loss(
         return build_gold(V, W, device)
     function = getattr(losses, name)
     if name in DIVERGENCES:
-        function = compiler(function)
-
-        def divergence(x, y, sub_tile):
-            # As for equal tokenizers: one row per chunk on either side.
-            student_rows = x[sub_tile.terms.first_S][None]
-            teacher_rows = y[sub_tile.terms.first_T][None]
-            return function(student_rows, teacher_rows, None)[0]
-
-        return divergence
-
-    def chunk_loss(x, y, sub_tile):
-        ids = SampleIds.of(sub_tile)
-        return function(x[None], y[None], *ids, chunks=sub_tile.terms)[0]
-
-    return chunk_loss
+        return loss_table.build_per_position(function, {}, compiler=compiler).loss_fn
+    return loss_table.build_per_chunk(None, None, device, loss=function, flag_of={}).loss_fn
 
 
 def translated_divergence(name: str) -> str | None:
@@ -249,11 +218,10 @@ def build_gold(V: int, W: int, device: str) -> Loss:
     rest = losses.other_tokens(common, V), losses.other_tokens(common, W)
 
     def gold(x, y, sub_tile):
-        ids = SampleIds.of(sub_tile)
-        chunk_ids = ids.student_chunk, ids.teacher_chunk
-        chunks = sub_tile.terms
+        ids = loss_table.batch_of_one(sub_tile)
         return losses.gold(
-            x[None], y[None], *chunk_ids, common, common, chunks=chunks, rest=rest
+            x[None], y[None], ids.student_chunk, ids.teacher_chunk, common, common,
+            chunks=sub_tile.terms, rest=rest,
         )[0]
 
     return gold
@@ -267,11 +235,10 @@ def build_projection_kl(V: int, W: int, kept_K: torch.Tensor, device: str) -> Lo
     entries = losses.projection_entries(indices, weights, W, kept_K)
 
     def projection_kl(x, y, sub_tile):
-        ids = SampleIds.of(sub_tile)
-        chunk_ids = ids.student_chunk, ids.teacher_chunk
-        chunks = sub_tile.terms
+        ids = loss_table.batch_of_one(sub_tile)
         return losses.projection_kl(
-            x[None], y[None], *chunk_ids, indices, weights, entries=entries, chunks=chunks
+            x[None], y[None], ids.student_chunk, ids.teacher_chunk, indices, weights,
+            entries=entries, chunks=sub_tile.terms,
         )[0]
 
     return projection_kl
@@ -454,10 +421,11 @@ def with_terms(tile: Tile, tables: nodes.Tables | None) -> Tile:
     """List the terms of every sub-tile: those of a translation, else the chunks."""
     sub_tiles = []
     for sub_tile in tile.sub_tiles:
-        ids = SampleIds.of(sub_tile)
+        ids = loss_table.batch_of_one(sub_tile)
         if tables:
-            read = F.pad(ids.student_next[:, :-1], (1, 0), value=-1)
-            terms = nodes.list_nodes(read, *ids, tables)
+            read = F.pad(ids.student_labels[:, :-1], (1, 0), value=-1)
+            terms = nodes.list_nodes(read, ids.student_labels, ids.teacher_labels,
+                                     ids.student_chunk, ids.teacher_chunk, tables)
         else:
             terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
         sub_tiles.append(sub_tile._replace(terms=terms))
