@@ -393,20 +393,11 @@ def job_check(name):
     return check
 
 
-CHECKS = {
-    "ipc_same_device": ipc_same_device,
-    "ipc_two_devices": ipc_two_devices,
-    "writer_ends_first": writer_ends_first,
-    "ipc_full_cache": ipc_full_cache,
-    "killed_process_frees_memory": killed_process_frees_memory,
-    "compiled": compiled,
-    "no_synchronization": no_synchronization,
-    "loss_table": loss_table,
-    "nccl_gradients": job_check("nccl_gradients"),
-    "tensor_parallel_teacher": job_check("tensor_parallel_teacher"),
-    "overlap": job_check("overlap"),
-    "step_over_parts": job_check("step_over_parts"),
-}
+CHECKS = {check.__name__: check for check in (
+    ipc_same_device, ipc_two_devices, writer_ends_first, ipc_full_cache,
+    killed_process_frees_memory, compiled, no_synchronization, loss_table)}
+CHECKS |= {name: job_check(name) for name in (
+    "nccl_gradients", "tensor_parallel_teacher", "overlap", "step_over_parts")}
 
 
 def outcome(check):

@@ -12,13 +12,17 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from pydoc_data import topics
 
 import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import (
-    Skipped,
     need_devices,
     received,
     relative_error,
@@ -28,6 +32,13 @@ from benchmarks.gpu import (
     waits_counted,
     watch_waits,
 )
+from isogloss import build, demo, distill
+from isogloss.inputs import build_collator, check_inputs
+from isogloss.job.columns import pack
+from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.job.transfers import Readback, Uploads
+from isogloss.teachers.model import ModelSpec
+from isogloss.teachers.protocol import load_teacher
 
 SAMPLES = 4  # of a step, over all ranks
 MAX_LENGTH = 96
@@ -36,24 +47,12 @@ STEPS = 6  # timed, after as many that warm up
 VOCAB = 32_000  # rows of the heads of the models that are timed
 
 
-def need_packages():
-    """Skip where something that distill.py imports is missing."""
-    try:
-        from isogloss import distill  # noqa: F401
-    except ImportError as error:
-        raise Skipped(f"distill.py needs {error.name}") from error
-
-
 def prepare(folder, layers=2, hidden=64, rows=None):
     """Write student, teacher and corpus; random weights, texts of the interpreter.
 
     Args:
         rows: of the heads; None: a few more than tokens.
     """
-    from pydoc_data import topics
-
-    from isogloss import demo
-
     texts = []
     for _, text in sorted(topics.topics.items()):
         texts += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
@@ -101,12 +100,6 @@ def _rank(pipe, rank, world, port, function, arguments):
 
 def start_run(folder, micro_batch_size, precision, **flags):
     """Return (state of a run, its Collator, texts) on this rank."""
-    import torch.distributed as dist
-
-    from isogloss import build, distill
-    from isogloss.inputs import build_collator, check_inputs
-    from isogloss.job.launch import silence_libraries, start_distributed
-
     device = start_distributed()
     silence_libraries()
     optimizer = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
@@ -129,11 +122,6 @@ def start_run(folder, micro_batch_size, precision, **flags):
 
 def step_gradients(folder):
     """Take one step on this rank's samples; rank 0 writes the gradient, all return the loss."""
-    import torch.distributed as dist
-    from deepspeed.utils import safe_get_full_grad
-
-    from isogloss import distill
-
     folder = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     count = SAMPLES // world
@@ -159,7 +147,6 @@ def step_gradients(folder):
 def nccl_gradients():
     """Compare the gradient of one step on one rank and on two, in float32."""
     need_devices(2)
-    need_packages()
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder)
@@ -180,13 +167,6 @@ def nccl_gradients():
 
 def teacher_states(folder, degree, dtype):
     """Return the teacher's hidden states of a text, as this rank computes them; rank 0 saves."""
-    import torch.distributed as dist
-    from transformers import AutoTokenizer
-
-    from isogloss.job.launch import silence_libraries, start_distributed
-    from isogloss.teachers.model import ModelSpec
-    from isogloss.teachers.protocol import load_teacher
-
     device = start_distributed()
     silence_libraries()
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "teacher")
@@ -204,7 +184,6 @@ def teacher_states(folder, degree, dtype):
 def tensor_parallel_teacher():
     """Compare a teacher in two shards with the whole one, by their errors against float32."""
     need_devices(2)
-    need_packages()
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder, hidden=256, layers=4)
@@ -236,9 +215,6 @@ def keep_busy():
 
 def transfers_overlap():
     """Return {what: whether it happens while the device works on something else}."""
-    from isogloss.job.columns import pack
-    from isogloss.job.transfers import Readback, Uploads
-
     uploads = Uploads(torch.device("cuda"))
     packed, buffer = pack([torch.arange(1 << 20), torch.rand(3, 5)], pinned=True)
     batch = packed.value(buffer)
@@ -258,8 +234,6 @@ def transfers_overlap():
 
 def waits_between_steps(folder):
     """Return {place: waits for the device} from an optimizer's step to the next batch's copy."""
-    from isogloss import distill
-
     state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
     reports = [distill.train_step(state, [batch])]
@@ -288,7 +262,6 @@ def waits_between_steps(folder):
 
 def overlap():
     """Check that the host and copies go on while the device works."""
-    need_packages()
     figures = transfers_overlap()
     with tempfile.TemporaryDirectory() as path:
         prepare(Path(path))
@@ -306,8 +279,6 @@ def synchronize():
 
 def profiled(run):
     """Return (torch's profiler of a run, the seconds that it took)."""
-    from torch.profiler import ProfilerActivity, profile
-
     kinds = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(ProfilerActivity.CUDA)
@@ -348,8 +319,6 @@ def busy_and_gaps(spans):
 
 def timed_steps(folder):
     """Time whole steps, then let the profiler say when the GPU was idle in them."""
-    from isogloss import distill
-
     state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
 
@@ -376,7 +345,6 @@ def timed_steps(folder):
 
 def step_over_parts():
     """Compare a step's seconds with those in which the GPU computes."""
-    need_packages()
     with tempfile.TemporaryDirectory() as path:
         prepare(Path(path), layers=8, hidden=512, rows=VOCAB)
         [figures] = on_ranks(1, "timed_steps", path)

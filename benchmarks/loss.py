@@ -9,21 +9,19 @@ The first command prints one line of JSON per loss, each from a process of its o
 
 The inputs are random hidden states and heads of two real sizes.  Nine of ten chunks have one token
 on both sides, the others have two on one side.  The vocabularies have as many tokens in common as
-llama3 and qwen2 do.  Memory is the peak of the process (CPU) or of the allocator (CUDA) above
-inputs and gradients.
+llama3 and qwen2 do.  Memory is the peak of the process above inputs and gradients.  On a GPU
+benchmarks/gpu.py measures the same losses.
 
 tiled: `tiles.tiled_loss`.  plain: all logits at once.  compiled: tiled, with what torch.compile
 makes of a divergence, or of the roots of a translation.
 matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's,
 over all tokens, in one piece, into memory that exists, in the same process.
-stolen: cores that other virtual machines took, on average over the runs.
-seconds: on a CPU those of all its threads, which other processes disturb less; on a GPU wall time.
+seconds: those of all its threads, which other processes disturb less.
 """
 
 import itertools
 import json
 import math
-import os
 import resource
 import statistics
 import subprocess
@@ -60,7 +58,6 @@ JOINED_FRACTION = 1_127_233 / 502 / 151_646
 LONG_CHUNK_FRACTION = 0.1
 # Weights of the four entries of a projection row: 0.9 * 0.1^i, as projection_tools builds them.
 PROJECTION_WEIGHTS = 0.9, 0.09, 0.009, 0.001
-GIB = 2**30  # bytes
 KIB_PER_GIB = 2**20
 
 # (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> ()
@@ -141,20 +138,16 @@ def spell_long_chunks(text: Text, V: int, tables: nodes.Tables) -> None:
     chunks = losses.find_chunks(text.student_chunk, text.teacher_chunk)
     # Common tokens have one piece; only the others can stand for a chunk of two.
     first_uncommon = int(COMMON_PER_TOKEN * V)
-    # One teacher token, two student tokens.
-    long_on_student = chunks.count_S == 2
-    tokens = first_uncommon + torch.arange(int(long_on_student.sum()))
-    text.teacher_labels[0, chunks.first_T[long_on_student]] = tokens
-    for k in (0, 1):
-        positions = chunks.first_S[long_on_student] + k
-        text.student_labels[0, positions] = tables.pieces_W[tokens, k]
-    # One student token, two teacher tokens.
-    long_on_teacher = chunks.count_T == 2
-    tokens = first_uncommon + torch.arange(int(long_on_teacher.sum()))
-    text.student_labels[0, chunks.first_S[long_on_teacher]] = tokens
-    for k in (0, 1):
-        positions = chunks.first_T[long_on_teacher] + k
-        text.teacher_labels[0, positions] = tables.pieces_V[tokens, k]
+    for is_long, first_long, first_one, long_labels, one_labels, pieces in (
+        (chunks.count_S == 2, chunks.first_S, chunks.first_T, text.student_labels,
+         text.teacher_labels, tables.pieces_W),
+        (chunks.count_T == 2, chunks.first_T, chunks.first_S, text.teacher_labels,
+         text.student_labels, tables.pieces_V),
+    ):
+        tokens = first_uncommon + torch.arange(int(is_long.sum()))
+        one_labels[0, first_one[is_long]] = tokens
+        for k in (0, 1):
+            long_labels[0, first_long[is_long] + k] = pieces[tokens, k]
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -447,30 +440,14 @@ def to(value, device: str):
 
 def peak_gib() -> float:
     """Return the most memory that was ever in use, in GiB."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_PER_GIB
 
 
 def timed(run: Callable[[], None]) -> float:
-    """Return the seconds that a run takes, on a CPU those of all threads of this process."""
-    if not torch.cuda.is_available():
-        begin = time.process_time()
-        run()
-        return time.process_time() - begin
-    begin = time.perf_counter()
+    """Return the seconds that a run takes of all threads of this process."""
+    begin = time.process_time()
     run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def stolen_seconds() -> float:
-    """Return the seconds that all cores wanted to run and could not; 0 where that is unknown."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    steal = 8  # "cpu user nice system idle iowait irq softirq steal ...", in clock ticks
-    return int(stat.read_text().split()[steal]) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() - begin
 
 
 def memory_of(run: LossRun, path: str) -> float:
@@ -493,11 +470,9 @@ def measure(
     # The first run after the warm-up; the timed ones reuse what it allocated.
     gib = memory_of(run, path)
     seconds = {timed_path: [] for timed_path in (path, "matmuls", *beside)}
-    stolen_before = stolen_seconds()
     for _ in range(times):
         for timed_path, taken in seconds.items():  # in turn: machines drift
             taken.append(timed(getattr(run, timed_path)))
-    stolen = stolen_seconds() - stolen_before
     means = {timed_path: sum(taken) / times for timed_path, taken in seconds.items()}
     ratios = {other: ratios_of(seconds[path], taken) for other, taken in seconds.items()}
     record = {
@@ -514,7 +489,6 @@ def measure(
         "ratios": ratios["matmuls"],
         "median": statistics.median(ratios["matmuls"]),
         "GiB": round(gib, 2),
-        "stolen": round(stolen / sum(map(sum, seconds.values())), 2),
     }
     for other in beside:
         record[f"{other}_seconds"] = round(means[other], 3)
