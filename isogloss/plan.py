@@ -38,8 +38,10 @@ from their config.json, or from recipes/architectures.yaml where there is none.
 Tests: tests/test_plan.py.
 """
 
+import itertools
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -494,23 +496,16 @@ def choices(cfg, num_ranks, per_node):
         stages = (1,)
     elif num_ranks == 1:
         stages = (0,)
-    for stage in stages:
-        for degree in (1, 2, 4, 8):
-            shards = cfg.kd_weight and cfg.teacher_kind.has_weights
-            if per_node % degree or (degree > 1 and not shards):
-                continue
-            for checkpointing in (False, True):
-                other = replace(cfg, activation_checkpointing=checkpointing,
-                                activation_offload=False)
-                if not cfg.teachers:
-                    other = replace(other, teacher_tp=degree)
-                elif degree > 1:
-                    continue
-                try:
-                    need = plan(other, num_ranks, stage=stage, per_node=per_node)
-                except ValueError:
-                    continue
-                needs.append((words_of(other, stage), need))
+    degrees = [1]
+    if cfg.kd_weight and cfg.teacher_kind.has_weights and not cfg.teachers:
+        degrees = [degree for degree in (1, 2, 4, 8) if per_node % degree == 0]
+    for stage, degree, checkpointing in itertools.product(stages, degrees, (False, True)):
+        other = replace(cfg, activation_checkpointing=checkpointing, activation_offload=False)
+        if not cfg.teachers:
+            other = replace(other, teacher_tp=degree)
+        with suppress(ValueError):
+            need = plan(other, num_ranks, stage=stage, per_node=per_node)
+            needs.append((words_of(other, stage), need))
     return needs
 
 

@@ -46,7 +46,6 @@ def build_projection(pair, recipe=None, trust_remote_code=False):
     """Build the sparse student-to-teacher projection.
 
     Args:
-        pair: Pair.
         recipe: Recipe; None: the defaults.
         trust_remote_code: run the Python code that comes with the embedding model.
     Returns:

@@ -25,7 +25,6 @@ def build_translation(pair, max_pieces=16):
     """Return all tables of `nodes.Tables`, with the tokenizers' fingerprints.
 
     Args:
-        pair: Pair.
         max_pieces: longest spelling kept, in pieces; of longer ones the beginning.
     """
     tables = {}

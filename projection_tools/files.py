@@ -268,7 +268,6 @@ def finish(projection, pair, args, *notes):
 
     Args:
         projection: (indices, likelihoods).
-        pair: Pair.
         args: the tool's Args; its flags are recorded in the file.
         notes: what else to print.
     """

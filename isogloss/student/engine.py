@@ -57,7 +57,6 @@ class StudentWithLoss(nn.Module):
         """Run the model on a StudentBatch.
 
         Args:
-            batch: StudentBatch.
             terms: None, or what to make of the logits: `objective.LossTerms`, which gives
                 (loss, sums), `evaluate.EvaluationTerms` or `checks.HeadTest`.
         Returns:
