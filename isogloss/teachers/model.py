@@ -29,9 +29,9 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size, teacher_groups
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.models.attention import attention_options
 from isogloss.models.compiler import missing_compiler
 from isogloss.models.pretrained import (
+    attention_options,
     check_language_model,
     check_weights,
     load_config,
