@@ -46,7 +46,6 @@ from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, SubTile, Tile, plan
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TeacherBlocks, tiled_loss
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
-TRANSLATED = "translated_"  # and the name of a divergence
 LOSSES = (
     "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy")
 # Of llama3 (128,256 tokens) against qwen2: tokens whose bytes are one token of the other too.
@@ -163,8 +162,8 @@ def build_loss(
     compiler: Callable = plain,
 ) -> Loss:
     """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
-    if divergence := translated_divergence(name):
-        return build_translated(divergence, tables, device, compiler)
+    if name == "piece_kl":
+        return build_piece_kl(tables, device, compiler)
     if name == "cross_entropy":
         return cross_entropy
     if name == "projection_kl":
@@ -177,32 +176,22 @@ def build_loss(
     return loss_table.build_per_chunk(None, None, device, loss=function, flag_of={}).loss_fn
 
 
-def translated_divergence(name: str) -> str | None:
-    """Return the divergence of a translated loss, None for other losses."""
-    if name == "piece_kl":
-        return "forward_kl"
-    return name.removeprefix(TRANSLATED) if name.startswith(TRANSLATED) else None
-
-
 def cross_entropy(x, y, sub_tile):
     return F.cross_entropy(x.float(), sub_tile.student_labels, reduction="sum")
 
 
-def build_translated(
-    name: str, tables: nodes.Tables, device: str, compiler: Callable
-) -> Loss:
+def build_piece_kl(tables: nodes.Tables, device: str, compiler: Callable) -> Loss:
     on_device = to(tables, device)
     cells = translation.CellColumns.of(on_device)
     of_roots = compiler(translation.root_values)
-    divergence = getattr(losses, name)
 
-    def translated(x, y, sub_tile):
+    def piece_kl(x, y, sub_tile):
         return translation.translated(
-            x[None], y[None], sub_tile.terms, on_device, divergence=divergence, of_roots=of_roots,
-            cells=cells,
+            x[None], y[None], sub_tile.terms, on_device, divergence=losses.forward_kl,
+            of_roots=of_roots, cells=cells,
         )[0]
 
-    return translated
+    return piece_kl
 
 
 def build_gold(V: int, W: int, device: str) -> Loss:
@@ -361,8 +350,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     W = V if name in DIVERGENCES else sizes.W
     text = random_text(sizes.tokens, V, W)
     kept_K = torch.randperm(W)[: sizes.K].sort().values.to(device)
-    is_translated = translated_divergence(name) is not None
-    tables = random_tables(V, W) if is_translated else None
+    tables = random_tables(V, W) if name == "piece_kl" else None
     if tables:
         spell_long_chunks(text, V, tables)
     loss, compiled_loss = (

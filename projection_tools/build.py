@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from isogloss.flags.parse import MISSING, OLD_NAMES, flag, shared, tool
-from isogloss.projection_tools.arrays import counted, fill_empty
+from isogloss.projection_tools.arrays import fill_empty
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
 from isogloss.projection_tools.files import as_tables, cached, check_output, finish
@@ -102,11 +102,12 @@ def empty_row_reasons(pair, indices):
     student = pair.tables[0]
     empty = indices[:, 0] < 0  # rows are sorted, so the first slot is the last to be unused
     unused = np.diff(student.starts) == 0
-    return counted({
+    masks = {
         "control tokens without a counterpart": empty & student.special,
         "ids without a token": empty & ~student.special & unused,
         "bytes that the teacher cannot write": empty & ~student.special & ~unused,
-    })
+    }
+    return {reason: int(mask.sum()) for reason, mask in masks.items() if mask.any()}
 
 
 @dataclass(kw_only=True)
