@@ -304,12 +304,8 @@ def busy_and_gaps(spans):
     """Return (microseconds in which something ran, gaps between)."""
     busy = 0.0
     gaps = []
-    reached = None
+    reached = spans[0][0] if spans else 0.0
     for begin, end in spans:
-        if reached is None:
-            busy += end - begin
-            reached = end
-            continue
         if begin > reached:
             gaps.append(begin - reached)
         busy += max(0.0, end - max(begin, reached))

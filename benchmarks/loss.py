@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 
 from isogloss import losses, nodes, translation
+from isogloss.job.columns import to_device
 from isogloss.models.compiler import loss_compiler, missing_compiler, plain
 from isogloss.objective import loss_table
 from isogloss.spelling import translation_tables
@@ -181,7 +182,7 @@ def cross_entropy(x, y, sub_tile):
 
 
 def build_piece_kl(tables: nodes.Tables, device: str, compiler: Callable) -> Loss:
-    on_device = to(tables, device)
+    on_device = to_device(tables, device)
     cells = translation.CellColumns.of(on_device)
     of_roots = compiler(translation.root_values)
 
@@ -377,7 +378,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
         tiles = plan_tiles(*text, vocab_sizes, memory_mib, sub_tiles=budget)
         if teacher:
             tiles = [with_terms(tile, tables) for tile in tiles]
-        return [to(tile, device) for tile in tiles]
+        return [to_device(tile, device) for tile in tiles]
 
     return LossRun(
         name=name,
@@ -411,16 +412,6 @@ def with_terms(tile: Tile, tables: nodes.Tables | None) -> Tile:
             terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
         sub_tiles.append(sub_tile._replace(terms=terms))
     return tile._replace(sub_tiles=tuple(sub_tiles))
-
-
-def to(value, device: str):
-    """Move all tensors inside of (named) tuples to a device."""
-    if torch.is_tensor(value):
-        return value.to(device)
-    if isinstance(value, tuple):
-        moved = [to(x, device) for x in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
-    return value
 
 
 # --- measurement ----------------------------------------------------------------------------------
